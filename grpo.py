@@ -1,0 +1,98 @@
+"""GRPO for two systems that share one reward: advantages, balancing, token weights, loss. No I/O, no globals.
+
+For one question System 2 makes G samples (one a trajectory) and System 1 makes M (one a chunk); each System 1 sample takes
+its trajectory's reward. In this order:
+
+    A_sys2 = (r − mean over the G) / std over the G        `group_advantages` on the System 2 samples
+    A_sys1 = (r − mean over the M) / std over the M        `group_advantages` on the System 1 samples: a group of its own
+    System 1's samples are brought from M to G             `balance`, after the advantages, which thus saw every sample
+    L = L_sys2 + L_sys1, each a mean over its samples of   `token_weights` makes both means; `grpo_loss` is −min(…) + β·KL
+        −(1/|y|) Σ_t min(ρ_t A, clip(ρ_t, 1−ε, 1+ε) A)
+
+Our choices where the paper is silent: population standard deviation without an epsilon (so one sample, or equal rewards,
+give advantage 0, and a change of the rewards' scale changes nothing); balancing draws uniformly (the abstract's "advantage-
+weighted" comes without a weighting); |y| counts the tokens that carry loss; KL is the k3 estimator.
+"""
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def group_advantages(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor:
+    """Normalises rewards [N] within their groups: (r − mean) / std, fp32 [N].
+
+    `groups[i]` names the group of sample i (any hashable key, so groups may have any size and order). A group whose rewards
+    are all equal gets 0. Raises ValueError if a reward is not finite or the lengths differ.
+
+    >>> group_advantages(torch.tensor([1., 0., 0., 1.]), ["a", "a", "b", "a"])    # "b" stands alone
+    tensor([ 0.7071, -1.4142,  0.0000,  0.7071])
+    """
+    if len(rewards) != len(groups):
+        raise ValueError(f"{len(rewards)} rewards for {len(groups)} group keys")
+    if not torch.isfinite(rewards).all():
+        raise ValueError("a reward is not finite; leave a trajectory without a reward out of its group")
+    members: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    advantages = torch.zeros(len(groups))
+    for indices in members.values():
+        reward = rewards[indices].double()
+        if reward.min() < reward.max():
+            advantages[indices] = ((reward - reward.mean()) / reward.std(correction=0)).float()
+    return advantages
+
+
+def balance(sys1_indices: Sequence[int], target: int, generator: torch.Generator | None) -> list[int]:
+    """Brings one question's M System 1 samples to `target` (System 2's number), drawing uniformly.
+
+    M > target: `target` of them without replacement. 0 < M < target: all of them, and the missing ones drawn again.
+    M = 0: none. Returns indices out of `sys1_indices`.
+    """
+    if target < 0:
+        raise ValueError(f"cannot balance to {target} samples")
+    m = len(sys1_indices)
+    if m >= target:
+        drawn = torch.randperm(m, generator=generator)[:target].tolist()
+    else:
+        drawn = list(range(m)) + (torch.randint(m, (target - m,), generator=generator).tolist() if m else [])
+    return [sys1_indices[i] for i in drawn]
+
+
+def token_weights(masks: list[Tensor], counts: int) -> list[Tensor]:
+    """The weight of every token in the loss: 1/|y| · 1/`counts` where the mask is set, else 0. fp32, one [T] a sample.
+
+    `counts` is the number of samples of this role in the whole step, over all ranks. With it the sum over any split of the
+    samples into ranks and micro-batches is the same mean: sums travel, and there is one division.
+    """
+    if masks and counts < 1:
+        raise ValueError(f"{len(masks)} samples cannot be {counts} of all samples")
+    return [mask.float() / (mask.sum().clamp(min=1) * counts) for mask in masks]
+
+
+def grpo_loss(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, weight: Tensor, *, clip_low: float = 0.2,
+              clip_high: float = 0.2, kl_beta: float = 0.0, ref_logprob: Tensor | None = None) -> tuple[Tensor, dict]:
+    """Σ w·ℓ over tokens [N], ℓ = −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)·A) + kl_beta·KL, ρ = exp(logprob − old_logprob).
+
+    KL is k3 = exp(d) − d − 1 with d = ref_logprob − logprob (Schulman, 2020), if a reference is given. A token of weight 0
+    is masked: whatever stands there, NaN included, neither enters the loss nor gets a gradient. Plain PyTorch, any dtype:
+    what the Triton forms under kernels/ are tested against. Stats are means over the tokens with weight (0 if there are none).
+    """
+    live = weight != 0
+    logprob, old_logprob, advantage = (torch.where(live, x, 0.0) for x in (logprob, old_logprob, advantage))
+    ratio = torch.exp(logprob - old_logprob)
+    unclipped = ratio * advantage
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
+    loss = -torch.minimum(unclipped, clipped)
+    kl = torch.zeros_like(loss)
+    if ref_logprob is not None:
+        d = torch.where(live, ref_logprob, 0.0) - logprob
+        kl = torch.expm1(d) - d
+        loss = loss + kl_beta * kl
+    with torch.no_grad():
+        tokens = live.sum().clamp(min=1)
+        stats = {"clip_share": ((clipped < unclipped) & live).sum() / tokens,
+                 "ratio_mean": (ratio * live).sum() / tokens,
+                 "ratio_max": (ratio * live).max() if len(ratio) else ratio.new_zeros(()),
+                 "kl": (kl * live).sum() / tokens}
+    return (weight * loss).sum(), stats
