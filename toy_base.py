@@ -1,0 +1,251 @@
+"""The toy's base model: a tiny Qwen3 that speaks the toy's language, imperfectly.
+
+It plays the part of the pretrained instruct model that the paper starts from; the RL on top is "zero RL" as in the paper. Random
+weights are trained in two stages on texts of invented worlds that no run asks about:
+  A  skills: right use of the language, dense in targets (six requests on each chunk, 40 % of them absent: "none .");
+  B  habits: demonstrations with the faults of HABITS, so that every good move and many bad ones are in the policy's reach.
+RL then selects among these modes; it could not build the skill of copying a fact in minutes. Stage B alone never learns to copy.
+
+`build` caches the result as a Hugging Face folder (model and tokenizer). Tests: pytest tests/test_toy.py
+"""
+import hashlib
+import math
+import os
+import random
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import toy
+from binpack import pack_documents
+from tools import UserError, search
+
+CAPACITY = 64                   # tokens of documents in a System 1 chunk
+DOCUMENTS = 3                   # results of a search
+SKILL_STEPS, HABIT_STEPS = 500, 200
+
+
+# ------------------------------------------------------------------------------------------------- demonstrations
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How often a demonstrator does the right thing; the defaults are flawless."""
+    guess: float = 0.0          # answers at once, without looking anything up
+    specific: float = 1.0       # states what it is looking for, instead of "anything about …"
+    second_hop: float = 1.0     # goes on to the second look-up
+    compute: float = 1.0        # calls Python for the sum
+    faithful: float = 1.0       # answers what it found
+    distil: float = 1.0         # System 1, in the trajectories: notes what was asked for, instead of the chunk's first sentence
+
+
+FLAWLESS = Habits()
+HABITS = Habits(guess=0.15, specific=0.6, second_hop=0.75, compute=0.75, faithful=0.9, distil=0.85)
+DISTIL = 0.6                    # the same for the demonstrations that System 1 itself is trained on
+
+
+class Library:
+    """An invented world with its searches; looking up a name gives the chunks that System 1 would see, as text."""
+
+    def __init__(self, name: str):
+        self.world = toy.make_world(f"library {name}", 60, 25)
+        self.search = {corpus: search.local(documents, k=DOCUMENTS) for corpus, documents in self.world.documents.items()}
+        self.chunks_of = {}
+
+    def chunks(self, corpus: str, name: str) -> list[list[str]]:
+        """The packed chunks, each a list of pages' texts."""
+        if (corpus, name) not in self.chunks_of:
+            texts = [document.text for document in self.search[corpus](name)]
+            bins = pack_documents([1 + len(text.split()) for text in texts], CAPACITY)
+            self.chunks_of[corpus, name] = [[texts[i] for i in chunk] for chunk in bins]
+        return self.chunks_of[corpus, name]
+
+
+def first_sentence(chunk: list[str]) -> str:
+    return chunk[0][:chunk[0].index(" .")] + " ."
+
+
+def note_on(chunk: list[str], fact: str, right: bool) -> str:
+    """What System 1 writes about a chunk: the fact or "none .", or (not right) whatever the chunk begins with."""
+    if not right:
+        return first_sentence(chunk)
+    return fact if any(fact in text for text in chunk) else "none ."
+
+
+def purpose_of(name: str, attribute: str, specific: bool) -> str:
+    return f"{attribute} of {name}" if specific else f"anything about {name}"
+
+
+def trajectory(library: Library, rng, habits: Habits):
+    """One episode of System 2 as pieces (text, sampled by System 2?)."""
+    plan, world = toy.draw_plan(library.world, rng), library.world
+    pieces = [(f"<s2> {plan.text} <eot>", False)]
+    found = rng.random() >= habits.guess
+    for hop, (corpus, name, attribute) in enumerate(plan.hops if found else ()):
+        if hop > 0 and rng.random() >= habits.second_hop:
+            found = False
+            break
+        fact = world.sentence(name, attribute)
+        for _ in range(3):                                              # a look-up that failed is sometimes tried again
+            specific = rng.random() < habits.specific
+            notes = [note_on(chunk, fact, specific and rng.random() < habits.distil) for chunk in library.chunks(corpus, name)]
+            pieces += [(f"<call> {corpus} {name} <purpose> {purpose_of(name, attribute, specific)} <eot>", True),
+                       (f"<resp> {' '.join(notes)} <eot>", False)]
+            found = fact in notes
+            if found or rng.random() < 0.7:
+                break
+        if not found:
+            break
+    if found and plan.sum:
+        found = rng.random() < habits.compute
+        if found:
+            pieces += [(f"<call> python {plan.sum} <eot>", True), (f"<resp> {plan.answer} <eot>", False)]
+    right = found and rng.random() < habits.faithful
+    return pieces + [(f"<answer> {plan.answer if right else wild_guess(plan, world, rng)} <eot>", True)]
+
+
+def wild_guess(plan: toy.Plan, world: toy.World, rng) -> str:
+    """A random answer of the right sort."""
+    if plan.sum:
+        return str(rng.randint(1, 24))
+    for values in (toy.CITIES, toy.PRODUCTS, toy.HOBBIES, toy.YEARS):
+        if plan.answer in values:
+            return rng.choice(values)
+    return rng.choice(world.companies)
+
+
+def random_request(world: toy.World, rng, attributes=(*toy.PERSONAL, "study", *toy.CORPORATE)):
+    """A (name, attribute) that has a value in this world."""
+    attribute = rng.choice(attributes)
+    return rng.choice(world.companies if attribute in toy.CORPORATE else world.people), attribute
+
+
+def skill_chunk(library: Library, rng):
+    """Stage A for System 1: a made-up chunk and six requests about it, each answered rightly; pieces as in `trajectory`."""
+    world = library.world
+    attributes = rng.sample([*toy.PERSONAL, "study", *toy.CORPORATE], 2 if rng.random() < 0.5 else 8)    # 2: easy to confuse
+    told = [random_request(world, rng, attributes) for _ in range(rng.randint(4, 11))]
+    sentences = [world.sentence(*request) for request in told]
+    for _ in range(rng.randint(0, 3)):
+        mention = rng.choice(toy.MENTIONS).format(rng.choice(world.people), rng.choice(world.people))
+        sentences.append(rng.choice([rng.choice(toy.FILLER), mention]))
+    rng.shuffle(sentences)
+    pieces = [(f"<s1> <doc> {' '.join(sentences)}", False)]
+    for _ in range(6):
+        name, attribute = request = rng.choice(told)
+        if rng.random() < 0.4:                                          # probably absent: another fact of the name, or anything
+            other = rng.choice(toy.CORPORATE if name in world.companies else toy.PERSONAL)
+            request = rng.choice([(name, other), random_request(world, rng)])
+        name, attribute = request
+        note = world.sentence(name, attribute) if request in told else "none ."
+        pieces += [(f"<purpose> {purpose_of(name, attribute, True)} <eot>", False), (f"{note} <eot>", True)]
+    return pieces
+
+
+def habit_chunk(library: Library, rng):
+    """Stage B for System 1: a chunk as a search returns it, a purpose that is often vague, a note that is often wrong."""
+    name, attribute = random_request(library.world, rng)
+    fact = library.world.sentence(name, attribute)
+    chunks = library.chunks("scholar" if attribute == "study" else "search", name)
+    holding = [chunk for chunk in chunks if any(fact in text for text in chunk)]
+    chunk = rng.choice(holding if holding and rng.random() < 0.5 else chunks)
+    specific = rng.random() < 0.75
+    note = note_on(chunk, fact, specific and rng.random() < DISTIL)
+    prompt = f"<s1> {' '.join(f'<doc> {text}' for text in chunk)} <purpose> {purpose_of(name, attribute, specific)} <eot>"
+    return [(prompt, False), (f"{note} <eot>", True)]
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+
+def encode(pieces, ids: dict[str, int]) -> tuple[list[int], list[bool]]:
+    """Pieces (text, trained) as token ids and their mask."""
+    tokens = [(ids[word], trained) for text, trained in pieces for word in text.split()]
+    return [token for token, _ in tokens], [trained for _, trained in tokens]
+
+
+def loss_of(model, samples) -> torch.Tensor:
+    """Mean cross-entropy of the trained tokens of some samples (token ids, mask), padded to one length T."""
+    tokens, mask = (torch.nn.utils.rnn.pad_sequence([torch.tensor(sample[i]) for sample in samples], batch_first=True)
+                    for i in (0, 1))                                    # [B, T]: right padding, which a causal model never sees
+    hidden = model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
+    return F.cross_entropy(model.lm_head(hidden[mask[:, 1:]]), tokens[:, 1:][mask[:, 1:]])
+
+
+def train(model, title: str, sources, steps: int, lr: float, warmup: int):
+    """AdamW with cosine decay; a step's loss is the sum of the mean loss of each source (a function that makes a batch)."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / warmup) *
+                                                 (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))))
+    progress = tqdm(range(steps), desc=title, disable=None)             # None: no bar when the output is not a terminal
+    for step in progress:
+        losses = [loss_of(model, source()) for source in sources]
+        sum(losses).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.step()
+        if step % 50 == 49 or step == steps - 1:
+            line = ", ".join(f"{name} {loss.item():.3f}" for name, loss in zip(("System 1 loss", "System 2 loss"), losses))
+            if progress.disable:
+                print(f"{title}: step {step + 1}/{steps}, {line}", flush=True)
+            progress.set_postfix_str(line)
+
+
+def new_model(vocabulary_size: int) -> Qwen3ForCausalLM:
+    """474k parameters. Two layers learned to copy sooner than three or four did."""
+    return Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=vocabulary_size, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.06,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, pad_token_id=0, eos_token_id=2, bos_token_id=None))
+
+
+def make_base(seed: int, skill_steps: int, habit_steps: int):
+    """Both stages from random weights: (model, tokenizer). Draws from its own random numbers only."""
+    tokenizer, rng = toy.make_tokenizer(), random.Random(f"base {seed}")
+    ids, libraries = tokenizer.get_vocab(), [Library(f"{seed} {i}") for i in range(30)]
+
+    def batch(size, demonstrate, *habits):
+        return lambda: [encode(demonstrate(rng.choice(libraries), rng, *habits), ids) for _ in range(size)]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = new_model(len(tokenizer))
+        train(model, "base model, skills", [batch(24, skill_chunk), batch(6, trajectory, FLAWLESS)], skill_steps, 5e-3, 30)
+        train(model, "base model, habits", [batch(16, habit_chunk), batch(16, trajectory, HABITS)], habit_steps, 2e-3, 10)
+    return model, tokenizer
+
+
+def build(cache_dir, seed: int = 0, threads: int | None = None, steps: tuple[int, int] = (SKILL_STEPS, HABIT_STEPS)) -> Path:
+    """The base model's Hugging Face folder, from the cache or made now (about 2 minutes on one core).
+
+    The cache's key is the recipe: this file, toy.py, seed and steps. A build that is cut short leaves no folder of that name.
+    threads: for PyTorch while building; None leaves its setting. Raises UserError when cache_dir cannot be written.
+    """
+    sources = [Path(file).read_bytes() for file in (toy.__file__, __file__)]
+    recipe = hashlib.sha256(repr((sources, seed, steps)).encode()).hexdigest()[:12]
+    folder = Path(cache_dir) / f"toy-base-{recipe}"
+    if folder.exists():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.unfinished-"))
+    except OSError as error:
+        raise UserError(f"the cache folder {cache_dir} cannot be written ({error.strerror}): name another one")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        model, tokenizer = make_base(seed, *steps)
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        if not folder.exists():                                         # another process may have been faster
+            os.rename(unfinished, folder)
+    finally:
+        torch.set_num_threads(before)
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
