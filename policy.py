@@ -1,0 +1,268 @@
+"""The policy as the trainer sees it: packed forward pass, objective, parallelism, memory plan, state on disk.
+
+Samples of any length lie end to end in one row of tokens (no padding); attention stays within each sample by explicit
+boundaries, positions restart at 0, and only the hidden states that predict a sampled token enter the LM head. Loss and gradient
+of the head come from kernels.linear_grpo_loss. Parameters are always fp32 (master weights); on CUDA the arithmetic is bf16.
+
+DDP is the default. `--fsdp` shards parameters, gradients and optimiser state with PyTorch's fully_shard: the same loop and the
+same files. The gradient is a sum over ranks (the weights already divide by global counts), so the mean that DDP and FSDP take
+is multiplied by their number.
+"""
+import contextlib
+import json
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+import kernels
+from binpack import first_fit_decreasing
+from tools import UserError
+
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:                                         # optional everywhere: requirements-gpu.txt
+    flash_attn_varlen_func = None
+
+
+# ---------------------------------------------------------------------------------------------- packed attention
+
+def packed_attention(module, q, k, v, attention_mask, scaling, dropout=0.0, lengths: list[int] = (), cu: Tensor | None = None,
+                     **kwargs):
+    """Causal attention within each of the samples that lie end to end: q [1,Hq,T,Dh], k and v [1,Hkv,T,Dh] -> [1,T,Hq,Dh].
+
+    `lengths` are the samples' tokens (they sum to T), `cu` [samples+1] int32 their boundaries on the device.
+    """
+    if q.is_cuda:
+        q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))             # [T, H, Dh]
+        if flash_attn_varlen_func:
+            out = flash_attn_varlen_func(q, k, v, cu, cu, max(lengths), max(lengths), softmax_scale=scaling, causal=True)
+        else:
+            from torch.nn.attention.varlen import varlen_attn
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))   # torch 2.11 has no enable_gqa
+            out = varlen_attn(q, k, v, cu, cu, max(lengths), max(lengths), scale=scaling, window_size=(-1, 0))
+        return out[None], None
+    parts = zip(*(x.split(list(lengths), dim=2) for x in (q, k, v)))
+    out = [scaled_dot_product_attention(*part, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+           for part in parts]
+    return torch.cat(out, dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register("mars_packed", packed_attention)
+
+
+# ---------------------------------------------------------------------------------------------- micro-batches
+
+@dataclass
+class MicroBatch:
+    """Samples end to end. T tokens of input, N of them predict a token that carries loss."""
+    lengths: list[int]
+    tokens: Tensor                          # [1, T]
+    positions: Tensor                       # [1, T], restart at every sample
+    cu: Tensor                              # [samples+1] int32
+    at: Tensor                              # [N]: where the predicting hidden states stand
+    target: Tensor                          # [N] ... and from here on one entry a loss token
+    old_logprob: Tensor
+    advantage: Tensor
+    weight: Tensor
+
+
+def micro_batches(samples: list, weights: list[Tensor], capacity: int, device) -> list[MicroBatch]:
+    """Packs samples (rollout.Sample) by FFD into micro-batches of at most `capacity` tokens (a longer sample stands alone).
+
+    `weights` are grpo.token_weights of the samples. What follows a sample's last sampled token predicts nothing and is dropped.
+    """
+    inputs = []
+    for sample, weight in zip(samples, weights):
+        if not len(sample.tokens) == len(sample.mask) == len(sample.logprobs) == len(weight):
+            raise ValueError(f"a sample's lists differ in length: {len(sample.tokens)} tokens, {len(sample.mask)} mask, "
+                             f"{len(sample.logprobs)} log-probs, {len(weight)} weights")
+        inputs.append(max(i for i, trained in enumerate(sample.mask) if trained))       # tokens that predict something
+    bins = first_fit_decreasing([min(n, capacity) for n in inputs], capacity)
+    return [make_micro_batch([samples[i] for i in b], [weights[i] for i in b], [inputs[i] for i in b], device) for b in bins]
+
+
+def make_micro_batch(samples: list, weights: list[Tensor], lengths: list[int], device) -> MicroBatch:
+    """Lays samples end to end. Without samples: one token that nothing is learned from, to keep ranks in step."""
+    lengths = lengths or [1]
+    tokens, at, target, old, advantage = [] if samples else [0], [], [], [], []
+    for sample, length in zip(samples, lengths):
+        trained = [i for i in range(1, length + 1) if sample.mask[i]]
+        at += [len(tokens) + i - 1 for i in trained]
+        target += [sample.tokens[i] for i in trained]
+        old += [sample.logprobs[i] for i in trained]
+        advantage += [sample.advantage] * len(trained)
+        tokens += sample.tokens[:length]
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    weight = torch.cat([w[1:][torch.tensor(s.mask[1:])] for s, w in zip(samples, weights)]) if samples else torch.zeros(0)
+    return MicroBatch(lengths, torch.tensor([tokens], device=device), positions[None].to(device), cu.int().to(device),
+                      torch.tensor(at, dtype=torch.long, device=device), torch.tensor(target, dtype=torch.long, device=device),
+                      torch.tensor(old, device=device), torch.tensor(advantage, device=device), weight.to(device))
+
+
+# ---------------------------------------------------------------------------------------------- the model
+
+class Policy(nn.Module):
+    """The language model with the objective as its forward pass, so that DDP and FSDP see one call a micro-batch."""
+
+    def __init__(self, model, *, bf16: bool, checkpointing: bool = False):
+        super().__init__()
+        self.model, self.bf16 = model, bf16
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def hidden(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The hidden states [N, D] that predict the loss tokens, and the LM head [V, D], in the arithmetic's dtype."""
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
+        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
+            hidden = self.model.base_model(batch.tokens, position_ids=batch.positions, use_cache=False, lengths=batch.lengths,
+                                           cu=batch.cu).last_hidden_state[0]
+        return hidden[batch.at].to(dtype), self.model.get_output_embeddings().weight.to(dtype)
+
+    def forward(self, batch: MicroBatch, *, ref_logprob: Tensor | None = None, **objective) -> tuple[Tensor, dict]:
+        """Σ w·ℓ of the micro-batch; `objective` holds clip_low, clip_high, kl_beta, temperature."""
+        hidden, head = self.hidden(batch)
+        return kernels.linear_grpo_loss(hidden, head, batch.target, batch.old_logprob, batch.advantage, batch.weight,
+                                        ref_logprob=ref_logprob, **objective)
+
+    @torch.no_grad()
+    def logprob(self, batch: MicroBatch, temperature: float) -> Tensor:
+        """Log-probs [N] of the micro-batch's loss tokens."""
+        return kernels.linear_logprob(*self.hidden(batch), batch.target, temperature=temperature)[0]
+
+
+def load_model(path: str | Path, device, *, dtype=torch.float32):
+    """A causal LM with packed attention, its parameters in `dtype`. UserError if it cannot be read or is of an unknown kind."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="mars_packed")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load a model from {path}: {str(error).splitlines()[0]}") from None
+    scaled = [name for name in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(model.config, name, None)]
+    if scaled or getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise UserError(f"{path}: the objective needs plain logits, this model's are scaled or biased; use a Qwen2, Qwen3 or "
+                        "Llama model")
+    return model.to(device)
+
+
+def parallel(policy: Policy, *, fsdp: bool, device) -> nn.Module:
+    """The policy wrapped for the ranks: as it is (one process), DDP, or FSDP2 (fp32 parameters, bf16 arithmetic on CUDA)."""
+    if fsdp:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if policy.bf16 else None, reduce_dtype=torch.float32)
+        for layer in policy.model.base_model.layers:
+            fully_shard(layer, mp_policy=precision)
+        return fully_shard(policy, mp_policy=precision)
+    if dist.is_initialized():
+        return nn.parallel.DistributedDataParallel(policy, device_ids=[device.index] if device.type == "cuda" else None)
+    return policy
+
+
+def backward(policy: nn.Module, batches: list[MicroBatch], references: list[Tensor | None], **objective) -> list[dict]:
+    """Gradients of Σ w·ℓ over all micro-batches of all ranks, reduced once; the stats of each micro-batch, `loss` included."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    stats = []
+    for index, (batch, reference) in enumerate(zip(batches, references)):
+        last = index == len(batches) - 1
+        if hasattr(policy, "set_requires_gradient_sync"):                           # FSDP2
+            policy.set_requires_gradient_sync(last)
+        wait = policy.no_sync() if hasattr(policy, "no_sync") and not last else contextlib.nullcontext()    # DDP
+        with wait:
+            loss, numbers = policy(batch, ref_logprob=reference, **objective)
+            (loss * world).backward()
+        stats.append({"loss": loss.detach(), **numbers})
+    return stats
+
+
+# ---------------------------------------------------------------------------------------------- memory plan
+
+def memory_plan(model: str, *, config, world: int, device) -> str:
+    """One line: GiB a process for weights, gradients, optimiser, sampler copy, KV pool, reference. UserError if it can't fit."""
+    try:
+        shape = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read a model at {model}: {str(error).splitlines()[0]}") from None
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(shape).parameters())
+    half = 2 if device.type == "cuda" else 4
+    shards = world if config.fsdp else 1
+    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    kv = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head_dim * half * config.kv_tokens
+    plan = {"weights": 4 * parameters / shards, "gradients": 4 * parameters / shards, "optimiser": 8 * parameters / shards,
+            "sampler": half * parameters * (2 if config.system1 == "frozen" else 1),
+            "KV pool": kv * (2 if config.system1 == "frozen" else 1), "reference": half * parameters if config.kl_beta else 0}
+    total = sum(plan.values())
+    if device.type == "cuda":
+        have = torch.cuda.get_device_properties(device).total_memory
+    else:
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    line = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.items() if size)
+    if total > have:
+        advice = "use --fsdp over more processes" if not config.fsdp else "use more processes, a smaller model or fewer --kv_tokens"
+        raise UserError(f"{total / 2**30:.1f} GiB a process are needed ({line}) and {have / 2**30:.1f} are there: {advice}")
+    return f"memory a process, GiB: {line}; {total / 2**30:.2f} before activations, of {have / 2**30:.1f}"
+
+
+# ---------------------------------------------------------------------------------------------- state on disk
+
+def save(folder: Path, step: int, policy: nn.Module, optimiser, tokenizer, keep: int = 2) -> None:
+    """Writes state/step_N (model in HF format, optimiser, step) under a temporary name, renames it, and points checkpoint/ at it.
+
+    Whenever the process dies there is a whole newest state: nothing is ever overwritten, only the `keep` newest are kept.
+    """
+    inner = policy.module if hasattr(policy, "module") else policy
+    if hasattr(policy, "set_requires_gradient_sync"):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = {name.removeprefix("model."): w for name, w in get_model_state_dict(policy, options=whole).items()}
+        moments = get_optimizer_state_dict(policy, optimiser, options=whole)
+    else:
+        weights, moments = inner.model.state_dict(), optimiser.state_dict()
+    if dist.is_initialized() and dist.get_rank():
+        dist.barrier()
+        return
+    final, temporary = folder / "state" / f"step_{step:06d}", folder / "state" / ".writing"
+    shutil.rmtree(temporary, ignore_errors=True)
+    inner.model.save_pretrained(temporary / "model", state_dict=weights)
+    tokenizer.save_pretrained(temporary / "model")
+    torch.save(moments, temporary / "optimiser.pt")
+    (temporary / "state.json").write_text(json.dumps({"step": step}))
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(temporary, final)
+    link = folder / ".checkpoint"
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path("state") / final.name / "model", target_is_directory=True)
+    os.replace(link, folder / "checkpoint")
+    for old in sorted((folder / "state").glob("step_*"))[:-keep]:
+        shutil.rmtree(old)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def newest(folder: Path) -> tuple[int, Path] | None:
+    """The newest whole state of a run: (step, its folder)."""
+    states = sorted((folder / "state").glob("step_*/state.json"))
+    return (json.loads(states[-1].read_text())["step"], states[-1].parent) if states else None
+
+
+def load_optimiser(state: Path, policy: nn.Module, optimiser) -> None:
+    """Puts a saved optimiser state back, whether the run is sharded or not."""
+    moments = torch.load(state / "optimiser.pt", map_location="cpu", weights_only=True)
+    if hasattr(policy, "set_requires_gradient_sync"):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+        set_optimizer_state_dict(policy, optimiser, moments, options=StateDictOptions(full_state_dict=True))
+    else:
+        optimiser.load_state_dict(moments)
+
+
+def gradient_norm(policy: nn.Module, limit: float) -> float:
+    """Clips the gradient's norm to `limit`; returns the norm before, over all ranks."""
+    norm = nn.utils.clip_grad_norm_(policy.parameters(), limit if limit else math.inf)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
