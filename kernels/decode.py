@@ -37,8 +37,8 @@ def qk_norm_rope_store_reference(qkv, q_weight, k_weight, cos, sin, slots, k_pag
     stored = slots >= 0
     if not stored.all():
         slots, k, v = slots[stored], k[stored], v[stored]
-    k_pages.flatten(0, 1)[slots] = k
-    v_pages.flatten(0, 1)[slots] = v
+    k_pages.view(-1, Hkv, Dh)[slots] = k
+    v_pages.view(-1, Hkv, Dh)[slots] = v
     return q.contiguous()
 
 

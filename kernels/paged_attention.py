@@ -2,13 +2,46 @@
 
     out[b, h] = softmax(scale · q[b, h] · K_bᵀ) V_b ,   K_b, V_b = the first lengths[b] tokens of the pages in table[b]
 
+Decoding reads every key and value once and does almost nothing with them, so the whole aim is to keep the memory busy:
+* split KV (flash-decoding): a row is cut into `splits` pieces so that even one long row fills the GPU. A piece leaves its
+  largest score m, its sum l = Σ exp(x − m) and acc = Σ exp(x − m)·v; the second kernel rescales them to a common maximum:
+
+      M = max_s m_s ,   out = Σ_s exp(m_s − M)·acc_s / Σ_s exp(m_s − M)·l_s
+
+* packed query group: the query heads that share one key head are the rows of one matrix product, so a key is read once.
+* nothing depends on a value on the GPU: the launch follows from shapes alone, so a CUDA graph can hold it. A piece past
+  the end of its row leaves at once with l = 0, by which the merge knows that it is empty.
+
+Exponentials are base 2 (scale carries log₂ e): one instruction on the GPU. Scores and sums are fp32.
 `reference()` is the plain PyTorch form and the CPU path of the sampler.
 Tests: `pytest tests/test_kernels_decode.py`. Speed: `python -m bench.attention`.
 """
+from __future__ import annotations   # so that this file can be read where there is no Triton
+
+import math
+import os
+
 import torch
 import torch.nn.functional as F
 
+try:
+    import triton
+    import triton.language as tl
+    jit = triton.jit
+except ImportError:   # macOS has no Triton: reference() is all there is
+    triton, jit = None, lambda function: function
+
 ROWS_AT_A_TIME = 16   # reference(): the copy of this many rows' keys and values stays in the processor's cache
+# Launch by bytes of a head (Dh × element size): tokens in a block, warps, and stages of the load pipeline.
+CONFIGS = {
+    64: dict(block=128, num_warps=4, num_stages=3),
+    128: dict(block=128, num_warps=4, num_stages=3),
+    256: dict(block=64, num_warps=4, num_stages=3),     # bf16 with Dh = 128: Llama and Qwen
+    512: dict(block=32, num_warps=4, num_stages=2),
+}
+PROGRAMS = 2048           # wanted: about eight programs for each place on a 132-processor GPU, so that the last round is short
+TOKENS_PER_SPLIT = 256    # a shorter piece spends its time starting
+MAX_SPLITS = 64           # the merge holds [splits, Dh] in registers
 
 
 def reference(q, k_pages, v_pages, table, lengths, *, scale):
@@ -19,23 +52,144 @@ def reference(q, k_pages, v_pages, table, lengths, *, scale):
     """
     B, Hq, Dh = q.shape
     page_size, Hkv = k_pages.shape[1:3]
-    k_pages, v_pages = k_pages.flatten(0, 1).flatten(1), v_pages.flatten(0, 1).flatten(1)   # [P·page, Hkv·Dh]
+    k_pages, v_pages = k_pages.flatten(0, 1).flatten(1), v_pages.flatten(0, 1).flatten(1)   # [pages · page_size, Hkv · Dh]
     offset = torch.arange(page_size, device=q.device)
     out = torch.zeros_like(q)
     order = lengths.argsort()
-    order = order[lengths[order] > 0]                          # rows of length 0 are padding: zeros
-    for rows in order.split(ROWS_AT_A_TIME):
-        longest = int(lengths[rows[-1]])
+    order = order[lengths[order] > 0]                          # rows of length 0 stay zero
+    for begin in range(0, len(order), ROWS_AT_A_TIME):
+        rows = order[begin:begin + ROWS_AT_A_TIME]             # R of them
+        longest = int(lengths[rows[-1]])                       # T
         valid = torch.arange(longest, device=q.device) < lengths[rows, None]                   # [R, T]
-        pages = table[rows, :-(-longest // page_size), None].long()                            # [R, pages, 1]
+        pages = table[rows, :-(-longest // page_size), None].long()                            # [R, T / page_size, 1]
         slots = (pages * page_size + offset).flatten(1)[:, :longest]                           # [R, T]
         slots = torch.where(valid, slots, slots[:, :1]).flatten()
-        k = k_pages.index_select(0, slots).view(-1, longest, Hkv, Dh).transpose(1, 2)
+        k = k_pages.index_select(0, slots).view(-1, longest, Hkv, Dh).transpose(1, 2)          # [R, Hkv, T, Dh]
         v = v_pages.index_select(0, slots).view(-1, longest, Hkv, Dh).transpose(1, 2)
-        group = q[rows].unflatten(1, (Hkv, Hq // Hkv))         # the query heads of one key head stand in as its query tokens
-        mixed = F.scaled_dot_product_attention(group, k, v, attn_mask=valid[:, None, None], scale=scale)
-        out[rows] = mixed.flatten(1, 2)
+        group = q[rows].unflatten(1, (Hkv, Hq // Hkv))         # the query heads of a key head stand in as its query tokens
+        out[rows] = F.scaled_dot_product_attention(group, k, v, attn_mask=valid[:, None, None], scale=scale).flatten(1, 2)
     return out
+
+
+def use_triton(tensor):
+    """Triton on CUDA, the reference elsewhere; MARS_KERNELS=reference or triton forces either."""
+    choice = os.environ.get("MARS_KERNELS")
+    if choice not in (None, "", "reference", "triton"):
+        raise ValueError(f"MARS_KERNELS is {choice!r}; it can be 'reference' or 'triton'.")
+    return choice == "triton" or (tensor.is_cuda and triton is not None and choice != "reference")
+
+
+def split_count(rows, kv_heads, capacity):
+    """Pieces a row is cut into: a power of two, from shapes only. capacity: tokens that the table has room for."""
+    wanted = min(math.ceil(PROGRAMS / (rows * kv_heads)), math.ceil(capacity / TOKENS_PER_SPLIT), MAX_SPLITS)
+    return 1 << (wanted - 1).bit_length()
+
+
+@jit
+def split_kernel(q, k_pages, v_pages, table, lengths, part_acc, part_max, part_sum, scale, table_width,
+                 HQ: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
+                 PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """One piece of one row for one key head: max, sum and weighted values over its tokens."""
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    length = tl.load(lengths + row)
+    piece = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
+    first = split * piece
+    last = tl.minimum(first + piece, length)
+
+    g = tl.arange(0, GROUP_PADDED)
+    d = tl.arange(0, DH)
+    j = tl.arange(0, BLOCK)
+    head = row * HQ + kv_head * GROUP + g
+    query = tl.load(q + head[:, None] * DH + d[None, :], mask=(g < GROUP)[:, None], other=0.0)
+    running_max = tl.full((GROUP_PADDED,), float("-inf"), tl.float32)
+    running_sum = tl.zeros((GROUP_PADDED,), tl.float32)
+    acc = tl.zeros((GROUP_PADDED, DH), tl.float32)
+    for start in range(first, last, BLOCK):   # the first token of a block is always valid, so running_max is finite after it
+        valid = start + j < last
+        if PAGE % BLOCK == 0:                 # a block lies in one page: one look-up
+            slot = tl.load(table + row * table_width + start // PAGE).to(tl.int64) * PAGE + (start % PAGE + j)
+        else:
+            page = tl.load(table + row * table_width + (start + j) // PAGE, mask=valid, other=0)
+            slot = page.to(tl.int64) * PAGE + (start + j) % PAGE
+        at = (slot * HKV + kv_head)[:, None] * DH + d[None, :]
+        key = tl.load(k_pages + at, mask=valid[:, None], other=0.0)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        score = tl.where(valid[None, :], score, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(score, 1))
+        p = tl.exp2(score - new_max[:, None])
+        shrink = tl.exp2(running_max - new_max)
+        value = tl.load(v_pages + at, mask=valid[:, None], other=0.0)
+        running_sum = running_sum * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
+        running_max = new_max
+
+    part = head * SPLITS + split
+    tl.store(part_max + part, running_max, mask=g < GROUP)
+    tl.store(part_sum + part, running_sum, mask=g < GROUP)
+    if first < last:
+        tl.store(part_acc + part[:, None] * DH + d[None, :], acc, mask=(g < GROUP)[:, None])
+
+
+@jit
+def merge_kernel(part_acc, part_max, part_sum, out, DH: tl.constexpr, SPLITS: tl.constexpr):
+    """Rescales the pieces of one row and query head to their common maximum and adds them."""
+    head = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    d = tl.arange(0, DH)
+    part = head * SPLITS + split
+    piece_sum = tl.load(part_sum + part)
+    used = piece_sum != 0.0                   # an empty piece has max −inf and nothing in acc; NaN counts as used and stays
+    piece_max = tl.load(part_max + part)
+    factor = tl.where(used, tl.exp2(piece_max - tl.max(piece_max, 0)), 0.0)
+    total = tl.sum(piece_sum * factor, 0)
+    acc = tl.load(part_acc + part[:, None] * DH + d[None, :], mask=used[:, None], other=0.0)
+    mixed = tl.sum(acc * factor[:, None], 0) / tl.where(total == 0.0, 1.0, total)   # no piece at all: a padding row, zeros
+    tl.store(out + head * DH + d, mixed.to(out.dtype.element_ty))
+
+
+def triton_paged_attention(q, k_pages, v_pages, table, lengths, *, scale, splits=None, config=None):
+    """The Triton form of `paged_attention`; `splits` (a power of two) and `config` are for tests and tuning."""
+    B, Hq, Dh = q.shape
+    _, page_size, Hkv, _ = k_pages.shape
+    config = dict(config or CONFIGS[min(512, max(64, Dh * q.element_size()))])
+    block = config.pop("block")
+    splits = splits or split_count(B, Hkv, table.shape[1] * page_size)
+    group = Hq // Hkv
+    part_acc = torch.empty(B, Hq, splits, Dh, dtype=torch.float32, device=q.device)
+    part_max, part_sum = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
+    out = torch.empty_like(q)
+    split_kernel[(Hkv, B, splits)](
+        q, k_pages, v_pages, table, lengths, part_acc, part_max, part_sum, scale * math.log2(math.e), table.shape[1],
+        HQ=Hq, HKV=Hkv, DH=Dh, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),   # tl.dot wants 16 rows
+        PAGE=page_size, BLOCK=block, SPLITS=splits, **config)
+    merge_kernel[(B * Hq,)](part_acc, part_max, part_sum, out, DH=Dh, SPLITS=splits, num_warps=4)
+    return out
+
+
+def check(q, k_pages, v_pages, table, lengths):
+    """ValueError in one sentence for any shape, type or layout that the kernels do not read."""
+    B, Hq, Dh = q.shape
+    if k_pages.shape != v_pages.shape or k_pages.dim() != 4 or k_pages.shape[3] != Dh or Hq % k_pages.shape[2]:
+        raise ValueError(f"paged_attention: pages {tuple(k_pages.shape)} and {tuple(v_pages.shape)} do not fit q {tuple(q.shape)}.")
+    if table.dim() != 2 or table.shape[0] != B or lengths.shape != (B,):
+        raise ValueError(f"paged_attention: table {tuple(table.shape)} and lengths {tuple(lengths.shape)} do not fit {B} rows.")
+    if table.dtype != torch.int32 or lengths.dtype != torch.int32:
+        raise ValueError("paged_attention: table and lengths are int32.")
+    if not q.dtype == k_pages.dtype == v_pages.dtype:
+        raise ValueError(f"paged_attention: q is {q.dtype}, the pages are {k_pages.dtype} and {v_pages.dtype}.")
+
+
+def check_triton(q, k_pages, v_pages, table, lengths):
+    """What the kernels need beyond `check`."""
+    Dh = q.shape[2]
+    if not all(x.is_contiguous() for x in (q, k_pages, v_pages, table, lengths)):
+        raise ValueError("paged_attention: every tensor must be contiguous.")
+    if Dh & (Dh - 1) or not 16 <= Dh <= 256:
+        raise ValueError(f"paged_attention: the kernel takes a head size of 16 to 256 that is a power of two, not {Dh}.")
+    if not q.is_cuda and q.dtype == torch.bfloat16:
+        raise ValueError("paged_attention: Triton's interpreter computes bf16 wrongly; use fp32 or MARS_KERNELS=reference.")
 
 
 def paged_attention(q, k_pages, v_pages, table, lengths, *, scale):
@@ -43,6 +197,10 @@ def paged_attention(q, k_pages, v_pages, table, lengths, *, scale):
 
     q [B, Hq, Dh]; k_pages, v_pages [pages, page_size, Hkv, Dh]; table [B, M] int32: the pages of a row in order (entries past
     its length are never read); lengths [B] int32, in tokens; scale: usually Dh^-0.5. Returns [B, Hq, Dh], q's dtype.
-    A row of length 0 (padding of a CUDA graph's bucket) gives zeros.
+    A row of length 0 (padding of a CUDA graph's bucket) gives zeros. ValueError if the shapes or types do not fit.
     """
-    return reference(q, k_pages, v_pages, table, lengths, scale=scale)
+    check(q, k_pages, v_pages, table, lengths)
+    if not use_triton(q):
+        return reference(q, k_pages, v_pages, table, lengths, scale=scale)
+    check_triton(q, k_pages, v_pages, table, lengths)
+    return triton_paged_attention(q, k_pages, v_pages, table, lengths, scale=scale)
