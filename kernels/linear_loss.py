@@ -1,98 +1,296 @@
-"""Hidden states × LM head → log-prob, entropy, GRPO loss and its gradients, without the [N, V] logits in memory."""
+"""LM head, log-prob, GRPO loss and its gradients in one pass, without the [N, V] logits in memory.
+
+For each loss token, with hidden state h [D], head W [V, D], target y and temperature T:
+
+    z = W h / T ,   logp = z_y − lse(z) ,   p = softmax(z) ,   H = −Σ p log p ,   L = Σ w·ℓ(logp)      (ℓ: `grpo.grpo_loss`)
+
+Gradient. A token's loss depends on its own log-prob alone, so c = ∂L/∂logp is one number a token, known as soon as its logits
+are. With ∂logp/∂z_j = 1[j = y] − p_j:
+
+    dz_j = c/T · (1[j = y] − p_j) ,   ∂L/∂h = Wᵀ dz ,   ∂L/∂W = Σ over tokens dz hᵀ
+
+Tokens are taken in chunks; each chunk makes its logits, c, dz and both gradients before the next one starts. So the gradients
+are ready when the forward pass ends (backward scales them) and the whole costs three matrix products. The textbook order, loss
+first and backward later, has to keep the logits or make them a second time: a fourth product.
+
+Precision. Logits leave the tensor cores as fp32: bf16 logits put an error of about 2e-2 on a log-prob, enough to flip clip
+decisions. dz is rounded to hidden's type, as the products need it; the sum over chunks of ∂L/∂W is fp32.
+Memory. One chunk's logits in fp32 (dz takes their place) and ∂L/∂W in fp32; nothing grows with N but ∂L/∂h.
+Reproducible bit by bit: a row belongs to one program, nothing is added atomically.
+
+The Triton form is two kernels around the loss, a program a row, one sweep over the vocabulary each: `stats_kernel` gives
+log-prob, entropy and lse, `gradient_kernel` dz. The products are cuBLAS. Tests: `pytest tests/test_kernels_loss.py`.
+"""
+from __future__ import annotations   # annotations stay text, so the file can be read where there is no Triton
+
+import math
+
 import torch
 
 import grpo
+from kernels import use_triton
+from kernels.grpo_loss import grpo_loss
 
-CHUNK_BYTES_CPU = 64 << 20
+try:
+    import triton
+    import triton.language as tl
+    jit = triton.jit
+except ImportError:
+    jit = lambda function: function  # noqa: E731
+
+# Tokens a chunk. On CUDA each chunk reads and writes the whole fp32 ∂L/∂W (2.5 GB at V = 152k, D = 4k: 1.2 ms), so few chunks;
+# 3,584 tokens keep that under a tenth of the chunk's products and chunk + ∂L/∂W under 5 GB. On CPU: logits of this many bytes.
 CHUNK_TOKENS_CUDA = 3584
+CHUNK_BYTES_CPU = 32 << 20
+STATS_CONFIG = {"BLOCK": 4096, "num_warps": 8}
+GRADIENT_CONFIG = {"BLOCK": 4096, "num_warps": 8}
 
 
-def chunk_size(tokens, vocabulary, on_cuda):
-    """Tokens a chunk."""
-    return CHUNK_TOKENS_CUDA if on_cuda else max(1, CHUNK_BYTES_CPU // (4 * vocabulary))
+def reference(hidden, weight, target, old_logprob, advantage, token_weight, *, ref_logprob=None, clip_low=0.2, clip_high=0.2,
+              kl_beta=0.0, temperature=1.0):
+    """`linear_grpo_loss` in plain PyTorch: all the logits in memory, gradients by autograd, in the inputs' own type."""
+    live = token_weight != 0
+    z = torch.where(live[:, None], hidden, 0) @ weight.T / temperature                         # [N, V]
+    logp = z.log_softmax(-1)
+    logprob = logp.gather(-1, torch.where(live, target, 0)[:, None])[:, 0]
+    loss, stats = grpo.grpo_loss(logprob, old_logprob, advantage, token_weight, clip_low=clip_low, clip_high=clip_high,
+                                 kl_beta=kl_beta, ref_logprob=ref_logprob)
+    entropy = -(logp.exp() * logp).sum(-1)
+    per_token = {"logprob": logprob.detach() * live, "entropy": entropy.detach() * live}
+    return loss, stats | per_token | {"entropy_mean": per_token["entropy"].sum() / live.sum().clamp(min=1)}
 
 
 def wide(x):
-    """fp32, or fp64 as it is."""
+    """x in the type that sums are kept in: fp32, or fp64 if it is that already."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def row_stats(z, target):
-    """z [C, V] becomes z − max in place; returns log-prob [C], entropy [C], log Σ exp [C]."""
-    z -= z.amax(-1, keepdim=True)
-    e = z.exp()
-    total = e.sum(-1)
-    mean = torch.linalg.vecdot(e, z) / total
-    return z.gather(-1, target[:, None])[:, 0] - total.log(), total.log() - mean, total.log()
+def tensor_cores(x) -> bool:
+    """Whether products of x run on the GPU's 16-bit units, which multiply exactly and add in fp32."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
-class LinearGRPO(torch.autograd.Function):
-    """Loss and both gradients in one pass: each chunk's logits, dlogits, dhidden and dweight follow at once."""
+def product(a, b):
+    """a @ b, summed and returned in fp32 whatever the inputs' type (fp64 for fp64)."""
+    return torch.mm(a, b, out_dtype=torch.float32) if tensor_cores(a) else wide(a) @ wide(b)
+
+
+def add_product(total, a, b):
+    """total += a @ b in fp32 (fp64 for fp64), without a temporary of total's size."""
+    if tensor_cores(a):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(wide(a), wide(b))
+
+
+def chunks(N, V, on_cuda):
+    """Cuts N tokens into slices of nearly equal length (on CUDA a multiple of 128, the tile of the products)."""
+    limit = CHUNK_TOKENS_CUDA if on_cuda else max(1, CHUNK_BYTES_CPU // (4 * V))
+    size = math.ceil(N / max(1, math.ceil(N / limit)))
+    size = math.ceil(size / 128) * 128 if on_cuda else max(1, size)
+    return [slice(start, min(start + size, N)) for start in range(0, N, size)]
+
+
+def plain_stats(z, target, temperature):
+    """(log-prob [C], entropy [C], lse [C]) of logits z [C, V]. z itself becomes log-softmax(z / T)."""
+    if temperature != 1:
+        z /= temperature
+    lse = z.logsumexp(-1)
+    z -= lse[:, None]
+    return z.gather(-1, target[:, None])[:, 0], -torch.linalg.vecdot(z.exp(), z), lse
+
+
+def plain_gradient(z, target, lse, c, temperature, dtype):
+    """dz [C, V] in `dtype`, from what `plain_stats` left in z and c = ∂L/∂logp [C]. Overwrites z."""
+    c = (c / temperature)[:, None]
+    return z.exp_().mul_(-c).scatter_add_(-1, target[:, None], c).to(dtype)
+
+
+@jit
+def stats_kernel(z_p, target_p, logprob_p, entropy_p, lse_p, V, inverse_temperature, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)              # row · V passes 2³¹
+    z_p += row * V
+    # Online softmax, each lane for itself (no exchange inside the loop): its maximum m, Σ exp(z − m), Σ exp(z − m)·(z − m).
+    # -1e38 and -1e30 stand for −∞ but are finite: their differences are no NaN and their exponentials are 0.
+    high = tl.full((BLOCK,), -1e38, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    moment = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        z = tl.load(z_p + column, mask=column < V, other=-1e30) * inverse_temperature
+        new = tl.maximum(high, z)
+        scale, e = tl.exp(high - new), tl.exp(z - new)
+        moment = scale * (moment + total * (high - new)) + e * (z - new)
+        total = scale * total + e
+        high = new
+    m = tl.max(high, 0)                              # then the lanes together
+    scale = tl.exp(high - m)
+    moment = tl.sum(scale * (moment + total * (high - m)), 0)
+    total = tl.sum(scale * total, 0)
+    z = tl.load(z_p + tl.load(target_p + row)) * inverse_temperature
+    tl.store(logprob_p + row, z - m - tl.log(total))
+    tl.store(entropy_p + row, tl.log(total) - moment / total)
+    tl.store(lse_p + row, m + tl.log(total))
+
+
+@jit
+def gradient_kernel(z_p, target_p, lse_p, c_p, dz_p, V, dz_stride, inverse_temperature, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    z_p += row * V
+    dz_p += row * dz_stride
+    target = tl.load(target_p + row)
+    lse = tl.load(lse_p + row)
+    c = tl.load(c_p + row) * inverse_temperature
+    for start in range(0, V, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        p = tl.exp(tl.load(z_p + column, mask=column < V, other=0.0) * inverse_temperature - lse)
+        dz = c * (tl.where(column == target, 1.0, 0.0) - p)
+        tl.debug_barrier()                           # dz overwrites z: every thread has read this block before any writes
+        tl.store(dz_p + column, dz.to(dz_p.dtype.element_ty), mask=column < V)
+
+
+def config(table, V):
+    """The kernel's configuration, with a block no longer than the row needs."""
+    return table | {"BLOCK": min(table["BLOCK"], triton.next_power_of_2(V))}
+
+
+def check_rows(z, target):
+    if not (z.dtype == torch.float32 and z.is_contiguous() and target.dtype == torch.int64 and target.is_contiguous()):
+        raise ValueError("the row kernels take contiguous fp32 logits and contiguous int64 targets")
+
+
+def triton_stats(z, target, temperature):
+    """`plain_stats`; z is left as it is."""
+    check_rows(z, target)
+    C, V = z.shape
+    logprob, entropy, lse = (torch.empty(C, dtype=torch.float32, device=z.device) for _ in range(3))
+    stats_kernel[(C,)](z, target, logprob, entropy, lse, V, 1 / temperature, **config(STATS_CONFIG, V))
+    return logprob, entropy, lse
+
+
+def triton_gradient(z, target, lse, c, temperature, dtype):
+    """`plain_gradient`, in the memory of z: a row of dz starts where the row of z did.
+
+    Where dz is narrower than z, block k of dz lands on block k/2 of z or an earlier one: read already, given the barrier.
+    """
+    check_rows(z, target)
+    C, V = z.shape
+    dz = z.view(dtype)[:, :V]
+    gradient_kernel[(C,)](z, target, lse, c, dz, V, dz.stride(0), 1 / temperature, **config(GRADIENT_CONFIG, V))
+    return dz
+
+
+def loss_gradient(logprob, old_logprob, advantage, token_weight, ref_logprob, options):
+    """c = ∂L/∂logprob [C], by autograd through `grpo_loss`: a change of the loss there needs no change here."""
+    with torch.enable_grad():
+        logprob = logprob.detach().requires_grad_()
+        loss, _ = grpo_loss(logprob, old_logprob, advantage, token_weight, ref_logprob=ref_logprob, **options)
+    return torch.autograd.grad(loss, logprob)[0]
+
+
+def prepare(hidden, weight, target, temperature):
+    """Checks shapes and types; returns hidden and head in the type of the products, and the two row functions."""
+    N, D = hidden.shape
+    if weight.dim() != 2 or weight.shape[1] != D or target.shape != (N,) or target.dtype != torch.int64:
+        raise ValueError(f"hidden {tuple(hidden.shape)} needs weight [V, {D}] and int64 target [{N}], not "
+                         f"{tuple(weight.shape)} and {target.dtype} {tuple(target.shape)}")
+    if hidden.dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"hidden is {hidden.dtype}; use bf16, fp32 or fp64 (fp16 would lose small gradients)")
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; the softmax needs one above 0")
+    head = weight.to(hidden.dtype) if tensor_cores(hidden) else wide(weight)
+    fused = use_triton(hidden) and hidden.dtype != torch.float64
+    return hidden.contiguous(), head, *((triton_stats, triton_gradient) if fused else (plain_stats, plain_gradient))
+
+
+class _LinearGRPOLoss(torch.autograd.Function):
+    """Loss, log-probs [N], entropies [N] and statistics; both gradients are made in forward."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, target, old_logprob, advantage, token_weight, ref_logprob, temperature, options):
-        N, V = len(hidden), len(weight)
-        head = wide(weight)
-        logprob, entropy = (torch.empty(N, dtype=head.dtype, device=hidden.device) for _ in range(2))
+    def forward(ctx, hidden, weight, target, tokens, options, temperature):
+        hidden, head, stats, gradient = prepare(hidden, weight, target, temperature)
+        logprob, entropy = (torch.empty(len(hidden), dtype=wide(hidden[:0]).dtype, device=hidden.device) for _ in range(2))
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        d_hidden = torch.empty(hidden.shape, dtype=head.dtype, device=hidden.device) if need_hidden else None
-        d_weight = torch.zeros_like(head) if need_weight else None
-        size = chunk_size(N, V, hidden.is_cuda)
-        for start in range(0, N, size):
-            part = slice(start, start + size)
-            h = wide(hidden[part])
-            z = (h @ head.T).div_(temperature)
-            logprob[part], entropy[part], lse = row_stats(z, target[part])
-            if not (need_hidden or need_weight):
-                continue
-            with torch.enable_grad():
-                lp = logprob[part].detach().clone().requires_grad_()
-                ref = None if ref_logprob is None else ref_logprob[part]
-                loss, _ = grpo.grpo_loss(lp, old_logprob[part], advantage[part], token_weight[part], ref_logprob=ref, **options)
-                (g,) = torch.autograd.grad(loss, lp)
-            g = (g / temperature)[:, None]
-            dz = z.sub_(lse[:, None]).exp_().mul_(-g).scatter_add_(1, target[part][:, None], g)
-            if need_hidden:
-                torch.mm(dz, head, out=d_hidden[part])
-            if need_weight:
-                d_weight.addmm_(dz.T, h)
-        loss, stats = grpo.grpo_loss(logprob, old_logprob, advantage, token_weight, ref_logprob=ref_logprob, **options)
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.zeros_like(head, dtype=logprob.dtype) if need_weight else None
+        tokens = [None if x is None else x.to(logprob.dtype) for x in tokens]
+        for part in chunks(len(hidden), len(head), hidden.is_cuda):
+            h, y = hidden[part], target[part]
+            z = product(h, head.T)                                                             # [C, V]
+            logprob[part], entropy[part], lse = stats(z, y, temperature)
+            if need_hidden or need_weight:
+                c = loss_gradient(logprob[part], *(None if x is None else x[part] for x in tokens), options)
+                dz = gradient(z, y, lse, c, temperature, hidden.dtype)
+                if need_hidden:
+                    d_hidden[part] = product(dz, head)
+                if need_weight:
+                    add_product(d_weight, dz.T, h)
+                del dz
+            del z                                    # or the next chunk's logits would stand beside these
+        loss, numbers = grpo_loss(logprob, *tokens[:3], ref_logprob=tokens[3], **options)
         ctx.save_for_backward(d_hidden, d_weight)
-        ctx.dtypes = hidden.dtype, weight.dtype
-        ctx.mark_non_differentiable(logprob, entropy, *stats.values())
-        return loss, logprob, entropy, *stats.values()
+        ctx.weight_dtype = weight.dtype
+        outputs = logprob, entropy, *numbers.values()
+        ctx.mark_non_differentiable(*outputs)
+        return loss, *outputs
 
     @staticmethod
     def backward(ctx, grad, *_):
-        gradients = (None if d is None else (d * grad).to(t) for d, t in zip(ctx.saved_tensors, ctx.dtypes))
-        return *gradients, None, None, None, None, None, None, None
+        d_hidden, d_weight = ctx.saved_tensors
+        if d_hidden is not None:
+            d_hidden = d_hidden * grad
+        if d_weight is not None:                     # scaled and rounded in one step
+            d_weight = torch.mul(d_weight, grad, out=torch.empty_like(d_weight, dtype=ctx.weight_dtype))
+        return d_hidden, d_weight, None, None, None, None
 
 
-def linear_grpo_loss(hidden, weight, target, old_logprob, advantage, token_weight, *, ref_logprob=None,
-                     clip_low=0.2, clip_high=0.2, kl_beta=0.0, temperature=1.0):
-    """Σ w·ℓ over the tokens of non-zero weight, with gradients into hidden and weight; see the module docstring."""
+def autocast_to(hidden):
+    """Under autocast, hidden in autocast's type, as F.linear would have it."""
+    kind = hidden.device.type
+    return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
+
+
+def linear_grpo_loss(hidden, weight, target, old_logprob, advantage, token_weight, *, ref_logprob=None, clip_low=0.2,
+                     clip_high=0.2, kl_beta=0.0, temperature=1.0):
+    """Σ w·ℓ over the tokens of weight ≠ 0, differentiable in hidden and weight.
+
+    hidden [N, D] (final norm applied), weight [V, D] of the LM head, target [N] int64; the rest [N]. N may be 0: the loss is 0
+    and both inputs get zero gradients. A masked token (token_weight 0) never enters the head: its gradient is exactly 0,
+    whatever stands in it. hidden may be bf16 with an fp32 weight (products in bf16, weight's gradient stays fp32).
+
+    Returns (loss, stats): clip_share, ratio_mean, ratio_max, kl, entropy_mean over the unmasked tokens, and logprob, entropy
+    [N], 0 where masked; all fp32 and detached. ValueError if shapes or types do not fit.
+    """
     N = len(hidden)
+    tokens = [old_logprob, advantage, token_weight, ref_logprob]
+    if any(x is not None and x.shape != (N,) for x in tokens):
+        raise ValueError(f"old_logprob, advantage, token_weight and ref_logprob must be [{N}], one number for each row of hidden")
     live = token_weight.nonzero()[:, 0]
-    pick = (lambda x: x) if len(live) == N else (lambda x: x.index_select(0, live))
-    ref = None if ref_logprob is None else pick(ref_logprob).detach()
+    if len(live) < N:
+        hidden, target = hidden[live], target[live]
+        tokens = [None if x is None else x[live] for x in tokens]
     options = {"clip_low": clip_low, "clip_high": clip_high, "kl_beta": kl_beta}
-    loss, logprob, entropy, *numbers = LinearGRPO.apply(
-        pick(hidden), weight, pick(target), pick(old_logprob), pick(advantage), pick(token_weight), ref, temperature, options)
+    hidden = autocast_to(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss, logprob, entropy, *numbers = _LinearGRPOLoss.apply(
+            hidden, weight, target, [None if x is None else x.detach() for x in tokens], options, temperature)
     stats = dict(zip(("clip_share", "ratio_mean", "ratio_max", "kl"), numbers))
-    stats["entropy_mean"] = entropy.mean() if len(live) else entropy.sum()
+    stats["entropy_mean"] = entropy.sum() / max(1, len(live))
     for name, value in (("logprob", logprob), ("entropy", entropy)):
-        stats[name] = value if len(live) == N else torch.zeros(N, dtype=value.dtype, device=value.device).index_copy(0, live, value)
+        stats[name] = value if len(live) == N else value.new_zeros(N).index_copy_(0, live, value)
     return loss, stats
 
 
 @torch.no_grad()
 def linear_logprob(hidden, weight, target, *, temperature=1.0):
-    """(log-prob [N], entropy [N]) of target under softmax(hidden @ weight.T / temperature), fp32, no gradient."""
-    head = wide(weight)
-    logprob, entropy = (torch.empty(len(hidden), dtype=head.dtype, device=hidden.device) for _ in range(2))
-    size = chunk_size(len(hidden), len(weight), hidden.is_cuda)
-    for start in range(0, len(hidden), size):
-        part = slice(start, start + size)
-        z = (wide(hidden[part]) @ head.T).div_(temperature)
-        logprob[part], entropy[part], _ = row_stats(z, target[part])
+    """(log-prob [N] of target, entropy [N]) under softmax(hidden @ weight.T / temperature); fp32, no gradient.
+
+    Shapes as in `linear_grpo_loss`. The logits are made a chunk at a time and dropped.
+    """
+    hidden = autocast_to(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        hidden, head, stats, _ = prepare(hidden, weight, target, temperature)
+        logprob, entropy = (torch.empty(len(hidden), dtype=wide(hidden[:0]).dtype, device=hidden.device) for _ in range(2))
+        for part in chunks(len(hidden), len(head), hidden.is_cuda):
+            logprob[part], entropy[part], _ = stats(product(hidden[part], head.T), target[part], temperature)
     return logprob, entropy
