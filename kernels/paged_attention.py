@@ -16,20 +16,21 @@ Exponentials are base 2 (scale carries log₂ e): one instruction on the GPU. Sc
 `reference()` is the plain PyTorch form and the CPU path of the sampler.
 Tests: `pytest tests/test_kernels_decode.py`. Speed: `python -m bench.attention`.
 """
-from __future__ import annotations   # so that this file can be read where there is no Triton
+from __future__ import annotations   # annotations stay text, so the file can be read where there is no Triton
 
 import math
-import os
 
 import torch
 import torch.nn.functional as F
+
+from kernels import use_triton
 
 try:
     import triton
     import triton.language as tl
     jit = triton.jit
-except ImportError:   # macOS has no Triton: reference() is all there is
-    triton, jit = None, lambda function: function
+except ImportError:
+    jit = lambda function: function  # noqa: E731
 
 ROWS_AT_A_TIME = 16   # reference(): the copy of this many rows' keys and values stays in the processor's cache
 # Launch by bytes of a head (Dh × element size): tokens in a block, warps, and stages of the load pipeline.
@@ -69,14 +70,6 @@ def reference(q, k_pages, v_pages, table, lengths, *, scale):
         group = q[rows].unflatten(1, (Hkv, Hq // Hkv))         # the query heads of a key head stand in as its query tokens
         out[rows] = F.scaled_dot_product_attention(group, k, v, attn_mask=valid[:, None, None], scale=scale).flatten(1, 2)
     return out
-
-
-def use_triton(tensor):
-    """Triton on CUDA, the reference elsewhere; MARS_KERNELS=reference or triton forces either."""
-    choice = os.environ.get("MARS_KERNELS")
-    if choice not in (None, "", "reference", "triton"):
-        raise ValueError(f"MARS_KERNELS is {choice!r}; it can be 'reference' or 'triton'.")
-    return choice == "triton" or (tensor.is_cuda and triton is not None and choice != "reference")
 
 
 def split_count(rows, kv_heads, capacity):
