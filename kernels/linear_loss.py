@@ -42,7 +42,7 @@ except ImportError:
 # 3,584 tokens keep that under a tenth of the chunk's products and chunk + ∂L/∂W under 5 GB. On CPU: logits of this many bytes.
 CHUNK_TOKENS_CUDA = 3584
 CHUNK_BYTES_CPU = 32 << 20
-STATS_CONFIG = {"BLOCK": 4096, "num_warps": 8}
+STATS_CONFIG = {"BLOCK": 4096, "num_warps": 16}
 GRADIENT_CONFIG = {"BLOCK": 4096, "num_warps": 8}
 
 
@@ -80,7 +80,7 @@ def add_product(total, a, b):
     if tensor_cores(a):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
-        total.addmm_(wide(a), wide(b))
+        torch.addmm(total, wide(a), wide(b), out=total)
 
 
 def chunks(N, V, on_cuda):

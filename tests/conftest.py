@@ -1,8 +1,8 @@
-"""Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen before any kernel is defined."""
+"""Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before any kernel is defined."""
 import os
 
 import torch
 
+torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    torch.set_num_threads(1)
