@@ -18,7 +18,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_optimizer_state_dict
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
@@ -56,6 +58,7 @@ def packed_attention(module, q, k, v, attention_mask, scaling, dropout=0.0, leng
 
 
 AttentionInterface.register("mars_packed", packed_attention)
+transformers.logging.disable_progress_bar()
 
 
 # ---------------------------------------------------------------------------------------------- micro-batches
@@ -69,7 +72,8 @@ class MicroBatch:
     cu: Tensor                              # [samples+1] int32
     at: Tensor                              # [N]: where the predicting hidden states stand
     target: Tensor                          # [N] ... and from here on one entry a loss token
-    old_logprob: Tensor
+    sampled: Tensor                         # the sampler's log-prob
+    old_logprob: Tensor                     # the same, unless --tis replaces it by the trainer's
     advantage: Tensor
     weight: Tensor
 
@@ -105,7 +109,8 @@ def make_micro_batch(samples: list, weights: list[Tensor], lengths: list[int], d
     weight = torch.cat([w[1:][torch.tensor(s.mask[1:])] for s, w in zip(samples, weights)]) if samples else torch.zeros(0)
     return MicroBatch(lengths, torch.tensor([tokens], device=device), positions[None].to(device), cu.int().to(device),
                       torch.tensor(at, dtype=torch.long, device=device), torch.tensor(target, dtype=torch.long, device=device),
-                      torch.tensor(old, device=device), torch.tensor(advantage, device=device), weight.to(device))
+                      torch.tensor(old, device=device), torch.tensor(old, device=device), torch.tensor(advantage, device=device),
+                      weight.to(device))
 
 
 # ---------------------------------------------------------------------------------------------- the model
@@ -127,16 +132,25 @@ class Policy(nn.Module):
                                            cu=batch.cu).last_hidden_state[0]
         return hidden[batch.at].to(dtype), self.model.get_output_embeddings().weight.to(dtype)
 
-    def forward(self, batch: MicroBatch, *, ref_logprob: Tensor | None = None, **objective) -> tuple[Tensor, dict]:
-        """Σ w·ℓ of the micro-batch; `objective` holds clip_low, clip_high, kl_beta, temperature."""
+    def forward(self, batch: MicroBatch, *, score: bool = False, ref_logprob: Tensor | None = None, **objective):
+        """(Σ w·ℓ, stats) of the micro-batch; `objective` holds clip_low, clip_high, kl_beta, temperature. With `score` only the
+        log-probs [N] of its loss tokens: by this one way in, since DDP and FSDP wrap forward."""
         hidden, head = self.hidden(batch)
+        if score:
+            return kernels.linear_logprob(hidden, head, batch.target, **objective)[0]
         return kernels.linear_grpo_loss(hidden, head, batch.target, batch.old_logprob, batch.advantage, batch.weight,
                                         ref_logprob=ref_logprob, **objective)
 
-    @torch.no_grad()
-    def logprob(self, batch: MicroBatch, temperature: float) -> Tensor:
-        """Log-probs [N] of the micro-batch's loss tokens."""
-        return kernels.linear_logprob(*self.hidden(batch), batch.target, temperature=temperature)[0]
+
+@torch.no_grad()
+def logprob(policy: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
+    """Log-probs [N] of a micro-batch's loss tokens under a policy, wrapped or not."""
+    return policy(batch, score=True, temperature=temperature)
+
+
+def unwrap(policy: nn.Module) -> Policy:
+    """The Policy inside DDP; FSDP2 changes it in place."""
+    return policy.module if isinstance(policy, nn.parallel.DistributedDataParallel) else policy
 
 
 def load_model(path: str | Path, device, *, dtype=torch.float32):
@@ -183,7 +197,7 @@ def backward(policy: nn.Module, batches: list[MicroBatch], references: list[Tens
 
 # ---------------------------------------------------------------------------------------------- memory plan
 
-def memory_plan(model: str, *, config, world: int, device) -> str:
+def memory_plan(model: str, *, config, world: int, device, training: bool = True) -> str:
     """One line: GiB a process for weights, gradients, optimiser, sampler copy, KV pool, reference. UserError if it can't fit."""
     try:
         shape = AutoConfig.from_pretrained(model)
@@ -198,6 +212,8 @@ def memory_plan(model: str, *, config, world: int, device) -> str:
     plan = {"weights": 4 * parameters / shards, "gradients": 4 * parameters / shards, "optimiser": 8 * parameters / shards,
             "sampler": half * parameters * (2 if config.system1 == "frozen" else 1),
             "KV pool": kv * (2 if config.system1 == "frozen" else 1), "reference": half * parameters if config.kl_beta else 0}
+    if not training:                                        # the loaded weights are the sampler's source only
+        plan |= {"gradients": 0, "optimiser": 0, "reference": 0}
     total = sum(plan.values())
     if device.type == "cuda":
         have = torch.cuda.get_device_properties(device).total_memory
@@ -217,20 +233,15 @@ def save(folder: Path, step: int, policy: nn.Module, optimiser, tokenizer, keep:
 
     Whenever the process dies there is a whole newest state: nothing is ever overwritten, only the `keep` newest are kept.
     """
-    inner = policy.module if hasattr(policy, "module") else policy
-    if hasattr(policy, "set_requires_gradient_sync"):
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = {name.removeprefix("model."): w for name, w in get_model_state_dict(policy, options=whole).items()}
-        moments = get_optimizer_state_dict(policy, optimiser, options=whole)
-    else:
-        weights, moments = inner.model.state_dict(), optimiser.state_dict()
+    inner = unwrap(policy)
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)        # gathered on rank 0, named as without shards
+    weights, moments = get_state_dict(policy, optimiser, options=whole)
     if dist.is_initialized() and dist.get_rank():
         dist.barrier()
         return
     final, temporary = folder / "state" / f"step_{step:06d}", folder / "state" / ".writing"
     shutil.rmtree(temporary, ignore_errors=True)
-    inner.model.save_pretrained(temporary / "model", state_dict=weights)
+    inner.model.save_pretrained(temporary / "model", state_dict={n.removeprefix("model."): w for n, w in weights.items()})
     tokenizer.save_pretrained(temporary / "model")
     torch.save(moments, temporary / "optimiser.pt")
     (temporary / "state.json").write_text(json.dumps({"step": step}))
@@ -255,11 +266,7 @@ def newest(folder: Path) -> tuple[int, Path] | None:
 def load_optimiser(state: Path, policy: nn.Module, optimiser) -> None:
     """Puts a saved optimiser state back, whether the run is sharded or not."""
     moments = torch.load(state / "optimiser.pt", map_location="cpu", weights_only=True)
-    if hasattr(policy, "set_requires_gradient_sync"):
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-        set_optimizer_state_dict(policy, optimiser, moments, options=StateDictOptions(full_state_dict=True))
-    else:
-        optimiser.load_state_dict(moments)
+    set_optimizer_state_dict(policy, optimiser, moments, options=StateDictOptions(full_state_dict=True))
 
 
 def gradient_norm(policy: nn.Module, limit: float) -> float:

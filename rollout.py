@@ -307,7 +307,7 @@ class Driver:
                 if future.cancelled():
                     continue
                 if request.error:
-                    future.set_exception(request.error)
+                    future.set_exception(FloatingPointError(request.error))
                 else:
                     future.set_result(request.completion)
         if self.calls and not busy:

@@ -1,0 +1,229 @@
+"""From a Config to everything that a run or an evaluation needs: questions, tools, format, model, sampler, folder.
+
+The only file that knows both the toy and the real world; all checks of the environment happen here, before anything is written.
+"""
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+import policy as trainer
+import tasks
+import toy
+import toy_base
+from config import Config
+from prompts import ChatFormat
+from rollout import Driver, Setting, Trajectory, episode
+from sampler import Sampler
+from tasks import Question
+from tools import Document, UserError, python, search
+
+Tool = Callable[[str], list[Document]]
+Tools = dict[str, Tool]
+
+
+@dataclass
+class Run:
+    """All that is alive in a run. Ranks hold equal weights and share out the questions."""
+    config: Config
+    folder: Path
+    device: torch.device
+    rank: int
+    world: int
+    start: Path | str                                       # the model that this run began with
+    tokenizer: object
+    format: object
+    driver: Driver
+    sampler: Sampler
+    sys1_sampler: Sampler                                   # the same one, unless System 1 is frozen
+    grade: Callable[[Question, str], float]
+    tools: Tools
+    eval_tools: Tools                                       # the toy's held-out world has a corpus of its own
+    question: Callable[[int], Question]                     # the i-th of an endless stream
+    eval_questions: list[Question]
+    policy: torch.nn.Module | None = None                   # these three only in training
+    optimiser: torch.optim.Optimizer | None = None
+    reference: torch.nn.Module | None = None
+    skipped: int = 0                                        # steps in a row without a finite gradient
+
+    def rollouts(self, batch: list[tuple[int, Question]], group: int, *, step: int | str, tools: Tools, temperature: float = 1.0,
+                 top_p: float = 1.0, watch=None, say=None) -> list[Trajectory]:
+        """`group` trajectories for each (place in the batch, question), all in one running batch of the sampler."""
+        setting = Setting(self.driver, self.sampler, self.sys1_sampler, self.format, tools, self.grade, self.config, step,
+                          temperature, top_p, say or (lambda kind, text: None))
+        return self.driver.run([episode(setting, q, place, k) for place, q in batch for k in range(group)], watch)
+
+
+def build(config: Config, *, training: bool, folder: Path | None = None) -> Run:
+    """A Run; with `training` also policy, optimiser and, if there is a KL term, the reference. UserError says what is missing."""
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    device = pick_device(config, world)
+    folder = folder or run_folder(config, rank)
+    with_python = drop_python_if_missing(config, rank)
+    start = base_model(config, rank)
+    state = trainer.newest(folder) if training and config.resume else None
+    plan = trainer.memory_plan(start, config=config, world=world, device=device, training=training)
+    model = trainer.load_model(state[1] / "model" if state else start, device)
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    form = make_format(config, tokenizer, with_python)
+    tools, eval_tools = (make_tools(config, split, with_python) for split in ("train", "eval"))
+    question, eval_questions = make_questions(config, with_python, form)
+    sampler = Sampler(model, max_tokens=config.kv_tokens, max_rows=config.rows)
+    base = trainer.load_model(start, device) if config.system1 == "frozen" or (training and config.kl_beta) else None
+    frozen = Sampler(base, max_tokens=config.kv_tokens, max_rows=config.rows) if config.system1 == "frozen" else None
+    lockstep = config.lockstep == "on" or (config.lockstep == "auto" and device.type == "cpu")
+    driver = Driver([sampler, frozen] if frozen else [sampler], lockstep=lockstep)
+    run = Run(config, folder, device, rank, world, start, tokenizer, form, driver, sampler, frozen or sampler, make_grader(config),
+              tools, eval_tools, question, eval_questions)
+    if rank == 0:
+        print(f"model {start} on {device} ({sampler.path}), {world} process(es); search: {config.search if config.docs or config.model != 'toy' else 'the toy world'}; "
+              f"python: {'jail or sandbox' if with_python else 'not available'}; reward: {config.grader}\n{plan}", flush=True)
+    if training:
+        half = device.type == "cuda"
+        run.policy = trainer.parallel(trainer.Policy(model, bf16=half, checkpointing=config.checkpointing), fsdp=config.fsdp,
+                                      device=device)
+        run.optimiser = torch.optim.AdamW(run.policy.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+        run.reference = trainer.Policy(base.requires_grad_(False), bf16=half) if config.kl_beta else None
+        if state:
+            trainer.load_optimiser(state[1], run.policy, run.optimiser)
+    return run
+
+
+def pick_device(config: Config, world: int) -> torch.device:
+    """The process's device; joins the process group when there are several."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: PyTorch finds no CUDA GPU here; use --device cpu or install a CUDA build of torch")
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if config.device != "cpu" and torch.cuda.is_available():
+        if local >= torch.cuda.device_count():
+            raise UserError(f"{local + 1} processes on this machine, but only {torch.cuda.device_count()} GPUs: lower --nproc_per_node")
+        torch.cuda.set_device(local)
+        device = torch.device("cuda", local)
+    else:
+        device = torch.device("cpu")
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    elif world == 1 and device.type == "cpu":
+        torch.set_num_threads(config.threads)
+    if config.fsdp and not dist.is_initialized():
+        raise UserError("--fsdp shards over processes; start them with torchrun --nproc_per_node=N mars.py --fsdp …")
+    return device
+
+
+def run_folder(config: Config, rank: int) -> Path:
+    """runs/NAME/, not created yet. UserError if it exists without --resume, or the other way round, or settings differ."""
+    runs = Path(config.runs)
+    if not config.name:
+        if config.resume:
+            raise UserError("--resume needs the run's --name")
+        base = Path(str(config.model)).name
+        names = [base, *(f"{base}-{i}" for i in range(2, 10_000))]
+        config.name = next(name for name in names if not (runs / name).exists())
+    if dist.is_initialized():                               # rank 0 may already create what the others still look for
+        names = [config.name]
+        dist.broadcast_object_list(names)
+        config.name = names[0]
+    folder, saved = runs / config.name, {}
+    if config.resume:
+        if not (folder / "config.json").exists():
+            raise UserError(f"nothing to resume: there is no run at {folder}")
+        saved = json.loads((folder / "config.json").read_text())
+        speed = {"name", "runs", "steps", "resume", "save_every", "cache", "threads"}
+        changed = [f"{k} ({saved.get(k)} -> {v})" for k, v in vars(config).items() if k not in speed and saved.get(k) != v]
+        if changed:
+            raise UserError(f"the run at {folder} was started with other settings: {', '.join(changed)}; resume with the same ones")
+    elif folder.exists():
+        raise UserError(f"{folder} exists: add --resume to go on with it, or choose another --name")
+    parent = next(p for p in (folder, *folder.parents) if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"cannot write to {parent}; choose another folder with --runs")
+    return folder
+
+
+def base_model(config: Config, rank: int) -> Path | str:
+    """The model to start from; the toy's is made at the first use, by rank 0."""
+    if config.model != "toy":
+        return config.model
+    if rank == 0:
+        toy_base.build(config.cache, config.seed)
+    if dist.is_initialized():
+        dist.barrier()
+    return toy_base.build(config.cache, config.seed)
+
+
+def drop_python_if_missing(config: Config, rank: int) -> bool:
+    """Whether Python can be called; where its jail can't be had, the toy goes on without and a real run is refused."""
+    if "python" not in config.tools.split(","):
+        return False
+    reason = python.available()
+    if reason and config.data != "toy":
+        raise UserError(f"{reason}; leave it out with --tools search,scholar")
+    if reason and rank == 0:
+        print(f"{reason}; going on without Python and its questions", flush=True)
+    return not reason
+
+
+def names_of(config: Config, with_python: bool) -> list[str]:
+    return [name for name in config.tools.split(",") if name and (name != "python" or with_python)]
+
+
+def make_format(config: Config, tokenizer, with_python: bool):
+    """How both roles speak: the toy's language if the tokenizer knows it, else the model's own chat template."""
+    names = names_of(config, with_python)
+    if "<s2>" in tokenizer.get_vocab():
+        return toy.ToyFormat(tokenizer, names)
+    if not tokenizer.chat_template:
+        raise UserError(f"the tokenizer of {config.model} has no chat template; use an instruction-tuned model")
+    return ChatFormat(tokenizer, tools=names, purpose=config.purpose == "on", question_in_system1=config.question_in_system1)
+
+
+def make_tools(config: Config, split: str, with_python: bool) -> Tools:
+    """Name -> callable. The toy searches the world of `split`; everything else its backend."""
+    made: Tools = {}
+    for name in names_of(config, with_python):
+        if name == "python":
+            made[name] = python.tool
+        elif config.data == "toy" and not config.docs and config.search == "local":
+            made[name] = search.local(toy.world(split, config.seed).documents[name], config.top_k)
+        else:
+            made[name] = search.make(config.search, scholar=name == "scholar", k=config.top_k, docs=config.docs or None,
+                                     cache=config.cache, pages=config.pages)
+    return made
+
+
+def make_questions(config: Config, with_python: bool, form) -> tuple[Callable[[int], Question], list[Question]]:
+    """The endless stream of training questions, and the held-out ones."""
+    if config.data == "toy":
+        names = names_of(config, with_python)
+        held_out = [toy.question("eval", config.seed, i, names) for i in range(config.eval_questions)]
+        return lambda i: toy.question("train", config.seed, i, names), held_out
+    loaded = tasks.load_questions(config.data, seed=config.seed)
+    held_out = tasks.load_questions(config.eval_data, limit=config.eval_questions, seed=config.seed) if config.eval_data else []
+    if not held_out:
+        held_out, loaded = loaded[:config.eval_questions], loaded[config.eval_questions:]
+    if len(loaded) < config.questions:
+        raise UserError(f"{config.data} leaves {len(loaded)} training questions, fewer than --questions {config.questions} a step; "
+                        "give more, or lower --eval_questions or --questions")
+    for question in loaded + held_out:
+        length = len(form.system2_prompt(question.text))
+        if length + config.step_tokens + 2 * config.answer_tokens > config.sys2_context:
+            raise UserError(f"question {question.id} takes {length} tokens and leaves no room in --sys2_context {config.sys2_context}")
+
+    def stream(i: int) -> Question:                         # every question once an epoch, each epoch in an order of its own
+        epoch, place = divmod(i, len(loaded))
+        order = torch.randperm(len(loaded), generator=torch.Generator().manual_seed(config.seed * 1_000_003 + epoch))
+        return loaded[order[place]]
+    return stream, held_out
+
+
+def make_grader(config: Config) -> Callable[[Question, str], float]:
+    """Reward of an answer: 1.0 or 0.0."""
+    if config.grader == "em":
+        return lambda question, answer: float(tasks.exact_match(answer, question.golden_answers))
+    judge = tasks.make_judge(config.cache)
+    return lambda question, answer: float(judge(question, answer).correct)

@@ -1,0 +1,162 @@
+"""Every knob of a run, with its default for the toy and its reason; the command line that sets them; the paper's values.
+
+Any field is an option of the same name (`--lr 3e-4`, `--fsdp`); what is given wins over `--preset paper`, which wins over the
+defaults. An unknown or ill-typed option is one sentence and exit code 2.
+"""
+import argparse
+import dataclasses
+import sys
+from dataclasses import dataclass
+from typing import Literal, get_args, get_origin
+
+from tools import UserError
+
+
+@dataclass
+class Config:
+    """Every knob, its default for the toy and why. Any field is an option of the same name: `--lr 3e-4`."""
+    # the run
+    name: str = ""                          # runs/NAME/; empty: toy, toy-2, … whichever is free
+    runs: str = "runs"
+    seed: int = 0                           # of every draw, of the toy's world and of its base model
+    steps: int = 80                         # optimiser steps × inner_steps; the toy's curve is flat after this
+    resume: bool = False                    # go on from the newest whole state of runs/NAME
+    save_every: int = 10                    # steps between states on disk: what a kill can cost
+    eval_every: int = 20
+    eval_questions: int = 200               # 200 questions: a standard error of at most 3.5 points
+    # model, questions, tools
+    model: str = "toy"                      # "toy", or anything that transformers loads (a folder, a hub name)
+    data: str = "toy"                       # training questions: "toy", or what tasks.load_questions reads
+    eval_data: str = ""                     # held-out questions; empty: the toy's other world, or the head of `data`
+    grader: Literal["em", "judge"] = "em"   # reward 1: exact match, or an LLM judge says yes
+    search: Literal["local", "serper", "retriever"] = "local"
+    docs: str = ""                          # --search local: a folder of .txt/.md, or JSONL; empty: the toy's world
+    pages: Literal["none", "jina", "fetch"] = "none"    # read the pages behind the search results, and how
+    top_k: int = 3                          # results a call: about 100 words in the toy
+    tools: str = "search,scholar,python"
+    distill: str = "search,scholar"         # whose output System 1 reads; the toy's Python output is one number
+    cache: str = ".cache"                   # base model, search index, search answers
+    max_tool_error_share: float = 0.5       # more failed calls than this in a step: the run stops
+    # arms for study
+    system1: Literal["train", "frozen", "none"] = "train"   # frozen: played by the start's weights; none: raw text to System 2
+    balance: Literal["on", "off"] = "on"    # bring System 1's samples to System 2's number
+    packing: Literal["ffd", "off"] = "ffd"  # off: one document a chunk
+    purpose: Literal["on", "off"] = "on"    # off: System 1 is not told what to look for
+    shared_group: bool = False              # System 1 inherits System 2's advantage instead of having its own group
+    question_in_system1: bool = False       # show System 1 the question too (chat models)
+    # an episode's limits, in tokens where not said otherwise
+    max_turns: int = 5                      # steps of System 2; the last one must answer
+    sys2_context: int = 160                 # prompt, steps and notes together
+    step_tokens: int = 14                   # one step of System 2
+    answer_tokens: int = 6                  # kept free for an answer on demand
+    sys1_prompt: int = 76                   # chunk (64) and purpose
+    sys1_response: int = 12
+    # reinforcement learning
+    questions: int = 16                     # a step
+    group: int = 8                          # G: trajectories a question
+    temperature: float = 1.0                # of sampling, and so of the distribution that the loss differentiates
+    top_p: float = 1.0                      # training refuses less: the loss differentiates the full distribution
+    eval_top_p: float = 1.0
+    lr: float = 1e-3                        # a 474k model wants much; 3e-4 is slower, as good
+    warmup: int = 1                         # steps of linear warm-up, then constant
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    clip_low: float = 0.2                   # ε; the paper's is unknown (our choice)
+    clip_high: float = 0.2
+    kl_beta: float = 0.0                    # λ; needs a reference model in memory
+    inner_steps: int = 1                    # optimiser steps a batch of rollouts, each on its share of the questions
+    tis: float = 0.0                        # cap of a truncated importance weight trainer/sampler; 0: none
+    # the machine
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 2                        # PyTorch's, on CPU, single process
+    fsdp: bool = False                      # shard the trainer's state (needed from about 3B parameters on)
+    checkpointing: bool = False             # recompute activations in the backward pass
+    micro_tokens: int = 8192                # tokens a micro-batch of the trainer
+    kv_tokens: int = 65536                  # tokens in the sampler's KV pool
+    rows: int = 256                         # conversations decoded together
+    lockstep: Literal["auto", "on", "off"] = "auto"     # bit-equal reruns despite tools of varying speed; auto: on CPU
+
+
+SPEED_ONLY = {"name", "runs", "steps", "resume", "save_every", "cache", "threads"}      # may change on --resume
+
+
+# The paper's setting. † = one secondary digest of v2's PDF; "ours" = no source found. Sources: README, "What is ours".
+PAPER = dict(
+    name="paper", model="Qwen/Qwen3-8B",                    # v2; v1 used Qwen2.5-7B-Instruct
+    data="", search="serper", pages="jina", grader="judge",     # † judge: Qwen2.5-72B-Instruct with HLE's prompt
+    steps=150, questions=32, group=16,                      # † 32 questions a batch, G = 16; number of steps: ours
+    temperature=1.0, top_p=1.0, eval_top_p=0.95,            # † 0.95 throughout; here 1.0 in training (ours, see top_p)
+    lr=1e-6, kl_beta=0.0, warmup=10,                        # † lr 1e-6, λ = 0, entropy coefficient 0; warm-up: ours
+    max_turns=10, sys2_context=3072 + 28672,                # † at most 10 turns; System 2 prompt 3,072, response 28,672
+    sys1_prompt=23552, sys1_response=8192,                  # † System 1 prompt 23,552, response 8,192
+    step_tokens=8192, answer_tokens=2048,                   # ours
+    top_k=10, distill="search,scholar,python",              # ours; formula (2) makes no exception for Python
+    question_in_system1=True,                               # ours: MATPO found it crucial for its workers
+    fsdp=True, checkpointing=True, micro_tokens=32768, kv_tokens=400_000, rows=256, eval_questions=512, eval_every=10)
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """An argparse parser that answers misuse in one line, with every field of Config as an option."""
+    class OneLine(argparse.ArgumentParser):
+        def error(self, message):
+            sys.exit(fail(message))
+
+    made = OneLine(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+                   argument_default=argparse.SUPPRESS)
+    made.add_argument("--preset", choices=("toy", "paper"), help="the defaults to start from")
+    for field in dataclasses.fields(Config):
+        if field.type is bool:
+            made.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction)
+        elif get_origin(field.type) is Literal:
+            made.add_argument(f"--{field.name}", choices=get_args(field.type))
+        else:
+            made.add_argument(f"--{field.name}", type=field.type, metavar=field.type.__name__.upper(), help=f"[{field.default}]")
+    return made
+
+
+def fail(message: str) -> int:
+    """Prints one sentence on standard error; returns exit code 2."""
+    print(f"mars: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    return 2
+
+
+def resolve(given: dict, saved: dict | None = None) -> Config:
+    """Defaults, then a saved run's settings or a preset, then what was given on the command line; checked."""
+    given = dict(given)
+    preset = PAPER if given.pop("preset", "toy") == "paper" else {}
+    names = {field.name for field in dataclasses.fields(Config)}
+    config = Config(**{**preset, **{k: v for k, v in (saved or {}).items() if k in names},
+                       **{k: v for k, v in given.items() if k in names}})
+    check(config)
+    return config
+
+
+def check(config: Config) -> None:
+    """Refuses values that contradict each other or the method: UserError with one sentence."""
+    for name in ("steps", "questions", "group", "max_turns", "step_tokens", "answer_tokens", "sys1_response", "save_every", "eval_every",
+                 "inner_steps", "micro_tokens", "kv_tokens", "rows", "top_k", "threads", "eval_questions"):
+        if getattr(config, name) < 1:
+            raise UserError(f"--{name} must be at least 1, got {getattr(config, name)}")
+    for name in ("lr", "warmup", "weight_decay", "clip_grad", "clip_low", "clip_high", "kl_beta", "tis", "max_tool_error_share"):
+        if not 0 <= getattr(config, name) < float("inf"):
+            raise UserError(f"--{name} must be a finite number of at least 0, got {getattr(config, name)}")
+    if config.top_p != 1.0:
+        raise UserError("--top_p below 1 is for evaluation (--eval_top_p): the loss differentiates the full distribution, "
+                        "which a truncated sampler does not draw from")
+    if not config.temperature > 0 or not 0 < config.eval_top_p <= 1:
+        raise UserError("--temperature must be above 0 in training, and --eval_top_p in (0, 1]")
+    known = {"search", "scholar", "python"}
+    for name in ("tools", "distill"):
+        unknown = [tool for tool in getattr(config, name).split(",") if tool and tool not in known]
+        if unknown:
+            raise UserError(f"--{name}: unknown tool '{unknown[0]}'; choose from search, scholar, python, separated by commas")
+    if not config.tools:
+        raise UserError("--tools is empty: System 2 needs at least one of search, scholar, python")
+    if config.inner_steps > config.questions:
+        raise UserError(f"--inner_steps {config.inner_steps} is more than --questions {config.questions}: each step needs a question")
+    if config.sys2_context > config.kv_tokens or config.sys1_prompt + config.sys1_response > config.kv_tokens:
+        raise UserError(f"--kv_tokens {config.kv_tokens} is smaller than one context; raise it or lower the episode's limits")
+    if config.step_tokens + 2 * config.answer_tokens > config.sys2_context:
+        raise UserError("--sys2_context leaves no room for a step and an answer; raise it")
+    if config.group < 2:
+        raise UserError("--group must be at least 2: the advantage compares trajectories of one question")
