@@ -1,7 +1,7 @@
 """Custom kernels, one file each: a plain PyTorch `reference`, a Triton form, and the derivation of the gradient.
 
-Every entry point chooses Triton on CUDA and the PyTorch form elsewhere. The environment variable MARS_KERNELS=reference or
-MARS_KERNELS=triton forces one of them; Triton on CPU tensors means Triton's interpreter (slow; for tests).
+Every entry point chooses Triton on CUDA and the PyTorch form elsewhere. The environment variable MARS_KERNELS=reference
+or MARS_KERNELS=triton forces one of them; Triton on CPU tensors means Triton's interpreter (slow; for tests).
 """
 import os
 
@@ -15,7 +15,7 @@ except ImportError:                                  # no Triton for this machin
 
 
 def use_triton(tensor) -> bool:
-    """Whether a kernel called on `tensor` runs its Triton form. UserError if MARS_KERNELS asks for what cannot be had."""
+    """Whether a kernel called on `tensor` runs its Triton form. UserError if MARS_KERNELS asks for the impossible."""
     choice = os.environ.get("MARS_KERNELS", "")
     if choice not in ("", "reference", "triton"):
         raise UserError(f"MARS_KERNELS is {choice!r}; set it to 'reference' or 'triton', or unset it.")
@@ -24,7 +24,7 @@ def use_triton(tensor) -> bool:
     if triton is None:
         raise UserError("MARS_KERNELS=triton needs the package triton, which is not installed; unset MARS_KERNELS.")
     if not (tensor.is_cuda or INTERPRETED):
-        raise UserError("MARS_KERNELS=triton on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 as well.")
+        raise UserError("MARS_KERNELS=triton on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 too.")
     return True
 
 

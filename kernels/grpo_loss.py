@@ -40,7 +40,7 @@ def grpo_kernel(logprob_p, old_p, ref_p, advantage_p, weight_p, gradient_p, part
     program = tl.program_id(0).to(tl.int64)
     token = program * BLOCK + tl.arange(0, BLOCK)
     weight = tl.load(weight_p + token, mask=token < N, other=0.0)
-    live = weight != 0.0                                              # a masked load: NaN in a masked token is never read
+    live = weight != 0.0                                     # a masked load: NaN in a masked token is never read
     logprob = tl.load(logprob_p + token, mask=live, other=0.0)
     old = tl.load(old_p + token, mask=live, other=0.0)
     advantage = tl.load(advantage_p + token, mask=live, other=0.0)
@@ -77,8 +77,8 @@ class _GRPOLoss(torch.autograd.Function):
         gradient = torch.empty_like(logprob)
         partial = torch.empty(programs, SUMS, dtype=torch.float32, device=logprob.device)
         has_ref = ref_logprob is not None
-        grpo_kernel[(programs,)](logprob, old_logprob, ref_logprob if has_ref else logprob, advantage, weight, gradient, partial,
-                                 N, 1 - clip_low, 1 + clip_high, kl_beta, HAS_REF=has_ref, SUMS=SUMS, **CONFIG)
+        grpo_kernel[(programs,)](logprob, old_logprob, ref_logprob if has_ref else logprob, advantage, weight, gradient,
+                                 partial, N, 1 - clip_low, 1 + clip_high, kl_beta, HAS_REF=has_ref, SUMS=SUMS, **CONFIG)
         ctx.save_for_backward(gradient)
         total = partial[:, :5].double().sum(0).float()
         means = total[2:] / total[1].clamp(min=1)
@@ -91,10 +91,11 @@ class _GRPOLoss(torch.autograd.Function):
         return ctx.saved_tensors[0] * grad, *[None] * 7
 
 
-def grpo_loss(logprob, old_logprob, advantage, weight, *, clip_low=0.2, clip_high=0.2, kl_beta=0.0, ref_logprob=None):
+def grpo_loss(logprob, old_logprob, advantage, weight, *, clip_low=0.2, clip_high=0.2, kl_beta=0.0,
+              ref_logprob=None):
     """(Σ w·ℓ over tokens, stats): `grpo.grpo_loss`, on CUDA in one kernel. All inputs [N]; weight 0 = masked.
 
-    The Triton form takes fp32 and differentiates with respect to logprob only. ValueError if shapes or types do not fit.
+    The Triton form takes fp32 and differentiates with respect to logprob only. ValueError if shapes or types misfit.
     """
     tokens = {"logprob": logprob, "old_logprob": old_logprob, "advantage": advantage, "weight": weight,
               "ref_logprob": ref_logprob}
@@ -102,10 +103,12 @@ def grpo_loss(logprob, old_logprob, advantage, weight, *, clip_low=0.2, clip_hig
         if x is not None and (x.shape != logprob.shape or x.dim() != 1 or x.device != logprob.device):
             raise ValueError(f"grpo_loss: {name} is {tuple(x.shape)} on {x.device}; all inputs are [N] on one device")
     if not use_triton(logprob) or logprob.dtype == torch.float64:
-        return reference(logprob, old_logprob, advantage, weight, clip_low=clip_low, clip_high=clip_high, kl_beta=kl_beta,
-                         ref_logprob=ref_logprob)
+        return reference(logprob, old_logprob, advantage, weight, clip_low=clip_low, clip_high=clip_high,
+                         kl_beta=kl_beta, ref_logprob=ref_logprob)
     if logprob.dtype != torch.float32:
         raise ValueError(f"grpo_loss: log-probs are {logprob.dtype}; the loss needs fp32")
-    fixed = [None if x is None else x.detach().float().contiguous() for x in (old_logprob, advantage, weight, ref_logprob)]
-    loss, *numbers = _GRPOLoss.apply(logprob.contiguous(), *fixed, clip_low, clip_high, kl_beta)
+    old_logprob, advantage, weight, ref_logprob = (
+        None if x is None else x.detach().float().contiguous() for x in (old_logprob, advantage, weight, ref_logprob))
+    loss, *numbers = _GRPOLoss.apply(logprob.contiguous(), old_logprob, advantage, weight, ref_logprob,
+                                     clip_low, clip_high, kl_beta)
     return loss, dict(zip(("clip_share", "ratio_mean", "ratio_max", "kl"), numbers))

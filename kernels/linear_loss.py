@@ -2,24 +2,25 @@
 
 For each loss token, with hidden state h [D], head W [V, D], target y and temperature T:
 
-    z = W h / T ,   logp = z_y − lse(z) ,   p = softmax(z) ,   H = −Σ p log p ,   L = Σ w·ℓ(logp)      (ℓ: `grpo.grpo_loss`)
+    z = W h / T ,   logp = z_y − lse(z) ,   p = softmax(z) ,   H = −Σ p log p ,   L = Σ w·ℓ(logp)   (`grpo.grpo_loss`)
 
-Gradient. A token's loss depends on its own log-prob alone, so c = ∂L/∂logp is one number a token, known as soon as its logits
-are. With ∂logp/∂z_j = 1[j = y] − p_j:
+Gradient. A token's loss depends on its own log-prob alone, so c = ∂L/∂logp is one number a token, known as soon as its
+logits are. With ∂logp/∂z_j = 1[j = y] − p_j:
 
     dz_j = c/T · (1[j = y] − p_j) ,   ∂L/∂h = Wᵀ dz ,   ∂L/∂W = Σ over tokens dz hᵀ
 
-Tokens are taken in chunks; each chunk makes its logits, c, dz and both gradients before the next one starts. So the gradients
-are ready when the forward pass ends (backward scales them) and the whole costs three matrix products. The textbook order, loss
-first and backward later, has to keep the logits or make them a second time: a fourth product.
+Tokens are taken in chunks; each chunk makes its logits, c, dz and both gradients before the next one starts. So the
+gradients are ready when the forward pass ends (backward scales them) and the whole costs three matrix products. The
+textbook order, loss first and backward later, has to keep the logits or make them a second time: a fourth product.
 
-Precision. Logits leave the tensor cores as fp32: bf16 logits put an error of about 2e-2 on a log-prob, enough to flip clip
-decisions. dz is rounded to hidden's type, as the products need it; the sum over chunks of ∂L/∂W is fp32.
+Precision. Logits leave the tensor cores as fp32: rounded to bf16 they would put an error of 1e-2 on a log-prob, enough
+to flip clip decisions. dz is rounded to hidden's type, as the products need it; ∂L/∂W is summed over chunks in fp32.
 Memory. One chunk's logits in fp32 (dz takes their place) and ∂L/∂W in fp32; nothing grows with N but ∂L/∂h.
 Reproducible bit by bit: a row belongs to one program, nothing is added atomically.
 
-The Triton form is two kernels around the loss, a program a row, one sweep over the vocabulary each: `stats_kernel` gives
-log-prob, entropy and lse, `gradient_kernel` dz. The products are cuBLAS. Tests: `pytest tests/test_kernels_loss.py`.
+The Triton form is two kernels around the loss, a program a row, one sweep over the vocabulary each: `stats_kernel`
+gives log-prob, entropy and lse, `gradient_kernel` dz. The products are cuBLAS.
+Tests: `pytest tests/test_kernels_loss.py`. Accuracy and speed beside other implementations: `python -m bench.kernels`.
 """
 from __future__ import annotations   # annotations stay text, so the file can be read where there is no Triton
 
@@ -38,16 +39,16 @@ try:
 except ImportError:
     jit = lambda function: function  # noqa: E731
 
-# Tokens a chunk. On CUDA each chunk reads and writes the whole fp32 ∂L/∂W (2.5 GB at V = 152k, D = 4k: 1.2 ms), so few chunks;
-# 3,584 tokens keep that under a tenth of the chunk's products and chunk + ∂L/∂W under 5 GB. On CPU: logits of this many bytes.
+# Tokens a chunk. Each chunk reads and writes the whole fp32 ∂L/∂W (2.5 GB at V = 152k, D = 4k: about 1.2 ms on an H200,
+# beside 17 ms of products for 3,584 tokens), so few chunks; but chunk and ∂L/∂W together should stay under 5 GB.
 CHUNK_TOKENS_CUDA = 3584
-CHUNK_BYTES_CPU = 32 << 20
+CHUNK_BYTES_CPU = 32 << 20   # of fp32 logits
 STATS_CONFIG = {"BLOCK": 4096, "num_warps": 16}
 GRADIENT_CONFIG = {"BLOCK": 4096, "num_warps": 8}
 
 
-def reference(hidden, weight, target, old_logprob, advantage, token_weight, *, ref_logprob=None, clip_low=0.2, clip_high=0.2,
-              kl_beta=0.0, temperature=1.0):
+def reference(hidden, weight, target, old_logprob, advantage, token_weight, *, ref_logprob=None, clip_low=0.2,
+              clip_high=0.2, kl_beta=0.0, temperature=1.0):
     """`linear_grpo_loss` in plain PyTorch: all the logits in memory, gradients by autograd, in the inputs' own type."""
     live = token_weight != 0
     z = torch.where(live[:, None], hidden, 0) @ weight.T / temperature                         # [N, V]
@@ -110,7 +111,7 @@ def plain_gradient(z, target, lse, c, temperature, dtype):
 def stats_kernel(z_p, target_p, logprob_p, entropy_p, lse_p, V, inverse_temperature, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)              # row · V passes 2³¹
     z_p += row * V
-    # Online softmax, each lane for itself (no exchange inside the loop): its maximum m, Σ exp(z − m), Σ exp(z − m)·(z − m).
+    # Online softmax, each lane for itself (no exchange in the loop): its maximum m, Σ exp(z − m), Σ exp(z − m)·(z − m).
     # -1e38 and -1e30 stand for −∞ but are finite: their differences are no NaN and their exponentials are 0.
     high = tl.full((BLOCK,), -1e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -145,7 +146,7 @@ def gradient_kernel(z_p, target_p, lse_p, c_p, dz_p, V, dz_stride, inverse_tempe
         column = start + tl.arange(0, BLOCK)
         p = tl.exp(tl.load(z_p + column, mask=column < V, other=0.0) * inverse_temperature - lse)
         dz = c * (tl.where(column == target, 1.0, 0.0) - p)
-        tl.debug_barrier()                           # dz overwrites z: every thread has read this block before any writes
+        tl.debug_barrier()                           # dz overwrites z: no thread writes before all have read this block
         tl.store(dz_p + column, dz.to(dz_p.dtype.element_ty), mask=column < V)
 
 
@@ -171,7 +172,7 @@ def triton_stats(z, target, temperature):
 def triton_gradient(z, target, lse, c, temperature, dtype):
     """`plain_gradient`, in the memory of z: a row of dz starts where the row of z did.
 
-    Where dz is narrower than z, block k of dz lands on block k/2 of z or an earlier one: read already, given the barrier.
+    Where dz is narrower than z, block k of dz lands on block k/2 of z: read already, given the barrier.
     """
     check_rows(z, target)
     C, V = z.shape
@@ -180,11 +181,11 @@ def triton_gradient(z, target, lse, c, temperature, dtype):
     return dz
 
 
-def loss_gradient(logprob, old_logprob, advantage, token_weight, ref_logprob, options):
+def loss_gradient(logprob, tokens, options):
     """c = ∂L/∂logprob [C], by autograd through `grpo_loss`: a change of the loss there needs no change here."""
     with torch.enable_grad():
         logprob = logprob.detach().requires_grad_()
-        loss, _ = grpo_loss(logprob, old_logprob, advantage, token_weight, ref_logprob=ref_logprob, **options)
+        loss, _ = grpo_loss(logprob, **tokens, **options)
     return torch.autograd.grad(loss, logprob)[0]
 
 
@@ -203,31 +204,39 @@ def prepare(hidden, weight, target, temperature):
     return hidden.contiguous(), head, *((triton_stats, triton_gradient) if fused else (plain_stats, plain_gradient))
 
 
+def number_per_row(hidden):
+    """An uninitialised [N] in the type that sums are kept in."""
+    return torch.empty(len(hidden), dtype=wide(hidden[:0]).dtype, device=hidden.device)
+
+
 class _LinearGRPOLoss(torch.autograd.Function):
-    """Loss, log-probs [N], entropies [N] and statistics; both gradients are made in forward."""
+    """Loss, log-probs [N], entropies [N] and statistics; both gradients are made in forward.
+
+    tokens: old_logprob, advantage, weight and perhaps ref_logprob, each [N]; options: the keywords of `grpo_loss`.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, target, tokens, options, temperature):
         hidden, head, stats, gradient = prepare(hidden, weight, target, temperature)
-        logprob, entropy = (torch.empty(len(hidden), dtype=wide(hidden[:0]).dtype, device=hidden.device) for _ in range(2))
+        logprob, entropy = number_per_row(hidden), number_per_row(hidden)
+        tokens = {name: x.to(logprob.dtype) for name, x in tokens.items()}
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros_like(head, dtype=logprob.dtype) if need_weight else None
-        tokens = [None if x is None else x.to(logprob.dtype) for x in tokens]
         for part in chunks(len(hidden), len(head), hidden.is_cuda):
             h, y = hidden[part], target[part]
-            z = product(h, head.T)                                                             # [C, V]
+            z = product(h, head.T)                                                            # [C, V]
             logprob[part], entropy[part], lse = stats(z, y, temperature)
             if need_hidden or need_weight:
-                c = loss_gradient(logprob[part], *(None if x is None else x[part] for x in tokens), options)
-                dz = gradient(z, y, lse, c, temperature, hidden.dtype)
+                c = loss_gradient(logprob[part], {name: x[part] for name, x in tokens.items()}, options)
+                dz = gradient(z, y, lse, c, temperature, hidden.dtype)                        # [C, V], in z's place
                 if need_hidden:
                     d_hidden[part] = product(dz, head)
                 if need_weight:
                     add_product(d_weight, dz.T, h)
                 del dz
             del z                                    # or the next chunk's logits would stand beside these
-        loss, numbers = grpo_loss(logprob, *tokens[:3], ref_logprob=tokens[3], **options)
+        loss, numbers = grpo_loss(logprob, **tokens, **options)
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype
         outputs = logprob, entropy, *numbers.values()
@@ -254,26 +263,26 @@ def linear_grpo_loss(hidden, weight, target, old_logprob, advantage, token_weigh
                      clip_high=0.2, kl_beta=0.0, temperature=1.0):
     """Σ w·ℓ over the tokens of weight ≠ 0, differentiable in hidden and weight.
 
-    hidden [N, D] (final norm applied), weight [V, D] of the LM head, target [N] int64; the rest [N]. N may be 0: the loss is 0
-    and both inputs get zero gradients. A masked token (token_weight 0) never enters the head: its gradient is exactly 0,
-    whatever stands in it. hidden may be bf16 with an fp32 weight (products in bf16, weight's gradient stays fp32).
+    hidden [N, D] (final norm applied), weight [V, D] of the LM head, target [N] int64; the rest [N]. N may be 0: then
+    the loss is 0 and both inputs get zero gradients. A masked token (token_weight 0) never enters the head: its
+    gradient is exactly 0, whatever stands in it. hidden may be bf16 with an fp32 weight, whose gradient is fp32 then.
 
-    Returns (loss, stats): clip_share, ratio_mean, ratio_max, kl, entropy_mean over the unmasked tokens, and logprob, entropy
-    [N], 0 where masked; all fp32 and detached. ValueError if shapes or types do not fit.
+    Returns (loss, stats): clip_share, ratio_mean, ratio_max, kl, entropy_mean over the unmasked tokens, and logprob,
+    entropy [N], 0 where masked; all fp32 and detached. ValueError if shapes or types do not fit.
     """
     N = len(hidden)
-    tokens = [old_logprob, advantage, token_weight, ref_logprob]
-    if any(x is not None and x.shape != (N,) for x in tokens):
-        raise ValueError(f"old_logprob, advantage, token_weight and ref_logprob must be [{N}], one number for each row of hidden")
+    tokens = {"old_logprob": old_logprob, "advantage": advantage, "weight": token_weight, "ref_logprob": ref_logprob}
+    tokens = {name: x.detach() for name, x in tokens.items() if x is not None}
+    for name, x in tokens.items():
+        if x.shape != (N,):
+            raise ValueError(f"{name} is {tuple(x.shape)}; it must be [{N}], one number for each row of hidden")
     live = token_weight.nonzero()[:, 0]
     if len(live) < N:
-        hidden, target = hidden[live], target[live]
-        tokens = [None if x is None else x[live] for x in tokens]
+        hidden, target, tokens = hidden[live], target[live], {name: x[live] for name, x in tokens.items()}
     options = {"clip_low": clip_low, "clip_high": clip_high, "kl_beta": kl_beta}
     hidden = autocast_to(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        loss, logprob, entropy, *numbers = _LinearGRPOLoss.apply(
-            hidden, weight, target, [None if x is None else x.detach() for x in tokens], options, temperature)
+        loss, logprob, entropy, *numbers = _LinearGRPOLoss.apply(hidden, weight, target, tokens, options, temperature)
     stats = dict(zip(("clip_share", "ratio_mean", "ratio_max", "kl"), numbers))
     stats["entropy_mean"] = entropy.sum() / max(1, len(live))
     for name, value in (("logprob", logprob), ("entropy", entropy)):
@@ -290,7 +299,7 @@ def linear_logprob(hidden, weight, target, *, temperature=1.0):
     hidden = autocast_to(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         hidden, head, stats, _ = prepare(hidden, weight, target, temperature)
-        logprob, entropy = (torch.empty(len(hidden), dtype=wide(hidden[:0]).dtype, device=hidden.device) for _ in range(2))
+        logprob, entropy = number_per_row(hidden), number_per_row(hidden)
         for part in chunks(len(hidden), len(head), hidden.is_cuda):
             logprob[part], entropy[part], _ = stats(product(hidden[part], head.T), target[part], temperature)
     return logprob, entropy

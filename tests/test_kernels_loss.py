@@ -1,7 +1,7 @@
-"""linear_logprob, linear_grpo_loss and grpo_loss: both forms against float64, and mutants that the same checks must catch.
+"""linear_logprob, linear_grpo_loss, grpo_loss: both forms against float64, and mutants that the same checks must catch.
 
-On a GPU the Triton form runs there; elsewhere it runs in Triton's interpreter. `python tests/test_kernels_loss.py` compiles the
-kernels for Hopper (no GPU needed) and prints what they use.
+On a GPU the Triton form runs there; elsewhere it runs in Triton's interpreter. `PYTHONPATH=. python
+tests/test_kernels_loss.py` compiles the kernels for Hopper (no GPU needed) and prints what they use.
 """
 import importlib.util
 import json
@@ -28,7 +28,8 @@ from tools import UserError
 LL, GL = (importlib.import_module(f"kernels.{name}") for name in ("linear_loss", "grpo_loss"))
 ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FORMS = ["reference", pytest.param("triton", marks=pytest.mark.skipif(kernels.triton is None, reason="Triton is not installed"))]
+needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is not installed")
+FORMS = ["reference", pytest.param("triton", marks=needs_triton)]
 
 
 @pytest.fixture(params=FORMS)
@@ -44,23 +45,25 @@ def small_chunks(monkeypatch):
 
 
 def make_tokens(logprob, generator, clip=(0.2, 0.28), masked=0.3):
-    """old, advantage, weight and ref for given float64 log-probs [N]: ratios all around both clip edges, NaN where masked."""
+    """old, advantage, weight, ref for float64 log-probs [N]: ratios all around both clip edges, NaN where masked."""
     N = len(logprob)
     edges = torch.tensor([1 - clip[0], 1 + clip[1]]).double()[torch.randint(0, 2, (N,), generator=generator)]
-    close = edges * (1 + 1e-3 * torch.randn(N, generator=generator).sign())              # just inside or outside an edge
+    close = edges * (1 + 1e-3 * torch.randn(N, generator=generator).sign())          # just inside or outside an edge
     spread = (0.4 * torch.randn(N, generator=generator)).double().exp()
     ratio = torch.where(torch.rand(N, generator=generator) < 0.5, close, spread)
     tokens = {"old_logprob": logprob - ratio.log(), "advantage": torch.randn(N, generator=generator).double(),
               "token_weight": (torch.rand(N, generator=generator).double() + 0.1) / max(N, 1),
               "ref_logprob": logprob + 0.5 * torch.randn(N, generator=generator).double()}
-    hidden_tokens = torch.rand(N, generator=generator) < masked
-    for name, filler in (("old_logprob", math.nan), ("advantage", math.inf), ("ref_logprob", math.nan), ("token_weight", 0)):
-        tokens[name][hidden_tokens] = filler
+    dead = torch.rand(N, generator=generator) < masked
+    tokens["token_weight"][dead] = 0
+    tokens["advantage"][dead] = math.inf
+    tokens["old_logprob"][dead] = tokens["ref_logprob"][dead] = math.nan
     return {name: x.float() for name, x in tokens.items()}
 
 
-def make_case(N=37, D=123, V=507, *, seed=0, temperature=0.8, kl_beta=0.04, dtype=torch.float32, peaked=False, masked=0.3):
-    """Arguments of linear_grpo_loss. Logits have a standard deviation of 3 (peaked: 15 and more, the target often on top)."""
+def make_case(N=37, D=123, V=507, *, seed=0, temperature=0.8, kl_beta=0.04, dtype=torch.float32, peaked=False,
+              masked=0.3):
+    """Arguments of linear_grpo_loss. Logits have a standard deviation of 3 (peaked: 18, the target often on top)."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(N, D, generator=generator)
     weight = torch.randn(V, D, generator=generator) * 3 / D ** 0.5
@@ -79,8 +82,9 @@ def make_case(N=37, D=123, V=507, *, seed=0, temperature=0.8, kl_beta=0.04, dtyp
             "clip_low": 0.2, "clip_high": 0.28, "kl_beta": kl_beta, "temperature": temperature}
 
 
-CASES = {"usual": dict(), "no KL, T = 1": dict(kl_beta=0, temperature=1), "peaked": dict(peaked=True, temperature=1.3),
-         "one token": dict(N=1, masked=0), "one word": dict(V=1), "D = 252, V = 1024": dict(N=20, D=252, V=1024, seed=3),
+CASES = {"usual": dict(), "no KL, T = 1": dict(kl_beta=0, temperature=1),
+         "peaked": dict(peaked=True, temperature=1.3), "one token": dict(N=1, masked=0), "one word": dict(V=1),
+         "D = 252, V = 1024": dict(N=20, D=252, V=1024, seed=3),
          "bf16": dict(dtype=torch.bfloat16), "all masked": dict(masked=1.0), "no token": dict(N=0)}
 
 
@@ -255,7 +259,7 @@ def test_three_products_and_no_logits(small_chunks):
             if torch.is_tensor(out):
                 self.elements = max(self.elements, out.numel())
             return out
-    case = make_case(N=64, D=8, V=507, masked=0, kl_beta=0) | {"hidden": torch.randn(64, 8), "weight": torch.randn(507, 8)}
+    case = make_case(N=64, D=8, V=507, masked=0, kl_beta=0)
     case = {name: x.cpu() if torch.is_tensor(x) else x for name, x in case.items()}
     with FlopCounterMode(display=False) as trained, Largest() as largest:
         run(kernels.linear_grpo_loss, case)
@@ -302,8 +306,9 @@ def test_autocast_rounds_hidden_but_not_logits(form):
 @pytest.mark.parametrize("change", [dict(target=torch.zeros(37)), dict(advantage=torch.zeros(5)), dict(temperature=0.0),
                                     dict(weight=torch.zeros(507, 4)), dict(hidden=torch.zeros(37, 123).half())])
 def test_misuse_is_refused(change):
+    case = make_case(masked=0) | change
     with pytest.raises(ValueError):
-        kernels.linear_grpo_loss(**make_case(masked=0) | {k: v.to(DEVICE) if torch.is_tensor(v) else v for k, v in change.items()})
+        kernels.linear_grpo_loss(**{name: x.to(DEVICE) if torch.is_tensor(x) else x for name, x in case.items()})
 
 
 def test_unknown_form_is_refused(monkeypatch):
@@ -314,33 +319,33 @@ def test_unknown_form_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("prelude, outcome", [
     ("import sys; sys.modules['triton'] = None", "ok"),                                   # macOS: no Triton at all
-    ("import os; os.environ['MARS_KERNELS'] = 'triton'", "TRITON_INTERPRET=1"),           # on CPU without the interpreter
+    ("import os; os.environ['MARS_KERNELS'] = 'triton'", "TRITON_INTERPRET=1"),       # on CPU without the interpreter
 ])
 def test_other_machines(prelude, outcome):
     code = prelude + ("; import torch, kernels\ntry: kernels.linear_logprob(torch.zeros(2, 3), torch.zeros(4, 3), "
                       "torch.zeros(2, dtype=torch.int64)); print('ok')\nexcept Exception as error: print(error)")
-    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "MARS_KERNELS")}
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    clean = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", "MARS_KERNELS")}
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean, capture_output=True, text=True)
     assert outcome in result.stdout, result.stderr
 
 
 # ---------------------------------------------------------------- mutants must be caught
 
 LINEAR_MUTANTS = {   # what is broken: (form, line of kernels/linear_loss.py, what it becomes)
-    "mask dropped": ("reference", "live = token_weight.nonzero()[:, 0]", "live = torch.arange(N, device=hidden.device)"),
+    "mask dropped": ("reference", "live = token_weight.nonzero()[:, 0]", "live = torch.ones(N).nonzero()[:, 0]"),
     "temperature dropped": ("reference", "if temperature != 1:", "if False:"),
     "temperature dropped from the gradient": ("reference", "c = (c / temperature)[:, None]", "c = c[:, None]"),
     "off-target columns dropped": ("reference", ".mul_(-c)", ".mul_(0)"),
     "target column dropped": ("reference", ".scatter_add_(-1, target[:, None], c)", ""),
     "scale of backward dropped": ("reference", "d_hidden = d_hidden * grad", "pass"),
-    "only one chunk in the weight's gradient": ("reference", "add_product(d_weight, dz.T, h)", "d_weight = product(dz.T, h)"),
+    "only one chunk in dW": ("reference", "add_product(d_weight, dz.T, h)", "d_weight = product(dz.T, h)"),
     "Triton: temperature dropped": ("triton", "other=-1e30) * inverse_temperature", "other=-1e30)"),
     "Triton: temperature dropped from p": ("triton", "other=0.0) * inverse_temperature", "other=0.0)"),
     "Triton: temperature dropped from dz": ("triton", "tl.load(c_p + row) * inverse_temperature", "tl.load(c_p + row)"),
     "Triton: off-target columns dropped": ("triton", "1.0, 0.0) - p)", "1.0, 0.0))"),
     "Triton: target column dropped": ("triton", "tl.where(column == target, 1.0, 0.0)", "0.0"),
     "Triton: sum not rescaled": ("triton", "total = scale * total + e", "total = total + e"),
-    "Triton: lanes merged without their maxima": ("triton", "total = tl.sum(scale * total, 0)", "total = tl.sum(total, 0)"),
+    "Triton: lanes merged as they are": ("triton", "total = tl.sum(scale * total, 0)", "total = tl.sum(total, 0)"),
     "Triton: entropy's moment not shifted": ("triton", "scale * (moment + total * (high - new))", "scale * moment"),
     "Triton: last block not masked": ("triton", "mask=column < V, other=-1e30", "mask=column < V, other=0.0"),
 }
@@ -354,7 +359,8 @@ TRITON_TOKEN_MUTANTS = {   # the same for kernels/grpo_loss.py
     "weight dropped from the gradient": ("gradient * weight", "gradient"),
     "KL dropped from the loss": ("loss += kl_beta * kl", "loss += 0.0"),
     "KL dropped from the gradient": ("gradient -= kl_beta * (kl + d)", "gradient -= 0.0"),
-    "KL's direction": ("tl.load(ref_p + token, mask=live, other=0.0) - logprob", "logprob - tl.load(ref_p + token, mask=live, other=0.0)"),
+    "KL's direction": ("d = tl.load(ref_p + token, mask=live, other=0.0) - logprob",
+                       "d = logprob - tl.load(ref_p + token, mask=live, other=0.0)"),
 }
 
 
@@ -419,7 +425,7 @@ def test_linear_mutants_are_caught(name, tmp_path, monkeypatch):
     assert caught([partial(check, mutant.linear_grpo_loss, masked_but_valid(case)) for case in cases])
 
 
-@pytest.mark.skipif(kernels.triton is None, reason="Triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("name", TRITON_TOKEN_MUTANTS)
 def test_triton_token_mutants_are_caught(name, tmp_path, monkeypatch):
     monkeypatch.setenv("MARS_KERNELS", "triton")
@@ -472,8 +478,9 @@ def hopper():
     """cross_compile() in a process of its own: in this one the kernels may be the interpreter's."""
     if kernels.triton is None or sys.platform != "linux":
         pytest.skip("needs Triton's compiler")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, __file__, "--json"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    compiling = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, __file__, "--json"]
+    result = subprocess.run(command, cwd=ROOT, env=compiling, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
