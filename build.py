@@ -72,13 +72,13 @@ def build(config: Config, *, training: bool, folder: Path | None = None) -> Run:
     tokenizer = AutoTokenizer.from_pretrained(start)
     form = make_format(config, tokenizer, with_python)
     tools, eval_tools = (make_tools(config, split, with_python) for split in ("train", "eval"))
-    question, eval_questions = make_questions(config, with_python, form)
+    question, eval_questions = make_questions(config, with_python, form, training)
     sampler = Sampler(model, max_tokens=config.kv_tokens, max_rows=config.rows)
     base = trainer.load_model(start, device) if config.system1 == "frozen" or (training and config.kl_beta) else None
     frozen = Sampler(base, max_tokens=config.kv_tokens, max_rows=config.rows) if config.system1 == "frozen" else None
     lockstep = config.lockstep == "on" or (config.lockstep == "auto" and device.type == "cpu")
     driver = Driver([sampler, frozen] if frozen else [sampler], lockstep=lockstep)
-    run = Run(config, folder, device, rank, world, start, tokenizer, form, driver, sampler, frozen or sampler, make_grader(config),
+    run = Run(config, folder, device, rank, world, start, tokenizer, form, driver, sampler, frozen or sampler, tasks.grader(config.grader),
               tools, eval_tools, question, eval_questions)
     if rank == 0:
         print(f"model {start} on {device} ({sampler.path}), {world} process(es); search: {config.search if config.docs or config.model != 'toy' else 'the toy world'}; "
@@ -196,12 +196,14 @@ def make_tools(config: Config, split: str, with_python: bool) -> Tools:
     return made
 
 
-def make_questions(config: Config, with_python: bool, form) -> tuple[Callable[[int], Question], list[Question]]:
-    """The endless stream of training questions, and the held-out ones."""
+def make_questions(config: Config, with_python: bool, form, training: bool) -> tuple[Callable[[int], Question] | None, list[Question]]:
+    """The endless stream of training questions, and the held-out ones; without training all of `data` is held out."""
     if config.data == "toy":
         names = names_of(config, with_python)
         held_out = [toy.question("eval", config.seed, i, names) for i in range(config.eval_questions)]
         return lambda i: toy.question("train", config.seed, i, names), held_out
+    if not training:
+        return None, check_lengths(config, form, tasks.load_questions(config.data, limit=config.eval_questions or None, seed=config.seed))
     loaded = tasks.load_questions(config.data, seed=config.seed)
     held_out = tasks.load_questions(config.eval_data, limit=config.eval_questions, seed=config.seed) if config.eval_data else []
     if not held_out:
@@ -209,10 +211,7 @@ def make_questions(config: Config, with_python: bool, form) -> tuple[Callable[[i
     if len(loaded) < config.questions:
         raise UserError(f"{config.data} leaves {len(loaded)} training questions, fewer than --questions {config.questions} a step; "
                         "give more, or lower --eval_questions or --questions")
-    for question in loaded + held_out:
-        length = len(form.system2_prompt(question.text))
-        if length + config.step_tokens + 2 * config.answer_tokens > config.sys2_context:
-            raise UserError(f"question {question.id} takes {length} tokens and leaves no room in --sys2_context {config.sys2_context}")
+    check_lengths(config, form, loaded + held_out)
 
     def stream(i: int) -> Question:                         # every question once an epoch, each epoch in an order of its own
         epoch, place = divmod(i, len(loaded))
@@ -221,9 +220,10 @@ def make_questions(config: Config, with_python: bool, form) -> tuple[Callable[[i
     return stream, held_out
 
 
-def make_grader(config: Config) -> Callable[[Question, str], float]:
-    """Reward of an answer: 1.0 or 0.0."""
-    if config.grader == "em":
-        return lambda question, answer: float(tasks.exact_match(answer, question.golden_answers))
-    judge = tasks.make_judge(config.cache)
-    return lambda question, answer: float(judge(question, answer).correct)
+def check_lengths(config: Config, form, questions: list[Question]) -> list[Question]:
+    """The questions, if each leaves room for a step, a demand and an answer in System 2's context."""
+    for question in questions:
+        length = len(form.system2_prompt(question.text))
+        if length + config.step_tokens + 2 * config.answer_tokens > config.sys2_context:
+            raise UserError(f"question {question.id} takes {length} tokens and leaves no room in --sys2_context {config.sys2_context}")
+    return questions

@@ -120,30 +120,30 @@ def fail(message: str) -> int:
     return 2
 
 
-def resolve(given: dict, saved: dict | None = None) -> Config:
-    """Defaults, then a saved run's settings or a preset, then what was given on the command line; checked."""
+def resolve(given: dict, saved: dict | None = None, *, training: bool = True) -> Config:
+    """Defaults, then a preset, then a saved run's settings, then what was given on the command line; checked."""
     given = dict(given)
     preset = PAPER if given.pop("preset", "toy") == "paper" else {}
     names = {field.name for field in dataclasses.fields(Config)}
     config = Config(**{**preset, **{k: v for k, v in (saved or {}).items() if k in names},
                        **{k: v for k, v in given.items() if k in names}})
-    check(config)
+    check(config, training)
     return config
 
 
-def check(config: Config) -> None:
+def check(config: Config, training: bool = True) -> None:
     """Refuses values that contradict each other or the method: UserError with one sentence."""
     for name in ("steps", "questions", "group", "max_turns", "step_tokens", "answer_tokens", "sys1_response", "save_every", "eval_every",
-                 "inner_steps", "micro_tokens", "kv_tokens", "rows", "top_k", "threads", "eval_questions"):
+                 "inner_steps", "micro_tokens", "kv_tokens", "rows", "top_k", "threads"):
         if getattr(config, name) < 1:
             raise UserError(f"--{name} must be at least 1, got {getattr(config, name)}")
-    for name in ("lr", "warmup", "weight_decay", "clip_grad", "clip_low", "clip_high", "kl_beta", "tis", "max_tool_error_share"):
+    for name in ("lr", "warmup", "weight_decay", "clip_grad", "clip_low", "clip_high", "kl_beta", "tis", "max_tool_error_share", "eval_questions"):
         if not 0 <= getattr(config, name) < float("inf"):
             raise UserError(f"--{name} must be a finite number of at least 0, got {getattr(config, name)}")
     if config.top_p != 1.0:
         raise UserError("--top_p below 1 is for evaluation (--eval_top_p): the loss differentiates the full distribution, "
                         "which a truncated sampler does not draw from")
-    if not config.temperature > 0 or not 0 < config.eval_top_p <= 1:
+    if config.temperature < 0 or (training and config.temperature == 0) or not 0 < config.eval_top_p <= 1:
         raise UserError("--temperature must be above 0 in training, and --eval_top_p in (0, 1]")
     known = {"search", "scholar", "python"}
     for name in ("tools", "distill"):

@@ -157,17 +157,20 @@ async def observe(setting: Setting, trajectory: Trajectory, turn: Turn) -> list[
     call, config = turn.step.call, setting.config
     if call is None:
         return turn.step.error
+    setting.say("call", f"{call.tool}: {call.argument}" + f"   (purpose: {call.purpose})" * bool(call.purpose))
     start = time.perf_counter()
     try:
         turn.documents = await setting.driver.outside(setting.tools[call.tool], call.argument)
     except ToolError as error:
         turn.problem = f"tool failed: {error}"
+        setting.say("failed", str(error))
         return f"error: the tool failed ({error})"
     finally:
         turn.seconds = time.perf_counter() - start
     if not turn.documents:
         turn.problem = "no results"
         return "no results"
+    setting.say("found", "; ".join(document.title or document.id for document in turn.documents))
     distilled = call.tool in config.distill.split(",")
     documents = [setting.format.document(d) if distilled else setting.format.encode(d.text) for d in turn.documents]
     turn.lengths = [len(tokens) for tokens in documents]

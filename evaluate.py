@@ -1,0 +1,174 @@
+"""A trained checkpoint on questions: `mars.py eval CKPT` and `mars.py ask CKPT "question"`.
+
+CKPT is a run (runs/NAME), its checkpoint/ folder, or any chat model that transformers loads. A run brings its own settings; a
+plain model gets the paper's limits. Any Config field is an option here too; `--data` names what to evaluate on (the toy's
+held-out world without it), `--docs FOLDER` searches your own documents.
+
+    python mars.py eval runs/toy
+    python mars.py eval runs/toy --temperature 0 --eval_questions 500
+    python mars.py eval Qwen/Qwen3-8B --data bamboogle --search serper --grader judge
+    python mars.py ask runs/toy "when was ada baker born ?" --docs my_notes/
+
+Written: runs/NAME/ with predictions.json (HLE's format), table.json, rollouts/ and trajectories.html; `ask` writes one page.
+"""
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+import tasks
+import view
+from build import Run, build, run_folder
+from config import PAPER, Config, parser, resolve
+from metrics import rollout_sums
+from rollout import Trajectory, record
+from tasks import Question
+from tools import UserError
+
+LIMITS = ("max_turns", "sys2_context", "step_tokens", "answer_tokens", "sys1_prompt", "sys1_response", "top_k", "distill",
+          "kv_tokens", "question_in_system1")
+
+
+def main(arguments: list[str]) -> int:
+    """`eval CKPT [options]` or `ask CKPT "question" [options]`."""
+    asking = arguments[0] == "ask"
+    options = parser(__doc__)
+    options.add_argument("checkpoint", help="a run, a checkpoint folder, or a model that transformers loads")
+    if asking:
+        options.add_argument("question")
+    given = vars(options.parse_args(arguments[1:]))
+    config = settings(given, asking)
+    if asking:
+        if not given["question"].strip():
+            raise UserError("the question is empty")
+        return ask(config, given["question"], Path(given["checkpoint"]))
+    return evaluate(config)
+
+
+def settings(given: dict, asking: bool) -> Config:
+    """The checkpoint's own settings (or the paper's limits), then what was given."""
+    model, saved = find_checkpoint(given["checkpoint"])
+    if saved is None:
+        saved = {name: PAPER[name] for name in LIMITS}
+        if not asking and "data" not in given:
+            raise UserError("--data is missing: name the questions to evaluate this model on (a JSONL file, nq, hle, …)")
+    saved |= {"model": str(model), "name": "", "resume": False, "system1": "train" if saved.get("system1") == "frozen" else
+              saved.get("system1", "train"), "kl_beta": 0.0, "fsdp": False}
+    if saved.get("data", "toy") != "toy" or given.get("data", "toy") != "toy":
+        saved["eval_questions"] = 0                         # all of them, unless told otherwise
+    if given.get("eval_data"):
+        raise UserError("evaluation reads its questions from --data; leave --eval_data out")
+    return resolve(given, saved, training=False)
+
+
+def find_checkpoint(name: str) -> tuple[Path | str, dict | None]:
+    """(model folder or hub name, the settings of the run that made it if there is one)."""
+    path = Path(name)
+    if not path.exists():
+        if name.count("/") == 1 and not name.startswith((".", "/", "runs/")):
+            return name, None                               # a name on the hub
+        raise UserError(f"there is no checkpoint at {name}")
+    model = path / "checkpoint" if (path / "checkpoint").exists() else path
+    if not (model / "config.json").exists() or "model_type" not in json.loads((model / "config.json").read_text()):
+        raise UserError(f"{name} holds no checkpoint yet: a run writes its first after --save_every steps")
+    settings_file = (path if model is not path else path.parent) / "config.json"
+    saved = json.loads(settings_file.read_text()) if settings_file.exists() else {}
+    return model, saved if "max_turns" in saved else None
+
+
+# ---------------------------------------------------------------------------------------------- eval
+
+def evaluate(config: Config) -> int:
+    """Answers every held-out question once; prints and writes the table, predictions, records and page."""
+    config.name = config.name or f"eval-{Path(config.model).resolve().parent.name if Path(config.model).exists() else Path(config.model).name}"
+    if (Path(config.runs) / config.name).exists():
+        config.name = next(f"{config.name}-{i}" for i in range(2, 10_000) if not (Path(config.runs) / f"{config.name}-{i}").exists())
+    run = build(config, training=False)
+    confidences = {}
+    if config.grader == "judge":
+        judge = tasks.Judge.from_environment()
+
+        def grade(question: Question, answer: str) -> float:
+            verdict = judge(question, answer)
+            confidences[question.id] = verdict.confidence
+            return float(verdict.correct)
+        run.grade = grade
+    start = time.perf_counter()
+    with tqdm(total=len(run.eval_questions), unit="question", disable=not sys.stderr.isatty()) as bar:
+        def watch(done: int) -> None:
+            bar.update(done - bar.n)
+            bar.set_postfix(run.sampler.stats, refresh=False)
+        trajectories = run.rollouts(list(enumerate(run.eval_questions)), 1, step="eval", tools=run.eval_tools,
+                                    temperature=config.temperature, top_p=config.eval_top_p, watch=watch)
+    seconds = time.perf_counter() - start
+    rows = [row(name, members, confidences, seconds * len(members) / len(trajectories)) for name, members in by_set(trajectories)]
+    folder = run.folder
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+    predictions = {t.question.id: {"model": str(config.model), "response": run.format.decode(t.turns[-1].sampled), "answer": t.answer,
+                                   "usage": {"sys2_tokens": sum(t.sample.mask), "sys1_tokens": sum(sum(s.mask) for s in t.sys1_samples())}}
+                   for t in trajectories}
+    (folder / "predictions.json").write_text(json.dumps(predictions, ensure_ascii=False, indent=1) + "\n")
+    (folder / "table.json").write_text(json.dumps(rows, indent=1) + "\n")
+    with open(folder / "rollouts" / "step_0.jsonl", "w") as f:
+        f.writelines(json.dumps(record(t, run.format, 0, "eval"), ensure_ascii=False) + "\n" for t in trajectories)
+    print(table(rows))
+    print(f"predictions   {folder / 'predictions.json'}\ntable         {folder / 'table.json'}\ntrajectories  {view.page(folder, questions=12)}")
+    return 0
+
+
+def by_set(trajectories: list[Trajectory]) -> list[tuple[str, list[Trajectory]]]:
+    """The trajectories of each set of questions, and of all if there are several sets."""
+    sets: dict[str, list[Trajectory]] = {}
+    for t in trajectories:
+        sets.setdefault(t.question.source, []).append(t)
+    return sorted(sets.items()) + ([("all", trajectories)] if len(sets) > 1 else [])
+
+
+def row(name: str, trajectories: list[Trajectory], confidences: dict, seconds: float) -> dict:
+    """One line of the table. Accuracy is over all questions: one that the judge could not be asked about counts as not right."""
+    s, n = rollout_sums(trajectories), len(trajectories)
+    low, high = tasks.wilson_interval(int(s["reward"]), n)
+    golds = [(t.answer, t.question.golden_answers) for t in trajectories]
+    sure = [(confidences[t.question.id], bool(t.reward)) for t in trajectories if confidences.get(t.question.id) is not None]
+    return {"set": name, "questions": n, "accuracy": s["reward"] / n, "low": low, "high": high,
+            "em": sum(tasks.exact_match(*g) for g in golds) / n, "f1": sum(tasks.f1(*g) for g in golds) / n,
+            "cover": sum(tasks.cover_match(*g) for g in golds) / n, "judge_failures": int(s["trajectories"] - s["graded"]),
+            "calibration_error": tasks.calibration_error(*zip(*sure)) if sure else None,
+            "calls": s["calls"] / n, "sys2_tokens": s["sys2_tokens"] / n, "sys1_tokens": s["sys1_tokens"] / n,
+            "malformed": s["malformed"] / max(s["steps"], 1), "tool_errors": int(s["failed"]), "seconds": seconds}
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as text: shares in percent, the interval in brackets; calls and tokens are means a question."""
+    lines = [f"{'set':<14}{'n':>6}  {'accuracy (95 %)':<22}{'EM':>6}{'F1':>7}{'cover':>7}{'calls':>7}{'sys2 tok':>10}{'sys1 tok':>10}"
+             f"{'malformed':>11}{'seconds':>9}"]
+    for r in rows:
+        interval = f"{r['accuracy']:.1%} ({r['low']:.1%}–{r['high']:.1%})"
+        lines.append(f"{r['set']:<14}{r['questions']:>6}  {interval:<22}{r['em']:>6.1%}{r['f1']:>7.1%}{r['cover']:>7.1%}{r['calls']:>7.2f}"
+                     f"{r['sys2_tokens']:>10.0f}{r['sys1_tokens']:>10.0f}{r['malformed']:>11.1%}{r['seconds']:>9.1f}")
+    notes = [f"{r['set']}: the judge could not be asked about {r['judge_failures']} answers, counted as not right"
+             for r in rows if r["judge_failures"]]
+    return "\n".join(lines + notes)
+
+
+# ---------------------------------------------------------------------------------------------- ask
+
+def ask(config: Config, text: str, checkpoint: Path) -> int:
+    """Answers one question and shows how, line by line as it happens; the page of the trajectory is written at the end."""
+    run = build(config, training=False, folder=checkpoint)
+    run.grade = lambda question, answer: 0.0                # nobody knows the right answer here
+
+    def say(kind: str, said: str) -> None:
+        print(f"{kind:>9} | {' '.join(said.split())}", flush=True)
+    (trajectory,) = run.rollouts([(0, Question("asked", text, (), "asked"))], 1, step="ask", tools=run.eval_tools,
+                                 temperature=config.temperature, top_p=config.eval_top_p, say=say)
+    trajectory.reward = None
+    page = (checkpoint if checkpoint.is_dir() and checkpoint.name != "checkpoint" else Path(config.runs)) / "ask.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{'page':>9} | {view.trajectory_page([record(trajectory, run.format, 0, 'eval')], page)}")
+    return 0
