@@ -138,7 +138,7 @@ def retry_after(header: str | None) -> float:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_):                                     # following it would hand our key to another host
+    def redirect_request(self, *_):                                     # or our key would go to another host
         return None
 
 
@@ -212,7 +212,7 @@ def _connected(url: str, timeout: float, resolve: Callable):
     if secure:
         sock = _tls().wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
     connection.sock = sock
-    guard = threading.Timer(timeout, _shut, [sock])                     # a server that drips its bytes is not waited for
+    guard = threading.Timer(timeout, _shut, [sock])                     # a server that drips is not waited for
     guard.start()
     try:
         if secure:
@@ -249,7 +249,7 @@ def _tls() -> ssl.SSLContext:
 BLOCKS = frozenset("""address article aside blockquote br caption dd details div dl dt fieldset figcaption figure footer
     form h1 h2 h3 h4 h5 h6 header hr legend li main nav ol option p pre section summary table tbody tfoot thead title tr
     ul""".split())
-CHARSETS = re.compile("utf|iso|windows|cp|gb|big5|euc|shift|koi8|us-ascii|latin", re.I)     # Python also knows slow ones
+CHARSETS = re.compile("utf|iso|windows|cp|gb|big5|euc|shift|koi8|us-ascii|latin", re.I)    # others are slow
 MARKUP = re.compile(r"""<!--.*?(?:-->|\Z)                                       # a comment
     | <(script|style)(?=[\s/>]).*?(?=</\1[\s/>]|\Z)                             # not for readers
     | <(/?)([a-z][^\s/>]*+)(?:=\s*+"[^"]*+" | =\s*+'[^']*+' | [^>])*+(?:>|\Z)   # a tag; > may stand in quotes
