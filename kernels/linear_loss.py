@@ -41,8 +41,10 @@ except ImportError:
 
 # Tokens a chunk. Each chunk reads and writes the whole fp32 ∂L/∂W (2.5 GB at V = 152k, D = 4k: about 1.2 ms on an H200,
 # beside 17 ms of products for 3,584 tokens), so few chunks; but chunk and ∂L/∂W together should stay under 5 GB.
+# On CPU a chunk's logits should stay in the cache (and below malloc's limit for fresh pages), again not too few tokens.
 CHUNK_TOKENS_CUDA = 3584
-CHUNK_BYTES_CPU = 32 << 20   # of fp32 logits
+CHUNK_TOKENS_CPU = 128          # at least, and as many as have this many bytes of logits:
+CHUNK_BYTES_CPU = 16 << 20
 STATS_CONFIG = {"BLOCK": 4096, "num_warps": 16}
 GRADIENT_CONFIG = {"BLOCK": 4096, "num_warps": 8}
 
@@ -86,7 +88,7 @@ def add_product(total, a, b):
 
 def chunks(N, V, on_cuda):
     """Cuts N tokens into slices of nearly equal length (on CUDA a multiple of 128, the tile of the products)."""
-    limit = CHUNK_TOKENS_CUDA if on_cuda else max(1, CHUNK_BYTES_CPU // (4 * V))
+    limit = CHUNK_TOKENS_CUDA if on_cuda else max(CHUNK_TOKENS_CPU, CHUNK_BYTES_CPU // (4 * V))
     size = math.ceil(N / max(1, math.ceil(N / limit)))
     size = math.ceil(size / 128) * 128 if on_cuda else max(1, size)
     return [slice(start, min(start + size, N)) for start in range(0, N, size)]

@@ -38,10 +38,15 @@ def form(request, monkeypatch):
     return request.param
 
 
+def use_small_chunks(module, monkeypatch):
+    for name, value in {"CHUNK_TOKENS_CUDA": 16, "CHUNK_TOKENS_CPU": 16, "CHUNK_BYTES_CPU": 0}.items():
+        monkeypatch.setattr(module, name, value)
+
+
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Several chunks and a remainder for the cases below."""
-    monkeypatch.setattr(LL, "CHUNK_BYTES_CPU", 16 * 4 * 507)
+    use_small_chunks(LL, monkeypatch)
 
 
 def make_tokens(logprob, generator, clip=(0.2, 0.28), masked=0.3):
@@ -417,8 +422,7 @@ def test_linear_mutants_are_caught(name, tmp_path, monkeypatch):
         pytest.skip("Triton is not installed")
     monkeypatch.setenv("MARS_KERNELS", form)
     mutant = load_mutant("kernels/linear_loss.py", line, becomes, tmp_path)
-    monkeypatch.setattr(mutant, "CHUNK_BYTES_CPU", 16 * 4 * 507)
-    monkeypatch.setattr(mutant, "CHUNK_TOKENS_CUDA", 16)
+    use_small_chunks(mutant, monkeypatch)
     for config in (mutant.STATS_CONFIG, mutant.GRADIENT_CONFIG):
         monkeypatch.setitem(config, "BLOCK", 128)
     cases = make_case(N=200 if DEVICE == "cuda" else 37), make_case(peaked=True)
