@@ -1,12 +1,12 @@
 """The small operations of a decode step: three launches a layer where the stock modules need about thirty.
 
     add_rms_norm          residual ← residual + x;  normed = weight · residual / √(mean(residual²) + eps)
-    qk_norm_rope_store    one row of the merged QKV product → query and key normed and rotated, key and value in their page
+    qk_norm_rope_store    a row of the merged QKV product → query and key normed and rotated, key and value in a page
     silu_mul              silu(gate) · up,  silu(g) = g / (1 + exp(−g))
 
-All three round where transformers' Llama, Qwen2 and Qwen3 modules round (fp32 inside a norm and inside silu, the model's
-dtype after each other operation): in bf16 a sampler that rounds elsewhere than the trainer widens the mismatch between
-their log-probs. `.to(T).to(tl.float32)` in a kernel is such a rounding.
+All three round where transformers' Llama, Qwen2 and Qwen3 modules round (fp32 inside a norm and inside silu, the
+model's dtype after each other operation): in bf16 a sampler that rounds elsewhere than the trainer widens the mismatch
+between their log-probs. `.to(T).to(tl.float32)` in a kernel is such a rounding.
 Tests: `pytest tests/test_kernels_decode.py`.
 """
 from __future__ import annotations   # annotations stay text, so the file can be read where there is no Triton
@@ -159,11 +159,12 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_page
     check_layout("qk_norm_rope_store", qkv.dtype, qkv, k_pages, v_pages, *weights)
     check_layout("qk_norm_rope_store", cos.dtype, cos, sin)
     if Dh & (Dh - 1) or cos.dtype not in (qkv.dtype, torch.float32):
-        raise ValueError(f"qk_norm_rope_store: head size {Dh} is no power of two, or cos is neither {qkv.dtype} nor fp32.")
+        raise ValueError(f"qk_norm_rope_store: head size {Dh} is no power of two, or cos is not {qkv.dtype} or fp32.")
     Hq = heads - 2 * Hkv
     q = torch.empty(B, Hq, Dh, dtype=qkv.dtype, device=qkv.device)
-    qk_norm_rope_store_kernel[(B, heads)](qkv, q_weight, k_weight, cos, sin, slots, q, k_pages, v_pages, eps, HQ=Hq, HKV=Hkv,
-                                          DH=Dh, NORM=q_weight is not None, num_warps=WARPS["qk_norm_rope_store"])
+    qk_norm_rope_store_kernel[(B, heads)](
+        qkv, q_weight, k_weight, cos, sin, slots, q, k_pages, v_pages, eps,
+        HQ=Hq, HKV=Hkv, DH=Dh, NORM=q_weight is not None, num_warps=WARPS["qk_norm_rope_store"])
     return q
 
 
@@ -174,15 +175,15 @@ def silu_mul_reference(gate_up):
 
 
 @jit
-def silu_mul_kernel(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """One program a row and block of columns."""
     T = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_up + row * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + row * 2 * WIDTH + f, mask=f < WIDTH, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + f, mask=f < WIDTH, other=0.0).to(tl.float32)
     act = (gate / (1.0 + tl.exp(-gate))).to(T).to(tl.float32)
-    tl.store(out + row * F + f, (act * up).to(T), mask=f < F)
+    tl.store(out + row * WIDTH + f, (act * up).to(T), mask=f < WIDTH)
 
 
 def silu_mul(gate_up):
@@ -194,7 +195,8 @@ def silu_mul(gate_up):
     check_layout("silu_mul", gate_up.dtype, gate_up)
     B, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(B, width, dtype=gate_up.dtype, device=gate_up.device)
-    silu_mul_kernel[(B, triton.cdiv(width, SILU_BLOCK))](gate_up, out, F=width, BLOCK=SILU_BLOCK, num_warps=WARPS["silu_mul"])
+    silu_mul_kernel[(B, triton.cdiv(width, SILU_BLOCK))](gate_up, out, WIDTH=width, BLOCK=SILU_BLOCK,
+                                                         num_warps=WARPS["silu_mul"])
     return out
 
 
@@ -202,4 +204,5 @@ def check_layout(name, dtype, *tensors):
     """The kernels read contiguous tensors of one dtype."""
     for tensor in tensors:
         if tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(f"{name}: the kernel takes contiguous tensors of one dtype, not {tensor.dtype} with strides {tensor.stride()}.")
+            raise ValueError(f"{name}: the kernel takes contiguous tensors of {dtype}, not {tensor.dtype} with strides "
+                             f"{tensor.stride()}.")

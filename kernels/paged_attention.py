@@ -3,8 +3,8 @@
     out[b, h] = softmax(scale · q[b, h] · K_bᵀ) V_b ,   K_b, V_b = the first lengths[b] tokens of the pages in table[b]
 
 Decoding reads every key and value once and does almost nothing with them, so the whole aim is to keep the memory busy:
-* split KV (flash-decoding): a row is cut into `splits` pieces so that even one long row fills the GPU. A piece leaves its
-  largest score m, its sum l = Σ exp(x − m) and acc = Σ exp(x − m)·v; the second kernel rescales them to a common maximum:
+* split KV (flash-decoding): a row is cut into pieces, so that one long row fills the GPU too. A piece leaves its
+  largest score m, its sum l = Σ exp(x − m) and acc = Σ exp(x − m)·v; the second kernel rescales them to one maximum:
 
       M = max_s m_s ,   out = Σ_s exp(m_s − M)·acc_s / Σ_s exp(m_s − M)·l_s
 
@@ -40,7 +40,7 @@ CONFIGS = {
     256: dict(block=64, num_warps=4, num_stages=3),     # bf16 with Dh = 128: Llama and Qwen
     512: dict(block=32, num_warps=4, num_stages=2),
 }
-PROGRAMS = 2048           # wanted: about eight programs for each place on a 132-processor GPU, so that the last round is short
+PROGRAMS = 2048           # wanted: several for each place on a GPU of 132 processors, so that the last round is short
 TOKENS_PER_SPLIT = 256    # a shorter piece spends its time starting
 MAX_SPLITS = 64           # the merge holds [splits, Dh] in registers
 
@@ -53,7 +53,7 @@ def reference(q, k_pages, v_pages, table, lengths, *, scale):
     """
     B, Hq, Dh = q.shape
     page_size, Hkv = k_pages.shape[1:3]
-    k_pages, v_pages = k_pages.flatten(0, 1).flatten(1), v_pages.flatten(0, 1).flatten(1)   # [pages · page_size, Hkv · Dh]
+    k_pages, v_pages = (x.flatten(0, 1).flatten(1) for x in (k_pages, v_pages))   # [pages · page_size, Hkv · Dh]
     offset = torch.arange(page_size, device=q.device)
     out = torch.zeros_like(q)
     order = lengths.argsort()
@@ -67,14 +67,15 @@ def reference(q, k_pages, v_pages, table, lengths, *, scale):
         slots = torch.where(valid, slots, slots[:, :1]).flatten()
         k = k_pages.index_select(0, slots).view(-1, longest, Hkv, Dh).transpose(1, 2)          # [R, Hkv, T, Dh]
         v = v_pages.index_select(0, slots).view(-1, longest, Hkv, Dh).transpose(1, 2)
-        group = q[rows].unflatten(1, (Hkv, Hq // Hkv))         # the query heads of a key head stand in as its query tokens
-        out[rows] = F.scaled_dot_product_attention(group, k, v, attn_mask=valid[:, None, None], scale=scale).flatten(1, 2)
+        group = q[rows].unflatten(1, (Hkv, Hq // Hkv))         # heads that share a key stand where query tokens would
+        mixed = F.scaled_dot_product_attention(group, k, v, attn_mask=valid[:, None, None], scale=scale)
+        out[rows] = mixed.flatten(1, 2)
     return out
 
 
 def split_count(rows, kv_heads, capacity):
     """Pieces a row is cut into: a power of two, from shapes only. capacity: tokens that the table has room for."""
-    wanted = min(math.ceil(PROGRAMS / (rows * kv_heads)), math.ceil(capacity / TOKENS_PER_SPLIT), MAX_SPLITS)
+    wanted = min(math.ceil(PROGRAMS / max(1, rows * kv_heads)), math.ceil(capacity / TOKENS_PER_SPLIT), MAX_SPLITS)
     return 1 << (wanted - 1).bit_length()
 
 
@@ -83,9 +84,9 @@ def split_kernel(q, k_pages, v_pages, table, lengths, part_acc, part_max, part_s
                  HQ: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
                  PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     """One piece of one row for one key head: max, sum and weighted values over its tokens."""
-    kv_head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
+    kv_head = tl.program_id(0) % HKV          # the heads of a token lie side by side: read them at about the same time
+    row = (tl.program_id(0) // HKV).to(tl.int64)
+    split = tl.program_id(1)
     length = tl.load(lengths + row)
     piece = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
     first = split * piece
@@ -99,7 +100,7 @@ def split_kernel(q, k_pages, v_pages, table, lengths, part_acc, part_max, part_s
     running_max = tl.full((GROUP_PADDED,), float("-inf"), tl.float32)
     running_sum = tl.zeros((GROUP_PADDED,), tl.float32)
     acc = tl.zeros((GROUP_PADDED, DH), tl.float32)
-    for start in range(first, last, BLOCK):   # the first token of a block is always valid, so running_max is finite after it
+    for start in range(first, last, BLOCK):   # a block's first token is always valid: running_max is finite after it
         valid = start + j < last
         if PAGE % BLOCK == 0:                 # a block lies in one page: one look-up
             slot = tl.load(table + row * table_width + start // PAGE).to(tl.int64) * PAGE + (start % PAGE + j)
@@ -133,12 +134,12 @@ def merge_kernel(part_acc, part_max, part_sum, out, DH: tl.constexpr, SPLITS: tl
     d = tl.arange(0, DH)
     part = head * SPLITS + split
     piece_sum = tl.load(part_sum + part)
-    used = piece_sum != 0.0                   # an empty piece has max −inf and nothing in acc; NaN counts as used and stays
+    used = piece_sum != 0.0                   # an empty piece has max −inf and nothing in acc; NaN is used, and stays
     piece_max = tl.load(part_max + part)
     factor = tl.where(used, tl.exp2(piece_max - tl.max(piece_max, 0)), 0.0)
     total = tl.sum(piece_sum * factor, 0)
     acc = tl.load(part_acc + part[:, None] * DH + d[None, :], mask=used[:, None], other=0.0)
-    mixed = tl.sum(acc * factor[:, None], 0) / tl.where(total == 0.0, 1.0, total)   # no piece at all: a padding row, zeros
+    mixed = tl.sum(acc * factor[:, None], 0) / tl.where(total == 0.0, 1.0, total)   # no piece at all (padding): zeros
     tl.store(out + head * DH + d, mixed.to(out.dtype.element_ty))
 
 
@@ -153,9 +154,9 @@ def triton_paged_attention(q, k_pages, v_pages, table, lengths, *, scale, splits
     part_acc = torch.empty(B, Hq, splits, Dh, dtype=torch.float32, device=q.device)
     part_max, part_sum = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
     out = torch.empty_like(q)
-    split_kernel[(Hkv, B, splits)](
+    split_kernel[(B * Hkv, splits)](
         q, k_pages, v_pages, table, lengths, part_acc, part_max, part_sum, scale * math.log2(math.e), table.shape[1],
-        HQ=Hq, HKV=Hkv, DH=Dh, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),   # tl.dot wants 16 rows
+        HQ=Hq, HKV=Hkv, DH=Dh, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),   # tl.dot: 16 rows
         PAGE=page_size, BLOCK=block, SPLITS=splits, **config)
     merge_kernel[(B * Hq,)](part_acc, part_max, part_sum, out, DH=Dh, SPLITS=splits, num_warps=4)
     return out
@@ -164,10 +165,11 @@ def triton_paged_attention(q, k_pages, v_pages, table, lengths, *, scale, splits
 def check(q, k_pages, v_pages, table, lengths):
     """ValueError in one sentence for any shape, type or layout that the kernels do not read."""
     B, Hq, Dh = q.shape
-    if k_pages.shape != v_pages.shape or k_pages.dim() != 4 or k_pages.shape[3] != Dh or Hq % k_pages.shape[2]:
-        raise ValueError(f"paged_attention: pages {tuple(k_pages.shape)} and {tuple(v_pages.shape)} do not fit q {tuple(q.shape)}.")
-    if table.dim() != 2 or table.shape[0] != B or lengths.shape != (B,):
-        raise ValueError(f"paged_attention: table {tuple(table.shape)} and lengths {tuple(lengths.shape)} do not fit {B} rows.")
+    shape, k_shape, v_shape, table_shape = (tuple(x.shape) for x in (q, k_pages, v_pages, table))
+    if k_shape != v_shape or len(k_shape) != 4 or k_shape[3] != Dh or Hq % k_shape[2]:
+        raise ValueError(f"paged_attention: pages {k_shape} and {v_shape} do not fit q {shape}.")
+    if len(table_shape) != 2 or table_shape[0] != B or lengths.shape != (B,):
+        raise ValueError(f"paged_attention: table {table_shape} and {len(lengths)} lengths do not fit {B} rows.")
     if table.dtype != torch.int32 or lengths.dtype != torch.int32:
         raise ValueError("paged_attention: table and lengths are int32.")
     if not q.dtype == k_pages.dtype == v_pages.dtype:
@@ -180,15 +182,17 @@ def check_triton(q, k_pages, v_pages, table, lengths):
     if not all(x.is_contiguous() for x in (q, k_pages, v_pages, table, lengths)):
         raise ValueError("paged_attention: every tensor must be contiguous.")
     if Dh & (Dh - 1) or not 16 <= Dh <= 256:
-        raise ValueError(f"paged_attention: the kernel takes a head size of 16 to 256 that is a power of two, not {Dh}.")
+        raise ValueError(f"paged_attention: the kernel takes head sizes 16, 32, 64, 128 and 256, not {Dh}.")
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"paged_attention: the kernel takes fp32, fp16 or bf16, not {q.dtype}.")
     if not q.is_cuda and q.dtype == torch.bfloat16:
-        raise ValueError("paged_attention: Triton's interpreter computes bf16 wrongly; use fp32 or MARS_KERNELS=reference.")
+        raise ValueError("paged_attention: Triton's interpreter gets bf16 wrong; use fp32 or MARS_KERNELS=reference.")
 
 
 def paged_attention(q, k_pages, v_pages, table, lengths, *, scale):
     """Attention of one query token a row over its paged keys and values.
 
-    q [B, Hq, Dh]; k_pages, v_pages [pages, page_size, Hkv, Dh]; table [B, M] int32: the pages of a row in order (entries past
+    q [B, Hq, Dh]; k_pages, v_pages [pages, page_size, Hkv, Dh]; table [B, M] int32: a row's pages in order (those past
     its length are never read); lengths [B] int32, in tokens; scale: usually Dh^-0.5. Returns [B, Hq, Dh], q's dtype.
     A row of length 0 (padding of a CUDA graph's bucket) gives zeros. ValueError if the shapes or types do not fit.
     """
