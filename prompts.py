@@ -292,9 +292,9 @@ class ChatFormat:
 
     def observation(self, parts: list[list[int]], *, final: bool = False) -> list[int]:
         """The ids after System 2's stop token, up to where its next step starts: the notes, wrapped as a tool result.
-        `final` adds the demand to answer now."""
-        blocks = [part for part in parts if part] or [self.encode(NO_NOTE)]
-        blocks += [self._final] if final else []
+        `final` adds the demand to answer now; without any note it is the bare demand."""
+        blocks = [part for part in parts if part] + ([self._final] if final else [])
+        blocks = blocks or [self.encode(NO_NOTE)]
         joined = blocks[0] + [i for block in blocks[1:] for i in self._separator + block]
         return self._result_head + joined + self._result_tail
 
@@ -316,7 +316,7 @@ class ChatFormat:
     def system1_prompt(self, chunk: list[int], purpose: str, question: str) -> list[int]:
         """System 1's whole context. The task stands after the chunk, next to where the notes begin."""
         lines = [f"The researcher's question: {question.strip()}"] if self.question_in_system1 else []
-        lines += [f"What to find out: {purpose.strip()}"] if self.purpose else []
+        lines += [f"What to find out: {purpose.strip()}"] if self.purpose and purpose.strip() else []
         head, middle, tail = self._system1_frame
         return head + chunk + middle + self.encode("\n".join(lines + ["Your notes:"])) + tail
 

@@ -224,6 +224,7 @@ def test_observation_joins_notes_and_demands():
     assert f"first\n\n{prompts.FINAL}\n</tool_response>" in final and prompts.FINAL not in text
     assert format.message(" too long ", final=True) == format.observation([format.encode("too long")], final=True)
     assert prompts.NO_NOTE in format.decode(format.observation([[], []]))
+    assert format.observation([[]], final=True) == format.message(prompts.FINAL)
     assert format.decode(format.observation([[], one])) == format.decode(format.observation([one]))
 
 
