@@ -1,0 +1,87 @@
+"""First-fit decreasing: laws (hypothesis), the textbook form as reference, the 11/9 bound against exact search."""
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from binpack import first_fit_decreasing, pack_documents
+
+cases = st.integers(1, 60).flatmap(lambda capacity: st.tuples(st.lists(st.integers(0, capacity), max_size=40), st.just(capacity)))
+
+
+def textbook(sizes, capacity):
+    """First-fit decreasing as it is written in books: scan all bins for each item."""
+    bins = []
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        for bin in bins:
+            if sum(sizes[i] for i in bin) + sizes[index] <= capacity:
+                bin.append(index)
+                break
+        else:
+            bins.append([index])
+    return bins
+
+
+def fewest_bins(sizes, capacity):
+    """Exact: puts items one by one into every bin they fit, or a new one, and keeps the best."""
+    sizes, best = sorted(sizes, reverse=True), len(sizes)
+
+    def place(i, rooms):
+        nonlocal best
+        if len(rooms) >= best:
+            return
+        if i == len(sizes):
+            best = len(rooms)
+            return
+        for b in {room: b for b, room in enumerate(rooms)}.values():        # bins with equal room are the same choice
+            if rooms[b] >= sizes[i]:
+                place(i + 1, rooms[:b] + [rooms[b] - sizes[i]] + rooms[b + 1:])
+        place(i + 1, rooms + [capacity - sizes[i]])
+    place(0, [])
+    return best
+
+
+@given(cases)
+def test_every_item_is_in_one_bin_and_no_bin_is_over_full_or_empty(case):
+    sizes, capacity = case
+    bins = first_fit_decreasing(sizes, capacity)
+    assert sorted(i for b in bins for i in b) == list(range(len(sizes)))
+    assert all(b and sum(sizes[i] for i in b) <= capacity for b in bins)
+
+
+@given(cases)
+def test_equals_the_textbook(case):
+    assert first_fit_decreasing(*case) == textbook(*case)
+
+
+@given(cases, st.randoms())
+def test_same_bins_for_the_same_multiset(case, rng):
+    sizes, capacity = case
+    shuffled = rng.sample(sizes, len(sizes))
+
+    def contents(sizes):
+        return Counter(tuple(sorted(sizes[i] for i in b)) for b in first_fit_decreasing(sizes, capacity))
+    assert contents(sizes) == contents(shuffled)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(4, 30).flatmap(lambda c: st.tuples(st.lists(st.integers(1, c), max_size=11), st.just(c))))
+def test_never_more_than_11_9_of_the_fewest_plus_6_9(case):
+    assert 9 * len(first_fit_decreasing(*case)) <= 11 * fewest_bins(*case) + 6
+
+
+@pytest.mark.parametrize("sizes, item", [([3, -1], 1), ([11, 2], 0), ([1, 2, 10, 12], 3)])
+def test_a_negative_or_oversized_item_is_named(sizes, item):
+    with pytest.raises(ValueError, match=f"item {item} "):
+        first_fit_decreasing(sizes, 10)
+
+
+def test_nothing_to_pack():
+    assert first_fit_decreasing([], 10) == []
+
+
+def test_a_document_over_the_limit_fills_a_chunk_of_its_own():
+    chunks = pack_documents([30, 500, 64, 20], 64)
+    assert [1] in chunks and [2] in chunks and [0, 3] in chunks
+    with pytest.raises(ValueError, match="no room"):
+        pack_documents([1], 0)

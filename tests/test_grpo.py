@@ -1,0 +1,212 @@
+"""The objective's plain form: advantages, balancing, weights, loss. Laws by hypothesis; mutants that the same checks must catch."""
+import math
+import re
+import inspect
+import textwrap
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import assume, given, settings, strategies as st
+
+import grpo
+
+rewards = st.lists(st.tuples(st.sampled_from([0.0, 1.0, 0.5]), st.integers(0, 4)), min_size=1, max_size=30)
+
+
+def advantages(pairs, scale=1.0, shift=0.0):
+    return grpo.group_advantages(torch.tensor([r for r, _ in pairs], dtype=torch.float64) * scale + shift, [g for _, g in pairs])
+
+
+@given(rewards)
+def test_each_group_has_mean_zero_and_variance_one_or_no_advantage_at_all(pairs):
+    result = advantages(pairs)
+    assert result.dtype == torch.float32
+    for group in {g for _, g in pairs}:
+        a = result[[i for i, (_, g) in enumerate(pairs) if g == group]].double()
+        if len({r for r, g in pairs if g == group}) == 1:
+            assert (a == 0).all()
+        else:
+            assert abs(a.mean()) < 1e-6 and abs(a.std(correction=0) - 1) < 1e-5
+
+
+@given(rewards, st.floats(0.1, 10), st.floats(-5, 5))
+def test_shift_and_positive_scale_of_rewards_change_nothing(pairs, scale, shift):
+    assert torch.allclose(advantages(pairs), advantages(pairs, scale, shift), atol=1e-5)
+
+
+@given(rewards, st.randoms())
+def test_order_of_samples_changes_nothing(pairs, rng):
+    order = rng.sample(range(len(pairs)), len(pairs))
+    assert torch.allclose(advantages([pairs[i] for i in order]), advantages(pairs)[order], atol=1e-6)
+
+
+def test_the_two_roles_have_their_own_normalisers():
+    """G = 2 trajectories, rewards 1 and 0, with 3 and 1 System 1 samples: mean 3/4 over M, 1/2 over G."""
+    assert grpo.group_advantages(torch.tensor([1.0, 0.0]), ["q", "q"]).tolist() == [1.0, -1.0]
+    sys1 = grpo.group_advantages(torch.tensor([1.0, 1.0, 1.0, 0.0]), ["q"] * 4)
+    assert sys1.tolist() == pytest.approx([1 / math.sqrt(3)] * 3 + [-math.sqrt(3)])
+
+
+def test_groups_of_none_and_one():
+    assert grpo.group_advantages(torch.zeros(0), []).tolist() == []
+    assert grpo.group_advantages(torch.ones(1), ["alone"]).tolist() == [0.0]
+
+
+def test_bad_rewards_are_refused():
+    with pytest.raises(ValueError, match="not finite"):
+        grpo.group_advantages(torch.tensor([1.0, float("nan")]), [0, 0])
+    with pytest.raises(ValueError, match="2 rewards for 1"):
+        grpo.group_advantages(torch.ones(2), [0])
+
+
+@given(st.integers(0, 40), st.integers(0, 20), st.integers(0, 2**32))
+def test_balance_draws_down_without_and_up_with_repetition(m, target, seed):
+    indices = [100 + i for i in range(m)]
+    drawn = grpo.balance(indices, target, torch.Generator().manual_seed(seed))
+    assert drawn == grpo.balance(indices, target, torch.Generator().manual_seed(seed))
+    assert set(drawn) <= set(indices) and len(drawn) == (target if m else 0)
+    if m >= target:
+        assert len(set(drawn)) == target
+    elif m:
+        assert set(drawn) == set(indices)
+
+
+def test_balance_draws_uniformly():
+    generator, counts = torch.Generator().manual_seed(0), Counter()
+    for _ in range(4000):
+        counts.update(grpo.balance(range(5), 2, generator))
+    assert all(abs(counts[i] - 1600) < 5 * math.sqrt(4000 * 0.4 * 0.6) for i in range(5))
+
+
+def test_duplicates_from_balancing_do_not_move_the_baseline():
+    """Balancing comes after the advantages: what was drawn twice weighs twice, and everyone's advantage stays."""
+    pairs = [(1.0, 0), (0.0, 0), (0.0, 0)]
+    before = advantages(pairs)
+    drawn = grpo.balance(range(3), 5, torch.Generator().manual_seed(3))
+    assert len(drawn) == 5 and torch.equal(advantages(pairs), before)
+    again = grpo.group_advantages(torch.tensor([pairs[i][0] for i in drawn]), [0] * 5)
+    assert not torch.allclose(again, before[drawn]), "this draw would move a baseline that was computed after it"
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=8))
+def test_token_weights_make_the_mean_over_samples_of_the_mean_over_tokens(masks):
+    weights = grpo.token_weights([torch.tensor(m) for m in masks], len(masks))
+    for mask, weight in zip(masks, weights):
+        assert all(w == 0 for w, m in zip(weight.tolist(), mask) if not m)
+        assert weight.sum().item() == pytest.approx(any(mask) / len(masks), abs=1e-6)
+    with pytest.raises(ValueError):
+        grpo.token_weights([torch.ones(1)], 0)
+
+
+def batch(n=64, seed=0, masked=0.3):
+    g = torch.Generator().manual_seed(seed)
+    logprob = -torch.rand(n, generator=g, dtype=torch.float64) * 3
+    old = logprob + torch.randn(n, generator=g, dtype=torch.float64) * 0.3
+    advantage = torch.randn(n, generator=g, dtype=torch.float64)
+    weight = torch.rand(n, generator=g, dtype=torch.float64) * (torch.rand(n, generator=g) > masked)
+    ref = logprob + torch.randn(n, generator=g, dtype=torch.float64) * 0.3
+    return logprob, old, advantage, weight, ref
+
+
+def by_hand(logprob, old, advantage, weight, ref, low=0.2, high=0.3, beta=0.05):
+    """The formula in the paper, token by token, in Python floats: (loss, gradient into logprob)."""
+    loss, gradient = 0.0, []
+    for lp, o, a, w, r in zip(*(x.tolist() for x in (logprob, old, advantage, weight, ref))):
+        if w == 0:
+            gradient.append(0.0)
+            continue
+        ratio = math.exp(lp - o)
+        clipped = min(max(ratio, 1 - low), 1 + high)
+        k3 = math.exp(r - lp) - (r - lp) - 1
+        loss += w * (-min(ratio * a, clipped * a) + beta * k3)
+        moves = ratio * a <= clipped * a
+        gradient.append(w * (-ratio * a * moves + beta * (1 - math.exp(r - lp))))
+    return loss, gradient
+
+
+def agrees(loss_function) -> bool:
+    """True if a loss equals the hand computation in value and gradient: the check that mutants must fail."""
+    for seed in range(3):
+        logprob, old, advantage, weight, ref = batch(seed=seed)
+        hidden = weight == 0
+        expected, gradient = by_hand(logprob, old, advantage, weight, ref)
+        old, advantage, ref = (torch.where(hidden, bad, x) for x, bad in ((old, math.nan), (advantage, math.inf), (ref, math.nan)))
+        logprob.requires_grad_()
+        loss, _ = loss_function(logprob, old, advantage, weight, clip_low=0.2, clip_high=0.3, kl_beta=0.05, ref_logprob=ref)
+        (got,) = torch.autograd.grad(loss, logprob)
+        if not (abs(loss.item() - expected) < 1e-9 and torch.allclose(got, torch.tensor(gradient, dtype=torch.float64), atol=1e-9)):
+            return False
+    return True
+
+
+def test_loss_and_gradient_are_the_formula():
+    assert agrees(grpo.grpo_loss)
+
+
+MUTANTS = {                                                 # each drops or bends one term of the source
+    "mask": ("live = weight != 0", "live = weight == weight"),
+    "weight": ("(weight * loss).sum()", "loss[live].sum()"),
+    "old log-prob": ("torch.exp(logprob - old_logprob)", "torch.exp(logprob - logprob.detach())"),
+    "lower clip": ("ratio.clamp(1 - clip_low, 1 + clip_high)", "ratio.clamp(max=1 + clip_high)"),
+    "upper clip": ("ratio.clamp(1 - clip_low, 1 + clip_high)", "ratio.clamp(min=1 - clip_low)"),
+    "swapped clips": ("ratio.clamp(1 - clip_low, 1 + clip_high)", "ratio.clamp(1 - clip_high, 1 + clip_low)"),
+    "minimum": ("torch.minimum", "torch.maximum"),
+    "sign": ("loss = -torch", "loss = torch"),
+    "advantage": ("unclipped = ratio * advantage", "unclipped = ratio * advantage.abs()"),
+    "KL": ("loss = loss + kl_beta * kl", "loss = loss"),
+    "KL's direction": ("- logprob\n        kl", "* 2 - logprob\n        kl"),
+    "KL's −d": ("torch.expm1(d) - d", "torch.expm1(d)"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(name):
+    source = textwrap.dedent(inspect.getsource(grpo.grpo_loss))
+    old, new = MUTANTS[name]
+    assert source.count(old) == 1, "the mutation no longer fits the source"
+    scope = dict(vars(grpo))
+    exec(re.sub(re.escape(old), lambda _: new, source), scope)
+    assert not agrees(scope["grpo_loss"])
+
+
+def test_a_masked_token_has_exactly_no_gradient():
+    logprob, old, advantage, weight, ref = batch()
+    logprob.requires_grad_()
+    loss, _ = grpo.grpo_loss(logprob, old, advantage, weight, kl_beta=0.1, ref_logprob=ref)
+    loss.backward()
+    assert (logprob.grad[weight == 0] == 0).all() and (logprob.grad[weight != 0] != 0).any()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 63), max_size=5), st.integers(0, 5))
+def test_any_split_into_micro_batches_gives_the_same_gradient(cuts, seed):
+    logprob, old, advantage, weight, ref = batch(seed=seed)
+    whole = logprob.clone().requires_grad_()
+    loss, _ = grpo.grpo_loss(whole, old, advantage, weight)
+    loss.backward()
+    parts, total, edges = logprob.clone().requires_grad_(), 0.0, sorted({0, 64, *cuts})
+    for a, b in zip(edges, edges[1:]):
+        piece, _ = grpo.grpo_loss(parts[a:b], old[a:b], advantage[a:b], weight[a:b])
+        piece.backward()
+        total += piece.item()
+    assert total == pytest.approx(loss.item(), abs=1e-12) and torch.allclose(parts.grad, whole.grad, atol=1e-12)
+
+
+@given(st.floats(-0.5, 0.5), st.booleans())
+def test_clip_acts_on_one_side_only(d, positive):
+    """A > 0: no gradient above 1+ε; A < 0: none below 1−ε; everywhere else there is one."""
+    ratio, a = math.exp(d), 1.0 if positive else -1.0
+    assume(min(abs(ratio - 0.8), abs(ratio - 1.2)) > 1e-6)
+    logprob = torch.tensor([d], dtype=torch.float64, requires_grad=True)
+    loss, stats = grpo.grpo_loss(logprob, torch.zeros(1), torch.tensor([a]), torch.ones(1))
+    loss.backward()
+    clipped = ratio > 1.2 if positive else ratio < 0.8
+    assert (logprob.grad.item() == 0) == clipped == bool(stats["clip_share"])
+
+
+def test_no_tokens_at_all():
+    empty = torch.zeros(0, requires_grad=True)
+    loss, stats = grpo.grpo_loss(empty, torch.zeros(0), torch.zeros(0), torch.zeros(0))
+    loss.backward()
+    assert loss.item() == 0 and all(float(v) == 0 for v in stats.values())
