@@ -443,6 +443,7 @@ def test_scholar_says_who_when_and_how_often_cited():
     ({"document": {"id": 7, "contents": '"Ada"\nborn'}}, ("7", "Ada", "born")),
     ({"id": "7", "contents": "no title\nborn"}, ("7", "", "no title\nborn")),
     ({"id": "7", "title": "Ada", "text": "born", "url": "u"}, ("7", "Ada", "born")),
+    ({"id": "7", "title": "Ada", "contents": ""}, ("7", "Ada", "")),
     ({"document": '"Ada"\nborn', "score": 1}, (None, "Ada", "born")), ('"Ada"\nborn', (None, "Ada", "born")),
     ('"quoted"', (None, "", '"quoted"'))])
 def test_every_form_of_the_retriever_is_read(server, tmp_path, row, expected):
@@ -545,7 +546,7 @@ def read(server, path, **options):
 @pytest.mark.parametrize("target", [
     "http://127.0.0.1:{port}/secret", "http://localhost:{port}/secret", "//127.0.0.1:{port}/secret",
     "http://0x7f.1:{port}/secret", "http://[::ffff:127.0.0.1]:{port}/secret", "file:///etc/passwd",
-    "ftp://site.test:{port}/secret", "http://user@site.test:{port}/secret"])
+    "ftp://site.test:{port}/secret", "http://site.test:{port}@127.0.0.1:{port}/secret"])
 def test_a_redirect_to_a_private_address_is_refused_before_it_is_followed(server, tmp_path, target):
     target = target.format(port=server.server_port)
     secret = says("the secret", kind="text/plain")
@@ -598,6 +599,15 @@ def test_search_and_direct_reading_end_to_end(server, tmp_path, waits):
     assert KEY not in str(server.requests[1:])
     before = len(server.requests)
     assert serper(tmp_path, pages="fetch", offline=True)("ada") == [good, *others] and len(server.requests) == before
+
+
+@pytest.mark.parametrize("link", [
+    "http://[bad", "http://x:99999/", "http://", "mailto:a@b", "http://half\ud83d.test/", "é", "http://no\0.test/",
+    "http://" + "x" * 70 + ".test/", "http://no such.test/"])
+def test_a_link_that_is_none_is_a_page_that_cannot_be_read(server, tmp_path, waits, link):
+    server.replies = [found(link)]
+    with pytest.raises(ToolError, match="none of the 1 pages"):
+        serper(tmp_path, pages="fetch")("ada")
 
 
 def test_without_the_injected_resolver_loopback_pages_are_never_read(server, tmp_path):

@@ -163,7 +163,7 @@ def retriever_documents(answer) -> list[Document]:
     for row in rows[0]:
         found = row.get("document", row) if isinstance(row, dict) else row
         found = {"contents": found} if isinstance(found, str) else found
-        contents = (found.get("contents") or found.get("text")) if isinstance(found, dict) else None
+        contents = found.get("contents", found.get("text")) if isinstance(found, dict) else None
         if not isinstance(contents, str):
             raise ValueError("a result has no contents")
         title = _text(found.get("title"))

@@ -114,7 +114,8 @@ def _told(url: str, why: str, headers: dict) -> str:
     """What System 2 and the operator are told: one line, without our keys."""
     for secret in headers.values():
         why = why.replace(secret.removeprefix("Bearer "), "***")
-    return " ".join(f"{urllib.parse.urlsplit(url).netloc}: {why}".split())
+    service_or_site = "/".join(url.split("/")[:3])
+    return " ".join(f"{service_or_site}: {why}".split())
 
 
 def _write_whole(path: Path, content: dict) -> None:
@@ -200,7 +201,7 @@ def page(url: str, body: None, headers: dict, timeout: float, limit: int = 2 << 
 def _connected(url: str, timeout: float, resolve: Callable):
     """Yields (connection to a checked address, request target, the deadline at which the connection is shut)."""
     parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ToolError("only http and https pages are read")
     secure = parts.scheme == "https"
     host = parts.hostname if parts.hostname.isascii() else parts.hostname.encode("idna").decode()
