@@ -1,242 +1,337 @@
 """The model's forward over a paged KV cache: what the sampler runs instead of `model(...)`.
 
-Two classes with one interface (`load`, `hidden`, `logits`):
-  OwnForward    Qwen2, Qwen3 and Llama: a short forward over an inference copy of the weights with merged QKV and
-                gate-up products. `supported` says, strictly, which models it is right for.
+Two classes with one interface (`load`, `fill`, `decode`):
+  OwnForward    Qwen2, Qwen3 and Llama: a short forward over an inference copy of the weights with merged QKV and gate-up
+                products. `unsupported` says, strictly, for which models it would be wrong.
   StockForward  any other architecture: a copy of the stock transformers modules, whose attention is replaced by ours
                 through AttentionInterface.
-Departure from the textbook: `hidden(fill_only=True)` fills pages only. The sampler prefills all tokens of a context but
-the last and lets the decode step feed the last one, so a prefill needs no logits and its last layer only keys and values.
 
-Shapes: T packed tokens, B rows, D hidden size, Hq/Hkv query/key heads, Dh head size, M pages of the longest row.
-Pages of one layer: k_pages, v_pages [P, page, Hkv, Dh]. Tests: pytest tests/test_sampler.py
+Attention reads keys and values where they lie, in their pages:
+  decode   CUDA: the Triton kernel of kernels/paged_attention.py, or flash-attn. CPU: two sparse products that visit just
+           the pages of each row, so that nothing is gathered (`sparse_decode`): scores = a dense-dense product sampled at
+           a sparse pattern (SDDMM), output = weighted sums of value vectors (embedding bags).
+  prefill  CUDA: variable-length flash attention; elsewhere SDPA, row by row.
+
+Departure from the textbook: `fill` computes no output. The sampler prefills all tokens of a context but the last and lets
+the decode step feed the last one, so a prefill needs no logits, and of the last layer only keys and values.
+
+Shapes: T packed tokens, B rows, D hidden size, Hq/Hkv query/key heads, Dh head size, M pages of the longest row, V
+vocabulary. Pages of one layer: k_pages, v_pages [P, page, Hkv, Dh]. Tests: pytest tests/test_sampler.py
 """
 import copy
-from dataclasses import dataclass
+import inspect
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import kernels
+
+try:
+    from flash_attn import flash_attn_with_kvcache      # no wheel on PyPI: everything has a path without it
+except ImportError:
+    flash_attn_with_kvcache = None
+
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+
 
 @dataclass
 class Batch:
-    """Tokens that go through the model together, and where their keys and values live."""
-    ids: Tensor                         # [T]
-    positions: Tensor                   # [T]
-    slots: Tensor                       # [T] page · page_size + offset: where each token's key and value go
-    table: Tensor                       # [B, M] pages of each row
-    lengths: Tensor                     # [B] tokens of each row, these included
-    starts: list[int] | None = None     # prefill: tokens of row b are starts[b]:starts[b+1]. None = decode, one a row
-    spans: list[int] | None = None      # prefill: lengths, as host integers
+    """Tokens that go through the model together, and where their keys and values live.
+
+    Decode: one token a row, rows sorted by length, longest first. Prefill: tokens of row b are starts[b]:starts[b+1], the
+    last ones of its lengths[b] tokens.
+    """
+    ids: Tensor                             # [T]
+    positions: Tensor                       # [T]
+    slots: Tensor                           # [T] page · page_size + offset of each token's key and value; -1 = store none
+    table: Tensor                           # [B, M] int32: pages of each row
+    lengths: Tensor                         # [B] int32: tokens of each row, these included; 0 = padding
+    starts: list[int] | None = None         # prefill only
+    spans: list[int] | None = None          # `lengths` on the host; None in a CUDA graph
+    plans: dict = field(default_factory=dict)       # sparse patterns of this batch, shared by its layers
 
 
 # ---------------------------------------------------------------- attention over the pages
 
-def store(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """Writes k, v [T, Hkv, Dh] to their slots."""
-    k_pages.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
-    v_pages.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
-
-
 def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float, window: int | None = None) -> Tensor:
-    """Causal attention of q [T, Hq, Dh] over each row's pages -> [T, Hq, Dh]."""
-    if batch.starts is None:
-        return decode_attention(q, k_pages, v_pages, batch.table, batch.lengths, scale, window)
-    out = torch.empty_like(q)
-    for row, (start, end, length) in enumerate(zip(batch.starts, batch.starts[1:], batch.spans)):
-        out[start:end] = row_attention(q[start:end], k_pages, v_pages, batch.table[row], length, scale, window)
+    """Causal attention of q [T, Hq, Dh] over its rows' pages -> [T, Hq, Dh]. window: attend to so many last tokens only."""
+    if batch.starts is not None:
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            return varlen_prefill(q, k_pages, v_pages, batch, scale, window)
+        return row_prefill(q, k_pages, v_pages, batch, scale, window)
+    if window is None and q.is_cuda:
+        return cuda_decode(q, k_pages, v_pages, batch, scale)
+    if q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64):
+        return sparse_decode(q, k_pages, v_pages, batch, scale, window)
+    return gather_decode(q, k_pages, v_pages, batch, scale, window)
+
+
+def cuda_decode(q, k_pages, v_pages, batch, scale):
+    """flash-attn if it is there and can read pages of this size (multiples of 256), else the Triton kernel."""
+    if flash_attn_with_kvcache is not None and k_pages.shape[1] % 256 == 0 and q.dtype != torch.float32:
+        return flash_attn_with_kvcache(q[:, None], k_pages, v_pages, cache_seqlens=batch.lengths, block_table=batch.table,
+                                       softmax_scale=scale, causal=True)[:, 0]
+    return kernels.paged_attention(q, k_pages, v_pages, batch.table, batch.lengths, scale=scale)
+
+
+def sparse_plan(batch: Batch, heads: int, kv_heads: int, page: int, window: int | None) -> list[tuple]:
+    """Which key vectors each query head reads, for groups of rows of similar length (at most half of it padding).
+
+    A group is (first row, last row, crow, columns, bias): a CSR pattern with one line a (row, query head) and one entry a
+    token; a column is a key vector's number in the pool. Padding entries read the row's first token with bias -inf.
+    """
+    groups, begin, spans = [], 0, batch.spans
+    of_head = torch.arange(heads) // (heads // kv_heads)
+    for end in range(1, len(spans) + 1):
+        if end < len(spans) and 2 * spans[end] > spans[begin]:
+            continue
+        longest, rows = max(spans[begin], 1), slice(begin, end)
+        position = torch.arange(longest)
+        slots = (batch.table[rows, :-(-longest // page), None].long() * page + torch.arange(page)).flatten(1)[:, :longest]
+        valid = position < batch.lengths[rows, None]
+        if window is not None:
+            valid &= position >= batch.lengths[rows, None] - window
+        slots = torch.where(valid, slots, slots[:, :1])
+        columns = (slots[:, None] * kv_heads + of_head[:, None]).flatten()                              # rows · Hq · longest
+        bias = torch.where(valid, 0.0, float("-inf"))[:, None].expand(-1, heads, -1).reshape(-1, longest)
+        crow = torch.arange(0, len(columns) + 1, longest)
+        groups.append((begin, end, crow, columns, bias))
+        begin = end
+    return groups
+
+
+def sparse_decode(q, k_pages, v_pages, batch, scale, window=None):
+    """Decode attention as two sparse products over the pool; q [B, Hq, Dh]. No key or value is moved."""
+    (_, heads, size), (_, page, kv_heads, _) = q.shape, k_pages.shape
+    if window not in batch.plans:
+        batch.plans[window] = sparse_plan(batch, heads, kv_heads, page, window)
+    keys, values, out = k_pages.view(-1, size), v_pages.view(-1, size), torch.empty_like(q)
+    for begin, end, crow, columns, bias in batch.plans[window]:
+        pattern = torch.sparse_csr_tensor(crow, columns, bias.flatten().to(q.dtype), (len(crow) - 1, len(keys)), check_invariants=False)
+        scores = torch.sparse.sampled_addmm(pattern, q[begin:end].view(-1, size), keys.t(), alpha=scale)
+        probs = scores.values().view(bias.shape).softmax(-1)
+        out[begin:end] = F.embedding_bag(columns, values, crow[:-1], mode="sum", per_sample_weights=probs.flatten()
+                                         ).view(-1, heads, size)
     return out
 
 
-def decode_attention(q, k_pages, v_pages, table, lengths, scale, window=None):
-    """One query token a row: q [B, Hq, Dh]. The query group of a key head is packed into the query dimension."""
+def gather_decode(q, k_pages, v_pages, batch, scale, window=None):
+    """Decode attention in plain PyTorch for any device and type: gathers every page. q [B, Hq, Dh]."""
     rows, heads, size = q.shape
-    kv_heads = k_pages.shape[2]
-    k = k_pages[table].flatten(1, 2).transpose(1, 2)                       # [B, Hkv, S, Dh]
-    v = v_pages[table].flatten(1, 2).transpose(1, 2)
+    k, v = (pages[batch.table].flatten(1, 2).transpose(1, 2) for pages in (k_pages, v_pages))            # [B, Hkv, S, Dh]
     position = torch.arange(k.shape[2], device=q.device)
-    mask = position < lengths[:, None]
+    mask = position < batch.lengths[:, None]
     if window is not None:
-        mask &= position >= lengths[:, None] - window
-    q = q.view(rows, kv_heads, heads // kv_heads, size)
+        mask &= position >= batch.lengths[:, None] - window
+    q = q.view(rows, k.shape[1], -1, size)                  # the query heads of one key head as its query tokens
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None], scale=scale).reshape(rows, heads, size)
 
 
-def row_attention(q, k_pages, v_pages, pages, length, scale, window=None):
-    """The last T tokens of one row of `length` tokens: q [T, Hq, Dh]."""
-    count = q.shape[0]
-    used = pages[:-(-length // k_pages.shape[1])]
-    k = k_pages[used].flatten(0, 1)[:length].transpose(0, 1)[None]         # [1, Hkv, length, Dh]
-    v = v_pages[used].flatten(0, 1)[:length].transpose(0, 1)[None]
-    key, query = torch.arange(length, device=q.device), torch.arange(length - count, length, device=q.device)[:, None]
-    mask = key <= query
-    if window is not None:
-        mask &= key > query - window
-    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
+def row_prefill(q, k_pages, v_pages, batch, scale, window=None):
+    """Prefill attention, one SDPA a row."""
+    out, page = torch.empty_like(q), k_pages.shape[1]
+    for row, (start, end, length) in enumerate(zip(batch.starts, batch.starts[1:], batch.spans)):
+        used = batch.table[row, :-(-length // page)]
+        k, v = (pages[used].flatten(0, 1)[:length].transpose(0, 1)[None] for pages in (k_pages, v_pages))
+        past, mask = length - (end - start), None
+        if past or window is not None:
+            key, query = torch.arange(length, device=q.device), torch.arange(past, length, device=q.device)[:, None]
+            mask = (key <= query) if window is None else (key <= query) & (key > query - window)
+        out[start:end] = F.scaled_dot_product_attention(
+            q[start:end].transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )[0].transpose(0, 1)
+    return out
+
+
+def varlen_prefill(q, k_pages, v_pages, batch, scale, window=None):
+    """Prefill attention on CUDA: one variable-length launch over the rows' gathered keys and values."""
+    from torch.nn.attention.varlen import varlen_attn
+    page, group = k_pages.shape[1], q.shape[1] // k_pages.shape[2]
+    position = torch.cat([torch.arange(length, device=q.device) for length in batch.spans])
+    row = torch.repeat_interleave(torch.arange(len(batch.spans), device=q.device), batch.lengths, output_size=len(position))
+    slots = batch.table[row, position // page].long() * page + position % page
+    k, v = (pages.flatten(0, 1)[slots] for pages in (k_pages, v_pages))                                  # [sum of lengths, Hkv, Dh]
+    options = {"enable_gqa": True}
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:                                   # torch 2.11
+        k, v, options = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), {}
+    cu_q = torch.tensor(batch.starts, dtype=torch.int32, device=q.device)
+    cu_k = F.pad(batch.lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    longest_q = max(end - start for start, end in zip(batch.starts, batch.starts[1:]))
+    return varlen_attn(q, k, v, cu_q, cu_k, longest_q, max(batch.spans), scale=scale,
+                       window_size=(-1 if window is None else window - 1, 0), **options)
 
 
 # ---------------------------------------------------------------- Qwen2, Qwen3, Llama
 
-FAMILY = ("qwen2", "qwen3", "llama")
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")     # inverse frequencies that do not depend on the length
+FAMILY = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")       # inverse frequencies that do not depend on the length
 
 
 def unsupported(model) -> str | None:
-    """Why OwnForward would be wrong for `model`, or None if it is right."""
+    """Why OwnForward would be wrong for `model`, or None where it is right."""
     config = model.config
-    if config.model_type not in FAMILY or type(model).__name__.removeprefix("FSDP") not in (
-            "Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"):
-        return f"architecture {type(model).__name__} ({config.model_type})"
+    if type(model).__name__.removeprefix("FSDP") not in FAMILY:
+        return f"architecture {type(model).__name__}"
     if config.hidden_act not in ("silu", "swish"):
         return f"activation {config.hidden_act}"
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         return "sliding-window layers"
     if model.model.rotary_emb.rope_type not in STATIC_ROPE:
         return f"rope type {model.model.rotary_emb.rope_type}"
-    if model.lm_head.bias is not None:
-        return "a biased output layer"
-    for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for module in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
-                       mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-            if type(module).__name__.removeprefix("FSDP") != "Linear":
-                return f"projections of type {type(module).__name__}"
-    return None
+    products = [(name, module) for name, module in model.named_modules() if name.endswith(("_proj", "lm_head"))]
+    for name, module in products:
+        if type(module).__name__.removeprefix("FSDP") != "Linear":
+            return f"{name} of type {type(module).__name__}"
+    return "a biased output layer" if model.lm_head.bias is not None else None
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """A parameter's values, gathered from all ranks if it is sharded (FSDP2; then every rank must call this)."""
+    """A parameter's values, gathered from all ranks where it is sharded (FSDP2: every rank must call this)."""
     return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
 
 
 def merged(modules: list[nn.Linear], kind: str) -> Tensor | None:
-    """Weights or biases of several products of one input, stacked. Modules without bias count as zero beside a biased one."""
-    values = [getattr(module, kind) for module in modules]
-    if all(value is None for value in values):
+    """Weights or biases of several products of one input, as one. None if no module has any."""
+    if all(getattr(module, kind) is None for module in modules):
         return None
-    return torch.cat([module.weight.new_zeros(module.out_features) if value is None else whole(value)
-                      for module, value in zip(modules, values)])
+    return torch.cat([module.weight.new_zeros(module.out_features) if getattr(module, kind) is None
+                      else whole(getattr(module, kind)) for module in modules])
 
 
-def named_weights(model) -> dict[str, Tensor | None]:
-    """The tensors of the inference copy, from the stock model."""
-    weights = {"embed": whole(model.model.embed_tokens.weight), "norm": whole(model.model.norm.weight),
-               "inv_freq": model.model.rotary_emb.inv_freq}
-    if model.lm_head.weight is not model.model.embed_tokens.weight:
-        weights["head"] = whole(model.lm_head.weight)
+def named_weights(model) -> Iterator[tuple[str, Tensor | None]]:
+    """The inference copy's tensors, made from the stock model one at a time (all at once would double the memory)."""
+    yield "embed", whole(model.model.embed_tokens.weight)
+    yield "head", whole(model.lm_head.weight)
+    yield "norm", whole(model.model.norm.weight)
+    yield "inv_freq", model.model.rotary_emb.inv_freq
     for i, layer in enumerate(model.model.layers):
         attention, mlp = layer.self_attn, layer.mlp
-        qkv, gate_up = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
-        for name, modules in (("qkv", qkv), ("o", [attention.o_proj]), ("gate_up", gate_up), ("down", [mlp.down_proj])):
-            weights[f"{i}.{name}"] = merged(modules, "weight")
-            weights[f"{i}.{name}.bias"] = merged(modules, "bias")
-        weights[f"{i}.norm1"] = whole(layer.input_layernorm.weight)
-        weights[f"{i}.norm2"] = whole(layer.post_attention_layernorm.weight)
+        yield f"{i}.norm1", whole(layer.input_layernorm.weight)
+        yield f"{i}.norm2", whole(layer.post_attention_layernorm.weight)
         for name in ("q_norm", "k_norm"):
-            module = getattr(attention, name, None)
-            weights[f"{i}.{name}"] = None if module is None else whole(module.weight)
-    return weights
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) · weight over the last dimension, in fp32, rounded before the weight as the stock modules do."""
-    y = x.float()
-    return weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [T, H, Dh] with cos, sin [T, 1, Dh]."""
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+            yield f"{i}.{name}", whole(getattr(attention, name).weight) if hasattr(attention, name) else None
+        for name, modules in (("qkv", [attention.q_proj, attention.k_proj, attention.v_proj]), ("o", [attention.o_proj]),
+                              ("gate_up", [mlp.gate_proj, mlp.up_proj]), ("down", [mlp.down_proj])):
+            yield f"{i}.{name}", merged(modules, "weight")
+            yield f"{i}.{name}.bias", merged(modules, "bias")
 
 
 class OwnForward:
-    """The forward of Qwen2, Qwen3 and Llama in about ten products a layer."""
+    """The forward of Qwen2, Qwen3 and Llama: per layer four products, attention, and three fused small operations."""
     path = "own forward"
 
-    def __init__(self, model, dtype, device):
+    def __init__(self, model, dtype: torch.dtype, device: torch.device):
         config = model.config
         self.layers, self.eps = config.num_hidden_layers, config.rms_norm_eps
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_size = model.model.layers[0].self_attn.head_dim
-        self.vocabulary = config.vocab_size
+        self.vocabulary = model.lm_head.out_features
         self.scale, self.rope_scale = self.head_size ** -0.5, model.model.rotary_emb.attention_scaling
-        self.dtype, self.device, self.weights = dtype, device, {}
+        self.dtype, self.device = dtype, device
+        self.tied = model.lm_head.weight is model.model.embed_tokens.weight
+        self.weights: dict[str, Tensor | None] = {}
         self.load(model)
 
     @torch.no_grad()
     def load(self, model) -> None:
-        """Copies the weights in, in place after the first time (captured CUDA graphs keep their addresses)."""
-        for name, value in named_weights(model).items():
-            if value is None or name not in self.weights:
-                dtype = torch.float32 if name == "inv_freq" else self.dtype
-                self.weights[name] = None if value is None else value.to(self.device, dtype, copy=True)
-            else:
+        """Copies the weights in; in place after the first time, because CUDA graphs keep their addresses.
+
+        Matrices are kept as [in, out]: on a CPU that layout is up to twice as fast for few rows, so they are really
+        transposed there. On CUDA they are transposed views, and a tied head is the embedding itself.
+        """
+        for name, value in named_weights(model):
+            if value is None:
+                self.weights[name] = None
+                continue
+            matrix = value.dim() == 2 and name != "embed"
+            if name == "head" and self.tied and self.device.type == "cuda":
+                self.weights[name] = self.weights["embed"].t()
+                continue
+            value = value.t() if matrix else value
+            if name in self.weights:
                 self.weights[name].copy_(value)
+                continue
+            dtype = torch.float32 if name == "inv_freq" else self.dtype
+            new = torch.empty(value.shape, dtype=dtype, device=self.device)
+            if matrix and self.device.type == "cuda":
+                new = torch.empty(value.t().shape, dtype=dtype, device=self.device).t()
+            self.weights[name] = new.copy_(value)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.weights[name], self.weights[name + ".bias"])
+        weight, bias = self.weights[name], self.weights[name + ".bias"]
+        return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
-    def hidden(self, batch: Batch, pool: Tensor, fill_only: bool = False) -> Tensor | None:
-        """Last hidden states [T, D], after the final norm. pool [2, layers, P, page, Hkv, Dh] is written at batch.slots."""
-        w = self.weights
+    def fill(self, batch: Batch, pool: Tensor) -> None:
+        """Writes the keys and values of batch.ids into pool [2, layers, P, page, Hkv, Dh]."""
+        self.hidden(batch, pool, last=self.layers - 1)
+
+    def decode(self, batch: Batch, pool: Tensor) -> Tensor:
+        """The same, and fp32 logits [T, V], which are never rounded to bf16 on the way."""
+        hidden, head = self.hidden(batch, pool), self.weights["head"]
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            return torch.mm(hidden, head, out_dtype=torch.float32)
+        return torch.mm(hidden.float(), head.float())
+
+    def hidden(self, batch: Batch, pool: Tensor, last: int | None = None) -> Tensor | None:
+        """Last hidden states [T, D], final norm included; None if it stops when layer `last` has its keys and values."""
+        w, residual = self.weights, None
         x = w["embed"][batch.ids]
         angle = batch.positions[:, None].float() * w["inv_freq"]
-        angle = torch.cat((angle, angle), -1)[:, None]
-        cos, sin = (angle.cos() * self.rope_scale).to(x.dtype), (angle.sin() * self.rope_scale).to(x.dtype)
+        angle = torch.cat((angle, angle), -1)
+        cos, sin = (angle.cos() * self.rope_scale).to(x.dtype), (angle.sin() * self.rope_scale).to(x.dtype)     # [T, Dh]
         for i in range(self.layers):
-            y = self.linear(rms_norm(x, w[f"{i}.norm1"], self.eps), f"{i}.qkv")
-            q, k, v = y.view(len(x), -1, self.head_size).split((self.heads, self.kv_heads, self.kv_heads), 1)
-            if w[f"{i}.q_norm"] is not None:
-                q, k = rms_norm(q, w[f"{i}.q_norm"], self.eps), rms_norm(k, w[f"{i}.k_norm"], self.eps)
-            store(rotate(k, cos, sin), v, pool[0, i], pool[1, i], batch.slots)
-            if fill_only and i == self.layers - 1:
+            k_pages, v_pages = pool[0, i], pool[1, i]
+            x, residual = kernels.add_rms_norm(x, residual, w[f"{i}.norm1"], self.eps)
+            q = kernels.qk_norm_rope_store(self.linear(x, f"{i}.qkv"), w[f"{i}.q_norm"], w[f"{i}.k_norm"], cos, sin,
+                                           batch.slots, k_pages, v_pages, self.eps)
+            if i == last:
                 return None
-            y = attention(rotate(q, cos, sin), pool[0, i], pool[1, i], batch, self.scale)
-            x = x + self.linear(y.flatten(1), f"{i}.o")
-            gate, up = self.linear(rms_norm(x, w[f"{i}.norm2"], self.eps), f"{i}.gate_up").chunk(2, -1)
-            x = x + self.linear(F.silu(gate) * up, f"{i}.down")
-        return rms_norm(x, w["norm"], self.eps)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits [T, V] of hidden states [T, D]."""
-        head = self.weights.get("head", self.weights["embed"])
-        if hidden.is_cuda and hidden.dtype != torch.float32:
-            return torch.mm(hidden, head.t(), out_dtype=torch.float32)
-        return F.linear(hidden.float(), head.float())
+            x = self.linear(attention(q, k_pages, v_pages, batch, self.scale).flatten(1), f"{i}.o")
+            x, residual = kernels.add_rms_norm(x, residual, w[f"{i}.norm2"], self.eps)
+            x = self.linear(kernels.silu_mul(self.linear(x, f"{i}.gate_up")), f"{i}.down")
+        return kernels.add_rms_norm(x, residual, w["norm"], self.eps)[0]
 
 
 # ---------------------------------------------------------------- any other architecture
 
-def interface(module, q, k, v, attention_mask, scaling=None, sampler_batch=None, sampler_pool=None, sliding_window=None,
-              **options):
-    """Our attention in the form that AttentionInterface calls: q [1, Hq, T, Dh], k and v [1, Hkv, T, Dh]."""
+def stock_attention(module, q, k, v, attention_mask, scaling=None, sampler_batch=None, sampler_pool=None,
+                    sliding_window=None, **options):
+    """Our attention as AttentionInterface calls it: q [1, Hq, T, Dh], k and v [1, Hkv, T, Dh] -> [1, T, Hq, Dh]."""
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
-            raise ValueError(f"the sampler cannot run this architecture: its attention uses {name}")
-    pages = sampler_pool[0, module.layer_idx], sampler_pool[1, module.layer_idx]
-    store(k[0].transpose(0, 1), v[0].transpose(0, 1), *pages, sampler_batch.slots)
+            raise ValueError(f"the sampler cannot run {type(module).__name__}: its attention uses {name}")
+    k_pages, v_pages = sampler_pool[0, module.layer_idx], sampler_pool[1, module.layer_idx]
+    stored = (sampler_batch.slots >= 0).nonzero()[:, 0]
+    for new, pages in ((k, k_pages), (v, v_pages)):
+        pages.view(-1, *pages.shape[2:]).index_copy_(0, sampler_batch.slots[stored], new[0].transpose(0, 1)[stored])
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention(q[0].transpose(0, 1), *pages, sampler_batch, scale, sliding_window)[None], None
+    return attention(q[0].transpose(0, 1).contiguous(), k_pages, v_pages, sampler_batch, scale, sliding_window)[None], None
 
 
 class StockForward:
-    """The stock modules with our attention."""
+    """The stock modules of any decoder that calls AttentionInterface, with our attention. ValueError where it cannot work."""
     path = "stock modules"
 
-    def __init__(self, model, dtype, device):
+    def __init__(self, model, dtype: torch.dtype, device: torch.device):
         from transformers import AttentionInterface
-        AttentionInterface.register("mars_paged", interface)      # no mask function of that name: no mask is built
+        AttentionInterface.register("mars_paged", stock_attention)      # no mask function of that name: no mask is built
         self.model = copy.deepcopy(model).to(device, dtype).eval().requires_grad_(False)
-        self.model.set_attn_implementation("mars_paged")
+        try:
+            self.model.set_attn_implementation("mars_paged")
+        except ValueError as error:
+            raise ValueError(f"the sampler cannot run {type(model).__name__}: {error}") from error
         config = self.model.config.get_text_config()
-        self.layers = config.num_hidden_layers
-        self.heads = config.num_attention_heads
+        rope = str((getattr(config, "rope_parameters", None) or {}).get("rope_type"))
+        if "dynamic" in rope or rope == "longrope":
+            raise ValueError(f"the sampler cannot run rope type {rope}: its frequencies depend on the longest row of a batch")
+        self.layers, self.heads = config.num_hidden_layers, config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
         self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        self.vocabulary = self.model.get_input_embeddings().num_embeddings
         self.dtype, self.device = dtype, device
 
     @torch.no_grad()
@@ -245,10 +340,14 @@ class StockForward:
         for name, value in self.model.named_parameters():
             value.copy_(whole(source[name]))
 
-    def hidden(self, batch: Batch, pool: Tensor, fill_only: bool = False) -> Tensor:
-        out = self.model.base_model(batch.ids[None], position_ids=batch.positions[None], use_cache=False,
-                                    sampler_batch=batch, sampler_pool=pool)
-        return out.last_hidden_state[0]
+    def run(self, module, batch: Batch, pool: Tensor):
+        return module(batch.ids[None], position_ids=batch.positions[None], use_cache=False, sampler_batch=batch,
+                      sampler_pool=pool)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.get_output_embeddings()(hidden).float()
+    def fill(self, batch: Batch, pool: Tensor) -> None:
+        """As OwnForward.fill; only the output layer is spared here."""
+        self.run(self.model.base_model, batch, pool)
+
+    def decode(self, batch: Batch, pool: Tensor) -> Tensor:
+        """As OwnForward.decode, by the whole model (some scale or cap their logits)."""
+        return self.run(self.model, batch, pool).logits[0].float()

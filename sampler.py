@@ -1,18 +1,22 @@
 """The sampler: a paged KV cache and continuous batching, hand-written.
 
-The keys and values of all conversations live in one pool of pages (a page = `page_size` tokens of every layer). A
-conversation owns a table of pages and keeps it between its turns; conversations that start with the same prompt share
-its full pages. `step()` is one engine step in three plain parts: schedule (who gets pages), run (one packed prefill, one
-decode token for every running row), postprocess (append tokens, find the finished).
+The keys and values of all conversations live in one pool of pages (a page: `page_size` tokens of every layer). A
+conversation owns a table of pages and keeps it between its turns; conversations that start with the same prompt share its
+full pages. One engine step is three plain parts: schedule (who gets rows and pages), run (a packed prefill, then one token
+for every row that is ready), postprocess (append tokens, find the finished).
 
 Two invariants carry the code:
-  cached    the first `conversation.cached` tokens have their keys and values in pages; the last token never needs to. A
-            row decodes when cached == len(tokens) - 1: it feeds its last token and samples the next. Everything before
-            that (prompt, tool notes, a preempted row's whole past) is prefill, which therefore never samples.
-  draws     the t-th new token of a request depends on its logits and on (seed, t), nothing else. So a preempted row
-            that is recomputed says the same again, and no answer depends on what else is in the batch.
+  cached   The first `conversation.cached` tokens have their keys and values in pages; the newest token never needs to. A
+           row decodes when cached == len(tokens) - 1: it feeds its newest token and samples the next. All else (prompt,
+           tool notes, a preempted row's past) is prefill, which therefore never samples.
+  draws    The t-th new token of a request depends on its logits and on (seed, t), on nothing else. So a preempted row that
+           is recomputed says the same again, and no answer depends on what else is in the batch.
 
-Tests: pytest tests/test_sampler.py tests/test_pages.py. Speed: python bench/sampler.py
+On CUDA the choice of token stays on the GPU and the host reads it one step later (`overlap`): it launches step n + 1, then
+looks at the tokens of step n. A row that stopped at n has then computed one token that nobody reads. Batches are padded to
+a bucket's size, and a CUDA graph of that bucket is replayed (`buckets`). Both can be switched on anywhere, for tests.
+
+Tests: pytest tests/test_sampler.py tests/test_pages.py. Speed: python -m bench.sampler
 """
 import itertools
 from collections import deque
@@ -54,9 +58,12 @@ class Pages:
     def fork(self, table: list[int], tokens: int) -> tuple[list[int], tuple[int, int] | None]:
         """A second table for the first `tokens` tokens of `table`: full pages are shared, a partial last one is copied.
 
-        Returns the table and the (source, target) pages that the caller must copy, or None. Needs one free page then.
+        Returns the new table and the (source, target) pages whose contents the caller must copy, or None. ValueError if
+        the copy finds no free page.
         """
         full, rest = divmod(tokens, self.size)
+        if rest and not self.free:
+            raise ValueError("fork needs a free page for the copy of a partial page")
         new = table[:full]
         for page in new:
             self.references[page] += 1
@@ -73,7 +80,7 @@ class Pages:
             if self.references[page] == 0:
                 freed.append(page)
         table.clear()
-        self.free.extend(freed)
+        self.free += freed
         return freed
 
 
@@ -81,7 +88,7 @@ class Pages:
 
 @dataclass
 class Completion:
-    """What was sampled. `tokens` includes the stop token; `logprobs` are full-vocabulary, at the sampling temperature."""
+    """What was sampled: the tokens, a stop token included, and their log-probs (full vocabulary, at the temperature)."""
     tokens: list[int]
     logprobs: list[float]
     finish: str                                 # 'stop' | 'length'
@@ -89,19 +96,19 @@ class Completion:
 
 @dataclass(eq=False)
 class Conversation:
-    """A context that grows: given and sampled ids in order, and the pages that hold its keys and values."""
+    """A context that grows: given and sampled ids in order, and the pages of their keys and values."""
     age: int                                    # smaller = older; the youngest is preempted first
     tokens: list[int] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
     cached: int = 0
-    prompt: tuple[int, ...] | None = None       # the first tokens submitted: conversations of equal prompt share pages
-    request: "Request | None" = None            # the open request, if any
+    prompt: tuple[int, ...] = ()                # the tokens submitted first: conversations of equal prompt share pages
+    request: "Request | None" = None            # the open one, if any
     closed: bool = False
 
 
 @dataclass(eq=False)
 class Request:
-    """One answer to be sampled. `.completion` or `.error` is set when step() returns it."""
+    """One answer to be sampled. When step() returns it, `completion` or `error` is set."""
     number: int
     conversation: Conversation
     max_new_tokens: int
@@ -111,7 +118,7 @@ class Request:
     seed: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    row: int | None = None                      # place in the running batch
+    row: int | None = None                      # its row while it runs
     completion: Completion | None = None
     error: str | None = None
 
@@ -120,125 +127,227 @@ class Request:
         return self.completion is not None or self.error is not None
 
 
+class Rows:
+    """What a decode step must know of each running row, as arrays on the host: a step then needs no loop over rows."""
+
+    def __init__(self, count: int, pages: int):
+        self.free = list(range(count - 1, -1, -1))
+        self.table = np.zeros((count, pages), np.int32)
+        self.length, self.drawn, self.wanted = (np.zeros(count, np.int64) for _ in range(3))    # tokens: all, new, new at most
+        self.seed = np.zeros(count, np.uint64)
+        self.temperature, self.top_p = np.zeros(count, np.float32), np.ones(count, np.float32)
+
+    def enter(self, request: Request) -> None:
+        """Gives the request a row. Its conversation's pages must be complete."""
+        row, conversation = self.free.pop(), request.conversation
+        request.row = row
+        self.table[row, :len(conversation.table)] = conversation.table
+        self.length[row], self.drawn[row] = len(conversation.tokens), len(request.tokens)
+        self.wanted[row], self.seed[row] = request.max_new_tokens, hashed(request.seed)
+        self.temperature[row], self.top_p[row] = request.temperature, request.top_p
+
+    def leave(self, request: Request) -> None:
+        if request.row is not None:
+            self.free.append(request.row)
+            request.row = None
+
+
 # ---------------------------------------------------------------- draws
 
 MASK = (1 << 64) - 1
-GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def signed(x: int) -> int:
-    return x - (1 << 64) if x >> 63 else x
-
-
-def mix(x: int) -> int:
-    """splitmix64's finaliser: a 64-bit hash of a 64-bit integer."""
-    x = (x & MASK) + GOLDEN & MASK
-    x = (x ^ x >> 30) * MIX1 & MASK
-    x = (x ^ x >> 27) * MIX2 & MASK
-    return x ^ x >> 31
-
-
-def fold(*parts: int) -> int:
-    """One seed from several integers: fold(seed, row)."""
+def hashed(*numbers: int) -> int:
+    """A 64-bit hash of integers (each taken modulo 2^64), by splitmix64's finaliser."""
     state = 0
-    for part in parts:
-        state = mix(state ^ mix(part & MASK))
+    for number in numbers:
+        state = (state ^ number & MASK) + 0x9E3779B97F4A7C15 & MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & MASK
+        state ^= state >> 31
     return state
 
 
-def uniform(seed: Tensor, index: Tensor) -> Tensor:
-    """Uniform doubles in [0, 1) of (seed, index), both int64 [B]: `mix` in wrapping int64 arithmetic, top 48 bits."""
-    def shift(x, bits):                         # logical right shift
-        return (x >> bits) & ((1 << 64 - bits) - 1)
-    x = seed + (index + 1) * signed(GOLDEN)
-    x = (x ^ shift(x, 30)) * signed(MIX1)
-    x = (x ^ shift(x, 27)) * signed(MIX2)
-    return shift(x ^ shift(x, 31), 16).double() * 2.0 ** -48
+def uniform(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Doubles in [0, 1) that depend on (seed, index) only: splitmix64's index-th output. seed uint64 [B], index int64 [B]."""
+    x = seed + (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return (x ^ x >> np.uint64(31) >> np.uint64(16)).astype(np.float64) * 2.0 ** -48
 
 
-def choose(logits: Tensor, draw: Tensor, temperature: Tensor, top_p: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One token a row and its log-prob: logits [B, V] fp32, draw [B] in [0, 1), temperature [B] (0 = greedy).
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token of each row and its log-prob at temperature 1: logits [B, V] fp32."""
+    best, tokens = logits.max(-1)
+    return tokens, best - logits.logsumexp(-1)
 
-    The draw goes through the inverse of the cumulative distribution. The log-prob is the full-vocabulary fp32
-    log-softmax at the temperature (at 1 when greedy); top_p [B] (None = 1 everywhere) only restricts the draw.
+
+def draw(logits: Tensor, uniforms: Tensor, temperature: Tensor | None, top_p: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One token a row by the inverse of the cumulative distribution, and its log-prob: logits [B, V] fp32, uniforms [B].
+
+    temperature [B] (None: 1 everywhere; 0: greedy); top_p [B] (None: 1 everywhere) restricts the draw to the likeliest
+    tokens that together reach it. The log-prob is always the full vocabulary's, at the temperature (at 1 when greedy).
     """
-    greedy = temperature == 0
-    logprobs = F.log_softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], -1)
+    cold = None if temperature is None else temperature == 0
+    if temperature is not None:
+        logits = logits / torch.where(cold, 1.0, temperature)[:, None]
+    logprobs = F.log_softmax(logits, -1)
     probs = logprobs.exp()
     if top_p is not None:
         ordered, index = probs.sort(-1, descending=True, stable=True)
         outside = ordered.cumsum(-1, dtype=torch.float64) - ordered >= top_p[:, None]
         probs = probs.masked_fill(torch.zeros_like(outside).scatter(-1, index, outside), 0.0)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
-    drawn = torch.searchsorted(cumulative, draw[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    tokens = torch.where(greedy, logits.argmax(-1), drawn.clamp_(max=logits.shape[1] - 1))
+    tokens = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    tokens = tokens.clamp_(max=logits.shape[1] - 1)         # only NaN gets there
+    if cold is not None:
+        tokens = torch.where(cold, logits.max(-1).indices, tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+# ---------------------------------------------------------------- decode steps over static buffers
+
+class Buckets:
+    """Decode steps padded to a few sizes, so that on CUDA each size is one graph that is captured once and replayed.
+
+    Padding rows have length 0 and slot -1: they read nothing and write nothing. Off CUDA it runs the same padded batch.
+    """
+
+    def __init__(self, forward, pool: Tensor, max_rows: int):
+        self.forward, self.pool = forward, pool
+        self.sizes = sorted({min(size, max_rows) for size in (1, 2, 4, 8, 16, *range(32, max_rows + 32, 32))})
+        self.graphs: dict[tuple[int, int], tuple] = {}      # (rows, pages a row) -> (graph, its batch, its logits)
+
+    def decode(self, batch: Batch) -> Tensor:
+        """forward.decode(batch) through the smallest bucket that holds it."""
+        rows, width = batch.table.shape
+        size = next(size for size in self.sizes if size >= rows)
+        key = size, max(16, 1 << (width - 1).bit_length())
+        if key not in self.graphs:
+            self.graphs[key] = self.capture(*key)
+        graph, static, logits = self.graphs[key]
+        for name, padding in (("ids", 0), ("positions", 0), ("slots", -1), ("lengths", 0)):
+            buffer = getattr(static, name)
+            buffer[:rows] = getattr(batch, name)
+            buffer[rows:] = padding
+        static.table[:rows, :width] = batch.table
+        if graph is None:
+            static.spans, static.plans = batch.spans + [0] * (size - rows), {}
+            return self.forward.decode(static, self.pool)[:rows]
+        graph.replay()
+        return logits[:rows]
+
+    def capture(self, size: int, width: int) -> tuple:
+        """A graph over buffers of `size` rows of padding; warmed up first, so that kernels are compiled outside of it."""
+        def buffer(*shape, dtype, fill=0):
+            return torch.full(shape, fill, dtype=dtype, device=self.pool.device)
+        static = Batch(buffer(size, dtype=torch.int64), buffer(size, dtype=torch.int64), buffer(size, dtype=torch.int64, fill=-1),
+                       buffer(size, width, dtype=torch.int32), buffer(size, dtype=torch.int32))
+        if not self.pool.is_cuda:
+            return None, static, None
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.forward.decode(static, self.pool)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        memory = next(iter(self.graphs.values()))[0].pool() if self.graphs else None      # graphs run one at a time: one pool
+        with torch.cuda.graph(graph, pool=memory):
+            logits = self.forward.decode(static, self.pool)
+        return graph, static, logits
 
 
 # ---------------------------------------------------------------- the sampler
 
-class Sampler:
-    """Samples from `model` (a transformers causal LM; weights are copied in) over a pool of `max_tokens` tokens.
+@dataclass
+class Launched:
+    """A decode step whose tokens the host has not looked at yet."""
+    requests: list[Request]
+    result: Tensor                              # [2, B] fp64: tokens, log-probs
+    step: int
+    ready: "torch.cuda.Event | None" = None
 
-    max_rows: rows decoded together at most. prefill_chunk: tokens prefilled in one step at most, so that a long prompt
-    does not starve the rows that decode. `path` says which forward runs: 'own forward' or 'stock modules'.
+
+class Sampler:
+    """Samples from `model`, a transformers causal LM whose weights are copied in, over a KV pool of `max_tokens` tokens.
+
+    page_size: tokens a page (default 16; on CUDA 64). max_rows: rows that run together at most. prefill_chunk: tokens
+    prefilled in one step at most, so that a long prompt does not starve the rows that decode (default 512; on CUDA 8,192).
+    dtype: of weights and cache (default the model's; on CUDA bf16). share_prompts: off only to measure what it brings.
+    own_forward=False asks for the stock modules; `path` says which forward runs, `why_stock` why not our own.
     """
 
-    def __init__(self, model, *, max_tokens: int, page_size: int = 16, max_rows: int = 256, prefill_chunk: int = 2048,
-                 dtype: torch.dtype | None = None, device: torch.device | str | None = None, own_forward: bool | None = None):
-        if page_size < 1 or max_tokens < page_size:
-            raise ValueError(f"the KV pool of {max_tokens} tokens is smaller than one page of {page_size}: raise max_tokens")
+    def __init__(self, model, *, max_tokens: int, page_size: int | None = None, max_rows: int = 256,
+                 prefill_chunk: int | None = None, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+                 share_prompts: bool = True, own_forward: bool = True, overlap: bool | None = None, buckets: bool | None = None):
         parameter = next(model.parameters())
-        device = torch.device(device or parameter.device)
-        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else parameter.dtype)
-        self.why_stock = "asked for" if own_forward is False else unsupported(model)
-        self.forward = (StockForward if self.why_stock else OwnForward)(model, dtype, device)
+        self.device = torch.device(device or parameter.device)
+        cuda = self.device.type == "cuda"
+        page_size, prefill_chunk = page_size or (64 if cuda else 16), prefill_chunk or (8192 if cuda else 512)
+        if min(page_size, max_rows, prefill_chunk) < 1 or max_tokens < page_size:
+            raise ValueError(f"the KV pool of {max_tokens} tokens is smaller than one page of {page_size}: raise max_tokens"
+                             if max_tokens < page_size else "page_size, max_rows and prefill_chunk must be at least 1")
+        dtype = dtype or (torch.bfloat16 if cuda else parameter.dtype)
+        self.why_stock = unsupported(model) if own_forward else "asked for"
+        self.forward = (StockForward if self.why_stock else OwnForward)(model, dtype, self.device)
         self.path = self.forward.path
         self.pages = Pages(max_tokens // page_size, page_size)
-        self.max_rows, self.prefill_chunk = max_rows, prefill_chunk
-        f = self.forward
-        self.pool = torch.zeros(2, f.layers, self.pages.count + 1, page_size, f.kv_heads, f.head_size, dtype=dtype, device=device)
+        self.pool = torch.zeros(2, self.forward.layers, self.pages.count, page_size, self.forward.kv_heads,
+                                self.forward.head_size, dtype=dtype, device=self.device)
+        self.rows = Rows(max_rows, self.pages.count)
+        self.newest = torch.zeros(max_rows, dtype=torch.int64, device=self.device)     # the token that each row feeds next
+        self.prefill_chunk, self.share_prompts = prefill_chunk, share_prompts
+        self.overlap = cuda if overlap is None else overlap
+        graphs = (cuda and not self.why_stock) if buckets is None else buckets
+        self.decode = Buckets(self.forward, self.pool, max_rows).decode if graphs else (
+            lambda batch: self.forward.decode(batch, self.pool))
+
         self.waiting: deque[Request] = deque()
-        self.filling: list[Request] = []            # hold pages and a row, cached < len(tokens) - 1
+        self.filling: list[Request] = []            # have a row and pages; cached < len(tokens) - 1
         self.decoding: list[Request] = []
+        self.launched: Launched | None = None
+        self.finished: list[Request] = []           # to be returned by step()
         self.live: set[Conversation] = set()
         self.holders: dict[tuple, list[Conversation]] = {}      # prompt -> conversations whose pages hold it
-        self.free_rows = list(range(max_rows - 1, -1, -1))
         self.numbers, self.ages, self.steps = itertools.count(), itertools.count(), 0
-        self.stats = dict.fromkeys(("prefilled_tokens", "decoded_tokens", "shared_tokens", "preemptions", "pages_in_use",
-                                    "running", "waiting"), 0)
+        self.stats = dict.fromkeys(("prefilled_tokens", "decoded_tokens", "shared_tokens", "preemptions", "running", "waiting",
+                                    "pages_in_use"), 0)
 
     # ---- what callers use
 
     @property
     def busy(self) -> bool:
         """True while anything waits or runs."""
-        return bool(self.waiting or self.filling or self.decoding)
+        return bool(self.waiting or self.filling or self.decoding or self.launched or self.finished)
 
     def open(self) -> Conversation:
+        """A new, empty conversation."""
         conversation = Conversation(next(self.ages))
         self.live.add(conversation)
         return conversation
 
     def close(self, conversation: Conversation) -> None:
-        """Gives a conversation's pages back; an open request of it ends with an error. Closing twice is allowed."""
+        """Gives a conversation's pages back; its open request, if any, ends with an error. Closing twice is allowed."""
         request = conversation.request
         if request is not None:
-            self._finish(request, error=f"request {request.number}: its conversation was closed")
             for queue in (self.waiting, self.filling, self.decoding):
                 if request in queue:
                     queue.remove(request)
+            self._finish(request, error=f"request {request.number}: its conversation was closed")
         self._release(conversation)
         self.live.discard(conversation)
         conversation.closed = True
 
-    def submit(self, conversation: Conversation, tokens, *, max_new_tokens: int, temperature: float = 1.0,
-               top_p: float = 1.0, stop_ids=(), seed: int = 0) -> Request:
-        """Appends `tokens` to the conversation and asks for an answer; step() produces it. ValueError on bad input."""
+    def submit(self, conversation: Conversation, tokens, *, max_new_tokens: int, temperature: float = 1.0, top_p: float = 1.0,
+               stop_ids=(), seed: int = 0) -> Request:
+        """Appends `tokens` to the conversation and asks for an answer to it, which step() will produce.
+
+        temperature 0 is greedy. The t-th new token's draw depends on (seed, t) only. ValueError on bad input.
+        """
         tokens = list(tokens)
         self._check(conversation, tokens, max_new_tokens, temperature, top_p)
-        if not conversation.tokens:
-            conversation.prompt = tuple(tokens)
+        conversation.prompt = conversation.prompt or tuple(tokens)
         conversation.tokens += tokens
         request = Request(next(self.numbers), conversation, max_new_tokens, temperature, top_p, frozenset(stop_ids), seed)
         conversation.request = request
@@ -246,31 +355,47 @@ class Sampler:
         return request
 
     def step(self) -> list[Request]:
-        """One engine step. Returns the requests that finished in it."""
+        """One engine step: prefill up to prefill_chunk tokens, one new token for every ready row. Returns what finished."""
         self.steps += 1
         self._admit()
         self._prefill()
-        finished = self._decode()
+        previous, self.launched = self.launched, self._launch()
+        self._collect(previous)
+        if not self.overlap:
+            self._drain()
         self.stats.update(pages_in_use=self.pages.count - len(self.pages.free), waiting=len(self.waiting),
                           running=len(self.filling) + len(self.decoding))
+        finished, self.finished = self.finished, []
         return finished
 
-    def generate(self, prompts, *, max_new_tokens, temperature: float = 1.0, top_p: float = 1.0, stop_ids=(),
+    def generate(self, prompts, *, max_new_tokens: int | list[int], temperature: float = 1.0, top_p: float = 1.0, stop_ids=(),
                  seed: int = 0, progress: bool = False) -> list[Completion]:
-        """Answers to `prompts`, in order; max_new_tokens is one number or one a prompt; row i draws from (seed, i)."""
+        """Answers to `prompts`, in order. max_new_tokens: one number, or one a prompt. Row i draws from (seed, i).
+
+        progress shows a tqdm bar. A row whose logits are NaN raises RuntimeError after the others have finished.
+        """
         if self.busy:
-            raise ValueError("generate was called while other requests run: finish them with step() first")
+            raise ValueError("generate was called while other requests run; finish them with step() first")
         wanted = max_new_tokens if isinstance(max_new_tokens, (list, tuple)) else [max_new_tokens] * len(prompts)
-        conversations, requests = [self.open() for _ in prompts], []
+        requests, bar = [], None
         try:
-            for i, (conversation, prompt, new) in enumerate(zip(conversations, prompts, wanted, strict=True)):
-                requests.append(self.submit(conversation, prompt, max_new_tokens=new, temperature=temperature, top_p=top_p,
-                                            stop_ids=stop_ids, seed=fold(seed, i)))
+            for i, (prompt, new) in enumerate(zip(prompts, wanted, strict=True)):
+                requests.append(self.submit(self.open(), prompt, max_new_tokens=new, temperature=temperature, top_p=top_p,
+                                            stop_ids=stop_ids, seed=hashed(seed, i)))
+            if progress:
+                from tqdm import tqdm
+                bar = tqdm(desc="sampling", unit=" tokens", unit_scale=True)
             while self.busy:
+                before = self.stats["decoded_tokens"]
                 for request in self.step():
                     self.close(request.conversation)
+                if bar is not None:
+                    bar.set_postfix({name: self.stats[name] for name in ("running", "waiting", "pages_in_use")}, refresh=False)
+                    bar.update(self.stats["decoded_tokens"] - before)
         finally:
-            for conversation in conversations:
+            if bar is not None:
+                bar.close()
+            for conversation in [c for c in self.live if c.request is None or c.request in requests]:
                 self.close(conversation)
         errors = [request.error for request in requests if request.error]
         if errors:
@@ -278,9 +403,9 @@ class Sampler:
         return [request.completion for request in requests]
 
     def load_weights(self, model) -> None:
-        """Copies the weights in. Every page and all sharing is forgotten; conversations are recomputed when next used."""
-        running = self.filling + self.decoding
-        for request in sorted(running, key=lambda request: -request.conversation.age):
+        """Copies the weights in. All pages and all sharing are forgotten: conversations are recomputed when next used."""
+        self._drain()
+        for request in sorted(self.filling + self.decoding, key=lambda request: -request.conversation.age):
             self._unschedule(request)
         for conversation in self.live:
             self._release(conversation)
@@ -289,91 +414,103 @@ class Sampler:
     # ---- schedule
 
     def _check(self, conversation, tokens, max_new_tokens, temperature, top_p) -> None:
-        if conversation.closed or conversation.request is not None:
-            raise ValueError("this conversation " + ("is closed" if conversation.closed else "has an open request already"))
-        if not tokens:
-            raise ValueError("tokens is empty: a request needs at least one token")
-        if min(tokens) < 0 or max(tokens) >= self.forward.vocabulary:
-            bad = next(t for t in tokens if not 0 <= t < self.forward.vocabulary)
-            raise ValueError(f"token id {bad} is outside the model's vocabulary of {self.forward.vocabulary}")
-        if max_new_tokens <= 0:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        if temperature < 0 or not 0 < top_p <= 1:
-            raise ValueError(f"temperature must be >= 0 and top_p in (0, 1], got {temperature} and {top_p}")
+        vocabulary, pool = self.forward.vocabulary, self.pages.count * self.pages.size
         context = len(conversation.tokens) + len(tokens)
-        if self.pages.missing([], context + max_new_tokens - 1) > self.pages.count:
-            raise ValueError(f"a context of {context} tokens and {max_new_tokens} new ones never fits the KV pool of "
-                             f"{self.pages.count * self.pages.size} tokens: raise max_tokens or ask for less")
+        if conversation.closed or conversation.request is not None:
+            raise ValueError("the conversation is closed" if conversation.closed else "the conversation has an open request")
+        if not tokens:
+            raise ValueError("tokens is empty; a request needs at least one token")
+        if min(tokens) < 0 or max(tokens) >= vocabulary:
+            bad = next(token for token in tokens if not 0 <= token < vocabulary)
+            raise ValueError(f"token id {bad} is outside the model's vocabulary of {vocabulary}")
+        if max_new_tokens <= 0:
+            raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+        if not temperature >= 0 or not 0 < top_p <= 1:
+            raise ValueError(f"temperature must be at least 0 and top_p in (0, 1], not {temperature} and {top_p}")
+        if self.pages.missing([], context + max_new_tokens - 1) > self.pages.count:     # the newest token needs no slot
+            raise ValueError(f"{context} tokens and {max_new_tokens} new ones can never fit the KV pool of {pool} tokens; "
+                             "raise max_tokens or ask for less")
 
     def _admit(self) -> None:
-        """Gives rows and pages to waiting requests, oldest first; followers of a prompt in prefill wait for its pages."""
-        later, copies = [], []
-        while self.waiting and self.free_rows:
+        """Gives rows and pages to waiting requests, first come first served.
+
+        A fresh conversation whose prompt lies in another's pages shares them; while that prompt is still being prefilled,
+        it is passed over. While rows run, one free page a row is kept for them; when none runs, the youngest idle
+        conversations give way.
+        """
+        passed, copies = [], []
+        while self.waiting and self.rows.free:
             request = self.waiting[0]
             conversation = request.conversation
+            holder = self._holder(conversation)
+            if holder is not None and holder.cached < len(conversation.prompt) - 1:
+                passed.append(self.waiting.popleft())
+                continue
             needed = self.pages.missing(conversation.table, len(conversation.tokens))
-            holder = None if conversation.table else self._holder(conversation.prompt)
             if holder is not None:
-                if holder.cached < len(conversation.prompt) - 1:
-                    later.append(self.waiting.popleft())
-                    continue
                 needed -= (len(conversation.prompt) - 1) // self.pages.size
             running = len(self.filling) + len(self.decoding)
-            if needed + running > len(self.pages.free) and (running or not self._evict_idle(needed, conversation)):
-                break
+            if needed + running > len(self.pages.free):
+                if running:
+                    break
+                if self.launched:
+                    self._drain()
+                else:
+                    self._preempt(self._youngest(but=conversation))
+                continue                                    # who holds the prompt may have changed
             self.waiting.popleft()
-            if holder is not None and holder.table:
-                conversation.cached = len(conversation.prompt) - 1
-                conversation.table, pair = self.pages.fork(holder.table, conversation.cached)
-                copies += [pair] if pair else []
+            if holder is not None:
+                conversation.cached = len(conversation.prompt) - 1      # the last token is fed again, for its logits
+                conversation.table, copy = self.pages.fork(holder.table, conversation.cached)
+                copies += [copy] if copy else []
                 self.stats["shared_tokens"] += conversation.cached
             self._enter(request)
-        self.waiting.extendleft(reversed(later))
+        self.waiting.extendleft(reversed(passed))
         if copies:
             source, target = zip(*copies)
             self.pool[:, :, list(target)] = self.pool[:, :, list(source)]
 
-    def _holder(self, prompt) -> Conversation | None:
-        """The conversation whose pages hold most of `prompt`, if any."""
-        return max(self.holders.get(prompt, ()), key=lambda holder: holder.cached, default=None)
+    def _holder(self, conversation: Conversation) -> Conversation | None:
+        """Another conversation whose pages hold (or will soon hold) the prompt of one that has no pages, if there is any."""
+        if conversation.table or not self.share_prompts:
+            return None
+        return max(self.holders.get(conversation.prompt, ()), key=lambda holder: holder.cached, default=None)
 
     def _enter(self, request: Request) -> None:
         conversation = request.conversation
-        if not conversation.cached:
-            pass
         self.pages.extend(conversation.table, len(conversation.tokens))
         holders = self.holders.setdefault(conversation.prompt, [])
         if conversation not in holders:
             holders.append(conversation)
-        request.row = self.free_rows.pop()
-        filled = conversation.cached == len(conversation.tokens) - 1
-        (self.decoding if filled else self.filling).append(request)
+        self.rows.enter(request)
+        if conversation.cached < len(conversation.tokens) - 1:
+            self.filling.append(request)
+        else:
+            self._start_decoding([request])
 
-    def _evict_idle(self, needed: int, keep: Conversation) -> bool:
-        """With nothing running: takes pages from the youngest conversations until `needed` are free."""
-        while len(self.pages.free) < needed:
-            self._preempt(self._youngest(keep))
-        return True
+    def _start_decoding(self, requests: list[Request]) -> None:
+        rows = torch.tensor([request.row for request in requests], device=self.device)
+        self.newest[rows] = torch.tensor([request.conversation.tokens[-1] for request in requests], device=self.device)
+        self.decoding += requests
 
-    def _youngest(self, keep: Conversation | None = None) -> Conversation:
-        return max((c for c in self.live if c.table and c is not keep), key=lambda c: c.age)
+    def _youngest(self, but: Conversation | None = None) -> Conversation:
+        """The youngest conversation that has pages, running or idle."""
+        return max((c for c in self.live if c.table and c is not but), key=lambda c: c.age)
 
     def _preempt(self, conversation: Conversation) -> None:
-        request = conversation.request
-        if request is not None and request.row is not None:
-            self._unschedule(request)
+        """Takes a conversation's pages; its request, if it runs, goes to the front of the queue and is recomputed later."""
+        if conversation.request is not None and conversation.request.row is not None:
+            self._unschedule(conversation.request)
         self._release(conversation)
         self.stats["preemptions"] += 1
 
     def _unschedule(self, request: Request) -> None:
-        """Takes a running request out of the batch, to the front of the queue."""
         (self.decoding if request in self.decoding else self.filling).remove(request)
-        self.free_rows.append(request.row)
-        request.row = None
+        self.rows.leave(request)
         self.waiting.appendleft(request)
 
     def _release(self, conversation: Conversation) -> list[int]:
-        """A conversation without pages: its keys and values must be computed again."""
+        """Gives a conversation's pages back. Returns those that nobody uses any more."""
         holders = self.holders.get(conversation.prompt, [])
         if conversation in holders:
             holders.remove(conversation)
@@ -382,85 +519,118 @@ class Sampler:
         conversation.cached = 0
         return self.pages.drop(conversation.table)
 
+    def _reserve(self) -> None:
+        """A slot for the token that each decoding row feeds. When no page is free, the youngest conversations pay."""
+        def short():
+            rows = np.array([request.row for request in self.decoding], np.int64)
+            return [self.decoding[i] for i in np.flatnonzero((self.rows.length[rows] - 1) % self.pages.size == 0)]
+        if len(needy := short()) > len(self.pages.free) and self.launched:
+            self._drain()                               # may free pages; and whom we preempt must have all its tokens
+            needy = short()
+        for request in sorted(needy, key=lambda request: request.conversation.age):
+            table = request.conversation.table
+            while request.row is not None and not self.pages.extend(table, int(self.rows.length[request.row])):
+                self._preempt(self._youngest())
+            if request.row is not None:
+                self.rows.table[request.row, len(table) - 1] = table[-1]
+
     # ---- run
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     @torch.no_grad()
     def _prefill(self) -> None:
-        """One packed forward over the next tokens of the rows that are not ready to decode."""
+        """One packed forward over the next tokens of the rows that are not ready to decode, oldest first."""
         budget, chunks = self.prefill_chunk, []
         for request in self.filling:
             conversation = request.conversation
             count = min(budget, len(conversation.tokens) - 1 - conversation.cached)
+            budget -= count
             if count:
-                chunks.append((conversation, count))
-                budget -= count
+                chunks.append((request, conversation.cached, conversation.cached + count))
         if not chunks:
             return
-        self.forward.hidden(self._prefill_batch(chunks), self.pool, fill_only=True)
-        for conversation, count in chunks:
-            conversation.cached += count
-            self.stats["prefilled_tokens"] += count
-        self.decoding += [r for r in self.filling if r.conversation.cached == len(r.conversation.tokens) - 1]
-        self.filling = [r for r in self.filling if r.conversation.cached < len(r.conversation.tokens) - 1]
-
-    def _prefill_batch(self, chunks) -> Batch:
-        size, ids, positions, slots, starts, spans = self.pages.size, [], [], [], [0], []
-        width = max(len(conversation.table) for conversation, _ in chunks)
-        table = np.zeros((len(chunks), width), dtype=np.int64)
-        for row, (conversation, count) in enumerate(chunks):
-            begin, end = conversation.cached, conversation.cached + count
-            ids += conversation.tokens[begin:end]
-            table[row, :len(conversation.table)] = conversation.table
-            place = np.arange(begin, end)
-            positions.append(place)
-            slots.append(table[row, place // size] * size + place % size)
-            starts.append(starts[-1] + count)
-            spans.append(end)
-        device = self.pool.device
-        as_tensor = lambda parts: torch.from_numpy(np.concatenate(parts)).to(device)
-        return Batch(torch.tensor(ids, device=device), as_tensor(positions), as_tensor(slots),
-                     torch.from_numpy(table).to(device), torch.tensor(spans, device=device), starts, spans)
-
-    def _reserve(self) -> None:
-        """A page for the token that each decoding row feeds; the youngest conversations pay when none is free."""
-        for request in sorted(self.decoding, key=lambda request: request.conversation.age):
-            conversation = request.conversation
-            while request.row is not None and not self.pages.extend(conversation.table, len(conversation.tokens)):
-                self._preempt(self._youngest())
+        size, starts = self.pages.size, np.cumsum([0] + [end - begin for _, begin, end in chunks]).tolist()
+        table = self.rows.table[[request.row for request, _, _ in chunks], :-(-max(end for _, _, end in chunks) // size)]
+        row = np.repeat(np.arange(len(chunks)), np.diff(starts))
+        positions = np.concatenate([np.arange(begin, end) for _, begin, end in chunks])
+        slots = table[row, positions // size].astype(np.int64) * size + positions % size
+        ids = np.concatenate([request.conversation.tokens[begin:end] for request, begin, end in chunks])
+        spans = [end for _, _, end in chunks]
+        lengths = np.array(spans, np.int32)
+        self.forward.fill(Batch(*map(self._to_device, (ids, positions, slots, table, lengths)), starts, spans), self.pool)
+        for request, _, end in chunks:
+            request.conversation.cached = end
+        self.stats["prefilled_tokens"] += starts[-1]
+        ready = [r for r in self.filling if r.conversation.cached == len(r.conversation.tokens) - 1]
+        if ready:
+            self.filling = [r for r in self.filling if r not in ready]
+            self._start_decoding(ready)
 
     @torch.no_grad()
-    def _decode(self) -> list[Request]:
-        """One token for every row that is ready."""
+    def _launch(self) -> Launched | None:
+        """Starts one decode step over every ready row; nothing here waits for the device."""
         self._reserve()
         if not self.decoding:
-            return []
-        requests, size, device = self.decoding, self.pages.size, self.pool.device
-        lengths = np.array([len(r.conversation.tokens) for r in requests])
-        table = np.zeros((len(requests), max(len(r.conversation.table) for r in requests)), dtype=np.int64)
-        for row, request in enumerate(requests):
-            table[row, :len(request.conversation.table)] = request.conversation.table
-        places = lengths - 1
-        slots = table[np.arange(len(requests)), places // size] * size + places % size
-        to = lambda values: torch.as_tensor(values).to(device)
-        batch = Batch(to([r.conversation.tokens[-1] for r in requests]), to(places), to(slots), to(table), to(lengths))
-        logits = self.forward.logits(self.forward.hidden(batch, self.pool))
-        seeds, index = to([signed(fold(r.seed)) for r in requests]), to([len(r.tokens) for r in requests])
-        top_p = to([r.top_p for r in requests]) if any(r.top_p < 1 for r in requests) else None
-        tokens, logprobs = choose(logits, uniform(seeds, index), to([float(r.temperature) for r in requests]).float(), top_p)
-        self.stats["decoded_tokens"] += len(requests)
-        return self._postprocess(requests, tokens.tolist(), logprobs.tolist())
+            return None
+        rows = np.array([request.row for request in self.decoding])
+        order = np.argsort(-self.rows.length[rows], kind="stable")
+        rows, requests = rows[order], [self.decoding[i] for i in order]
+        state, size = self.rows, self.pages.size
+        lengths, places = state.length[rows], state.length[rows] - 1
+        table = state.table[rows, :-(-int(lengths[0]) // size)]
+        slots = table[np.arange(len(rows)), places // size].astype(np.int64) * size + places % size
+        index = self._to_device(rows)
+        logits = self.decode(Batch(self.newest[index], *map(self._to_device, (places, slots, table, lengths.astype(np.int32))),
+                                   spans=lengths.tolist()))
+        tokens, logprobs = self._choose(logits, rows)
+        self.newest[index] = tokens
+        result = torch.stack((tokens.double(), logprobs.double())).to("cpu", non_blocking=True)
+        ready = None
+        if self.device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        state.length[rows] += 1
+        state.drawn[rows] += 1
+        if (state.drawn[rows] == state.wanted[rows]).any():         # the last token is on its way: nothing more to launch
+            self.decoding = [r for r in self.decoding if state.drawn[r.row] < r.max_new_tokens]
+        self.stats["decoded_tokens"] += len(rows)
+        return Launched(requests, result, self.steps, ready)
+
+    def _choose(self, logits: Tensor, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probs of the rows; asks `draw` only for what some row wants."""
+        temperature, top_p = self.rows.temperature[rows], self.rows.top_p[rows]
+        if not temperature.any():
+            return greedy(logits)
+        uniforms = uniform(self.rows.seed[rows], self.rows.drawn[rows])
+        return draw(logits, self._to_device(uniforms), None if (temperature == 1).all() else self._to_device(temperature),
+                    None if (top_p == 1).all() else self._to_device(top_p))
 
     # ---- postprocess
 
-    def _postprocess(self, requests, tokens, logprobs) -> list[Request]:
-        finished = []
-        for request, token, logprob in zip(requests, tokens, logprobs):
-            conversation = request.conversation
+    def _drain(self) -> None:
+        launched, self.launched = self.launched, None
+        self._collect(launched)
+
+    def _collect(self, launched: Launched | None) -> None:
+        """Reads a launched step's tokens, appends them, and ends the requests that are complete."""
+        if launched is None:
+            return
+        if launched.ready is not None:
+            launched.ready.synchronize()
+        tokens, logprobs = launched.result.tolist()
+        ended = len(self.finished)
+        for request, token, logprob in zip(launched.requests, tokens, logprobs):
+            if request.done:                            # stopped one token ago, or closed: nobody wants this token
+                continue
+            conversation, token = request.conversation, int(token)
             if logprob != logprob:
-                self._finish(request, error=f"request {request.number}: the model's logits are not numbers (NaN) at sampler "
-                                            f"step {self.steps}, new token {len(request.tokens)}")
-                self.pool[:, :, self._release(conversation)] = 0     # NaN must not reach the pages' next owner
-                finished.append(request)
+                self._finish(request, error=f"request {request.number}: the model's logits were NaN at sampler step "
+                                            f"{launched.step}, for its new token {len(request.tokens) + 1}")
+                self.pool[:, :, self._release(conversation)] = 0        # NaN must not reach the pages' next owner
+                self.finished.append(request)
                 continue
             conversation.cached = len(conversation.tokens)
             conversation.tokens.append(token)
@@ -468,16 +638,13 @@ class Sampler:
             request.logprobs.append(logprob)
             if token in request.stop_ids or len(request.tokens) == request.max_new_tokens:
                 self._finish(request, "stop" if token in request.stop_ids else "length")
-                finished.append(request)
-        if finished:
+                self.finished.append(request)
+        if len(self.finished) > ended:
             self.decoding = [request for request in self.decoding if not request.done]
-        return finished
 
     def _finish(self, request: Request, reason: str = "", error: str | None = None) -> None:
         request.error = error
         if error is None:
             request.completion = Completion(request.tokens, request.logprobs, reason)
         request.conversation.request = None
-        if request.row is not None:
-            self.free_rows.append(request.row)
-            request.row = None
+        self.rows.leave(request)
