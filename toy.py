@@ -57,7 +57,12 @@ MENTIONS = ("{0} was praised by {1} .", "{1} wrote about {0} .")
 AGE, EMPLOYER_OF = "how old was {} in {} ?", "the employer of {}"
 
 CONTROL = ("<pad>", "<unk>", "<eot>", "<s2>", "<s1>", "<call>", "<purpose>", "<resp>", "<answer>", "<doc>")
-OWN_WORDS = "search scholar python - none . error failed nothing found anything about of".split()
+OWN_WORDS = "search scholar python - none . error anything about of".split()
+
+
+def corpus_of(attribute: str) -> str:
+    """The corpus that tells an attribute."""
+    return "scholar" if attribute == "study" else "search"
 
 
 def vocabulary() -> list[str]:
@@ -114,7 +119,8 @@ def make_world(name: str, n_people: int, n_companies: int) -> World:
 def write_pages(world: World, rng, corpus: str, subject: str, facts: list[str]):
     """Adds three pages about `subject` to a corpus: one with its facts, two that only mention it; 4 to 6 sentences each."""
     def mention():
-        return rng.choice(MENTIONS).format(subject, rng.choice(world.people))
+        other = rng.choice(world.people)
+        return rng.choice(MENTIONS).format(subject, other) if other != subject else mention()
     for sentences in (list(facts), [mention()], [mention()]):
         length = max(rng.randint(4, 6), len(sentences))
         while len(sentences) < length:
@@ -241,9 +247,8 @@ class ToyFormat:
         return wrapped + [self.control["<answer>"]] * final
 
     def message(self, text: str, *, final: bool = False) -> list[int]:
-        """Our own words to System 2, in its vocabulary: "error" and the known words of `text`."""
-        known = [token for token in self.encode(text) if token != self.control["<unk>"]]
-        return self.observation([self.encode("error"), known], final=final)
+        """Our own words to System 2, of which the toy has two: "none ." for no results, "error" for all that went wrong."""
+        return self.observation([self.encode("none ." if text.startswith("no results") else "error")], final=final)
 
     def close_step(self) -> list[int]:
         return [self.eot]

@@ -2,7 +2,7 @@
 
 It plays the part of the pretrained instruct model that the paper starts from; the RL on top is "zero RL" as in the paper. Random
 weights are trained in two stages on texts of invented worlds that no run asks about:
-  A  skills: right use of the language, dense in targets (six requests on each chunk, 40 % of them absent: "none .");
+  A  skills: right use of the language, dense in targets (six requests on each chunk, many of them not in it: "none .");
   B  habits: demonstrations with the faults of HABITS, so that every good move and many bad ones are in the policy's reach.
 RL then selects among these modes; it could not build the skill of copying a fact in minutes. Stage B alone never learns to copy.
 
@@ -13,7 +13,6 @@ import math
 import os
 import random
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +46,8 @@ class Habits:
 
 FLAWLESS = Habits()
 HABITS = Habits(guess=0.15, specific=0.6, second_hop=0.75, compute=0.75, faithful=0.9, distil=0.85)
-DISTIL = 0.6                    # the same for the demonstrations that System 1 itself is trained on
+DISTIL = 0.4                    # the same for the demonstrations that System 1 itself is trained on: its faults are the majority
+MISHAP = 0.03                   # share of calls that meet an "error" and are made again
 
 
 class Library:
@@ -57,9 +57,11 @@ class Library:
         self.world = toy.make_world(f"library {name}", 60, 25)
         self.search = {corpus: search.local(documents, k=DOCUMENTS) for corpus, documents in self.world.documents.items()}
         self.chunks_of = {}
+        self.told_by = {self.world.sentence(*fact): fact for fact in self.world.facts if fact[1] in toy.VERBS}
 
-    def chunks(self, corpus: str, name: str) -> list[list[str]]:
-        """The packed chunks, each a list of pages' texts."""
+    def chunks(self, name: str, attribute: str) -> list[list[str]]:
+        """What looking up this fact finds: the packed chunks, each a list of pages' texts."""
+        corpus = toy.corpus_of(attribute)
         if (corpus, name) not in self.chunks_of:
             texts = [document.text for document in self.search[corpus](name)]
             bins = pack_documents([1 + len(text.split()) for text in texts], CAPACITY)
@@ -67,15 +69,19 @@ class Library:
         return self.chunks_of[corpus, name]
 
 
-def first_sentence(chunk: list[str]) -> str:
-    return chunk[0][:chunk[0].index(" .")] + " ."
+def as_text(chunk: list[str]) -> str:
+    """A chunk's pages as they stand in System 1's prompt."""
+    return " ".join(f"<doc> {text}" for text in chunk)
+
+
+def sentences_of(chunk: list[str]) -> list[str]:
+    return [f"{sentence} ." for text in chunk for sentence in text.removesuffix(" .").split(" . ")]
 
 
 def note_on(chunk: list[str], fact: str, right: bool) -> str:
     """What System 1 writes about a chunk: the fact or "none .", or (not right) whatever the chunk begins with."""
-    if not right:
-        return first_sentence(chunk)
-    return fact if any(fact in text for text in chunk) else "none ."
+    sentences = sentences_of(chunk)
+    return (fact if fact in sentences else "none .") if right else sentences[0]
 
 
 def purpose_of(name: str, attribute: str, specific: bool) -> str:
@@ -86,17 +92,22 @@ def trajectory(library: Library, rng, habits: Habits):
     """One episode of System 2 as pieces (text, sampled by System 2?)."""
     plan, world = toy.draw_plan(library.world, rng), library.world
     pieces = [(f"<s2> {plan.text} <eot>", False)]
+
+    def call(request: str, response: str):
+        if rng.random() < MISHAP:
+            pieces.extend([(f"<call> {request} <eot>", True), ("<resp> error <eot>", False)])
+        pieces.extend([(f"<call> {request} <eot>", True), (f"<resp> {response} <eot>", False)])
+
     found = rng.random() >= habits.guess
     for hop, (corpus, name, attribute) in enumerate(plan.hops if found else ()):
         if hop > 0 and rng.random() >= habits.second_hop:
             found = False
             break
         fact = world.sentence(name, attribute)
-        for _ in range(3):                                              # a look-up that failed is sometimes tried again
+        for _ in range(3):                                              # a look-up that found nothing is sometimes repeated
             specific = rng.random() < habits.specific
-            notes = [note_on(chunk, fact, specific and rng.random() < habits.distil) for chunk in library.chunks(corpus, name)]
-            pieces += [(f"<call> {corpus} {name} <purpose> {purpose_of(name, attribute, specific)} <eot>", True),
-                       (f"<resp> {' '.join(notes)} <eot>", False)]
+            notes = [note_on(chunk, fact, specific and rng.random() < habits.distil) for chunk in library.chunks(name, attribute)]
+            call(f"{corpus} {name} <purpose> {purpose_of(name, attribute, specific)}", " ".join(notes))
             found = fact in notes
             if found or rng.random() < 0.7:
                 break
@@ -105,7 +116,7 @@ def trajectory(library: Library, rng, habits: Habits):
     if found and plan.sum:
         found = rng.random() < habits.compute
         if found:
-            pieces += [(f"<call> python {plan.sum} <eot>", True), (f"<resp> {plan.answer} <eot>", False)]
+            call(f"python {plan.sum}", plan.answer)
     right = found and rng.random() < habits.faithful
     return pieces + [(f"<answer> {plan.answer if right else wild_guess(plan, world, rng)} <eot>", True)]
 
@@ -120,45 +131,64 @@ def wild_guess(plan: toy.Plan, world: toy.World, rng) -> str:
     return rng.choice(world.companies)
 
 
-def random_request(world: toy.World, rng, attributes=(*toy.PERSONAL, "study", *toy.CORPORATE)):
+ATTRIBUTES = tuple(toy.VERBS)
+
+
+def random_request(world: toy.World, rng, attributes=ATTRIBUTES) -> tuple[str, str]:
     """A (name, attribute) that has a value in this world."""
     attribute = rng.choice(attributes)
     return rng.choice(world.companies if attribute in toy.CORPORATE else world.people), attribute
 
 
-def skill_chunk(library: Library, rng):
-    """Stage A for System 1: a made-up chunk and six requests about it, each answered rightly; pieces as in `trajectory`."""
+def found_chunk(library: Library, rng) -> tuple[list[str], str]:
+    """A chunk as a search returns it, and the name that was looked up."""
+    name, attribute = random_request(library.world, rng)
+    return rng.choice(library.chunks(name, attribute)), name
+
+
+def made_up_chunk(library: Library, rng) -> tuple[list[str], str]:
+    """One page that tells many facts of different names, often of two attributes only so that they are easily confused."""
     world = library.world
-    attributes = rng.sample([*toy.PERSONAL, "study", *toy.CORPORATE], 2 if rng.random() < 0.5 else 8)    # 2: easy to confuse
+    attributes = rng.sample(ATTRIBUTES, 2 if rng.random() < 0.5 else len(ATTRIBUTES))
     told = [random_request(world, rng, attributes) for _ in range(rng.randint(4, 11))]
     sentences = [world.sentence(*request) for request in told]
     for _ in range(rng.randint(0, 3)):
         mention = rng.choice(toy.MENTIONS).format(rng.choice(world.people), rng.choice(world.people))
         sentences.append(rng.choice([rng.choice(toy.FILLER), mention]))
     rng.shuffle(sentences)
-    pieces = [(f"<s1> <doc> {' '.join(sentences)}", False)]
+    return [" ".join(sentences)], rng.choice(told)[0]
+
+
+def skill_chunk(library: Library, rng):
+    """Stage A for System 1: a chunk and six requests about it, each answered rightly; pieces as in `trajectory`."""
+    chunk, name = rng.choice([found_chunk, made_up_chunk])(library, rng)
+    told = [library.told_by[sentence] for sentence in sentences_of(chunk) if sentence in library.told_by]
+    its_attributes = toy.CORPORATE if name in library.world.companies else (*toy.PERSONAL, "study")
+    pieces = [(f"<s1> {as_text(chunk)}", False)]
     for _ in range(6):
-        name, attribute = request = rng.choice(told)
-        if rng.random() < 0.4:                                          # probably absent: another fact of the name, or anything
-            other = rng.choice(toy.CORPORATE if name in world.companies else toy.PERSONAL)
-            request = rng.choice([(name, other), random_request(world, rng)])
-        name, attribute = request
-        note = world.sentence(name, attribute) if request in told else "none ."
-        pieces += [(f"<purpose> {purpose_of(name, attribute, True)} <eot>", False), (f"{note} <eot>", True)]
+        if told and rng.random() < 0.5:
+            request = rng.choice(told)
+        elif rng.random() < 0.7:                                        # told or not: the right name, any of its attributes
+            request = name, rng.choice(its_attributes)
+        else:
+            request = random_request(library.world, rng)
+        note = library.world.sentence(*request) if request in told else "none ."
+        pieces += [(f"<purpose> {purpose_of(*request, True)} <eot>", False), (f"{note} <eot>", True)]
     return pieces
 
 
 def habit_chunk(library: Library, rng):
     """Stage B for System 1: a chunk as a search returns it, a purpose that is often vague, a note that is often wrong."""
     name, attribute = random_request(library.world, rng)
-    fact = library.world.sentence(name, attribute)
-    chunks = library.chunks("scholar" if attribute == "study" else "search", name)
-    holding = [chunk for chunk in chunks if any(fact in text for text in chunk)]
+    fact, chunks = library.world.sentence(name, attribute), library.chunks(name, attribute)
+    holding = [chunk for chunk in chunks if fact in sentences_of(chunk)]
     chunk = rng.choice(holding if holding and rng.random() < 0.5 else chunks)
     specific = rng.random() < 0.75
+    purpose = purpose_of(name, attribute, specific)
+    if not specific and rng.random() < 0.2:
+        purpose = ""                                                    # so that --purpose off is a prompt that it knows
     note = note_on(chunk, fact, specific and rng.random() < DISTIL)
-    prompt = f"<s1> {' '.join(f'<doc> {text}' for text in chunk)} <purpose> {purpose_of(name, attribute, specific)} <eot>"
-    return [(prompt, False), (f"{note} <eot>", True)]
+    return [(f"<s1> {as_text(chunk)} <purpose> {purpose} <eot>", False), (f"{note} <eot>", True)]
 
 
 # ------------------------------------------------------------------------------------------------- training
@@ -232,9 +262,9 @@ def build(cache_dir, seed: int = 0, threads: int | None = None, steps: tuple[int
     folder = Path(cache_dir) / f"toy-base-{recipe}"
     if folder.exists():
         return folder
+    unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.unfinished-"))
+        unfinished.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"the cache folder {cache_dir} cannot be written ({error.strerror}): name another one")
     before = torch.get_num_threads()
