@@ -120,7 +120,7 @@ class Policy(nn.Module):
 
     def __init__(self, model, *, bf16: bool, checkpointing: bool = False):
         super().__init__()
-        self.model, self.bf16 = model, bf16
+        self.model, self.bf16 = model.train(), bf16         # checkpointing works in training mode only; no dropout in these models
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
 

@@ -126,7 +126,7 @@ def test_a_tool_that_fails_is_told_and_never_looks_like_an_empty_result():
     failed, asked = play([CALL, "<answer> 1968 <eot>"], search=broken)
     empty, asked_empty = play([CALL, "<answer> 1968 <eot>"], search=lambda query: [])
     assert failed.turns[0].problem == "tool failed: the service is down" and empty.turns[0].problem == "no results"
-    assert "failed" in asked[1][1] and "failed" not in asked_empty[1][1]
+    assert asked[1][1] == "<resp> error <eot>" and asked_empty[1][1] == "<resp> none . <eot>"
     assert failed.sys1_samples() == empty.sys1_samples() == []
 
 

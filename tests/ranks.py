@@ -1,0 +1,77 @@
+"""What each rank does in tests/test_policy.py: one step on its share of given samples; rank 0 saves gradients, norm and weights."""
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import grpo
+import policy as trainer
+from rollout import Sample
+
+OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
+
+
+def make_samples(count: int = 13, vocabulary: int = 61, seed: int = 0) -> list[Sample]:
+    """Samples of both roles as rollouts would leave them: given and sampled stretches of random length."""
+    g, samples = torch.Generator().manual_seed(seed), []
+
+    def draw(low, high):
+        return int(torch.randint(low, high, (1,), generator=g))
+    for i in range(count):
+        sample = Sample("sys2" if i % 3 == 0 else "sys1", group=i % 4, trajectory=i)
+        for _ in range(1 + 2 * (i % 3 == 0)):
+            given, sampled = draw(2, 20), draw(1, 9)
+            sample.give(torch.randint(0, vocabulary, (given,), generator=g).tolist())
+            sample.tokens += torch.randint(0, vocabulary, (sampled,), generator=g).tolist()
+            sample.mask += [True] * sampled
+            sample.logprobs += (-4 + 0.2 * torch.randn(sampled, generator=g)).tolist()
+        sample.give([3, 4] * (i % 2))                       # an observation that no step follows
+        sample.advantage, sample.drawn = float(torch.randn((), generator=g)), 1
+        samples.append(sample)
+    return samples
+
+
+def weigh(samples: list[Sample], total: dict[str, int]) -> list[torch.Tensor]:
+    return [grpo.token_weights([torch.tensor(s.mask)], total[s.role])[0] for s in samples]
+
+
+def main(model: str, out: str, mode: str) -> None:
+    device = torch.device("cpu")
+    if mode != "single":
+        dist.init_process_group("gloo")
+    rank, world = (dist.get_rank(), dist.get_world_size()) if mode != "single" else (0, 1)
+    samples = make_samples()
+    total = {role: sum(s.role == role for s in samples) for role in ("sys1", "sys2")}
+    mine = samples[:9] if rank == 0 else samples[9:]        # an uneven share
+    mine = samples if world == 1 else mine
+    policy = trainer.parallel(trainer.Policy(trainer.load_model(model, device), bf16=False), fsdp=mode == "fsdp", device=device)
+    optimiser = torch.optim.AdamW(policy.parameters(), 1e-3, weight_decay=0.0)
+    batches = trainer.micro_batches(mine, weigh(mine, total), 60, device)
+    count = torch.tensor(len(batches))
+    if world > 1:
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        assert len(batches) != int(count) or rank == 0, "the test wants a rank that must add empty micro-batches"
+    batches += [trainer.make_micro_batch([], [], [], device) for _ in range(int(count) - len(batches))]
+    stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    loss = torch.tensor(sum(float(s["loss"]) for s in stats))
+    norm = trainer.gradient_norm(policy, 1.0)
+    gradients = {name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad)
+                 for name, p in trainer.unwrap(policy).named_parameters()}
+    optimiser.step()
+    if world > 1:
+        dist.all_reduce(loss)
+
+    class Tokenizer:
+        def save_pretrained(self, folder):
+            pass
+    trainer.save(Path(out), 1, policy, optimiser, Tokenizer())
+    trainer.load_optimiser(Path(out) / "state" / "step_000001", policy, optimiser)
+    if rank == 0:
+        torch.save({"loss": loss, "norm": norm, "gradients": gradients}, Path(out) / "numbers.pt")
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

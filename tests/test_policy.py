@@ -1,0 +1,203 @@
+"""The trainer's side: packing leaks nothing and changes nothing; ranks and shards are one process; states on disk are whole."""
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import policy as trainer
+from ranks import OBJECTIVE, make_samples, weigh
+from tools import UserError
+
+CPU = torch.device("cpu")
+SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             max_position_embeddings=256)
+KINDS = {"qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(head_dim=16, tie_word_embeddings=True, **SHAPE)),
+         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=False, **SHAPE)),
+         "llama": lambda: LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **SHAPE))}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp(request.param)
+    KINDS[request.param]().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("qwen3-alone")
+    KINDS["qwen3"]().save_pretrained(path)
+    return path
+
+
+def gradients(folder, samples, capacity, **options):
+    """(loss, gradients by name, log-prob of every loss token by sample) of one process."""
+    policy = trainer.Policy(trainer.load_model(folder, CPU), bf16=False, **options)
+    total = {role: sum(s.role == role for s in samples) for role in ("sys1", "sys2")}
+    batches = trainer.micro_batches(samples, weigh(samples, total), capacity, CPU)
+    policy.train()
+    stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    return sum(float(s["loss"]) for s in stats), {n: p.grad for n, p in policy.named_parameters()}, batches, stats
+
+
+def close(a, b, tolerance=1e-5):
+    return max((a[name] - b[name]).abs().max().item() for name in a) < tolerance
+
+
+def test_packed_log_probs_are_those_of_each_sample_alone(folder):
+    """Against the stock model on one sample at a time: no padding, no packing, its own attention."""
+    samples = make_samples()
+    policy = trainer.Policy(trainer.load_model(folder, CPU), bf16=False)
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    batches = trainer.micro_batches(samples, weigh(samples, {"sys1": 9, "sys2": 5}), 10_000, CPU)
+    assert len(batches) == 1 and len(batches[0].lengths) == len(samples)
+    got = iter(trainer.logprob(policy, batches[0], 0.7).tolist())
+    by_length = sorted(samples, key=lambda s: -max(i for i, m in enumerate(s.mask) if m))      # FFD's order
+    for sample in by_length:
+        with torch.no_grad():
+            expected = (oracle(torch.tensor([sample.tokens])).logits[0].float() / 0.7).log_softmax(-1)
+        for i, (token, trained) in enumerate(zip(sample.tokens, sample.mask)):
+            if trained:
+                assert abs(next(got) - expected[i - 1, token].item()) < 1e-4
+    assert next(got, None) is None
+
+
+def test_packing_order_and_micro_batch_size_change_nothing(folder):
+    samples = make_samples()
+    loss, expected, batches, _ = gradients(folder, samples, 10_000)
+    assert len(batches) == 1
+    for capacity, order in ((1, samples), (40, samples), (90, samples[::-1]), (200, samples[5:] + samples[:5])):
+        other, got, cut, _ = gradients(folder, order, capacity)
+        assert len(cut) > 1 and abs(other - loss) < 1e-5 and close(got, expected)
+
+
+def test_a_change_in_one_sample_moves_no_other_samples_log_probs(folder):
+    samples = make_samples()
+    policy = trainer.Policy(trainer.load_model(folder, CPU), bf16=False)
+
+    def logprobs():
+        (batch,) = trainer.micro_batches(samples, weigh(samples, {"sys1": 9, "sys2": 5}), 10_000, CPU)
+        owner = torch.bucketize(batch.at, batch.cu[1:].long(), right=True)
+        return trainer.logprob(policy, batch, 1.0), owner
+    before, owner = logprobs()
+    longest = max(samples, key=lambda s: max(i for i, m in enumerate(s.mask) if m))     # FFD puts it first: all others follow it
+    longest.tokens[0] = (longest.tokens[0] + 1) % 61
+    after, _ = logprobs()
+    assert torch.equal(before[owner != 0], after[owner != 0]) and not torch.equal(before[owner == 0], after[owner == 0])
+
+
+def test_gradient_checkpointing_changes_nothing(qwen3):
+    loss, expected, *_ = gradients(qwen3, make_samples(), 90)
+    again, got, *_ = gradients(qwen3, make_samples(), 90, checkpointing=True)
+    assert abs(loss - again) < 1e-6 and close(got, expected, 1e-6)
+
+
+def test_an_empty_micro_batch_touches_every_parameter_with_nothing(folder):
+    policy = trainer.Policy(trainer.load_model(folder, CPU), bf16=False)
+    loss, _ = policy(trainer.make_micro_batch([], [], [], CPU), **OBJECTIVE)
+    loss.backward()
+    assert loss.item() == 0 and all(p.grad is not None and not p.grad.any() for p in policy.parameters())
+
+
+def test_only_loss_tokens_enter_the_head_and_what_nobody_predicts_is_dropped():
+    samples = make_samples()
+    batches = trainer.micro_batches(samples, weigh(samples, {"sys1": 9, "sys2": 5}), 10_000, CPU)
+    assert sum(len(b.target) for b in batches) == sum(sum(s.mask) for s in samples)
+    assert sum(b.tokens.numel() for b in batches) == sum(max(i for i, m in enumerate(s.mask) if m) for s in samples)
+
+
+def test_lists_of_unequal_length_are_refused():
+    samples = make_samples()
+    weights = weigh(samples, {"sys1": 9, "sys2": 5})
+    samples[0].logprobs.pop()
+    with pytest.raises(ValueError, match="differ in length"):
+        trainer.micro_batches(samples, weights, 100, CPU)
+
+
+def run_ranks(model: Path, out: Path, mode: str, world: int) -> dict:
+    """Runs tests/ranks.py in `world` processes; what rank 0 saved."""
+    out.mkdir()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    here = Path(__file__).parent
+    children = [subprocess.Popen([sys.executable, str(here / "ranks.py"), str(model), str(out), mode], env={
+        **os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here}", "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}) for rank in range(world)]
+    assert [child.wait(timeout=120) for child in children] == [0] * world
+    return torch.load(out / "numbers.pt")
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_two_ranks_are_one_process(qwen3, tmp_path, mode):
+    """Loss, norm, gradients, weights after the step and the optimiser's state; the ranks' shares are uneven."""
+    one = run_ranks(qwen3, tmp_path / "one", "single", 1)
+    two = run_ranks(qwen3, tmp_path / "two", mode, 2)
+    assert abs(one["loss"] - two["loss"]) < 1e-5 and abs(one["norm"] - two["norm"]) < 1e-5
+    assert close(one["gradients"], two["gradients"])
+    states = [tmp_path / name / "state" / "step_000001" for name in ("one", "two")]
+    first, second = (AutoModelForCausalLM.from_pretrained(state / "model").state_dict() for state in states)
+    assert close(first, second, 2e-5)
+    first, second = (torch.load(state / "optimiser.pt")["state"] for state in states)
+    assert first.keys() == second.keys() and all(close({"m": first[k]["exp_avg"]}, {"m": second[k]["exp_avg"]}) for k in first)
+
+
+def test_states_are_whole_or_absent(qwen3, tmp_path, monkeypatch):
+    policy = trainer.Policy(trainer.load_model(qwen3, CPU), bf16=False)
+    optimiser = torch.optim.AdamW(policy.parameters())
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+    for step in (1, 2, 3):
+        trainer.save(tmp_path, step, policy, optimiser, tokenizer)
+    assert trainer.newest(tmp_path)[0] == 3 and len(list((tmp_path / "state").iterdir())) == 2
+    assert (tmp_path / "checkpoint").resolve() == (tmp_path / "state" / "step_000003" / "model").resolve()
+    monkeypatch.setattr(torch, "save", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError):
+        trainer.save(tmp_path, 4, policy, optimiser, tokenizer)
+    assert trainer.newest(tmp_path)[0] == 3 and AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+
+
+def test_memory_plan_adds_up_and_refuses_with_an_alternative(qwen3, monkeypatch):
+    config = SimpleNamespace(fsdp=False, kv_tokens=4096, system1="train", kl_beta=0.1)
+    line = trainer.memory_plan(str(qwen3), config=config, world=1, device=CPU)
+    assert line.startswith("memory a process") and "optimiser" in line and "reference" in line
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else 1000)
+    with pytest.raises(UserError, match="--fsdp"):
+        trainer.memory_plan(str(qwen3), config=config, world=1, device=CPU)
+
+
+def test_memory_plan_of_8b_is_the_arithmetic(tmp_path):
+    """Qwen3-8B under DDP needs over 122 GiB a GPU before the sampler; sharded over 8 about 15 GiB, plus 15 for the sampler."""
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": False}))
+    parameters = 8_190_735_360
+    config = SimpleNamespace(fsdp=False, kv_tokens=400_000, system1="train", kl_beta=0.0)
+    device = SimpleNamespace(type="cuda")
+
+    def plan(total_gib, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(total_memory=total_gib * 2**30))
+            return trainer.memory_plan(str(tmp_path), config=SimpleNamespace(**{**vars(config), **options}), world=8, device=device)
+    with pytest.raises(UserError, match="--fsdp"):
+        plan(80)
+    line = plan(141, fsdp=True)
+    assert f"sampler {2 * parameters / 2**30:.2f}" in line and f"optimiser {parameters / 2**30:.2f}" in line
+
+
+def test_models_with_bent_logits_are_refused(qwen3, tmp_path):
+    with pytest.raises(UserError, match="cannot load"):
+        trainer.load_model(tmp_path / "nothing", CPU)
+    model = AutoModelForCausalLM.from_pretrained(qwen3)
+    model.config.final_logit_softcapping = 30.0
+    model.save_pretrained(tmp_path / "bent")
+    with pytest.raises(UserError, match="plain logits"):
+        trainer.load_model(tmp_path / "bent", CPU)
