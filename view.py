@@ -24,7 +24,7 @@ from matplotlib.ticker import MaxNLocator
 from tools import UserError
 
 MAX_BYTES = 2_900_000                                     # of a page: a phone opens it at once
-DETAIL = [(6000, 60), (2000, 40), (600, 24), (150, 12), (60, 4)]   # (characters a text, entries a list), until it fits
+DETAIL = [(5000, 50), (2000, 40), (600, 24), (150, 12), (60, 4)]   # (characters a text, entries a list), until it fits
 
 
 # ------------------------------------------------------------------------------------------------ reading and writing
@@ -225,7 +225,7 @@ def bar(chunk: dict, documents: list[dict]) -> str:
 def distillation(chunk: dict, index: int, documents: list[dict], learns: bool, limit: int) -> str:
     """A chunk's bar, what System 1 made of it, and whether balancing let that into the training batch."""
     drawn = size(chunk, "drawn")
-    fate = "" if not learns else f"drawn {drawn:.0f}×" if drawn else "left out by balancing"
+    fate = "" if not learns else f"drawn {drawn:.0f}×" if drawn else "not drawn"
     advantage, learns = chunk.get("advantage"), learns and drawn > 0
     return (f'<div class="note"><p class="who"><span>System 1 · chunk {index + 1}</span> '
             f'{badge(advantage, learns)} <span class="dim">{fate}</span></p>{bar(chunk, documents)}'
@@ -261,16 +261,16 @@ def story(record: dict, limit: int, items: int) -> str:
     turns, segments, learns = entries(record, "turns"), entries(record, "segments"), bool(record.get("trained"))
     sampled = [{"trained": True, "text": turn.get("text")} for turn in turns]
     matched = sum(bool(segment.get("trained")) for segment in segments) == len(turns)
-    out, done, advantage = "", 0, record.get("advantage")
+    parts, done, advantage = [], 0, record.get("advantage")
     for segment in segments if matched else sampled + segments:
         if segment.get("trained") and done < min(items, len(turns)):
-            out += (f'<p class="who"><span>System 2 · turn {done + 1}</span> {badge(advantage, learns)}</p>'
-                    f'<pre class="{push(advantage, learns)}">{show(segment.get("text"), limit) or "(nothing)"}</pre>'
-                    f'{tool_use(turns[done], learns, limit, items)}')
+            parts += [f'<p class="who"><span>System 2 · turn {done + 1}</span> {badge(advantage, learns)}</p>'
+                      f'<pre class="{push(advantage, learns)}">{show(segment.get("text"), limit) or "(nothing)"}</pre>',
+                      tool_use(turns[done], learns, limit, items)]
             done += 1
         elif not segment.get("trained") and done < items:
-            out += given(segment.get("text"), "System 2 reads" if done else "System 2 starts from", limit)
-    return out + first(turns, items, "turn")[1]
+            parts += [given(segment.get("text"), "System 2 reads" if done else "System 2 starts from", limit)]
+    return "".join(parts) + first(turns, items, "turn")[1]
 
 
 def card(record: dict, limit: int, items: int, opened: bool) -> str:
@@ -447,11 +447,11 @@ purpose and writes a short note. Only the notes go back to System 2.</p>
 <p>Several attempts at the same question are a <i>group</i>. Each earns a reward: 1 if its answer is right, 0 if wrong.
 The <i>advantage</i> says how far that lies above or below the group's average; training makes the text of better
 attempts likelier. System 1's notes share the reward of their attempt, but are compared among themselves. As they
-outnumber System 2's samples, <i>balancing</i> draws just as many at random (some twice, if there are too few) and leaves
-out the others.</p>
+outnumber System 2's samples, <i>balancing</i> draws just as many at random (some twice, if there are too few); the
+others are left out.</p>
 <pre class="up w2">▲ +1.29  solid edge: written by the model, made likelier (deeper tint: stronger push)</pre>
 <pre class="down w1">▼ −0.77  dashed edge: written by the model, made less likely</pre>
-<pre class="flat">●  dotted edge: written by the model, no push (rewards alike, left out by balancing, untrained)</pre>
+<pre class="flat">●  dotted edge: written by the model, no push (rewards alike, not drawn, or not in training)</pre>
 <pre class="given">no edge: given to the model to read, never trained on</pre>
 <div class="bar" aria-hidden="true"><i style="width:42%">1</i><i style="width:30%">3</i></div>
 <p class="dim">a chunk: documents 1 and 3 side by side, the hatched part is room that stayed free</p></details>
