@@ -1,0 +1,276 @@
+"""The program as its users run it: a run, resume, kill, ranks, arms, bad input, eval and ask. A small, briefly trained base model."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import toy_base
+
+REPO = Path(__file__).parent.parent
+SMALL = ["--questions", "4", "--group", "4", "--eval_questions", "6", "--eval_every", "2", "--threads", "1", "--kv_tokens", "16384"]
+TIMES = {"seconds_rollout", "seconds_train", "seconds_eval", "tokens_per_second"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base model that speaks the toy's language after 10 % of its usual training."""
+    return toy_base.build(tmp_path_factory.mktemp("base"), threads=1, steps=(60, 40))
+
+
+def command(*arguments, ranks: int = 1) -> list[str]:
+    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
+                                                 "--master_port", "0"]
+    return [*start, str(REPO / "mars.py"), *map(str, arguments)]
+
+
+def mars(*arguments, ranks: int = 1, cwd, **environment) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*arguments, ranks=ranks), capture_output=True, text=True, cwd=cwd, timeout=300,
+                          env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment})
+
+
+def metrics(run: Path) -> list[dict]:
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in open(run / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def trained(base, tmp_path_factory):
+    """A whole run of 4 steps; the reference for resume and kill."""
+    folder = tmp_path_factory.mktemp("runs")
+    done = mars("--model", base, "--steps", 4, "--save_every", 2, "--name", "whole", *SMALL, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def test_a_run_leaves_what_it_promises(trained):
+    folder, done = trained
+    run = folder / "runs" / "whole"
+    lines = [json.loads(line) for line in open(run / "metrics.jsonl")]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    needed = {"step", "reward", "calls_per_question", "sys1_samples", "sys1_tokens", "sys2_tokens", "sys1_entropy", "sys2_entropy",
+              "malformed_share", "tool_error_share", "zero_variance_share", "clip_share", "mismatch_kl", "grad_norm",
+              "seconds_rollout", "seconds_train", "tokens_per_second"}
+    assert all(needed <= line.keys() for line in lines)
+    assert [line["step"] for line in lines if "eval_accuracy" in line] == [0, 2, 3] and lines[3]["eval_step"] == 4
+    assert all(line["mismatch_kl"] < 1e-8 for line in lines), "the trainer's distribution is the sampler's"
+    for name in ("config.json", "curves.png", "trajectories.html", "checkpoint/model.safetensors", "rollouts/step_3.jsonl"):
+        assert (run / name).stat().st_size > 0, name
+    for name in ("curves.png", "trajectories.html", "checkpoint"):
+        assert str(Path("runs/whole") / name) in done.stdout
+    assert "held-out accuracy" in done.stdout
+    model = AutoModelForCausalLM.from_pretrained(run / "checkpoint")
+    tokens = AutoTokenizer.from_pretrained(run / "checkpoint")("<s2> when was ada baker born ? <eot>", return_tensors="pt")
+    assert model.generate(tokens["input_ids"], max_new_tokens=3).shape[1] > 8
+
+
+def test_resume_gives_the_numbers_of_an_uninterrupted_run(trained, base):
+    folder, _ = trained
+    options = ["--model", base, "--save_every", 2, "--name", "halves", *SMALL]
+    assert mars(*options, "--steps", 2, cwd=folder).returncode == 0
+    again = mars(*options, "--steps", 4, "--resume", cwd=folder)
+    assert again.returncode == 0, again.stderr
+    whole, halves = metrics(folder / "runs/whole"), metrics(folder / "runs/halves")
+    evaluations = {"eval_accuracy", "eval_greedy", "eval_step", "eval_accuracy_before", "eval_greedy_before", "eval_step_before"}
+    for a, b in zip(whole, halves, strict=True):            # step 1 was the first half's last: it carries an end result
+        assert {k: v for k, v in a.items() if k not in evaluations} == {k: v for k, v in b.items() if k not in evaluations}
+    assert whole[2:] == halves[2:]
+    weights = [AutoModelForCausalLM.from_pretrained(folder / "runs" / name / "checkpoint").state_dict() for name in ("whole", "halves")]
+    assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
+
+
+def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained, base):
+    """Kills a real run with SIGKILL several times, whenever it has just written something; the end is the uninterrupted one."""
+    folder, _ = trained
+    run, options = folder / "runs" / "killed", ["--model", base, "--save_every", 1, "--name", "killed", "--steps", 4, *SMALL]
+    for attempt in range(3):
+        resume = ["--resume"] if run.exists() else []
+        child = subprocess.Popen(command(*options, *resume), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                                 env={**os.environ, "OMP_NUM_THREADS": "1"})
+        before = (run / "metrics.jsonl").stat().st_size if resume else 0
+        deadline = time.monotonic() + 120
+        while child.poll() is None and time.monotonic() < deadline:
+            wrote = (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size != before
+            saving = (run / "state" / ".writing").exists()
+            if (saving if attempt == 1 else wrote):         # once in the middle of writing a state
+                break
+            time.sleep(0.002)
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+        states = [path for path in (run / "state").glob("step_*")] if (run / "state").exists() else []
+        for state in states:
+            assert torch.load(state / "optimiser.pt") and AutoModelForCausalLM.from_pretrained(state / "model")
+        if (run / "checkpoint").exists():
+            assert AutoModelForCausalLM.from_pretrained(run / "checkpoint")
+    last = mars(*options, "--resume", cwd=folder)
+    assert last.returncode == 0, last.stderr
+    assert metrics(run) == metrics(folder / "runs/whole")
+
+
+def test_two_ranks_walk_the_same_path(trained, base):
+    """torchrun with 2 processes: the same first rollouts, so the same reward; loss and gradient equal to rounding."""
+    folder, _ = trained
+    done = mars("--model", base, "--steps", 1, "--save_every", 2, "--name", "ranks", *SMALL, ranks=2, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    one, two = metrics(folder / "runs/whole")[0], metrics(folder / "runs/ranks")[0]
+    for key in ("reward", "calls_per_question", "sys1_samples", "sys1_tokens", "sys2_tokens", "trained_tokens", "zero_variance_share"):
+        assert one[key] == two[key], key
+    for key in ("loss", "grad_norm", "sys1_entropy", "sys2_entropy"):
+        assert one[key] == pytest.approx(two[key], abs=1e-5), key
+    records = [json.loads(line) for line in open(folder / "runs/ranks/rollouts/step_0.jsonl")]
+    assert sum(r["split"] == "train" for r in records) == 16, "rank 0 writes the trajectories of all ranks"
+
+
+@pytest.mark.parametrize("arm", [["--system1", "frozen"], ["--system1", "none"], ["--balance", "off"], ["--packing", "off"],
+                                 ["--purpose", "off"], ["--tools", "search,scholar"], ["--shared_group"],
+                                 ["--inner_steps", "2"], ["--kl_beta", "0.01"], ["--tis", "2"]], ids=" ".join)
+def test_arms(base, tmp_path, monkeypatch, arm):
+    import mars as program
+    monkeypatch.chdir(tmp_path)
+    assert program.main(["--model", str(base), "--name", "arm", "--steps", "1", *SMALL[:4], "--eval_questions", "2", "--threads", "1",
+                         "--kv_tokens", "16384", *arm]) == 0
+    (line,) = metrics(tmp_path / "runs/arm")
+    records = [json.loads(text) for text in open(tmp_path / "runs/arm/rollouts/step_0.jsonl")]
+    chunks = [chunk for r in records if r["split"] == "train" for turn in r["turns"] for chunk in turn["chunks"]]
+    if arm[1:] == ["none"]:
+        assert line["sys1_samples"] == 0
+    if arm[1:] == ["frozen"]:
+        assert not any(chunk["drawn"] for chunk in chunks)
+    if arm[0] == "--balance":
+        assert all(chunk["drawn"] == 1 for chunk in chunks)
+    if arm[0] == "--packing":
+        assert all(len(chunk["documents"]) == 1 for chunk in chunks)
+    if arm[0] == "--shared_group":
+        assert all(chunk["advantage"] == r["advantage"] for r in records if r["split"] == "train"
+                   for turn in r["turns"] for chunk in turn["chunks"])
+    if arm[0] == "--tools":
+        assert "python" not in {turn["call"]["tool"] for r in records for turn in r["turns"] if turn["call"]}
+
+
+BAD = {
+    "unknown option": (["--learning_rate", "1"], "unrecognized"),
+    "ill-typed": (["--lr", "fast"], "--lr"),
+    "not a choice": (["--system1", "maybe"], "--system1"),
+    "contradiction": (["--inner_steps", "9", "--questions", "4"], "--inner_steps"),
+    "no group": (["--group", "1"], "--group"),
+    "top-p in training": (["--top_p", "0.95"], "--top_p"),
+    "negative": (["--lr", "-1"], "--lr"),
+    "not a number": (["--lr", "nan"], "--lr"),
+    "unknown tool": (["--tools", "search,fax"], "fax"),
+    "pool too small": (["--kv_tokens", "100"], "--kv_tokens"),
+    "missing questions": (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
+    "empty questions": (["--data", "empty.jsonl"], "empty.jsonl"),
+    "missing model": (["--model", "no/such/model"], "no/such/model"),
+    "not a model": (["--model", "empty_folder"], "empty_folder"),
+    "missing documents": (["--docs", "nowhere"], "nowhere"),
+    "unwritable": (["--runs", "file/below"], "file"),
+    "nothing to resume": (["--resume", "--name", "never"], "never"),
+    "resume without a name": (["--resume"], "--name"),
+    "no such checkpoint": (["eval", "runs/never"], "runs/never"),
+    "ask without a question": (["ask", "runs/never"], "question"),
+    "no GPU": (["--device", "cuda"], "CUDA"),
+    "shards of one process": (["--fsdp"], "torchrun"),
+    "no key": (["--data", "some.jsonl", "--search", "serper"], "SERPER_API_KEY"),
+    "no judge": (["--data", "some.jsonl", "--grader", "judge"], "MARS_JUDGE_URL"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_sentence_exit_2_and_nothing_written(base, tmp_path, monkeypatch, capsys, name):
+    import mars as program
+    if name == "no GPU" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    arguments, word = BAD[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SERPER_API_KEY", raising=False)
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty_folder").mkdir()
+    lines = [json.dumps({"question": f"when was ada baker {i} born ?", "answer": str(i)}) for i in range(40)]
+    (tmp_path / "some.jsonl").write_text("\n".join(lines))
+    before = sorted(p for p in tmp_path.rglob("*") if ".cache" not in p.parts)
+    if "--model" not in arguments and arguments[0] not in ("eval", "ask"):
+        arguments = [*arguments, "--model", str(base)]
+    if "--steps" not in arguments and arguments[0] not in ("eval", "ask"):
+        arguments = [*arguments, "--steps", "1", "--eval_questions", "2"]
+    try:
+        code = program.main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    error = capsys.readouterr().err.strip()
+    assert code == 2 and len(error.splitlines()) == 1 and word in error, error
+    assert sorted(p for p in tmp_path.rglob("*") if ".cache" not in p.parts) == before
+
+
+def test_resume_with_changed_settings_or_over_an_existing_run_is_refused(trained, base):
+    folder, _ = trained
+    changed = mars("--model", base, "--name", "whole", "--resume", "--steps", 5, *SMALL, "--lr", 0.5, cwd=folder)
+    assert changed.returncode == 2 and "lr (0.001 -> 0.5)" in changed.stderr
+    again = mars("--model", base, "--name", "whole", "--steps", 5, *SMALL, cwd=folder)
+    assert again.returncode == 2 and "--resume" in again.stderr
+    assert len(metrics(folder / "runs/whole")) == 4
+
+
+def test_eval_and_ask(trained):
+    folder, _ = trained
+    for checkpoint in ("runs/whole", "runs/whole/checkpoint"):
+        done = mars("eval", checkpoint, "--eval_questions", 6, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert "accuracy (95 %)" in done.stdout and "toy" in done.stdout
+    out = folder / "runs" / "eval-whole"
+    predictions = json.loads((out / "predictions.json").read_text())
+    assert len(predictions) == 6 and all({"model", "response"} <= p.keys() for p in predictions.values())
+    assert (out / "trajectories.html").exists() and json.loads((out / "table.json").read_text())[-1]["questions"] == 6
+    done = mars("ask", "runs/whole", "when was ada baker born ?", cwd=folder)
+    assert done.returncode == 0 and "system 2 |" in done.stdout and "answer |" in done.stdout
+    assert (folder / "runs/whole/ask.html").exists()
+
+
+def test_ones_own_questions_and_documents(trained, base):
+    """--data and --docs: another corpus, other questions, the same program."""
+    folder, _ = trained
+    (folder / "notes").mkdir()
+    (folder / "notes" / "a.txt").write_text("ada baker born 1968 . ada baker enjoys chess .")
+    (folder / "own.jsonl").write_text("\n".join(json.dumps({"question": f"when was ada baker born {'?' * i}", "answer": "1968"})
+                                                for i in range(1, 13)))
+    done = mars("--model", base, "--data", "own.jsonl", "--docs", "notes", "--name", "own", "--steps", 1, *SMALL, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in open(folder / "runs/own/rollouts/step_0.jsonl")]
+    found = {d["id"] for r in records for turn in r["turns"] for d in turn["documents"] if turn["call"]["tool"] != "python"}
+    assert found == {"a.txt"}
+
+
+def test_too_many_failing_tools_stop_the_run_with_its_state_whole(base, tmp_path, monkeypatch, capsys):
+    import build
+    import mars as program
+    from tools import ToolError
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model", str(base), "--name", "broken", "--save_every", "1", *SMALL, "--eval_questions", "2"]
+    assert program.main([*arguments, "--steps", "1"]) == 0
+
+    def broken(query):
+        raise ToolError("no route to the service")
+    monkeypatch.setattr(build.search, "local", lambda *a: broken)
+    assert program.main([*arguments, "--steps", "3", "--resume"]) == 2
+    assert "of the tool calls of step 1 failed" in capsys.readouterr().err
+    line = metrics(tmp_path / "runs/broken")[1]
+    assert line["tool_error_share"] > 0.5 and line["empty_share"] == 0
+    assert program.trainer.newest(tmp_path / "runs/broken")[0] == 1
+
+
+def test_steps_without_a_finite_gradient_are_skipped_and_three_stop_the_run(base, tmp_path, monkeypatch, capsys):
+    import mars as program
+    monkeypatch.chdir(tmp_path)
+    real = program.trainer.gradient_norm
+    monkeypatch.setattr(program.trainer, "gradient_norm", lambda policy, limit: real(policy, limit) * float("nan"))
+    assert program.main(["--model", str(base), "--name", "nan", "--steps", "5", "--save_every", "1", *SMALL]) == 2
+    said = capsys.readouterr()
+    assert said.out.count("step skipped") == 3 and "sys2 " in said.out and "three steps in a row" in said.err
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/nan/checkpoint").state_dict()
+    start = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    assert all(torch.equal(state[k], start[k]) for k in start), "a skipped step moves no weight"
