@@ -1,17 +1,18 @@
 """The embedded default: an invented world, its two corpora, its questions, its little language.
 
-People and companies are drawn from a seed; a fact is one sentence of the world's documents ("ada baker born 1968 ."). Questions
-need one look-up, two ("where is the employer of ada baker based ?"), a look-up and a subtraction in the Python tool, or a
-look-up in the second corpus. Training and evaluation ask about two worlds of other people, companies and facts. The worlds share
-their *words* (the names are composed from the same lists), no fact: what is learned is how to look things up, not the answers.
+People and companies are drawn from a seed; a fact is one sentence of the world's documents ("ada baker born 1968 .").
+Questions need one look-up, two ("where is the employer of ada baker based ?"), a look-up and a subtraction in the
+Python tool, or a look-up in the second corpus. Training and evaluation ask about two worlds of other people, companies
+and facts. The worlds share their *words* (names are composed from the same lists) and no fact: what is learned is how
+to look things up, not the answers.
 
 The language is word-level. System 2 (`ToyFormat`, the interface of prompts.py) speaks
 
     <s2> when was ada baker born ? <eot> <call> search ada baker <purpose> birth of ada baker <eot>
     <resp> ada baker born 1968 . none . <eot> <answer> 1968 <eot>
 
-and System 1 sees `<s1> <doc> … <doc> … <purpose> birth of ada baker <eot>` and writes `ada baker born 1968 . <eot>`, or `none . <eot>`.
-The base model that speaks it (imperfectly) is made by toy_base.py. Tests: pytest tests/test_toy.py
+and System 1 sees `<s1> <doc> … <doc> … <purpose> birth of ada baker <eot>` and writes `ada baker born 1968 . <eot>`, or
+`none . <eot>`. The base model that speaks it (imperfectly) is made by toy_base.py. Tests: pytest tests/test_toy.py
 """
 import functools
 import random
@@ -26,19 +27,28 @@ from tools import Document, UserError
 
 # ------------------------------------------------------------------------------------------------- words
 
-FIRST_NAMES = """ada amir bela bob carl cleo dan dora emil eva fay finn gina gus hana hugo iris ivan jane joel kira kurt lena leo
+FIRST_NAMES = """
+    ada amir bela bob carl cleo dan dora emil eva fay finn gina gus hana hugo iris ivan jane joel kira kurt lena leo
     maya milo ned nora omar pia quin rosa sven tara uma vera walt xena yuri zoe""".split()
-LAST_NAMES = """abbot adler baker brandt cohen cruz diaz dorn ellis engel fisher frank gomez grant hardy holm irving ito jansen
-    jensen keller klein lang lopez meyer moss noble novak olsen patel quick rossi stern turner urban vogel weber xiong young
-    zeller""".split()
-STEMS = """acro belto cando dexi elvo fintra gorla hexa inno jarvo kelto luma mondo nexo orbi pluto quanta rivo solar tekno ultra
-    vanta wexo xylo yalto zenta""".split()
+LAST_NAMES = """
+    abbot adler baker brandt cohen cruz diaz dorn ellis engel fisher frank gomez grant hardy holm irving ito jansen
+    jensen keller klein lang lopez meyer moss noble novak olsen patel quick rossi stern turner urban vogel weber
+    xiong young zeller""".split()
+STEMS = """
+    acro belto cando dexi elvo fintra gorla hexa inno jarvo kelto luma mondo nexo orbi pluto quanta rivo solar tekno
+    ultra vanta wexo xylo yalto zenta""".split()
 SUFFIXES = "corp foods group labs media motors systems works".split()
-CITIES = """almond arden birch brill caldor cedar dover dunmore eastby elgin fenwick garth hollow ironby jasper kirkby lowell marlow
-    norwick oakham preston quarry redhill seaford tilbury upton verdun wexford yarm zurich""".split()
-HOBBIES = "chess cooking dancing fishing hiking karate opera painting poker pottery rowing sailing skiing tennis yoga".split()
-PRODUCTS = "bicycles boots cameras candles carpets cheese clocks drones glass lamps paper pianos ropes tents tractors".split()
-TOPICS = "algae bees comets corals dreams enzymes fungi glaciers lasers magnets moths polymers robots tides volcanoes".split()
+CITIES = """
+    almond arden birch brill caldor cedar dover dunmore eastby elgin fenwick garth hollow ironby jasper kirkby
+    lowell marlow norwick oakham preston quarry redhill seaford tilbury upton verdun wexford yarm zurich""".split()
+HOBBIES = """
+    chess cooking dancing fishing hiking karate opera painting poker pottery rowing sailing skiing tennis
+    yoga""".split()
+PRODUCTS = """
+    bicycles boots cameras candles carpets cheese clocks drones glass lamps paper pianos ropes tents tractors""".split()
+TOPICS = """
+    algae bees comets corals dreams enzymes fungi glaciers lasers magnets moths polymers robots tides
+    volcanoes""".split()
 YEARS = [str(year) for year in range(1960, 2000)]
 NUMBERS = [str(number) for number in range(40)]
 FILLER = ["the weather was mild that week .", "this page was updated last month .", "read more in our archive .",
@@ -46,7 +56,7 @@ FILLER = ["the weather was mild that week .", "this page was updated last month 
           "the event drew a large crowd .", "no further details are known .", "see also the list of records .",
           "the report is available online ."]
 
-PERSONAL = ("employer", "birth", "home", "hobby")               # attributes told in the search corpus; "study" only in scholar
+PERSONAL = ("employer", "birth", "home", "hobby")               # in the search corpus; "study" is in the other
 CORPORATE = ("base", "founding", "product")
 VERBS = {"employer": "joined", "birth": "born", "home": "inhabits", "hobby": "enjoys", "study": "published",
          "base": "occupies", "founding": "began", "product": "makes"}
@@ -69,8 +79,8 @@ def vocabulary() -> list[str]:
     """Every word of every world, the control words first; a word's place is its token id."""
     phrases = [*FILLER, *ASK.values(), *MENTIONS, AGE, EMPLOYER_OF]
     words = {word for phrase in phrases for word in phrase.split() if "{" not in word}
-    words.update(FIRST_NAMES, LAST_NAMES, STEMS, SUFFIXES, CITIES, HOBBIES, PRODUCTS, TOPICS, YEARS, NUMBERS, VERBS, VERBS.values(),
-                 OWN_WORDS)
+    words.update(FIRST_NAMES, LAST_NAMES, STEMS, SUFFIXES, CITIES, HOBBIES, PRODUCTS, TOPICS, YEARS, NUMBERS,
+                 VERBS, VERBS.values(), OWN_WORDS)
     return [*CONTROL, *sorted(words)]
 
 
@@ -117,7 +127,7 @@ def make_world(name: str, n_people: int, n_companies: int) -> World:
 
 
 def write_pages(world: World, rng, corpus: str, subject: str, facts: list[str]):
-    """Adds three pages about `subject` to a corpus: one with its facts, two that only mention it; 4 to 6 sentences each."""
+    """Adds three pages of 4 to 6 sentences to a corpus: one with the subject's facts, two that only mention it."""
     def mention():
         other = rng.choice(world.people)
         return rng.choice(MENTIONS).format(subject, other) if other != subject else mention()
@@ -145,7 +155,7 @@ NEEDS = {"one": {"search"}, "two": {"search"}, "age": {"search", "python"}, "sch
 
 @dataclass(frozen=True)
 class Plan:
-    """A question with the way to its answer: the look-ups (tool, name, attribute) in order, then a sum, if one is needed."""
+    """A question and the way to its answer: look-ups (tool, name, attribute) in order, then a sum if one is needed."""
     kind: str
     text: str
     hops: tuple[tuple[str, str, str], ...]
@@ -157,7 +167,7 @@ def draw_plan(world: World, rng, tools=TOOLS) -> Plan:
     """A random question about a world that can be answered with these tools."""
     kinds = [kind for kind in SHARES if NEEDS[kind] <= set(tools)]
     if not kinds:
-        raise UserError("the toy world has no question for these tools; give it search or scholar (--tools search,scholar)")
+        raise UserError("the toy has no question for these tools; give it search or scholar (--tools search,scholar)")
     kind = rng.choices(kinds, [SHARES[kind] for kind in kinds])[0]
     facts, person = world.facts, rng.choice(world.people)
     if kind == "one":
@@ -172,7 +182,8 @@ def draw_plan(world: World, rng, tools=TOOLS) -> Plan:
         birth, age = facts[person, "birth"], rng.randint(1, 24)
         year = int(birth) + age
         return Plan(kind, AGE.format(person, year), (("search", person, "birth"),), str(age), f"{year} - {birth}")
-    return Plan(kind, ASK["study"].format(person, facts[person, "topic"]), (("scholar", person, "study"),), facts[person, "study"])
+    text = ASK["study"].format(person, facts[person, "topic"])
+    return Plan(kind, text, (("scholar", person, "study"),), facts[person, "study"])
 
 
 def question(split: str, seed: int, index: int, tools=TOOLS) -> Question:
@@ -181,7 +192,7 @@ def question(split: str, seed: int, index: int, tools=TOOLS) -> Question:
     return Question(f"{split}-{seed}-{index}", plan.text, (plan.answer,), f"toy-{plan.kind}")
 
 
-# ------------------------------------------------------------------------------------------------- tokens and the two roles' language
+# ------------------------------------------------------------------------------------------------- the language
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -196,7 +207,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class ToyFormat:
-    """The toy's side of the format interface (see prompts.py): token ids in, token ids out, words only for the parser."""
+    """The toy's form of the interface in prompts.py: token ids in, token ids out, words only for the parser."""
 
     def __init__(self, tokenizer, tools=TOOLS):
         self.tokenizer, self.tools = tokenizer, tuple(tools)
@@ -223,7 +234,9 @@ class ToyFormat:
             words.insert(0, "<answer>")
         head, body = words[:1], words[1:]
         if head == ["<answer>"]:
-            return Step(answer=" ".join(body)) if self.plain(body) else Step(error="the answer is empty or holds a control word")
+            if self.plain(body):
+                return Step(answer=" ".join(body))
+            return Step(error="the answer is empty or holds a control word")
         if head != ["<call>"]:
             return Step(error="a step starts with <call> or <answer>")
         if body[:1] == [] or body[0] not in self.tools:
@@ -247,7 +260,7 @@ class ToyFormat:
         return wrapped + [self.control["<answer>"]] * final
 
     def message(self, text: str, *, final: bool = False) -> list[int]:
-        """Our own words to System 2, of which the toy has two: "none ." for no results, "error" for all that went wrong."""
+        """Our own words to System 2. The toy has two: "none ." for no results, "error" for all that went wrong."""
         return self.observation([self.encode("none ." if text.startswith("no results") else "error")], final=final)
 
     def close_step(self) -> list[int]:
@@ -257,7 +270,7 @@ class ToyFormat:
         return [self.control["<doc>"], *self.encode(document.text)]
 
     def system1_prompt(self, chunk: list[int], purpose: str, question: str = "") -> list[int]:
-        """Chunk, then purpose; without a purpose (--purpose off) the slot stays empty. The question is not shown in the toy."""
+        """Chunk, then purpose; without one (--purpose off) its place stays empty. The toy never shows the question."""
         return [self.control["<s1>"], *chunk, self.control["<purpose>"], *self.encode(purpose), self.eot]
 
     def note(self, tokens: list[int]) -> list[int]:

@@ -1,10 +1,11 @@
 """The toy's base model: a tiny Qwen3 that speaks the toy's language, imperfectly.
 
-It plays the part of the pretrained instruct model that the paper starts from; the RL on top is "zero RL" as in the paper. Random
-weights are trained in two stages on texts of invented worlds that no run asks about:
+It plays the part of the pretrained instruct model that the paper starts from; the RL on top is "zero RL" as in the
+paper. Random weights are trained in two stages on texts of invented worlds that no run asks about:
   A  skills: right use of the language, dense in targets (six requests on each chunk, many of them not in it: "none .");
-  B  habits: demonstrations with the faults of HABITS, so that every good move and many bad ones are in the policy's reach.
-RL then selects among these modes; it could not build the skill of copying a fact in minutes. Stage B alone never learns to copy.
+  B  habits: demonstrations with the faults of HABITS: every good move and many bad ones are in the policy's reach.
+RL then selects among these modes; it could not build the skill of copying a fact in minutes. Stage B alone never learns
+to copy.
 
 `build` caches the result as a Hugging Face folder (model and tokenizer). Tests: pytest tests/test_toy.py
 """
@@ -41,12 +42,12 @@ class Habits:
     second_hop: float = 1.0     # goes on to the second look-up
     compute: float = 1.0        # calls Python for the sum
     faithful: float = 1.0       # answers what it found
-    distil: float = 1.0         # System 1, in the trajectories: notes what was asked for, instead of the chunk's first sentence
+    distil: float = 1.0         # as System 1: notes what was asked for, instead of the chunk's first sentence
 
 
 FLAWLESS = Habits()
 HABITS = Habits(guess=0.15, specific=0.6, second_hop=0.75, compute=0.75, faithful=0.9, distil=0.85)
-DISTIL = 0.4                    # the same for the demonstrations that System 1 itself is trained on: its faults are the majority
+DISTIL = 0.4                    # the same in the demonstrations that System 1 itself is trained on: mostly wrong
 MISHAP = 0.03                   # share of calls that meet an "error" and are made again
 
 
@@ -55,7 +56,7 @@ class Library:
 
     def __init__(self, name: str):
         self.world = toy.make_world(f"library {name}", 60, 25)
-        self.search = {corpus: search.local(documents, k=DOCUMENTS) for corpus, documents in self.world.documents.items()}
+        self.search = {corpus: search.local(pages, k=DOCUMENTS) for corpus, pages in self.world.documents.items()}
         self.chunks_of = {}
         self.told_by = {self.world.sentence(*fact): fact for fact in self.world.facts if fact[1] in toy.VERBS}
 
@@ -104,9 +105,10 @@ def trajectory(library: Library, rng, habits: Habits):
             found = False
             break
         fact = world.sentence(name, attribute)
-        for _ in range(3):                                              # a look-up that found nothing is sometimes repeated
+        for _ in range(3):                                      # a look-up that found nothing is sometimes repeated
             specific = rng.random() < habits.specific
-            notes = [note_on(chunk, fact, specific and rng.random() < habits.distil) for chunk in library.chunks(name, attribute)]
+            notes = [note_on(chunk, fact, specific and rng.random() < habits.distil)
+                     for chunk in library.chunks(name, attribute)]
             call(f"{corpus} {name} <purpose> {purpose_of(name, attribute, specific)}", " ".join(notes))
             found = fact in notes
             if found or rng.random() < 0.7:
@@ -147,7 +149,7 @@ def found_chunk(library: Library, rng) -> tuple[list[str], str]:
 
 
 def made_up_chunk(library: Library, rng) -> tuple[list[str], str]:
-    """One page that tells many facts of different names, often of two attributes only so that they are easily confused."""
+    """One page with many facts of different names, half of the time of two attributes only: easily confused."""
     world = library.world
     attributes = rng.sample(ATTRIBUTES, 2 if rng.random() < 0.5 else len(ATTRIBUTES))
     told = [random_request(world, rng, attributes) for _ in range(rng.randint(4, 11))]
@@ -168,7 +170,7 @@ def skill_chunk(library: Library, rng):
     for _ in range(6):
         if told and rng.random() < 0.5:
             request = rng.choice(told)
-        elif rng.random() < 0.7:                                        # told or not: the right name, any of its attributes
+        elif rng.random() < 0.7:                                # the right name, any of its attributes, told or not
             request = name, rng.choice(its_attributes)
         else:
             request = random_request(library.world, rng)
@@ -178,7 +180,7 @@ def skill_chunk(library: Library, rng):
 
 
 def habit_chunk(library: Library, rng):
-    """Stage B for System 1: a chunk as a search returns it, a purpose that is often vague, a note that is often wrong."""
+    """Stage B for System 1: a chunk as a search returns it, a purpose that may be vague, a note that is often wrong."""
     name, attribute = random_request(library.world, rng)
     fact, chunks = library.world.sentence(name, attribute), library.chunks(name, attribute)
     holding = [chunk for chunk in chunks if fact in sentences_of(chunk)]
@@ -186,7 +188,7 @@ def habit_chunk(library: Library, rng):
     specific = rng.random() < 0.75
     purpose = purpose_of(name, attribute, specific)
     if not specific and rng.random() < 0.2:
-        purpose = ""                                                    # so that --purpose off is a prompt that it knows
+        purpose = ""                                            # so that --purpose off is a prompt that it knows
     note = note_on(chunk, fact, specific and rng.random() < DISTIL)
     return [(f"<s1> {as_text(chunk)} <purpose> {purpose} <eot>", False), (f"{note} <eot>", True)]
 
@@ -203,13 +205,13 @@ def encode(pieces, ids: dict[str, int]) -> tuple[list[int], list[bool]]:
 def loss_of(model, samples) -> torch.Tensor:
     """Mean cross-entropy of the trained tokens of some samples (token ids, mask), padded to one length T."""
     tokens, mask = (torch.nn.utils.rnn.pad_sequence([torch.tensor(sample[i]) for sample in samples], batch_first=True)
-                    for i in (0, 1))                                    # [B, T]: right padding, which a causal model never sees
+                    for i in (0, 1))            # [B, T]; the padding is on the right, where a causal model never looks
     hidden = model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
     return F.cross_entropy(model.lm_head(hidden[mask[:, 1:]]), tokens[:, 1:][mask[:, 1:]])
 
 
 def train(model, title: str, sources, steps: int, lr: float, warmup: int):
-    """AdamW with cosine decay; a step's loss is the sum of the mean loss of each source (a function that makes a batch)."""
+    """AdamW with cosine decay. A source makes a batch when called; a step's loss sums the sources' mean losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / warmup) *
                                                  (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))))
@@ -222,7 +224,7 @@ def train(model, title: str, sources, steps: int, lr: float, warmup: int):
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
         if step % 50 == 49 or step == steps - 1:
-            line = ", ".join(f"{name} {loss.item():.3f}" for name, loss in zip(("System 1 loss", "System 2 loss"), losses))
+            line = "loss " + " + ".join(f"{loss.item():.3f}" for loss in losses)
             if progress.disable:
                 print(f"{title}: step {step + 1}/{steps}, {line}", flush=True)
             progress.set_postfix_str(line)
@@ -232,8 +234,9 @@ def new_model(vocabulary_size: int) -> Qwen3ForCausalLM:
     """474k parameters. Two layers learned to copy sooner than three or four did."""
     return Qwen3ForCausalLM(Qwen3Config(
         vocab_size=vocabulary_size, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.06,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, pad_token_id=0, eos_token_id=2, bos_token_id=None))
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True,
+        initializer_range=0.06, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        pad_token_id=toy.CONTROL.index("<pad>"), eos_token_id=toy.CONTROL.index("<eot>"), bos_token_id=None))
 
 
 def make_base(seed: int, skill_steps: int, habit_steps: int):
@@ -246,16 +249,19 @@ def make_base(seed: int, skill_steps: int, habit_steps: int):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = new_model(len(tokenizer))
-        train(model, "base model, skills", [batch(24, skill_chunk), batch(6, trajectory, FLAWLESS)], skill_steps, 5e-3, 30)
-        train(model, "base model, habits", [batch(16, habit_chunk), batch(16, trajectory, HABITS)], habit_steps, 2e-3, 10)
+        skills = batch(24, skill_chunk), batch(6, trajectory, FLAWLESS)
+        habits = batch(16, habit_chunk), batch(16, trajectory, HABITS)
+        train(model, "base model 1/2, skills", skills, skill_steps, lr=5e-3, warmup=30)
+        train(model, "base model 2/2, habits", habits, habit_steps, lr=2e-3, warmup=10)
     return model, tokenizer
 
 
-def build(cache_dir, seed: int = 0, threads: int | None = None, steps: tuple[int, int] = (SKILL_STEPS, HABIT_STEPS)) -> Path:
+def build(cache_dir, seed: int = 0, threads: int | None = None, steps=(SKILL_STEPS, HABIT_STEPS)) -> Path:
     """The base model's Hugging Face folder, from the cache or made now (about 2 minutes on one core).
 
-    The cache's key is the recipe: this file, toy.py, seed and steps. A build that is cut short leaves no folder of that name.
-    threads: for PyTorch while building; None leaves its setting. Raises UserError when cache_dir cannot be written.
+    The cache's key is the recipe: this file, toy.py, seed and steps (of the two stages). A build that is cut short
+    leaves no folder of that name. threads: for PyTorch while building; None leaves its setting. Raises UserError when
+    cache_dir cannot be written.
     """
     sources = [Path(file).read_bytes() for file in (toy.__file__, __file__)]
     recipe = hashlib.sha256(repr((sources, seed, steps)).encode()).hexdigest()[:12]

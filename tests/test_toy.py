@@ -1,5 +1,5 @@
-"""The toy: worlds and questions follow from names alone, the search finds what is needed, the language round-trips, the base
-model's cache is whole or absent."""
+"""The toy: worlds and questions follow from names alone, the search finds what is needed, the language round-trips, the
+base model's cache is whole or absent."""
 import os
 import random
 import subprocess
@@ -43,7 +43,7 @@ def test_training_and_evaluation_ask_about_different_facts():
     assert len(training.people) == 200 and len(held_out.companies) == 40
     shared = set(training.facts) & set(held_out.facts)
     same = sum(training.facts[key] == held_out.facts[key] for key in shared)
-    assert same < 0.25 * len(held_out.facts)                            # equal by chance only: few names meet, values are drawn anew
+    assert 0 < len(shared) and same < 0.25 * len(shared)        # a name may be in both; its values are drawn anew
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**6))
@@ -60,8 +60,9 @@ def test_the_kinds_come_in_their_shares():
         assert sources.count(f"toy-{kind}") / 2000 == pytest.approx(share, abs=0.04)
 
 
-@pytest.mark.parametrize("tools, kinds", [(("search", "scholar"), {"one", "two", "scholar"}), (("search",), {"one", "two"}),
-                                          (("scholar", "python"), {"scholar"}), (("python", "search"), {"one", "two", "age"})])
+@pytest.mark.parametrize("tools, kinds", [
+    (("search", "scholar"), {"one", "two", "scholar"}), (("search",), {"one", "two"}),
+    (("scholar", "python"), {"scholar"}), (("python", "search"), {"one", "two", "age"})])
 def test_only_questions_that_the_tools_can_answer(tools, kinds):
     assert {toy.question("train", 0, i, tools).source for i in range(200)} == {f"toy-{kind}" for kind in kinds}
 
@@ -93,7 +94,8 @@ def test_search_finds_the_needed_fact(split, seed):
     world = toy.world(split, seed)
     tools = {corpus: search.local(documents, k=toy_base.DOCUMENTS) for corpus, documents in world.documents.items()}
     hops = [hop for i in range(400) for hop in toy.draw_plan(world, random.Random(i)).hops]
-    found = [any(world.sentence(name, attribute) in document.text for document in tools[corpus](name)) for corpus, name, attribute in hops]
+    found = [any(world.sentence(name, attribute) in document.text for document in tools[corpus](name))
+             for corpus, name, attribute in hops]
     assert sum(found) / len(found) >= 0.99
     lengths = [[1 + len(document.text.split()) for document in tools[corpus](name)] for corpus, name, _ in hops]
     chunks = [len(pack_documents(sizes, toy_base.CAPACITY)) for sizes in lengths]
@@ -131,14 +133,17 @@ def test_encoding_forgives_case_and_missing_spaces(form):
 NAMES = st.sampled_from(["ada baker", "acro corp", "volcanoes", "1968"])
 
 
-@given(st.sampled_from(["search", "scholar"]), NAMES, st.sampled_from(["birth of ada baker", "anything about acro corp"]), st.booleans())
-def test_a_call_round_trips(form, tool, argument, purpose, stop):
-    tokens = form.tokenizer.convert_tokens_to_ids(f"<call> {tool} {argument} <purpose> {purpose}".split()) + [form.eot] * stop
-    assert form.parse(tokens).call == Call(tool, argument, purpose)
+PURPOSES = st.sampled_from(["birth of ada baker", "anything about acro corp"])
 
 
 def spoken(form, text):
     return form.tokenizer.convert_tokens_to_ids(text.split())
+
+
+@given(st.sampled_from(["search", "scholar"]), NAMES, PURPOSES, st.booleans())
+def test_a_call_round_trips(form, tool, argument, purpose, stop):
+    tokens = spoken(form, f"<call> {tool} {argument} <purpose> {purpose}") + [form.eot] * stop
+    assert form.parse(tokens).call == Call(tool, argument, purpose)
 
 
 def test_python_needs_no_purpose(form):
@@ -152,12 +157,16 @@ def test_answers(form):
 
 
 @pytest.mark.parametrize("text, complaint", [
-    ("", "starts with"), ("<eot>", "starts with"), ("ada baker <eot>", "starts with"), ("<resp> 12 <eot>", "starts with"),
-    ("<answer> <eot>", "answer is empty"), ("<answer> 12 <call> <eot>", "control word"), ("<answer> 12 <eot> <eot>", "control word"),
-    ("<call> <eot>", "unknown tool"), ("<call> baker ada <eot>", "unknown tool"), ("<call> <purpose> birth <eot>", "unknown tool"),
-    ("<call> search <purpose> birth of ada <eot>", "query is empty"), ("<call> search <doc> ada <purpose> birth <eot>", "control word"),
-    ("<call> search ada baker <eot>", "purpose is missing"), ("<call> search ada <purpose> <eot>", "purpose is missing"),
-    ("<call> search ada <purpose> birth <purpose> birth <eot>", "control word"), ("<call> python <eot>", "query is empty")])
+    ("", "starts with"), ("<eot>", "starts with"),
+    ("ada baker <eot>", "starts with"), ("<resp> 12 <eot>", "starts with"),
+    ("<answer> <eot>", "answer is empty"), ("<answer> 12 <call> <eot>", "control word"),
+    ("<answer> 12 <eot> <eot>", "control word"), ("<call> <eot>", "unknown tool"),
+    ("<call> baker ada <eot>", "unknown tool"), ("<call> <purpose> birth <eot>", "unknown tool"),
+    ("<call> search <purpose> birth of ada <eot>", "query is empty"), ("<call> python <eot>", "query is empty"),
+    ("<call> search <doc> ada <purpose> birth <eot>", "control word"),
+    ("<call> search ada baker <eot>", "purpose is missing"),
+    ("<call> search ada <purpose> <eot>", "purpose is missing"),
+    ("<call> search ada <purpose> birth <purpose> birth <eot>", "control word")])
 def test_whatever_is_malformed_gets_one_sentence(form, text, complaint):
     step = form.parse(spoken(form, text))
     assert complaint in step.error and step.call is None and step.answer is None
@@ -209,11 +218,13 @@ def test_demonstrations_speak_the_format(form, library):
         given = [text for text, trained in pieces if not trained]
         assert spoken(form, given[0]) == form.system2_prompt(given[0].removeprefix("<s2> ").removesuffix(" <eot>"))
         for text in given[1:]:
-            assert spoken(form, text) == form.observation([form.encode(text.removeprefix("<resp> ").removesuffix(" <eot>"))])
+            notes = form.encode(text.removeprefix("<resp> ").removesuffix(" <eot>"))
+            assert spoken(form, text) == form.observation([notes])
         steps = [form.parse(spoken(form, text)) for text, trained in pieces if trained]
         assert all(step.call for step in steps[:-1]) and steps[-1].answer
         tokens, mask = toy_base.encode(pieces, ids)
-        assert len(tokens) == len(mask) <= 160 and sum(mask) == sum(len(text.split()) for text, trained in pieces if trained)
+        assert len(tokens) == len(mask) <= 160
+        assert sum(mask) == sum(len(text.split()) for text, trained in pieces if trained)
         (prompt, _), (note, _) = toy_base.habit_chunk(library, rng)
         documents, purpose = prompt.removeprefix("<s1> ").removesuffix(" <eot>").split(" <purpose>")
         assert spoken(form, prompt) == form.system1_prompt(spoken(form, documents), purpose)
@@ -225,8 +236,8 @@ def test_a_flawless_demonstration_is_right(library):
         question, answer = pieces[0][0], pieces[-1][0]
         plan = toy.draw_plan(library.world, random.Random(i))
         assert question == f"<s2> {plan.text} <eot>"
-        found = all(any(library.world.sentence(name, attribute) in text for chunk in library.chunks(name, attribute) for text in chunk)
-                    for _, name, attribute in plan.hops)
+        found = all(any(library.world.sentence(*fact) in text for chunk in library.chunks(*fact) for text in chunk)
+                    for _, *fact in plan.hops)
         assert answer == f"<answer> {plan.answer} <eot>" or not found
 
 
@@ -281,7 +292,8 @@ def test_the_folder_loads_with_transformers(folder, form):
 
 def test_a_build_is_reused_and_repeatable(folder, cache, tmp_path, monkeypatch):
     again = toy_base.build(tmp_path, **TINY)
-    assert again.name == folder.name and (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert again.name == folder.name
+    assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     monkeypatch.setattr(toy_base, "make_base", None)                    # a second build would fail
     assert toy_base.build(cache, **TINY) == folder
 
@@ -332,7 +344,7 @@ def test_training_lowers_the_loss(library, form):
 
 
 def test_the_loss_sees_trained_tokens_only(library, form):
-    """Against one sample at a time without padding; and an untrained token's replacement after the last target changes nothing."""
+    """Against the sum over trained tokens, one sample at a time and without padding."""
     ids, rng = form.tokenizer.get_vocab(), random.Random(2)
     model = toy_base.new_model(len(form.tokenizer))
     samples = [toy_base.encode(toy_base.skill_chunk(library, rng), ids) for _ in range(3)]
