@@ -95,18 +95,20 @@ def chunks(N, V, on_cuda):
 
 
 def plain_stats(z, target, temperature):
-    """(log-prob [C], entropy [C], lse [C]) of logits z [C, V]. z itself becomes log-softmax(z / T)."""
+    """(log-prob [C], entropy [C], what `plain_gradient` needs) of logits z [C, V], which are overwritten."""
     if temperature != 1:
         z /= temperature
-    lse = z.logsumexp(-1)
-    z -= lse[:, None]
-    return z.gather(-1, target[:, None])[:, 0], -torch.linalg.vecdot(z.exp(), z), lse
+    z -= z.amax(-1, keepdim=True)
+    e = z.exp()
+    total = e.sum(-1)
+    logprob = z.gather(-1, target[:, None])[:, 0] - total.log()
+    return logprob, total.log() - torch.linalg.vecdot(e, z) / total, (e, total)
 
 
-def plain_gradient(z, target, lse, c, temperature, dtype):
-    """dz [C, V] in `dtype`, from what `plain_stats` left in z and c = ∂L/∂logp [C]. Overwrites z."""
-    c = (c / temperature)[:, None]
-    return z.exp_().mul_(-c).scatter_add_(-1, target[:, None], c).to(dtype)
+def plain_gradient(z, target, softmax, c, temperature, dtype):
+    """dz [C, V] in `dtype`, from what `plain_stats` left and c = ∂L/∂logp [C]."""
+    (e, total), c = softmax, c / temperature
+    return e.mul_((-c / total)[:, None]).scatter_add_(-1, target[:, None], c[:, None]).to(dtype)
 
 
 @jit
@@ -163,7 +165,7 @@ def check_rows(z, target):
 
 
 def triton_stats(z, target, temperature):
-    """`plain_stats`; z is left as it is."""
+    """`plain_stats`; z is left as it is, and lse is all that the gradient needs besides."""
     check_rows(z, target)
     C, V = z.shape
     logprob, entropy, lse = (torch.empty(C, dtype=torch.float32, device=z.device) for _ in range(3))
@@ -228,16 +230,16 @@ class _LinearGRPOLoss(torch.autograd.Function):
         for part in chunks(len(hidden), len(head), hidden.is_cuda):
             h, y = hidden[part], target[part]
             z = product(h, head.T)                                                            # [C, V]
-            logprob[part], entropy[part], lse = stats(z, y, temperature)
+            logprob[part], entropy[part], softmax = stats(z, y, temperature)
             if need_hidden or need_weight:
                 c = loss_gradient(logprob[part], {name: x[part] for name, x in tokens.items()}, options)
-                dz = gradient(z, y, lse, c, temperature, hidden.dtype)                        # [C, V], in z's place
+                dz = gradient(z, y, softmax, c, temperature, hidden.dtype)                    # [C, V]
                 if need_hidden:
                     d_hidden[part] = product(dz, head)
                 if need_weight:
                     add_product(d_weight, dz.T, h)
                 del dz
-            del z                                    # or the next chunk's logits would stand beside these
+            del z, softmax                           # or the next chunk's logits would stand beside these
         loss, numbers = grpo_loss(logprob, **tokens, **options)
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype

@@ -339,9 +339,9 @@ def test_other_machines(prelude, outcome):
 LINEAR_MUTANTS = {   # what is broken: (form, line of kernels/linear_loss.py, what it becomes)
     "mask dropped": ("reference", "live = token_weight.nonzero()[:, 0]", "live = torch.ones(N).nonzero()[:, 0]"),
     "temperature dropped": ("reference", "if temperature != 1:", "if False:"),
-    "temperature dropped from the gradient": ("reference", "c = (c / temperature)[:, None]", "c = c[:, None]"),
-    "off-target columns dropped": ("reference", ".mul_(-c)", ".mul_(0)"),
-    "target column dropped": ("reference", ".scatter_add_(-1, target[:, None], c)", ""),
+    "temperature dropped from the gradient": ("reference", "softmax, c / temperature", "softmax, c"),
+    "off-target columns dropped": ("reference", "(-c / total)", "(0 * total)"),
+    "target column dropped": ("reference", ".scatter_add_(-1, target[:, None], c[:, None])", ""),
     "scale of backward dropped": ("reference", "d_hidden = d_hidden * grad", "pass"),
     "only one chunk in dW": ("reference", "add_product(d_weight, dz.T, h)", "d_weight = product(dz.T, h)"),
     "Triton: temperature dropped": ("triton", "other=-1e30) * inverse_temperature", "other=-1e30)"),
