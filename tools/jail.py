@@ -1,18 +1,18 @@
 """The child of the Python tool: locks itself in, then runs a program that a model wrote.
 
-Started by tools/python.py as `python jail.py SECONDS MEMORY OUTPUT PARENT READABLE PACKAGES`, the program on standard input.
-The order is resource limits, Landlock (which files), capabilities, parent-death signal, seccomp (which system calls). Only
-then does it write `locked`, and only after that does it look at the program. Each step that fails ends the child,
-and the parent refuses output that does not begin with `locked`, so nothing ever runs half locked.
+Started by tools/python.py as `python jail.py SECONDS MEMORY OUTPUT PARENT READABLE PACKAGES`; the program is read from
+standard input. The order is resource limits, Landlock (which files), capabilities, parent-death signal, seccomp (which
+system calls). Only then does the child write `locked`, and only after that does it look at the program. A step that
+fails ends the child, and the parent refuses output that does not begin with `locked`: nothing ever runs half locked.
 
-What each layer is for. A resource limit alone stops neither root nor fork. Landlock makes a few library folders readable
-and nothing writable, for root too. The seccomp list leaves out every call that makes a process, a socket or a signal, so
-the older Landlock versions (1 = Linux 5.13), which know no network, are enough.
-The program can still learn which paths exist (stat is not covered) and can use its CPU time and its memory.
+What each layer is for. Resource limits bound memory, output and CPU time, but stop neither fork nor root's reads.
+Landlock makes a few library folders readable and nothing writable, for root too. The seccomp list leaves out every call
+that makes a process, a socket or a signal and every way to open a file for writing, so that the first version of
+Landlock (Linux 5.13), which knows neither network nor truncation, is enough.
+What is left to the program: which paths exist (stat is not covered), its CPU time and its memory.
 
 Imports are few on purpose: a start costs 10 to 15 ms, and `ast` or `traceback` at the top would add 5 to 8 ms.
 """
-import _ast
 import ctypes
 import os
 import resource
@@ -33,13 +33,13 @@ ALLOWED = """
     restart_syscall rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait sigaltstack
     exit exit_group""".split()
 
-LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446      # the same on every architecture
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446         # Landlock's calls, the same on every architecture
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 CLONE_THREAD = 0x10000
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026                               # libseccomp actions
-LESS_OR_EQUAL, EQUAL, MASKED_EQUAL = 3, 4, 7                                            # libseccomp comparisons
+ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026       # libseccomp's actions
+LESS_OR_EQUAL, EQUAL, MASKED_EQUAL = 3, 4, 7                    # libseccomp's comparisons
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -50,34 +50,39 @@ def check(result: int, failure: str) -> int:
     return result
 
 
+def within(what: int, limit: int) -> int:
+    """The limit, or the one that holds already where that is lower: an ordinary user cannot raise it."""
+    ceiling = resource.getrlimit(what)[1]
+    return limit if ceiling == resource.RLIM_INFINITY else min(limit, ceiling)
+
+
 def limit_resources(cpu_seconds: int, memory: int, output: int) -> None:
-    """Seconds of CPU (one more until SIGKILL), bytes of address space, bytes of output; kinder to the rest of the machine."""
+    """Seconds of CPU (SIGXCPU, a second later SIGKILL), bytes of address space, bytes of output; a low priority."""
     with open("/proc/self/oom_score_adj", "w") as f:
-        f.write("1000")                                         # the first to go when the whole machine is short of memory
+        f.write("1000")                                         # the first to go when the machine is short of memory
     os.nice(10)
-    check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "no PR_SET_DUMPABLE")      # RLIMIT_CORE 0 does not stop a core *pipe*
-    for what, limit in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, output), (resource.RLIMIT_NOFILE, 64),
-                        (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0), (resource.RLIMIT_CPU, cpu_seconds + 1)):
-        ceiling = resource.getrlimit(what)[1]                   # an ordinary user cannot go above it
-        limit = limit if ceiling == resource.RLIM_INFINITY else min(limit, ceiling)
-        resource.setrlimit(what, (min(limit, cpu_seconds) if what == resource.RLIMIT_CPU else limit, limit))
+    check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "no PR_SET_DUMPABLE")    # RLIMIT_CORE does not stop a core *pipe*
+    for what, soft, hard in ((resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1), (resource.RLIMIT_AS, memory, memory),
+                             (resource.RLIMIT_FSIZE, output, output), (resource.RLIMIT_NOFILE, 64, 64),
+                             (resource.RLIMIT_CORE, 0, 0), (resource.RLIMIT_MEMLOCK, 0, 0)):
+        resource.setrlimit(what, (within(what, soft), within(what, hard)))
 
 
 def landlock(readable: list[str]) -> None:
     """From here on: files under `readable` can be read; nothing can be written, run, made, moved or removed."""
-    version = check(libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1),
+    version = check(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1),
                     "this kernel has no Landlock; Linux 5.13 or later with Landlock switched on is needed")
-    file_rights = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)               # how many rights this version knows of
-    denied = struct.pack("=QQQ", (1 << file_rights) - 1, 3, 3)                # files; TCP bind, connect; sockets, signals
+    file_rights = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)         # how many this version knows of
+    denied = struct.pack("=QQQ", (1 << file_rights) - 1, 3, 3)          # files; TCP; abstract sockets and signals
     denied = denied[:8 if version < 4 else 16 if version < 6 else 24]
-    ruleset = check(libc.syscall(LANDLOCK_CREATE_RULESET, denied, ctypes.c_size_t(len(denied)), 0), "no Landlock ruleset")
+    ruleset = check(libc.syscall(CREATE_RULESET, denied, ctypes.c_size_t(len(denied)), 0), "no ruleset")
     for path in filter(os.path.exists, readable):
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         rule = struct.pack("=Qi", READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE, fd)
-        check(libc.syscall(LANDLOCK_ADD_RULE, ruleset, 1, rule, 0), f"no Landlock rule for {path}")
+        check(libc.syscall(ADD_RULE, ruleset, 1, rule, 0), f"no Landlock rule for {path}")
         os.close(fd)
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no PR_SET_NO_NEW_PRIVS")
-    check(libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0), "Landlock could not be switched on")
+    check(libc.syscall(RESTRICT_SELF, ruleset, 0), "Landlock could not be switched on")
     os.close(ruleset)
 
 
@@ -86,7 +91,9 @@ def drop_capabilities() -> None:
 
 
 def die_with(parent: int) -> None:
-    """SIGKILL for this process when the *thread* that started it ends: tools.python.run, which waits for us in that thread."""
+    """SIGKILL for this process when the *thread* that started it ends; tools.python.run waits for us in that thread.
+
+    So a pool's worker can go once its call has returned, and a program never outlives the trainer."""
     check(libc.prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0), "no PR_SET_PDEATHSIG")
     if os.getppid() != parent:                                  # it died before the line above
         sys.exit("the parent has gone")
@@ -97,7 +104,7 @@ class Comparison(ctypes.Structure):
 
 
 def seccomp() -> None:
-    """From here on: the calls in ALLOWED, files opened for reading, threads but no processes, harmless uses of three more."""
+    """From here on: the calls in ALLOWED, files opened for reading, threads but no processes, little else."""
     try:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError:
@@ -116,14 +123,14 @@ def seccomp() -> None:
 
     for name in ALLOWED:
         rule(ALLOW, name)
-    for name, flags in (("open", 1), ("openat", 2)):            # Landlock overlooks truncation (before 6.2) and /proc/self/fd/1
+    for name, flags in (("open", 1), ("openat", 2)):            # Landlock overlooks /proc/self/fd/1 and, once, O_TRUNC
         rule(ALLOW, name, Comparison(flags, MASKED_EQUAL, WRITING, 0))
     rule(ALLOW, "clone", Comparison(0, MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD))
     rule(ENOSYS, "clone3")                                      # its flags lie in memory; glibc falls back to clone
     rule(ALLOW, "prlimit64", Comparison(0, EQUAL, 0))           # pid 0 is oneself
     for request in (0x5401, 0x5413, 0x541B, 0x5451):            # TCGETS, TIOCGWINSZ, FIONREAD, FIOCLEX
         rule(ALLOW, "ioctl", Comparison(1, EQUAL, request))
-    rule(ALLOW, "fcntl", Comparison(1, LESS_OR_EQUAL, 3))       # not F_SETFL: the output stays append-only; not F_SETOWN
+    rule(ALLOW, "fcntl", Comparison(1, LESS_OR_EQUAL, 3))       # not F_SETFL: output stays append-only; not F_SETOWN
     rule(ALLOW, "fcntl", Comparison(1, EQUAL, 1030))            # F_DUPFD_CLOEXEC
     error = library.seccomp_load(context)
     if error:
@@ -153,14 +160,14 @@ def execute(code: str) -> None:
             import linecache, traceback
             linecache.cache["<code>"] = len(code), None, code.splitlines(True), "<code>"
             traceback.print_exception(*shown)
-        except BaseException:                                   # the program left no descriptor or module to import with
+        except BaseException:                                   # the program left nothing to import them with
             sys.__excepthook__(*shown)
         sys.exit(1)
 
 
 def main() -> None:
     cpu_seconds, memory, output, parent = map(int, sys.argv[1:5])
-    readable, packages = (paths.split(":") for paths in sys.argv[5:])
+    readable, packages = ([path for path in paths.split(":") if path] for paths in sys.argv[5:])
     code = sys.stdin.read()
     sys.stdin = open(os.devnull)
     os.dup2(sys.stdin.fileno(), 0)

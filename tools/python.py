@@ -1,8 +1,8 @@
 """The Python tool: runs a program that a model wrote and returns what it printed.
 
-Such a program is hostile until shown otherwise. It runs in a child process that locks itself in (tools/jail.py) and that
-gets nothing from us: no environment, no open file, no working folder, an own session. Its output goes to one anonymous
-file in memory, append-only, which needs no cleaning up and which the program cannot re-read or rewrite.
+Such a program counts as hostile. It runs in a child that locks itself in (tools/jail.py) and that gets nothing from us:
+no environment, no open file, no working folder, an own session. Its output goes to one nameless file in memory,
+which needs no cleaning up; the program can only append to it.
 
 Fail closed: output that does not begin with the jail's word `locked` is refused with ToolError, and there is no plain
 subprocess to fall back to. The only other backend is a SandboxFusion server, when MARS_SANDBOX_URL names one.
@@ -33,17 +33,18 @@ THREADS = 64            # no rlimit on them binds root, so the parent counts
 NO_OUTPUT = "(no output)"
 LOCKED = b"locked\n"
 JAIL = Path(jail.__file__).resolve()
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MPLBACKEND": "Agg",
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0", "MPLBACKEND": "Agg",
                "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-_slots = threading.BoundedSemaphore(max(8, 2 * (os.cpu_count() or 1)))     # waiting for one does not count as time
+_slots = threading.BoundedSemaphore(max(8, 2 * (os.cpu_count() or 1)))
 
 
 def run(code: str, *, timeout: float = TIMEOUT, memory: int = MEMORY) -> str:
-    """Runs `code` for up to `timeout` seconds in `memory` bytes; returns its output and the value of its last expression.
+    """Runs `code` for up to `timeout` seconds in `memory` bytes; returns its output and its last expression's value.
 
     The model's own mistakes are output: a traceback, or a last line `output cut …`, `timed out after … s`, `killed: …`.
-    ToolError when the program could not be run at all, UserError when MARS_SANDBOX_URL is no web address.
+    ToolError when the program could not be run at all, UserError when MARS_SANDBOX_URL is no web address. Safe to call
+    from many threads; more than a few programs at once wait for each other, which does not count as their time.
     """
     url = os.environ.get("MARS_SANDBOX_URL")
     return _run_on_server(url, code, timeout, memory) if url else _run_in_jail(code, timeout, memory)
@@ -68,7 +69,8 @@ def _run_in_jail(code: str, timeout: float, memory: int) -> str:
     if sys.platform != "linux":
         raise ToolError("the Python tool needs Linux, or a SandboxFusion server named by MARS_SANDBOX_URL")
     try:
-        with (_slots, open(os.memfd_create("program"), "w+b") as program, open(os.memfd_create("output"), "rb") as output,
+        with (_slots, open(os.memfd_create("program"), "w+b") as program,
+              open(os.memfd_create("output"), "rb") as output,
               open(f"/proc/self/fd/{output.fileno()}", "ab") as append):
             program.write(code.encode("utf-8", "replace"))
             program.seek(0)
@@ -86,12 +88,16 @@ def _run_in_jail(code: str, timeout: float, memory: int) -> str:
 
 
 def _command(timeout: float, memory: int) -> list[str]:
-    """The child: no site module, so that nothing but the standard library and the jail runs before the lock."""
+    """The child: isolated, and without the site module, whose .pth files would run before the lock.
+
+    Readable are the library folders alone: a prefix or /usr as a whole may hold a pip.conf or an app with its keys."""
     packages = [path for path in sys.path if path.endswith(("/site-packages", "/dist-packages"))]
-    libraries = [f"{prefix}/{lib}" for prefix in (sys.prefix, sys.base_prefix, "/usr", "/usr/local", "") for lib in ("lib", "lib64")]
+    prefixes = sys.prefix, sys.base_prefix, "/usr", "/usr/local", ""
+    libraries = [f"{prefix}/{name}" for prefix in prefixes for name in ("lib", "lib64")]
     files = ["/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo", "/dev/null", "/dev/urandom"]
-    return [sys.executable, "-P", "-s", "-S", "-B", "-u", str(JAIL), str(math.ceil(timeout)), str(memory), str(OUTPUT + len(LOCKED)),
-            str(os.getpid()), ":".join(packages + libraries + files), ":".join(packages)]
+    limits = math.ceil(timeout), int(memory), OUTPUT + len(LOCKED), os.getpid()
+    return [sys.executable, "-P", "-s", "-S", "-B", "-u", str(JAIL), *map(str, limits),
+            ":".join(packages + libraries + files), ":".join(packages)]
 
 
 def _wait(pid: int, timeout: float) -> str:
@@ -142,12 +148,15 @@ def _shown(output: bytes, ended: str) -> str:
 
 
 def _run_on_server(url: str, code: str, timeout: float, memory: int) -> str:
-    """SandboxFusion's `POST /run_code`; the program travels inside jail.execute, so that both backends show the same."""
+    """SandboxFusion's `POST /run_code`; the program travels inside jail.execute, so that both backends show the same.
+
+    Its server keeps standard output and error apart: the second comes after the first."""
     if not url.startswith(("http://", "https://")):
         raise UserError(f"MARS_SANDBOX_URL must begin with http:// or https://, not {url!r}")
     program = f"{inspect.getsource(jail.execute)}\n\nexecute({ascii(code)})\n"
     body = {"code": program, "language": "python", "run_timeout": timeout, "memory_limit_MB": memory >> 20}
-    request = urllib.request.Request(url.rstrip("/") + "/run_code", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(url.rstrip("/") + "/run_code", json.dumps(body).encode(),
+                                     {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=timeout + 30) as response:     # the server may queue
             answer = json.load(response)

@@ -4,9 +4,9 @@ No pytest in here: it is copied with tools/ into a folder that another user can 
 `python harness.py locked|unlocked [name…]` prints {"unavailable": reason or null, "reached": {name: [witness, …]}}.
 `unlocked` replaces the jail by a child that only claims to be locked, to show that the witnesses do see what gets out.
 
-Witnesses are things outside that must stay as they were: a victim process, sockets that must not be contacted, a file, a key
-in our environment, bytes in our memory, our own limits and files, the machine's process list. Messages prove nothing,
-with one exception: a program that makes a forbidden call and leaves no trace by it prints a token when the call succeeds.
+Witnesses are things outside that must stay as they were: a victim process, sockets that must not be contacted, a file,
+a key in our environment, bytes in our memory, our own limits and files, the machine's process list. Messages prove
+nothing, with one exception: a program whose forbidden call leaves no trace prints a token when the call succeeds.
 """
 import ctypes
 import glob
@@ -30,11 +30,13 @@ print("locked", flush=True)
 sys.modules["__main__"] = module = types.ModuleType("__main__")
 exec(sys.stdin.read(), vars(module))
 """
-CALLS = {"x86_64": dict(clone=56, kill=62, tkill=200, tgkill=234, fcntl=72, rt_sigqueueinfo=129, prlimit64=302, kcmp=312, reboot=169,
-                        init_module=175, finit_module=313, bpf=321, perf_event_open=298, add_key=248, userfaultfd=323, seccomp=317),
-         "aarch64": dict(clone=220, kill=129, tkill=130, tgkill=131, fcntl=25, rt_sigqueueinfo=138, prlimit64=261, kcmp=272,
-                         reboot=142, init_module=105, finit_module=273, bpf=280, perf_event_open=241, add_key=217,
-                         userfaultfd=282, seccomp=277)}
+CALLS = {
+    "x86_64": dict(clone=56, kill=62, tkill=200, tgkill=234, fcntl=72, rt_sigqueueinfo=129, prlimit64=302, kcmp=312,
+                   reboot=169, init_module=175, finit_module=313, bpf=321, perf_event_open=298, add_key=248,
+                   userfaultfd=323, seccomp=317),
+    "aarch64": dict(clone=220, kill=129, tkill=130, tgkill=131, fcntl=25, rt_sigqueueinfo=138, prlimit64=261, kcmp=272,
+                    reboot=142, init_module=105, finit_module=273, bpf=280, perf_event_open=241, add_key=217,
+                    userfaultfd=282, seccomp=277)}
 CALLS_EVERYWHERE = dict(io_uring_setup=425, clone3=435, openat2=437, pidfd_getfd=438, fsopen=430, open_tree=428,
                         landlock_create_ruleset=444, fchmodat2=452)
 PRELUDE = """
@@ -62,7 +64,8 @@ class Witnesses:
     """Everything a program could reach, in a known state; `reached` compares. Made anew after every success."""
 
     def __init__(self, key: str):
-        self.token, self.key, self.secret, self.memory = secrets.token_hex(8), key, secrets.token_hex(8), secrets.token_hex(8)
+        self.key = key
+        self.token, self.secret, self.memory = (secrets.token_hex(8) for _ in range(3))
         self.folder = tempfile.mkdtemp(prefix="witness-", dir=HERE)
         self.file = Path(self.folder, "secret.py")
         self.file.write_text(f"text = '{self.secret}'\n")
@@ -71,9 +74,10 @@ class Witnesses:
         self.victim = subprocess.Popen(["sleep", "600"], start_new_session=True)
         self.buffer = ctypes.create_string_buffer(self.memory.encode())
         self.unix, self.abstract = f"{self.folder}/socket", self.token + "-abstract"
-        self.tcp, self.udp = self._socket(socket.AF_INET, 1, ("127.0.0.1", 0)), self._socket(socket.AF_INET, 2, ("127.0.0.1", 0))
-        self.sockets = {"tcp": self.tcp, "udp": self.udp, "unix socket": self._socket(socket.AF_UNIX, 1, self.unix),
-                        "abstract socket": self._socket(socket.AF_UNIX, 1, "\0" + self.abstract)}
+        self.sockets = {"tcp": self._socket(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
+                        "udp": self._socket(socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
+                        "unix socket": self._socket(socket.AF_UNIX, socket.SOCK_STREAM, self.unix),
+                        "abstract socket": self._socket(socket.AF_UNIX, socket.SOCK_STREAM, "\0" + self.abstract)}
         self.signals = []
         for name in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGIO, signal.SIGTERM):
             signal.signal(name, lambda number, frame: self.signals.append(number))
@@ -82,20 +86,24 @@ class Witnesses:
     def _socket(self, family, kind, address):
         it = socket.socket(family, kind)
         it.bind(address)
-        if kind == 1:
+        if kind == socket.SOCK_STREAM:
             it.listen()
         it.setblocking(False)
         return it
 
     def state(self) -> dict:
         """What must be the same before and after."""
-        pid, file = self.victim.pid, os.stat(self.file) if self.file.exists() else None
-        read = lambda path: Path(path).read_text() if os.path.exists(path) else None
-        alive = self.victim.poll() is None
+        def read(path):
+            return Path(path).read_text() if os.path.exists(path) else None
+
+        file = os.stat(self.file) if self.file.exists() else None
+        pid, alive = self.victim.pid, self.victim.poll() is None
         return {
-            "victim": alive and [os.getpriority(os.PRIO_PROCESS, pid), read(f"/proc/{pid}/oom_score_adj"), read(f"/proc/{pid}/limits"),
-                                 "State:\tT" in read(f"/proc/{pid}/status"), os.sched_getaffinity(pid), os.sched_getscheduler(pid)],
-            "file": file and [file.st_mode, file.st_mtime, file.st_size, file.st_nlink, file.st_uid, file.st_ino, read(self.file)],
+            "victim": alive and [read(f"/proc/{pid}/limits"), read(f"/proc/{pid}/oom_score_adj"),
+                                 "State:\tT" in read(f"/proc/{pid}/status"), os.getpriority(os.PRIO_PROCESS, pid),
+                                 os.sched_getaffinity(pid), os.sched_getscheduler(pid)],
+            "file": file and [file.st_mode, file.st_mtime, file.st_size, file.st_nlink, file.st_uid, file.st_ino,
+                              read(self.file)],
             "folder": sorted(os.listdir(self.folder)),
             "memory": self.buffer.raw,
             "limits": [resource.getrlimit(what) for what in range(16)] + [os.getpriority(os.PRIO_PROCESS, 0)],
@@ -106,11 +114,12 @@ class Witnesses:
 
     def names(self) -> dict:
         """What a program is told: where everything is, but no secret."""
-        return {"VICTIM": self.victim.pid, "PARENT": os.getpid(), "FOLDER": self.folder, "SECRET": str(self.file), "SECRET_FD": self.fd,
-                "ADDRESS": ctypes.addressof(self.buffer), "LENGTH": len(self.buffer), "TCP": self.tcp.getsockname()[1],
-                "UDP": self.udp.getsockname()[1], "UNIX": self.unix, "ABSTRACT": self.abstract, "MARKER": self.marker(),
-                "JAIL": str(HERE / "tools" / "jail.py"), "HOME": os.path.expanduser("~"), "TOKEN": self.token,
-                "CALLS": CALLS[platform.machine()] | CALLS_EVERYWHERE}
+        return {"VICTIM": self.victim.pid, "PARENT": os.getpid(), "HOME": os.path.expanduser("~"),
+                "FOLDER": self.folder, "SECRET": str(self.file), "SECRET_FD": self.fd,
+                "ADDRESS": ctypes.addressof(self.buffer), "LENGTH": len(self.buffer),
+                "TCP": self.sockets["tcp"].getsockname()[1], "UDP": self.sockets["udp"].getsockname()[1],
+                "UNIX": self.unix, "ABSTRACT": self.abstract, "MARKER": self.marker(), "TOKEN": self.token,
+                "JAIL": str(HERE / "tools" / "jail.py"), "CALLS": CALLS[platform.machine()] | CALLS_EVERYWHERE}
 
     def marker(self) -> str:
         return "mars-attack-" + self.token
@@ -144,10 +153,12 @@ class Witnesses:
         after = self.state()
         hits = [name for name in after if after[name] != self.before[name]] + self.contacted()
         hits += ["signal"] * bool(self.signals) + ["process"] * bool(self.survivors())
-        folders = (self.folder, "/tmp", "/var/tmp", "/dev/shm", "/", "/usr/lib", "/sys/fs/cgroup", os.path.expanduser("~"), *sys.path,
-                   os.path.dirname(os.__file__))
-        hits += ["new file"] * any(glob.glob(f"{folder}/{self.marker()}*") for folder in folders)
-        told = {"secret": self.secret, "key": self.key, "our memory": self.memory, "forbidden call": "landed-" + self.token}
+        folders = "/var/tmp", "/", "/usr/lib", "/sys/fs/cgroup", os.path.expanduser("~"), os.path.dirname(os.__file__)
+        made = any(os.path.lexists(f"{folder}/{self.marker()}") for folder in (*folders, *sys.path))
+        made = made or any(glob.glob(f"{folder}/{self.marker()}*") for folder in (self.folder, "/tmp", "/dev/shm"))
+        hits += ["new file"] * made
+        told = {"secret": self.secret, "key": self.key, "our memory": self.memory,
+                "forbidden call": "landed-" + self.token}
         return hits + [name for name, text in told.items() if text in output]
 
     def close(self) -> None:
@@ -164,21 +175,23 @@ class Witnesses:
 
 
 def attack(python, witnesses: Witnesses, options: list[str], program: str) -> list[str]:
-    """Runs one program; returns the witnesses it reached. A tool that gives up is one: no program may stop a training run."""
+    """Runs one program; returns the witnesses it reached; ToolError is one: no program may make the tool fail."""
     prelude = "".join(f"{name} = {value!r}\n" for name, value in witnesses.names().items()) + PRELUDE
-    limits = {"memory": 1024, "timeout": 10} | {name: int(value) for name, _, value in (it.partition("=") for it in options) if value}
+    limits = {"memory": 1024, "timeout": 10} | {name: int(value) for name, value in
+                                                (option.split("=") for option in options if "=" in option)}
     start, failures = time.monotonic(), []
     try:
         output = python.run(prelude + program, timeout=limits["timeout"], memory=limits["memory"] << 20)
     except python.ToolError as error:
         output, failures = str(error), [f"ToolError: {error}"]
-    failures += ["time"] * (time.monotonic() - start > limits["timeout"] + 5) + ["output size"] * (len(output) > python.OUTPUT + 200)
-    return failures + ["frames of the tool"] * ('jail.py", line' in output) + witnesses.reached(output)
+    failures += ["time"] * (time.monotonic() - start > limits["timeout"] + 5)
+    failures += ["frames of the tool"] * ('jail.py", line' in output)
+    return failures + witnesses.reached(output)
 
 
 def main(mode: str, names: list[str]) -> None:
     from tools import python
-    os.environ["SERPER_API_KEY"] = key = os.environ["SERPER_API_KEY"]     # given by the caller: /proc shows it from the start
+    key = os.environ["SERPER_API_KEY"]              # given by the caller, so that /proc/…/environ shows it
     programs = read_programs()
     if mode == "unlocked":
         python.JAIL = HERE / "tools" / "unlocked.py"
