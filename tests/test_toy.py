@@ -299,7 +299,7 @@ def test_a_build_is_reused_and_repeatable(folder, cache, tmp_path, monkeypatch):
 
 
 def test_a_build_leaves_the_callers_random_numbers_and_threads(tmp_path, monkeypatch):
-    monkeypatch.setattr(toy_base, "train", lambda *arguments: None)
+    monkeypatch.setattr(toy_base, "train", lambda *arguments, **options: None)
     torch.manual_seed(0)
     expected, threads = torch.rand(1), torch.get_num_threads()
     torch.manual_seed(0)
@@ -316,7 +316,7 @@ def test_an_interrupted_build_is_not_taken_for_a_whole_one(tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         toy_base.build(tmp_path, **TINY)
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(toy_base, "train", lambda *arguments: None)
+    monkeypatch.setattr(toy_base, "train", lambda *arguments, **options: None)
     monkeypatch.setattr(toy_base, "make_base", made)
     (tmp_path / "toy-base-000000000000.unfinished-1").mkdir()           # what kill -9 leaves
     whole = toy_base.build(tmp_path, **TINY)
@@ -324,7 +324,7 @@ def test_an_interrupted_build_is_not_taken_for_a_whole_one(tmp_path, monkeypatch
 
 
 def test_another_recipe_is_another_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(toy_base, "train", lambda *arguments: None)
+    monkeypatch.setattr(toy_base, "train", lambda *arguments, **options: None)
     assert len({toy_base.build(tmp_path, seed, steps=steps) for seed in (0, 1) for steps in ((1, 1), (2, 1))}) == 4
 
 
