@@ -4,7 +4,7 @@ import json
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 import prompts
@@ -76,6 +76,11 @@ HOSTILE = {
     "numbers the turns": QWEN25.replace("<tool_response>\n{{", "<tool_response>{{ loop.index }}\n{{"),
     "repeats the question": QWEN25 + "{{ messages[1].content }}",
     "drops the steps": QWEN25.replace("{{ m.content }}<|", "{{ m.content if m.role != 'assistant' }}<|"),
+    "opens the first step in another way": QWEN25.replace(
+        "assistant\n{% endif %}", "assistant{{ ' (new)' if messages | length == 2 }}\n{% endif %}"),
+    "opens later steps in another way": QWEN25.replace(
+        "assistant\n{% endif %}", "assistant{{ ' (again)' if messages | length > 2 }}\n{% endif %}"),
+    "turns the order round": QWEN25.replace("for m in messages", "for m in messages | reverse"),
     "closes a step with plain text": QWEN25.replace("<|im_end|>", "\n###"),
     "always fails": "{{ raise_exception('no') }}",
 }
@@ -84,7 +89,7 @@ CORPUS = ["Who founded the company that ada baker joined in 1968?", "the results
           '{"name": "search", "arguments": {"query": "acro corp"}, "purpose": "birth year"}', "a b c 1 2 3 . , ? ! 4.5"]
 
 
-def tokenizer(template, marks=tuple(CHATML_MARKS), tags=tuple(TAGS), eos="<|endoftext|>"):
+def tokenizer(template, marks=tuple(CHATML_MARKS), tags=tuple(TAGS), eos="<|endoftext|>", bos=None):
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -92,6 +97,8 @@ def tokenizer(template, marks=tuple(CHATML_MARKS), tags=tuple(TAGS), eos="<|endo
         vocab_size=400, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False))
     bpe.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
     bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    if bos:                                                         # Llama's puts one before whatever it encodes
+        bpe.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, bpe.token_to_id(bos))])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=template, eos_token=eos)
 
 
@@ -101,7 +108,7 @@ def formats(kind):
             "qwen3": lambda: ChatFormat(tokenizer(QWEN3, eos="<|im_end|>")),
             "qwen3, not thinking": lambda: ChatFormat(tokenizer(QWEN3), thinking=False),
             "always thinking": lambda: ChatFormat(tokenizer(ALWAYS_THINKING)),
-            "llama": lambda: ChatFormat(tokenizer(LLAMA, tuple(LLAMA_MARKS), (), "<|eot_id|>")),
+            "llama": lambda: ChatFormat(tokenizer(LLAMA, tuple(LLAMA_MARKS), (), "<|eot_id|>", "<|begin|>")),
             "strict": lambda: ChatFormat(tokenizer(STRICT)),
             "no purpose": lambda: ChatFormat(tokenizer(QWEN25), purpose=False, question_in_system1=False),
             }[kind]()
