@@ -15,6 +15,7 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -23,8 +24,20 @@ from matplotlib.ticker import MaxNLocator
 
 from tools import UserError
 
-MAX_BYTES = 2_900_000                                     # of a page: a phone opens it at once
-DETAIL = [(5000, 50), (2000, 40), (600, 24), (150, 12), (60, 4)]   # (characters a text, entries a list), until it fits
+MAX_BYTES = 2_900_000     # of a page: a phone opens it at once
+
+
+class Detail(NamedTuple):
+    """How much a page tells: characters of a text that the model wrote, of one it was given; entries of a list; and how
+    many attempts of a group are told beside the two that start unfolded (of the others, only the outcome)."""
+    written: int
+    given: int
+    entries: int
+    attempts: int
+
+
+DETAILS = [Detail(8000, 4000, 60, 62), Detail(6000, 1500, 40, 14), Detail(4000, 600, 30, 6), Detail(3000, 300, 24, 2),
+           Detail(2000, 150, 16, 0), Detail(300, 100, 8, 0), Detail(60, 60, 4, 0)]    # tried until a page fits
 
 
 # ------------------------------------------------------------------------------------------------ reading and writing
@@ -162,7 +175,8 @@ def show(text, limit: int = 300, *, escape: bool = True) -> str:
     """Foreign text made safe to print: cut at `limit` characters with a note, hidden marks spelt out, HTML escaped."""
     text = "" if text is None else str(text)
     kept = HIDDEN.sub(lambda m: "" if m[0] == "\r" else f"⟦U+{ord(m[0]):04X}⟧", text[:limit])
-    kept += f" …[{len(text) - limit:,} more characters cut]" if len(text) > limit else ""
+    if len(text) > limit:
+        kept += "…" if limit <= 60 else f" …[{len(text) - limit:,} more characters cut]"
     return html.escape(kept) if escape else kept
 
 
@@ -181,6 +195,8 @@ def push(advantage, learns: bool = True) -> str:
 def badge(advantage, learns: bool = True) -> str:
     """The advantage as a sign and a number, so that nothing hangs on colour alone."""
     a, kind = number(advantage), push(advantage, learns)
+    if not learns and not abs(a) > 1e-6:
+        return ""
     value = f"{a:+.2f}".replace("-", "−") if abs(a) > 1e-6 else "0" if a == a else "none"
     return f'<b class="badge {kind}">{dict(u="▲", d="▼", f="●")[kind[0]]} {value}</b>'
 
@@ -222,59 +238,60 @@ def bar(chunk: dict, documents: list[dict]) -> str:
             f'{", ✂ cut to fit" * cut}: {used:,.0f} of {capacity:,.0f} tokens</p>')
 
 
-def distillation(chunk: dict, index: int, documents: list[dict], learns: bool, limit: int) -> str:
+def distillation(chunk: dict, index: int, documents: list[dict], learns: bool, detail: Detail) -> str:
     """A chunk's bar, what System 1 made of it, and whether balancing let that into the training batch."""
     drawn = size(chunk, "drawn")
     fate = "" if not learns else f"drawn {drawn:.0f}×" if drawn else "not drawn"
     advantage, learns = chunk.get("advantage"), learns and drawn > 0
     return (f'<div class="note"><p class="who"><span>System 1 · chunk {index + 1}</span> '
             f'{badge(advantage, learns)} <span class="dim">{fate}</span></p>{bar(chunk, documents)}'
-            f'<pre class="{push(advantage, learns)}">{show(chunk.get("note"), limit) or "(empty note)"}</pre>'
-            f'{given(chunk.get("prompt"), "all it was given", limit, folded=True)}</div>')
+            f'<pre class="{push(advantage, learns)}">{show(chunk.get("note"), detail.written) or "(empty note)"}</pre>'
+            f'{given(chunk.get("prompt"), "all it was given", detail.given, folded=True)}</div>')
 
 
-def tool_use(turn: dict, learns: bool, limit: int, items: int) -> str:
+def tool_use(turn: dict, learns: bool, detail: Detail) -> str:
     """The call of a turn, the raw documents (folded), and each chunk with its note."""
     call, documents, chunks = turn.get("call"), entries(turn, "documents"), entries(turn, "chunks")
-    error = f'<p class="error">⚠ {show(turn.get("error"), limit)}</p>' if turn.get("error") else ""
+    error = f'<p class="error">⚠ {show(turn.get("error"), detail.written)}</p>' if turn.get("error") else ""
     if not isinstance(call, dict):
         return error
-    out = (f'<dl><dt>calls</dt><dd><b>{show(call.get("tool"))}</b> '
-           f'<code>{show(call.get("argument"), limit)}</code></dd>'
-           f'<dt>purpose</dt><dd>{show(call.get("purpose"), limit) or "(none)"}</dd></dl>{error}')
+    out = (f'<dl><dt>calls</dt><dd><b>{show(call.get("tool"), 40)}</b> '
+           f'<code>{show(call.get("argument"), detail.written)}</code></dd>'
+           f'<dt>purpose</dt><dd>{show(call.get("purpose"), detail.written) or "(none)"}</dd></dl>{error}')
     if not documents:
         return out if error else out + '<p class="dim">The tool ran and found nothing.</p>'
-    shown, left = first(documents, items, "document")
+    shown, left = first(documents, detail.entries, "document")
     raw = "".join(f'<li><b>{show(d.get("title")) or "(no title)"}</b> <span class="dim">'
                   f'{size(d, "tokens"):,.0f} tokens · <bdi>{show(d.get("id"))}</bdi> · '
-                  f'<bdi>{show(d.get("url"))}</bdi></span><pre class="given">{show(d.get("text"), limit)}</pre></li>'
-                  for d in shown)
+                  f'<bdi>{show(d.get("url"))}</bdi></span>'
+                  f'<pre class="given">{show(d.get("text"), detail.given)}</pre></li>' for d in shown)
     seconds = f'{size(turn, "seconds_tool"):.2g} s'
     out += fold(f'{count(len(documents), "raw document")} in {seconds}', f"<ol>{raw}</ol>{left}")
-    shown, left = first(chunks, items, "chunk")
+    shown, left = first(chunks, detail.entries, "chunk")
     out += f'<p class="dim">packed into {count(len(chunks), "chunk")} for System 1</p>' if chunks else ""
-    return out + "".join(distillation(c, i, documents, learns, limit) for i, c in enumerate(shown)) + left
+    return out + "".join(distillation(c, i, documents, learns, detail) for i, c in enumerate(shown)) + left
 
 
-def story(record: dict, limit: int, items: int) -> str:
+def story(record: dict, detail: Detail) -> str:
     """System 2's context in order: what it was given, what it wrote, and what its calls brought about."""
     turns, segments, learns = entries(record, "turns"), entries(record, "segments"), bool(record.get("trained"))
     sampled = [{"trained": True, "text": turn.get("text")} for turn in turns]
     matched = sum(bool(segment.get("trained")) for segment in segments) == len(turns)
     parts, done, advantage = [], 0, record.get("advantage")
     for segment in segments if matched else sampled + segments:
-        if segment.get("trained") and done < min(items, len(turns)):
+        if segment.get("trained") and done < min(detail.entries, len(turns)):
+            text = show(segment.get("text"), detail.written) or "(nothing)"
             parts += [f'<p class="who"><span>System 2 · turn {done + 1}</span> {badge(advantage, learns)}</p>'
-                      f'<pre class="{push(advantage, learns)}">{show(segment.get("text"), limit) or "(nothing)"}</pre>',
-                      tool_use(turns[done], learns, limit, items)]
+                      f'<pre class="{push(advantage, learns)}">{text}</pre>',
+                      tool_use(turns[done], learns, detail)]
             done += 1
-        elif not segment.get("trained") and done < items:
-            parts += [given(segment.get("text"), "System 2 reads" if done else "System 2 starts from", limit)]
-    return "".join(parts) + first(turns, items, "turn")[1]
+        elif not segment.get("trained") and done < detail.entries:
+            parts += [given(segment.get("text"), "System 2 reads" if done else "System 2 starts from", detail.written)]
+    return "".join(parts) + first(turns, detail.entries, "turn")[1]
 
 
-def card(record: dict, limit: int, items: int, opened: bool) -> str:
-    """One trajectory, foldable. Its head is enough to compare it with the others of the group."""
+def card(record: dict, detail: Detail | None, opened: bool) -> str:
+    """One trajectory, foldable; without a detail its head alone, which is enough to compare it with the others."""
     turns, learns = entries(record, "turns"), bool(record.get("trained"))
     tools = Counter(show(turn["call"].get("tool"), 20) for turn in turns if isinstance(turn.get("call"), dict))
     facts = [count(len(turns), "turn"), " + ".join(f"{tool} ×{n}" for tool, n in tools.items()) or "no tool"]
@@ -283,10 +300,11 @@ def card(record: dict, limit: int, items: int, opened: bool) -> str:
     reward = number(record.get("reward"))
     answer = "no answer" if record.get("answer") is None else f'answer <b>{show(record.get("answer"), 200)}</b>'
     name = "" if record.get("trajectory") is None else f'<b>#{show(record.get("trajectory"), 12)}</b> '
+    body = story(record, detail) if detail else '<p class="dim">left out, to keep this page small</p>'
     grade = f'<b class="grade">{mark(reward)} {f"reward {reward:g}" if reward == reward else "not graded"}</b>'
     return (f'<details class="card"{" open" * opened}><summary>{name}{grade} '
             f'{badge(record.get("advantage"), learns)} <span class="answer">{answer}</span>'
-            f'<span class="dim">{" · ".join(facts)}</span></summary>{story(record, limit, items)}</details>')
+            f'<span class="dim">{" · ".join(facts)}</span></summary>{body}</details>')
 
 
 def group_facts(records: list[dict], rewards: list[float]) -> str:
@@ -298,25 +316,26 @@ def group_facts(records: list[dict], rewards: list[float]) -> str:
     facts += [f"mean reward {sum(graded) / len(graded):.2f}"] if graded else []
     facts += [count(len(chunks), "System 1 sample")]
     if chunks and any(record.get("trained") for record in records):
-        facts[-1] += f', balancing drew {sum(size(chunk, "drawn") for chunk in chunks):.0f}'
+        facts[-1] += f', {sum(size(chunk, "drawn") for chunk in chunks):.0f} drawn for training'
     facts += ["all alike, nothing to learn"] if len(graded) > 1 and len(set(graded)) == 1 else []
     return " · ".join(facts)
 
 
-def group(records: list[dict], limit: int, items: int, opened: bool) -> str:
+def group(records: list[dict], detail: Detail, opened: bool) -> str:
     """All trajectories of one question: the best and the worst opened side by side, the others folded below."""
     rewards = [number(record.get("reward")) for record in records]
     order = sorted(range(len(records)), key=lambda i: -np.nan_to_num(rewards[i], nan=-1))
     worst = next(i for i in order if i == order[-1] or rewards[i] == rewards[order[-1]] and i != order[0])
     pair = list(dict.fromkeys([order[0], worst]))
-    rest, left = first([i for i in order if i not in pair], items, "attempt")
+    rest, left = first([i for i in order if i not in pair], 62, "attempt")
+    marks = "".join(map(mark, rewards)) if any(r == r for r in rewards) else ""
     swipe = '<p class="dim swipe">swipe sideways to compare →</p>' if len(pair) > 1 else ""
-    others = "".join(card(records[i], limit, items, False) for i in rest)
+    others = "".join(card(records[i], detail if n < detail.attempts else None, False) for n, i in enumerate(rest))
     return (f'<details class="group"{" open" * opened}><summary>'
             f'<span class="question">{show(records[0].get("question"), 600) or "(no question recorded)"}</span>'
-            f'<span class="marks" title="one mark a trajectory">{"".join(map(mark, rewards))}</span>'
+            f'<span class="marks" title="one mark an attempt">{marks}</span>'
             f'<span class="dim">{group_facts(records, rewards)}</span></summary>{swipe}'
-            f'<div class="pair">{"".join(card(records[i], limit, items, True) for i in pair)}</div>'
+            f'<div class="pair">{"".join(card(records[i], detail, True) for i in pair)}</div>'
             f'{f"""<div class="rest">{others}</div>""" if others else ""}{left}</details>')
 
 
@@ -367,21 +386,21 @@ def trajectory_page(records: list[dict], path: Path) -> Path:
 
 def render(title: str, sections: list[tuple[str, list[list[dict]]]]) -> bytes:
     """The whole page; less of every text until it fits MAX_BYTES, at last fewer questions."""
-    for limit, items in DETAIL:
-        parts, left = fill(sections, limit, items)
+    for detail in DETAILS:
+        parts, left = fill(sections, detail)
         if not left:
             break
     parts += [f'<p class="dim">{count(left, "question")} left out, to keep this page small.</p>'] if left else []
     return PAGE.format(title=html.escape(title), style=STYLE, body="".join(parts)).encode()
 
 
-def fill(sections: list[tuple[str, list[list[dict]]]], limit: int, items: int) -> tuple[list[str], int]:
+def fill(sections: list[tuple[str, list[list[dict]]]], detail: Detail) -> tuple[list[str], int]:
     """The groups up to the first that finds no room, and how many were left out. The very first starts unfolded."""
     parts, taken, room = [], 0, MAX_BYTES - 20_000
     for heading, groups in sections:
         parts += [f"<h2>{html.escape(heading)}</h2>"] if heading else []
         for records in groups:
-            part = group(records, limit, items, opened=taken == 0)
+            part = group(records, detail, opened=taken == 0)
             room -= len(part.encode())
             if room < 0:
                 return parts, sum(len(groups) for _, groups in sections) - taken
