@@ -259,7 +259,7 @@ SHOWN = [
     ("def f():\n    return 1 / 0\n\nf()",
      'Traceback (most recent call last):\n  File "<code>", line 4, in <module>\n    f()\n'),
     ("x = (", "SyntaxError: '(' was never closed"),
-    ("\0", "SyntaxError"),
+    ("\0", "Error: source code string cannot contain null bytes"),
     ("raise KeyboardInterrupt", "KeyboardInterrupt"),
     ("exit()", ""),
     ("import sys\nsys.exit('bye')", "bye"),
