@@ -88,6 +88,11 @@ def entries(record: dict, key: str) -> list[dict]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
+def samples(record: dict) -> list[dict]:
+    """All System 1 samples of a trajectory."""
+    return [chunk for turn in entries(record, "turns") for chunk in entries(turn, "chunks")]
+
+
 # ------------------------------------------------------------------------------------------------ curves.png
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#777777"     # of Okabe and Ito: colour-blind readers tell them apart
 PANELS = [   # title, {metrics key: (label, colour, line style)}
@@ -310,7 +315,7 @@ def card(record: dict, detail: Detail | None, opened: bool) -> str:
 def group_facts(records: list[dict], rewards: list[float]) -> str:
     """One line about a group: the right answer, the mean reward, how many System 1 samples and what balancing did."""
     gold, graded = records[0].get("gold"), [r for r in rewards if r == r]
-    chunks = [chunk for record in records for turn in entries(record, "turns") for chunk in entries(turn, "chunks")]
+    chunks = [chunk for record in records for chunk in samples(record)]
     gold = " | ".join(map(str, gold)) if isinstance(gold, list) else ""
     facts = [f"right answer: <bdi>{show(gold, 200)}</bdi>"] if gold else []
     facts += [f"mean reward {sum(graded) / len(graded):.2f}"] if graded else []
@@ -324,10 +329,11 @@ def group_facts(records: list[dict], rewards: list[float]) -> str:
 def group(records: list[dict], detail: Detail, opened: bool) -> str:
     """All trajectories of one question: the best and the worst opened side by side, the others folded below."""
     rewards = [number(record.get("reward")) for record in records]
-    order = sorted(range(len(records)), key=lambda i: -np.nan_to_num(rewards[i], nan=-1))
+    drawn = [sum(size(chunk, "drawn") for chunk in samples(record)) for record in records]
+    order = sorted(range(len(records)), key=lambda i: (-np.nan_to_num(rewards[i], nan=-1), -drawn[i]))
     worst = next(i for i in order if i == order[-1] or rewards[i] == rewards[order[-1]] and i != order[0])
     pair = list(dict.fromkeys([order[0], worst]))
-    rest, left = first([i for i in order if i not in pair], 62, "attempt")
+    rest, left = first([i for i in range(len(records)) if i not in pair], 62, "attempt")
     marks = "".join(map(mark, rewards)) if any(r == r for r in rewards) else ""
     swipe = '<p class="dim swipe">swipe sideways to compare →</p>' if len(pair) > 1 else ""
     others = "".join(card(records[i], detail if n < detail.attempts else None, False) for n, i in enumerate(rest))
@@ -350,8 +356,7 @@ def choose(run: Path, steps: list[int] | None, questions: int) -> list[tuple[str
 
     def dullness(group: list[dict]) -> tuple:
         rewards = {r for record in group if (r := number(record.get("reward"))) == r}
-        samples = sum(len(entries(turn, "chunks")) for record in group for turn in entries(record, "turns"))
-        return group[0].get("split") != "train", len(rewards) < 2, -samples
+        return group[0].get("split") != "train", len(rewards) < 2, -sum(len(samples(record)) for record in group)
     chosen = []
     for step in dict.fromkeys(steps or (known[0], known[len(known) // 2], known[-1])):
         groups: dict = {}

@@ -6,6 +6,7 @@ import copy
 import html.parser
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -252,6 +253,16 @@ def test_the_page_opens_on_the_question_that_teaches_most(tmp_path):
     assert "all alike, nothing to learn" in said
     one = Reader(view.page(tmp_path, steps=[20], questions=1).read_bytes()).said()
     assert "Step 20" in one and "Step 40" not in one and "where does bob stone" not in one
+
+
+def test_a_right_and_a_wrong_attempt_start_open_and_those_with_trained_notes_first(tmp_path):
+    records = [fake_record(k, float(k > 1)) for k in range(4)]
+    for record in records:
+        for chunk in view.samples(record):
+            chunk["drawn"] = int(record["trajectory"] in (1, 3))
+    content = view.trajectory_page(records, tmp_path / "page.html").read_text()
+    heads = re.findall(r'<details class="card"( open)?><summary><b>#(\d)', content)
+    assert heads == [(" open", "3"), (" open", "1"), ("", "0"), ("", "2")]
 
 
 def test_steps_are_ordered_by_number_and_repeats_are_shown_once(tmp_path):
