@@ -26,7 +26,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -221,7 +221,8 @@ def load_hle(endpoint: str | None) -> list[Question]:
         table = pyarrow.parquet.read_table(path, columns=["id", "question", "answer", "image"])
         rows = [row for row in table.to_pylist() if not row["image"]]
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} is not HLE's parquet file ({error}): remove it, then it is fetched again") from error
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{path} is not HLE's parquet file ({reason}): remove it, then it is fetched again") from error
     return read_rows(rows, "hle", "text-only row", lambda row: row)
 
 
@@ -317,10 +318,12 @@ class Judge:
     """An LLM behind an OpenAI-compatible server. `url` is the base, with /v1 where the server has one."""
     url: str
     model: str
-    key: str = ""
+    key: str = field(default="", repr=False)
     client: Client | None = None
 
     def __post_init__(self):
+        if not self.url.startswith(("http://", "https://")):
+            raise UserError(f"the judge's base URL (MARS_JUDGE_URL) must begin with http:// or https://, not '{self.url}'")
         self.client = self.client or Client(cache=None, timeout=120.0)
 
     @classmethod

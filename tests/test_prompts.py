@@ -1,4 +1,4 @@
-"""The chat format against the templates themselves. Tokenizers are trained here on a few lines, nothing is downloaded."""
+"""The chat format against the templates themselves. Tokenizers are trained here on a few lines; no download."""
 import functools
 import json
 

@@ -525,13 +525,16 @@ def test_the_judge_from_the_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="MARS_JUDGE_URL and MARS_JUDGE_MODEL"):
         tasks.grader("judge")
-    monkeypatch.setenv("MARS_JUDGE_URL", "http://127.0.0.1:9/v1")
+    monkeypatch.setenv("MARS_JUDGE_URL", "127.0.0.1:9/v1")
     monkeypatch.setenv("MARS_JUDGE_MODEL", "m")
+    with pytest.raises(UserError, match="must begin with http"):
+        Judge.from_environment()
+    monkeypatch.setenv("MARS_JUDGE_URL", "http://127.0.0.1:9/v1")
     assert Judge.from_environment().key == ""
     monkeypatch.setenv("OPENAI_API_KEY", "general")
     assert Judge.from_environment().key == "general"
     monkeypatch.setenv("MARS_JUDGE_API_KEY", "own")
-    assert Judge.from_environment().key == "own"
+    assert Judge.from_environment().key == "own" and "own" not in repr(Judge.from_environment())
     with judging(completion(reply()), completion(reply("no"))) as (judge, _):
         monkeypatch.setenv("MARS_JUDGE_URL", judge.url)
         grade = tasks.grader("judge")
