@@ -199,7 +199,7 @@ def _read_by_jina(client, base, headers, url: str) -> str:
         return text
     if not url.startswith(("http://", "https://")):
         raise ToolError("only http and https pages are read")
-    page = urllib.parse.quote(url.partition("#")[0], safe=string.punctuation)
+    page = urllib.parse.quote(url, safe=string.punctuation)
     return client.call(f"{base}/{page}", decode, headers=headers)
 
 
