@@ -80,7 +80,7 @@ def split_count(rows, kv_heads, capacity):
 
 
 @jit
-def split_kernel(q, k_pages, v_pages, table, lengths, part_acc, part_max, part_sum, scale, table_stride,
+def split_kernel(q, k_pages, v_pages, table, lengths, part_acc, part_max, part_sum, scale, row_stride, page_stride,
                  HQ: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
                  PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     """One piece of one row for one key head: max, sum and weighted values over its tokens."""
@@ -103,9 +103,10 @@ def split_kernel(q, k_pages, v_pages, table, lengths, part_acc, part_max, part_s
     for start in range(first, last, BLOCK):   # a block's first token is always valid: running_max is finite after it
         valid = start + j < last
         if PAGE % BLOCK == 0:                 # a block lies in one page: one look-up
-            slot = tl.load(table + row * table_stride + start // PAGE).to(tl.int64) * PAGE + (start % PAGE + j)
+            page = tl.load(table + row * row_stride + start // PAGE * page_stride)
+            slot = page.to(tl.int64) * PAGE + (start % PAGE + j)
         else:
-            page = tl.load(table + row * table_stride + (start + j) // PAGE, mask=valid, other=0)
+            page = tl.load(table + row * row_stride + (start + j) // PAGE * page_stride, mask=valid, other=0)
             slot = page.to(tl.int64) * PAGE + (start + j) % PAGE
         at = (slot * HKV + kv_head)[:, None] * DH + d[None, :]
         key = tl.load(k_pages + at, mask=valid[:, None], other=0.0)
@@ -155,7 +156,7 @@ def triton_paged_attention(q, k_pages, v_pages, table, lengths, *, scale, splits
     part_max, part_sum = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
     out = torch.empty_like(q)
     split_kernel[(B * Hkv, splits)](
-        q, k_pages, v_pages, table, lengths, part_acc, part_max, part_sum, scale * math.log2(math.e), table.stride(0),
+        q, k_pages, v_pages, table, lengths, part_acc, part_max, part_sum, scale * math.log2(math.e), *table.stride(),
         HQ=Hq, HKV=Hkv, DH=Dh, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),   # tl.dot: 16 rows
         PAGE=page_size, BLOCK=block, SPLITS=splits, **config)
     merge_kernel[(B * Hq,)](part_acc, part_max, part_sum, out, DH=Dh, SPLITS=splits, num_warps=4)
@@ -176,11 +177,11 @@ def check(q, k_pages, v_pages, table, lengths):
         raise ValueError(f"paged_attention: q is {q.dtype}, the pages are {k_pages.dtype} and {v_pages.dtype}.")
 
 
-def check_triton(q, k_pages, v_pages, table, lengths):
+def check_triton(q, k_pages, v_pages, lengths):
     """What the kernels need beyond `check`."""
     Dh = q.shape[2]
-    if not all(x.is_contiguous() for x in (q, k_pages, v_pages, lengths, *table[:1])):
-        raise ValueError("paged_attention: q, the pages, lengths and each row of the table must be contiguous.")
+    if not all(x.is_contiguous() for x in (q, k_pages, v_pages, lengths)):
+        raise ValueError("paged_attention: q, the pages and lengths must be contiguous.")
     if Dh & (Dh - 1) or not 16 <= Dh <= 256:
         raise ValueError(f"paged_attention: the kernel takes head sizes 16, 32, 64, 128 and 256, not {Dh}.")
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -199,5 +200,5 @@ def paged_attention(q, k_pages, v_pages, table, lengths, *, scale):
     check(q, k_pages, v_pages, table, lengths)
     if not use_triton(q):
         return reference(q, k_pages, v_pages, table, lengths, scale=scale)
-    check_triton(q, k_pages, v_pages, table, lengths)
+    check_triton(q, k_pages, v_pages, lengths)
     return triton_paged_attention(q, k_pages, v_pages, table, lengths, scale=scale)

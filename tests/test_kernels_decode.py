@@ -157,19 +157,20 @@ def test_split_count(rows, kv_heads, capacity):
                            and splits // 2 * rows * kv_heads < attention.PROGRAMS)
 
 
-def test_part_of_a_wider_table(form):
-    """A table with room for longer rows, of which these columns are in use."""
+def test_any_layout_of_the_table(form):
+    """Part of a table with room for longer rows; a table whose columns lie together, as numpy's indexing leaves it."""
     case = attention_case([33, 64, 1])
-    wide = torch.cat((case["table"], case["table"]), 1)
-    check_attention(kernels.paged_attention, case | {"table": wide[:, :case["table"].shape[1]]})
+    wide = torch.cat((case["table"], case["table"]), 1)[:, :case["table"].shape[1]]
+    for table in (wide, case["table"].T.contiguous().T):
+        assert not table.is_contiguous()
+        check_attention(kernels.paged_attention, case | {"table": table})
 
 
 @needs_triton
 @pytest.mark.parametrize("change", [
     dict(table=torch.zeros(2, 3, dtype=torch.int64)), dict(lengths=torch.ones(3, dtype=torch.int32)),
     dict(q=torch.zeros(2, 8, 16)), dict(q=torch.zeros(2, 7, 32)), dict(q=torch.zeros(2, 8, 32, dtype=torch.float16)),
-    dict(q=torch.zeros(2, 32, 8).mT), dict(k_pages=torch.zeros(9, 32, 2, 32)[::2]),
-    dict(table=torch.zeros(2, 8, dtype=torch.int32)[:, ::2])])
+    dict(q=torch.zeros(2, 32, 8).mT), dict(k_pages=torch.zeros(9, 32, 2, 32)[::2])])
 def test_attention_misuse_is_refused(change, monkeypatch):
     monkeypatch.setenv("MARS_KERNELS", "triton")
     case = attention_case([5, 40]) | {name: x.to(DEVICE) for name, x in change.items()}
@@ -398,8 +399,8 @@ ATTENTION_MUTANTS = {   # name: (what stands in kernels/paged_attention.py, what
     "merge takes empty pieces": ("used = piece_sum != 0.0", "used = piece_sum == piece_sum"),
     "padding row divides by zero": ("tl.where(total == 0.0, 1.0, total)", "total"),
     "offset in page lost": ("(start % PAGE + j)", "j"),
-    "first page for a whole block": ("(start + j) // PAGE", "start // PAGE + 0 * j"),
-    "table of the first row": ("table + row * table_stride + start", "table + start"),
+    "first page for a whole block": ("(start + j) // PAGE", "(start + 0 * j) // PAGE"),
+    "table of the first row": ("table + row * row_stride + start", "table + start"),
     "pieces overlap": ("last = tl.minimum(first + piece, length)", "last = length"),
     "reference reads what others left": ("torch.where(valid, slots, slots[:, :1])", "slots.clamp(0, len(k_pages) - 1)"),
     "reference mask one too far": ("< lengths[rows, None] ", "<= lengths[rows, None] "),
@@ -519,7 +520,7 @@ def cross_compile():
                              BLOCK=config.pop("block"), SPLITS=8)
             out[f"split {Hq}/{Hkv} heads of {Dh}, pages of {page_size}"] = compiled(
                 attention.split_kernel, {k: v for k, v in T.items() if k != "out"},
-                {"scale": "fp32", "table_stride": "i32"}, constants, config)
+                {"scale": "fp32", "row_stride": "i32", "page_stride": "i32"}, constants, config)
     for Dh, splits in ((128, 1), (128, 64)):
         out[f"merge {splits} of {Dh}"] = compiled(
             attention.merge_kernel, {k: T[k] for k in ("part_acc", "part_max", "part_sum", "out")}, {},
