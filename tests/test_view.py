@@ -246,6 +246,13 @@ def test_an_empty_record_and_one_from_ask_make_a_page(tmp_path):
     assert "not trained on" in said and "answer ada" in said and "None" not in said and "nan" not in said
 
 
+def test_missing_counts_and_segments_are_survived(tmp_path):
+    assert '<i style="width:0.00%">1</i>' in view.bar({"documents": [0, 7], "tokens": None}, [{"title": "a"}])
+    record = fake_record(0, 1.0, segments=[])
+    said = Reader(view.trajectory_page([record], tmp_path / "page.html").read_bytes()).said()
+    assert said.count("System 2 · turn") == 3 and "<answer> oslo <eot>" in said
+
+
 def test_the_page_opens_on_the_question_that_teaches_most(tmp_path):
     said = Reader(view.page(fake_run(tmp_path)).read_bytes()).said()
     marks = ["Step 1", "in which city", "where does bob stone", "Step 20", "Step 40"]
@@ -284,6 +291,14 @@ def test_huge_records_are_cut_until_the_page_is_small(tmp_path):
     assert len(content) < 3_000_000
     said = Reader(content).said()
     assert "more characters cut" in said and "left out, to keep this page small" in said
+
+
+@pytest.mark.parametrize("most", [60_000, 90_000, 150_000, 250_000])
+def test_any_bound_on_the_page_holds(tmp_path, monkeypatch, most):
+    monkeypatch.setattr(view, "MAX_BYTES", most)
+    content = view.page(fake_run(tmp_path)).read_bytes()
+    assert len(content) < most
+    assert "in which city" in Reader(content).said()
 
 
 # ------------------------------------------------------------------------------------------------ the curves
