@@ -52,7 +52,7 @@ class Batch:
     lengths: Tensor                         # [B] int32: tokens of each row, these included; 0 = padding
     starts: list[int] | None = None         # prefill only
     spans: list[int] | None = None          # `lengths` on the host; None in a CUDA graph
-    plans: dict = field(default_factory=dict)       # sparse patterns of this batch, shared by its layers
+    plans: dict = field(default_factory=dict)       # what attention works out once a batch and its layers share
 
 
 # ---------------------------------------------------------------- attention over the pages
@@ -68,6 +68,27 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: 
     if q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64):
         return sparse_decode(q, k_pages, v_pages, batch, scale, window)
     return gather_decode(q, k_pages, v_pages, batch, scale, window)
+
+
+def rotate_and_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps):
+    """kernels.qk_norm_rope_store for a CPU and fp32, in fewer passes over memory; the kernel's own form elsewhere."""
+    if qkv.is_cuda or qkv.dtype != torch.float32:
+        return kernels.qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps)
+    kv_heads, size = k_pages.shape[2:]
+    heads = qkv.unflatten(1, (-1, size))
+    qk, v = heads[:, :-kv_heads], heads[:, -kv_heads:]
+    if q_weight is not None:
+        qk = qk * torch.rsqrt(torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_().div_(size).add_(eps))
+        qk[:, :-kv_heads] *= q_weight
+        qk[:, -kv_heads:] *= k_weight
+    (first, second), rotated = qk.chunk(2, -1), torch.empty_like(qk)
+    half_cos, half_sin = cos[:, None, :size // 2], sin[:, None, :size // 2]
+    torch.mul(first, half_cos, out=rotated[..., :size // 2]).addcmul_(second, half_sin, value=-1)
+    torch.mul(second, half_cos, out=rotated[..., size // 2:]).addcmul_(first, half_sin)
+    stored = len(slots) if slots[-1] >= 0 else int((slots >= 0).sum())      # padding rows come last
+    for new, pages in ((rotated[:, -kv_heads:], k_pages), (v, v_pages)):
+        pages.view(-1, kv_heads, size).index_copy_(0, slots[:stored], new[:stored])
+    return rotated[:, :-kv_heads]
 
 
 def cuda_decode(q, k_pages, v_pages, batch, scale):
@@ -109,10 +130,10 @@ def sparse_decode(q, k_pages, v_pages, batch, scale, window=None):
     (_, heads, size), (_, page, kv_heads, _) = q.shape, k_pages.shape
     if window not in batch.plans:
         batch.plans[window] = sparse_plan(batch, heads, kv_heads, page, window)
-    keys, values, out = k_pages.view(-1, size), v_pages.view(-1, size), torch.empty_like(q)
+    keys, values, out = k_pages.view(-1, size), v_pages.view(-1, size), q.new_empty(q.shape)
     for begin, end, crow, columns, bias in batch.plans[window]:
         pattern = torch.sparse_csr_tensor(crow, columns, bias.flatten().to(q.dtype), (len(crow) - 1, len(keys)), check_invariants=False)
-        scores = torch.sparse.sampled_addmm(pattern, q[begin:end].view(-1, size), keys.t(), alpha=scale)
+        scores = torch.sparse.sampled_addmm(pattern, q[begin:end].reshape(-1, size), keys.t(), alpha=scale)
         probs = scores.values().view(bias.shape).softmax(-1)
         out[begin:end] = F.embedding_bag(columns, values, crow[:-1], mode="sum", per_sample_weights=probs.flatten()
                                          ).view(-1, heads, size)
@@ -120,20 +141,22 @@ def sparse_decode(q, k_pages, v_pages, batch, scale, window=None):
 
 
 def gather_decode(q, k_pages, v_pages, batch, scale, window=None):
-    """Decode attention in plain PyTorch for any device and type: gathers every page. q [B, Hq, Dh]."""
-    rows, heads, size = q.shape
-    k, v = (pages[batch.table].flatten(1, 2).transpose(1, 2) for pages in (k_pages, v_pages))            # [B, Hkv, S, Dh]
-    position = torch.arange(k.shape[2], device=q.device)
-    mask = position < batch.lengths[:, None]
+    """Decode attention in plain PyTorch for any device and type: copies every row's keys and values. q [B, Hq, Dh]."""
+    (rows, heads, size), (_, page, kv_heads, _) = q.shape, k_pages.shape
+    slots = (batch.table[:, :, None].long() * page + torch.arange(page, device=q.device)).flatten(1)     # [B, S]
+    position = torch.arange(slots.shape[1], device=q.device)
+    valid = position < batch.lengths[:, None]
     if window is not None:
-        mask &= position >= batch.lengths[:, None] - window
-    q = q.view(rows, k.shape[1], -1, size)                  # the query heads of one key head as its query tokens
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None], scale=scale).reshape(rows, heads, size)
+        valid &= position >= batch.lengths[:, None] - window
+    slots = torch.where(position < batch.lengths[:, None], slots, slots[:, :1])     # 0 · NaN is NaN: never read others' pages
+    k, v = (pages.flatten(0, 1)[slots].transpose(1, 2) for pages in (k_pages, v_pages))                  # [B, Hkv, S, Dh]
+    q = q.reshape(rows, kv_heads, heads // kv_heads, size)  # the query heads of one key head as its query tokens
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=valid[:, None, None], scale=scale).reshape(rows, heads, size)
 
 
 def row_prefill(q, k_pages, v_pages, batch, scale, window=None):
     """Prefill attention, one SDPA a row."""
-    out, page = torch.empty_like(q), k_pages.shape[1]
+    out, page = q.new_empty(q.shape), k_pages.shape[1]
     for row, (start, end, length) in enumerate(zip(batch.starts, batch.starts[1:], batch.spans)):
         used = batch.table[row, :-(-length // page)]
         k, v = (pages[used].flatten(0, 1)[:length].transpose(0, 1)[None] for pages in (k_pages, v_pages))
@@ -147,21 +170,29 @@ def row_prefill(q, k_pages, v_pages, batch, scale, window=None):
     return out
 
 
+def varlen_plan(batch: Batch, page: int) -> tuple:
+    """Slots of all keys of all rows, one after the other, and the bounds that varlen_attn wants."""
+    device, lengths = batch.table.device, batch.lengths.long()
+    first = F.pad(lengths.cumsum(0), (1, 0))                                                            # [B + 1]
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=sum(batch.spans))
+    position = torch.arange(len(row), device=device) - first[row]
+    slots = batch.table[row, position // page].long() * page + position % page
+    cu_q = torch.tensor(batch.starts, dtype=torch.int32, device=device)
+    return slots, cu_q, first.int(), max(end - start for start, end in zip(batch.starts, batch.starts[1:]))
+
+
 def varlen_prefill(q, k_pages, v_pages, batch, scale, window=None):
     """Prefill attention on CUDA: one variable-length launch over the rows' gathered keys and values."""
     from torch.nn.attention.varlen import varlen_attn
-    page, group = k_pages.shape[1], q.shape[1] // k_pages.shape[2]
-    position = torch.cat([torch.arange(length, device=q.device) for length in batch.spans])
-    row = torch.repeat_interleave(torch.arange(len(batch.spans), device=q.device), batch.lengths, output_size=len(position))
-    slots = batch.table[row, position // page].long() * page + position % page
-    k, v = (pages.flatten(0, 1)[slots] for pages in (k_pages, v_pages))                                  # [sum of lengths, Hkv, Dh]
+    if "varlen" not in batch.plans:
+        batch.plans["varlen"] = varlen_plan(batch, k_pages.shape[1])
+    slots, cu_q, cu_k, longest = batch.plans["varlen"]
+    k, v = (pages.flatten(0, 1)[slots] for pages in (k_pages, v_pages))                                 # [keys, Hkv, Dh]
     options = {"enable_gqa": True}
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:                                   # torch 2.11
-        k, v, options = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), {}
-    cu_q = torch.tensor(batch.starts, dtype=torch.int32, device=q.device)
-    cu_k = F.pad(batch.lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    longest_q = max(end - start for start, end in zip(batch.starts, batch.starts[1:]))
-    return varlen_attn(q, k, v, cu_q, cu_k, longest_q, max(batch.spans), scale=scale,
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        options = {}
+    return varlen_attn(q, k, v, cu_q, cu_k, longest, max(batch.spans), scale=scale,
                        window_size=(-1 if window is None else window - 1, 0), **options)
 
 
@@ -286,8 +317,8 @@ class OwnForward:
         for i in range(self.layers):
             k_pages, v_pages = pool[0, i], pool[1, i]
             x, residual = kernels.add_rms_norm(x, residual, w[f"{i}.norm1"], self.eps)
-            q = kernels.qk_norm_rope_store(self.linear(x, f"{i}.qkv"), w[f"{i}.q_norm"], w[f"{i}.k_norm"], cos, sin,
-                                           batch.slots, k_pages, v_pages, self.eps)
+            q = rotate_and_store(self.linear(x, f"{i}.qkv"), w[f"{i}.q_norm"], w[f"{i}.k_norm"], cos, sin, batch.slots,
+                                 k_pages, v_pages, self.eps)
             if i == last:
                 return None
             x = self.linear(attention(q, k_pages, v_pages, batch, self.scale).flatten(1), f"{i}.o")

@@ -173,7 +173,7 @@ def uniform(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
     x = seed + (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return (x ^ x >> np.uint64(31) >> np.uint64(16)).astype(np.float64) * 2.0 ** -48
+    return ((x ^ x >> np.uint64(31)) >> np.uint64(16)).astype(np.float64) * 2.0 ** -48
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,8 +218,8 @@ class Buckets:
         self.sizes = sorted({min(size, max_rows) for size in (1, 2, 4, 8, 16, *range(32, max_rows + 32, 32))})
         self.graphs: dict[tuple[int, int], tuple] = {}      # (rows, pages a row) -> (graph, its batch, its logits)
 
-    def decode(self, batch: Batch) -> Tensor:
-        """forward.decode(batch) through the smallest bucket that holds it."""
+    def decode(self, batch: Batch, pool: Tensor) -> Tensor:
+        """forward.decode(batch, pool) through the smallest bucket that holds the batch."""
         rows, width = batch.table.shape
         size = next(size for size in self.sizes if size >= rows)
         key = size, max(16, 1 << (width - 1).bit_length())
@@ -233,7 +233,7 @@ class Buckets:
         static.table[:rows, :width] = batch.table
         if graph is None:
             static.spans, static.plans = batch.spans + [0] * (size - rows), {}
-            return self.forward.decode(static, self.pool)[:rows]
+            return self.forward.decode(static, pool)[:rows]
         graph.replay()
         return logits[:rows]
 
@@ -300,8 +300,7 @@ class Sampler:
         self.prefill_chunk, self.share_prompts = prefill_chunk, share_prompts
         self.overlap = cuda if overlap is None else overlap
         graphs = (cuda and not self.why_stock) if buckets is None else buckets
-        self.decode = Buckets(self.forward, self.pool, max_rows).decode if graphs else (
-            lambda batch: self.forward.decode(batch, self.pool))
+        self.decoder = Buckets(self.forward, self.pool, max_rows) if graphs else self.forward
 
         self.waiting: deque[Request] = deque()
         self.filling: list[Request] = []            # have a row and pages; cached < len(tokens) - 1
@@ -359,8 +358,9 @@ class Sampler:
         self.steps += 1
         self._admit()
         self._prefill()
-        previous, self.launched = self.launched, self._launch()
-        self._collect(previous)
+        launched = self._launch()                           # may itself read the previous step's tokens
+        self._drain()
+        self.launched = launched
         if not self.overlap:
             self._drain()
         self.stats.update(pages_in_use=self.pages.count - len(self.pages.free), waiting=len(self.waiting),
@@ -377,10 +377,10 @@ class Sampler:
         if self.busy:
             raise ValueError("generate was called while other requests run; finish them with step() first")
         wanted = max_new_tokens if isinstance(max_new_tokens, (list, tuple)) else [max_new_tokens] * len(prompts)
-        requests, bar = [], None
+        conversations, requests, bar = [self.open() for _ in prompts], [], None
         try:
-            for i, (prompt, new) in enumerate(zip(prompts, wanted, strict=True)):
-                requests.append(self.submit(self.open(), prompt, max_new_tokens=new, temperature=temperature, top_p=top_p,
+            for i, (conversation, prompt, new) in enumerate(zip(conversations, prompts, wanted, strict=True)):
+                requests.append(self.submit(conversation, prompt, max_new_tokens=new, temperature=temperature, top_p=top_p,
                                             stop_ids=stop_ids, seed=hashed(seed, i)))
             if progress:
                 from tqdm import tqdm
@@ -395,7 +395,7 @@ class Sampler:
         finally:
             if bar is not None:
                 bar.close()
-            for conversation in [c for c in self.live if c.request is None or c.request in requests]:
+            for conversation in conversations:
                 self.close(conversation)
         errors = [request.error for request in requests if request.error]
         if errors:
@@ -489,6 +489,8 @@ class Sampler:
             self._start_decoding([request])
 
     def _start_decoding(self, requests: list[Request]) -> None:
+        if not requests:
+            return
         rows = torch.tensor([request.row for request in requests], device=self.device)
         self.newest[rows] = torch.tensor([request.conversation.tokens[-1] for request in requests], device=self.device)
         self.decoding += requests
@@ -564,10 +566,8 @@ class Sampler:
         for request, _, end in chunks:
             request.conversation.cached = end
         self.stats["prefilled_tokens"] += starts[-1]
-        ready = [r for r in self.filling if r.conversation.cached == len(r.conversation.tokens) - 1]
-        if ready:
-            self.filling = [r for r in self.filling if r not in ready]
-            self._start_decoding(ready)
+        self._start_decoding([r for r in self.filling if r.conversation.cached == len(r.conversation.tokens) - 1])
+        self.filling = [r for r in self.filling if r.conversation.cached < len(r.conversation.tokens) - 1]
 
     @torch.no_grad()
     def _launch(self) -> Launched | None:
@@ -583,8 +583,9 @@ class Sampler:
         table = state.table[rows, :-(-int(lengths[0]) // size)]
         slots = table[np.arange(len(rows)), places // size].astype(np.int64) * size + places % size
         index = self._to_device(rows)
-        logits = self.decode(Batch(self.newest[index], *map(self._to_device, (places, slots, table, lengths.astype(np.int32))),
-                                   spans=lengths.tolist()))
+        batch = Batch(self.newest[index], *map(self._to_device, (places, slots, table, lengths.astype(np.int32))),
+                      spans=lengths.tolist())
+        logits = self.decoder.decode(batch, self.pool)
         tokens, logprobs = self._choose(logits, rows)
         self.newest[index] = tokens
         result = torch.stack((tokens.double(), logprobs.double())).to("cpu", non_blocking=True)
