@@ -39,6 +39,7 @@ CONFIGS = {
     128: dict(block=128, num_warps=4, num_stages=3),
     256: dict(block=64, num_warps=4, num_stages=3),     # bf16 with Dh = 128: Llama and Qwen
     512: dict(block=32, num_warps=4, num_stages=2),
+    1024: dict(block=16, num_warps=4, num_stages=2),
 }
 PROGRAMS = 2048           # wanted: several for each place on a GPU of 132 processors, so that the last round is short
 TOKENS_PER_SPLIT = 256    # a shorter piece spends its time starting
@@ -148,7 +149,7 @@ def triton_paged_attention(q, k_pages, v_pages, table, lengths, *, scale, splits
     """The Triton form of `paged_attention`; `splits` (a power of two) and `config` are for tests and tuning."""
     B, Hq, Dh = q.shape
     _, page_size, Hkv, _ = k_pages.shape
-    config = dict(config or CONFIGS[min(512, max(64, Dh * q.element_size()))])
+    config = dict(config or CONFIGS[max(64, Dh * q.element_size())])
     block = config.pop("block")
     splits = splits or split_count(B, Hkv, table.shape[1] * page_size)
     group = Hq // Hkv
