@@ -35,7 +35,9 @@ try:
 except ImportError:
     flash_attn_with_kvcache = None
 
-warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+with warnings.catch_warnings():                             # torch says once a process that CSR tensors are in beta
+    warnings.simplefilter("ignore")
+    torch.sparse_csr_tensor([0, 0], [], [], (1, 1))
 
 
 @dataclass
@@ -382,3 +384,56 @@ class StockForward:
     def decode(self, batch: Batch, pool: Tensor) -> Tensor:
         """As OwnForward.decode, by the whole model (some scale or cap their logits)."""
         return self.run(self.model, batch, pool).logits[0].float()
+
+
+# ---------------------------------------------------------------- decode steps over static buffers
+
+class Buckets:
+    """Decode steps padded to a few sizes, so that on CUDA each size is one graph that is captured once and replayed.
+
+    Padding rows have length 0 and slot -1: they read nothing and write nothing. Off CUDA it runs the same padded batch.
+    """
+
+    def __init__(self, forward, pool: Tensor, max_rows: int):
+        self.forward, self.pool = forward, pool
+        self.sizes = sorted({min(size, max_rows) for size in (1, 2, 4, 8, 16, *range(32, max_rows + 32, 32))})
+        self.graphs: dict[tuple[int, int], tuple] = {}      # (rows, pages a row) -> (graph, its batch, its logits)
+
+    def decode(self, batch: Batch, pool: Tensor) -> Tensor:
+        """forward.decode(batch, pool) through the smallest bucket that holds the batch."""
+        rows, width = batch.table.shape
+        size = next(size for size in self.sizes if size >= rows)
+        key = size, max(16, 1 << (width - 1).bit_length())
+        if key not in self.graphs:
+            self.graphs[key] = self.capture(*key)
+        graph, static, logits = self.graphs[key]
+        for name, padding in (("ids", 0), ("positions", 0), ("slots", -1), ("lengths", 0)):
+            buffer = getattr(static, name)
+            buffer[:rows] = getattr(batch, name)
+            buffer[rows:] = padding
+        static.table[:rows, :width] = batch.table
+        if graph is None:
+            static.spans, static.plans = batch.spans + [0] * (size - rows), {}
+            return self.forward.decode(static, pool)[:rows]
+        graph.replay()
+        return logits[:rows]
+
+    def capture(self, size: int, width: int) -> tuple:
+        """A graph over buffers of `size` rows of padding; warmed up first, so that kernels are compiled outside of it."""
+        def buffer(*shape, dtype, fill=0):
+            return torch.full(shape, fill, dtype=dtype, device=self.pool.device)
+        static = Batch(buffer(size, dtype=torch.int64), buffer(size, dtype=torch.int64), buffer(size, dtype=torch.int64, fill=-1),
+                       buffer(size, width, dtype=torch.int32), buffer(size, dtype=torch.int32))
+        if not self.pool.is_cuda:
+            return None, static, None
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.forward.decode(static, self.pool)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        memory = next(iter(self.graphs.values()))[0].pool() if self.graphs else None      # graphs run one at a time: one pool
+        with torch.cuda.graph(graph, pool=memory):
+            logits = self.forward.decode(static, self.pool)
+        return graph, static, logits

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forward import Batch, OwnForward, StockForward, unsupported
+from forward import Batch, Buckets, OwnForward, StockForward, unsupported
 
 
 # ---------------------------------------------------------------- pages: who owns what, in plain integers
@@ -194,7 +194,7 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: Tensor | None, top_p: Te
     logprobs = F.log_softmax(logits, -1)
     probs = logprobs.exp()
     if top_p is not None:
-        ordered, index = probs.sort(-1, descending=True, stable=True)
+        ordered, index = torch.sort(probs, dim=-1, descending=True, stable=True)
         outside = ordered.cumsum(-1, dtype=torch.float64) - ordered >= top_p[:, None]
         probs = probs.masked_fill(torch.zeros_like(outside).scatter(-1, index, outside), 0.0)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
@@ -203,59 +203,6 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: Tensor | None, top_p: Te
     if cold is not None:
         tokens = torch.where(cold, logits.max(-1).indices, tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
-
-
-# ---------------------------------------------------------------- decode steps over static buffers
-
-class Buckets:
-    """Decode steps padded to a few sizes, so that on CUDA each size is one graph that is captured once and replayed.
-
-    Padding rows have length 0 and slot -1: they read nothing and write nothing. Off CUDA it runs the same padded batch.
-    """
-
-    def __init__(self, forward, pool: Tensor, max_rows: int):
-        self.forward, self.pool = forward, pool
-        self.sizes = sorted({min(size, max_rows) for size in (1, 2, 4, 8, 16, *range(32, max_rows + 32, 32))})
-        self.graphs: dict[tuple[int, int], tuple] = {}      # (rows, pages a row) -> (graph, its batch, its logits)
-
-    def decode(self, batch: Batch, pool: Tensor) -> Tensor:
-        """forward.decode(batch, pool) through the smallest bucket that holds the batch."""
-        rows, width = batch.table.shape
-        size = next(size for size in self.sizes if size >= rows)
-        key = size, max(16, 1 << (width - 1).bit_length())
-        if key not in self.graphs:
-            self.graphs[key] = self.capture(*key)
-        graph, static, logits = self.graphs[key]
-        for name, padding in (("ids", 0), ("positions", 0), ("slots", -1), ("lengths", 0)):
-            buffer = getattr(static, name)
-            buffer[:rows] = getattr(batch, name)
-            buffer[rows:] = padding
-        static.table[:rows, :width] = batch.table
-        if graph is None:
-            static.spans, static.plans = batch.spans + [0] * (size - rows), {}
-            return self.forward.decode(static, pool)[:rows]
-        graph.replay()
-        return logits[:rows]
-
-    def capture(self, size: int, width: int) -> tuple:
-        """A graph over buffers of `size` rows of padding; warmed up first, so that kernels are compiled outside of it."""
-        def buffer(*shape, dtype, fill=0):
-            return torch.full(shape, fill, dtype=dtype, device=self.pool.device)
-        static = Batch(buffer(size, dtype=torch.int64), buffer(size, dtype=torch.int64), buffer(size, dtype=torch.int64, fill=-1),
-                       buffer(size, width, dtype=torch.int32), buffer(size, dtype=torch.int32))
-        if not self.pool.is_cuda:
-            return None, static, None
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.forward.decode(static, self.pool)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        memory = next(iter(self.graphs.values()))[0].pool() if self.graphs else None      # graphs run one at a time: one pool
-        with torch.cuda.graph(graph, pool=memory):
-            logits = self.forward.decode(static, self.pool)
-        return graph, static, logits
 
 
 # ---------------------------------------------------------------- the sampler
@@ -356,8 +303,10 @@ class Sampler:
     def step(self) -> list[Request]:
         """One engine step: prefill up to prefill_chunk tokens, one new token for every ready row. Returns what finished."""
         self.steps += 1
-        self._admit()
+        followers = self._admit()
         self._prefill()
+        if followers:                                       # their prompt may be complete now
+            self._admit()
         launched = self._launch()                           # may itself read the previous step's tokens
         self._drain()
         self.launched = launched
@@ -431,15 +380,15 @@ class Sampler:
             raise ValueError(f"{context} tokens and {max_new_tokens} new ones can never fit the KV pool of {pool} tokens; "
                              "raise max_tokens or ask for less")
 
-    def _admit(self) -> None:
-        """Gives rows and pages to waiting requests, first come first served.
+    def _admit(self) -> bool:
+        """Gives rows and pages to waiting requests, first come first served. True if some were passed over.
 
         A fresh conversation whose prompt lies in another's pages shares them; while that prompt is still being prefilled,
-        it is passed over. While rows run, one free page a row is kept for them; when none runs, the youngest idle
-        conversations give way.
+        it is passed over, and a row is kept for it. For each row that runs a free page is kept; when none runs, the
+        youngest idle conversations give way.
         """
         passed, copies = [], []
-        while self.waiting and self.rows.free:
+        while self.waiting and len(passed) < len(self.rows.free):
             request = self.waiting[0]
             conversation = request.conversation
             holder = self._holder(conversation)
@@ -469,12 +418,15 @@ class Sampler:
         if copies:
             source, target = zip(*copies)
             self.pool[:, :, list(target)] = self.pool[:, :, list(source)]
+        return bool(passed)
 
     def _holder(self, conversation: Conversation) -> Conversation | None:
-        """Another conversation whose pages hold (or will soon hold) the prompt of one that has no pages, if there is any."""
-        if conversation.table or not self.share_prompts:
-            return None
-        return max(self.holders.get(conversation.prompt, ()), key=lambda holder: holder.cached, default=None)
+        """Another conversation whose pages hold (or soon will) the prompt of one that has no pages, if there is any.
+
+        It is the first that had the prompt: the others joined when it was complete.
+        """
+        holders = self.holders.get(conversation.prompt) if self.share_prompts and not conversation.table else None
+        return holders[0] if holders else None
 
     def _enter(self, request: Request) -> None:
         conversation = request.conversation
