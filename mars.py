@@ -43,6 +43,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     batch = [(group, run.question(first + group)) for group in range(run.rank, config.questions, run.world)]
     trajectories = run.rollouts(batch, config.group, step=step, tools=run.tools, temperature=config.temperature)
     seconds = {"seconds_rollout": time.perf_counter() - start}
+    leaked = sum(s.pages.count - len(s.pages.free) for s in run.driver.samplers)        # each episode gives its pages back
 
     graded = [t for t in trajectories if t.reward is not None]              # a judge out of reach: not in the group
     sys2 = [t.sample for t in graded]
@@ -61,7 +62,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     numbers = update(run, sys2, sys1, step)
     run.sampler.load_weights(trainer.unwrap(run.policy).model)
     seconds["seconds_train"] = time.perf_counter() - start
-    return {**rollout_metrics(trajectories, seconds["seconds_rollout"]), **numbers, **seconds}, trajectories
+    return {**rollout_metrics(trajectories, seconds["seconds_rollout"]), **numbers, **seconds, "pages_in_use": leaked}, trajectories
 
 
 def draw(run: Run, sys2: list[Sample], sys1: list[Sample], step: int) -> None:
