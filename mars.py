@@ -62,7 +62,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     numbers = update(run, sys2, sys1, step)
     run.sampler.load_weights(trainer.unwrap(run.policy).model)
     seconds["seconds_train"] = time.perf_counter() - start
-    return {**rollout_metrics(trajectories, seconds["seconds_rollout"]), **numbers, **seconds, "pages_in_use": leaked}, trajectories
+    numbers = {**rollout_metrics(trajectories, seconds["seconds_rollout"]), **numbers, **seconds, "pages_in_use": leaked}
+    return numbers, trajectories
 
 
 def draw(run: Run, sys2: list[Sample], sys1: list[Sample], step: int) -> None:
