@@ -2,6 +2,7 @@
 
 The only file that knows both the toy and the real world; all checks of the environment happen here, before anything is written.
 """
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -60,31 +61,49 @@ class Run:
 
 
 def build(config: Config, *, training: bool, folder: Path | None = None) -> Run:
-    """A Run; with `training` also policy, optimiser and, if there is a KL term, the reference. UserError says what is missing."""
+    """A Run; with `training` also policy, optimiser and, if there is a KL term, the reference.
+
+    Nothing is written before all of this stands (but the cache). UserError lists everything that is missing, not just the first.
+    """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    device = pick_device(config, world)
+    device, problems = pick_device(config, world), []
+
+    def attempt(function, *arguments, **options):
+        try:
+            return function(*arguments, **options)
+        except UserError as error:
+            problems.append(str(error))
     folder = folder or run_folder(config, rank)
-    with_python = drop_python_if_missing(config, rank)
     start = base_model(config, rank)
-    state = trainer.newest(folder) if training and config.resume else None
-    plan = trainer.memory_plan(start, config=config, world=world, device=device, training=training)
-    model = trainer.load_model(state[1] / "model" if state else start, device)
+    attempt(check_machine, config, device)
+    plan = attempt(trainer.memory_plan, start, config=config, world=world, device=device, training=training)
+    grade = attempt(tasks.grader, config.grader)
+    names = attempt(usable_tools, config, rank) or []
+    questions = attempt(load_questions, config, names, training)
+    tools = attempt(make_tools, config, "train", names)
+    if problems:
+        raise UserError(problems[0] if len(problems) == 1 else f"cannot start, {len(problems)} things are missing: "
+                        + "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1)))
     tokenizer = AutoTokenizer.from_pretrained(start)
-    form = make_format(config, tokenizer, with_python)
-    tools, eval_tools = (make_tools(config, split, with_python) for split in ("train", "eval"))
-    question, eval_questions = make_questions(config, with_python, form, training)
-    sampler = Sampler(model, max_tokens=config.kv_tokens, max_rows=config.rows)
+    form = make_format(config, tokenizer, names)
+    check_lengths(config, form, questions)
+    state = trainer.newest(folder) if training and config.resume else None
+    half = device.type == "cuda"
+    if training:
+        model = trainer.load_model(state[1] / "model" if state else start, device)
+    else:                                                   # only the sampler's copy goes to the device
+        model = trainer.load_model(start, torch.device("cpu"), dtype=torch.bfloat16 if half else torch.float32)
+    sampler = Sampler(model, max_tokens=config.kv_tokens, max_rows=config.rows, device=device)
     base = trainer.load_model(start, device) if config.system1 == "frozen" or (training and config.kl_beta) else None
     frozen = Sampler(base, max_tokens=config.kv_tokens, max_rows=config.rows) if config.system1 == "frozen" else None
-    lockstep = config.lockstep == "on" or (config.lockstep == "auto" and device.type == "cpu")
-    driver = Driver([sampler, frozen] if frozen else [sampler], lockstep=lockstep)
-    run = Run(config, folder, device, rank, world, start, tokenizer, form, driver, sampler, frozen or sampler, tasks.grader(config.grader),
-              tools, eval_tools, question, eval_questions)
+    lockstep = config.lockstep == "on" or (config.lockstep == "auto" and not half)
+    run = Run(config, folder, device, rank, world, start, tokenizer, form, Driver([sampler, frozen] if frozen else [sampler], lockstep=lockstep),
+              sampler, frozen or sampler, grade, tools, make_tools(config, "eval", names), *questions)
     if rank == 0:
-        print(f"model {start} on {device} ({sampler.path}), {world} process(es); search: {config.search if config.docs or config.model != 'toy' else 'the toy world'}; "
-              f"python: {'jail or sandbox' if with_python else 'not available'}; reward: {config.grader}\n{plan}", flush=True)
+        where = f"{config.search} {config.docs}".strip() if config.data != "toy" or config.docs else "the toy's world"
+        print(f"model {start} on {device}, {world} process(es), sampler: {sampler.path}; search: {where}; tools: {', '.join(names)}; "
+              f"reward: {config.grader}\n{plan}", flush=True)
     if training:
-        half = device.type == "cuda"
         run.policy = trainer.parallel(trainer.Policy(model, bf16=half, checkpointing=config.checkpointing), fsdp=config.fsdp,
                                       device=device)
         run.optimiser = torch.optim.AdamW(run.policy.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay)
@@ -110,9 +129,16 @@ def pick_device(config: Config, world: int) -> torch.device:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     elif world == 1 and device.type == "cpu":
         torch.set_num_threads(config.threads)
+    return device
+
+
+def check_machine(config: Config, device: torch.device) -> None:
+    """What the options ask of the machine."""
+    if config.preset == "paper" and device.type == "cpu":
+        raise UserError("--preset paper needs CUDA GPUs and PyTorch finds none; 8 of 80 GB train Qwen3-8B, one trains a 0.6B model "
+                        "(--model Qwen/Qwen3-0.6B --no-fsdp)")
     if config.fsdp and not dist.is_initialized():
         raise UserError("--fsdp shards over processes; start them with torchrun --nproc_per_node=N mars.py --fsdp …")
-    return device
 
 
 def run_folder(config: Config, rank: int) -> Path:
@@ -121,9 +147,7 @@ def run_folder(config: Config, rank: int) -> Path:
     if not config.name:
         if config.resume:
             raise UserError("--resume needs the run's --name")
-        base = Path(str(config.model)).name
-        names = [base, *(f"{base}-{i}" for i in range(2, 10_000))]
-        config.name = next(name for name in names if not (runs / name).exists())
+        config.name = free_name(runs, Path(config.model).name)
     if dist.is_initialized():                               # rank 0 may already create what the others still look for
         names = [config.name]
         dist.broadcast_object_list(names)
@@ -145,6 +169,11 @@ def run_folder(config: Config, rank: int) -> Path:
     return folder
 
 
+def free_name(runs: Path, base: str) -> str:
+    """base, base-2, base-3, …: the first that no run has."""
+    return next(name for name in (base, *(f"{base}-{i}" for i in range(2, 100_000))) if not (runs / name).exists())
+
+
 def base_model(config: Config, rank: int) -> Path | str:
     """The model to start from; the toy's is made at the first use, by rank 0."""
     if config.model != "toy":
@@ -156,25 +185,19 @@ def base_model(config: Config, rank: int) -> Path | str:
     return toy_base.build(config.cache, config.seed)
 
 
-def drop_python_if_missing(config: Config, rank: int) -> bool:
-    """Whether Python can be called; where its jail can't be had, the toy goes on without and a real run is refused."""
-    if "python" not in config.tools.split(","):
-        return False
-    reason = python.available()
+def usable_tools(config: Config, rank: int) -> list[str]:
+    """The names of --tools. Where Python can't be jailed the toy goes on without it; a real run is refused."""
+    names = [name for name in config.tools.split(",") if name]
+    reason = python.available() if "python" in names else None
     if reason and config.data != "toy":
         raise UserError(f"{reason}; leave it out with --tools search,scholar")
     if reason and rank == 0:
         print(f"{reason}; going on without Python and its questions", flush=True)
-    return not reason
+    return [name for name in names if name != "python" or not reason]
 
 
-def names_of(config: Config, with_python: bool) -> list[str]:
-    return [name for name in config.tools.split(",") if name and (name != "python" or with_python)]
-
-
-def make_format(config: Config, tokenizer, with_python: bool):
+def make_format(config: Config, tokenizer, names: list[str]):
     """How both roles speak: the toy's language if the tokenizer knows it, else the model's own chat template."""
-    names = names_of(config, with_python)
     if "<s2>" in tokenizer.get_vocab():
         return toy.ToyFormat(tokenizer, names)
     if not tokenizer.chat_template:
@@ -182,48 +205,54 @@ def make_format(config: Config, tokenizer, with_python: bool):
     return ChatFormat(tokenizer, tools=names, purpose=config.purpose == "on", question_in_system1=config.question_in_system1)
 
 
-def make_tools(config: Config, split: str, with_python: bool) -> Tools:
+def make_tools(config: Config, split: str, names: list[str]) -> Tools:
     """Name -> callable. The toy searches the world of `split`; everything else its backend."""
     made: Tools = {}
-    for name in names_of(config, with_python):
+    for name in names:
         if name == "python":
             made[name] = python.tool
         elif config.data == "toy" and not config.docs and config.search == "local":
             made[name] = search.local(toy.world(split, config.seed).documents[name], config.top_k)
         else:
             made[name] = search.make(config.search, scholar=name == "scholar", k=config.top_k, docs=config.docs or None,
-                                     cache=config.cache, pages=config.pages)
+                                     cache=config.cache, pages=config.pages if config.search == "serper" else "none")
     return made
 
 
-def make_questions(config: Config, with_python: bool, form, training: bool) -> tuple[Callable[[int], Question] | None, list[Question]]:
+def load_questions(config: Config, names: list[str], training: bool) -> tuple[Callable[[int], Question] | None, list[Question]]:
     """The endless stream of training questions, and the held-out ones; without training all of `data` is held out."""
     if config.data == "toy":
-        names = names_of(config, with_python)
         held_out = [toy.question("eval", config.seed, i, names) for i in range(config.eval_questions)]
         return lambda i: toy.question("train", config.seed, i, names), held_out
+    if not config.data:
+        raise UserError("no questions: name them with --data (a JSONL file, hub:OWNER/REPO/file.jsonl, or a mix like nq/train:2,own.jsonl:1)")
     if not training:
-        return None, check_lengths(config, form, tasks.load_questions(config.data, limit=config.eval_questions or None, seed=config.seed))
+        return None, tasks.load_questions(config.data, limit=config.eval_questions or None, seed=config.seed)
     loaded = tasks.load_questions(config.data, seed=config.seed)
-    held_out = tasks.load_questions(config.eval_data, limit=config.eval_questions, seed=config.seed) if config.eval_data else []
-    if not held_out:
+    if config.eval_data:
+        held_out = tasks.load_questions(config.eval_data, limit=config.eval_questions or None, seed=config.seed)
+    else:
         held_out, loaded = loaded[:config.eval_questions], loaded[config.eval_questions:]
     if len(loaded) < config.questions:
         raise UserError(f"{config.data} leaves {len(loaded)} training questions, fewer than --questions {config.questions} a step; "
                         "give more, or lower --eval_questions or --questions")
-    check_lengths(config, form, loaded + held_out)
 
     def stream(i: int) -> Question:                         # every question once an epoch, each epoch in an order of its own
         epoch, place = divmod(i, len(loaded))
-        order = torch.randperm(len(loaded), generator=torch.Generator().manual_seed(config.seed * 1_000_003 + epoch))
-        return loaded[order[place]]
+        return loaded[epoch_order(len(loaded), config.seed, epoch)[place]]
+    stream.loaded = loaded
     return stream, held_out
 
 
-def check_lengths(config: Config, form, questions: list[Question]) -> list[Question]:
-    """The questions, if each leaves room for a step, a demand and an answer in System 2's context."""
-    for question in questions:
+@functools.lru_cache(maxsize=2)
+def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+
+
+def check_lengths(config: Config, form, questions: tuple) -> None:
+    """UserError for a question that leaves no room for a step, a demand and an answer in System 2's context."""
+    stream, held_out = questions
+    for question in getattr(stream, "loaded", []) + held_out:
         length = len(form.system2_prompt(question.text))
         if length + config.step_tokens + 2 * config.answer_tokens > config.sys2_context:
             raise UserError(f"question {question.id} takes {length} tokens and leaves no room in --sys2_context {config.sys2_context}")
-    return questions

@@ -15,6 +15,7 @@ from tools import UserError
 @dataclass
 class Config:
     """Every knob, its default for the toy and why. Any field is an option of the same name: `--lr 3e-4`."""
+    preset: Literal["toy", "paper"] = "toy"     # where the other defaults come from
     # the run
     name: str = ""                          # runs/NAME/; empty: toy, toy-2, … whichever is free
     runs: str = "runs"
@@ -103,7 +104,6 @@ def parser(description: str) -> argparse.ArgumentParser:
 
     made = OneLine(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
                    argument_default=argparse.SUPPRESS)
-    made.add_argument("--preset", choices=("toy", "paper"), help="the defaults to start from")
     for field in dataclasses.fields(Config):
         if field.type is bool:
             made.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction)
@@ -123,7 +123,7 @@ def fail(message: str) -> int:
 def resolve(given: dict, saved: dict | None = None, *, training: bool = True) -> Config:
     """Defaults, then a preset, then a saved run's settings, then what was given on the command line; checked."""
     given = dict(given)
-    preset = PAPER if given.pop("preset", "toy") == "paper" else {}
+    preset = PAPER if given.get("preset") == "paper" else {}
     names = {field.name for field in dataclasses.fields(Config)}
     config = Config(**{**preset, **{k: v for k, v in (saved or {}).items() if k in names},
                        **{k: v for k, v in given.items() if k in names}})

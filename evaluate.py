@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import tasks
 import view
-from build import Run, build, run_folder
+from build import build, free_name
 from config import PAPER, Config, parser, resolve
 from metrics import rollout_sums
 from rollout import Trajectory, record
@@ -84,9 +84,9 @@ def find_checkpoint(name: str) -> tuple[Path | str, dict | None]:
 
 def evaluate(config: Config) -> int:
     """Answers every held-out question once; prints and writes the table, predictions, records and page."""
-    config.name = config.name or f"eval-{Path(config.model).resolve().parent.name if Path(config.model).exists() else Path(config.model).name}"
-    if (Path(config.runs) / config.name).exists():
-        config.name = next(f"{config.name}-{i}" for i in range(2, 10_000) if not (Path(config.runs) / f"{config.name}-{i}").exists())
+    if not config.name:
+        model = Path(config.model)
+        config.name = free_name(Path(config.runs), f"eval-{model.parent.name if model.name == 'checkpoint' else model.name}")
     run = build(config, training=False)
     confidences = {}
     if config.grader == "judge":
