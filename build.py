@@ -47,6 +47,7 @@ class Run:
     eval_tools: Tools                                       # the toy's held-out world has a corpus of its own
     question: Callable[[int], Question]                     # the i-th of an endless stream
     eval_questions: list[Question]
+    episode: Callable = episode                             # the protocol: rollout.episode, or one of your own
     policy: torch.nn.Module | None = None                   # these three only in training
     optimiser: torch.optim.Optimizer | None = None
     reference: torch.nn.Module | None = None
@@ -57,7 +58,7 @@ class Run:
         """`group` trajectories for each (place in the batch, question), all in one running batch of the sampler."""
         setting = Setting(self.driver, self.sampler, self.sys1_sampler, self.format, tools, self.grade, self.config, step,
                           temperature, top_p, say or (lambda kind, text: None))
-        return self.driver.run([episode(setting, q, place, k) for place, q in batch for k in range(group)], watch)
+        return self.driver.run([self.episode(setting, q, place, k) for place, q in batch for k in range(group)], watch)
 
 
 def build(config: Config, *, training: bool, folder: Path | None = None) -> Run:
@@ -222,8 +223,10 @@ def make_tools(config: Config, split: str, names: list[str]) -> Tools:
 def load_questions(config: Config, names: list[str], training: bool) -> tuple[Callable[[int], Question] | None, list[Question]]:
     """The endless stream of training questions, and the held-out ones; without training all of `data` is held out."""
     if config.data == "toy":
-        held_out = [toy.question("eval", config.seed, i, names) for i in range(config.eval_questions)]
-        return lambda i: toy.question("train", config.seed, i, names), held_out
+        # --tools takes tools away, not questions: an arm without one shows what it loses; a machine without a jail has none to lose
+        kinds = toy.TOOLS if "python" in names or python.available() is None else ("search", "scholar")
+        held_out = [toy.question("eval", config.seed, i, kinds) for i in range(config.eval_questions)]
+        return lambda i: toy.question("train", config.seed, i, kinds), held_out
     if not config.data:
         raise UserError("no questions: name them with --data (a JSONL file, hub:OWNER/REPO/file.jsonl, or a mix like nq/train:2,own.jsonl:1)")
     if not training:
