@@ -114,6 +114,11 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
+def from_command_line(arguments: list[str], description: str = "") -> Config:
+    """The Config that a command line asks for."""
+    return resolve(vars(parser(description).parse_args(arguments)))
+
+
 def fail(message: str) -> int:
     """Prints one sentence on standard error; returns exit code 2."""
     print(f"mars: {' '.join(str(message).split())}", file=sys.stderr, flush=True)

@@ -28,7 +28,7 @@ import grpo
 import policy as trainer
 import view
 from build import Run, build
-from config import Config, fail, parser, resolve
+from config import fail, from_command_line
 from metrics import add, reduced, rollout_metrics, rollout_sums
 from rollout import Sample, Trajectory, record
 from tools import UserError
@@ -147,10 +147,9 @@ def skip(run: Run, step: int, samples: list[Sample]) -> None:
 
 # ---------------------------------------------------------------------------------------------- the run
 
-def train(config: Config) -> None:
-    """The whole run: setup, steps, evaluations, states on disk, pictures."""
-    run = build(config, training=True)
-    start = prepare_folder(run)
+def train(run: Run) -> None:
+    """The whole run: steps, evaluations, states on disk, pictures."""
+    config, start = run.config, prepare_folder(run)
     steps = tqdm(range(start, config.steps), initial=start, total=config.steps, disable=run.rank or not sys.stderr.isatty())
     for step in steps:
         evaluation = evaluate(run, step) if step % config.eval_every == 0 else {}
@@ -228,7 +227,7 @@ def main(arguments: list[str]) -> int:
         if arguments[:1] in (["eval"], ["ask"]):
             import evaluate as evaluation                   # imports this file's parts, so not at the top
             return evaluation.main(arguments)
-        train(resolve(vars(parser(__doc__).parse_args(arguments))))
+        train(build(from_command_line(arguments, __doc__), training=True))
         return 0
     except UserError as error:
         return fail(error)

@@ -1,0 +1,48 @@
+"""The README's forks run as they stand, and stay short."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import toy_base
+from test_mars import SMALL
+
+REPO = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return toy_base.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
+
+
+@pytest.mark.parametrize("name", ["own_tool", "own_task", "own_protocol"])
+def test_example(base, tmp_path, name):
+    done = subprocess.run([sys.executable, "-m", f"examples.{name}", "--model", base, "--runs", tmp_path, "--name", name, "--steps", "1", *SMALL],
+                          cwd=REPO, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in open(tmp_path / name / "rollouts" / "step_0.jsonl")]
+    if name == "own_task":
+        assert {r["question_id"] for r in records if r["split"] == "train"} == {"sum-0", "sum-1", "sum-2", "sum-3"}
+    if name == "own_protocol":
+        assert all(len(r["turns"]) == 2 and len(r["turns"][0]["chunks"]) == 1 for r in records)
+
+
+@pytest.mark.parametrize("name", ["own_tool", "own_task", "own_protocol"])
+def test_example_is_under_20_lines(name):
+    lines = (REPO / "examples" / f"{name}.py").read_text().splitlines()
+    own = [line for line in lines if line.strip() and not line.startswith(("import ", "from ", '"""'))]
+    assert len(own) < 20
+
+
+def test_a_tool_of_ones_own_can_be_called():
+    """In the toy a tool's name must be a word of the toy's vocabulary; an unknown one is a malformed call."""
+    import toy
+    from examples.own_tool import archive
+    form = toy.ToyFormat(toy.make_tokenizer())
+    said = form.tokenizer.encode("<call> archive weather <purpose> anything about ada <eot>", add_special_tokens=False)
+    assert "unknown tool" in form.parse(said).error
+    form.tools += ("archive",)
+    call = form.parse(said).call
+    assert call.tool == "archive" and archive(call.argument)[0].id == "archive-1" and archive("ada") == []
