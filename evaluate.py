@@ -30,7 +30,7 @@ from tasks import Question
 from tools import UserError
 
 LIMITS = ("max_turns", "sys2_context", "step_tokens", "answer_tokens", "sys1_prompt", "sys1_response", "top_k", "distill",
-          "kv_tokens", "question_in_system1")
+          "question_in_system1")
 
 
 def main(arguments: list[str]) -> int:
@@ -54,6 +54,7 @@ def settings(given: dict, asking: bool) -> Config:
     model, saved = find_checkpoint(given["checkpoint"])
     if saved is None:
         saved = {name: PAPER[name] for name in LIMITS}
+        saved |= {"kv_tokens": 2 * saved["sys2_context"]} if asking else {}
         if not asking and "data" not in given:
             raise UserError("--data is missing: name the questions to evaluate this model on (a JSONL file, nq, hle, …)")
     saved |= {"model": str(model), "name": "", "resume": False, "system1": "train" if saved.get("system1") == "frozen" else
