@@ -300,6 +300,7 @@ class Sampler:
         self.waiting.append(request)
         return request
 
+    @torch.inference_mode()
     def step(self) -> list[Request]:
         """One engine step: prefill up to prefill_chunk tokens, one new token for every ready row. Returns what finished."""
         self.steps += 1
@@ -494,7 +495,6 @@ class Sampler:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
-    @torch.no_grad()
     def _prefill(self) -> None:
         """One packed forward over the next tokens of the rows that are not ready to decode, oldest first."""
         budget, chunks = self.prefill_chunk, []
@@ -521,7 +521,6 @@ class Sampler:
         self._start_decoding([r for r in self.filling if r.conversation.cached == len(r.conversation.tokens) - 1])
         self.filling = [r for r in self.filling if r.conversation.cached < len(r.conversation.tokens) - 1]
 
-    @torch.no_grad()
     def _launch(self) -> Launched | None:
         """Starts one decode step over every ready row; nothing here waits for the device."""
         self._reserve()
