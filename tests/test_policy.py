@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import policy as trainer
+import ranks
 from ranks import OBJECTIVE, make_samples, weigh
 from tools import UserError
 
@@ -21,6 +22,8 @@ SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_lay
 KINDS = {"qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(head_dim=16, tie_word_embeddings=True, **SHAPE)),
          "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=False, **SHAPE)),
          "llama": lambda: LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **SHAPE))}
+
+MODES = ("ddp", "fsdp", "ddp checkpointing", "fsdp checkpointing")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -123,32 +126,61 @@ def test_lists_of_unequal_length_are_refused():
         trainer.micro_batches(samples, weights, 100, CPU)
 
 
-def run_ranks(model: Path, out: Path, mode: str, world: int) -> dict:
-    """Runs tests/ranks.py in `world` processes; what rank 0 saved."""
-    out.mkdir()
+@pytest.fixture(scope="module")
+def steps(qwen3, tmp_path_factory):
+    """The folders of one optimiser step: by one process, and by two in every mode."""
+    out = tmp_path_factory.mktemp("steps")
+    (out / "single").mkdir()
+    ranks.step(str(qwen3), out / "single", "single")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     here = Path(__file__).parent
-    children = [subprocess.Popen([sys.executable, str(here / "ranks.py"), str(model), str(out), mode], env={
-        **os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here}", "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}) for rank in range(world)]
-    assert [child.wait(timeout=120) for child in children] == [0] * world
-    return torch.load(out / "numbers.pt")
+    children = [subprocess.Popen([sys.executable, str(here / "ranks.py"), str(qwen3), str(out), *MODES], env={
+        **os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here}", "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}) for rank in range(2)]
+    assert [child.wait(timeout=120) for child in children] == [0, 0]
+    return out
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_two_ranks_are_one_process(qwen3, tmp_path, mode):
-    """Loss, norm, gradients, weights after the step and the optimiser's state; the ranks' shares are uneven."""
-    one = run_ranks(qwen3, tmp_path / "one", "single", 1)
-    two = run_ranks(qwen3, tmp_path / "two", mode, 2)
-    assert abs(one["loss"] - two["loss"]) < 1e-5 and abs(one["norm"] - two["norm"]) < 1e-5
-    assert close(one["gradients"], two["gradients"])
-    states = [tmp_path / name / "state" / "step_000001" for name in ("one", "two")]
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_are_one_process(steps, mode):
+    """Loss, norm, clipped gradients, weights after the step and the optimiser's state; the ranks' shares are uneven."""
+    one, two = (torch.load(steps / name / "numbers.pt") for name in ("single", mode))
+    assert abs(one["loss"] - two["loss"]) < 1e-5 and abs(one["norm"] - two["norm"]) < 1e-5 and one["norm"] > 0.01
+    assert close(one["gradients"], two["gradients"], 1e-7)
+    states = [steps / name / "state" / "step_000001" for name in ("single", mode)]
     first, second = (AutoModelForCausalLM.from_pretrained(state / "model").state_dict() for state in states)
     assert close(first, second, 2e-5)
     first, second = (torch.load(state / "optimiser.pt")["state"] for state in states)
     assert first.keys() == second.keys() and all(close({"m": first[k]["exp_avg"]}, {"m": second[k]["exp_avg"]}) for k in first)
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process, for what differs only in the wrapping."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_sharded_bf16_gives_the_loss_its_numbers_in_fp32_and_nearly_the_gradients(qwen3, alone, monkeypatch):
+    """FSDP2 would cast what a module is called with, a micro-batch's old log-probs and weights as well."""
+    loss, expected, batches, _ = gradients(qwen3, make_samples(), 90)
+    policy = trainer.parallel(trainer.Policy(trainer.load_model(qwen3, CPU), bf16=True), fsdp=True, device=CPU)
+    seen, plain = [], trainer.kernels.linear_grpo_loss
+
+    def watched(hidden, head, target, old, advantage, weight, *, ref_logprob, **options):
+        seen.append((hidden.dtype, old.dtype, advantage.dtype, weight.dtype, ref_logprob.dtype))
+        return plain(hidden, head, target, old, advantage, weight, ref_logprob=ref_logprob, **options)
+    monkeypatch.setattr(trainer.kernels, "linear_grpo_loss", watched)
+    references = [trainer.logprob(policy, batch, 1.0) for batch in batches]
+    trainer.backward(policy, batches, references, **OBJECTIVE)
+    assert set(seen) == {(torch.bfloat16, *[torch.float32] * 4)} and len(seen) == len(batches)
+    for name, parameter in policy.named_parameters():
+        got = parameter.grad.full_tensor()
+        assert got.dtype == torch.float32
+        assert torch.nn.functional.cosine_similarity(got.flatten(), expected[name].flatten(), 0) > 0.99, name
 
 
 def test_states_are_whole_or_absent(qwen3, tmp_path, monkeypatch):
