@@ -125,12 +125,16 @@ class Policy(nn.Module):
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def hidden(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The hidden states [N, D] that predict the loss tokens, and the LM head [V, D], in the arithmetic's dtype."""
-        dtype = torch.bfloat16 if self.bf16 else torch.float32
+        """The hidden states [N, D] that predict the loss tokens, in the arithmetic's dtype, and the LM head [V, D].
+
+        The head stays as it is, fp32 unless FSDP gathered it in bf16: the loss rounds it for the products and sums its gradient
+        in fp32, which a cast here would round to bf16 on the way back.
+        """
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
             hidden = self.model.base_model(batch.tokens, position_ids=batch.positions, use_cache=False, lengths=batch.lengths,
                                            cu=batch.cu).last_hidden_state[0]
-        return hidden[batch.at].to(dtype), self.model.get_output_embeddings().weight.to(dtype)
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
+        return hidden[batch.at].to(dtype), self.model.get_output_embeddings().weight
 
     def forward(self, batch: MicroBatch, *, score: bool = False, ref_logprob: Tensor | None = None, **objective):
         """(Σ w·ℓ, stats) of the micro-batch; `objective` holds clip_low, clip_high, kl_beta, temperature. With `score` only the

@@ -111,6 +111,16 @@ def test_an_empty_micro_batch_touches_every_parameter_with_nothing(folder):
     assert loss.item() == 0 and all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
 
+def test_the_heads_gradient_is_not_rounded_to_bf16(tmp_path):
+    torch.manual_seed(0)
+    KINDS["qwen2"]().save_pretrained(tmp_path)
+    policy = trainer.Policy(trainer.load_model(tmp_path, CPU), bf16=True)
+    loss, _ = policy(trainer.micro_batches(make_samples(), weigh(make_samples(), {"sys1": 9, "sys2": 5}), 10_000, CPU)[0], **OBJECTIVE)
+    loss.backward()
+    gradient = policy.model.lm_head.weight.grad
+    assert gradient.dtype == torch.float32 and (gradient != gradient.bfloat16()).float().mean() > 0.9
+
+
 def test_only_loss_tokens_enter_the_head_and_what_nobody_predicts_is_dropped():
     samples = make_samples()
     batches = trainer.micro_batches(samples, weigh(samples, {"sys1": 9, "sys2": 5}), 10_000, CPU)
