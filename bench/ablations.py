@@ -246,16 +246,17 @@ def draw(rows: list[dict], path: Path) -> Path:
         for colour, (arm, label) in zip(COLOURS, arms.items()):
             if arm in found:
                 draw_arm(ax, found[arm], label, colour)
-            else:
-                ax.plot([], [], color=colour, label=f"{label}: not there")
+        if missing := [label for arm, label in arms.items() if arm not in found]:
+            ax.text(0.03, 0.03, "not there: " + ", ".join(missing), transform=ax.transAxes, fontsize=9, color=COLOURS[0])
         ax.set_ylim(0, 1)
         ax.grid(axis="y", alpha=0.25)
         if index >= 6:
             ax.set_xlabel("RL steps", fontsize=10)
         if index % 3 == 0:
             ax.set_ylabel("held-out accuracy", fontsize=10)
-        ax.legend(loc="lower left", bbox_to_anchor=(-0.04, 1.0), ncol=4, frameon=False, fontsize=10, borderaxespad=0,
-                  handlelength=1.1, columnspacing=0.8, handletextpad=0.4)
+        if ax.lines:
+            ax.legend(loc="lower left", bbox_to_anchor=(-0.04, 1.0), ncol=4, frameon=False, fontsize=10, borderaxespad=0,
+                      handlelength=1.1, columnspacing=0.8, handletextpad=0.4)
     seeds = max((len(row["seeds"]) for row in found.values()), default=0)
     figure.supxlabel(f"Lines: mean of {seeds} seed(s), sampled at temperature 1; bands: worst to best seed; diamonds: greedy at the end. "
                      "Grey: full MARS.", fontsize=10)

@@ -178,8 +178,8 @@ def by_stretch(lines: list[dict], samples: list[dict], stretch: int) -> list[dic
         scores = sorted(accuracies(mine).items())
         if mine:
             rows.append({"steps": f"{start}-{mine[-1]['step']}", **{key: float(np.mean([line[key] for line in mine])) for key in KEYS},
-                         "accuracy": scores[-1][1][0] if scores else math.nan, "greedy": scores[-1][1][1] if scores else math.nan,
-                         "rss_mib": float(np.mean(memory)) if memory else math.nan})
+                         "accuracy": scores[-1][1][0] if scores else None, "greedy": scores[-1][1][1] if scores else None,
+                         "rss_mib": float(np.mean(memory)) if memory else None})
     return rows
 
 
