@@ -9,6 +9,7 @@ same files. The gradient is a sum over ranks (the weights already divide by glob
 is multiplied by their number.
 """
 import contextlib
+import inspect
 import json
 import math
 import os
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_optimizer_state_dict
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
@@ -47,9 +49,10 @@ def packed_attention(module, q, k, v, attention_mask, scaling, dropout=0.0, leng
         if flash_attn_varlen_func:
             out = flash_attn_varlen_func(q, k, v, cu, cu, max(lengths), max(lengths), softmax_scale=scaling, causal=True)
         else:
-            from torch.nn.attention.varlen import varlen_attn
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))   # torch 2.11 has no enable_gqa
-            out = varlen_attn(q, k, v, cu, cu, max(lengths), max(lengths), scale=scaling, window_size=(-1, 0))
+            groups = {"enable_gqa": True}
+            if "enable_gqa" not in inspect.signature(varlen_attn).parameters:           # torch 2.11
+                k, v, groups = *(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)), {}
+            out = varlen_attn(q, k, v, cu, cu, max(lengths), max(lengths), scale=scaling, window_size=(-1, 0), **groups)
         return out[None], None
     parts = zip(*(x.split(list(lengths), dim=2) for x in (q, k, v)))
     out = [scaled_dot_product_attention(*part, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])

@@ -98,6 +98,40 @@ def test_a_change_in_one_sample_moves_no_other_samples_log_probs(folder):
     assert torch.equal(before[owner != 0], after[owner != 0]) and not torch.equal(before[owner == 0], after[owner == 0])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_packed_attention_on_a_gpu_is_that_of_the_cpu(kv_heads):
+    """Output and gradients in bf16, of fp32 queries and keys as autocast leaves them, beside the CPU's form in fp32."""
+    lengths, shapes = [37, 1, 200, 64], [(1, heads, 302, 64) for heads in (4, kv_heads, kv_heads)]
+    torch.manual_seed(0)
+    inputs, above = [torch.randn(shape).bfloat16().float() for shape in shapes], torch.randn(1, 302, 4, 64)
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+
+    def run(device):
+        q, k, v = (x.to(device).requires_grad_() for x in inputs)
+        value = v.bfloat16() if device == "cuda" else v
+        out, _ = trainer.packed_attention(None, q, k, value, None, 0.125, lengths=lengths, cu=cu.to(device))
+        return [x.float().cpu() for x in (out.detach(), *torch.autograd.grad(out, (q, k, v), above.to(out)))]
+    for name, here, there in zip("o q k v".split(), run("cpu"), run("cuda")):
+        assert (here - there).norm() < 0.01 * here.norm(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_on_a_gpu_is_that_of_the_cpu(folder, checkpointing):
+    loss, expected, *_ = gradients(folder, make_samples(), 90)
+    samples, device = make_samples(), torch.device("cuda")
+    policy = trainer.Policy(trainer.load_model(folder, device), bf16=True, checkpointing=checkpointing)
+    batches = trainer.micro_batches(samples, weigh(samples, {"sys1": 8, "sys2": 5}), 90, device)
+    stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    assert abs(sum(float(s["loss"]) for s in stats) - loss) < 0.02
+    for name, parameter in policy.named_parameters():
+        got = parameter.grad.cpu()
+        assert torch.nn.functional.cosine_similarity(got.flatten(), expected[name].flatten(), 0) > 0.98, name
+
+
 def test_gradient_checkpointing_changes_nothing(qwen3):
     loss, expected, *_ = gradients(qwen3, make_samples(), 90)
     again, got, *_ = gradients(qwen3, make_samples(), 90, checkpointing=True)
