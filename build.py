@@ -85,7 +85,7 @@ def build(config: Config, *, training: bool, folder: Path | None = None) -> Run:
     if problems:
         raise UserError(problems[0] if len(problems) == 1 else f"cannot start, {len(problems)} things are missing: "
                         + "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1)))
-    tokenizer = AutoTokenizer.from_pretrained(start)
+    tokenizer = load_tokenizer(start)
     form = make_format(config, tokenizer, names)
     check_lengths(config, form, questions)
     state = trainer.newest(folder) if training and config.resume else None
@@ -129,7 +129,7 @@ def pick_device(config: Config, world: int) -> torch.device:
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     elif world == 1 and device.type == "cpu":
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(min(config.threads, os.cpu_count() or 1))
     return device
 
 
@@ -184,6 +184,14 @@ def base_model(config: Config, rank: int) -> Path | str:
     if dist.is_initialized():
         dist.barrier()
     return toy_base.build(config.cache, config.seed)
+
+
+def load_tokenizer(start: Path | str):
+    """The model's tokenizer."""
+    try:
+        return AutoTokenizer.from_pretrained(start)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load a tokenizer from {start}: {str(error).splitlines()[0]}") from None
 
 
 def usable_tools(config: Config, rank: int) -> list[str]:

@@ -157,7 +157,7 @@ def train(run: Run) -> None:
         if step == config.steps - 1:                        # no later line: the last one carries the end result
             evaluation = {f"{key}_before": value for key, value in evaluation.items()} | evaluate(run, config.steps)
         write(run, {"step": step, **metrics, **evaluation}, [record(t, run.format, step, "train") for t in trajectories])
-        line = (f"step {step + 1}/{config.steps}  reward {metrics['reward']:.3f}  calls {metrics['calls_per_question']:.2f}  "
+        line = (f"step {step}/{config.steps}  reward {metrics['reward']:.3f}  calls {metrics['calls_per_question']:.2f}  "
                 f"malformed {metrics['malformed_share']:.3f}  entropy {metrics['sys2_entropy']:.2f}/{metrics['sys1_entropy']:.2f}  "
                 f"{metrics['seconds_rollout']:.1f}+{metrics['seconds_train']:.1f} s")
         if run.rank == 0:
@@ -168,6 +168,10 @@ def train(run: Run) -> None:
         if (step + 1) % config.save_every == 0 or step == config.steps - 1:
             trainer.save(run.folder, step + 1, run.policy, run.optimiser, run.tokenizer)
     if run.rank == 0:
+        ends = [m for m in view.read_lines(run.folder / "metrics.jsonl") if "eval_accuracy" in m]
+        for name, label in (("accuracy", f"temperature {config.temperature:g}"), ("greedy", "greedy")):
+            before = ends[0].get(f"eval_{name}_before", ends[0][f"eval_{name}"])
+            print(f"held-out accuracy, {label}: {before:.3f} before, {ends[-1][f'eval_{name}']:.3f} after {config.steps} steps")
         print(f"curves        {view.curves(run.folder)}\ntrajectories  {view.page(run.folder)}\ncheckpoint    {run.folder / 'checkpoint'}")
 
 
@@ -232,7 +236,8 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         return fail(error)
     except KeyboardInterrupt:
-        return fail("interrupted; go on with --resume and the run's --name")
+        fail("interrupted; go on with --resume and the run's --name")
+        return 130
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
