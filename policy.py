@@ -212,31 +212,55 @@ def backward(policy: nn.Module, batches: list[MicroBatch], references: list[Tens
 
 # ---------------------------------------------------------------------------------------------- memory plan
 
+def memory_parts(shape, parameters: int, *, config, world: int, cuda: bool, training: bool = True) -> dict[str, float]:
+    """Bytes a process by purpose, before activations. `shape` is a transformers config, `parameters` the model's number of them.
+
+    copies: the weights that a micro-batch computes with. Autocast keeps a bf16 copy of all; FSDP gathers what lies outside the
+    layers (embedding, head) and two layers, the next one under way. loss: the head's fp32 gradient and one chunk of logits.
+    """
+    half, roles = 2 if cuda else 4, 2 if config.system1 == "frozen" else 1
+    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    kv = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head_dim * half * config.kv_tokens
+    sampler = {"sampler": half * parameters * roles, "KV pool": kv * roles}
+    if not training:                                        # a GPU gets the sampler's copy only
+        return sampler if cuda else {"weights": 4 * parameters} | sampler
+    head = shape.vocab_size * shape.hidden_size
+    outside = head if shape.tie_word_embeddings else 2 * head
+    layer = (parameters - outside) / shape.num_hidden_layers
+    chunk = kernels.linear_loss.CHUNK_TOKENS_CUDA if cuda else kernels.linear_loss.CHUNK_TOKENS_CPU
+    state = 4 * parameters / (world if config.fsdp else 1)  # fp32
+    return {"weights": state,
+            "gradients": state if config.fsdp or world == 1 else 2 * state,     # DDP sums them up in buckets of their own
+            "optimiser": 2 * state,
+            "copies": half * (outside + 2 * layer) if config.fsdp else half * parameters if cuda else 0,
+            "loss": 4 * head + 4 * shape.vocab_size * chunk,
+            **sampler, "reference": half * parameters if config.kl_beta else 0}
+
+
 def memory_plan(model: str, *, config, world: int, device, training: bool = True) -> str:
-    """One line: GiB a process for weights, gradients, optimiser, sampler copy, KV pool, reference. UserError if it can't fit."""
+    """One line: GiB a process for weights, gradients, optimiser, sampler copy, KV pool, ... UserError if it can't fit."""
     try:
         shape = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read a model at {model}: {str(error).splitlines()[0]}") from None
     with torch.device("meta"):
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(shape).parameters())
-    half = 2 if device.type == "cuda" else 4
-    shards = world if config.fsdp else 1
-    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    kv = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head_dim * half * config.kv_tokens
-    plan = {"weights": 4 * parameters / shards, "gradients": 4 * parameters / shards, "optimiser": 8 * parameters / shards,
-            "sampler": half * parameters * (2 if config.system1 == "frozen" else 1),
-            "KV pool": kv * (2 if config.system1 == "frozen" else 1), "reference": half * parameters if config.kl_beta else 0}
-    if not training:                                        # the loaded weights are the sampler's source only
-        plan |= {"gradients": 0, "optimiser": 0, "reference": 0}
+    cuda = device.type == "cuda"
+    plan = memory_parts(shape, parameters, config=config, world=world, cuda=cuda, training=training)
     total = sum(plan.values())
-    if device.type == "cuda":
+    if cuda:
         have = torch.cuda.get_device_properties(device).total_memory
     else:
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     line = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.items() if size)
     if total > have:
-        advice = "use --fsdp over more processes" if not config.fsdp else "use more processes, a smaller model or fewer --kv_tokens"
+        room = have - total + plan["KV pool"]               # for the pool, beside everything else
+        if room > 0.1 * plan["KV pool"]:
+            advice = f"--kv_tokens {int(config.kv_tokens * room / plan['KV pool'])} would fit"
+        elif training and not config.fsdp:
+            advice = "use --fsdp over more processes"
+        else:
+            advice = "use a smaller model" + " or more processes" * training
         raise UserError(f"{total / 2**30:.1f} GiB a process are needed ({line}) and {have / 2**30:.1f} are there: {advice}")
     return f"memory a process, GiB: {line}; {total / 2**30:.2f} before activations, of {have / 2**30:.1f}"
 

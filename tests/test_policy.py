@@ -1,6 +1,7 @@
 """The trainer's side: packing leaks nothing and changes nothing; ranks and shards are one process; states on disk are whole."""
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -9,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM,
+                          Qwen3Config, Qwen3ForCausalLM)
 
 import policy as trainer
 import ranks
 from ranks import OBJECTIVE, make_samples, weigh
+from sampler import Sampler
 from tools import UserError
 
 CPU = torch.device("cpu")
@@ -241,32 +244,76 @@ def test_states_are_whole_or_absent(qwen3, tmp_path, monkeypatch):
     assert trainer.newest(tmp_path)[0] == 3 and AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
 
 
-def test_memory_plan_adds_up_and_refuses_with_an_alternative(qwen3, monkeypatch):
-    config = SimpleNamespace(fsdp=False, kv_tokens=4096, system1="train", kl_beta=0.1)
-    line = trainer.memory_plan(str(qwen3), config=config, world=1, device=CPU)
+PLAN = dict(fsdp=False, kv_tokens=4096, system1="train", kl_beta=0.1)
+QWEN3_8B = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+            "head_dim": 128, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "vocab_size": 151936, "tie_word_embeddings": False}
+
+
+def test_memory_parts_are_what_a_step_holds():
+    """One process on a CPU, all tensors counted; copies and loss come and go."""
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=False, **SHAPE | {"hidden_size": 128}))
+    model.set_attn_implementation("mars_packed")
+    parts = trainer.memory_parts(model.config, model.num_parameters(), config=SimpleNamespace(**PLAN), world=1, cuda=False)
+    policy = trainer.Policy(model, bf16=False)
+    optimiser = torch.optim.AdamW(policy.parameters())
+    batches = trainer.micro_batches(make_samples(), weigh(make_samples(), {"sys1": 8, "sys2": 5}), 90, CPU)
+    trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    optimiser.step()
+    sampler = Sampler(model, max_tokens=4096)
+
+    def size(tensors):
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+    held = {"weights": size(policy.parameters()), "gradients": size(p.grad for p in policy.parameters()),
+            "optimiser": size(x for state in optimiser.state.values() for name, x in state.items() if name != "step"),
+            "sampler": size(sampler.forward.weights.values()), "KV pool": size([sampler.pool])}
+    for name, expected in held.items():
+        assert abs(parts[name] - expected) < 0.001 * expected, name
+    assert parts["copies"] == 0 and parts["reference"] == parts["weights"]
+
+
+def test_memory_plan_refuses_with_an_alternative(qwen3, monkeypatch):
+    line = trainer.memory_plan(str(qwen3), config=SimpleNamespace(**PLAN), world=1, device=CPU)
     assert line.startswith("memory a process") and "optimiser" in line and "reference" in line
     monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else 1000)
     with pytest.raises(UserError, match="--fsdp"):
-        trainer.memory_plan(str(qwen3), config=config, world=1, device=CPU)
+        trainer.memory_plan(str(qwen3), config=SimpleNamespace(**PLAN), world=1, device=CPU)
 
 
-def test_memory_plan_of_8b_is_the_arithmetic(tmp_path):
-    """Qwen3-8B under DDP needs over 122 GiB a GPU before the sampler; sharded over 8 about 15 GiB, plus 15 for the sampler."""
-    (tmp_path / "config.json").write_text(json.dumps({
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": False}))
-    parameters = 8_190_735_360
-    config = SimpleNamespace(fsdp=False, kv_tokens=400_000, system1="train", kl_beta=0.0)
-    device = SimpleNamespace(type="cuda")
+def test_memory_plan_of_8b_is_the_arithmetic(tmp_path, monkeypatch):
+    """Qwen3-8B does not fit an H200 under DDP; sharded over 8 it does, with half of the pool even 80 GB."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    P, head, pool = 8_190_735_360, 151936 * 4096, 2 * 36 * 8 * 128 * 2
+    loss = 4 * head + 4 * 151936 * 3584
+    config = SimpleNamespace(**PLAN | {"kv_tokens": 400_000, "kl_beta": 0.0})
 
-    def plan(total_gib, **options):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(total_memory=total_gib * 2**30))
-            return trainer.memory_plan(str(tmp_path), config=SimpleNamespace(**{**vars(config), **options}), world=8, device=device)
-    with pytest.raises(UserError, match="--fsdp"):
-        plan(80)
-    line = plan(141, fsdp=True)
-    assert f"sampler {2 * parameters / 2**30:.2f}" in line and f"optimiser {parameters / 2**30:.2f}" in line
+    def parts(world, **options):
+        found = trainer.memory_parts(AutoConfig.from_pretrained(tmp_path), P, world=world, cuda=True, training=options.pop(
+            "training", True), config=SimpleNamespace(**vars(config) | options))
+        return [round(size) for size in found.values() if size]
+    assert parts(1) == [4 * P, 4 * P, 8 * P, 2 * P, loss, 2 * P, 400_000 * pool]
+    assert parts(8) == [4 * P, 8 * P, 8 * P, 2 * P, loss, 2 * P, 400_000 * pool]
+    gathered = round(2 * (2 * head + (P - 2 * head) / 18))              # embedding, head, two of 36 layers
+    assert parts(8, fsdp=True, kl_beta=0.1) == [P // 2, P // 2, P, gathered, loss, 2 * P, 400_000 * pool, 2 * P]
+    assert parts(8, system1="frozen")[-2:] == [4 * P, 800_000 * pool]
+    assert parts(1, training=False) == [2 * P, 400_000 * pool]
+
+    def plan(gib, world, training=True, **options):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * 2**30))
+        return trainer.memory_plan(str(tmp_path), config=SimpleNamespace(**vars(config) | options), world=world,
+                                   device=SimpleNamespace(type="cuda"), training=training)
+    with pytest.raises(UserError, match="--fsdp over more"):
+        plan(141, 8)
+    assert "reference" not in plan(141, 8, fsdp=True)
+    with pytest.raises(UserError, match=r"--kv_tokens \d+ would fit") as refusal:
+        plan(80, 8, fsdp=True)
+    tokens = int(re.search(r"--kv_tokens (\d+)", str(refusal.value))[1])
+    assert 200_000 < tokens < 400_000 and plan(80, 8, fsdp=True, kv_tokens=tokens)
+    with pytest.raises(UserError, match="smaller model or more processes"):
+        plan(20, 8, fsdp=True)
+    with pytest.raises(UserError, match="smaller model$"):
+        plan(14, 1, training=False)
 
 
 def test_models_with_bent_logits_are_refused(qwen3, tmp_path):
