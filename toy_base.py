@@ -5,7 +5,7 @@ paper. Random weights are trained in two stages on texts of invented worlds that
   A  skills: right use of the language, dense in targets (six requests on each chunk, many of them not in it: "none .");
   B  habits: demonstrations with the faults of HABITS: every good move and many bad ones are in the policy's reach.
 RL then selects among these modes; it could not build the skill of copying a fact in minutes. Stage B alone never learns
-to copy.
+to copy, and a fault that stage A has not practised comes out as noise that RL cannot tell from a mistake in copying.
 
 `build` caches the result as a Hugging Face folder (model and tokenizer). Tests: pytest tests/test_toy.py
 """
@@ -47,8 +47,9 @@ class Habits:
 
 FLAWLESS = Habits()
 HABITS = Habits(guess=0.15, specific=0.6, second_hop=0.75, compute=0.75, faithful=0.9, distil=0.85)
-DISTIL = 0.4                    # the same in the demonstrations that System 1 itself is trained on: mostly wrong
+DISTIL = 0.5                    # the same in the demonstrations that System 1 itself is trained on
 MISHAP = 0.03                   # share of calls that meet an "error" and are made again
+VAGUE = 0.15                    # share of stage A's requests that say no more than "anything about …"
 
 
 class Library:
@@ -162,12 +163,16 @@ def made_up_chunk(library: Library, rng) -> tuple[list[str], str]:
 
 
 def skill_chunk(library: Library, rng):
-    """Stage A for System 1: a chunk and six requests about it, each answered rightly; pieces as in `trajectory`."""
+    """Stage A for System 1: a chunk and six requests about it; pieces as in `trajectory`. Each is answered rightly; what a
+    vague one asks for is the chunk's first sentence."""
     chunk, name = rng.choice([found_chunk, made_up_chunk])(library, rng)
     told = [library.told_by[sentence] for sentence in sentences_of(chunk) if sentence in library.told_by]
     its_attributes = toy.CORPORATE if name in library.world.companies else (*toy.PERSONAL, "study")
     pieces = [(f"<s1> {as_text(chunk)}", False)]
     for _ in range(6):
+        if rng.random() < VAGUE:
+            pieces += [(f"<purpose> anything about {name} <eot>", False), (f"{sentences_of(chunk)[0]} <eot>", True)]
+            continue
         if told and rng.random() < 0.5:
             request = rng.choice(told)
         elif rng.random() < 0.7:                                # the right name, any of its attributes, told or not
