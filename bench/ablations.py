@@ -1,18 +1,18 @@
 """What each part of MARS contributes on the toy: the ablations that the paper does not have, and its tool ablation.
 
 Every arm changes one thing of the default setting and trains for 80 steps with each seed. A seed names a world, its
-questions and a base model of its own; within a seed all arms start from the same weights and meet the same questions in
-the same order, so an arm is compared with `full` seed by seed. An arm without a tool keeps the questions that need it,
-in training (all its trajectories fail: no advantage, no gradient) and held out: what the tool was worth shows as a loss.
+questions and a base model of its own; within a seed all arms start from the same weights and meet the same questions
+in the same order, so an arm is compared with `full` seed by seed. An arm without a tool keeps the questions that need
+it, in training (all trajectories fail: no advantage, no gradient) and held out: what the tool was worth is seen.
 
     python -m bench.ablations                      all arms, seeds 0 1 2, two runs at a time; goes on where it stopped
     python -m bench.ablations --arms full balance_off --seeds 0
     python -m bench.ablations --table              only tabulates and draws what is there
     python -m bench.ablations --quick              4 steps, few questions; results stay in the folder of the runs
 
-A run is `python mars.py …` in RUNS/ARM-SEED (its log beside it, .log; how it ended, .run.json). A complete one is skipped,
-half of one resumed, a failed one tried again and, if it fails again, listed as failed. Results: bench/results/ablations.json
-and .png. Tests: pytest tests/test_bench.py
+A run is `python mars.py …` in RUNS/ARM-SEED, its log (.log) and how it ended (.run.json) beside it. A complete one is
+skipped, half of one resumed, a failed one tried again and, if it fails again, listed as failed.
+Results: bench/results/ablations.json and .png. Tests: pytest tests/test_bench.py
 """
 import argparse
 import fcntl
@@ -87,9 +87,10 @@ def look(arm: str, seed: int, options) -> dict:
     else:
         saved = json.loads((folder / "config.json").read_text())
         wanted = vars(resolve(vars(parser("").parse_args(arguments(arm, seed, options)))))
-        differing = [f"{k} {saved.get(k)}" for k in wanted if k not in SPEED_ONLY - {"steps"} and saved.get(k) != wanted[k]]
-        if differing:
-            return run | {"state": "failed", "why": f"made with other settings ({', '.join(differing)}): remove {folder}"}
+        matters = sorted(wanted.keys() - SPEED_ONLY | {"steps"})
+        others = [f"{key} {saved.get(key)}" for key in matters if saved.get(key) != wanted[key]]
+        if others:
+            return run | {"state": "failed", "why": f"made with other settings ({', '.join(others)}): remove {folder}"}
         lines = view.read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
         run |= {"lines": lines, "state": "complete" if options.steps in accuracies(lines) else "part"}
     how = json.loads(recorded.read_text()) if (recorded := options.runs / f"{arm}-{seed}.run.json").exists() else {}
@@ -108,7 +109,7 @@ def start(command: list[str], log: Path) -> subprocess.Popen:
 
 
 def pool(commands: list[tuple[str, list[str]]], folder: Path, jobs: int, ended) -> None:
-    """Runs (name, command) `jobs` at a time. After each it calls ended(name, exit code, CPU seconds with those of children,
+    """Runs (name, command) `jobs` at a time. After each: ended(name, exit code, CPU seconds with those of its children,
     provenance when it was started)."""
     waiting, running = list(commands), {}
     try:
@@ -132,7 +133,6 @@ def pool(commands: list[tuple[str, list[str]]], folder: Path, jobs: int, ended) 
 def train(options) -> None:
     """Makes the seeds' base models, then every run that is not complete."""
     options.runs.mkdir(parents=True, exist_ok=True)
-    log = options.runs / "base.log"
     with open(options.runs / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,13 +147,14 @@ def train(options) -> None:
         pool(bases, options.runs, options.jobs, made)
         runs = [look(arm, seed, options) for seed in options.seeds for arm in options.arms]
         todo = [run for run in runs if run["state"] != "complete" and "other settings" not in run["why"]]
-        print(f"{len(runs) - len(todo)} of {len(runs)} runs are there, {len(todo)} to do; logs in {log.parent}", flush=True)
+        print(f"{len(runs) - len(todo)} of {len(runs)} runs are there, {len(todo)} to do", flush=True)
         begun = time.time()
 
         def ended(name, code, seconds, where):
             remember(options.runs / name, code, seconds, where)
             done.append(name)
-            print(f"{len(done)}/{len(todo)}  {name}: {'ok' if code == 0 else f'failed, exit {code}'}, {seconds:.0f} CPU s, "
+            outcome = "ok" if code == 0 else f"failed, exit {code}"
+            print(f"{len(done)}/{len(todo)}  {name}: {outcome}, {seconds:.0f} CPU s; "
                   f"{time.time() - begun:.0f} s since the start", flush=True)
         done = []
         pool([command(run, options) for run in todo], options.runs, options.jobs, ended)
@@ -168,11 +169,12 @@ def command(run: dict, options) -> tuple[str, list[str]]:
 
 def remember(run: Path, code: int, seconds: float, where: dict) -> None:
     """Writes how a run ended, and where and from which commit it was started; the CPU seconds of its parts add up."""
-    path, log = run.with_name(run.name + ".run.json"), run.with_name(run.name + ".log").read_text(errors="replace").split("\n")
+    path, log = run.with_name(run.name + ".run.json"), run.with_name(run.name + ".log").read_text(errors="replace")
     before = json.loads(path.read_text())["cpu_seconds"] if path.exists() else 0.0
-    why = "" if code == 0 else f"exit {code}: {next((line for line in reversed(log) if line.strip()), 'no output')[:200]}"
-    view.write_whole(path, json.dumps({"exit": code, "why": why, "cpu_seconds": before + seconds, "commit": where["commit"],
-                                       "cpu": where["cpu"], "date": where["date"]}, indent=1).encode())
+    last = ["no output", *(line for line in log.split("\n") if line.strip())][-1]
+    how = {"exit": code, "why": f"exit {code}: {last[:200]}" if code else "", "cpu_seconds": before + seconds,
+           **{key: where[key] for key in ("commit", "cpu", "date")}}
+    view.write_whole(path, json.dumps(how, indent=1).encode())
 
 
 # ---------------------------------------------------------------------------------------------- tables
@@ -186,7 +188,7 @@ def summarise(runs: list[dict]) -> list[dict]:
     complete = [run for run in runs if run["state"] == "complete"]
     scores = {(run["arm"], run["seed"]): accuracies(run["lines"]) for run in complete}
 
-    def learned(key) -> tuple[float, float]:                # at the end, and on average over the evaluations after step 0
+    def learned(key) -> tuple[float, float]:                # at the end; on average over the evaluations after step 0
         points = sorted(scores[key].items())
         return points[-1][1][0], mean(score[0] for step, score in points if step)
     rows = []
@@ -200,8 +202,10 @@ def summarise(runs: list[dict]) -> list[dict]:
                 row[name] = {step: spread([scores[arm, run["seed"]][step][index] for run in mine])
                              for step in sorted(scores[arm, mine[0]["seed"]])}
             row |= {key: mean(mean(line[key] for line in run["lines"]) for run in mine) for key in COSTS}
-            row["seconds"] = mean(mean(line["seconds_rollout"] + line["seconds_train"] for line in run["lines"]) for run in mine)
-            pairs = [(learned((arm, s)), learned(("full", s))) for s in row["seeds"] if ("full", s) in scores and arm != "full"]
+            row["seconds"] = mean(mean(line["seconds_rollout"] + line["seconds_train"] for line in run["lines"])
+                                  for run in mine)
+            shared = [seed for seed in row["seeds"] if ("full", seed) in scores and arm != "full"]
+            pairs = [(learned((arm, seed)), learned(("full", seed))) for seed in shared]
             for index, name in enumerate(("end", "average")):
                 row[f"difference {name}"] = spread([a[index] - b[index] for a, b in pairs]) if pairs else None
         rows.append(row)
@@ -209,26 +213,34 @@ def summarise(runs: list[dict]) -> list[dict]:
 
 
 def text(value: dict | None, sign: str = "") -> str:
-    """mean (min–max), in percent."""
-    return f"{100 * value['mean']:{sign}.1f} ({100 * value['min']:{sign}.1f} … {100 * value['max']:{sign}.1f})" if value else "–"
+    """mean (min … max), in percent."""
+    if not value:
+        return "–"
+    middle, low, high = (f"{100 * value[key]:{sign}.1f}" for key in ("mean", "min", "max"))
+    return f"{middle} ({low} … {high})"
 
 
 def report(rows: list[dict], steps: int) -> str:
-    """The three tables: accuracy while learning, beside full MARS, and what an arm costs."""
+    """The tables: accuracy while learning, beside full MARS, what an arm costs; and what is not there."""
     there = [row for row in rows if row["seeds"]]
-    parts = []
-    for name, title in (("accuracy", "sampled at temperature 1"), ("greedy", "greedy")):
-        parts += [f"Held-out accuracy, {title}, after … steps: % as mean (min … max) over the seeds",
-                  common.table([{"arm": row["arm"], "seeds": len(row["seeds"]), **{str(s): text(v) for s, v in row[name].items()}}
-                                for row in there])]
-    parts += [f"Points above or below full MARS with the same seed, temperature 1: after {steps} steps, and on average over the "
-              "evaluations after step 0", common.table([{"arm": row["arm"], "end": text(row["difference end"], "+"),
-                                                         "average": text(row["difference average"], "+")} for row in there])]
-    parts += ["Cost of a step: System 1's calls (samples), sampled tokens by role, tokens that carried a gradient, seconds",
-              common.table([{"arm": row["arm"], "System 1 calls": f"{row['sys1_samples']:.0f}",
-                             **{key: f"{row[key]:.0f}" for key in COSTS[1:]}, "seconds": f"{row['seconds']:.2f}"} for row in there])]
-    parts += [f"NOT THERE: {row['arm']}, seed {entry}" for row in rows for entry in row["not there"]]
-    return "\n\n".join(parts[:8]) + "".join(f"\n{line}" for line in parts[8:])
+
+    def accuracy(row, name):
+        return {"arm": row["arm"], "seeds": len(row["seeds"]), **{str(step): text(v) for step, v in row[name].items()}}
+
+    def beside(row):
+        return {"arm": row["arm"], **{when: text(row[f"difference {when}"], "+") for when in ("end", "average")}}
+
+    def costs(row):
+        return {"arm": row["arm"], **{key: f"{row[key]:.0f}" for key in COSTS}, "seconds": f"{row['seconds']:.2f}"}
+    parts = [("Held-out accuracy, sampled at temperature 1, after … steps: %, mean (min … max) of the seeds",
+              [accuracy(row, "accuracy") for row in there]),
+             ("The same, greedy", [accuracy(row, "greedy") for row in there]),
+             (f"Points above or below full MARS with the same seed, temperature 1: after {steps} steps, and on average "
+              "over all evaluations but the first", [beside(row) for row in there]),
+             ("Cost of a step: System 1's calls (samples), sampled tokens by role, tokens in the loss, seconds",
+              [costs(row) for row in there])]
+    missing = "\n".join(f"NOT THERE: {row['arm']}, seed {entry}" for row in rows for entry in row["not there"])
+    return "\n\n".join([*(f"{title}\n{common.table(cells)}" for title, cells in parts), *[missing] * bool(missing)])
 
 
 # ---------------------------------------------------------------------------------------------- figure
@@ -247,7 +259,7 @@ def draw(rows: list[dict], path: Path) -> Path:
             if arm in found:
                 draw_arm(ax, found[arm], label, colour)
         if missing := [label for arm, label in arms.items() if arm not in found]:
-            ax.text(0.03, 0.03, "not there: " + ", ".join(missing), transform=ax.transAxes, fontsize=9, color=COLOURS[0])
+            ax.text(0.03, 0.03, f"not there: {', '.join(missing)}", transform=ax.transAxes, fontsize=9)
         ax.set_ylim(0, 1)
         ax.grid(axis="y", alpha=0.25)
         if index >= 6:
@@ -255,11 +267,12 @@ def draw(rows: list[dict], path: Path) -> Path:
         if index % 3 == 0:
             ax.set_ylabel("held-out accuracy", fontsize=10)
         if ax.lines:
-            ax.legend(loc="lower left", bbox_to_anchor=(-0.04, 1.0), ncol=4, frameon=False, fontsize=10, borderaxespad=0,
-                      handlelength=1.1, columnspacing=0.8, handletextpad=0.4)
+            legend = ax.legend(loc="lower left", bbox_to_anchor=(-0.04, 1.0), ncol=4, frameon=False, fontsize=10,
+                               borderaxespad=0, handlelength=1.1, columnspacing=0.8, handletextpad=0.4)
+            legend.set_in_layout(False)                     # a long one must not move the panels apart
     seeds = max((len(row["seeds"]) for row in found.values()), default=0)
-    figure.supxlabel(f"Lines: mean of {seeds} seed(s), sampled at temperature 1; bands: worst to best seed; diamonds: greedy at the end. "
-                     "Grey: full MARS.", fontsize=10)
+    figure.supxlabel(f"Lines: mean of {seeds} seed(s), sampled at temperature 1; bands: worst to best seed; diamonds: "
+                     "greedy at the end. Grey: full MARS.", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(str(path))
     return path
@@ -271,8 +284,7 @@ def draw_arm(ax, row: dict, label: str, colour: str) -> None:
     values = [row["accuracy"][step] for step in steps]
     ax.fill_between(steps, [v["min"] for v in values], [v["max"] for v in values], color=colour, alpha=0.18, lw=0)
     ax.plot(steps, [v["mean"] for v in values], color=colour, lw=1.9, marker="o", markersize=3.5, label=label)
-    ax.plot([1.06 * steps[-1]], [row["greedy"][steps[-1]]["mean"]], color=colour, marker="D", markersize=4.5, clip_on=False,
-            linestyle="none")
+    ax.plot([1.06 * steps[-1]], [row["greedy"][steps[-1]]["mean"]], "D", color=colour, markersize=4.5, clip_on=False)
 
 
 # ---------------------------------------------------------------------------------------------- command
@@ -282,10 +294,13 @@ def tabulate(options) -> int:
     asked = [(arm, seed) for arm in options.arms for seed in options.seeds]
     names = [path.parent.name.rpartition("-") for path in options.runs.glob("*-*/config.json")]
     others = [(arm, int(seed)) for arm, _, seed in names if arm in ARMS and seed.isdigit()]
-    runs = [look(arm, seed, options) for arm, seed in sorted({*asked, *others}, key=lambda r: (list(ARMS).index(r[0]), r[1]))]
+    order = list(ARMS)
+    listed = sorted({*asked, *others}, key=lambda run: (order.index(run[0]), run[1]))
+    runs = [look(arm, seed, options) for arm, seed in listed]
     rows = summarise(runs)
     if not any(row["seeds"] for row in rows):
-        raise UserError(f"no complete run in {options.runs}; " + "; ".join(f"{r['arm']} {n}" for r in rows for n in r["not there"][:1]))
+        why = "; ".join(f"{row['arm']} {row['not there'][0]}" for row in rows)
+        raise UserError(f"no complete run in {options.runs}: {why}")
     print(report(rows, options.steps))
     commits, cpus = ({run[key] for run in runs if run.get(key)} for key in ("commit", "cpu"))
     print(f"\nruns of commit {', '.join(sorted(commits))} on {', '.join(sorted(cpus))}")
@@ -294,7 +309,8 @@ def tabulate(options) -> int:
     if options.quick:
         print(draw(rows, options.runs / "ablations.png"))
     else:
-        print(common.save("ablations", " ".join(["python -m bench.ablations", *sys.argv[1:]]), rows, steps=options.steps, runs=ended))
+        command = " ".join(["python -m bench.ablations", *sys.argv[1:]])
+        print(common.save("ablations", command, rows, steps=options.steps, runs=ended))
         print(draw(rows, common.RESULTS / "ablations.png"))
     return 0 if all(run["state"] == "complete" for run in runs) else 1
 
@@ -308,7 +324,7 @@ def main() -> int:
     reader.add_argument("--runs", type=Path, default=None, help="folder of the runs [runs/ablations]")
     reader.add_argument("--cache", type=Path, default=ROOT / ".cache", help="folder of the base models")
     reader.add_argument("--table", action="store_true", help="run nothing")
-    reader.add_argument("--quick", action="store_true", help="4 steps of 4 questions, 16 held-out ones; not for figures")
+    reader.add_argument("--quick", action="store_true", help="4 steps of 4 questions, 16 held-out ones: a try")
     options = reader.parse_args()
     options.runs = (options.runs or ROOT / "runs" / ("ablations-quick" if options.quick else "ablations")).resolve()
     options.steps = 4 if options.quick else options.steps

@@ -1,22 +1,22 @@
-"""What a step of MARS costs, on paper: tokens, searches, memory, floating-point operations, and the least time they can take.
+"""What a step of MARS costs, on paper: tokens, searches, memory, floating-point operations, least time for them.
 
-A step has Q questions × G trajectories. A trajectory makes `calls` tool calls; each fills `chunks` System 1 prompts. With
-n = Q·G, m = System 1 samples a trajectory, c = System 2's whole context and L, D, Hq, Hkv, Dh, V as everywhere:
+A step has Q questions × G trajectories. A trajectory makes `calls` tool calls; each fills `chunks` System 1 prompts.
+With n = Q·G, m = System 1 samples a trajectory, L layers and D, Hq, Hkv, Dh, V as everywhere:
 
-    forward     2·(P_body·tokens + V·D·tokens with logits) + 4·L·Hq·Dh·(query, key) pairs       pairs = length²/2 a sample
+    forward     2·(P_body·tokens + V·D·tokens with logits) + 4·L·Hq·Dh·(query, key) pairs     pairs = length²/2 a sample
     backward    twice the forward; --checkpointing adds one more forward
     sampling    prefill every given token once (a question's prompt once for all G), decode every sampled one
     training    System 2: n whole contexts; System 1: balanced to min(m, 1)·n samples; logits for sampled tokens only;
                 questions whose rewards are all equal are left out (`flat_share`, 0 unless set)
-    memory      policy.memory_plan's arithmetic: fp32 weights, gradients, two moments (sharded by --fsdp), the sampler's copy, KV
+    memory      policy.memory_parts: fp32 weights, gradients, moments (sharded by --fsdp), bf16 copies, KV pool, loss
 
-Times are floors, not measured: operations / peak product, bytes / peak copy, of the ceilings below; no communication, no
-launch, no waiting for tools or for the longest trajectory. What has no source is our assumption and says so: change it
-with --set.
+Times are floors, not measured: operations / peak product, bytes / peak copy, of the ceilings below; no communication,
+no launches, no waiting for tools or for the longest trajectory. What has no source is our assumption and says so:
+change it with --set.
 
-    python -m bench.cost                                 toy, 0.6B, 1.7B, 8B on 1 and 8 GPUs; writes bench/results/cost.json
-    python -m bench.cost --set note_tokens=2048 group=8  another assumption for the paper's workload (writes nothing)
-    python -m bench.cost --check runs/toy                the toy's predictions beside a run's last 20 steps
+    python -m bench.cost                                  toy, 0.6B, 1.7B, 8B on 1 and 8 GPUs -> bench/results/cost.json
+    python -m bench.cost --set note_tokens=2048 group=8   another assumption for the paper's workload (writes nothing)
+    python -m bench.cost --check runs/toy                 the toy's predictions beside a run's last 20 steps
 """
 import argparse
 import dataclasses
@@ -25,7 +25,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 
+import policy
 import view
 from bench import common
 from config import fail
@@ -101,9 +103,9 @@ class Workload:
     checkpointing: bool = False
 
 
-# The toy: config's defaults; the rest counted on its own questions, looked up without a fault (tests/test_bench.py counts again).
-TOY = Workload(questions=16, group=8, calls=1.5, distilled=1.3, chunks=2.13, chunk_tokens=54.3, note_tokens=4.54, prompt_tokens=9.5,
-               step_tokens=9.5, wrap_tokens=2.1, answer_tokens=3.05)
+# The toy: config's defaults; the rest counted on its own questions, looked up without a fault (the tests count again).
+TOY = Workload(questions=16, group=8, calls=1.5, distilled=1.3, chunks=2.13, chunk_tokens=54.3, note_tokens=4.54,
+               prompt_tokens=9.5, step_tokens=9.5, wrap_tokens=2.1, answer_tokens=3.05)
 # The paper's setting (config.PAPER). † = one secondary digest; "ours": no source found, an assumption.
 PAPER = Workload(questions=32, group=16,                        # †
                  calls=2.2, distilled=2.2,                      # about 22 pages a question on HLE, 10 a call (ours)
@@ -124,7 +126,8 @@ def tokens(w: Workload) -> dict[str, float]:
     drawn = learns * min(m, 1)                                  # System 1's samples that enter the loss
     return {"trajectories": n, "calls": n * w.calls, "search_calls": n * w.distilled, "judge_calls": n,
             "sys1_samples": n * m, "sys1_read": n * m * w.chunk_tokens, "sys1_sampled": n * m * w.note_tokens,
-            "sys2_context": w.prompt_tokens + notes + sampled, "sys2_given": n * (w.prompt_tokens + notes), "sys2_sampled": n * sampled,
+            "sys2_context": w.prompt_tokens + notes + sampled, "sys2_given": n * (w.prompt_tokens + notes),
+            "sys2_sampled": n * sampled,
             "prefilled": n * m * w.chunk_tokens + w.questions * w.prompt_tokens + n * notes,
             "decoded": n * (m * w.note_tokens + sampled),
             "trained": learns * (w.prompt_tokens + notes + sampled) + drawn * (w.chunk_tokens + w.note_tokens),
@@ -137,10 +140,11 @@ def operations(shape: Shape, w: Workload) -> dict[str, float]:
     sys1_length, learns = w.chunk_tokens + w.note_tokens, t["trajectories"] * (1 - w.flat_share)
     pairs = {"sys1 read": t["sys1_samples"] * w.chunk_tokens ** 2 / 2, "sys1": t["sys1_samples"] * sys1_length ** 2 / 2,
              "sys2": t["trajectories"] * t["sys2_context"] ** 2 / 2}
-    given = pairs["sys2"] * t["sys2_given"] / (t["sys2_given"] + t["sys2_sampled"])       # as if spread evenly
+    given = pairs["sys2"] * t["sys2_given"] / (t["sys2_given"] + t["sys2_sampled"])     # as if spread evenly
+    written = pairs["sys1"] - pairs["sys1 read"] + pairs["sys2"] - given
     trained = learns * (t["sys2_context"] ** 2 + min(1, w.distilled * w.chunks) * sys1_length ** 2) / 2
     return {"prefill": shape.forward(t["prefilled"], pairs["sys1 read"] + given, 0),
-            "decode": shape.forward(t["decoded"], pairs["sys1"] - pairs["sys1 read"] + pairs["sys2"] - given, t["decoded"]),
+            "decode": shape.forward(t["decoded"], written, t["decoded"]),
             "train": 3 * shape.forward(t["trained"], trained, t["with_loss"])
                      + w.checkpointing * shape.forward(t["trained"], trained, 0)}
 
@@ -148,11 +152,10 @@ def operations(shape: Shape, w: Workload) -> dict[str, float]:
 def floors(shape: Shape, w: Workload, gpus: int) -> dict[str, float]:
     """The least seconds that prefill, decode and training can take on `gpus` H200s; see the module's docstring."""
     t, needed = tokens(w), operations(shape, w)
-    m = w.distilled * w.chunks
-    held = {"sys1": w.chunk_tokens + w.note_tokens / 2, "sys2": (w.prompt_tokens + t["sys2_context"]) / 2}    # context of a sampled token
-    read = t["sys1_sampled"] * held["sys1"] + t["sys2_sampled"] * held["sys2"]
-    longest = w.calls * w.step_tokens + w.answer_tokens + (w.distilled * w.note_tokens if m else 0)     # one token after the other
-    passes = max(t["decoded"] / gpus / w.rows, read / gpus / w.kv_tokens, longest)
+    read = (t["sys1_sampled"] * (w.chunk_tokens + w.note_tokens / 2)    # keys and values that sampled tokens see
+            + t["sys2_sampled"] * (w.prompt_tokens + t["sys2_context"]) / 2)
+    chain = w.calls * w.step_tokens + w.distilled * w.note_tokens + w.answer_tokens     # of a trajectory, in turn
+    passes = max(t["decoded"] / gpus / w.rows, read / gpus / w.kv_tokens, chain)        # bound by rows, pool or chain
     weights = 2 * (shape.parameters - (0 if shape.tied else shape.head))
     traffic = passes * weights + shape.kv_bytes * read / gpus
     return {"prefill": needed["prefill"] / gpus / PEAK_FLOPS,
@@ -161,10 +164,12 @@ def floors(shape: Shape, w: Workload, gpus: int) -> dict[str, float]:
 
 
 def memory(shape: Shape, w: Workload, gpus: int) -> dict[str, float]:
-    """Bytes a GPU before activations, by the arithmetic of policy.memory_plan (which a run prints)."""
-    shards = gpus if w.fsdp else 1
-    return {"weights": 4 * shape.parameters / shards, "gradients": 4 * shape.parameters / shards,
-            "optimiser": 8 * shape.parameters / shards, "sampler": 2 * shape.parameters, "KV pool": shape.kv_bytes * w.kv_tokens}
+    """Bytes a GPU by purpose, before activations: what a run plans (and prints) before it starts."""
+    described = SimpleNamespace(vocab_size=shape.vocabulary, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
+                                num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+                                head_dim=shape.head_size, tie_word_embeddings=shape.tied)
+    config = SimpleNamespace(system1="train", kl_beta=0, fsdp=w.fsdp, kv_tokens=w.kv_tokens)
+    return policy.memory_parts(described, shape.parameters, config=config, world=gpus, cuda=True)
 
 
 # ---------------------------------------------------------------------------------------------- against a run
@@ -174,16 +179,17 @@ def measured(lines: list[dict], records: list[dict], trajectories: float) -> dic
     def average(key):
         return mean(line[key] for line in lines)
     found = {"calls": trajectories * average("calls_per_question"), "sys1_samples": average("sys1_samples"),
-             "sys1_sampled": average("sys1_tokens"), "sys2_sampled": average("sys2_tokens"), "with_loss": average("trained_tokens")}
+             "sys1_sampled": average("sys1_tokens"), "sys2_sampled": average("sys2_tokens"),
+             "with_loss": average("trained_tokens")}
     chunks = [chunk for record in records for turn in record["turns"] for chunk in turn["chunks"]]
     if chunks:                                                  # a word is a token in the toy
         found["sys1_read"] = found["sys1_samples"] * mean(len(chunk["prompt"].split()) for chunk in chunks)
-        found["sys2_context"] = mean(sum(len(segment["text"].split()) for segment in record["segments"]) for record in records)
+        found["sys2_context"] = mean(len(" ".join(s["text"] for s in record["segments"]).split()) for record in records)
     return found
 
 
 def check(folder: Path) -> list[dict]:
-    """Predicted beside measured, for a toy run's last 20 steps; the share of questions with equal rewards is the measured one."""
+    """Predicted beside measured, for a toy run's last 20 steps; the share of flat questions is the measured one."""
     try:
         saved = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
@@ -220,7 +226,8 @@ def rows_of(pairs: list[tuple[Shape, Workload]]) -> list[dict]:
 
 def workload_table(workloads: dict[str, Workload]) -> str:
     counts = {name: tokens(w) for name, w in workloads.items()}
-    return common.table([{"a step": key, **{name: f"{count[key]:,.0f}" for name, count in counts.items()}} for key in counts["toy"]])
+    return common.table([{"a step": key, **{name: f"{count[key]:,.0f}" for name, count in counts.items()}}
+                         for key in counts["toy"]])
 
 
 def changed(workload: Workload, settings: list[str]) -> Workload:
@@ -233,14 +240,14 @@ def changed(workload: Workload, settings: list[str]) -> Workload:
         except ValueError:
             number = -1.0
         if name not in types or not number >= 0:
-            raise UserError(f"--set {setting}: give name=value with a number of at least 0; the names are {', '.join(types)}")
+            raise UserError(f"--set {setting}: give NAME=VALUE, a number of at least 0; names: {', '.join(types)}")
         workload = dataclasses.replace(workload, **{name: types[name](number)})
     return workload
 
 
 def main() -> int:
     reader = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    reader.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="assumptions of the paper's workload")
+    reader.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="of the paper's workload")
     reader.add_argument("--check", type=Path, metavar="RUN", help="compare with a run of the toy")
     options = reader.parse_args()
     try:
@@ -250,13 +257,15 @@ def main() -> int:
         return fail(error)
     workloads = {"toy": TOY, "paper's": paper}
     rows = rows_of([(shape, TOY if shape.name == "toy" else paper) for shape in SHAPES])
-    print(f"{workload_table(workloads)}\n\nFloors, not measured: {PEAK_FLOPS / 1e12:.0f} TFLOP/s (bf16 product), {PEAK_BYTES / 1e12} TB/s a GPU; "
-          f"no communication, no launches, no tools. Memory before activations.\n\n{common.table(rows)}")
+    print(f"{workload_table(workloads)}\n\nFloors, not measured: {PEAK_FLOPS / 1e12:.0f} TFLOP/s (bf16 product) and "
+          f"{PEAK_BYTES / 1e12} TB/s a GPU; no communication, launches, tools. Memory before activations.\n"
+          f"{common.table(rows)}")
     if checked:
-        print(f"\nThe toy as predicted (no faulty look-up), and {options.check}, mean of its last steps\n{common.table(checked)}")
+        print(f"\nThe toy as predicted, no look-up failing, and {options.check}, last steps\n{common.table(checked)}")
     if not options.set:
-        print(common.save("cost", " ".join(["python -m bench.cost", *sys.argv[1:]]), rows, check=checked,
-                          workloads={name: dataclasses.asdict(w) | {"a step": tokens(w)} for name, w in workloads.items()},
+        described = {name: dataclasses.asdict(w) | {"a step": tokens(w)} for name, w in workloads.items()}
+        command = " ".join(["python -m bench.cost", *sys.argv[1:]])
+        print(common.save("cost", command, rows, check=checked, workloads=described,
                           shapes=[dataclasses.asdict(shape) for shape in SHAPES]))
     return 0
 

@@ -1,11 +1,11 @@
 """A long run of the toy on CPU, watched from outside: memory, files, processes, KV pages, accuracy.
 
-`python mars.py --steps 1000` at its default setting runs in a process of its own. After every few steps this program reads
-from /proc its resident memory, open files, threads and children, and counts the files in its temporary folder. At the end:
+`python mars.py --steps 1000` at its default setting runs in a process of its own. After every few steps this program
+reads from /proc its resident memory, open files, threads and children, and counts its temporary files. At the end:
 
-    memory     slope of the resident set in MiB per 100 steps (least squares, after warm-up): flat if under 1 % of its size
+    memory     slope of the resident set in MiB per 100 steps (least squares, after warm-up): flat if under 1 % of it
     pages      KV pages that a step's rollouts did not give back (`pages_in_use` in metrics.jsonl): 0 at every step
-    left over  processes that outlived the run (orphans come to this process, a "subreaper"), files in the temporary folder
+    left over  processes that outlived the run (orphans come to this process, a "subreaper"), temporary files
     collapse   held-out accuracy: the best evaluation minus the last (late collapse is what to look for)
 
     python -m bench.soak --steps 1000           goes on where it stopped; writes bench/results/soak.json and soak.png
@@ -53,10 +53,11 @@ def children(pid: int) -> list[int]:
 
 
 def look(pid: int, temporary: Path) -> dict | None:
-    """What a process holds: resident MiB now and at most, open files, threads, children, files in its temporary folder."""
+    """What a process holds: resident MiB now and at most, open files, threads, children, temporary files."""
     try:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        return {"pid": pid, "rss": int(status["VmRSS"].split()[0]) / 1024, "peak": int(status["VmHWM"].split()[0]) / 1024,
+        rss, peak = (int(status[key].split()[0]) / 1024 for key in ("VmRSS", "VmHWM"))
+        return {"pid": pid, "rss": rss, "peak": peak,
                 "open_files": len(os.listdir(f"/proc/{pid}/fd")), "threads": int(status["Threads"]),
                 "children": len(children(pid)), "temporary_files": len(files(temporary))}
     except (OSError, KeyError):                             # it has ended
@@ -102,13 +103,15 @@ def run(options) -> dict:
     if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise UserError("the soak needs Linux 3.4 or later: it must become the parent of orphans")
     options.runs.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(ROOT / "mars.py"), "--name", options.name, "--runs", str(options.runs), "--steps", str(options.steps),
-               "--threads", "1", "--cache", str(options.cache), *["--resume"] * (folder / "config.json").exists()]
+    command = [sys.executable, str(ROOT / "mars.py"), "--name", options.name, "--runs", str(options.runs),
+               "--steps", str(options.steps), "--threads", "1", "--cache", str(options.cache),
+               *["--resume"] * (folder / "config.json").exists()]
     with tempfile.TemporaryDirectory() as temporary, open(options.runs / f"{options.name}.log", "a") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={
             **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": temporary})
         try:
-            watch(process, folder / "metrics.jsonl", options.runs / f"{options.name}.samples.jsonl", options.every, Path(temporary))
+            samples = options.runs / f"{options.name}.samples.jsonl"
+            watch(process, folder / "metrics.jsonl", samples, options.every, Path(temporary))
         finally:
             process.terminate()
             process.wait()
@@ -146,7 +149,8 @@ def slope(samples: list[dict], warm: int) -> dict | None:
         return None
     rise, height = np.polyfit(points[:, 0], points[:, 1], 1)
     first, last = (float(height + rise * points[i, 0]) for i in (0, -1))
-    return {"per_100_steps": float(100 * rise), "start": first, "end": last, "flat": bool(abs(100 * rise) < FLAT * first)}
+    growth = float(100 * rise)
+    return {"per_100_steps": growth, "start": first, "end": last, "flat": abs(growth) < FLAT * first}
 
 
 def judge(lines: list[dict], samples: list[dict], leftover: dict, steps: int) -> dict:
@@ -177,8 +181,9 @@ def by_stretch(lines: list[dict], samples: list[dict], stretch: int) -> list[dic
         memory = [sample["rss"] for sample in samples if start <= sample["step"] < start + stretch]
         scores = sorted(accuracies(mine).items())
         if mine:
-            rows.append({"steps": f"{start}-{mine[-1]['step']}", **{key: float(np.mean([line[key] for line in mine])) for key in KEYS},
-                         "accuracy": scores[-1][1][0] if scores else None, "greedy": scores[-1][1][1] if scores else None,
+            sampled, greedy = scores[-1][1] if scores else (None, None)
+            means = {key: float(np.mean([line[key] for line in mine])) for key in KEYS}
+            rows.append({"steps": f"{start}-{mine[-1]['step']}", **means, "accuracy": sampled, "greedy": greedy,
                          "rss_mib": float(np.mean(memory)) if memory else None})
     return rows
 
@@ -187,12 +192,13 @@ def draw(lines: list[dict], samples: list[dict], path: Path) -> Path:
     """Accuracy, resident memory, and what should stay constant, over the steps."""
     figure = Figure(figsize=(10, 3.4), dpi=150, layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    scores = sorted(accuracies(lines).items())
+    numbers, scores = [line["step"] for line in lines], sorted(accuracies(lines).items())
     window = max(1, len(lines) // 50)
     reward = np.convolve([line["reward"] for line in lines], np.ones(window) / window, "valid")
-    left.plot([line["step"] for line in lines][window - 1:], reward, color=view.GREY, lw=1, label="training reward")
+    left.plot(numbers[window - 1:], reward, color=view.GREY, lw=1, label="training reward")
     for index, (label, colour) in enumerate((("temperature 1", view.BLUE), ("greedy", view.ORANGE))):
-        left.plot([step for step, _ in scores], [score[index] for _, score in scores], color=colour, lw=1.7, label=f"held out, {label}")
+        left.plot([step for step, _ in scores], [score[index] for _, score in scores], color=colour, lw=1.7,
+                  label=f"held out, {label}")
     left.set_ylim(0, 1.02)
     steps = [sample["step"] for sample in samples]
     middle.plot(steps, [sample["rss"] for sample in samples], color=view.BLUE, lw=1.2)
@@ -200,8 +206,8 @@ def draw(lines: list[dict], samples: list[dict], path: Path) -> Path:
     for key, label, colour in (("open_files", "open files", view.BLUE), ("threads", "threads", view.ORANGE),
                                ("temporary_files", "temporary files", view.GREY)):
         right.plot(steps, [sample[key] for sample in samples], color=colour, lw=1.2, label=label)
-    right.plot([line["step"] for line in lines], [line.get("pages_in_use", math.nan) for line in lines], color="black", lw=1.2, ls=":",
-               label="KV pages held")
+    pages = [line.get("pages_in_use", math.nan) for line in lines]
+    right.plot(numbers, pages, ":", color="black", lw=1.2, label="KV pages held")
     right.set_ylim(bottom=-1)
     for ax, title in ((left, "Accuracy"), (middle, "Resident memory, MiB"), (right, "Held by the process")):
         ax.set_title(title, loc="left", fontsize=12, fontweight="bold")
@@ -217,16 +223,17 @@ def draw(lines: list[dict], samples: list[dict], path: Path) -> Path:
 
 def tell(found: dict) -> str:
     """The findings in sentences."""
-    memory, out = found["memory"], [f"steps                {found['steps']}"]
+    memory, facts = found["memory"], {"steps": found["steps"]}
     if memory:
-        out.append(f"resident memory      {memory['per_100_steps']:+.2f} MiB per 100 steps, {memory['start']:.0f} -> {memory['end']:.0f} MiB "
-                   f"after warm-up (peak {found['peak_mib']:.0f}): {'flat' if memory['flat'] else 'NOT FLAT'}")
-    out.append(f"KV pages held        after {found['steps_with_pages_in_use']} of {found['steps_with_pages_counted']} steps")
-    out.append(f"open files, threads  {found['open_files']}, {found['threads']} (least, most)")
-    out.append(f"left over            {len(found['processes_left'])} processes, {len(found['temporary_files_left'])} temporary files")
+        facts["resident memory"] = (
+            f"{memory['per_100_steps']:+.2f} MiB per 100 steps, {memory['start']:.0f} -> {memory['end']:.0f} MiB after "
+            f"warm-up (peak {found['peak_mib']:.0f}): {'flat' if memory['flat'] else 'NOT FLAT'}")
+    facts |= {"KV pages held": f"after {found['steps_with_pages_in_use']} of {found['steps_with_pages_counted']} steps",
+              "open files, threads": f"{found['open_files']}, {found['threads']} (least, most)",
+              "left over": f"{len(found['processes_left'])} processes, {len(found['temporary_files_left'])} files"}
     for name, score in found["accuracy"].items():
-        out.append(f"accuracy, {name:<10} best {score['best']:.3f}, last {score['last']:.3f}: fell by {score['fall']:.3f}")
-    return "\n".join(out)
+        facts[f"accuracy, {name}"] = f"best {score['best']:.3f}, last {score['last']:.3f}: fell by {score['fall']:.3f}"
+    return "\n".join(f"{name:<20} {fact}" for name, fact in facts.items())
 
 
 # ---------------------------------------------------------------------------------------------- command
@@ -249,8 +256,9 @@ def main() -> int:
         return fail(error)
     except KeyboardInterrupt:
         return fail("interrupted; the same command goes on where it stopped")
-    found, rows = judge(lines, samples, leftover, options.steps), by_stretch(lines, samples, max(1, options.steps // 10))
-    print(common.table([{k: v for k, v in row.items() if not k.startswith("seconds")} for row in rows]) + "\n\n" + tell(found))
+    found = judge(lines, samples, leftover, options.steps)
+    rows = by_stretch(lines, samples, max(1, options.steps // 10))
+    print(f"{common.table(rows)}\n\n{tell(found)}")
     if options.steps < 100:
         print(draw(lines, samples, options.runs / f"{options.name}.png"))
     else:

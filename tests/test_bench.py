@@ -1,4 +1,4 @@
-"""The three long benches without their long runs: tables from invented runs, resumption, the cost's arithmetic, the soak's findings."""
+"""The long benches without long runs: tables of invented runs, resumption, the cost's arithmetic, the soak's eye."""
 import argparse
 import ctypes
 import dataclasses
@@ -37,19 +37,21 @@ def options(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
     runs = tmp_path / "runs"
     runs.mkdir()
-    return argparse.Namespace(runs=runs, cache=tmp_path / "cache", steps=4, quick=False, jobs=2, seeds=[0, 1], arms=["full", "balance_off"],
-                              table=True)
+    return argparse.Namespace(runs=runs, cache=tmp_path / "cache", steps=4, quick=False, jobs=2, seeds=[0, 1],
+                              arms=["full", "balance_off"], table=True)
 
 
 def metrics(values: list[float]) -> list[dict]:
     """The lines of a run that was evaluated before each of its steps and after the last."""
-    lines = [{"step": step, "reward": value, "sys1_samples": 10 * step, "sys1_tokens": 100, "sys2_tokens": 200, "trained_tokens": 50,
-              "seconds_rollout": 1.0, "seconds_train": 0.5, "pages_in_use": 0, "zero_variance_share": 0.5, "calls_per_question": 1.5,
-              "eval_accuracy": value, "eval_greedy": value + 0.1, "eval_step": step} for step, value in enumerate(values[:-1])]
+    always = {"sys1_tokens": 100, "sys2_tokens": 200, "trained_tokens": 50, "seconds_rollout": 1.0,
+              "seconds_train": 0.5, "pages_in_use": 0, "zero_variance_share": 0.5, "calls_per_question": 1.5}
+    lines = [{"step": step, "reward": value, "sys1_samples": 10 * step, **always, "eval_accuracy": value,
+              "eval_greedy": value + 0.1, "eval_step": step} for step, value in enumerate(values[:-1])]
     last = lines[-1]
     for key in ("eval_accuracy", "eval_greedy", "eval_step"):
         last[key + "_before"] = last[key]
-    return lines[:-1] + [last | {"eval_accuracy": values[-1], "eval_greedy": values[-1] + 0.1, "eval_step": len(values) - 1}]
+    end = {"eval_accuracy": values[-1], "eval_greedy": values[-1] + 0.1, "eval_step": len(values) - 1}
+    return lines[:-1] + [last | end]
 
 
 def invent(options, arm: str, seed: int, values: list[float], **other) -> Path:
@@ -72,7 +74,8 @@ def test_every_arm_is_accepted_changes_something_and_stands_in_a_panel(options):
 
 
 def test_evaluations_are_read_with_those_before_the_last_step():
-    assert ablations.accuracies(metrics([0.1, 0.2, 0.3])) == {0: (0.1, 0.2), 1: (0.2, pytest.approx(0.3)), 2: (0.3, 0.4)}
+    found = ablations.accuracies(metrics([0.1, 0.2, 0.3]))
+    assert found == {0: (0.1, 0.2), 1: (0.2, pytest.approx(0.3)), 2: (0.3, 0.4)}
 
 
 def test_tables_tell_mean_spread_and_differences_seed_by_seed(options, capsys):
@@ -86,7 +89,7 @@ def test_tables_tell_mean_spread_and_differences_seed_by_seed(options, capsys):
     assert off["accuracy"]["4"] == {"mean": pytest.approx(0.6), "min": 0.6, "max": 0.6}
     assert full["accuracy"]["0"] == {"mean": pytest.approx(0.15), "min": 0.1, "max": 0.2}
     assert full["greedy"]["4"]["max"] == pytest.approx(0.9)
-    assert off["difference end"] == {"mean": pytest.approx(-0.15), "min": pytest.approx(-0.2), "max": pytest.approx(-0.1)}
+    assert off["difference end"] == pytest.approx({"mean": -0.15, "min": -0.2, "max": -0.1})
     assert off["difference average"]["mean"] == pytest.approx(mean([-0.125, -0.1]))
     assert full["sys1_samples"] == mean([0, 10, 20, 30]) and full["seconds"] == 1.5
     assert {"date", "cpu", "commit", "versions"} <= saved.keys() and len(saved["runs"]) == 4
@@ -98,11 +101,12 @@ def test_tables_tell_mean_spread_and_differences_seed_by_seed(options, capsys):
 def test_what_failed_or_is_missing_is_listed_and_kept_out_of_the_means(options, capsys):
     invent(options, "full", 0, [0.2, 0.5, 0.6, 0.7, 0.8])
     invent(options, "full", 1, [0.1, 0.2])                                  # half of it
-    (options.runs / "balance_off-0.run.json").write_text(json.dumps({"exit": 2, "why": "exit 2: no space", "cpu_seconds": 1.0}))
+    (options.runs / "balance_off-0.run.json").write_text('{"exit": 2, "why": "exit 2: no space", "cpu_seconds": 1.0}')
     invent(options, "balance_off", 1, [0.1, 0.3, 0.4, 0.5, 0.6], lr=0.5)     # of another setting
     assert ablations.tabulate(options) == 1
     out = capsys.readouterr().out
-    for expected in ("full, seed 1: part", "balance_off, seed 0: exit 2: no space", "balance_off, seed 1: made with other settings (lr 0.5)"):
+    for expected in ("full, seed 1: part", "balance_off, seed 0: exit 2: no space",
+                     "balance_off, seed 1: made with other settings (lr 0.5)"):
         assert f"NOT THERE: {expected}" in out
     rows = json.loads((common.RESULTS / "ablations.json").read_text())["rows"]
     assert rows[0]["seeds"] == [0] and rows[0]["accuracy"]["4"]["mean"] == 0.8 and rows[1]["seeds"] == []
@@ -138,9 +142,9 @@ def started(monkeypatch, options):
         commands.append(command)
         given = [a for a in command[1:] if a != "--resume"]
         config = dataclasses.asdict(resolve(vars(parser("").parse_args(given)))) if command[0] == "mars.py" else {}
+        fake = [sys.executable, "-c", FAKE, json.dumps(command), lines, json.dumps(config)]
         with open(log, "a") as file:
-            return subprocess.Popen([sys.executable, "-c", FAKE, json.dumps(command), lines, json.dumps(config)], stdout=file,
-                                    stderr=subprocess.STDOUT)
+            return subprocess.Popen(fake, stdout=file, stderr=subprocess.STDOUT)
     monkeypatch.setattr(ablations, "start", start)
     return commands
 
@@ -151,10 +155,11 @@ def test_complete_runs_are_skipped_half_ones_resumed_failed_ones_tried_again(opt
     ablations.train(options)
     runs = {c[c.index("--name") + 1]: "--resume" in c for c in started if c[0] == "mars.py"}
     assert runs == {"full-1": True, "balance_off-0": False, "balance_off-1": False}
-    assert [c[1] for c in started[:2]] == [f"import toy_base; toy_base.build({str(options.cache)!r}, {seed}, threads=1)" for seed in (0, 1)]
+    build = f"import toy_base; toy_base.build({str(options.cache)!r}, %d, threads=1)"
+    assert [c[1] for c in started[:2]] == [build % 0, build % 1]
     assert "balance_off-1: failed, exit 1" in capsys.readouterr().out
     assert ablations.look("balance_off", 1, options)["why"] == "exit 1: mars: the disk is full"
-    assert ablations.look("balance_off", 0, options)["state"] == ablations.look("full", 1, options)["state"] == "complete"
+    assert all(ablations.look(*run, options)["state"] == "complete" for run in (("balance_off", 0), ("full", 1)))
     assert ablations.look("balance_off", 0, options)["cpu_seconds"] > 0
     started.clear()
     ablations.train(options)
@@ -179,8 +184,8 @@ def test_pool_keeps_to_its_number_and_leaves_no_process_when_it_is_interrupted(t
         most = max(most, sum(p.returncode is None for p in processes))
         return processes[-1]
     monkeypatch.setattr(ablations, "start", start)
-    ended = []
-    ablations.pool([(str(i), ["import time; time.sleep(0.05)"]) for i in range(5)], tmp_path, 2, lambda name, *_: ended.append(name))
+    ended, naps = [], [(str(i), ["import time; time.sleep(0.05)"]) for i in range(5)]
+    ablations.pool(naps, tmp_path, 2, lambda name, *_: ended.append(name))
     assert sorted(ended) == list("01234") and most == 2
     processes.clear()
 
@@ -195,21 +200,23 @@ def test_pool_keeps_to_its_number_and_leaves_no_process_when_it_is_interrupted(t
 
 def test_taking_a_tool_away_takes_no_question_away(monkeypatch):
     import build
+    def load(*names):
+        return build.load_questions(Config(eval_questions=40), list(names), True)
     monkeypatch.setattr(build.python, "available", lambda: None)
-    whole, without = (build.load_questions(Config(eval_questions=40), names, True) for names in (["search", "scholar", "python"], ["search"]))
+    whole, without = load("search", "scholar", "python"), load("search")
     assert whole[1] == without[1] and [whole[0](i) for i in range(40)] == [without[0](i) for i in range(40)]
     assert {q.source for q in whole[1]} == {"toy-one", "toy-two", "toy-age", "toy-scholar"}
     monkeypatch.setattr(build.python, "available", lambda: "no jail here")
     for names in (["search", "scholar"], ["search"]):
-        assert {q.source for q in build.load_questions(Config(eval_questions=40), names, True)[1]} == {"toy-one", "toy-two", "toy-scholar"}
+        assert {q.source for q in load(*names)[1]} == {"toy-one", "toy-two", "toy-scholar"}
 
 
 # ---------------------------------------------------------------------------------------------- cost
 
 def qwen3(shape: cost.Shape, **more) -> Qwen3Config:
     return Qwen3Config(vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.feed_forward,
-                       num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-                       head_dim=shape.head_size, tie_word_embeddings=shape.tied, **more)
+                       num_hidden_layers=shape.layers, num_attention_heads=shape.heads, head_dim=shape.head_size,
+                       num_key_value_heads=shape.kv_heads, tie_word_embeddings=shape.tied, **more)
 
 
 @pytest.mark.parametrize("shape", cost.SHAPES, ids=lambda shape: shape.name)
@@ -221,11 +228,12 @@ def test_parameters_are_those_that_transformers_makes(shape):
 
 def test_the_toys_shape_is_the_toys():
     with torch.device("meta"):
-        assert cost.SHAPES[0].parameters == sum(p.numel() for p in toy_base.new_model(len(toy.vocabulary())).parameters())
+        model = toy_base.new_model(len(toy.vocabulary()))
+    assert cost.SHAPES[0].parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_operations_are_those_that_pytorch_counts():
-    """Stock attention computes all T² pairs, and logits at every place: the formula with these numbers, to the last operation."""
+    """Stock attention computes all T² pairs, and logits at every place: the formula of these, to the last operation."""
     shape, length = dataclasses.replace(cost.SHAPES[0], heads=8, tied=False), 24
     with torch.device("meta"):
         model = Qwen3ForCausalLM(qwen3(shape, attn_implementation="eager"))
@@ -234,7 +242,7 @@ def test_operations_are_those_that_pytorch_counts():
             logits = model(ids).logits
         with FlopCounterMode(display=False) as backward:
             logits.sum().backward()
-    rotary = 2 * shape.head_size // 2 * length                              # angles = frequency × position, as a product
+    rotary = 2 * shape.head_size // 2 * length              # angles = frequency × position, as a product
     assert forward.get_total_flops() - shape.forward(length, length ** 2, length) in (0, rotary)
     assert backward.get_total_flops() == 2 * shape.forward(length, length ** 2, length)
 
@@ -245,20 +253,23 @@ def test_the_toys_workload_is_what_flawless_look_ups_make():
     plans = [toy.draw_plan(world, rng) for _ in range(600)]
     count = dict.fromkeys(("calls", "distilled", "samples", "read", "notes", "prompts", "steps", "answers"), 0)
     for plan in plans:
-        cost_of = {"calls": len(plan.hops) + bool(plan.sum), "distilled": len(plan.hops), "prompts": 2 + len(plan.text.split()),
-                   "steps": len(f"<call> python {plan.sum} <eot>".split()) if plan.sum else 0, "answers": 2 + len(plan.answer.split())}
+        mars.add(count, {"calls": len(plan.hops) + bool(plan.sum), "distilled": len(plan.hops),
+                         "prompts": 2 + len(plan.text.split()), "answers": 2 + len(plan.answer.split()),
+                         "steps": len(f"<call> python {plan.sum} <eot>".split()) if plan.sum else 0})
         for corpus, name, attribute in plan.hops:
             found, fact = find[corpus](name), world.sentence(name, attribute)
             wording = 3 + len(f"{attribute} of {name}".split())             # <s1> … <purpose> … <eot>
-            bins = pack_documents([1 + len(d.text.split()) for d in found], Config().sys1_prompt - wording)
-            cost_of["steps"] += len(f"<call> {corpus} {name} <purpose> {attribute} of {name} <eot>".split())
-            mars.add(cost_of, {"samples": len(bins), "read": sum(wording + sum(1 + len(found[i].text.split()) for i in b) for b in bins),
-                               "notes": sum(len((fact if any(fact in found[i].text for i in b) else "none .").split()) + 1 for b in bins)})
-        mars.add(count, cost_of)
+            lengths = [1 + len(d.text.split()) for d in found]
+            mars.add(count, {"steps": len(f"<call> {corpus} {name} <purpose> {attribute} of {name} <eot>".split())})
+            for bin in pack_documents(lengths, Config().sys1_prompt - wording):
+                note = fact if any(fact in found[i].text for i in bin) else "none ."
+                read = wording + sum(lengths[i] for i in bin)
+                mars.add(count, {"samples": 1, "read": read, "notes": len(note.split()) + 1})
     n = len(plans)
-    counted = {"calls": count["calls"] / n, "distilled": count["distilled"] / n, "chunks": count["samples"] / count["distilled"],
-               "chunk_tokens": count["read"] / count["samples"], "note_tokens": count["notes"] / count["samples"],
-               "prompt_tokens": count["prompts"] / n, "step_tokens": count["steps"] / count["calls"], "answer_tokens": count["answers"] / n}
+    counted = {"calls": count["calls"] / n, "distilled": count["distilled"] / n,
+               "chunks": count["samples"] / count["distilled"], "chunk_tokens": count["read"] / count["samples"],
+               "note_tokens": count["notes"] / count["samples"], "prompt_tokens": count["prompts"] / n,
+               "step_tokens": count["steps"] / count["calls"], "answer_tokens": count["answers"] / n}
     for name, value in counted.items():
         assert getattr(cost.TOY, name) == pytest.approx(value, rel=0.04), name
     settings = Config()
@@ -275,16 +286,17 @@ def test_the_papers_workload_is_the_presets():
 
 
 def test_token_counts_by_hand():
-    w = cost.Workload(questions=2, group=3, calls=2, distilled=1, chunks=2, chunk_tokens=10, note_tokens=4, prompt_tokens=5, step_tokens=6,
-                      wrap_tokens=1, answer_tokens=3)
+    w = cost.Workload(questions=2, group=3, calls=2, distilled=1, chunks=2, chunk_tokens=10, note_tokens=4,
+                      prompt_tokens=5, step_tokens=6, wrap_tokens=1, answer_tokens=3)
     t = cost.tokens(w)
     assert t["sys1_samples"] == 12 and t["sys1_read"] == 120 and t["sys1_sampled"] == 48
     assert t["sys2_sampled"] == 6 * 15 and t["sys2_context"] == 5 + 2 + 8 + 15
     assert t["prefilled"] == 120 + 2 * 5 + 6 * 10 and t["decoded"] == 48 + 90
     assert t["with_loss"] == 90 + 6 * 4 and t["trained"] == 6 * 30 + 6 * 14                # 12 samples, balanced to 6
     half = cost.tokens(dataclasses.replace(w, flat_share=0.5))
-    assert half["with_loss"] == t["with_loss"] / 2 and half["trained"] == t["trained"] / 2 and half["decoded"] == t["decoded"]
-    few = cost.tokens(dataclasses.replace(w, chunks=0.5))                                  # fewer samples than trajectories: all stay
+    assert half["with_loss"] == t["with_loss"] / 2 and half["trained"] == t["trained"] / 2
+    assert half["decoded"] == t["decoded"]
+    few = cost.tokens(dataclasses.replace(w, chunks=0.5))           # fewer samples than trajectories: all stay
     assert few["with_loss"] == 90 + 3 * 4
 
 
@@ -301,7 +313,8 @@ def test_floors_shrink_with_gpus_but_never_below_the_longest_chain(shape):
 def test_memory_is_what_a_run_plans(shape, gpus, tmp_path, monkeypatch):
     qwen3(shape).save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1 << 50))
-    line = policy.memory_plan(str(tmp_path), config=resolve({"preset": "paper"}), world=gpus, device=torch.device("cuda"))
+    preset = resolve({"preset": "paper"})
+    line = policy.memory_plan(str(tmp_path), config=preset, world=gpus, device=torch.device("cuda"))
     planned = float(re.search(r"([\d.]+) before activations", line)[1])
     assert sum(cost.memory(shape, cost.PAPER, gpus).values()) / 2**30 == pytest.approx(planned, abs=0.01)
 
@@ -332,15 +345,14 @@ def test_assumptions_can_be_set_and_bad_ones_are_one_sentence():
 # ---------------------------------------------------------------------------------------------- soak
 
 def looks(memory, pid: int = 7, first: int = 0) -> list[dict]:
-    return [{"step": first + 5 * i, "pid": pid, "rss": value, "peak": value + 10, "open_files": 6, "threads": 37, "children": 0,
-             "temporary_files": 0} for i, value in enumerate(memory)]
+    return [{"step": first + 5 * i, "pid": pid, "rss": value, "peak": value + 10, "open_files": 6, "threads": 37,
+             "children": 0, "temporary_files": 0} for i, value in enumerate(memory)]
 
 
 def test_slope_of_the_memory_after_warm_up():
     warm = [400 + 3 * i for i in range(20)]                                 # 5 steps a look: warm-up ends at step 100
     found = soak.slope(looks(warm + [500 + 0.2 * i for i in range(180)]), 100)
-    assert found["per_100_steps"] == pytest.approx(4.0) and found["start"] == pytest.approx(500) and found["end"] == pytest.approx(535.8)
-    assert found["flat"], "5 MiB of 500 in 100 steps is the limit"
+    assert found == pytest.approx({"per_100_steps": 4, "start": 500, "end": 535.8, "flat": True})
     assert not soak.slope(looks([500 + 0.3 * i for i in range(200)]), 100)["flat"]
     noise = random.Random(0)
     steady = soak.slope(looks(warm + [500 + noise.gauss(0, 10) for _ in range(180)]), 100)
@@ -349,7 +361,8 @@ def test_slope_of_the_memory_after_warm_up():
 
 def test_slope_looks_at_one_process_only_and_says_when_it_knows_nothing():
     samples = looks([300] * 30, pid=1) + looks([500 + i for i in range(100)], pid=2, first=150)
-    assert soak.slope(samples, 100)["per_100_steps"] == pytest.approx(20) and soak.slope(samples, 100)["start"] == pytest.approx(520)
+    found = soak.slope(samples, 100)
+    assert found["per_100_steps"] == pytest.approx(20) and found["start"] == pytest.approx(520)
     assert soak.slope(looks([1, 2]), 0) is None
 
 
@@ -366,7 +379,7 @@ def test_findings_name_leaks_leftovers_and_collapse():
 def test_the_table_by_stretches_covers_every_step():
     lines = [line | dict.fromkeys(soak.KEYS, float(line["step"])) for line in metrics([0.1] * 10)]
     rows = soak.by_stretch(lines, looks([100, 200]), 4)
-    assert [row["steps"] for row in rows] == ["0-3", "4-7", "8-8"] and [row["reward"] for row in rows] == [1.5, 5.5, 8.0]
+    assert [(row["steps"], row["reward"]) for row in rows] == [("0-3", 1.5), ("4-7", 5.5), ("8-8", 8.0)]
     assert [row["rss_mib"] for row in rows[:2]] == [100, 200] and rows[0]["accuracy"] == 0.1
 
 
@@ -419,7 +432,8 @@ def test_orphans_and_forgotten_files_are_found(soaked):
         if b"sleep(60)" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    assert len(left["processes"]) == 1 and "sleep(60)" in left["processes"][0] and left["temporary_files"] == ["forgotten"]
+    assert len(left["processes"]) == 1 and "sleep(60)" in left["processes"][0]
+    assert left["temporary_files"] == ["forgotten"]
 
 
 def test_a_run_that_fails_is_one_sentence_and_is_resumed_next_time(soaked):
@@ -437,7 +451,8 @@ def test_the_logged_number_of_pages_shows_a_conversation_that_was_not_closed(lea
     toy.make_tokenizer().save_pretrained(tmp_path / "base")
     if leaky:
         monkeypatch.setattr(sampler.Sampler, "close", lambda self, conversation: None)
-    assert mars.main(["--model", str(tmp_path / "base"), "--runs", str(tmp_path), "--name", "run", "--steps", "1", "--questions", "2",
-                      "--group", "2", "--eval_questions", "1", "--threads", "1", "--cache", str(tmp_path), "--kv_tokens", "8192"]) == 0
+    assert mars.main(["--model", str(tmp_path / "base"), "--runs", str(tmp_path), "--name", "run", "--steps", "1",
+                      "--questions", "2", "--group", "2", "--eval_questions", "1", "--threads", "1",
+                      "--kv_tokens", "8192", "--cache", str(tmp_path)]) == 0
     (line,) = [json.loads(text) for text in open(tmp_path / "run" / "metrics.jsonl")]
     assert (line["pages_in_use"] > 0) == leaky
