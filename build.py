@@ -89,14 +89,16 @@ def build(config: Config, *, training: bool, folder: Path | None = None) -> Run:
     form = make_format(config, tokenizer, names)
     check_lengths(config, form, questions)
     state = trainer.newest(folder) if training and config.resume else None
-    half = device.type == "cuda"
-    if training:
-        model = trainer.load_model(state[1] / "model" if state else start, device)
+    half, host = device.type == "cuda", torch.device("cpu")
+    dtype = torch.bfloat16 if half else torch.float32
+    if training:                                            # FSDP takes it to the device a layer at a time, and cuts each
+        model = trainer.load_model(state[1] / "model" if state else start, host if config.fsdp else device)
     else:                                                   # only the sampler's copy goes to the device
-        model = trainer.load_model(start, torch.device("cpu"), dtype=torch.bfloat16 if half else torch.float32)
+        model = trainer.load_model(start, host, dtype=dtype)
     sampler = Sampler(model, max_tokens=config.kv_tokens, max_rows=config.rows, device=device)
-    base = trainer.load_model(start, device) if config.system1 == "frozen" or (training and config.kl_beta) else None
-    frozen = Sampler(base, max_tokens=config.kv_tokens, max_rows=config.rows) if config.system1 == "frozen" else None
+    reference = training and config.kl_beta
+    base = trainer.load_model(start, device if reference else host, dtype=dtype) if reference or config.system1 == "frozen" else None
+    frozen = Sampler(base, max_tokens=config.kv_tokens, max_rows=config.rows, device=device) if config.system1 == "frozen" else None
     lockstep = config.lockstep == "on" or (config.lockstep == "auto" and not half)
     run = Run(config, folder, device, rank, world, start, tokenizer, form, Driver([sampler, frozen] if frozen else [sampler], lockstep=lockstep),
               sampler, frozen or sampler, grade, tools, make_tools(config, "eval", names), *questions)
@@ -108,7 +110,7 @@ def build(config: Config, *, training: bool, folder: Path | None = None) -> Run:
         run.policy = trainer.parallel(trainer.Policy(model, bf16=half, checkpointing=config.checkpointing), fsdp=config.fsdp,
                                       device=device)
         run.optimiser = torch.optim.AdamW(run.policy.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay)
-        run.reference = trainer.Policy(base.requires_grad_(False), bf16=half) if config.kl_beta else None
+        run.reference = trainer.Policy(base.requires_grad_(False), bf16=half) if reference else None
         if state:
             trainer.load_optimiser(state[1], run.policy, run.optimiser)
     return run
@@ -231,7 +233,7 @@ def make_tools(config: Config, split: str, names: list[str]) -> Tools:
 def load_questions(config: Config, names: list[str], training: bool) -> tuple[Callable[[int], Question] | None, list[Question]]:
     """The endless stream of training questions, and the held-out ones; without training all of `data` is held out."""
     if config.data == "toy":
-        # --tools takes tools away, not questions: an arm without one shows what it loses; a machine without a jail has none to lose
+        # --tools takes tools away, not questions: so an arm shows what it loses. A machine without a jail drops both.
         kinds = toy.TOOLS if "python" in names or python.available() is None else ("search", "scholar")
         held_out = [toy.question("eval", config.seed, i, kinds) for i in range(config.eval_questions)]
         return lambda i: toy.question("train", config.seed, i, kinds), held_out
