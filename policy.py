@@ -303,8 +303,8 @@ def newest(folder: Path) -> tuple[int, Path] | None:
 
 
 def load_optimiser(state: Path, policy: nn.Module, optimiser) -> None:
-    """Puts a saved optimiser state back, whether the run is sharded or not."""
-    moments = torch.load(state / "optimiser.pt", map_location="cpu", weights_only=True)
+    """Puts a saved optimiser state back, whether the run is sharded or not. A machine's ranks share the file's pages."""
+    moments = torch.load(state / "optimiser.pt", map_location="cpu", weights_only=True, mmap=True)
     set_optimizer_state_dict(policy, optimiser, moments, options=StateDictOptions(full_state_dict=True))
 
 

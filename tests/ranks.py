@@ -8,6 +8,7 @@ import torch.distributed as dist
 import grpo
 import policy as trainer
 from rollout import Sample
+from sampler import Sampler
 
 OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
 
@@ -46,6 +47,7 @@ def step(model: str, out: Path, mode: str) -> None:
     mine = samples if world == 1 else mine
     policy = trainer.Policy(trainer.load_model(model, device), bf16=False, checkpointing=mode.endswith("checkpointing"))
     policy = trainer.parallel(policy, fsdp=fsdp, device=device)
+    sampler = Sampler(trainer.load_model(model, device), max_tokens=64)
     optimiser = torch.optim.AdamW(policy.parameters(), 1e-3, weight_decay=0.0)
     batches = trainer.micro_batches(mine, weigh(mine, total), 60, device)
     count = torch.tensor(len(batches))
@@ -61,6 +63,7 @@ def step(model: str, out: Path, mode: str) -> None:
     gradients = {name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad)
                  for name, p in trainer.unwrap(policy).named_parameters()}
     optimiser.step()
+    sampler.load_weights(trainer.unwrap(policy).model)
     if world > 1:
         dist.all_reduce(loss)
 
@@ -68,9 +71,18 @@ def step(model: str, out: Path, mode: str) -> None:
         def save_pretrained(self, folder):
             pass
     trainer.save(out, 1, policy, optimiser, Tokenizer())
+    first, before = next(iter(optimiser.state)), [state["exp_avg"].clone() for state in optimiser.state.values()]
+    optimiser.state[first]["exp_avg"].zero_()
     trainer.load_optimiser(out / "state" / "step_000001", policy, optimiser)
+    assert all(torch.equal(part(a), part(b["exp_avg"])) for a, b in zip(before, optimiser.state.values())) and part(before[0]).any()
     if rank == 0:
-        torch.save({"loss": loss, "norm": norm, "gradients": gradients}, out / "numbers.pt")
+        sampled = {name: weight for name, weight in sampler.forward.weights.items() if weight is not None}
+        torch.save({"loss": loss, "norm": norm, "gradients": gradients, "sampler": sampled}, out / "numbers.pt")
+
+
+def part(tensor):
+    """This rank's part of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def unsharded_gradients_are_gone(policy):

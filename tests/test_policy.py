@@ -192,13 +192,13 @@ def steps(qwen3, tmp_path_factory):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_two_ranks_are_one_process(steps, mode):
-    """Loss, norm, clipped gradients, weights after the step and the optimiser's state; the ranks' shares are uneven."""
+    """Loss, norm, clipped gradients, then weights on disk, in the sampler, and the optimiser's state; the shares are uneven."""
     one, two = (torch.load(steps / name / "numbers.pt") for name in ("single", mode))
     assert abs(one["loss"] - two["loss"]) < 1e-5 and abs(one["norm"] - two["norm"]) < 1e-5 and one["norm"] > 0.01
-    assert close(one["gradients"], two["gradients"], 1e-7)
+    assert close(one["gradients"], two["gradients"], 1e-7) and close(one["sampler"], two["sampler"], 2e-5)
     states = [steps / name / "state" / "step_000001" for name in ("single", mode)]
     first, second = (AutoModelForCausalLM.from_pretrained(state / "model").state_dict() for state in states)
-    assert close(first, second, 2e-5)
+    assert close(first, second, 2e-5) and torch.equal(two["sampler"]["embed"], second["model.embed_tokens.weight"])
     first, second = (torch.load(state / "optimiser.pt")["state"] for state in states)
     assert first.keys() == second.keys() and all(close({"m": first[k]["exp_avg"]}, {"m": second[k]["exp_avg"]}) for k in first)
 
