@@ -1,19 +1,19 @@
 """The model's forward over a paged KV cache: what the sampler runs instead of `model(...)`.
 
 Two classes with one interface (`load`, `fill`, `decode`):
-  OwnForward    Qwen2, Qwen3 and Llama: a short forward over an inference copy of the weights with merged QKV and gate-up
-                products. `unsupported` says, strictly, for which models it would be wrong.
+  OwnForward    Qwen2, Qwen3 and Llama: a short forward over an inference copy of the weights with merged QKV and
+                gate-up products. `unsupported` says, strictly, for which models it would be wrong.
   StockForward  any other architecture: a copy of the stock transformers modules, whose attention is replaced by ours
                 through AttentionInterface.
 
 Attention reads keys and values where they lie, in their pages:
-  decode   CUDA: the Triton kernel of kernels/paged_attention.py, or flash-attn. CPU: two sparse products that visit just
-           the pages of each row, so that nothing is gathered (`sparse_decode`): scores = a dense-dense product sampled at
-           a sparse pattern (SDDMM), output = weighted sums of value vectors (embedding bags).
+  decode   CUDA: the Triton kernel of kernels/paged_attention.py, or flash-attn. CPU: two sparse products that visit
+           just the pages of each row, so that nothing is gathered (`sparse_decode`): scores are a dense-dense product
+           sampled at a sparse pattern (SDDMM), outputs are weighted sums of value vectors (embedding bags).
   prefill  CUDA: variable-length flash attention; elsewhere SDPA, row by row.
 
-Departure from the textbook: `fill` computes no output. The sampler prefills all tokens of a context but the last and lets
-the decode step feed the last one, so a prefill needs no logits, and of the last layer only keys and values.
+Departure from the textbook: `fill` computes no output. The sampler prefills all tokens of a context but the last and
+lets the decode step feed the last one, so a prefill needs no logits, and of the last layer only keys and values.
 
 Shapes: T packed tokens, B rows, D hidden size, Hq/Hkv query/key heads, Dh head size, M pages of the longest row, V
 vocabulary. Pages of one layer: k_pages, v_pages [P, page, Hkv, Dh]. Tests: pytest tests/test_sampler.py
@@ -44,12 +44,12 @@ with warnings.catch_warnings():                             # torch says once a 
 class Batch:
     """Tokens that go through the model together, and where their keys and values live.
 
-    Decode: one token a row, rows sorted by length, longest first. Prefill: tokens of row b are starts[b]:starts[b+1], the
-    last ones of its lengths[b] tokens.
+    Decode: one token a row, rows sorted by length, longest first. Prefill: tokens of row b are starts[b]:starts[b+1],
+    the last ones of its lengths[b] tokens.
     """
     ids: Tensor                             # [T]
     positions: Tensor                       # [T]
-    slots: Tensor                           # [T] page · page_size + offset of each token's key and value; -1 = store none
+    slots: Tensor                           # [T] page · page_size + offset of its key and value; -1 = store none
     table: Tensor                           # [B, M] int32: pages of each row
     lengths: Tensor                         # [B] int32: tokens of each row, these included; 0 = padding
     starts: list[int] | None = None         # prefill only
@@ -59,8 +59,8 @@ class Batch:
 
 # ---------------------------------------------------------------- attention over the pages
 
-def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float, window: int | None = None) -> Tensor:
-    """Causal attention of q [T, Hq, Dh] over its rows' pages -> [T, Hq, Dh]. window: attend to so many last tokens only."""
+def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float, window: int | None = None):
+    """Causal attention of q [T, Hq, Dh] over its rows' pages -> [T, Hq, Dh]. window: see so many last tokens only."""
     if batch.starts is not None:
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             return varlen_prefill(q, k_pages, v_pages, batch, scale, window)
@@ -96,49 +96,60 @@ def rotate_and_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages,
 def cuda_decode(q, k_pages, v_pages, batch, scale):
     """flash-attn if it is there and can read pages of this size (multiples of 256), else the Triton kernel."""
     if flash_attn_with_kvcache is not None and k_pages.shape[1] % 256 == 0 and q.dtype != torch.float32:
-        return flash_attn_with_kvcache(q[:, None], k_pages, v_pages, cache_seqlens=batch.lengths, block_table=batch.table,
-                                       softmax_scale=scale, causal=True)[:, 0]
+        return flash_attn_with_kvcache(q[:, None], k_pages, v_pages, cache_seqlens=batch.lengths,
+                                       block_table=batch.table, softmax_scale=scale, causal=True)[:, 0]
     return kernels.paged_attention(q, k_pages, v_pages, batch.table, batch.lengths, scale=scale)
 
 
-def sparse_plan(batch: Batch, heads: int, kv_heads: int, page: int, window: int | None) -> list[tuple]:
-    """Which key vectors each query head reads, for groups of rows of similar length (at most half of it padding).
+def similar(spans: list[int]) -> list[tuple[int, int]]:
+    """Cuts rows, longest first, into runs (first, last) that, padded to their longest, are at most half padding.
 
-    A group is (first row, last row, crow, columns, bias): a CSR pattern with one line a (row, query head) and one entry a
-    token; a column is a key vector's number in the pool. Padding entries read the row's first token with bias -inf.
+    Less than 4,096 tokens of padding cost less than another group of launches.
     """
-    groups, begin, spans = [], 0, batch.spans
-    of_head = torch.arange(heads) // (heads // kv_heads)
-    for end in range(1, len(spans) + 1):
-        if end < len(spans) and 2 * spans[end] > spans[begin]:
-            continue
-        longest, rows = max(spans[begin], 1), slice(begin, end)
+    runs, begin, real = [], 0, 0
+    for row, span in enumerate(spans):
+        if spans[begin] * (row + 1 - begin) - (real + span) > max(4096, real + span):
+            runs.append((begin, row))
+            begin, real = row, 0
+        real += span
+    return runs + [(begin, len(spans))]
+
+
+def sparse_plan(batch: Batch, heads: int, kv_heads: int, page: int, keys: int, dtype, window) -> list[tuple]:
+    """Which of the pool's `keys` key vectors each query head reads, for groups of rows of similar length.
+
+    A group is (first row, end row, pattern, bias): a CSR matrix with one line a (row, query head) and one entry a
+    token, whose column is the key vector's number in the pool. Padding reads the row's first token and has bias -inf.
+    """
+    groups, of_head = [], torch.arange(heads) // (heads // kv_heads)
+    for begin, end in similar(batch.spans):
+        longest, lengths = max(batch.spans[begin], 1), batch.lengths[begin:end, None]
         position = torch.arange(longest)
-        slots = (batch.table[rows, :-(-longest // page), None].long() * page + torch.arange(page)).flatten(1)[:, :longest]
-        valid = position < batch.lengths[rows, None]
+        pages = batch.table[begin:end, :-(-longest // page), None].long()
+        slots = (pages * page + torch.arange(page)).flatten(1)[:, :longest]
+        valid = position < lengths
         if window is not None:
-            valid &= position >= batch.lengths[rows, None] - window
+            valid &= position >= lengths - window
         slots = torch.where(valid, slots, slots[:, :1])
-        columns = (slots[:, None] * kv_heads + of_head[:, None]).flatten()                              # rows · Hq · longest
+        columns = (slots[:, None] * kv_heads + of_head[:, None]).flatten()                  # rows · Hq · longest
         bias = torch.where(valid, 0.0, float("-inf"))[:, None].expand(-1, heads, -1).reshape(-1, longest)
-        crow = torch.arange(0, len(columns) + 1, longest)
-        groups.append((begin, end, crow, columns, bias))
-        begin = end
+        pattern = torch.sparse_csr_tensor(torch.arange(0, len(columns) + 1, longest), columns, torch.zeros(len(columns),
+                                          dtype=dtype), (len(bias), keys), check_invariants=False)
+        groups.append((begin, end, pattern, bias))
     return groups
 
 
 def sparse_decode(q, k_pages, v_pages, batch, scale, window=None):
     """Decode attention as two sparse products over the pool; q [B, Hq, Dh]. No key or value is moved."""
     (_, heads, size), (_, page, kv_heads, _) = q.shape, k_pages.shape
-    if window not in batch.plans:
-        batch.plans[window] = sparse_plan(batch, heads, kv_heads, page, window)
     keys, values, out = k_pages.view(-1, size), v_pages.view(-1, size), q.new_empty(q.shape)
-    for begin, end, crow, columns, bias in batch.plans[window]:
-        pattern = torch.sparse_csr_tensor(crow, columns, bias.flatten().to(q.dtype), (len(crow) - 1, len(keys)), check_invariants=False)
-        scores = torch.sparse.sampled_addmm(pattern, q[begin:end].reshape(-1, size), keys.t(), alpha=scale)
-        probs = scores.values().view(bias.shape).softmax(-1)
-        out[begin:end] = F.embedding_bag(columns, values, crow[:-1], mode="sum", per_sample_weights=probs.flatten()
-                                         ).view(-1, heads, size)
+    if window not in batch.plans:
+        batch.plans[window] = sparse_plan(batch, heads, kv_heads, page, len(keys), q.dtype, window)
+    for begin, end, scores, bias in batch.plans[window]:
+        torch.sparse.sampled_addmm(scores, q[begin:end].reshape(-1, size), keys.t(), beta=0.0, alpha=scale, out=scores)
+        probs = (scores.values().view(bias.shape) + bias).softmax(-1)
+        out[begin:end] = F.embedding_bag(scores.col_indices(), values, scores.crow_indices()[:-1], mode="sum",
+                                         per_sample_weights=probs.flatten()).view(-1, heads, size)
     return out
 
 
@@ -150,10 +161,10 @@ def gather_decode(q, k_pages, v_pages, batch, scale, window=None):
     valid = position < batch.lengths[:, None]
     if window is not None:
         valid &= position >= batch.lengths[:, None] - window
-    slots = torch.where(position < batch.lengths[:, None], slots, slots[:, :1])     # 0 · NaN is NaN: never read others' pages
-    k, v = (pages.flatten(0, 1)[slots].transpose(1, 2) for pages in (k_pages, v_pages))                  # [B, Hkv, S, Dh]
+    slots = torch.where(position < batch.lengths[:, None], slots, slots[:, :1])     # 0 · NaN is NaN: read no one else's
+    k, v = (pages.flatten(0, 1)[slots].transpose(1, 2) for pages in (k_pages, v_pages))     # [B, Hkv, S, Dh]
     q = q.reshape(rows, kv_heads, heads // kv_heads, size)  # the query heads of one key head as its query tokens
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=valid[:, None, None], scale=scale).reshape(rows, heads, size)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=valid[:, None, None], scale=scale).flatten(1, 2)
 
 
 def row_prefill(q, k_pages, v_pages, batch, scale, window=None):
@@ -164,11 +175,12 @@ def row_prefill(q, k_pages, v_pages, batch, scale, window=None):
         k, v = (pages[used].flatten(0, 1)[:length].transpose(0, 1)[None] for pages in (k_pages, v_pages))
         past, mask = length - (end - start), None
         if past or window is not None:
-            key, query = torch.arange(length, device=q.device), torch.arange(past, length, device=q.device)[:, None]
-            mask = (key <= query) if window is None else (key <= query) & (key > query - window)
-        out[start:end] = F.scaled_dot_product_attention(
-            q[start:end].transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-        )[0].transpose(0, 1)
+            key = torch.arange(length, device=q.device)
+            own = key[past:, None]
+            mask = (key <= own) if window is None else (key <= own) & (key > own - window)
+        new = F.scaled_dot_product_attention(q[start:end].transpose(0, 1)[None], k, v, attn_mask=mask, scale=scale,
+                                             is_causal=mask is None, enable_gqa=True)
+        out[start:end] = new[0].transpose(0, 1)
     return out
 
 
@@ -189,7 +201,7 @@ def varlen_prefill(q, k_pages, v_pages, batch, scale, window=None):
     if "varlen" not in batch.plans:
         batch.plans["varlen"] = varlen_plan(batch, k_pages.shape[1])
     slots, cu_q, cu_k, longest = batch.plans["varlen"]
-    k, v = (pages.flatten(0, 1)[slots] for pages in (k_pages, v_pages))                                 # [keys, Hkv, Dh]
+    k, v = (pages.flatten(0, 1)[slots] for pages in (k_pages, v_pages))                     # [keys, Hkv, Dh]
     options = {"enable_gqa": True}
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:                                   # torch 2.11
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -247,8 +259,9 @@ def named_weights(model) -> Iterator[tuple[str, Tensor | None]]:
         yield f"{i}.norm2", whole(layer.post_attention_layernorm.weight)
         for name in ("q_norm", "k_norm"):
             yield f"{i}.{name}", whole(getattr(attention, name).weight) if hasattr(attention, name) else None
-        for name, modules in (("qkv", [attention.q_proj, attention.k_proj, attention.v_proj]), ("o", [attention.o_proj]),
-                              ("gate_up", [mlp.gate_proj, mlp.up_proj]), ("down", [mlp.down_proj])):
+        products = {"qkv": [attention.q_proj, attention.k_proj, attention.v_proj], "o": [attention.o_proj],
+                    "gate_up": [mlp.gate_proj, mlp.up_proj], "down": [mlp.down_proj]}
+        for name, modules in products.items():
             yield f"{i}.{name}", merged(modules, "weight")
             yield f"{i}.{name}.bias", merged(modules, "bias")
 
@@ -310,12 +323,12 @@ class OwnForward:
         return torch.mm(hidden.float(), head.float())
 
     def hidden(self, batch: Batch, pool: Tensor, last: int | None = None) -> Tensor | None:
-        """Last hidden states [T, D], final norm included; None if it stops when layer `last` has its keys and values."""
+        """Last hidden states [T, D], final norm included; None if it stops with layer `last`'s keys and values."""
         w, residual = self.weights, None
         x = w["embed"][batch.ids]
         angle = batch.positions[:, None].float() * w["inv_freq"]
         angle = torch.cat((angle, angle), -1)
-        cos, sin = (angle.cos() * self.rope_scale).to(x.dtype), (angle.sin() * self.rope_scale).to(x.dtype)     # [T, Dh]
+        cos, sin = ((f(angle) * self.rope_scale).to(x.dtype) for f in (torch.cos, torch.sin))               # [T, Dh]
         for i in range(self.layers):
             k_pages, v_pages = pool[0, i], pool[1, i]
             x, residual = kernels.add_rms_norm(x, residual, w[f"{i}.norm1"], self.eps)
@@ -342,16 +355,17 @@ def stock_attention(module, q, k, v, attention_mask, scaling=None, sampler_batch
     for new, pages in ((k, k_pages), (v, v_pages)):
         pages.view(-1, *pages.shape[2:]).index_copy_(0, sampler_batch.slots[stored], new[0].transpose(0, 1)[stored])
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention(q[0].transpose(0, 1).contiguous(), k_pages, v_pages, sampler_batch, scale, sliding_window)[None], None
+    q = q[0].transpose(0, 1).contiguous()
+    return attention(q, k_pages, v_pages, sampler_batch, scale, sliding_window)[None], None
 
 
 class StockForward:
-    """The stock modules of any decoder that calls AttentionInterface, with our attention. ValueError where it cannot work."""
+    """The stock modules of any decoder that calls AttentionInterface, with our attention; else ValueError."""
     path = "stock modules"
 
     def __init__(self, model, dtype: torch.dtype, device: torch.device):
         from transformers import AttentionInterface
-        AttentionInterface.register("mars_paged", stock_attention)      # no mask function of that name: no mask is built
+        AttentionInterface.register("mars_paged", stock_attention)      # no mask function so named: no mask is built
         self.model = copy.deepcopy(model).to(device, dtype).eval().requires_grad_(False)
         try:
             self.model.set_attn_implementation("mars_paged")
@@ -360,7 +374,7 @@ class StockForward:
         config = self.model.config.get_text_config()
         rope = str((getattr(config, "rope_parameters", None) or {}).get("rope_type"))
         if "dynamic" in rope or rope == "longrope":
-            raise ValueError(f"the sampler cannot run rope type {rope}: its frequencies depend on the longest row of a batch")
+            raise ValueError(f"the sampler cannot run rope type {rope}: it depends on the longest row of a batch")
         self.layers, self.heads = config.num_hidden_layers, config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
         self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
@@ -419,11 +433,11 @@ class Buckets:
         return logits[:rows]
 
     def capture(self, size: int, width: int) -> tuple:
-        """A graph over buffers of `size` rows of padding; warmed up first, so that kernels are compiled outside of it."""
-        def buffer(*shape, dtype, fill=0):
+        """A graph over buffers of `size` rows; run before it is captured, so that kernels are compiled by then."""
+        def buffer(*shape, dtype=torch.int64, fill=0):
             return torch.full(shape, fill, dtype=dtype, device=self.pool.device)
-        static = Batch(buffer(size, dtype=torch.int64), buffer(size, dtype=torch.int64), buffer(size, dtype=torch.int64, fill=-1),
-                       buffer(size, width, dtype=torch.int32), buffer(size, dtype=torch.int32))
+        static = Batch(buffer(size), buffer(size), buffer(size, fill=-1), buffer(size, width, dtype=torch.int32),
+                       buffer(size, dtype=torch.int32))
         if not self.pool.is_cuda:
             return None, static, None
         stream = torch.cuda.Stream()
@@ -433,7 +447,7 @@ class Buckets:
                 self.forward.decode(static, self.pool)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        memory = next(iter(self.graphs.values()))[0].pool() if self.graphs else None      # graphs run one at a time: one pool
-        with torch.cuda.graph(graph, pool=memory):
+        shared = next(iter(self.graphs.values()))[0].pool() if self.graphs else None    # graphs run one at a time
+        with torch.cuda.graph(graph, pool=shared):
             logits = self.forward.decode(static, self.pool)
         return graph, static, logits

@@ -1,20 +1,20 @@
 """The sampler: a paged KV cache and continuous batching, hand-written.
 
 The keys and values of all conversations live in one pool of pages (a page: `page_size` tokens of every layer). A
-conversation owns a table of pages and keeps it between its turns; conversations that start with the same prompt share its
-full pages. One engine step is three plain parts: schedule (who gets rows and pages), run (a packed prefill, then one token
-for every row that is ready), postprocess (append tokens, find the finished).
+conversation owns a table of pages and keeps it between its turns; conversations that start with the same prompt share
+its full pages. One engine step is three plain parts: schedule (who gets rows and pages), run (a packed prefill, then
+one token for every row that is ready), postprocess (append tokens, find the finished).
 
 Two invariants carry the code:
-  cached   The first `conversation.cached` tokens have their keys and values in pages; the newest token never needs to. A
-           row decodes when cached == len(tokens) - 1: it feeds its newest token and samples the next. All else (prompt,
-           tool notes, a preempted row's past) is prefill, which therefore never samples.
-  draws    The t-th new token of a request depends on its logits and on (seed, t), on nothing else. So a preempted row that
-           is recomputed says the same again, and no answer depends on what else is in the batch.
+  cached   The first `conversation.cached` tokens have their keys and values in pages; the newest token never needs to.
+           A row decodes when cached == len(tokens) - 1: it feeds its newest token and samples the next. All else
+           (prompt, tool notes, a preempted row's past) is prefill, which therefore never samples.
+  draws    The t-th new token of a request depends on its logits and on (seed, t), on nothing else. So a preempted row
+           that is recomputed says the same again, and no answer depends on what else is in the batch.
 
-On CUDA the choice of token stays on the GPU and the host reads it one step later (`overlap`): it launches step n + 1, then
-looks at the tokens of step n. A row that stopped at n has then computed one token that nobody reads. Batches are padded to
-a bucket's size, and a CUDA graph of that bucket is replayed (`buckets`). Both can be switched on anywhere, for tests.
+On CUDA the choice of token stays on the GPU and the host reads it one step later (`overlap`): it launches step n + 1,
+then looks at the tokens of step n. A row that stopped at n has then computed one token that nobody reads. Batches are
+padded to a bucket's size, and a CUDA graph of that bucket is replayed (`buckets`). Both can be switched on anywhere.
 
 Tests: pytest tests/test_sampler.py tests/test_pages.py. Speed: python -m bench.sampler
 """
@@ -88,7 +88,7 @@ class Pages:
 
 @dataclass
 class Completion:
-    """What was sampled: the tokens, a stop token included, and their log-probs (full vocabulary, at the temperature)."""
+    """What was sampled: tokens, a stop token included, and their log-probs (full vocabulary, at the temperature)."""
     tokens: list[int]
     logprobs: list[float]
     finish: str                                 # 'stop' | 'length'
@@ -133,7 +133,8 @@ class Rows:
     def __init__(self, count: int, pages: int):
         self.free = list(range(count - 1, -1, -1))
         self.table = np.zeros((count, pages), np.int32)
-        self.length, self.drawn, self.wanted = (np.zeros(count, np.int64) for _ in range(3))    # tokens: all, new, new at most
+        self.length = np.zeros(count, np.int64)                     # tokens, the one it feeds next included
+        self.drawn, self.wanted = np.zeros(count, np.int64), np.zeros(count, np.int64)      # new tokens: so far, in all
         self.seed = np.zeros(count, np.uint64)
         self.temperature, self.top_p = np.zeros(count, np.float32), np.ones(count, np.float32)
 
@@ -169,7 +170,7 @@ def hashed(*numbers: int) -> int:
 
 
 def uniform(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Doubles in [0, 1) that depend on (seed, index) only: splitmix64's index-th output. seed uint64 [B], index int64 [B]."""
+    """Doubles in [0, 1) from (seed, index) alone: splitmix64's index-th output. seed uint64 [B], index int64 [B]."""
     x = seed + (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -183,10 +184,10 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: Tensor | None, top_p: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One token a row by the inverse of the cumulative distribution, and its log-prob: logits [B, V] fp32, uniforms [B].
+    """One token a row by the inverse of the cumulative distribution, and its log-prob: logits [B, V], uniforms [B].
 
     temperature [B] (None: 1 everywhere; 0: greedy); top_p [B] (None: 1 everywhere) restricts the draw to the likeliest
-    tokens that together reach it. The log-prob is always the full vocabulary's, at the temperature (at 1 when greedy).
+    tokens that together reach it. The log-prob is always the full vocabulary's, at the temperature (at 1 if greedy).
     """
     cold = None if temperature is None else temperature == 0
     if temperature is not None:
@@ -217,24 +218,27 @@ class Launched:
 
 
 class Sampler:
-    """Samples from `model`, a transformers causal LM whose weights are copied in, over a KV pool of `max_tokens` tokens.
+    """Samples from `model`, a transformers causal LM (its weights are copied), with a KV pool of `max_tokens` tokens.
 
-    page_size: tokens a page (default 16; on CUDA 64). max_rows: rows that run together at most. prefill_chunk: tokens
-    prefilled in one step at most, so that a long prompt does not starve the rows that decode (default 512; on CUDA 8,192).
-    dtype: of weights and cache (default the model's; on CUDA bf16). share_prompts: off only to measure what it brings.
-    own_forward=False asks for the stock modules; `path` says which forward runs, `why_stock` why not our own.
+    page_size: tokens a page (default 16; on CUDA 64; 256 lets flash-attn decode, if it is installed). max_rows: rows
+    that run together at most. prefill_chunk: tokens prefilled in one step at most, so that a long prompt does not
+    starve the rows that decode (default 512; on CUDA 8,192). dtype: of weights and cache (default the model's; on CUDA
+    bf16). share_prompts: off only to measure what it brings. own_forward=False asks for the stock modules; `path` says
+    which forward runs and `why_stock` why not our own. overlap, buckets: see above; on for CUDA.
     """
 
     def __init__(self, model, *, max_tokens: int, page_size: int | None = None, max_rows: int = 256,
-                 prefill_chunk: int | None = None, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
-                 share_prompts: bool = True, own_forward: bool = True, overlap: bool | None = None, buckets: bool | None = None):
+                 prefill_chunk: int | None = None, dtype: torch.dtype | None = None,
+                 device: torch.device | str | None = None, share_prompts: bool = True, own_forward: bool = True,
+                 overlap: bool | None = None, buckets: bool | None = None):
         parameter = next(model.parameters())
         self.device = torch.device(device or parameter.device)
         cuda = self.device.type == "cuda"
         page_size, prefill_chunk = page_size or (64 if cuda else 16), prefill_chunk or (8192 if cuda else 512)
-        if min(page_size, max_rows, prefill_chunk) < 1 or max_tokens < page_size:
-            raise ValueError(f"the KV pool of {max_tokens} tokens is smaller than one page of {page_size}: raise max_tokens"
-                             if max_tokens < page_size else "page_size, max_rows and prefill_chunk must be at least 1")
+        if min(page_size, max_rows, prefill_chunk) < 1:
+            raise ValueError("page_size, max_rows and prefill_chunk must be at least 1")
+        if max_tokens < page_size:
+            raise ValueError(f"max_tokens ({max_tokens}) is smaller than one page of {page_size}; raise max_tokens")
         dtype = dtype or (torch.bfloat16 if cuda else parameter.dtype)
         self.why_stock = unsupported(model) if own_forward else "asked for"
         self.forward = (StockForward if self.why_stock else OwnForward)(model, dtype, self.device)
@@ -243,7 +247,7 @@ class Sampler:
         self.pool = torch.zeros(2, self.forward.layers, self.pages.count, page_size, self.forward.kv_heads,
                                 self.forward.head_size, dtype=dtype, device=self.device)
         self.rows = Rows(max_rows, self.pages.count)
-        self.newest = torch.zeros(max_rows, dtype=torch.int64, device=self.device)     # the token that each row feeds next
+        self.newest = torch.zeros(max_rows, dtype=torch.int64, device=self.device)     # what each row feeds next
         self.prefill_chunk, self.share_prompts = prefill_chunk, share_prompts
         self.overlap = cuda if overlap is None else overlap
         graphs = (cuda and not self.why_stock) if buckets is None else buckets
@@ -257,8 +261,8 @@ class Sampler:
         self.live: set[Conversation] = set()
         self.holders: dict[tuple, list[Conversation]] = {}      # prompt -> conversations whose pages hold it
         self.numbers, self.ages, self.steps = itertools.count(), itertools.count(), 0
-        self.stats = dict.fromkeys(("prefilled_tokens", "decoded_tokens", "shared_tokens", "preemptions", "running", "waiting",
-                                    "pages_in_use"), 0)
+        self.stats = dict.fromkeys(("prefilled_tokens", "decoded_tokens", "shared_tokens", "preemptions", "running",
+                                    "waiting", "pages_in_use"), 0)
 
     # ---- what callers use
 
@@ -285,8 +289,8 @@ class Sampler:
         self.live.discard(conversation)
         conversation.closed = True
 
-    def submit(self, conversation: Conversation, tokens, *, max_new_tokens: int, temperature: float = 1.0, top_p: float = 1.0,
-               stop_ids=(), seed: int = 0) -> Request:
+    def submit(self, conversation: Conversation, tokens, *, max_new_tokens: int, temperature: float = 1.0,
+               top_p: float = 1.0, stop_ids=(), seed: int = 0) -> Request:
         """Appends `tokens` to the conversation and asks for an answer to it, which step() will produce.
 
         temperature 0 is greedy. The t-th new token's draw depends on (seed, t) only. ValueError on bad input.
@@ -295,14 +299,14 @@ class Sampler:
         self._check(conversation, tokens, max_new_tokens, temperature, top_p)
         conversation.prompt = conversation.prompt or tuple(tokens)
         conversation.tokens += tokens
-        request = Request(next(self.numbers), conversation, max_new_tokens, temperature, top_p, frozenset(stop_ids), seed)
-        conversation.request = request
+        request = conversation.request = Request(next(self.numbers), conversation, max_new_tokens, temperature, top_p,
+                                                 frozenset(stop_ids), seed)
         self.waiting.append(request)
         return request
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """One engine step: prefill up to prefill_chunk tokens, one new token for every ready row. Returns what finished."""
+        """One engine step: some prefill, then one new token for every ready row. Returns the requests that finished."""
         self.steps += 1
         followers = self._admit()
         self._prefill()
@@ -318,8 +322,8 @@ class Sampler:
         finished, self.finished = self.finished, []
         return finished
 
-    def generate(self, prompts, *, max_new_tokens: int | list[int], temperature: float = 1.0, top_p: float = 1.0, stop_ids=(),
-                 seed: int = 0, progress: bool = False) -> list[Completion]:
+    def generate(self, prompts, *, max_new_tokens: int | list[int], temperature: float = 1.0, top_p: float = 1.0,
+                 stop_ids=(), seed: int = 0, progress: bool = False) -> list[Completion]:
         """Answers to `prompts`, in order. max_new_tokens: one number, or one a prompt. Row i draws from (seed, i).
 
         progress shows a tqdm bar. A row whose logits are NaN raises RuntimeError after the others have finished.
@@ -330,8 +334,8 @@ class Sampler:
         conversations, requests, bar = [self.open() for _ in prompts], [], None
         try:
             for i, (conversation, prompt, new) in enumerate(zip(conversations, prompts, wanted, strict=True)):
-                requests.append(self.submit(conversation, prompt, max_new_tokens=new, temperature=temperature, top_p=top_p,
-                                            stop_ids=stop_ids, seed=hashed(seed, i)))
+                requests.append(self.submit(conversation, prompt, max_new_tokens=new, temperature=temperature,
+                                            top_p=top_p, stop_ids=stop_ids, seed=hashed(seed, i)))
             if progress:
                 from tqdm import tqdm
                 bar = tqdm(desc="sampling", unit=" tokens", unit_scale=True)
@@ -340,7 +344,8 @@ class Sampler:
                 for request in self.step():
                     self.close(request.conversation)
                 if bar is not None:
-                    bar.set_postfix({name: self.stats[name] for name in ("running", "waiting", "pages_in_use")}, refresh=False)
+                    bar.set_postfix({name: self.stats[name] for name in ("running", "waiting", "pages_in_use")},
+                                    refresh=False)
                     bar.update(self.stats["decoded_tokens"] - before)
         finally:
             if bar is not None:
@@ -353,7 +358,7 @@ class Sampler:
         return [request.completion for request in requests]
 
     def load_weights(self, model) -> None:
-        """Copies the weights in. All pages and all sharing are forgotten: conversations are recomputed when next used."""
+        """Copies the weights in. All pages and sharing are forgotten: conversations are recomputed when next used."""
         self._drain()
         for request in sorted(self.filling + self.decoding, key=lambda request: -request.conversation.age):
             self._unschedule(request)
@@ -366,8 +371,10 @@ class Sampler:
     def _check(self, conversation, tokens, max_new_tokens, temperature, top_p) -> None:
         vocabulary, pool = self.forward.vocabulary, self.pages.count * self.pages.size
         context = len(conversation.tokens) + len(tokens)
-        if conversation.closed or conversation.request is not None:
-            raise ValueError("the conversation is closed" if conversation.closed else "the conversation has an open request")
+        if conversation.closed:
+            raise ValueError("the conversation is closed")
+        if conversation.request is not None:
+            raise ValueError("the conversation has an open request")
         if not tokens:
             raise ValueError("tokens is empty; a request needs at least one token")
         if min(tokens) < 0 or max(tokens) >= vocabulary:
@@ -378,15 +385,15 @@ class Sampler:
         if not temperature >= 0 or not 0 < top_p <= 1:
             raise ValueError(f"temperature must be at least 0 and top_p in (0, 1], not {temperature} and {top_p}")
         if self.pages.missing([], context + max_new_tokens - 1) > self.pages.count:     # the newest token needs no slot
-            raise ValueError(f"{context} tokens and {max_new_tokens} new ones can never fit the KV pool of {pool} tokens; "
-                             "raise max_tokens or ask for less")
+            raise ValueError(f"{context} tokens and {max_new_tokens} new ones can never fit the KV pool of {pool} "
+                             "tokens; raise max_tokens or ask for less")
 
     def _admit(self) -> bool:
         """Gives rows and pages to waiting requests, first come first served. True if some were passed over.
 
-        A fresh conversation whose prompt lies in another's pages shares them; while that prompt is still being prefilled,
-        it is passed over, and a row is kept for it. For each row that runs a free page is kept; when none runs, the
-        youngest idle conversations give way.
+        A fresh conversation whose prompt lies in another's pages shares them; while that prompt is still being
+        prefilled, it is passed over, and a row is kept for it. For each row that runs a free page is kept; when none
+        runs, the youngest idle conversations give way.
         """
         passed, copies = [], []
         while self.waiting and len(passed) < len(self.rows.free):
@@ -453,7 +460,7 @@ class Sampler:
         return max((c for c in self.live if c.table and c is not but), key=lambda c: c.age)
 
     def _preempt(self, conversation: Conversation) -> None:
-        """Takes a conversation's pages; its request, if it runs, goes to the front of the queue and is recomputed later."""
+        """Takes a conversation's pages; its request, if it runs, goes to the front of the queue."""
         if conversation.request is not None and conversation.request.row is not None:
             self._unschedule(conversation.request)
         self._release(conversation)
@@ -506,15 +513,15 @@ class Sampler:
                 chunks.append((request, conversation.cached, conversation.cached + count))
         if not chunks:
             return
-        size, starts = self.pages.size, np.cumsum([0] + [end - begin for _, begin, end in chunks]).tolist()
-        table = self.rows.table[[request.row for request, _, _ in chunks], :-(-max(end for _, _, end in chunks) // size)]
+        size, spans = self.pages.size, [end for _, _, end in chunks]
+        starts = np.cumsum([0] + [end - begin for _, begin, end in chunks]).tolist()
+        table = self.rows.table[[request.row for request, _, _ in chunks], :-(-max(spans) // size)]
         row = np.repeat(np.arange(len(chunks)), np.diff(starts))
+        ids = np.concatenate([request.conversation.tokens[begin:end] for request, begin, end in chunks])
         positions = np.concatenate([np.arange(begin, end) for _, begin, end in chunks])
         slots = table[row, positions // size].astype(np.int64) * size + positions % size
-        ids = np.concatenate([request.conversation.tokens[begin:end] for request, begin, end in chunks])
-        spans = [end for _, _, end in chunks]
-        lengths = np.array(spans, np.int32)
-        self.forward.fill(Batch(*map(self._to_device, (ids, positions, slots, table, lengths)), starts, spans), self.pool)
+        arrays = ids, positions, slots, table, np.array(spans, np.int32)
+        self.forward.fill(Batch(*map(self._to_device, arrays), starts, spans), self.pool)
         for request, _, end in chunks:
             request.conversation.cached = end
         self.stats["prefilled_tokens"] += starts[-1]
@@ -534,8 +541,8 @@ class Sampler:
         table = state.table[rows, :-(-int(lengths[0]) // size)]
         slots = table[np.arange(len(rows)), places // size].astype(np.int64) * size + places % size
         index = self._to_device(rows)
-        batch = Batch(self.newest[index], *map(self._to_device, (places, slots, table, lengths.astype(np.int32))),
-                      spans=lengths.tolist())
+        arrays = places, slots, table, lengths.astype(np.int32)
+        batch = Batch(self.newest[index], *map(self._to_device, arrays), spans=lengths.tolist())
         logits = self.decoder.decode(batch, self.pool)
         tokens, logprobs = self._choose(logits, rows)
         self.newest[index] = tokens
@@ -546,7 +553,7 @@ class Sampler:
             ready.record()
         state.length[rows] += 1
         state.drawn[rows] += 1
-        if (state.drawn[rows] == state.wanted[rows]).any():         # the last token is on its way: nothing more to launch
+        if (state.drawn[rows] == state.wanted[rows]).any():         # their last token is on its way
             self.decoding = [r for r in self.decoding if state.drawn[r.row] < r.max_new_tokens]
         self.stats["decoded_tokens"] += len(rows)
         return Launched(requests, result, self.steps, ready)
@@ -557,7 +564,8 @@ class Sampler:
         if not temperature.any():
             return greedy(logits)
         uniforms = uniform(self.rows.seed[rows], self.rows.drawn[rows])
-        return draw(logits, self._to_device(uniforms), None if (temperature == 1).all() else self._to_device(temperature),
+        return draw(logits, self._to_device(uniforms),
+                    None if (temperature == 1).all() else self._to_device(temperature),
                     None if (top_p == 1).all() else self._to_device(top_p))
 
     # ---- postprocess

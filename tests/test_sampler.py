@@ -1,4 +1,4 @@
-"""The sampler against transformers: same greedy tokens, same log-probs, whatever is shared, preempted, chunked or resumed."""
+"""The sampler against transformers: same greedy tokens and log-probs, whatever is shared, preempted or resumed."""
 import functools
 import math
 import random
@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
-from transformers import (GemmaConfig, GemmaForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM,
-                          Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
+from transformers import (GemmaConfig, GemmaForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig,
+                          LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 import forward
 from forward import Batch, unsupported
@@ -17,20 +17,23 @@ from sampler import Sampler, draw, hashed, uniform
 
 V, PAGE = 96, 4
 SMALL = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-             max_position_embeddings=256, initializer_range=0.3, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+             max_position_embeddings=256, initializer_range=0.3, eos_token_id=None, bos_token_id=None,
+             pad_token_id=None)
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 KINDS = {
-    "qwen3 grouped tied": (Qwen3ForCausalLM, Qwen3Config, dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)),
-    "qwen3 multi-head": (Qwen3ForCausalLM, Qwen3Config, dict(num_key_value_heads=4, head_dim=8, tie_word_embeddings=False)),
+    "qwen3 grouped tied": (Qwen3ForCausalLM, Qwen3Config, dict(num_key_value_heads=2, head_dim=16,
+                                                               tie_word_embeddings=True)),
+    "qwen3 multi-head": (Qwen3ForCausalLM, Qwen3Config, dict(num_key_value_heads=4, head_dim=8,
+                                                             tie_word_embeddings=False)),
     "qwen2 grouped": (Qwen2ForCausalLM, Qwen2Config, dict(num_key_value_heads=1, tie_word_embeddings=False)),
     "qwen2 multi-head tied": (Qwen2ForCausalLM, Qwen2Config, dict(num_key_value_heads=4, tie_word_embeddings=True)),
     "llama grouped": (LlamaForCausalLM, LlamaConfig, dict(num_key_value_heads=2)),
     "llama biased yarn": (LlamaForCausalLM, LlamaConfig, dict(
-        num_key_value_heads=4, tie_word_embeddings=True, attention_bias=True, mlp_bias=True,
-        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64})),
+        num_key_value_heads=4, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, rope_parameters=YARN)),
     "gemma": (GemmaForCausalLM, GemmaConfig, dict(num_key_value_heads=1, head_dim=16)),
     "gpt-neox": (GPTNeoXForCausalLM, GPTNeoXConfig, dict()),
-    "qwen2 windows": (Qwen2ForCausalLM, Qwen2Config, dict(num_key_value_heads=2, use_sliding_window=True, sliding_window=6,
-                                                          max_window_layers=1)),
+    "qwen2 windows": (Qwen2ForCausalLM, Qwen2Config, dict(num_key_value_heads=2, use_sliding_window=True,
+                                                          sliding_window=6, max_window_layers=1)),
 }
 OWN = [kind for kind in KINDS if kind not in ("gemma", "gpt-neox", "qwen2 windows")]
 LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, 5 * PAGE, 23)
@@ -92,9 +95,9 @@ def test_greedy_equals_generate(kind):
 
 
 @pytest.mark.parametrize("kind", ["qwen3 grouped tied", "gemma"])
-@pytest.mark.parametrize("options", [dict(max_tokens=40), dict(prefill_chunk=3), dict(max_rows=2), dict(own_forward=False),
-                                     dict(max_tokens=64, overlap=True, buckets=True), dict(dtype=torch.float64)],
-                         ids=lambda options: ",".join(options))
+@pytest.mark.parametrize("options", [
+    dict(max_tokens=40), dict(prefill_chunk=3), dict(max_rows=2), dict(own_forward=False),
+    dict(max_tokens=64, overlap=True, buckets=True), dict(dtype=torch.float64)], ids=",".join)
 def test_greedy_whatever_the_engine_does(kind, options):
     """A pool that forces preemption, chunked prefill, few rows, the fallback, host lag and padding: the same tokens."""
     sampler, prompts = make(kind, **options), prompts_of() + prompts_of((23, 5 * PAGE))
@@ -143,7 +146,8 @@ def test_logprobs_are_at_the_sampling_temperature(temperature):
 def test_rows_of_all_kinds_share_a_batch():
     """Greedy, cold, hot and top-p rows at once: each as if it were alone."""
     sampler, prompt = make("qwen2 grouped"), prompts_of((7,))[0]
-    kinds = [dict(temperature=0), dict(temperature=0.5), dict(temperature=2.0), dict(top_p=0.3), dict(temperature=0, top_p=0.3)]
+    kinds = [dict(temperature=0), dict(temperature=0.5), dict(temperature=2.0), dict(top_p=0.3),
+             dict(temperature=0, top_p=0.3)]
     for i, options in enumerate(kinds):
         sampler.submit(sampler.open(), prompt, max_new_tokens=9, seed=i, **options)
     for i, (options, together) in enumerate(zip(kinds, finish(sampler))):
@@ -205,7 +209,7 @@ def test_edges_of_the_draw():
 
 @pytest.mark.parametrize("options", [{}, dict(max_tokens=96), dict(overlap=True, buckets=True), dict(prefill_chunk=5)])
 def test_turns_extend_a_context_exactly(options):
-    """Three conversations of three turns: log-probs equal a fresh forward over the whole text, and nothing is prefilled twice."""
+    """Three conversations of three turns: log-probs equal a fresh forward over the text; nothing is prefilled twice."""
     kind, rng = "qwen3 grouped tied", random.Random(1)
     sampler = make(kind, **options)
     conversations = [sampler.open() for _ in range(3)]
@@ -218,14 +222,14 @@ def test_turns_extend_a_context_exactly(options):
             sampler.submit(conversation, tokens, max_new_tokens=5 + i, seed=10 * turn + i)
         while sampler.busy:
             for request in sampler.step():
-                sampled[request.conversation] += list(zip(range(len(request.conversation.tokens))[-len(request.tokens):],
-                                                          request.tokens, request.logprobs))
+                places = range(len(request.conversation.tokens))[-len(request.tokens):]
+                sampled[request.conversation] += list(zip(places, request.tokens, request.logprobs))
     for conversation in conversations:
         logits = model_of(kind)(torch.tensor([conversation.tokens])).logits[0].float()
         for place, token, logprob in sampled[conversation]:
             assert conversation.tokens[place] == token
             assert abs(F.log_softmax(logits[place - 1], -1)[token].item() - logprob) < 1e-4
-    if "max_tokens" not in options:                         # each turn: the given tokens, plus the last sampled one, minus one
+    if "max_tokens" not in options:                         # a turn: its tokens, the last sampled one, not the newest
         assert sampler.stats["prefilled_tokens"] == given - 3 and sampler.stats["preemptions"] == 0
     else:
         assert sampler.stats["preemptions"] > 0
@@ -239,7 +243,7 @@ def test_turns_extend_a_context_exactly(options):
 def test_a_group_shares_its_prompt(length):
     """The prompt is prefilled once, followers share its full pages, and all say what they would have said alone."""
     prompt, kind = prompts_of((length,))[0], "qwen3 grouped tied"
-    sampler = make(kind, prefill_chunk=5)                   # so that followers meet a leader in the middle of its prefill
+    sampler = make(kind, prefill_chunk=5)                   # followers meet a leader in the middle of its prefill
     shared = sampler.generate([prompt] * 5, max_new_tokens=9, seed=2)
     apart = make(kind, share_prompts=False)
     assert [c.tokens for c in shared] == [c.tokens for c in apart.generate([prompt] * 5, max_new_tokens=9, seed=2)]
@@ -301,7 +305,7 @@ def test_stop_tokens(overlap):
 
 
 def test_rows_wait_as_little_as_they_can():
-    """Continuous batching: a finished row is replaced at the next step; a long prefill does not stop those who decode."""
+    """A finished row is replaced at the next step; a long prefill does not stop those who decode."""
     sampler = make("llama grouped", max_rows=2, prefill_chunk=4)
     short, long = prompts_of((2, 41))
     requests = [sampler.submit(sampler.open(), short, max_new_tokens=3, temperature=0),
@@ -311,7 +315,7 @@ def test_rows_wait_as_little_as_they_can():
     while sampler.busy:
         for request in sampler.step():
             ended[request] = sampler.steps
-    assert [ended[request] for request in requests] == [3, 12, 7]      # 40 tokens are ten chunks; rows 0 and 2 never waited
+    assert [ended[request] for request in requests] == [3, 12, 7]      # 40 tokens: ten chunks; the others never waited
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -340,14 +344,15 @@ def test_load_weights(overlap):
     assert request.done and len(context) > len(prompt)
     fresh = make(kind)
     fresh.load_weights(other)
-    assert fresh.generate([prompt], max_new_tokens=9, temperature=0) != make(kind).generate([prompt], max_new_tokens=9, temperature=0)
+    assert (fresh.generate([prompt], max_new_tokens=9, temperature=0)[0].tokens
+            != generated(kind, tuple(prompt), 9))
 
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10 ** 6), pages=st.integers(12, 40), rows=st.integers(1, 6), chunk=st.integers(1, 20),
        lag=st.booleans())
 def test_any_history_gives_the_same_answers(seed, pages, rows, chunk, lag):
-    """Random submits, turns, closes and steps over a small pool: counts stay right, answers equal those of a roomy sampler."""
+    """Random submits, turns, closes, steps over a small pool: right counts, and the answers of a roomy sampler."""
     rng, kind = random.Random(seed), "qwen2 grouped"
     sampler = make(kind, max_tokens=pages * PAGE, max_rows=rows, prefill_chunk=chunk, overlap=lag, buckets=lag)
     prompts, conversations, answers = prompts_of((1, 6, 9, 12)), [], []
@@ -365,9 +370,11 @@ def test_any_history_gives_the_same_answers(seed, pages, rows, chunk, lag):
         idle = [c for c in conversations if c.request is None and not c.closed]
         if action < 0.25:
             conversations.append(sampler.open())
-            sampler.submit(conversations[-1], rng.choice(prompts), max_new_tokens=rng.randint(1, 9), seed=rng.randint(0, 3))
+            sampler.submit(conversations[-1], rng.choice(prompts), max_new_tokens=rng.randint(1, 9),
+                           seed=rng.randint(0, 3))
         elif action < 0.4 and idle and len(idle[0].tokens) < 25:
-            sampler.submit(idle[0], [rng.randrange(V) for _ in range(rng.randint(1, 6))], max_new_tokens=rng.randint(1, 9), seed=1)
+            sampler.submit(idle[0], [rng.randrange(V) for _ in range(rng.randint(1, 6))],
+                           max_new_tokens=rng.randint(1, 9), seed=1)
         elif action < 0.5 and conversations:
             sampler.close(rng.choice(conversations))
         else:
@@ -394,9 +401,10 @@ def test_unsupported_is_strict():
     assert "GemmaForCausalLM" in unsupported(model_of("gemma")) and "sliding" in unsupported(model_of("qwen2 windows"))
     tiny = dict(SMALL, num_key_value_heads=2)
     assert "gelu" in unsupported(LlamaForCausalLM(LlamaConfig(**tiny, hidden_act="gelu")))
-    dynamic = LlamaForCausalLM(LlamaConfig(**tiny, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}))
+    dynamic = LlamaForCausalLM(LlamaConfig(**tiny, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4,
+                                                                    "factor": 2.0}))
     assert "dynamic" in unsupported(dynamic)
-    with pytest.raises(ValueError, match="dynamic"):        # the stock modules would let one row's length change another's
+    with pytest.raises(ValueError, match="dynamic"):        # one row's length would change the others' rotation
         Sampler(dynamic, max_tokens=64)
     adapted = LlamaForCausalLM(LlamaConfig(**tiny))
 
@@ -435,6 +443,13 @@ def test_decode_attentions_agree(lengths, window):
             assert (form(q, k_pages, v_pages, batch, 0.25, window)[row] - expected).abs().max() < 1e-5
 
 
+def test_rows_of_similar_length_are_taken_together():
+    """At most half of a group is padding, unless it is little; every row is in one group."""
+    assert forward.similar([16000] + [100] * 200) == [(0, 2), (2, 201)]
+    assert forward.similar([300, 200, 17, 1, 0, 0]) == [(0, 6)] and forward.similar([5]) == [(0, 1)]
+    assert forward.similar([9000, 8000, 5000, 1200, 1100, 1]) == [(0, 5), (5, 6)]
+
+
 @pytest.mark.parametrize("form", [forward.sparse_decode, forward.gather_decode])
 def test_decode_never_reads_others_pages(form):
     """NaN in every slot that is not a row's own leaves the row clean."""
@@ -445,6 +460,7 @@ def test_decode_never_reads_others_pages(form):
         own = torch.zeros(24 * PAGE, dtype=bool)
         own[row * 3 * PAGE:row * 3 * PAGE + length] = True
         k, v = (pages.masked_fill(~own.view(24, PAGE, 1, 1), math.nan) for pages in (k_pages, v_pages))
+        batch.plans = {}                                    # a plan is good for one step
         assert torch.allclose(form(q, k, v, batch, 0.25)[row], clean[row])
 
 
@@ -461,8 +477,9 @@ def test_varlen_prefill_passes_the_right_bounds(monkeypatch, gqa, window):
             assert b - a <= max_q and d - c <= max_k and window_size[1] == 0
             query, key = torch.arange(d - c - (b - a), d - c)[:, None], torch.arange(d - c)
             mask = (key <= query) & ((key >= query - window_size[0]) | (window_size[0] < 0))
-            out.append(F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])), scale=scale,
-                                                      attn_mask=mask, enable_gqa=True)[0].transpose(0, 1))
+            row = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])),
+                                                 scale=scale, attn_mask=mask, enable_gqa=True)
+            out.append(row[0].transpose(0, 1))
         return torch.cat(out)
 
     def new(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
@@ -523,7 +540,8 @@ def test_bad_requests_are_refused_in_one_sentence(tokens, options, sentence):
 def test_a_request_that_just_fits_is_taken():
     """65 positions never fit 64 slots, but the newest token needs no slot."""
     sampler, prompt = make("llama grouped", max_tokens=64), prompts_of((40,))[0]
-    assert sampler.generate([prompt], max_new_tokens=25, temperature=0)[0].tokens == generated("llama grouped", tuple(prompt), 25)
+    completion, = sampler.generate([prompt], max_new_tokens=25, temperature=0)
+    assert completion.tokens == generated("llama grouped", tuple(prompt), 25)
 
 
 def test_misuse_of_a_conversation_is_refused():
@@ -539,32 +557,34 @@ def test_misuse_of_a_conversation_is_refused():
     assert "was closed" in request.error and request.done and nothing_leaked(sampler)
     with pytest.raises(ValueError, match="closed"):
         sampler.submit(conversation, [3], max_new_tokens=3)
-    with pytest.raises(ValueError, match="smaller than one page of 4: raise max_tokens"):
+    with pytest.raises(ValueError, match="is smaller than one page of 4; raise max_tokens"):
         make("llama grouped", max_tokens=PAGE - 1)
     with pytest.raises(ValueError):
         sampler.generate([[1], [2]], max_new_tokens=[1])
 
 
-@pytest.mark.parametrize("options", [{}, dict(overlap=True, buckets=True), dict(dtype=torch.bfloat16), dict(own_forward=False)])
+@pytest.mark.parametrize("options", [{}, dict(overlap=True, buckets=True), dict(dtype=torch.bfloat16),
+                                     dict(own_forward=False)])
 def test_nan_ends_one_request_and_no_other(options):
-    """A poisoned token embedding: its row ends with an error that names request and step, the rest and later owners of its pages are clean."""
+    """A poisoned embedding: its row ends with an error that names request and step; all others are as they would be."""
     cls, config, extra = KINDS["llama grouped"]
     torch.manual_seed(0)
     model = cls(config(**SMALL, **extra)).eval()
-    clean, prompts = prompts_of((5, 9, 6)), prompts_of((5, 9, 6))
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = math.nan
-    clean = [[token if token != 7 else 8 for token in prompt] for prompt in clean]
-    prompts = [clean[0], clean[1][:4] + [7] + clean[1][5:], clean[2]]
+    prompts = [[token if token != 7 else 8 for token in prompt] for prompt in prompts_of((5, 9, 6))]
     sampler = Sampler(model, max_tokens=64, page_size=PAGE, **options)
-    alone = [sampler.generate([prompt], max_new_tokens=6, seed=0)[0].tokens for prompt in (clean[0],)]
-    requests = [sampler.submit(sampler.open(), prompt, max_new_tokens=6, seed=hashed(0, i), stop_ids=()) for i, prompt in enumerate(prompts)]
+    alone = sampler.generate(prompts[:1], max_new_tokens=6)[0].tokens
+    prompts[1][4] = 7
+    requests = [sampler.submit(sampler.open(), prompt, max_new_tokens=6, seed=hashed(0, i))
+                for i, prompt in enumerate(prompts)]
     while sampler.busy:
         sampler.step()
     bad = requests[1]
-    assert f"request {bad.number}:" in bad.error and "NaN" in bad.error and "sampler step" in bad.error and bad.completion is None
-    assert requests[0].completion.tokens == alone[0] and len(requests[2].completion.tokens) == 6
-    assert torch.isfinite(sampler.pool).all()
+    assert bad.completion is None and all(
+        part in bad.error for part in (f"request {bad.number}:", "NaN", "sampler step"))
+    assert requests[0].completion.tokens == alone and len(requests[2].completion.tokens) == 6
+    assert torch.isfinite(sampler.pool).all()               # whoever gets its pages next is safe
     for request in requests:
         sampler.close(request.conversation)
     with pytest.raises(RuntimeError, match="NaN"):
