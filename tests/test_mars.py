@@ -245,6 +245,31 @@ def test_ones_own_questions_and_documents(trained, base):
     assert found == {"a.txt"}
 
 
+def test_a_chat_model_trains_answers_and_is_evaluated(tmp_path, monkeypatch, capsys):
+    """Any chat model, one's own questions and documents. Random weights: every step is malformed, and nothing breaks."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    import mars as program
+    from test_prompts import QWEN3, tokenizer
+    monkeypatch.chdir(tmp_path)
+    words = tokenizer(QWEN3)
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16,
+                                 num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=8192)).save_pretrained("chat")
+    words.save_pretrained("chat")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.md").write_text("Ada Baker was born in 1968.")
+    (tmp_path / "own.jsonl").write_text("\n".join(json.dumps({"question": f"Who is number {i}?", "answer": "Ada"}) for i in range(12)))
+    limits = ["--sys2_context", "3000", "--step_tokens", "24", "--answer_tokens", "16", "--sys1_prompt", "1500", "--sys1_response", "16",
+              "--max_turns", "3", "--data", "own.jsonl", "--docs", "notes", "--kv_tokens", "60000"]
+    assert program.main(["--model", "chat", "--name", "chat", "--steps", "1", *SMALL[:-2], *limits]) == 0
+    (line,) = metrics(tmp_path / "runs/chat")
+    assert line["malformed_share"] > 0.5 and line["mismatch_kl"] < 1e-8
+    assert program.main(["eval", "chat", *limits[:-2], "--kv_tokens", "60000"]) == 0
+    assert program.main(["ask", "chat", "Who is Ada Baker?", "--step_tokens", "24", "--answer_tokens", "16", "--docs", "notes"]) == 0
+    assert "page |" in capsys.readouterr().out and len(json.loads((tmp_path / "runs/eval-chat/predictions.json").read_text())) == 12
+
+
 def test_too_many_failing_tools_stop_the_run_with_its_state_whole(base, tmp_path, monkeypatch, capsys):
     import build
     import mars as program
