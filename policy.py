@@ -124,8 +124,9 @@ class Policy(nn.Module):
     def __init__(self, model, *, bf16: bool, checkpointing: bool = False):
         super().__init__()
         self.model, self.bf16 = model.train(), bf16         # checkpointing works in training mode only; no dropout in these models
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if checkpointing:                                   # transformers 5 renamed it on the way
+            name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+            getattr(model, f"{name}_checkpointing_enable")(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
 
     def hidden(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The hidden states [N, D] that predict the loss tokens, in the arithmetic's dtype, and the LM head [V, D].
