@@ -324,3 +324,10 @@ def test_models_with_bent_logits_are_refused(qwen3, tmp_path):
     model.save_pretrained(tmp_path / "bent")
     with pytest.raises(UserError, match="plain logits"):
         trainer.load_model(tmp_path / "bent", CPU)
+
+
+def test_attention_of_another_kind_is_refused():
+    config = Qwen3Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    policy = trainer.Policy(AutoModelForCausalLM.from_config(config, attn_implementation="mars_packed"), bf16=False)
+    with pytest.raises(UserError, match="sliding_window"):
+        policy(trainer.make_micro_batch([], [], [], CPU), **OBJECTIVE)
