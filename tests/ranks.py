@@ -1,4 +1,4 @@
-"""What each rank does in tests/test_policy.py: one step on its share of given samples; rank 0 saves gradients, norm and weights."""
+"""What each rank does in tests/test_policy.py: one step on its share of given samples; rank 0 saves what came of it."""
 import sys
 from pathlib import Path
 
@@ -74,7 +74,8 @@ def step(model: str, out: Path, mode: str) -> None:
     first, before = next(iter(optimiser.state)), [state["exp_avg"].clone() for state in optimiser.state.values()]
     optimiser.state[first]["exp_avg"].zero_()
     trainer.load_optimiser(out / "state" / "step_000001", policy, optimiser)
-    assert all(torch.equal(part(a), part(b["exp_avg"])) for a, b in zip(before, optimiser.state.values())) and part(before[0]).any()
+    after = [state["exp_avg"] for state in optimiser.state.values()]
+    assert all(torch.equal(part(a), part(b)) for a, b in zip(before, after)) and part(before[0]).any()
     if rank == 0:
         sampled = {name: weight for name, weight in sampler.forward.weights.items() if weight is not None}
         torch.save({"loss": loss, "norm": norm, "gradients": gradients, "sampler": sampled}, out / "numbers.pt")
@@ -86,7 +87,7 @@ def part(tensor):
 
 
 def unsharded_gradients_are_gone(policy):
-    """A hook before every micro-batch: the one before left its gradients in shards, so memory does not grow to a whole copy."""
+    """A hook before every micro-batch: the one before left its gradients in shards, so no whole copy of them piles up."""
     calls = []
 
     def check(*_):

@@ -1,4 +1,4 @@
-"""The trainer's side: packing leaks nothing and changes nothing; ranks and shards are one process; states on disk are whole."""
+"""The trainer's side: packing leaks and changes nothing; ranks and shards are one process; states on disk are whole."""
 import json
 import os
 import re
@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM,
-                          Qwen3Config, Qwen3ForCausalLM)
+from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config,
+                          Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 import policy as trainer
 import ranks
@@ -20,8 +20,8 @@ from sampler import Sampler
 from tools import UserError
 
 CPU = torch.device("cpu")
-SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             max_position_embeddings=256)
+SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=256)
 KINDS = {"qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(head_dim=16, tie_word_embeddings=True, **SHAPE)),
          "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=False, **SHAPE)),
          "llama": lambda: LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **SHAPE))}
@@ -95,7 +95,7 @@ def test_a_change_in_one_sample_moves_no_other_samples_log_probs(folder):
         owner = torch.bucketize(batch.at, batch.cu[1:].long(), right=True)
         return trainer.logprob(policy, batch, 1.0), owner
     before, owner = logprobs()
-    longest = max(samples, key=lambda s: max(i for i, m in enumerate(s.mask) if m))     # FFD puts it first: all others follow it
+    longest = max(samples, key=lambda s: max(i for i, m in enumerate(s.mask) if m))     # FFD puts it first
     longest.tokens[0] = (longest.tokens[0] + 1) % 61
     after, _ = logprobs()
     assert torch.equal(before[owner != 0], after[owner != 0]) and not torch.equal(before[owner == 0], after[owner == 0])
@@ -152,7 +152,8 @@ def test_the_heads_gradient_is_not_rounded_to_bf16(tmp_path):
     torch.manual_seed(0)
     KINDS["qwen2"]().save_pretrained(tmp_path)
     policy = trainer.Policy(trainer.load_model(tmp_path, CPU), bf16=True)
-    loss, _ = policy(trainer.micro_batches(make_samples(), weigh(make_samples(), {"sys1": 9, "sys2": 5}), 10_000, CPU)[0], **OBJECTIVE)
+    samples = make_samples()
+    loss, _ = policy(trainer.micro_batches(samples, weigh(samples, {"sys1": 8, "sys2": 5}), 10_000, CPU)[0], **OBJECTIVE)
     loss.backward()
     gradient = policy.model.lm_head.weight.grad
     assert gradient.dtype == torch.float32 and (gradient != gradient.bfloat16()).float().mean() > 0.9
@@ -183,16 +184,17 @@ def steps(qwen3, tmp_path_factory):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     here = Path(__file__).parent
-    children = [subprocess.Popen([sys.executable, str(here / "ranks.py"), str(qwen3), str(out), *MODES], env={
-        **os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here}", "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}) for rank in range(2)]
+    command = [sys.executable, str(here / "ranks.py"), str(qwen3), str(out), *MODES]
+    environment = {**os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here}", "OMP_NUM_THREADS": "1",
+                   "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    children = [subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
     assert [child.wait(timeout=120) for child in children] == [0, 0]
     return out
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_two_ranks_are_one_process(steps, mode):
-    """Loss, norm, clipped gradients, then weights on disk, in the sampler, and the optimiser's state; the shares are uneven."""
+    """Loss, norm, clipped gradients, weights on disk and in the sampler, optimiser state; the shares are uneven."""
     one, two = (torch.load(steps / name / "numbers.pt") for name in ("single", mode))
     assert abs(one["loss"] - two["loss"]) < 1e-5 and abs(one["norm"] - two["norm"]) < 1e-5 and one["norm"] > 0.01
     assert close(one["gradients"], two["gradients"], 1e-7) and close(one["sampler"], two["sampler"], 2e-5)
@@ -200,7 +202,8 @@ def test_two_ranks_are_one_process(steps, mode):
     first, second = (AutoModelForCausalLM.from_pretrained(state / "model").state_dict() for state in states)
     assert close(first, second, 2e-5) and torch.equal(two["sampler"]["embed"], second["model.embed_tokens.weight"])
     first, second = (torch.load(state / "optimiser.pt")["state"] for state in states)
-    assert first.keys() == second.keys() and all(close({"m": first[k]["exp_avg"]}, {"m": second[k]["exp_avg"]}) for k in first)
+    assert first.keys() == second.keys()
+    assert close(*({name: values["exp_avg"] for name, values in state.items()} for state in (first, second)))
 
 
 @pytest.fixture
@@ -245,8 +248,8 @@ def test_states_are_whole_or_absent(qwen3, tmp_path, monkeypatch):
 
 
 PLAN = dict(fsdp=False, kv_tokens=4096, system1="train", kl_beta=0.1)
-QWEN3_8B = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
-            "head_dim": 128, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+QWEN3_8B = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096,
+            "intermediate_size": 12288, "head_dim": 128, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
             "vocab_size": 151936, "tie_word_embeddings": False}
 
 
@@ -255,7 +258,8 @@ def test_memory_parts_are_what_a_step_holds():
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=False, **SHAPE | {"hidden_size": 128}))
     model.set_attn_implementation("mars_packed")
-    parts = trainer.memory_parts(model.config, model.num_parameters(), config=SimpleNamespace(**PLAN), world=1, cuda=False)
+    config = SimpleNamespace(**PLAN)
+    parts = trainer.memory_parts(model.config, model.num_parameters(), config=config, world=1, cuda=False)
     policy = trainer.Policy(model, bf16=False)
     optimiser = torch.optim.AdamW(policy.parameters())
     batches = trainer.micro_batches(make_samples(), weigh(make_samples(), {"sys1": 8, "sys2": 5}), 90, CPU)
@@ -289,8 +293,9 @@ def test_memory_plan_of_8b_is_the_arithmetic(tmp_path, monkeypatch):
     config = SimpleNamespace(**PLAN | {"kv_tokens": 400_000, "kl_beta": 0.0})
 
     def parts(world, **options):
-        found = trainer.memory_parts(AutoConfig.from_pretrained(tmp_path), P, world=world, cuda=True, training=options.pop(
-            "training", True), config=SimpleNamespace(**vars(config) | options))
+        training, shape = options.pop("training", True), AutoConfig.from_pretrained(tmp_path)
+        found = trainer.memory_parts(shape, P, world=world, cuda=True, training=training,
+                                     config=SimpleNamespace(**vars(config) | options))
         return [round(size) for size in found.values() if size]
     assert parts(1) == [4 * P, 4 * P, 8 * P, 2 * P, loss, 2 * P, 400_000 * pool]
     assert parts(8) == [4 * P, 8 * P, 8 * P, 2 * P, loss, 2 * P, 400_000 * pool]
@@ -300,7 +305,8 @@ def test_memory_plan_of_8b_is_the_arithmetic(tmp_path, monkeypatch):
     assert parts(1, training=False) == [2 * P, 400_000 * pool]
 
     def plan(gib, world, training=True, **options):
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * 2**30))
+        properties = SimpleNamespace(total_memory=gib * 2**30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         return trainer.memory_plan(str(tmp_path), config=SimpleNamespace(**vars(config) | options), world=world,
                                    device=SimpleNamespace(type="cuda"), training=training)
     with pytest.raises(UserError, match="--fsdp over more"):
