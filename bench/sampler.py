@@ -198,20 +198,27 @@ def growth(quick):
                      "µs a token": round(1e6 * seconds / (16 * count), 1), "KV GB/s": ""})
     for context in (256, 1024) if quick else (256, 1024, 4096, 16384):
         sampler = Sampler(model, max_tokens=4 * (context + 64))
-        for _ in range(4):
-            prompt = random_tokens(rng, context, SMALL["vocab_size"])
-            sampler.submit(sampler.open(), prompt, max_new_tokens=33, temperature=0)
-        while len(sampler.decoding) < 4:                    # all prefilled, each with its first token
-            sampler.step()
-        left = sum(request.max_new_tokens - len(request.tokens) for request in sampler.decoding)
-        start = time.process_time()
+        start_together(sampler, [random_tokens(rng, context, SMALL["vocab_size"]) for _ in range(4)], 32)
+        before, start = sampler.stats["decoded_tokens"], time.process_time()
         while sampler.busy:
             sampler.step()
-        seconds = time.process_time() - start
-        read = left * context * 2 * 2 * SMALL["num_key_value_heads"] * SMALL["head_dim"] * 4
-        rows.append({"requests": 4, "context": context, "tokens/s": round(left / seconds),
-                     "µs a token": round(1e6 * seconds / left, 1), "KV GB/s": round(read / seconds / 1e9, 1)})
+        seconds, tokens = time.process_time() - start, sampler.stats["decoded_tokens"] - before
+        read = tokens * context * 2 * 2 * SMALL["num_key_value_heads"] * SMALL["head_dim"] * 4      # 2 layers, fp32
+        rows.append({"requests": 4, "context": context, "tokens/s": round(tokens / seconds),
+                     "µs a token": round(1e6 * seconds / tokens, 1), "KV GB/s": round(read / seconds / 1e9, 1)})
     return rows
+
+
+def start_together(sampler, prompts, new):
+    """Prefills the prompts, each in a conversation, then has all of them decode `new` tokens from the same step on."""
+    conversations = [sampler.open() for _ in prompts]
+    for conversation, prompt in zip(conversations, prompts):
+        sampler.submit(conversation, prompt, max_new_tokens=1)
+    while sampler.busy:
+        sampler.step()
+    for conversation in conversations:
+        sampler.submit(conversation, [0], max_new_tokens=new)
+    return conversations
 
 
 # ---------------------------------------------------------------- gpu
@@ -235,12 +242,8 @@ def wall(function):
 
 
 def decode_speed(sampler, prompts, steps):
-    """Tokens/s of `steps` decode steps with all prompts prefilled; graphs are captured in the steps before."""
-    conversations = [sampler.open() for _ in prompts]
-    for conversation, prompt in zip(conversations, prompts):
-        sampler.submit(conversation, prompt, max_new_tokens=steps + 24)
-    while len(sampler.decoding) < len(prompts):
-        sampler.step()
+    """Tokens/s of `steps` decode steps with all prompts in pages; graphs are captured in the eight steps before."""
+    conversations = start_together(sampler, prompts, steps + 16)
     for _ in range(8):
         sampler.step()
     seconds = wall(lambda: [sampler.step() for _ in range(steps)])
