@@ -69,7 +69,7 @@ class Config:
     tis: float = 0.0                        # cap of a truncated importance weight trainer/sampler; 0: none
     # the machine
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = 2                        # PyTorch's, on CPU, single process
+    threads: int = 1                        # PyTorch's, on CPU, single process: the toy is too small for a second one to pay on a busy machine
     fsdp: bool = False                      # shard the trainer's state (needed from about 3B parameters on)
     checkpointing: bool = False             # recompute activations in the backward pass
     micro_tokens: int = 8192                # tokens a micro-batch of the trainer
