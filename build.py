@@ -53,8 +53,8 @@ class Run:
     reference: torch.nn.Module | None = None
     skipped: int = 0                                        # steps in a row without a finite gradient
 
-    def rollouts(self, batch: list[tuple[int, Question]], group: int, *, step: int | str, tools: Tools, temperature: float = 1.0,
-                 top_p: float = 1.0, watch=None, say=None) -> list[Trajectory]:
+    def rollouts(self, batch: list[tuple[int, Question]], group: int, *, step: int | str, tools: Tools,
+                 temperature: float = 1.0, top_p: float = 1.0, watch=None, say=None) -> list[Trajectory]:
         """`group` trajectories for each (place in the batch, question), all in one running batch of the sampler."""
         setting = Setting(self.driver, self.sampler, self.sys1_sampler, self.format, tools, self.grade, self.config, step,
                           temperature, top_p, say or (lambda kind, text: None))
@@ -64,30 +64,17 @@ class Run:
 def build(config: Config, *, training: bool, folder: Path | None = None) -> Run:
     """A Run; with `training` also policy, optimiser and, if there is a KL term, the reference.
 
-    Nothing is written before all of this stands (but the cache). UserError lists everything that is missing, not just the first.
+    Nothing is written before all of this stands (but the cache). UserError lists everything that is missing.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    device, problems = pick_device(config, world), []
-
-    def attempt(function, *arguments, **options):
-        try:
-            return function(*arguments, **options)
-        except UserError as error:
-            problems.append(str(error))
+    device = pick_device(config, world)
     folder = folder or run_folder(config, rank)
     start = base_model(config, rank)
-    attempt(check_machine, config, device)
-    plan = attempt(trainer.memory_plan, start, config=config, world=world, device=device, training=training)
-    grade = attempt(tasks.grader, config.grader)
-    names = attempt(usable_tools, config, rank) or []
-    questions = attempt(load_questions, config, names, training)
-    tools = attempt(make_tools, config, "train", names)
-    if problems:
-        raise UserError(problems[0] if len(problems) == 1 else f"cannot start, {len(problems)} things are missing: "
-                        + "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1)))
+    plan, grade, names, questions, tools = outside(config, start, world, rank, device, training)
     tokenizer = load_tokenizer(start)
     form = make_format(config, tokenizer, names)
     check_lengths(config, form, questions)
+
     state = trainer.newest(folder) if training and config.resume else None
     half, host = device.type == "cuda", torch.device("cpu")
     dtype = torch.bfloat16 if half else torch.float32
@@ -95,25 +82,55 @@ def build(config: Config, *, training: bool, folder: Path | None = None) -> Run:
         model = trainer.load_model(state[1] / "model" if state else start, host if config.fsdp else device)
     else:                                                   # only the sampler's copy goes to the device
         model = trainer.load_model(start, host, dtype=dtype)
-    sampler = Sampler(model, max_tokens=config.kv_tokens, max_rows=config.rows, device=device)
-    reference = training and config.kl_beta
-    base = trainer.load_model(start, device if reference else host, dtype=dtype) if reference or config.system1 == "frozen" else None
-    frozen = Sampler(base, max_tokens=config.kv_tokens, max_rows=config.rows, device=device) if config.system1 == "frozen" else None
+    known = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > known:
+        raise UserError(f"{start} has {len(tokenizer)} tokens in its tokenizer and {known} in its model: use two that belong together")
+    sizes = {"max_tokens": config.kv_tokens, "max_rows": config.rows, "device": device}
+    sampler, frozen, base = Sampler(model, **sizes), None, None
+    if config.system1 == "frozen" or (training and config.kl_beta):         # both need the model that the run began with
+        base = trainer.load_model(start, device if config.kl_beta else host, dtype=dtype)
+    if config.system1 == "frozen":
+        frozen = Sampler(base, **sizes)
     lockstep = config.lockstep == "on" or (config.lockstep == "auto" and not half)
-    run = Run(config, folder, device, rank, world, start, tokenizer, form, Driver([sampler, frozen] if frozen else [sampler], lockstep=lockstep),
-              sampler, frozen or sampler, grade, tools, make_tools(config, "eval", names), *questions)
+    driver = Driver([sampler, frozen] if frozen else [sampler], lockstep=lockstep)
+    run = Run(config, folder, device, rank, world, start, tokenizer, form, driver, sampler, frozen or sampler, grade, tools,
+              make_tools(config, "eval", names), *questions)
     if rank == 0:
         where = f"{config.search} {config.docs}".strip() if config.data != "toy" or config.docs else "the toy's world"
-        print(f"model {start} on {device}, {world} process(es), sampler: {sampler.path}; search: {where}; tools: {', '.join(names)}; "
-              f"reward: {config.grader}\n{plan}", flush=True)
+        print(f"model {start} on {device}, {world} process(es), sampler: {sampler.path}; search: {where}; "
+              f"tools: {', '.join(names)}; reward: {config.grader}\n{plan}", flush=True)
     if training:
-        run.policy = trainer.parallel(trainer.Policy(model, bf16=half, checkpointing=config.checkpointing), fsdp=config.fsdp,
-                                      device=device)
-        run.optimiser = torch.optim.AdamW(run.policy.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay)
-        run.reference = trainer.Policy(base.requires_grad_(False), bf16=half) if reference else None
+        policy = trainer.Policy(model, bf16=half, checkpointing=config.checkpointing)
+        run.policy = trainer.parallel(policy, fsdp=config.fsdp, device=device)
+        run.optimiser = torch.optim.AdamW(run.policy.parameters(), config.lr, betas=(0.9, 0.95),
+                                          weight_decay=config.weight_decay)
+        run.reference = trainer.Policy(base.requires_grad_(False), bf16=half) if config.kl_beta else None
         if state:
             trainer.load_optimiser(state[1], run.policy, run.optimiser)
     return run
+
+
+def outside(config: Config, start: Path | str, world: int, rank: int, device: torch.device, training: bool) -> tuple:
+    """(memory plan, grader, tool names, questions, tools): all that the environment must give. UserError lists what it doesn't."""
+    problems = []
+
+    def attempt(function, *arguments, **options):
+        try:
+            return function(*arguments, **options)
+        except UserError as error:
+            problems.append(str(error))
+    attempt(check_machine, config, device)
+    plan = attempt(trainer.memory_plan, start, config=config, world=world, device=device, training=training)
+    grade = attempt(tasks.grader, config.grader)
+    names = attempt(usable_tools, config, rank) or []
+    questions = attempt(load_questions, config, names, training)
+    tools = attempt(make_tools, config, "train", names)
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        listed = "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1))
+        raise UserError(f"cannot start, {len(problems)} things are missing: {listed}")
+    return plan, grade, names, questions, tools
 
 
 def pick_device(config: Config, world: int) -> torch.device:
@@ -123,7 +140,8 @@ def pick_device(config: Config, world: int) -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", 0))
     if config.device != "cpu" and torch.cuda.is_available():
         if local >= torch.cuda.device_count():
-            raise UserError(f"{local + 1} processes on this machine, but only {torch.cuda.device_count()} GPUs: lower --nproc_per_node")
+            raise UserError(f"{local + 1} processes on this machine, but only {torch.cuda.device_count()} GPUs: "
+                            "lower --nproc_per_node")
         torch.cuda.set_device(local)
         device = torch.device("cuda", local)
     else:
@@ -138,8 +156,8 @@ def pick_device(config: Config, world: int) -> torch.device:
 def check_machine(config: Config, device: torch.device) -> None:
     """What the options ask of the machine."""
     if config.preset == "paper" and device.type == "cpu":
-        raise UserError("--preset paper needs CUDA GPUs and PyTorch finds none; 8 of 80 GB train Qwen3-8B, one trains a 0.6B model "
-                        "(--model Qwen/Qwen3-0.6B --no-fsdp)")
+        raise UserError("--preset paper needs CUDA GPUs and PyTorch finds none; 8 of 80 GB train Qwen3-8B, one trains a 0.6B "
+                        "model (--model Qwen/Qwen3-0.6B --no-fsdp)")
     if config.fsdp and not dist.is_initialized():
         raise UserError("--fsdp shards over processes; start them with torchrun --nproc_per_node=N mars.py --fsdp …")
 
@@ -163,7 +181,8 @@ def run_folder(config: Config, rank: int) -> Path:
         speed = {"name", "runs", "steps", "resume", "save_every", "cache", "threads"}
         changed = [f"{k} ({saved.get(k)} -> {v})" for k, v in vars(config).items() if k not in speed and saved.get(k) != v]
         if changed:
-            raise UserError(f"the run at {folder} was started with other settings: {', '.join(changed)}; resume with the same ones")
+            raise UserError(f"the run at {folder} was started with other settings: {', '.join(changed)}; "
+                            "resume with the same ones")
     elif folder.exists():
         raise UserError(f"{folder} exists: add --resume to go on with it, or choose another --name")
     parent = next(p for p in (folder, *folder.parents) if p.exists())
@@ -238,7 +257,8 @@ def load_questions(config: Config, names: list[str], training: bool) -> tuple[Ca
         held_out = [toy.question("eval", config.seed, i, kinds) for i in range(config.eval_questions)]
         return lambda i: toy.question("train", config.seed, i, kinds), held_out
     if not config.data:
-        raise UserError("no questions: name them with --data (a JSONL file, hub:OWNER/REPO/file.jsonl, or a mix like nq/train:2,own.jsonl:1)")
+        raise UserError("no questions: name them with --data (a JSONL file, hub:OWNER/REPO/file.jsonl, or a mix like "
+                        "nq/train:2,own.jsonl:1)")
     if not training:
         return None, tasks.load_questions(config.data, limit=config.eval_questions or None, seed=config.seed)
     loaded = tasks.load_questions(config.data, seed=config.seed)
@@ -247,8 +267,8 @@ def load_questions(config: Config, names: list[str], training: bool) -> tuple[Ca
     else:
         held_out, loaded = loaded[:config.eval_questions], loaded[config.eval_questions:]
     if len(loaded) < config.questions:
-        raise UserError(f"{config.data} leaves {len(loaded)} training questions, fewer than --questions {config.questions} a step; "
-                        "give more, or lower --eval_questions or --questions")
+        raise UserError(f"{config.data} leaves {len(loaded)} training questions, fewer than --questions {config.questions} "
+                        "a step; give more, or lower --eval_questions or --questions")
 
     def stream(i: int) -> Question:                         # every question once an epoch, each epoch in an order of its own
         epoch, place = divmod(i, len(loaded))
@@ -268,4 +288,5 @@ def check_lengths(config: Config, form, questions: tuple) -> None:
     for question in getattr(stream, "loaded", []) + held_out:
         length = len(form.system2_prompt(question.text))
         if length + config.step_tokens + 2 * config.answer_tokens > config.sys2_context:
-            raise UserError(f"question {question.id} takes {length} tokens and leaves no room in --sys2_context {config.sys2_context}")
+            raise UserError(f"question {question.id} takes {length} tokens and leaves no room in --sys2_context "
+                            f"{config.sys2_context}")

@@ -69,7 +69,7 @@ class Config:
     tis: float = 0.0                        # cap of a truncated importance weight trainer/sampler; 0: none
     # the machine
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = 1                        # PyTorch's, on CPU, single process: the toy is too small for a second one to pay on a busy machine
+    threads: int = 1                        # PyTorch's, on CPU, one process; a second one hardly pays for the toy
     fsdp: bool = False                      # shard the trainer's state (needed from about 3B parameters on)
     checkpointing: bool = False             # recompute activations in the backward pass
     micro_tokens: int = 8192                # tokens a micro-batch of the trainer
@@ -93,7 +93,7 @@ PAPER = dict(
     step_tokens=8192, answer_tokens=2048,                   # ours
     top_k=10, distill="search,scholar,python",              # ours; formula (2) makes no exception for Python
     question_in_system1=True,                               # ours: MATPO found it crucial for its workers
-    fsdp=True, checkpointing=True, micro_tokens=32768, kv_tokens=400_000, rows=256, eval_questions=512, eval_every=10)
+    fsdp=True, checkpointing=True, micro_tokens=16384, kv_tokens=180_000, rows=256, eval_questions=512, eval_every=10)
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -105,12 +105,13 @@ def parser(description: str) -> argparse.ArgumentParser:
     made = OneLine(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
                    argument_default=argparse.SUPPRESS)
     for field in dataclasses.fields(Config):
+        names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))      # --shared_group or --shared-group
         if field.type is bool:
-            made.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction)
+            made.add_argument(*names, action=argparse.BooleanOptionalAction)
         elif get_origin(field.type) is Literal:
-            made.add_argument(f"--{field.name}", choices=get_args(field.type))
+            made.add_argument(*names, choices=get_args(field.type))
         else:
-            made.add_argument(f"--{field.name}", type=field.type, metavar=field.type.__name__.upper(), help=f"[{field.default}]")
+            made.add_argument(*names, type=field.type, metavar=field.type.__name__.upper(), help=f"[{field.default}]")
     return made
 
 
@@ -138,11 +139,12 @@ def resolve(given: dict, saved: dict | None = None, *, training: bool = True) ->
 
 def check(config: Config, training: bool = True) -> None:
     """Refuses values that contradict each other or the method: UserError with one sentence."""
-    for name in ("steps", "questions", "group", "max_turns", "step_tokens", "answer_tokens", "sys1_response", "save_every", "eval_every",
-                 "inner_steps", "micro_tokens", "kv_tokens", "rows", "top_k", "threads"):
+    for name in ("steps", "questions", "group", "max_turns", "step_tokens", "answer_tokens", "sys1_response", "save_every",
+                 "eval_every", "inner_steps", "micro_tokens", "kv_tokens", "rows", "top_k", "threads"):
         if getattr(config, name) < 1:
             raise UserError(f"--{name} must be at least 1, got {getattr(config, name)}")
-    for name in ("lr", "warmup", "weight_decay", "clip_grad", "clip_low", "clip_high", "kl_beta", "tis", "max_tool_error_share", "eval_questions"):
+    for name in ("lr", "warmup", "weight_decay", "clip_grad", "clip_low", "clip_high", "kl_beta", "tis", "max_tool_error_share",
+                 "eval_questions"):
         if not 0 <= getattr(config, name) < float("inf"):
             raise UserError(f"--{name} must be a finite number of at least 0, got {getattr(config, name)}")
     if config.top_p != 1.0:
@@ -158,7 +160,8 @@ def check(config: Config, training: bool = True) -> None:
     if not config.tools:
         raise UserError("--tools is empty: System 2 needs at least one of search, scholar, python")
     if config.inner_steps > config.questions:
-        raise UserError(f"--inner_steps {config.inner_steps} is more than --questions {config.questions}: each step needs a question")
+        raise UserError(f"--inner_steps {config.inner_steps} is more than --questions {config.questions}: "
+                        "each step needs a question")
     if config.sys2_context > config.kv_tokens or config.sys1_prompt + config.sys1_response > config.kv_tokens:
         raise UserError(f"--kv_tokens {config.kv_tokens} is smaller than one context; raise it or lower the episode's limits")
     if config.step_tokens + 2 * config.answer_tokens > config.sys2_context:

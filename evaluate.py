@@ -106,19 +106,22 @@ def evaluate(config: Config) -> int:
         trajectories = run.rollouts(list(enumerate(run.eval_questions)), 1, step="eval", tools=run.eval_tools,
                                     temperature=config.temperature, top_p=config.eval_top_p, watch=watch)
     seconds = time.perf_counter() - start
-    rows = [row(name, members, confidences, seconds * len(members) / len(trajectories)) for name, members in by_set(trajectories)]
+    rows = [row(name, members, confidences, seconds * len(members) / len(trajectories))
+            for name, members in by_set(trajectories)]
     folder = run.folder
     (folder / "rollouts").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
-    predictions = {t.question.id: {"model": str(config.model), "response": run.format.decode(t.turns[-1].sampled), "answer": t.answer,
-                                   "usage": {"sys2_tokens": sum(t.sample.mask), "sys1_tokens": sum(sum(s.mask) for s in t.sys1_samples())}}
-                   for t in trajectories}
+    predictions = {t.question.id: {"model": str(config.model), "response": run.format.decode(t.turns[-1].sampled),
+                                   "answer": t.answer, "usage": {"sys2_tokens": sum(t.sample.mask), "sys1_tokens": sum(
+                                       sum(s.mask) for s in t.sys1_samples())}} for t in trajectories}
     (folder / "predictions.json").write_text(json.dumps(predictions, ensure_ascii=False, indent=1) + "\n")
     (folder / "table.json").write_text(json.dumps(rows, indent=1) + "\n")
     with open(folder / "rollouts" / "step_0.jsonl", "w") as f:
         f.writelines(json.dumps(record(t, run.format, 0, "eval"), ensure_ascii=False) + "\n" for t in trajectories)
     print(table(rows))
-    print(f"predictions   {folder / 'predictions.json'}\ntable         {folder / 'table.json'}\ntrajectories  {view.page(folder, questions=12)}")
+    for name, path in (("predictions", folder / "predictions.json"), ("table", folder / "table.json"),
+                       ("trajectories", view.page(folder, questions=12))):
+        print(f"{name:<14}{path}")
     return 0
 
 
@@ -131,7 +134,7 @@ def by_set(trajectories: list[Trajectory]) -> list[tuple[str, list[Trajectory]]]
 
 
 def row(name: str, trajectories: list[Trajectory], confidences: dict, seconds: float) -> dict:
-    """One line of the table. Accuracy is over all questions: one that the judge could not be asked about counts as not right."""
+    """One line of the table. Accuracy is over all questions: what no judge could be asked about is not right."""
     s, n = rollout_sums(trajectories), len(trajectories)
     low, high = tasks.wilson_interval(int(s["reward"]), n)
     golds = [(t.answer, t.question.golden_answers) for t in trajectories]
@@ -146,12 +149,12 @@ def row(name: str, trajectories: list[Trajectory], confidences: dict, seconds: f
 
 def table(rows: list[dict]) -> str:
     """The rows as text: shares in percent, the interval in brackets; calls and tokens are means a question."""
-    lines = [f"{'set':<14}{'n':>6}  {'accuracy (95 %)':<22}{'EM':>6}{'F1':>7}{'cover':>7}{'calls':>7}{'sys2 tok':>10}{'sys1 tok':>10}"
-             f"{'malformed':>11}{'seconds':>9}"]
+    lines = [f"{'set':<14}{'n':>6}  {'accuracy (95 %)':<22}{'EM':>6}{'F1':>7}{'cover':>7}{'calls':>7}{'sys2 tok':>10}"
+             f"{'sys1 tok':>10}{'malformed':>11}{'seconds':>9}"]
     for r in rows:
         interval = f"{r['accuracy']:.1%} ({r['low']:.1%}–{r['high']:.1%})"
-        lines.append(f"{r['set']:<14}{r['questions']:>6}  {interval:<22}{r['em']:>6.1%}{r['f1']:>7.1%}{r['cover']:>7.1%}{r['calls']:>7.2f}"
-                     f"{r['sys2_tokens']:>10.0f}{r['sys1_tokens']:>10.0f}{r['malformed']:>11.1%}{r['seconds']:>9.1f}")
+        lines.append(f"{r['set']:<14}{r['questions']:>6}  {interval:<22}{r['em']:>6.1%}{r['f1']:>7.1%}{r['cover']:>7.1%}"
+                     f"{r['calls']:>7.2f}{r['sys2_tokens']:>10.0f}{r['sys1_tokens']:>10.0f}{r['malformed']:>11.1%}{r['seconds']:>9.1f}")
     notes = [f"{r['set']}: the judge could not be asked about {r['judge_failures']} answers, counted as not right"
              for r in rows if r["judge_failures"]]
     return "\n".join(lines + notes)

@@ -98,7 +98,8 @@ def update(run: Run, sys2: list[Sample], sys1: list[Sample], step: int) -> dict:
             run.skipped = 0
         else:
             skip(run, step, sys2 + sys1)
-        add(totals, {"grad_norm": norm / run.world, "inner": 1 / run.world, "loss": loss})
+        add(totals, {"loss": loss, "grad_norm": norm / run.world, "inner": 1 / run.world,
+                     "skipped": bool(run.skipped) / run.world})
         for batch, s in zip(batches, stats):
             tokens = len(batch.target)
             drift = s["logprob"] - batch.sampled if inner == 0 else torch.zeros(0)      # before the first step: same weights
@@ -106,8 +107,9 @@ def update(run: Run, sys2: list[Sample], sys1: list[Sample], step: int) -> dict:
                          "drift": float((torch.expm1(drift) - drift).sum()), "drifted": len(drift)})
     t = reduced(totals)
     tokens = max(t["tokens"], 1)
-    return {"loss": t["loss"], "grad_norm": t["grad_norm"] / t["inner"], "clip_share": t["clip"] / tokens, "kl": t["kl"] / tokens,
-            "mismatch_kl": t["drift"] / max(t["drifted"], 1), "trained_tokens": int(t["tokens"])}
+    return {"loss": t["loss"], "grad_norm": t["grad_norm"] / t["inner"], "clip_share": t["clip"] / tokens,
+            "kl": t["kl"] / tokens, "mismatch_kl": t["drift"] / max(t["drifted"], 1), "trained_tokens": int(t["tokens"]),
+            "skipped_steps": round(t["skipped"])}
 
 
 def prepare(run: Run, roles: list[list[Sample]]) -> tuple[list, list]:
@@ -142,7 +144,8 @@ def skip(run: Run, step: int, samples: list[Sample]) -> None:
     names = ", ".join(f"{s.role} {s.group}.{s.trajectory}" for s in samples if s.drawn and s.advantage)
     print(f"step {step}: loss or gradient is not finite, step skipped; samples (role question.trajectory): {names}", flush=True)
     if run.skipped == 3:
-        raise UserError("three steps in a row without a finite gradient; the last state on disk is whole: resume with a lower --lr")
+        raise UserError("three steps in a row without a finite gradient; the last state on disk is whole, and the run's rollouts "
+                        "show what was sampled")
 
 
 # ---------------------------------------------------------------------------------------------- the run
@@ -158,8 +161,8 @@ def train(run: Run) -> None:
             evaluation = {f"{key}_before": value for key, value in evaluation.items()} | evaluate(run, config.steps)
         write(run, {"step": step, **metrics, **evaluation}, [record(t, run.format, step, "train") for t in trajectories])
         line = (f"step {step}/{config.steps}  reward {metrics['reward']:.3f}  calls {metrics['calls_per_question']:.2f}  "
-                f"malformed {metrics['malformed_share']:.3f}  entropy {metrics['sys2_entropy']:.2f}/{metrics['sys1_entropy']:.2f}  "
-                f"{metrics['seconds_rollout']:.1f}+{metrics['seconds_train']:.1f} s")
+                f"malformed {metrics['malformed_share']:.3f}  "
+                f"entropy {metrics['sys2_entropy']:.2f}/{metrics['sys1_entropy']:.2f}  {metrics['seconds_rollout']:.1f}+{metrics['seconds_train']:.1f} s")
         if run.rank == 0:
             steps.set_postfix_str(line.split("  ", 1)[1]) if not steps.disable else print(line, flush=True)
         if metrics["tool_error_share"] > config.max_tool_error_share:
@@ -168,11 +171,18 @@ def train(run: Run) -> None:
         if (step + 1) % config.save_every == 0 or step == config.steps - 1:
             trainer.save(run.folder, step + 1, run.policy, run.optimiser, run.tokenizer)
     if run.rank == 0:
-        ends = [m for m in view.read_lines(run.folder / "metrics.jsonl") if "eval_accuracy" in m]
-        for name, label in (("accuracy", f"temperature {config.temperature:g}"), ("greedy", "greedy")):
-            before = ends[0].get(f"eval_{name}_before", ends[0][f"eval_{name}"])
-            print(f"held-out accuracy, {label}: {before:.3f} before, {ends[-1][f'eval_{name}']:.3f} after {config.steps} steps")
-        print(f"curves        {view.curves(run.folder)}\ntrajectories  {view.page(run.folder)}\ncheckpoint    {run.folder / 'checkpoint'}")
+        summary(run)
+
+
+def summary(run: Run) -> None:
+    """The last lines: held-out accuracy before and after, and where to look."""
+    ends = [m for m in view.read_lines(run.folder / "metrics.jsonl") if "eval_accuracy" in m]
+    for name, label in (("accuracy", f"temperature {run.config.temperature:g}"), ("greedy", "greedy")):
+        before = ends[0].get(f"eval_{name}_before", ends[0][f"eval_{name}"])
+        print(f"held-out accuracy, {label}: {before:.3f} before, {ends[-1][f'eval_{name}']:.3f} after {run.config.steps} steps")
+    for name, path in (("curves", view.curves(run.folder)), ("trajectories", view.page(run.folder)),
+                       ("checkpoint", run.folder / "checkpoint")):
+        print(f"{name:<14}{path}")
 
 
 def evaluate(run: Run, updates: int) -> dict:

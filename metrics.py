@@ -14,15 +14,17 @@ def reduced(sums: dict) -> dict:
     """Sums over all ranks. Every rank must bring the same keys."""
     if not dist.is_initialized():
         return sums
-    tensor = torch.tensor([float(v) for v in sums.values()], dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    tensor = torch.tensor([float(v) for v in sums.values()], dtype=torch.float64, device=device)
     dist.all_reduce(tensor)
     return dict(zip(sums, tensor.tolist()))
 
 
 def rollout_sums(trajectories: list[Trajectory]) -> dict:
     """What a batch of trajectories adds up to, over all ranks; rollout_metrics and evaluate.table divide it."""
-    sums = dict.fromkeys(("trajectories", "graded", "reward", "calls", "steps", "malformed", "failed", "empty", "demanded", "groups",
-                          "flat", "cut", *(f"{role}_{what}" for role in ("sys1", "sys2") for what in ("samples", "tokens", "nats"))), 0)
+    names = [f"{role}_{what}" for role in ("sys1", "sys2") for what in ("samples", "tokens", "nats")]
+    sums = dict.fromkeys(("trajectories", "graded", "reward", "calls", "steps", "malformed", "failed", "empty", "demanded",
+                          "groups", "flat", "cut", *names), 0)
     groups = {}
     for t in trajectories:
         problems = [turn.problem or "" for turn in t.turns]
@@ -40,7 +42,7 @@ def rollout_sums(trajectories: list[Trajectory]) -> dict:
 
 
 def rollout_metrics(trajectories: list[Trajectory], seconds: float) -> dict:
-    """The step's line in metrics.jsonl, as far as the rollouts tell. Entropies are −log p of what was sampled, a token, in nats."""
+    """The step's line in metrics.jsonl, as far as the rollouts tell. Entropy: mean −log p of the sampled tokens."""
     s = rollout_sums(trajectories)
 
     def per(a, b):

@@ -2,6 +2,9 @@
 
 Both start `sys.executable` on the same program with the same environment; the plain one is `python -I -c`, output in a
 pipe. Rounds are interleaved; the CPU column counts parent and child. `python -m bench.tools [--quick]`
+
+With `--rollout RUN` (a toy run) instead: what the tools cost end to end. The same rollouts with the real tools and with their
+answers remembered from the round before; the difference is theirs.
 """
 import argparse
 import resource
@@ -9,6 +12,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from bench import common
 from tools import python
@@ -55,12 +59,48 @@ def jail(runs: int, rounds: int) -> list[dict]:
     return rows
 
 
+def rollout(checkpoint: str, questions: int, rounds: int) -> list[dict]:
+    """Seconds of a batch of toy rollouts with real and with remembered tools, and the difference a call."""
+    import evaluate
+    from build import build
+    config = evaluate.settings({"checkpoint": checkpoint, "eval_questions": questions}, asking=False)
+    run = build(config, training=False, folder=Path(checkpoint))
+    answers = {}
+
+    def remember(name, tool):
+        def call(argument):
+            if (name, argument) not in answers:
+                answers[name, argument] = tool(argument)
+            return answers[name, argument]
+        return call
+    remembered = {name: remember(name, tool) for name, tool in run.eval_tools.items()}
+    calls = []
+
+    def play(tools):
+        trajectories = run.rollouts(list(enumerate(run.eval_questions)), 4, step="bench", tools=tools)
+        calls.append(sum(turn.step.call is not None for t in trajectories for turn in t.turns))
+    play(remembered)
+    times = common.interleaved({"real tools": lambda: play(run.eval_tools), "remembered answers": lambda: play(remembered)},
+                               rounds, clock=time.perf_counter)
+    saved = [1000 * (a - b) / calls[0] for a, b in zip(times["real tools"], times["remembered answers"])]
+    return [{"tools": name, "trajectories": 4 * questions, "calls": calls[0], **common.spread(seconds),
+             "ms a call": common.spread(saved)["median"] if name == "real tools" else 0.0} for name, seconds in times.items()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few runs, nothing saved")
-    quick = parser.parse_args().quick
+    parser.add_argument("--rollout", metavar="RUN", help="a toy run: end-to-end overhead in its rollouts")
+    options = parser.parse_args()
+    quick = options.quick
     if reason := python.available():
         sys.exit(reason)
+    if options.rollout:
+        rows = rollout(options.rollout, questions=8 if quick else 32, rounds=1 if quick else 5)
+        print(common.table(rows))
+        if not quick:
+            print(common.save("tools_rollout", f"python -m bench.tools --rollout {options.rollout}", rows))
+        return
     rows = jail(runs=8 if quick else 64, rounds=1 if quick else 5)
     print(common.table(rows))
     if not quick:

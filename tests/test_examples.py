@@ -19,8 +19,8 @@ def base(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["own_tool", "own_task", "own_protocol"])
 def test_example(base, tmp_path, name):
-    done = subprocess.run([sys.executable, "-m", f"examples.{name}", "--model", base, "--runs", tmp_path, "--name", name, "--steps", "1", *SMALL],
-                          cwd=REPO, capture_output=True, text=True, timeout=200)
+    command = [sys.executable, "-m", f"examples.{name}", "--model", base, "--runs", tmp_path, "--name", name, "--steps", "1"]
+    done = subprocess.run([*command, *SMALL], cwd=REPO, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in open(tmp_path / name / "rollouts" / "step_0.jsonl")]
     if name == "own_task":
