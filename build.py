@@ -125,6 +125,9 @@ def outside(config: Config, start: Path | str, world: int, rank: int, device: to
     names = attempt(usable_tools, config, rank) or []
     questions = attempt(load_questions, config, names, training)
     tools = attempt(make_tools, config, "train", names)
+    keys = [name for name in ("SERPER_API_KEY", "JINA_API_KEY") if not os.environ.get(name)]
+    if config.search == "serper" and config.pages == "jina" and len(keys) == 2:
+        problems.append("JINA_API_KEY is not set either: export it, or read pages with --pages fetch")   # make names one key
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:

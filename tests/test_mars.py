@@ -207,6 +207,45 @@ def test_bad_input_is_one_sentence_exit_2_and_nothing_written(base, tmp_path, mo
     assert sorted(p for p in tmp_path.rglob("*") if ".cache" not in p.parts) == before
 
 
+def test_the_papers_preset_lists_everything_that_is_missing_before_any_work(base, tmp_path, monkeypatch, capsys):
+    """Key, reader's key, judge, questions, GPUs: one list, nothing written. Its values are method.md's."""
+    import mars as program
+    from config import PAPER
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU: one entry fewer")
+    for name in ("SERPER_API_KEY", "JINA_API_KEY", "MARS_JUDGE_URL", "MARS_JUDGE_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert program.main(["--preset", "paper", "--model", str(base), "--tools", "search,scholar"]) == 2
+    said = capsys.readouterr().err
+    for missing in ("SERPER_API_KEY", "JINA_API_KEY", "MARS_JUDGE_URL", "--data", "GPU"):
+        assert missing in said, missing
+    assert "(1)" in said and len(said.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
+    assert (PAPER["questions"], PAPER["group"], PAPER["max_turns"], PAPER["lr"], PAPER["kl_beta"]) == (32, 16, 10, 1e-6, 0.0)
+    assert (PAPER["sys1_prompt"], PAPER["sys1_response"], PAPER["sys2_context"]) == (23552, 8192, 3072 + 28672)
+
+
+def test_a_checkpoint_of_another_model_is_refused(base, tmp_path, monkeypatch, capsys):
+    """No chat template and not the toy's language; a tokenizer that is larger than its model."""
+    import mars as program
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from test_prompts import QWEN3, tokenizer
+    monkeypatch.chdir(tmp_path)
+    words = tokenizer(QWEN3)
+    shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8, num_attention_heads=2, num_key_value_heads=1)
+    for folder, vocabulary in (("plain", len(words)), ("small", 50)):
+        Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, **shape)).save_pretrained(folder)
+        words.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained("small")
+    words.chat_template = None
+    words.save_pretrained("plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink(missing_ok=True)
+    for folder, word in (("plain", "chat template"), ("small", "belong together")):
+        assert program.main(["eval", folder, "--data", "toy", "--eval_questions", "2", "--runs", "out"]) == 2
+        assert word in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_resume_with_changed_settings_or_over_an_existing_run_is_refused(trained, base):
     folder, _ = trained
     changed = mars("--model", base, "--name", "whole", "--resume", "--steps", 5, *SMALL, "--lr", 0.5, cwd=folder)
@@ -291,10 +330,12 @@ def test_too_many_failing_tools_stop_the_run_with_its_state_whole(base, tmp_path
 def test_steps_without_a_finite_gradient_are_skipped_and_three_stop_the_run(base, tmp_path, monkeypatch, capsys):
     import mars as program
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("build.tasks.grader", lambda name: lambda question, answer: float(len(answer) % 2))   # mixed rewards
     real = program.trainer.gradient_norm
     monkeypatch.setattr(program.trainer, "gradient_norm", lambda policy, limit: real(policy, limit) * float("nan"))
     assert program.main(["--model", str(base), "--name", "nan", "--steps", "5", "--save_every", "1", *SMALL]) == 2
     said = capsys.readouterr()
+    assert [line["skipped_steps"] for line in metrics(tmp_path / "runs/nan")] == [1, 1]
     assert said.out.count("step skipped") == 3 and "sys2 " in said.out and "three steps in a row" in said.err
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/nan/checkpoint").state_dict()
     start = AutoModelForCausalLM.from_pretrained(base).state_dict()
