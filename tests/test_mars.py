@@ -249,7 +249,7 @@ def test_a_checkpoint_of_another_model_is_refused(base, tmp_path, monkeypatch, c
 def test_resume_with_changed_settings_or_over_an_existing_run_is_refused(trained, base):
     folder, _ = trained
     changed = mars("--model", base, "--name", "whole", "--resume", "--steps", 5, *SMALL, "--lr", 0.5, cwd=folder)
-    assert changed.returncode == 2 and "lr (0.001 -> 0.5)" in changed.stderr
+    assert changed.returncode == 2 and "lr (0.0005 -> 0.5)" in changed.stderr
     again = mars("--model", base, "--name", "whole", "--steps", 5, *SMALL, cwd=folder)
     assert again.returncode == 2 and "--resume" in again.stderr
     assert len(metrics(folder / "runs/whole")) == 4
