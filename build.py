@@ -5,12 +5,15 @@ The only file that knows both the toy and the real world; all checks of the envi
 import functools
 import json
 import os
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import policy as trainer
@@ -54,11 +57,20 @@ class Run:
     skipped: int = 0                                        # steps in a row without a finite gradient
 
     def rollouts(self, batch: list[tuple[int, Question]], group: int, *, step: int | str, tools: Tools,
-                 temperature: float = 1.0, top_p: float = 1.0, watch=None, say=None) -> list[Trajectory]:
+                 temperature: float = 1.0, top_p: float = 1.0, say=None) -> list[Trajectory]:
         """`group` trajectories for each (place in the batch, question), all in one running batch of the sampler."""
         setting = Setting(self.driver, self.sampler, self.sys1_sampler, self.format, tools, self.grade, self.config, step,
                           temperature, top_p, say or (lambda kind, text: None))
-        return self.driver.run([self.episode(setting, q, place, k) for place, q in batch for k in range(group)], watch)
+        episodes = [self.episode(setting, q, place, k) for place, q in batch for k in range(group)]
+        stats, start, before = self.sampler.stats, time.perf_counter(), self.sampler.stats["decoded_tokens"]
+        with tqdm(total=len(episodes), desc=f"rollouts {step}", unit="trajectory", leave=False,
+                  disable=bool(self.rank or say) or not sys.stderr.isatty()) as bar:
+            def watch(done: int) -> None:
+                rate = (stats["decoded_tokens"] - before) / (time.perf_counter() - start)
+                bar.set_postfix({"tokens/s": f"{rate:.0f}", **{n: stats[n] for n in ("running", "waiting", "pages_in_use")}},
+                                refresh=False)
+                bar.update(done - bar.n)
+            return self.driver.run(episodes, None if bar.disable else watch)
 
 
 def build(config: Config, *, training: bool, folder: Path | None = None) -> Run:

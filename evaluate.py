@@ -11,14 +11,10 @@ held-out world without it), `--docs FOLDER` searches your own documents.
 
 Written: runs/NAME/ with predictions.json (HLE's format), table.json, rollouts/ and trajectories.html; `ask` writes one page.
 """
-import argparse
 import dataclasses
 import json
-import sys
 import time
 from pathlib import Path
-
-from tqdm import tqdm
 
 import tasks
 import view
@@ -99,12 +95,8 @@ def evaluate(config: Config) -> int:
             return float(verdict.correct)
         run.grade = grade
     start = time.perf_counter()
-    with tqdm(total=len(run.eval_questions), unit="question", disable=not sys.stderr.isatty()) as bar:
-        def watch(done: int) -> None:
-            bar.update(done - bar.n)
-            bar.set_postfix(run.sampler.stats, refresh=False)
-        trajectories = run.rollouts(list(enumerate(run.eval_questions)), 1, step="eval", tools=run.eval_tools,
-                                    temperature=config.temperature, top_p=config.eval_top_p, watch=watch)
+    trajectories = run.rollouts(list(enumerate(run.eval_questions)), 1, step="eval", tools=run.eval_tools,
+                                temperature=config.temperature, top_p=config.eval_top_p)
     seconds = time.perf_counter() - start
     rows = [row(name, members, confidences, seconds * len(members) / len(trajectories))
             for name, members in by_set(trajectories)]

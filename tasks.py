@@ -31,7 +31,7 @@ from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
-from tools import ToolError, UserError
+from tools import UserError
 from tools.web import Client
 
 # -------------------------------------------------------------------------------------------------- questions
