@@ -112,7 +112,7 @@ PAPER = Workload(questions=32, group=16,                        # †
                  chunks=2, chunk_tokens=20_500,                 # ours: 4,000 tokens a page, so 5 of 10 fit into †23,552
                  note_tokens=512, step_tokens=512, answer_tokens=512,       # ours; the limits † are 8,192 and 28,672
                  prompt_tokens=600, wrap_tokens=20,             # ours
-                 rows=256, kv_tokens=400_000, fsdp=True, checkpointing=True)
+                 rows=256, kv_tokens=180_000, fsdp=True, checkpointing=True)
 
 
 # ---------------------------------------------------------------------------------------------- arithmetic
