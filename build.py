@@ -20,7 +20,7 @@ import policy as trainer
 import tasks
 import toy
 import toy_base
-from config import Config
+from config import SPEED_ONLY, Config
 from prompts import ChatFormat
 from rollout import Driver, Setting, Trajectory, episode
 from sampler import Sampler
@@ -193,8 +193,7 @@ def run_folder(config: Config, rank: int) -> Path:
         if not (folder / "config.json").exists():
             raise UserError(f"nothing to resume: there is no run at {folder}")
         saved = json.loads((folder / "config.json").read_text())
-        speed = {"name", "runs", "steps", "resume", "save_every", "cache", "threads"}
-        changed = [f"{k} ({saved.get(k)} -> {v})" for k, v in vars(config).items() if k not in speed and saved.get(k) != v]
+        changed = [f"{k} ({saved.get(k)} -> {v})" for k, v in vars(config).items() if k not in SPEED_ONLY and saved.get(k) != v]
         if changed:
             raise UserError(f"the run at {folder} was started with other settings: {', '.join(changed)}; "
                             "resume with the same ones")
