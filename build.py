@@ -202,6 +202,8 @@ def run_folder(config: Config, rank: int) -> Path:
     parent = next(p for p in (folder, *folder.parents) if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"cannot write to {parent}; choose another folder with --runs")
+    if dist.is_initialized():
+        dist.barrier()                                      # nobody creates the folder before all have looked
     return folder
 
 
