@@ -193,7 +193,8 @@ def run_folder(config: Config, rank: int) -> Path:
         if not (folder / "config.json").exists():
             raise UserError(f"nothing to resume: there is no run at {folder}")
         saved = json.loads((folder / "config.json").read_text())
-        changed = [f"{k} ({saved.get(k)} -> {v})" for k, v in vars(config).items() if k not in SPEED_ONLY and saved.get(k) != v]
+        changed = [f"{k} ({saved.get(k)} -> {v})" for k, v in vars(config).items()
+                   if k not in SPEED_ONLY and saved.get(k) != v]
         if changed:
             raise UserError(f"the run at {folder} was started with other settings: {', '.join(changed)}; "
                             "resume with the same ones")

@@ -39,8 +39,8 @@ from tools import UserError
 def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     """One step of MARS: rollouts, rewards, two advantage groups a question, balance, one objective for both roles."""
     config, start = run.config, time.perf_counter()
-    first = step * config.questions
-    batch = [(group, run.question(first + group)) for group in range(run.rank, config.questions, run.world)]
+    mine = range(config.questions * run.rank // run.world, config.questions * (run.rank + 1) // run.world)
+    batch = [(group, run.question(step * config.questions + group)) for group in mine]
     trajectories = run.rollouts(batch, config.group, step=step, tools=run.tools, temperature=config.temperature)
     seconds = {"seconds_rollout": time.perf_counter() - start}
     leaked = sum(s.pages.count - len(s.pages.free) for s in run.driver.samplers)        # each episode gives its pages back
@@ -162,7 +162,8 @@ def train(run: Run) -> None:
         write(run, {"step": step, **metrics, **evaluation}, [record(t, run.format, step, "train") for t in trajectories])
         line = (f"step {step}/{config.steps}  reward {metrics['reward']:.3f}  calls {metrics['calls_per_question']:.2f}  "
                 f"malformed {metrics['malformed_share']:.3f}  "
-                f"entropy {metrics['sys2_entropy']:.2f}/{metrics['sys1_entropy']:.2f}  {metrics['seconds_rollout']:.1f}+{metrics['seconds_train']:.1f} s")
+                f"entropy {metrics['sys2_entropy']:.2f}/{metrics['sys1_entropy']:.2f}  "
+                f"{metrics['seconds_rollout']:.1f}+{metrics['seconds_train']:.1f} s")
         if run.rank == 0:
             steps.set_postfix_str(line.split("  ", 1)[1]) if not steps.disable else print(line, flush=True)
         if metrics["tool_error_share"] > config.max_tool_error_share:
@@ -243,7 +244,7 @@ def main(arguments: list[str]) -> int:
             return evaluation.main(arguments)
         train(build(from_command_line(arguments, __doc__), training=True))
         return 0
-    except UserError as error:
+    except (UserError, FloatingPointError) as error:        # the second: the sampler met logits that are no numbers
         return fail(error)
     except KeyboardInterrupt:
         fail("interrupted; go on with --resume and the run's --name")

@@ -158,15 +158,19 @@ async def observe(setting: Setting, trajectory: Trajectory, turn: Turn) -> list[
     if call is None:
         return turn.step.error
     setting.say("call", f"{call.tool}: {call.argument}" + f"   (purpose: {call.purpose})" * bool(call.purpose))
-    start = time.perf_counter()
+
+    def run_tool() -> list[Document]:
+        start = time.perf_counter()
+        try:
+            return setting.tools[call.tool](call.argument)
+        finally:
+            turn.seconds = time.perf_counter() - start      # the tool's own, without the wait for its turn
     try:
-        turn.documents = await setting.driver.outside(setting.tools[call.tool], call.argument)
+        turn.documents = await setting.driver.outside(run_tool)
     except ToolError as error:
         turn.problem = f"tool failed: {error}"
         setting.say("failed", str(error))
         return f"error: the tool failed ({error})"
-    finally:
-        turn.seconds = time.perf_counter() - start
     if not turn.documents:
         turn.problem = "no results"
         return "no results"
