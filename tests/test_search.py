@@ -44,7 +44,7 @@ class Loopback(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self):
-        self.replies, self.requests, self.now, self.most, self.lock = [], [], 0, 0, threading.Lock()
+        self.replies, self.requests, self.lock = [], [], threading.Lock()
         self.released = threading.Event()
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -63,13 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         with server.lock:
             number = len(server.requests)
             server.requests.append((self.command, self.path, dict(self.headers), json.loads(body) if body else None))
-            server.now += 1
-            server.most = max(server.most, server.now)
-        try:
-            server.replies[min(number, len(server.replies) - 1)](self)
-        finally:
-            with server.lock:
-                server.now -= 1
+        server.replies[min(number, len(server.replies) - 1)](self)
 
     do_POST = do_GET
 
@@ -405,14 +399,21 @@ def test_nothing_found_is_kept_like_any_answer(server, tmp_path):
 
 
 def test_at_most_so_many_calls_at_once_and_threads_share_the_cache_unharmed(server, tmp_path):
+    under_way, seen, lock = [], [], threading.Lock()
+
     def slowly(handler):
-        time.sleep(0.02)
+        with lock:
+            under_way.append(handler)
+            seen.append(len(under_way))
+        time.sleep(0.05)
+        with lock:
+            under_way.remove(handler)                       # before the answer goes out, which is what frees the client's slot
         GOOD(handler)
     server.replies = [slowly]
     find = serper(tmp_path, parallel=3)
     with ThreadPoolExecutor(12) as threads:
         answers = list(threads.map(find, [f"q{i % 6}" for i in range(24)]))
-    assert all(len(answer) == 1 for answer in answers) and server.most == 3
+    assert all(len(answer) == 1 for answer in answers) and max(seen) == 3
     files = [f for f in (tmp_path / "cache").rglob("*") if f.is_file()]
     assert len(files) == 6 and all(json.loads(f.read_text()) for f in files)
 
