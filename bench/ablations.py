@@ -1,6 +1,6 @@
 """What each part of MARS contributes on the toy: the ablations that the paper does not have, and its tool ablation.
 
-Every arm changes one thing of the default setting and trains for 80 steps with each seed. A seed names a world, its
+Every arm changes one thing of the default setting and trains as long as it, 120 steps, with each seed. A seed names a world, its
 questions and a base model of its own; within a seed all arms start from the same weights and meet the same questions
 in the same order, so an arm is compared with `full` seed by seed. An arm without a tool keeps the questions that need
 it, in training (all trajectories fail: no advantage, no gradient) and held out: what the tool was worth is seen.
@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 
 import view
 from bench import common
-from config import SPEED_ONLY, fail, parser, resolve
+from config import SPEED_ONLY, Config, fail, parser, resolve
 from tools import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -73,10 +73,10 @@ def accuracies(lines: list[dict]) -> dict[int, tuple[float, float]]:
 
 
 def arguments(arm: str, seed: int, options) -> list[str]:
-    """mars.py's arguments for a run: five evaluations, the first before step 0."""
+    """mars.py's arguments for a run, which is evaluated before step 0 and after every 20 (its default)."""
     return ["--name", f"{arm}-{seed}", "--runs", str(options.runs), "--cache", str(options.cache), "--seed", str(seed),
-            "--steps", str(options.steps), "--eval_every", str(max(1, options.steps // 4)), "--threads", "1",
-            *["--eval_questions", "16", "--questions", "4"] * options.quick, *ARMS[arm]]
+            "--steps", str(options.steps), "--threads", "1",
+            *["--eval_every", "1", "--eval_questions", "16", "--questions", "4"] * options.quick, *ARMS[arm]]
 
 
 def look(arm: str, seed: int, options) -> dict:
@@ -320,7 +320,7 @@ def main() -> int:
     reader.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     reader.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
     reader.add_argument("--jobs", type=int, default=2, help="runs side by side, one thread each")
-    reader.add_argument("--steps", type=int, default=80)
+    reader.add_argument("--steps", type=int, default=Config.steps)
     reader.add_argument("--runs", type=Path, default=None, help="folder of the runs [runs/ablations]")
     reader.add_argument("--cache", type=Path, default=ROOT / ".cache", help="folder of the base models")
     reader.add_argument("--table", action="store_true", help="run nothing")
