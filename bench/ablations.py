@@ -1,6 +1,6 @@
 """What each part of MARS contributes on the toy: the ablations that the paper does not have, and its tool ablation.
 
-Every arm changes one thing of the default setting and trains as long as it, 120 steps, with each seed. A seed names a world, its
+Every arm changes one thing of the default setting and trains for 80 steps with each seed. A seed names a world, its
 questions and a base model of its own; within a seed all arms start from the same weights and meet the same questions
 in the same order, so an arm is compared with `full` seed by seed. An arm without a tool keeps the questions that need
 it, in training (all trajectories fail: no advantage, no gradient) and held out: what the tool was worth is seen.
@@ -11,7 +11,8 @@ it, in training (all trajectories fail: no advantage, no gradient) and held out:
     python -m bench.ablations --quick              4 steps, few questions; results stay in the folder of the runs
 
 A run is `python mars.py …` in RUNS/ARM-SEED, its log (.log) and how it ended (.run.json) beside it. A complete one is
-skipped, half of one resumed, a failed one tried again and, if it fails again, listed as failed.
+skipped (of a longer one the first `--steps` count), half of one resumed, a failed one tried again and, if it fails again,
+listed as failed.
 Results: bench/results/ablations.json and .png. Tests: pytest tests/test_bench.py
 """
 import argparse
@@ -30,7 +31,7 @@ from matplotlib.figure import Figure
 
 import view
 from bench import common
-from config import SPEED_ONLY, Config, fail, parser, resolve
+from config import SPEED_ONLY, fail, parser, resolve
 from tools import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -80,19 +81,20 @@ def arguments(arm: str, seed: int, options) -> list[str]:
 
 
 def look(arm: str, seed: int, options) -> dict:
-    """A run as its files tell: {arm, seed, state, why, lines}. state: complete | part | missing | failed."""
-    folder, run = options.runs / f"{arm}-{seed}", {"arm": arm, "seed": seed, "why": "", "lines": []}
+    """A run as its files tell: {arm, seed, state, why, lines, accuracies}. state: complete | part | missing | failed."""
+    folder, run = options.runs / f"{arm}-{seed}", {"arm": arm, "seed": seed, "why": "", "lines": [], "accuracies": {}}
     if not (folder / "config.json").exists():
         run["state"] = "missing"
     else:
         saved = json.loads((folder / "config.json").read_text())
         wanted = vars(resolve(vars(parser("").parse_args(arguments(arm, seed, options)))))
-        matters = sorted(wanted.keys() - SPEED_ONLY | {"steps"})
-        others = [f"{key} {saved.get(key)}" for key in matters if saved.get(key) != wanted[key]]
+        others = [f"{key} {saved.get(key)}" for key in sorted(wanted.keys() - SPEED_ONLY) if saved.get(key) != wanted[key]]
         if others:
             return run | {"state": "failed", "why": f"made with other settings ({', '.join(others)}): remove {folder}"}
         lines = view.read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
-        run |= {"lines": lines, "state": "complete" if options.steps in accuracies(lines) else "part"}
+        scores = {step: score for step, score in accuracies(lines).items() if step <= options.steps}
+        run |= {"lines": [line for line in lines if line["step"] < options.steps], "accuracies": scores,
+                "state": "complete" if options.steps in scores else "part"}
     how = json.loads(recorded.read_text()) if (recorded := options.runs / f"{arm}-{seed}.run.json").exists() else {}
     if run["state"] != "complete" and how.get("exit"):
         run |= {"state": "failed", "why": how["why"]}
@@ -186,7 +188,7 @@ def spread(values: list[float]) -> dict:
 def summarise(runs: list[dict]) -> list[dict]:
     """One row an arm, over its complete runs: accuracies by step, costs a step, difference to `full` seed by seed."""
     complete = [run for run in runs if run["state"] == "complete"]
-    scores = {(run["arm"], run["seed"]): accuracies(run["lines"]) for run in complete}
+    scores = {(run["arm"], run["seed"]): run["accuracies"] for run in complete}
 
     def learned(key) -> tuple[float, float]:                # at the end; on average over the evaluations after step 0
         points = sorted(scores[key].items())
@@ -304,8 +306,8 @@ def tabulate(options) -> int:
     print(report(rows, options.steps))
     commits, cpus = ({run[key] for run in runs if run.get(key)} for key in ("commit", "cpu"))
     print(f"\nruns of commit {', '.join(sorted(commits))} on {', '.join(sorted(cpus))}")
-    ended = [{key: run.get(key) for key in ("arm", "seed", "state", "why", "commit", "cpu", "cpu_seconds")}
-             | {"accuracies": accuracies(run["lines"])} for run in runs]
+    ended = [{key: run.get(key) for key in ("arm", "seed", "state", "why", "commit", "cpu", "cpu_seconds", "accuracies")}
+             for run in runs]
     if options.quick:
         print(draw(rows, options.runs / "ablations.png"))
     else:
@@ -320,7 +322,7 @@ def main() -> int:
     reader.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     reader.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
     reader.add_argument("--jobs", type=int, default=2, help="runs side by side, one thread each")
-    reader.add_argument("--steps", type=int, default=Config.steps)
+    reader.add_argument("--steps", type=int, default=80)
     reader.add_argument("--runs", type=Path, default=None, help="folder of the runs [runs/ablations]")
     reader.add_argument("--cache", type=Path, default=ROOT / ".cache", help="folder of the base models")
     reader.add_argument("--table", action="store_true", help="run nothing")

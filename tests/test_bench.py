@@ -111,6 +111,15 @@ def test_what_failed_or_is_missing_is_listed_and_kept_out_of_the_means(options, 
     assert rows[0]["seeds"] == [0] and rows[0]["accuracy"]["4"]["mean"] == 0.8 and rows[1]["seeds"] == []
 
 
+def test_a_longer_run_serves_a_shorter_table(options):
+    folder = invent(options, "full", 0, [0.2, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+    saved = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(saved | {"steps": 6}))
+    run = ablations.look("full", 0, options)
+    assert run["state"] == "complete" and sorted(run["accuracies"]) == [0, 1, 2, 3, 4] and len(run["lines"]) == 4
+    assert run["accuracies"][4] == (0.8, pytest.approx(0.9))
+
+
 def test_no_run_at_all_is_one_sentence(options):
     with pytest.raises(UserError, match="no complete run"):
         ablations.tabulate(options)
