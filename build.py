@@ -2,6 +2,7 @@
 
 The only file that knows both the toy and the real world; all checks of the environment happen here, before anything is written.
 """
+import datetime
 import functools
 import json
 import os
@@ -20,9 +21,9 @@ import policy as trainer
 import tasks
 import toy
 import toy_base
-from config import SPEED_ONLY, Config
+from config import MAY_CHANGE, Config
 from prompts import ChatFormat
-from rollout import Driver, Setting, Trajectory, episode
+from rollout import Driver, Setting, Trajectory, episode, reserve
 from sampler import Sampler
 from tasks import Question
 from tools import Document, UserError, python, search
@@ -56,12 +57,13 @@ class Run:
     reference: torch.nn.Module | None = None
     skipped: int = 0                                        # steps in a row without a finite gradient
 
-    def rollouts(self, batch: list[tuple[int, Question]], group: int, *, step: int | str, tools: Tools,
+    def rollouts(self, batch: list[tuple[int, Question]], attempts: int, *, step: int | str, tools: Tools,
                  temperature: float = 1.0, top_p: float = 1.0, say=None) -> list[Trajectory]:
-        """`group` trajectories for each (place in the batch, question), all in one running batch of the sampler."""
-        setting = Setting(self.driver, self.sampler, self.sys1_sampler, self.format, tools, self.grade, self.config, step,
-                          temperature, top_p, say or (lambda kind, text: None))
-        episodes = [self.episode(setting, q, place, k) for place, q in batch for k in range(group)]
+        """`attempts` trajectories for each (place in the batch, question), all in one running batch of the sampler."""
+        setting = Setting(driver=self.driver, sampler=self.sampler, sys1_sampler=self.sys1_sampler, format=self.format,
+                          tools=tools, grade=self.grade, config=self.config, step=step, temperature=temperature, top_p=top_p,
+                          say=say or (lambda kind, text: None))
+        episodes = [self.episode(setting, q, place, k) for place, q in batch for k in range(attempts)]
         stats, start, before = self.sampler.stats, time.perf_counter(), self.sampler.stats["decoded_tokens"]
         with tqdm(total=len(episodes), desc=f"rollouts {step}", unit="trajectory", leave=False,
                   disable=bool(self.rank or say) or not sys.stderr.isatty()) as bar:
@@ -82,14 +84,14 @@ def build(config: Config, *, training: bool, folder: Path | None = None) -> Run:
     device = pick_device(config, world)
     folder = folder or run_folder(config, rank)
     start = base_model(config, rank)
-    plan, grade, names, questions, tools = outside(config, start, world, rank, device, training)
+    plan, grade, names, (stream, held_out), tools = environment(config, start, world, rank, device, training)
     tokenizer = load_tokenizer(start)
     form = make_format(config, tokenizer, names)
-    check_lengths(config, form, questions)
+    check_lengths(config, form, getattr(stream, "loaded", []) + held_out)
 
     state = trainer.newest(folder) if training and config.resume else None
-    half, host = device.type == "cuda", torch.device("cpu")
-    dtype = torch.bfloat16 if half else torch.float32
+    cuda, host = device.type == "cuda", torch.device("cpu")
+    dtype = torch.bfloat16 if cuda else torch.float32
     if training:                                            # FSDP takes it to the device a layer at a time, and cuts each
         model = trainer.load_model(state[1] / "model" if state else start, host if config.fsdp else device)
     else:                                                   # only the sampler's copy goes to the device
@@ -103,27 +105,28 @@ def build(config: Config, *, training: bool, folder: Path | None = None) -> Run:
         base = trainer.load_model(start, device if config.kl_beta else host, dtype=dtype)
     if config.system1 == "frozen":
         frozen = Sampler(base, **sizes)
-    lockstep = config.lockstep == "on" or (config.lockstep == "auto" and not half)
+    lockstep = config.lockstep == "on" or (config.lockstep == "auto" and not cuda)
     driver = Driver([sampler, frozen] if frozen else [sampler], lockstep=lockstep)
-    run = Run(config, folder, device, rank, world, start, tokenizer, form, driver, sampler, frozen or sampler, grade, tools,
-              make_tools(config, "eval", names), *questions)
+    run = Run(config=config, folder=folder, device=device, rank=rank, world=world, start=start, tokenizer=tokenizer, format=form,
+              driver=driver, sampler=sampler, sys1_sampler=frozen or sampler, grade=grade, tools=tools,
+              eval_tools=make_tools(config, "eval", names), question=stream, eval_questions=held_out)
     if rank == 0:
-        where = f"{config.search} {config.docs}".strip() if config.data != "toy" or config.docs else "the toy's world"
+        where = "the toy's world" if searches_toy(config) else f"{config.search} {config.docs}".strip()
         print(f"model {start} on {device}, {world} process(es), sampler: {sampler.path}; search: {where}; "
               f"tools: {', '.join(names)}; reward: {config.grader}\n{plan}", flush=True)
     if training:
-        policy = trainer.Policy(model, bf16=half, checkpointing=config.checkpointing)
+        policy = trainer.Policy(model, bf16=cuda, checkpointing=config.checkpointing)
         run.policy = trainer.parallel(policy, fsdp=config.fsdp, device=device)
         run.optimiser = torch.optim.AdamW(run.policy.parameters(), config.lr, betas=(0.9, 0.95),
                                           weight_decay=config.weight_decay)
-        run.reference = trainer.Policy(base.requires_grad_(False), bf16=half) if config.kl_beta else None
+        run.reference = trainer.Policy(base.requires_grad_(False), bf16=cuda) if config.kl_beta else None
         if state:
             trainer.load_optimiser(state[1], run.policy, run.optimiser)
     return run
 
 
-def outside(config: Config, start: Path | str, world: int, rank: int, device: torch.device, training: bool) -> tuple:
-    """(memory plan, grader, tool names, questions, tools): all that the environment must give. UserError lists what it doesn't."""
+def environment(config: Config, start: Path | str, world: int, rank: int, device: torch.device, training: bool) -> tuple:
+    """(memory plan, grader, tool names, questions, tools): all that comes from outside. UserError lists all that is missing."""
     problems = []
 
     def attempt(function, *arguments, **options):
@@ -162,7 +165,8 @@ def pick_device(config: Config, world: int) -> torch.device:
     else:
         device = torch.device("cpu")
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # Ranks wait for the slowest one's rollouts and for rank 0's write of a state: longer than the default of 10 minutes
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(hours=2))
     elif world == 1 and device.type == "cpu":
         torch.set_num_threads(min(config.threads, os.cpu_count() or 1))
     return device
@@ -194,7 +198,7 @@ def run_folder(config: Config, rank: int) -> Path:
             raise UserError(f"nothing to resume: there is no run at {folder}")
         saved = json.loads((folder / "config.json").read_text())
         changed = [f"{k} ({saved.get(k)} -> {v})" for k, v in vars(config).items()
-                   if k not in SPEED_ONLY and saved.get(k) != v]
+                   if k not in MAY_CHANGE and saved.get(k) != v]
         if changed:
             raise UserError(f"the run at {folder} was started with other settings: {', '.join(changed)}; "
                             "resume with the same ones")
@@ -247,9 +251,12 @@ def make_format(config: Config, tokenizer, names: list[str]):
     """How both roles speak: the toy's language if the tokenizer knows it, else the model's own chat template."""
     if "<s2>" in tokenizer.get_vocab():
         return toy.ToyFormat(tokenizer, names)
-    if not tokenizer.chat_template:
-        raise UserError(f"the tokenizer of {config.model} has no chat template; use an instruction-tuned model")
     return ChatFormat(tokenizer, tools=names, purpose=config.purpose == "on", question_in_system1=config.question_in_system1)
+
+
+def searches_toy(config: Config) -> bool:
+    """Whether search and scholar look into the toy's world."""
+    return config.data == "toy" and not config.docs and config.search == "local"
 
 
 def make_tools(config: Config, split: str, names: list[str]) -> Tools:
@@ -258,7 +265,7 @@ def make_tools(config: Config, split: str, names: list[str]) -> Tools:
     for name in names:
         if name == "python":
             made[name] = python.tool
-        elif config.data == "toy" and not config.docs and config.search == "local":
+        elif searches_toy(config):
             made[name] = search.local(toy.world(split, config.seed).documents[name], config.top_k)
         else:
             made[name] = search.make(config.search, scholar=name == "scholar", k=config.top_k, docs=config.docs or None,
@@ -267,7 +274,8 @@ def make_tools(config: Config, split: str, names: list[str]) -> Tools:
 
 
 def load_questions(config: Config, names: list[str], training: bool) -> tuple[Callable[[int], Question] | None, list[Question]]:
-    """The endless stream of training questions, and the held-out ones; without training all of `data` is held out."""
+    """The endless stream of training questions, and the held-out ones: --eval_data, or else drawn from --data, whose others
+    are trained on. Without training only the held-out ones."""
     if config.data == "toy":
         # --tools takes tools away, not questions: so an arm shows what it loses. A machine without a jail drops both.
         kinds = toy.TOOLS if "python" in names or python.available() is None else ("search", "scholar")
@@ -276,13 +284,11 @@ def load_questions(config: Config, names: list[str], training: bool) -> tuple[Ca
     if not config.data:
         raise UserError("no questions: name them with --data (a JSONL file, hub:OWNER/REPO/file.jsonl, or a mix like "
                         "nq/train:2,own.jsonl:1)")
+    held_out = tasks.load_questions(config.eval_data or config.data, limit=config.eval_questions or None, seed=config.seed)
     if not training:
-        return None, tasks.load_questions(config.data, limit=config.eval_questions or None, seed=config.seed)
-    loaded = tasks.load_questions(config.data, seed=config.seed)
-    if config.eval_data:
-        held_out = tasks.load_questions(config.eval_data, limit=config.eval_questions or None, seed=config.seed)
-    else:
-        held_out, loaded = loaded[:config.eval_questions], loaded[config.eval_questions:]
+        return None, held_out
+    reserved = set() if config.eval_data else {question.id for question in held_out}
+    loaded = [q for q in tasks.load_questions(config.data, seed=config.seed) if q.id not in reserved]
     if len(loaded) < config.questions:
         raise UserError(f"{config.data} leaves {len(loaded)} training questions, fewer than --questions {config.questions} "
                         "a step; give more, or lower --eval_questions or --questions")
@@ -299,11 +305,15 @@ def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
 
 
-def check_lengths(config: Config, form, questions: tuple) -> None:
-    """UserError for a question that leaves no room for a step, a demand and an answer in System 2's context."""
-    stream, held_out = questions
-    for question in getattr(stream, "loaded", []) + held_out:
+def check_lengths(config: Config, form, questions: list[Question]) -> None:
+    """UserError for a question that leaves no room: in System 2's context for a step, a demand and an answer, in System 1's
+    prompt for a document beside the longest purpose."""
+    for question in questions:
         length = len(form.system2_prompt(question.text))
-        if length + config.step_tokens + 2 * config.answer_tokens > config.sys2_context:
+        if length + config.step_tokens + reserve(config, form) > config.sys2_context:
             raise UserError(f"question {question.id} takes {length} tokens and leaves no room in --sys2_context "
-                            f"{config.sys2_context}")
+                            f"{config.sys2_context}: raise it")
+        frame = len(form.system1_prompt([], "", question.text)) + config.step_tokens        # a purpose is part of a step
+        if config.system1 != "none" and frame >= config.sys1_prompt:
+            raise UserError(f"--sys1_prompt {config.sys1_prompt} leaves no room for documents: instructions and a purpose of "
+                            f"--step_tokens {config.step_tokens} take up to {frame}; raise it")

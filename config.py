@@ -1,7 +1,7 @@
 """Every knob of a run, with its default for the toy and its reason; the command line that sets them; the paper's values.
 
-Any field is an option of the same name (`--lr 3e-4`, `--fsdp`); what is given wins over `--preset paper`, which wins over the
-defaults. An unknown or ill-typed option is one sentence and exit code 2.
+What is given on the command line wins over `--preset paper`, which wins over the defaults. An unknown or ill-typed option is
+one sentence and exit code 2.
 """
 import argparse
 import dataclasses
@@ -18,12 +18,12 @@ class Config:
     preset: Literal["toy", "paper"] = "toy"     # where the other defaults come from
     # the run
     name: str = ""                          # runs/NAME/; empty: toy, toy-2, … whichever is free
-    runs: str = "runs"
+    runs: str = "runs"                      # folder of all runs
     seed: int = 0                           # of every draw, of the toy's world and of its base model
     steps: int = 120                        # rollout batches; the toy's curve is flat after this
     resume: bool = False                    # go on from the newest whole state of runs/NAME
     save_every: int = 10                    # steps between states on disk: what a kill can cost
-    eval_every: int = 20
+    eval_every: int = 20                    # steps between evaluations on held-out questions, sampled and greedy
     eval_questions: int = 200               # 200 questions: a standard error of at most 3.5 points
     # model, questions, tools
     model: str = "toy"                      # "toy", or anything that transformers loads (a folder, a hub name)
@@ -33,7 +33,7 @@ class Config:
     search: Literal["local", "serper", "retriever"] = "local"
     docs: str = ""                          # --search local: a folder of .txt/.md, or JSONL; empty: the toy's world
     pages: Literal["none", "jina", "fetch"] = "none"    # read the pages behind the search results, and how
-    top_k: int = 3                          # results a call: about 100 words in the toy
+    top_k: int = 3                          # results per call: about 100 words in the toy
     tools: str = "search,scholar,python"
     distill: str = "search,scholar"         # whose output System 1 reads; the toy's Python output is one number
     cache: str = ".cache"                   # base model, search index, search answers
@@ -41,7 +41,7 @@ class Config:
     # arms for study
     system1: Literal["train", "frozen", "none"] = "train"   # frozen: played by the start's weights; none: raw text to System 2
     balance: Literal["on", "off"] = "on"    # bring System 1's samples to System 2's number
-    packing: Literal["ffd", "off"] = "ffd"  # off: one document a chunk
+    packing: Literal["ffd", "off"] = "ffd"  # off: one document per chunk
     purpose: Literal["on", "off"] = "on"    # off: System 1 is not told what to look for
     shared_group: bool = False              # System 1 inherits System 2's advantage instead of having its own group
     question_in_system1: bool = False       # show System 1 the question too (chat models)
@@ -50,42 +50,44 @@ class Config:
     sys2_context: int = 160                 # prompt, steps and notes together
     step_tokens: int = 14                   # one step of System 2
     answer_tokens: int = 6                  # kept free for an answer on demand
-    sys1_prompt: int = 76                   # chunk (64) and purpose
-    sys1_response: int = 12
+    sys1_prompt: int = 76                   # a chunk (about 69) with the wording and the purpose around it
+    sys1_response: int = 12                 # a note: one fact is 5 or 6 words
     # reinforcement learning
-    questions: int = 16                     # a step
-    group: int = 8                          # G: trajectories a question
+    questions: int = 16                     # per step
+    group: int = 8                          # G: trajectories per question
     temperature: float = 1.0                # of sampling, and so of the distribution that the loss differentiates
-    top_p: float = 1.0                      # training refuses less: the loss differentiates the full distribution
-    eval_top_p: float = 1.0
+    top_p: float = 1.0                      # less is refused, and told why: the loss differentiates the full distribution
+    eval_top_p: float = 1.0                 # nucleus of the sampled evaluation
     lr: float = 5e-4                        # a 474k model wants much; 1e-3 is faster, but slipped late on one seed of three
     warmup: int = 1                         # steps of linear warm-up, then constant
-    weight_decay: float = 0.0
-    clip_grad: float = 1.0
+    weight_decay: float = 0.0               # of AdamW
+    clip_grad: float = 1.0                  # the gradient's largest norm; 0: no limit
     clip_low: float = 0.2                   # ε; the paper's is unknown (our choice)
-    clip_high: float = 0.2
+    clip_high: float = 0.2                  # ε upwards; a larger one is DAPO's "clip higher"
     kl_beta: float = 0.0                    # λ; needs a reference model in memory
-    inner_steps: int = 1                    # optimiser steps a batch of rollouts, each on its share of the questions
+    inner_steps: int = 1                    # optimiser steps per batch of rollouts, each on its share of the questions
     tis: float = 0.0                        # cap of a truncated importance weight trainer/sampler; 0: none
     # the machine
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 1                        # PyTorch's, on CPU, one process; a second one hardly pays for the toy
     fsdp: bool = False                      # shard the trainer's state (needed from about 3B parameters on)
     checkpointing: bool = False             # recompute activations in the backward pass
-    micro_tokens: int = 8192                # tokens a micro-batch of the trainer
+    micro_tokens: int = 8192                # tokens per micro-batch of the trainer
     kv_tokens: int = 65536                  # tokens in the sampler's KV pool
     rows: int = 256                         # conversations decoded together
     lockstep: Literal["auto", "on", "off"] = "auto"     # bit-equal reruns despite tools of varying speed; auto: on CPU
 
 
-SPEED_ONLY = {"name", "runs", "steps", "resume", "save_every", "cache", "threads"}      # may change on --resume
+# What --resume may change: the method stays the same, the last bits of a float may not
+MAY_CHANGE = {"name", "runs", "steps", "resume", "save_every", "eval_every", "cache", "threads", "max_tool_error_share",
+              "micro_tokens", "kv_tokens", "rows", "checkpointing"}
 
 
 # The paper's setting. † = one secondary digest of v2's PDF; "ours" = no source found. Sources: README, "What is ours".
 PAPER = dict(
     name="paper", model="Qwen/Qwen3-8B",                    # v2; v1 used Qwen2.5-7B-Instruct
     data="", search="serper", pages="jina", grader="judge",     # † judge: Qwen2.5-72B-Instruct with HLE's prompt
-    steps=150, questions=32, group=16,                      # † 32 questions a batch, G = 16; number of steps: ours
+    steps=150, questions=32, group=16,                      # † 32 questions per batch, G = 16; number of steps: ours
     temperature=1.0, top_p=1.0, eval_top_p=0.95,            # † 0.95 throughout; here 1.0 in training (ours, see top_p)
     lr=1e-6, kl_beta=0.0, warmup=10,                        # † lr 1e-6, λ = 0, entropy coefficient 0; warm-up: ours
     max_turns=10, sys2_context=3072 + 28672,                # † at most 10 turns; System 2 prompt 3,072, response 28,672
@@ -102,16 +104,17 @@ def parser(description: str) -> argparse.ArgumentParser:
         def error(self, message):
             sys.exit(fail(message))
 
-    made = OneLine(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-                   argument_default=argparse.SUPPRESS)
+    made = OneLine(description=description, epilog="config.py explains every option; [its default].", allow_abbrev=False,
+                   formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
     for field in dataclasses.fields(Config):
         names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))      # --shared_group or --shared-group
         if field.type is bool:
-            made.add_argument(*names, action=argparse.BooleanOptionalAction)
+            kind = {"action": argparse.BooleanOptionalAction}
         elif get_origin(field.type) is Literal:
-            made.add_argument(*names, choices=get_args(field.type))
+            kind = {"choices": get_args(field.type)}
         else:
-            made.add_argument(*names, type=field.type, metavar=field.type.__name__.upper(), help=f"[{field.default}]")
+            kind = {"type": field.type, "metavar": field.type.__name__.upper()}
+        made.add_argument(*names, **kind, help=f"[{field.default}]")
     return made
 
 
@@ -168,3 +171,7 @@ def check(config: Config, training: bool = True) -> None:
         raise UserError("--sys2_context leaves no room for a step and an answer; raise it")
     if config.group < 2:
         raise UserError("--group must be at least 2: the advantage compares trajectories of one question")
+    if config.max_turns < 2:
+        raise UserError("--max_turns must be at least 2: a step that calls a tool and one that answers")
+    if training and config.eval_questions < 1:
+        raise UserError("--eval_questions must be at least 1: a run measures itself on held-out questions")

@@ -1,8 +1,8 @@
 """A trained checkpoint on questions: `mars.py eval CKPT` and `mars.py ask CKPT "question"`.
 
-CKPT is a run (runs/NAME), its checkpoint/ folder, or any chat model that transformers loads. A run brings its own settings; a
-plain model gets the paper's limits. Any Config field is an option here too; `--data` names what to evaluate on (the toy's
-held-out world without it), `--docs FOLDER` searches your own documents.
+CKPT is a run (runs/NAME), its checkpoint/ folder, or any chat model that transformers loads. A run brings its own settings and
+held-out questions; a plain model gets the paper's limits and needs `--data`. Options as for training; `--docs FOLDER` searches
+your own documents. One process.
 
     python mars.py eval runs/toy
     python mars.py eval runs/toy --temperature 0 --eval_questions 500
@@ -13,12 +13,13 @@ Written: runs/NAME/ with predictions.json (HLE's format), table.json, rollouts/ 
 """
 import dataclasses
 import json
+import os
 import time
 from pathlib import Path
 
 import tasks
 import view
-from build import build, free_name
+from build import build, check_lengths, free_name
 from config import PAPER, Config, parser, resolve
 from metrics import rollout_sums
 from rollout import Trajectory, record
@@ -31,6 +32,8 @@ LIMITS = ("max_turns", "sys2_context", "step_tokens", "answer_tokens", "sys1_pro
 
 def main(arguments: list[str]) -> int:
     """`eval CKPT [options]` or `ask CKPT "question" [options]`."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("eval and ask run in one process: start them without torchrun")
     asking = arguments[0] == "ask"
     options = parser(__doc__)
     options.add_argument("checkpoint", help="a run, a checkpoint folder, or a model that transformers loads")
@@ -53,12 +56,20 @@ def settings(given: dict, asking: bool) -> Config:
         saved |= {"kv_tokens": 2 * saved["sys2_context"]} if asking else {}
         if not asking and "data" not in given:
             raise UserError("--data is missing: name the questions to evaluate this model on (a JSONL file, nq, hle, …)")
-    saved |= {"model": str(model), "name": "", "resume": False, "system1": "train" if saved.get("system1") == "frozen" else
-              saved.get("system1", "train"), "kl_beta": 0.0, "fsdp": False}
-    if saved.get("data", "toy") != "toy" or given.get("data", "toy") != "toy":
-        saved["eval_questions"] = 0                         # all of them, unless told otherwise
+        if asking and not given.get("docs") and given.get("search", "local") == "local":
+            raise UserError("there is nothing to search: name your documents with --docs, or use --search serper")
+    if saved.get("system1") == "frozen" and "system1" not in given:
+        raise UserError("System 1 was the start's model in this run, and only the trained one is saved: add --system1 train to "
+                        "let it play both roles, or see eval_accuracy in the run's metrics.jsonl")
     if given.get("eval_data"):
         raise UserError("evaluation reads its questions from --data; leave --eval_data out")
+    saved |= {"model": str(model), "name": "", "resume": False, "kl_beta": 0.0, "fsdp": False}
+    if asking:                                              # needs neither questions nor a judge
+        saved |= {"data": "toy", "grader": "em", "eval_questions": 0}
+    elif "data" in given:
+        saved["eval_data"] = ""
+        if given["data"] != "toy":
+            saved["eval_questions"] = 0                     # all of them, unless told otherwise
     return resolve(given, saved, training=False)
 
 
@@ -126,7 +137,7 @@ def by_set(trajectories: list[Trajectory]) -> list[tuple[str, list[Trajectory]]]
 
 
 def row(name: str, trajectories: list[Trajectory], confidences: dict, seconds: float) -> dict:
-    """One line of the table. Accuracy is over all questions: what no judge could be asked about is not right."""
+    """One line of the table. Accuracy is over all questions: an answer that no judge could grade counts as wrong."""
     s, n = rollout_sums(trajectories), len(trajectories)
     low, high = tasks.wilson_interval(int(s["reward"]), n)
     golds = [(t.answer, t.question.golden_answers) for t in trajectories]
@@ -140,7 +151,7 @@ def row(name: str, trajectories: list[Trajectory], confidences: dict, seconds: f
 
 
 def table(rows: list[dict]) -> str:
-    """The rows as text: shares in percent, the interval in brackets; calls and tokens are means a question."""
+    """The rows as text: shares in percent, the interval in brackets; calls and tokens are means per question."""
     lines = [f"{'set':<14}{'n':>6}  {'accuracy (95 %)':<22}{'EM':>6}{'F1':>7}{'cover':>7}{'calls':>7}{'sys2 tok':>10}"
              f"{'sys1 tok':>10}{'malformed':>11}{'seconds':>9}"]
     for r in rows:
@@ -149,7 +160,8 @@ def table(rows: list[dict]) -> str:
                      f"{r['calls']:>7.2f}{r['sys2_tokens']:>10.0f}{r['sys1_tokens']:>10.0f}{r['malformed']:>11.1%}{r['seconds']:>9.1f}")
     notes = [f"{r['set']}: the judge could not be asked about {r['judge_failures']} answers, counted as not right"
              for r in rows if r["judge_failures"]]
-    return "\n".join(lines + notes)
+    failed = [f"{r['set']}: {r['tool_errors']} tool calls failed, see the page for the reasons" for r in rows if r["tool_errors"]]
+    return "\n".join(lines + notes + failed)
 
 
 # ---------------------------------------------------------------------------------------------- ask
@@ -161,10 +173,12 @@ def ask(config: Config, text: str, checkpoint: Path) -> int:
 
     def say(kind: str, said: str) -> None:
         print(f"{kind:>9} | {' '.join(said.split())}", flush=True)
-    (trajectory,) = run.rollouts([(0, Question("asked", text, (), "asked"))], 1, step="ask", tools=run.eval_tools,
-                                 temperature=config.temperature, top_p=config.eval_top_p, say=say)
+    question = Question("asked", text, (), "asked")
+    check_lengths(config, run.format, [question])
+    (trajectory,) = run.rollouts([(0, question)], 1, step="ask", tools=run.eval_tools, temperature=config.temperature,
+                                 top_p=config.eval_top_p, say=say)
     trajectory.reward = None
-    page = (checkpoint if checkpoint.is_dir() and checkpoint.name != "checkpoint" else Path(config.runs)) / "ask.html"
+    page = (checkpoint if (checkpoint / "rollouts").is_dir() else Path(config.runs)) / "ask.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     print(f"{'page':>9} | {view.trajectory_page([record(trajectory, run.format, 0, 'eval')], page)}")
     return 0

@@ -44,7 +44,7 @@ with warnings.catch_warnings():                             # torch says once a 
 class Batch:
     """Tokens that go through the model together, and where their keys and values live.
 
-    Decode: one token a row, rows sorted by length, longest first. Prefill: tokens of row b are starts[b]:starts[b+1],
+    Decode: one token per row, rows sorted by length, longest first. Prefill: tokens of row b are starts[b]:starts[b+1],
     the last ones of its lengths[b] tokens.
     """
     ids: Tensor                             # [T]
@@ -65,7 +65,7 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: 
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             return varlen_prefill(q, k_pages, v_pages, batch, scale, window)
         return row_prefill(q, k_pages, v_pages, batch, scale, window)
-    if window is None and q.is_cuda:
+    if window is None and q.is_cuda and q.shape[2] in (16, 32, 64, 128, 256):
         return cuda_decode(q, k_pages, v_pages, batch, scale)
     if q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64):
         return sparse_decode(q, k_pages, v_pages, batch, scale, window)
@@ -73,7 +73,10 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: 
 
 
 def rotate_and_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps):
-    """kernels.qk_norm_rope_store for a CPU and fp32, in fewer passes over memory; the kernel's own form elsewhere."""
+    """kernels.qk_norm_rope_store for a CPU and fp32, in fewer passes over memory; the kernel's own form elsewhere.
+
+    qkv [B, (Hq + 2·Hkv)·Dh] -> q [B, Hq, Dh]; keys and values go to the pages.
+    """
     if qkv.is_cuda or qkv.dtype != torch.float32:
         return kernels.qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps)
     kv_heads, size = k_pages.shape[2:]
@@ -118,8 +121,9 @@ def similar(spans: list[int]) -> list[tuple[int, int]]:
 def sparse_plan(batch: Batch, heads: int, kv_heads: int, page: int, keys: int, dtype, window) -> list[tuple]:
     """Which of the pool's `keys` key vectors each query head reads, for groups of rows of similar length.
 
-    A group is (first row, end row, pattern, bias): a CSR matrix with one line a (row, query head) and one entry a
-    token, whose column is the key vector's number in the pool. Padding reads the row's first token and has bias -inf.
+    A group is (first row, end row, pattern, bias). pattern [rows·Hq, keys]: a CSR matrix with one line per (row, query
+    head) and one entry per token, whose column is the key vector's number in the pool. bias [rows·Hq, longest]: padding
+    reads the row's first token and has -inf.
     """
     groups, of_head = [], torch.arange(heads) // (heads // kv_heads)
     for begin, end in similar(batch.spans):
@@ -191,7 +195,7 @@ def varlen_plan(batch: Batch, page: int) -> tuple:
     row = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=sum(batch.spans))
     position = torch.arange(len(row), device=device) - first[row]
     slots = batch.table[row, position // page].long() * page + position % page
-    cu_q = torch.tensor(batch.starts, dtype=torch.int32, device=device)
+    cu_q = torch.tensor(batch.starts, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     return slots, cu_q, first.int(), max(end - start for start, end in zip(batch.starts, batch.starts[1:]))
 
 
@@ -227,6 +231,8 @@ def unsupported(model) -> str | None:
         return "sliding-window layers"
     if model.model.rotary_emb.rope_type not in STATIC_ROPE:
         return f"rope type {model.model.rotary_emb.rope_type}"
+    if (size := model.model.layers[0].self_attn.head_dim) & (size - 1):
+        return f"head size {size}, no power of two"
     products = [(name, module) for name, module in model.named_modules() if name.endswith(("_proj", "lm_head"))]
     for name, module in products:
         if type(module).__name__.removeprefix("FSDP") != "Linear":
@@ -240,11 +246,8 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def merged(modules: list[nn.Linear], kind: str) -> Tensor | None:
-    """Weights or biases of several products of one input, as one. None if no module has any."""
-    if all(getattr(module, kind) is None for module in modules):
-        return None
-    return torch.cat([module.weight.new_zeros(module.out_features) if getattr(module, kind) is None
-                      else whole(getattr(module, kind)) for module in modules])
+    """Weights or biases of several products of one input, as one. None if the modules have none."""
+    return None if getattr(modules[0], kind) is None else torch.cat([whole(getattr(module, kind)) for module in modules])
 
 
 def named_weights(model) -> Iterator[tuple[str, Tensor | None]]:
@@ -267,7 +270,7 @@ def named_weights(model) -> Iterator[tuple[str, Tensor | None]]:
 
 
 class OwnForward:
-    """The forward of Qwen2, Qwen3 and Llama: per layer four products, attention, and three fused small operations."""
+    """The forward of Qwen2, Qwen3 and Llama: per layer four products, attention, and four fused small operations."""
     path = "own forward"
 
     def __init__(self, model, dtype: torch.dtype, device: torch.device):
@@ -317,7 +320,10 @@ class OwnForward:
 
     def decode(self, batch: Batch, pool: Tensor) -> Tensor:
         """The same, and fp32 logits [T, V], which are never rounded to bf16 on the way."""
-        hidden, head = self.hidden(batch, pool), self.weights["head"]
+        return self.logits(self.hidden(batch, pool))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        head = self.weights["head"]
         if hidden.is_cuda and hidden.dtype != torch.float32:
             return torch.mm(hidden, head, out_dtype=torch.float32)
         return torch.mm(hidden.float(), head.float())
@@ -396,7 +402,7 @@ class StockForward:
         self.run(self.model.base_model, batch, pool)
 
     def decode(self, batch: Batch, pool: Tensor) -> Tensor:
-        """As OwnForward.decode, by the whole model (some scale or cap their logits)."""
+        """fp32 copies of the model's own logits [T, V], rounded to its dtype (some models scale or cap theirs)."""
         return self.run(self.model, batch, pool).logits[0].float()
 
 
@@ -411,7 +417,7 @@ class Buckets:
     def __init__(self, forward, pool: Tensor, max_rows: int):
         self.forward, self.pool = forward, pool
         self.sizes = sorted({min(size, max_rows) for size in (1, 2, 4, 8, 16, *range(32, max_rows + 32, 32))})
-        self.graphs: dict[tuple[int, int], tuple] = {}      # (rows, pages a row) -> (graph, its batch, its logits)
+        self.graphs: dict[tuple[int, int], tuple] = {}      # (rows, pages per row) -> (graph, its batch, its hidden states)
 
     def decode(self, batch: Batch, pool: Tensor) -> Tensor:
         """forward.decode(batch, pool) through the smallest bucket that holds the batch."""
@@ -420,7 +426,7 @@ class Buckets:
         key = size, max(16, 1 << (width - 1).bit_length())
         if key not in self.graphs:
             self.graphs[key] = self.capture(*key)
-        graph, static, logits = self.graphs[key]
+        graph, static, hidden = self.graphs[key]
         for name, padding in (("ids", 0), ("positions", 0), ("slots", -1), ("lengths", 0)):
             buffer = getattr(static, name)
             buffer[:rows] = getattr(batch, name)
@@ -430,7 +436,7 @@ class Buckets:
             static.spans, static.plans = batch.spans + [0] * (size - rows), {}
             return self.forward.decode(static, pool)[:rows]
         graph.replay()
-        return logits[:rows]
+        return self.forward.logits(hidden[:rows])           # outside the graphs: each would keep logits [size, V] of its own
 
     def capture(self, size: int, width: int) -> tuple:
         """A graph over buffers of `size` rows; run before it is captured, so that kernels are compiled by then."""
@@ -438,16 +444,16 @@ class Buckets:
             return torch.full(shape, fill, dtype=dtype, device=self.pool.device)
         static = Batch(buffer(size), buffer(size), buffer(size, fill=-1), buffer(size, width, dtype=torch.int32),
                        buffer(size, dtype=torch.int32))
-        if not self.pool.is_cuda:
-            return None, static, None
+        if not (self.pool.is_cuda and isinstance(self.forward, OwnForward) and kernels.use_triton(self.pool)):
+            return None, static, None                       # the plain forms look at values on the host: not for a graph
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self.forward.decode(static, self.pool)
+                self.forward.hidden(static, self.pool)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         shared = next(iter(self.graphs.values()))[0].pool() if self.graphs else None    # graphs run one at a time
         with torch.cuda.graph(graph, pool=shared):
-            logits = self.forward.decode(static, self.pool)
-        return graph, static, logits
+            hidden = self.forward.hidden(static, self.pool)
+        return graph, static, hidden

@@ -1,13 +1,16 @@
 """GRPO for two systems that share one reward: advantages, balancing, token weights, loss. No I/O, no globals.
 
-For one question System 2 makes G samples (one a trajectory) and System 1 makes M (one a chunk); each System 1 sample takes
+For one question System 2 makes G samples (one per trajectory) and System 1 makes M (one per chunk); each System 1 sample takes
 its trajectory's reward. In this order:
 
     A_sys2 = (r − mean over the G) / std over the G        `group_advantages` on the System 2 samples
     A_sys1 = (r − mean over the M) / std over the M        `group_advantages` on the System 1 samples: a group of its own
     System 1's samples are brought from M to G             `balance`, after the advantages, which thus saw every sample
-    L = L_sys2 + L_sys1, each a mean over its samples of   `token_weights` makes both means; `grpo_loss` is −min(…) + β·KL
+    L = L_sys2 + L_sys1, each a mean over its samples of   `token_weights` makes both means; `grpo_loss` is −min(…) + λ·KL
         −(1/|y|) Σ_t min(ρ_t A, clip(ρ_t, 1−ε, 1+ε) A)
+
+As in GRPO, advantages are z-scores and the loss is a mean per sequence (not DAPO's per token); System 2's sequence spans all
+turns of its trajectory. On policy, with one optimiser step per batch, ρ is 1 and the gradient is the plain policy gradient.
 
 Our choices where the paper is silent: population standard deviation without an epsilon (so one sample, or equal rewards,
 give advantage 0, and a change of the rewards' scale changes nothing); balancing draws uniformly (the abstract's "advantage-
@@ -20,7 +23,7 @@ from torch import Tensor
 
 
 def group_advantages(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor:
-    """Normalises rewards [N] within their groups: (r − mean) / std, fp32 [N].
+    """Normalises rewards, one per sample, within their groups: (r − mean) / std, fp32.
 
     `groups[i]` names the group of sample i (any hashable key, so groups may have any size and order). A group whose rewards
     are all equal gets 0. Raises ValueError if a reward is not finite or the lengths differ.
@@ -62,8 +65,8 @@ def balance(sys1_indices: Sequence[int], target: int, generator: torch.Generator
 def token_weights(masks: list[Tensor], counts: int) -> list[Tensor]:
     """The weight of every token in the loss: 1/|y| · 1/`counts` where the mask is set, else 0. fp32, one [T] a sample.
 
-    `counts` is the number of samples of this role in the whole step, over all ranks. With it the sum over any split of the
-    samples into ranks and micro-batches is the same mean: sums travel, and there is one division.
+    `counts` is the number of samples of this role in the whole step, over all ranks. The divisor is global, so losses can
+    simply be summed over micro-batches and ranks: however they are cut, the sum is the same mean.
     """
     if masks and counts < 1:
         raise ValueError(f"{len(masks)} samples cannot be {counts} of all samples")

@@ -81,10 +81,10 @@ class MicroBatch:
     lengths: list[int]
     tokens: Tensor                          # [1, T]
     positions: Tensor                       # [1, T], restart at every sample
-    cu: Tensor                              # [samples+1] int32
+    cu: Tensor                              # [samples+1] int32, cumulative lengths (flash-attn's cu_seqlens)
     at: Tensor                              # [N]: where the predicting hidden states stand
-    target: Tensor                          # [N] ... and from here on one entry a loss token
-    sampled: Tensor                         # the sampler's log-prob
+    target: Tensor                          # [N] ... and from here on one entry per loss token
+    sampler_logprob: Tensor                 # under the sampler
     old_logprob: Tensor                     # the same, unless --tis replaces it by the trainer's
     advantage: Tensor
     weight: Tensor
@@ -101,7 +101,7 @@ def micro_batches(samples: list, weights: list[Tensor], capacity: int, device) -
         if not len(sample.tokens) == len(sample.mask) == len(sample.logprobs) == len(weight):
             raise ValueError(f"a sample's lists differ in length: {len(sample.tokens)} tokens, {len(sample.mask)} mask,"
                              f" {len(sample.logprobs)} log-probs, {len(weight)} weights")
-        inputs.append(max(i for i, trained in enumerate(sample.mask) if trained))       # tokens that predict something
+        inputs.append(max(i for i, trained in enumerate(sample.mask) if trained))       # tokens[:n] predict tokens[1:n + 1]
     bins = first_fit_decreasing([min(n, capacity) for n in inputs], capacity)
     return [make_micro_batch(*([x[i] for i in b] for x in (samples, weights, inputs)), device) for b in bins]
 
@@ -131,7 +131,7 @@ def make_micro_batch(samples: list, weights: list[Tensor], lengths: list[int], d
 # ---------------------------------------------------------------------------------------------- the model
 
 class Policy(nn.Module):
-    """The language model with the objective as its forward pass, so that DDP and FSDP see one call a micro-batch."""
+    """The language model with the objective as its forward pass, so that DDP and FSDP see one call per micro-batch."""
 
     def __init__(self, model, *, bf16: bool, checkpointing: bool = False):
         super().__init__()
@@ -155,7 +155,7 @@ class Policy(nn.Module):
     def forward(self, batch: MicroBatch, *, score: bool = False, ref_logprob: Tensor | None = None, **objective):
         """(Σ w·ℓ, stats) of the micro-batch; `objective` holds clip_low, clip_high, kl_beta, temperature.
 
-        With `score` only the log-probs [N] of its loss tokens: by this one way in, since DDP and FSDP wrap forward.
+        With `score` the log-probs [N] of its loss tokens instead: a flag of forward, since DDP and FSDP hook only forward.
         """
         hidden, head = self.hidden(batch)
         if score:
@@ -228,16 +228,16 @@ def backward(policy: nn.Module, batches: list[MicroBatch], references: list[Tens
 # ---------------------------------------------------------------------------------------------- memory plan
 
 def memory_parts(shape, parameters: int, *, config, world: int, cuda: bool, training: bool = True) -> dict[str, float]:
-    """Bytes a process by purpose, before activations. `shape`: a transformers config; `parameters`: the model's number.
+    """Bytes per process by purpose, before activations. `shape`: a transformers config; `parameters`: the model's number.
 
     copies: the weights that a micro-batch computes with. Autocast keeps a bf16 copy of all; FSDP gathers what lies
     outside the layers (embedding, head) and two layers, the next one under way. loss: the head's fp32 gradient and one
     chunk of logits.
     """
-    half, roles = 2 if cuda else 4, 2 if config.system1 == "frozen" else 1
+    size, roles = 2 if cuda else 4, 2 if config.system1 == "frozen" else 1      # bytes per number outside the master weights
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    kv = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head_dim * half * config.kv_tokens
-    sampler = {"sampler": half * parameters * roles, "KV pool": kv * roles}
+    kv = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head_dim * size * config.kv_tokens
+    sampler = {"sampler": size * parameters * roles, "KV pool": kv * roles}
     if not training:                                        # a GPU gets the sampler's copy only
         return sampler if cuda else {"weights": 4 * parameters} | sampler
     head = shape.vocab_size * shape.hidden_size
@@ -248,13 +248,13 @@ def memory_parts(shape, parameters: int, *, config, world: int, cuda: bool, trai
     return {"weights": state,
             "gradients": state if config.fsdp or world == 1 else 2 * state,         # DDP adds buckets of the same size
             "optimiser": 2 * state,
-            "copies": half * (outside + 2 * layer) if config.fsdp else half * parameters if cuda else 0,
+            "copies": size * (outside + 2 * layer) if config.fsdp else size * parameters if cuda else 0,
             "loss": 4 * head + 4 * shape.vocab_size * chunk,
-            **sampler, "reference": half * parameters if config.kl_beta else 0}
+            **sampler, "reference": size * parameters if config.kl_beta else 0}
 
 
 def memory_plan(model: str, *, config, world: int, device, training: bool = True) -> str:
-    """One line: GiB a process for weights, gradients, optimiser, sampler, KV pool, … UserError if it can't fit."""
+    """One line: GiB per process for weights, gradients, optimiser, sampler, KV pool, … UserError if it can't fit."""
     try:
         shape = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
@@ -269,7 +269,7 @@ def memory_plan(model: str, *, config, world: int, device, training: bool = True
     else:
         here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / here
-    line = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.items() if size)
+    line = ", ".join(f"{name} {part / 2**30:.2f}" for name, part in plan.items() if part)
     if total > have:
         room = have - total + plan["KV pool"]               # for the pool, beside everything else
         if room > 0.1 * plan["KV pool"]:
@@ -278,9 +278,9 @@ def memory_plan(model: str, *, config, world: int, device, training: bool = True
             advice = "use --fsdp over more processes"
         else:
             advice = "use a smaller model" + " or more processes" * training
-        raise UserError(f"{total / 2**30:.1f} GiB a process are needed ({line}) and {have / 2**30:.1f} are there: "
+        raise UserError(f"{total / 2**30:.1f} GiB per process are needed ({line}) and {have / 2**30:.1f} are there: "
                         f"{advice}")
-    return f"memory a process, GiB: {line}; {total / 2**30:.2f} before activations, of {have / 2**30:.1f}"
+    return f"memory per process, GiB: {line}; {total / 2**30:.2f} before activations, of {have / 2**30:.1f}"
 
 
 # ---------------------------------------------------------------------------------------------- state on disk

@@ -1,7 +1,8 @@
 """How both roles speak: prompts, the call syntax, and what lies between System 2's turns, all as token ids.
 
 A *format* turns text into ids and System 2's sampled ids into a Step. ChatFormat below serves any chat model that has a
-chat template and a byte-level tokenizer; toy.py has a second format with the same methods.
+chat template and a byte-level tokenizer; toy.py has a second format. What rollout.py asks of either: `stop_ids`, `encode`,
+`decode`, `system2_prompt`, `parse`, `observation`, `message`, `close_step`, `document`, `system1_prompt`, `note`.
 
 Formulas (1) and (3) of the paper fix what is said, not how: the wording of every prompt here, the <answer> tag, the
 headers of documents and the blank line between the notes of two chunks are our choice (no source prints them). The call

@@ -1,12 +1,13 @@
 """One question becomes one trajectory: System 2 reasons and calls tools, System 1 distils what they return.
 
     (1)  s_i, (t_i, p_i) = π_sys2(c_i)                                 `system2_step`
-    (2)  õ_i = π_sys1(Bin-Packing(o_i^(1) … o_i^(n_i)), p_i)           `distil`: one System 1 sample a chunk, in parallel
+    (2)  õ_i = π_sys1(Bin-Packing(o_i^(1) … o_i^(n_i)), p_i)           `distil`: one System 1 sample per chunk, in parallel
     (3)  c_{i+1} = c_i ⊕ {s_i, t_i, p_i, õ_i}                          `extend`, until System 2 answers: `episode`
 
-Tokens, trained-masks and log-probs are written down where they arise (`Sample`) and never remade: text is decoded for the
-parser, the reader and the judge, and never encoded back. An episode is straight-line async code; `Driver` runs hundreds of
-them over one sampler, so that whatever is ready, of either role and at any turn, shares one running batch.
+Tokens, loss masks and log-probs are stored as they arise (`Sample`) and never remade: a role's own context is never decoded
+and encoded again. (Only the purpose passes through text, from System 2's step into System 1's prompt.) An episode is straight-
+line async code; `Driver` runs hundreds of them over one sampler, so that whatever is ready, of either role and at any turn,
+shares one running batch.
 
 Our choices where the paper is silent: every limit ends in a demand to answer rather than in silence; a malformed step gets a
 correction and the episode goes on; the notes of a call's chunks are joined in the order of the chunks.
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from binpack import pack_documents
+from config import Config
 from prompts import Step
 from sampler import Completion, Conversation, Sampler
 from tasks import Question
@@ -27,7 +29,7 @@ from tools import Document, ToolError
 
 @dataclass
 class Sample:
-    """What one role wrote in one context: the unit of training. The three lists have one entry a token."""
+    """What one role wrote in one context: the unit of training. The three lists have one entry per token."""
     role: str                                               # "sys1" | "sys2"
     group: int                                              # the question's place in the batch: the key of its groups
     trajectory: int                                         # k of G
@@ -65,7 +67,7 @@ class Turn:
     """One step of System 2 and what came of it."""
     sampled: list[int]
     step: Step
-    problem: str | None = None                              # "malformed: …" | "tool failed: …" | "no results"
+    problem: str | None = None                              # "malformed: …" | "tool failed: …" | "no results" | "judge failed: …"
     documents: list[Document] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)        # the documents' tokens
     chunks: list[Chunk] = field(default_factory=list)
@@ -84,26 +86,26 @@ class Trajectory:
     reward: float | None = None                             # None: the judge could not be reached; leaves the group
 
     def sys1_samples(self) -> list[Sample]:
-        """System 1's n_k samples, in the order in which they were asked for."""
+        """System 1's samples, in the order in which they were asked for."""
         return [chunk.sample for turn in self.turns for chunk in turn.chunks]
 
 
 @dataclass
 class Setting:
-    """Everything an episode needs. `config` is read for the limits and the arms (see mars.Config)."""
+    """Everything an episode needs."""
     driver: "Driver"
     sampler: Sampler                                        # plays System 2
     sys1_sampler: Sampler                                   # the same one, unless System 1 is frozen
-    format: object                                          # prompts.ChatFormat or toy.ToyFormat
+    format: object                                          # prompts.ChatFormat or toy.ToyFormat; their methods: prompts.py
     tools: dict[str, Callable[[str], list[Document]]]
     grade: Callable[[Question, str], float]                 # answer -> reward; may block; ToolError if it cannot tell
-    config: object
+    config: Config                                          # read for the limits and the arms
     step: int | str                                         # names the draws: the training step, or "eval"
     temperature: float = 1.0
     top_p: float = 1.0
     say: Callable[[str, str], None] = lambda kind, text: None   # tells somebody who watches (`mars.py ask`)
 
-    def draw(self, question: Question, *names) -> int:
+    def seed(self, question: Question, *names) -> int:
         """The seed of one completion: a hash of its names, so that no draw depends on what was drawn before."""
         key = repr((self.config.seed, self.step, question.id, *names)).encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
@@ -136,11 +138,11 @@ async def system2_step(setting: Setting, trajectory: Trajectory, conversation: C
     """Formula (1): s_i, (t_i, p_i) = π_sys2(c_i). `given` completes the context c_i; `final`: it demanded an answer."""
     config, sample = setting.config, trajectory.sample
     sample.give(given)
-    room = config.sys2_context - len(sample.tokens) - (0 if final else reserve(setting))
+    room = config.sys2_context - len(sample.tokens) - (0 if final else reserve(config, setting.format))
     completion = await setting.driver.sample(
         setting.sampler, conversation, given, max_new_tokens=min(room, config.step_tokens),
         temperature=setting.temperature, top_p=setting.top_p, stop_ids=setting.format.stop_ids,
-        seed=setting.draw(trajectory.question, sample.trajectory, "sys2", len(trajectory.turns)))
+        seed=setting.seed(trajectory.question, sample.trajectory, "sys2", len(trajectory.turns)))
     sample.take(completion)
     if completion.finish == "length":
         step = Step(error=f"the step was cut after {len(completion.tokens)} tokens; be shorter")
@@ -157,7 +159,6 @@ async def observe(setting: Setting, trajectory: Trajectory, turn: Turn) -> list[
     call, config = turn.step.call, setting.config
     if call is None:
         return turn.step.error
-    setting.say("call", f"{call.tool}: {call.argument}" + f"   (purpose: {call.purpose})" * bool(call.purpose))
 
     def run_tool() -> list[Document]:
         start = time.perf_counter()
@@ -185,7 +186,7 @@ async def observe(setting: Setting, trajectory: Trajectory, turn: Turn) -> list[
 
 
 async def distil(setting: Setting, trajectory: Trajectory, turn: Turn, documents: list[list[int]]) -> list[list[int]]:
-    """Formula (2): õ_i = π_sys1(Bin-Packing(o_i^(1) … o_i^(n_i)), p_i). Returns one note (token ids) a chunk."""
+    """Formula (2): õ_i = π_sys1(Bin-Packing(o_i^(1) … o_i^(n_i)), p_i). Returns one note (token ids) per chunk."""
     config, format, question = setting.config, setting.format, trajectory.question
     purpose = turn.step.call.purpose if config.purpose == "on" else ""
     turn.capacity = config.sys1_prompt - len(format.system1_prompt([], purpose, question.text))
@@ -206,7 +207,7 @@ async def distil(setting: Setting, trajectory: Trajectory, turn: Turn, documents
             completion = await setting.driver.sample(
                 setting.sys1_sampler, conversation, chunk.sample.tokens, max_new_tokens=config.sys1_response,
                 temperature=setting.temperature, top_p=setting.top_p, stop_ids=format.stop_ids,
-                seed=setting.draw(question, *names))
+                seed=setting.seed(question, *names))
         finally:
             setting.sys1_sampler.close(conversation)
         chunk.sample.take(completion)
@@ -228,7 +229,7 @@ def extend(setting: Setting, trajectory: Trajectory, notes: list[list[int]] | st
 
     final = len(trajectory.turns) >= config.max_turns - 1
     given = wrap(final)
-    if len(given) > room - reserve(setting) - 1:            # no room for one more step and a demand after it
+    if len(given) > room - reserve(config, format) - 1:     # not even one token for a step, and a demand after it
         final, given = True, wrap(True)
     over = len(given) - (room - config.answer_tokens)
     if over > 0:                                            # `reserve` left room for the bare demand: cut the notes
@@ -237,10 +238,9 @@ def extend(setting: Setting, trajectory: Trajectory, notes: list[list[int]] | st
     return close + given, final
 
 
-def reserve(setting: Setting) -> int:
+def reserve(config: Config, format) -> int:
     """Tokens of System 2's context kept free at every step, so that a demand to answer and the answer always fit."""
-    format = setting.format
-    return setting.config.answer_tokens + len(format.close_step()) + len(format.observation([[]], final=True))
+    return config.answer_tokens + len(format.close_step()) + len(format.observation([[]], final=True))
 
 
 async def reward(setting: Setting, trajectory: Trajectory) -> None:
@@ -289,7 +289,7 @@ class Driver:
         tasks = [asyncio.ensure_future(e) for e in episodes]
         try:
             while not all(task.done() for task in tasks):
-                for _ in range(5):                          # let every episode run up to its next wait
+                for _ in range(5):                          # up to every episode's next wait (future -> note -> gather -> …)
                     await asyncio.sleep(0)
                 await self._step()
                 if watch:

@@ -6,15 +6,16 @@ its full pages. One engine step is three plain parts: schedule (who gets rows an
 one token for every row that is ready), postprocess (append tokens, find the finished).
 
 Two invariants carry the code:
-  cached   The first `conversation.cached` tokens have their keys and values in pages; the newest token never needs to.
-           A row decodes when cached == len(tokens) - 1: it feeds its newest token and samples the next. All else
-           (prompt, tool notes, a preempted row's past) is prefill, which therefore never samples.
-  draws    The t-th new token of a request depends on its logits and on (seed, t), on nothing else. So a preempted row
-           that is recomputed says the same again, and no answer depends on what else is in the batch.
+  cached   Pages hold the keys and values of a conversation's first `cached` tokens. A row is ready to decode when only
+           its newest token is missing (cached == len(tokens) - 1): it feeds that token and samples the next. All other
+           tokens (prompt, tool notes, a preempted row's past) are prefilled, and a prefill never samples.
+  draws    The t-th new token of a request is a function of its logits and of (seed, t). So neither recomputing a row
+           nor other rows beside it change an answer, unless the last bits of the logits decide a draw.
 
 On CUDA the choice of token stays on the GPU and the host reads it one step later (`overlap`): it launches step n + 1,
-then looks at the tokens of step n. A row that stopped at n has then computed one token that nobody reads. Batches are
-padded to a bucket's size, and a CUDA graph of that bucket is replayed (`buckets`). Both can be switched on anywhere.
+then looks at the tokens of step n. Between the two `rows.length` is one ahead of `conversation.tokens`, and a row that
+stopped at n has computed one token that nobody reads. Batches are padded to a bucket's size, and a CUDA graph of that
+bucket is replayed (`buckets`). Both can be switched on anywhere (off CUDA without the graph).
 
 Tests: pytest tests/test_sampler.py tests/test_pages.py. Speed: python -m bench.sampler
 """
@@ -105,6 +106,11 @@ class Conversation:
     request: "Request | None" = None            # the open one, if any
     closed: bool = False
 
+    @property
+    def idle(self) -> bool:
+        """It has no row: nothing was asked of it, or its request waits."""
+        return self.request is None or self.request.row is None
+
 
 @dataclass(eq=False)
 class Request:
@@ -128,7 +134,7 @@ class Request:
 
 
 class Rows:
-    """What a decode step must know of each running row, as arrays on the host: a step then needs no loop over rows."""
+    """What a decode step must know of each running row, as arrays on the host: its batch is a few numpy expressions."""
 
     def __init__(self, count: int, pages: int):
         self.free = list(range(count - 1, -1, -1))
@@ -174,7 +180,8 @@ def uniform(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
     x = seed + (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return ((x ^ x >> np.uint64(31)) >> np.uint64(16)).astype(np.float64) * 2.0 ** -48
+    x = (x ^ x >> np.uint64(31)) >> np.uint64(16)           # 48 bits: u · total stays below total in fp64
+    return x.astype(np.float64) * 2.0 ** -48
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,7 +207,7 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: Tensor | None, top_p: Te
         probs = probs.masked_fill(torch.zeros_like(outside).scatter(-1, index, outside), 0.0)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    tokens = tokens.clamp_(max=logits.shape[1] - 1)         # only NaN gets there
+    tokens = tokens.clamp_(max=logits.shape[1] - 1)         # a row of NaN gives V
     if cold is not None:
         tokens = torch.where(cold, logits.max(-1).indices, tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
@@ -212,13 +219,17 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: Tensor | None, top_p: Te
 class Launched:
     """A decode step whose tokens the host has not looked at yet."""
     requests: list[Request]
-    result: Tensor                              # [2, B] fp64: tokens, log-probs
+    result: Tensor                              # [2, B] fp64: tokens (exact in it), log-probs: one copy carries both
     step: int
     ready: "torch.cuda.Event | None" = None
 
 
 class Sampler:
     """Samples from `model`, a transformers causal LM (its weights are copied), with a KV pool of `max_tokens` tokens.
+
+        talk = sampler.open();  request = sampler.submit(talk, ids, max_new_tokens=64)
+        while not request.done: sampler.step()
+        request.completion.tokens                       # submit again to go on; sampler.close(talk) gives the pages back
 
     page_size: tokens a page (default 16; on CUDA 64; 256 lets flash-attn decode, if it is installed). max_rows: rows
     that run together at most. prefill_chunk: tokens prefilled in one step at most, so that a long prompt does not
@@ -253,6 +264,8 @@ class Sampler:
         graphs = (cuda and not self.why_stock) if buckets is None else buckets
         self.decoder = Buckets(self.forward, self.pool, max_rows) if graphs else self.forward
 
+        # A request's way: waiting -> filling -> decoding -> (a row, but in no list: its last token is on its way) ->
+        # finished. Preemption leads back to waiting.
         self.waiting: deque[Request] = deque()
         self.filling: list[Request] = []            # have a row and pages; cached < len(tokens) - 1
         self.decoding: list[Request] = []
@@ -308,12 +321,13 @@ class Sampler:
     def step(self) -> list[Request]:
         """One engine step: some prefill, then one new token for every ready row. Returns the requests that finished."""
         self.steps += 1
-        followers = self._admit()
-        self._prefill()
-        if followers:                                       # their prompt may be complete now
+        followers = self._admit()                           # schedule
+        self._prefill()                                     # run
+        if followers:                                       # the prompt they wait for may be complete now
             self._admit()
-        launched = self._launch()                           # may itself read the previous step's tokens
-        self._drain()
+        self._reserve()                                     # when pages run out this reads the previous step's tokens
+        launched = self._launch()                           # run
+        self._drain()                                       # postprocess the previous step
         self.launched = launched
         if not self.overlap:
             self._drain()
@@ -323,35 +337,26 @@ class Sampler:
         return finished
 
     def generate(self, prompts, *, max_new_tokens: int | list[int], temperature: float = 1.0, top_p: float = 1.0,
-                 stop_ids=(), seed: int = 0, progress: bool = False) -> list[Completion]:
-        """Answers to `prompts`, in order. max_new_tokens: one number, or one a prompt. Row i draws from (seed, i).
+                 stop_ids=(), seed: int = 0) -> list[Completion]:
+        """Answers to `prompts`, in order. max_new_tokens: one number, or one per prompt. Row i draws from (seed, i).
 
-        progress shows a tqdm bar. A row whose logits are NaN raises RuntimeError after the others have finished.
+        A row whose logits are NaN raises RuntimeError after the others have finished.
         """
         if self.busy:
             raise ValueError("generate was called while other requests run; finish them with step() first")
         wanted = max_new_tokens if isinstance(max_new_tokens, (list, tuple)) else [max_new_tokens] * len(prompts)
-        conversations, requests, bar = [self.open() for _ in prompts], [], None
+        conversations, requests = [self.open() for _ in prompts], []
         try:
             for i, (conversation, prompt, new) in enumerate(zip(conversations, prompts, wanted, strict=True)):
                 requests.append(self.submit(conversation, prompt, max_new_tokens=new, temperature=temperature,
                                             top_p=top_p, stop_ids=stop_ids, seed=hashed(seed, i)))
-            if progress:
-                from tqdm import tqdm
-                bar = tqdm(desc="sampling", unit=" tokens", unit_scale=True)
             while self.busy:
-                before = self.stats["decoded_tokens"]
                 for request in self.step():
                     self.close(request.conversation)
-                if bar is not None:
-                    bar.set_postfix({name: self.stats[name] for name in ("running", "waiting", "pages_in_use")},
-                                    refresh=False)
-                    bar.update(self.stats["decoded_tokens"] - before)
         finally:
-            if bar is not None:
-                bar.close()
             for conversation in conversations:
                 self.close(conversation)
+            self.launched, self.finished = None, []         # what an exception left under way
         errors = [request.error for request in requests if request.error]
         if errors:
             raise RuntimeError("; ".join(errors))
@@ -391,47 +396,48 @@ class Sampler:
     def _admit(self) -> bool:
         """Gives rows and pages to waiting requests, first come first served. True if some were passed over.
 
-        A fresh conversation whose prompt lies in another's pages shares them; while that prompt is still being
-        prefilled, it is passed over, and a row is kept for it. For each row that runs a free page is kept; when none
-        runs, the youngest idle conversations give way.
+        A fresh conversation whose prompt is in another's pages forks them; while that leader still prefills, its
+        followers are passed over and a row is kept for each. A free page is kept for every running row. When pages
+        lack, conversations that do not run give way, the youngest first.
         """
-        passed, copies = [], []
-        while self.waiting and len(passed) < len(self.rows.free):
+        followers, copies = [], []
+        while self.waiting and len(followers) < len(self.rows.free):
             request = self.waiting[0]
             conversation = request.conversation
-            holder = self._holder(conversation)
-            if holder is not None and holder.cached < len(conversation.prompt) - 1:
-                passed.append(self.waiting.popleft())
+            leader = self._leader(conversation)
+            if leader is not None and leader.cached < len(conversation.prompt) - 1:
+                followers.append(self.waiting.popleft())
                 continue
             needed = self.pages.missing(conversation.table, len(conversation.tokens))
-            if holder is not None:
-                needed -= (len(conversation.prompt) - 1) // self.pages.size
+            if leader is not None:
+                needed -= (len(conversation.prompt) - 1) // self.pages.size     # the prompt's full pages are shared
             running = len(self.filling) + len(self.decoding)
             if needed + running > len(self.pages.free):
-                if running:
-                    break
-                if self.launched:
+                idle = [c for c in self.live if c.table and c is not conversation and c.idle]
+                if self.launched and not running:
                     self._drain()
+                elif idle:
+                    self._preempt(max(idle, key=lambda c: c.age))
                 else:
-                    self._preempt(self._youngest(but=conversation))
+                    break
                 continue                                    # who holds the prompt may have changed
             self.waiting.popleft()
-            if holder is not None:
+            if leader is not None:
                 conversation.cached = len(conversation.prompt) - 1      # the last token is fed again, for its logits
-                conversation.table, copy = self.pages.fork(holder.table, conversation.cached)
+                conversation.table, copy = self.pages.fork(leader.table, conversation.cached)
                 copies += [copy] if copy else []
                 self.stats["shared_tokens"] += conversation.cached
             self._enter(request)
-        self.waiting.extendleft(reversed(passed))
+        self.waiting.extendleft(reversed(followers))
         if copies:
-            source, target = zip(*copies)
-            self.pool[:, :, list(target)] = self.pool[:, :, list(source)]
-        return bool(passed)
+            source, target = (self._to_device(np.array(pages)) for pages in zip(*copies))
+            self.pool[:, :, target] = self.pool[:, :, source]
+        return bool(followers)
 
-    def _holder(self, conversation: Conversation) -> Conversation | None:
+    def _leader(self, conversation: Conversation) -> Conversation | None:
         """Another conversation whose pages hold (or soon will) the prompt of one that has no pages, if there is any.
 
-        It is the first that had the prompt: the others joined when it was complete.
+        The first holder may still be prefilling; every later one forked a complete prompt.
         """
         holders = self.holders.get(conversation.prompt) if self.share_prompts and not conversation.table else None
         return holders[0] if holders else None
@@ -451,13 +457,9 @@ class Sampler:
     def _start_decoding(self, requests: list[Request]) -> None:
         if not requests:
             return
-        rows = torch.tensor([request.row for request in requests], device=self.device)
-        self.newest[rows] = torch.tensor([request.conversation.tokens[-1] for request in requests], device=self.device)
+        rows = self._to_device(np.array([request.row for request in requests]))
+        self.newest[rows] = self._to_device(np.array([request.conversation.tokens[-1] for request in requests]))
         self.decoding += requests
-
-    def _youngest(self, but: Conversation | None = None) -> Conversation:
-        """The youngest conversation that has pages, running or idle."""
-        return max((c for c in self.live if c.table and c is not but), key=lambda c: c.age)
 
     def _preempt(self, conversation: Conversation) -> None:
         """Takes a conversation's pages; its request, if it runs, goes to the front of the queue."""
@@ -482,28 +484,29 @@ class Sampler:
         return self.pages.drop(conversation.table)
 
     def _reserve(self) -> None:
-        """A slot for the token that each decoding row feeds. When no page is free, the youngest conversations pay."""
-        def short():
+        """A slot for the token that each decoding row feeds. When no page is free, others give way: idle ones first, and
+        the youngest first."""
+        def short():                                        # the token it feeds is the first of a new page
             rows = np.array([request.row for request in self.decoding], np.int64)
             return [self.decoding[i] for i in np.flatnonzero((self.rows.length[rows] - 1) % self.pages.size == 0)]
         if len(needy := short()) > len(self.pages.free) and self.launched:
-            self._drain()                               # may free pages; and whom we preempt must have all its tokens
+            self._drain()                               # may free pages; and who gives way must have all its tokens here
             needy = short()
         for request in sorted(needy, key=lambda request: request.conversation.age):
             table = request.conversation.table
             while request.row is not None and not self.pages.extend(table, int(self.rows.length[request.row])):
-                self._preempt(self._youngest())
+                self._preempt(max((c for c in self.live if c.table), key=lambda c: (c.idle, c.age)))
             if request.row is not None:
                 self.rows.table[request.row, len(table) - 1] = table[-1]
 
     # ---- run
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def _prefill(self) -> None:
-        """One packed forward over the next tokens of the rows that are not ready to decode, oldest first."""
+        """One packed forward over the next tokens of the rows that are not ready to decode, in order of admission."""
         budget, chunks = self.prefill_chunk, []
         for request in self.filling:
             conversation = request.conversation
@@ -513,13 +516,13 @@ class Sampler:
                 chunks.append((request, conversation.cached, conversation.cached + count))
         if not chunks:
             return
-        size, spans = self.pages.size, [end for _, _, end in chunks]
+        size, spans = self.pages.size, [end for _, _, end in chunks]        # T tokens in all, of B rows
         starts = np.cumsum([0] + [end - begin for _, begin, end in chunks]).tolist()
-        table = self.rows.table[[request.row for request, _, _ in chunks], :-(-max(spans) // size)]
+        table = self.rows.table[[request.row for request, _, _ in chunks], :-(-max(spans) // size)]     # [B, M]
         row = np.repeat(np.arange(len(chunks)), np.diff(starts))
         ids = np.concatenate([request.conversation.tokens[begin:end] for request, begin, end in chunks])
         positions = np.concatenate([np.arange(begin, end) for _, begin, end in chunks])
-        slots = table[row, positions // size].astype(np.int64) * size + positions % size
+        slots = table[row, positions // size].astype(np.int64) * size + positions % size                # [T]
         arrays = ids, positions, slots, table, np.array(spans, np.int32)
         self.forward.fill(Batch(*map(self._to_device, arrays), starts, spans), self.pool)
         for request, _, end in chunks:
@@ -529,21 +532,20 @@ class Sampler:
         self.filling = [r for r in self.filling if r.conversation.cached < len(r.conversation.tokens) - 1]
 
     def _launch(self) -> Launched | None:
-        """Starts one decode step over every ready row; nothing here waits for the device."""
-        self._reserve()
+        """Starts one decode step over every ready row; waits for the device only to capture a new bucket."""
         if not self.decoding:
             return None
         rows = np.array([request.row for request in self.decoding])
         order = np.argsort(-self.rows.length[rows], kind="stable")
         rows, requests = rows[order], [self.decoding[i] for i in order]
         state, size = self.rows, self.pages.size
-        lengths, places = state.length[rows], state.length[rows] - 1
-        table = state.table[rows, :-(-int(lengths[0]) // size)]
-        slots = table[np.arange(len(rows)), places // size].astype(np.int64) * size + places % size
+        lengths, positions = state.length[rows], state.length[rows] - 1
+        table = state.table[rows, :-(-int(lengths[0]) // size)]                                         # [B, M]
+        slots = table[np.arange(len(rows)), positions // size].astype(np.int64) * size + positions % size
         index = self._to_device(rows)
-        arrays = places, slots, table, lengths.astype(np.int32)
+        arrays = positions, slots, table, lengths.astype(np.int32)
         batch = Batch(self.newest[index], *map(self._to_device, arrays), spans=lengths.tolist())
-        logits = self.decoder.decode(batch, self.pool)
+        logits = self.decoder.decode(batch, self.pool)                                                  # [B, V] fp32
         tokens, logprobs = self._choose(logits, rows)
         self.newest[index] = tokens
         result = torch.stack((tokens.double(), logprobs.double())).to("cpu", non_blocking=True)
@@ -592,7 +594,7 @@ class Sampler:
                 self.pool[:, :, self._release(conversation)] = 0        # NaN must not reach the pages' next owner
                 self.finished.append(request)
                 continue
-            conversation.cached = len(conversation.tokens)
+            conversation.cached = len(conversation.tokens)          # the token it fed is in its page now
             conversation.tokens.append(token)
             request.tokens.append(token)
             request.logprobs.append(logprob)

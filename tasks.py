@@ -328,11 +328,11 @@ class Judge:
 
     @classmethod
     def from_environment(cls, **options) -> "Judge":
-        """MARS_JUDGE_URL, MARS_JUDGE_MODEL and, where the server wants one, MARS_JUDGE_API_KEY or OPENAI_API_KEY."""
+        """MARS_JUDGE_URL, MARS_JUDGE_MODEL and, where the server wants one, MARS_JUDGE_API_KEY."""
         missing = [name for name in ("MARS_JUDGE_URL", "MARS_JUDGE_MODEL") if not os.environ.get(name)]
         if missing:
             raise UserError(f"the judge needs {' and '.join(missing)} in the environment")
-        key = os.environ.get("MARS_JUDGE_API_KEY") or os.environ.get("OPENAI_API_KEY", "")
+        key = os.environ.get("MARS_JUDGE_API_KEY", "")         # no other service's key goes to whatever the URL names
         return cls(os.environ["MARS_JUDGE_URL"], os.environ["MARS_JUDGE_MODEL"], key, **options)
 
     def __call__(self, question: Question, response: str) -> Verdict:

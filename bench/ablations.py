@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 
 import view
 from bench import common
-from config import SPEED_ONLY, fail, parser, resolve
+from config import MAY_CHANGE, fail, parser, resolve
 from tools import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -88,7 +88,7 @@ def look(arm: str, seed: int, options) -> dict:
     else:
         saved = json.loads((folder / "config.json").read_text())
         wanted = vars(resolve(vars(parser("").parse_args(arguments(arm, seed, options)))))
-        others = [f"{key} {saved.get(key)}" for key in sorted(wanted.keys() - SPEED_ONLY) if saved.get(key) != wanted[key]]
+        others = [f"{key} {saved.get(key)}" for key in sorted(wanted.keys() - MAY_CHANGE) if saved.get(key) != wanted[key]]
         if others:
             return run | {"state": "failed", "why": f"made with other settings ({', '.join(others)}): remove {folder}"}
         lines = view.read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []

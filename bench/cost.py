@@ -33,8 +33,8 @@ from bench import common
 from config import fail
 from tools import UserError
 
-PEAK_FLOPS = 790e12     # bf16 product, one H200, measured
-PEAK_BYTES = 4.3e12     # copy, bytes a second, one H200, measured
+PEAK_FLOPS = 790e12     # bf16 product on one H200; these two were measured elsewhere, not by this repository
+PEAK_BYTES = 4.3e12     # copy, bytes a second
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from rollout import Sample, Trajectory, distil, reward, system2_step
 
 async def draft_and_critique(setting, question, group, k):
     trajectory, talk = Trajectory(question, Sample("sys2", group, k)), setting.sampler.open()
-    turn = await system2_step(setting, trajectory, talk, setting.format.system2_prompt(question.text), False)
-    turn.step, turn.lengths = Step(call=Call("critic", "", "what is wrong with this draft")), [len(turn.sampled)]
-    notes = await distil(setting, trajectory, turn, [turn.sampled])
-    end = await system2_step(setting, trajectory, talk, setting.format.observation(notes, final=True), True)
+    turn = await system2_step(setting, trajectory, talk, setting.format.system2_prompt(question.text), final=False)
+    draft = setting.format.note(turn.sampled)               # its words, without the end-of-turn token
+    turn.step, turn.lengths = Step(call=Call("critic", "", "what is wrong with this draft")), [len(draft)]
+    notes = await distil(setting, trajectory, turn, [draft])
+    end = await system2_step(setting, trajectory, talk, setting.format.observation(notes, final=True), final=True)
     setting.sampler.close(talk)
     trajectory.answer, trajectory.ended = end.step.answer, "answer"
     await reward(setting, trajectory)

@@ -1,4 +1,7 @@
-"""A task of your own: questions by number, held-out questions, a reward.   python -m examples.own_task --steps 20"""
+"""A task of your own: questions by number, held-out questions, a reward.   python -m examples.own_task --steps 20
+
+These answers are invented and rarely true in the toy's world, so the reward stays low: put in your own.
+"""
 import sys
 
 import mars

@@ -1,8 +1,12 @@
-"""A tool of your own: any function from text to documents.   python -m examples.own_tool --steps 20"""
+"""A tool of your own: any function from text to documents.   python -m examples.own_tool --steps 20
+
+The toy's base model has never seen this one and will hardly call it; a chat model reads of it in its system prompt.
+"""
 import sys
 
 import mars
-from build import build
+import prompts
+from build import build, make_format
 from config import from_command_line
 from tools import Document, ToolError
 
@@ -15,8 +19,10 @@ def archive(argument: str) -> list[Document]:
 
 
 if __name__ == "__main__":
-    run = build(from_command_line(sys.argv[1:]), training=True)
+    config = from_command_line(sys.argv[1:])
+    config.distill += ",archive"                            # System 1 reads what it returns
+    prompts.TOOLS["archive"] = ("query", "searches the town's archive")     # its argument, and what System 2 is told
+    run = build(config, training=True)
     run.tools["archive"] = run.eval_tools["archive"] = archive
-    run.format.tools += ("archive",)                        # what System 2 may call
-    run.config.distill += ",archive"                        # System 1 reads what it returns
+    run.format = make_format(config, run.tokenizer, list(run.tools))
     mars.train(run)

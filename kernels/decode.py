@@ -1,4 +1,4 @@
-"""The small operations of a decode step: three launches a layer where the stock modules need about thirty.
+"""The small operations of a decode step: four launches per layer (the norm twice) where the stock modules need about thirty.
 
     add_rms_norm          residual ← residual + x;  normed = weight · residual / √(mean(residual²) + eps)
     qk_norm_rope_store    a row of the merged QKV product → query and key normed and rotated, key and value in a page

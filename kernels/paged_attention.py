@@ -13,7 +13,7 @@ Decoding reads every key and value once and does almost nothing with them, so th
   the end of its row leaves at once with l = 0, by which the merge knows that it is empty.
 
 Exponentials are base 2 (scale carries log₂ e): one instruction on the GPU. Scores and sums are fp32.
-`reference()` is the plain PyTorch form and the CPU path of the sampler.
+`reference()` is the plain PyTorch form that the kernel is tested against; on a CPU the sampler has one of its own (forward.py).
 Tests: `pytest tests/test_kernels_decode.py`. Speed: `python -m bench.attention`.
 """
 from __future__ import annotations   # annotations stay text, so the file can be read where there is no Triton
@@ -41,7 +41,7 @@ CONFIGS = {
     512: dict(block=32, num_warps=4, num_stages=2),
     1024: dict(block=16, num_warps=4, num_stages=2),
 }
-PROGRAMS = 2048           # wanted: several for each place on a GPU of 132 processors, so that the last round is short
+PROGRAMS = 2048           # to aim for: several for each of 132 processors, so that the last wave is short
 TOKENS_PER_SPLIT = 256    # a shorter piece spends its time starting
 MAX_SPLITS = 64           # the merge holds [splits, Dh] in registers
 

@@ -489,7 +489,12 @@ def test_jina_reads_the_pages_that_were_found(server, tmp_path, waits):
     assert not any(KEY in f.read_text() for f in (tmp_path / "cache").rglob("*.json"))
 
 
-@pytest.mark.parametrize("reply", [says("bad key", 401), says("", 500), says(" \n"), says("half", promise=99)])
+GONE = "Title: Ada\n\nURL Source: http://a.test/\n\nWarning: Target URL returned error 404: Not Found\n\nMarkdown Content:\n# 404"
+EMPTY = "Title: Ada\n\nURL Source: http://a.test/\n\nMarkdown Content:\n "
+
+
+@pytest.mark.parametrize("reply", [says("bad key", 401), says("", 500), says(" \n"), says("half", promise=99), says(GONE),
+                                   says(EMPTY)])
 def test_no_page_read_at_all_is_a_failed_search(server, tmp_path, waits, reply):
     server.replies = [found("http://a.test/", "http://b.test/"), reply]
     with pytest.raises(ToolError, match="none of the 2 pages"):
@@ -501,17 +506,20 @@ def test_no_page_read_at_all_is_a_failed_search(server, tmp_path, waits, reply):
 @pytest.mark.parametrize("host", [
     "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.0.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
     "255.255.255.255", "2130706433", "0x7f.1", "localhost", "::1", "::", "fe80::1", "fd00::1", "ff02::1",
-    "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::"])
+    "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "64:ff9b:1::7f00:1", "2002:7f00:1::", "::7f00:1",
+    "192.0.0.192", "168.63.129.16"])
 def test_addresses_that_are_not_public_are_refused(host):
-    with pytest.raises((ToolError, OSError)):
+    with pytest.raises(ToolError, match="not on the public internet"):
         web.public_addresses(host, 80)
-    with pytest.raises((ToolError, OSError)):
+    with pytest.raises(ToolError, match="not on the public internet"):
         web.page(f"http://[{host}]/" if ":" in host else f"http://{host}/", None, {}, 1)
 
 
 def test_public_addresses_are_allowed_unless_one_of_several_is_not(monkeypatch):
     assert web.public_addresses("8.8.8.8", 80) == ["8.8.8.8"]
-    assert web.public_addresses("2606:4700:4700::1111", 80) == ["2606:4700:4700::1111"]
+    assert web.public_addresses("2606:4700:4700::1111", 443) == ["2606:4700:4700::1111"]
+    with pytest.raises(ToolError, match="ports 80 and 443"):
+        web.public_addresses("8.8.8.8", 8000)
     both = [(0, 0, 0, "", ("8.8.8.8", 80)), (0, 0, 0, "", ("127.0.0.1", 80))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
     with pytest.raises(ToolError, match="public internet"):

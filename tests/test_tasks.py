@@ -521,7 +521,7 @@ def test_a_refused_key_is_not_tried_again_and_not_shown():
 
 
 def test_the_judge_from_the_environment(monkeypatch):
-    for name in ("MARS_JUDGE_URL", "MARS_JUDGE_MODEL", "MARS_JUDGE_API_KEY", "OPENAI_API_KEY"):
+    for name in ("MARS_JUDGE_URL", "MARS_JUDGE_MODEL", "MARS_JUDGE_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="MARS_JUDGE_URL and MARS_JUDGE_MODEL"):
         tasks.grader("judge")
@@ -531,8 +531,8 @@ def test_the_judge_from_the_environment(monkeypatch):
         Judge.from_environment()
     monkeypatch.setenv("MARS_JUDGE_URL", "http://127.0.0.1:9/v1")
     assert Judge.from_environment().key == ""
-    monkeypatch.setenv("OPENAI_API_KEY", "general")
-    assert Judge.from_environment().key == "general"
+    monkeypatch.setenv("OPENAI_API_KEY", "of another service")
+    assert Judge.from_environment().key == ""
     monkeypatch.setenv("MARS_JUDGE_API_KEY", "own")
     assert Judge.from_environment().key == "own" and "own" not in repr(Judge.from_environment())
     with judging(completion(reply()), completion(reply("no"))) as (judge, _):

@@ -165,9 +165,10 @@ def _run_on_server(url: str, code: str, timeout: float, memory: int) -> str:
             raise ToolError(f"the sandbox server failed: {str(answer.get('message'))[:300]}")
         output = ((result["stdout"] or "") + (result["stderr"] or "")).encode("utf-8", "replace")
         late = result["status"] == "TimeLimitExceeded"
+        died = _death(result.get("return_code") or 0, timeout)          # by a signal, as subprocess counts it
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
         raise ToolError(f"the sandbox server at {url} did not answer as it should: {error!r:.300}") from error
-    return _shown(output, f"timed out after {timeout:g} s" if late else "")
+    return _shown(output, f"timed out after {timeout:g} s" if late else died)
 
 
 def main() -> int:

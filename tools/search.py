@@ -194,7 +194,10 @@ def _with_pages(found: list[Document], read: Callable[[str], str]) -> list[Docum
 def _read_by_jina(client, base, headers, url: str) -> str:
     def decode(raw, _):
         text = raw.decode("utf-8", "replace").strip()
-        if not text:
+        head, _, body = text.partition("Markdown Content:")
+        if "Warning: Target URL returned error" in head:                # it answers 200 all the same
+            raise ToolError("the page could not be read: " + " ".join(head[head.index("Target"):].split())[:100])
+        if not (body if head.startswith("Title:") else text).strip():
             raise ValueError("the reader found no text on the page")
         return text
     if not url.startswith(("http://", "https://")):

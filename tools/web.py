@@ -72,13 +72,14 @@ class Client:
         name = hashlib.sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
         path = None if self.cache is None else self.cache / name[:2] / f"{name}.json"
         if path:
-            with contextlib.suppress(FileNotFoundError, ValueError):    # a file that is not whole JSON counts as absent
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):      # not as we wrote it: not there
                 return json.loads(path.read_bytes())["answer"]
         if self.offline:
             raise ToolError("this request is not in the cache, and the run is offline")
         answer = self._persist(url, decode, body, headers or {}, send or service)
         if path:
-            _write_whole(path, {"url": url, "body": body, "answer": answer})
+            with contextlib.suppress(OSError):              # a full disk does not take the answer away
+                _write_whole(path, {"url": url, "body": body, "answer": answer})
         return answer
 
     def _persist(self, url, decode, body, headers, send):
@@ -121,8 +122,13 @@ def _told(url: str, why: str, headers: dict) -> str:
 def _write_whole(path: Path, content: dict) -> None:
     path.parent.mkdir(exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(content, file)
-    os.replace(file.name, path)                                         # whole or not at all, also with 8 ranks at once
+        try:
+            json.dump(content, file)
+            file.flush()
+            os.replace(file.name, path)                                 # whole or not at all, also with 8 ranks at once
+        except OSError:
+            os.unlink(file.name)
+            raise
 
 
 def retry_after(header: str | None) -> float:
@@ -168,14 +174,22 @@ def _body(response, limit: int, deadline: float) -> bytes:
 
 # Pages of the open web ---------------------------------------------------------------------------------------------
 
+# Addresses that count as global but answer to the machines of a cloud only: 192.0.0.192, 168.63.129.16
+INTERNAL = [ipaddress.ip_network(network) for network in ("192.0.0.0/24", "168.63.129.16/32")]
+
+
 def public_addresses(host: str, port: int) -> list[str]:
-    """The addresses of `host`; ToolError if any of them is not public, or is a v4 address in v6 clothes."""
+    """The addresses of `host`; ToolError if one of them is not public or is a v4 address in v6 clothes, or for another port
+    than the web's (a service of the operator's may listen on a public address)."""
     addresses = [info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for text in addresses:
         address = ipaddress.ip_address(text)
-        dressed = address.version == 6 and (address.sixtofour or address in ipaddress.ip_network("64:ff9b::/96"))
-        if not address.is_global or address.is_multicast or dressed:
+        dressed = address.version == 6 and (address.sixtofour or address.is_reserved)      # both NAT64 ranges are reserved
+        internal = any(address in network for network in INTERNAL)
+        if not address.is_global or address.is_multicast or dressed or internal:
             raise ToolError(f"{host} is not on the public internet")
+    if port not in (80, 443):
+        raise ToolError("only the ports 80 and 443 are read")
     return addresses
 
 
