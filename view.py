@@ -67,6 +67,7 @@ def write_whole(path: Path, content: bytes) -> Path:
         part.write_bytes(content)
         os.replace(part, path)
     except OSError as error:
+        part.unlink(missing_ok=True)
         raise UserError(f"cannot write {path} ({error.strerror}): name a folder that you may write to") from error
     return path
 
@@ -98,7 +99,7 @@ BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#777777"     # of Okabe and Ito: col
 PANELS = [   # title, {metrics key: (label, colour, line style)}
     ("Reward in training", {"reward": ("each step", BLUE, "-")}),
     ("Held-out accuracy", {"eval_accuracy": ("temperature 1", BLUE, "-"), "eval_greedy": ("greedy", ORANGE, "--")}),
-    ("Tool calls per question", {"calls_per_question": ("", BLUE, "-")}),
+    ("Tool calls per trajectory", {"calls_per_question": ("", BLUE, "-")}),
     ("Tokens per sample", {"sys2_length": ("System 2", BLUE, "-"), "sys1_length": ("System 1", ORANGE, "--")}),
     ("Entropy, nats per token", {"sys2_entropy": ("System 2", BLUE, "-"), "sys1_entropy": ("System 1", ORANGE, "--")}),
     ("Sampler–trainer mismatch, KL", {"mismatch_kl": ("", BLUE, "-")}),
@@ -426,7 +427,7 @@ b,bdi,dd,.question,.answer{unicode-bidi:isolate}
 pre,code{font:.84rem/1.5 ui-monospace,"DejaVu Sans Mono",monospace;white-space:pre-wrap;margin:.3em 0;
 unicode-bidi:plaintext}pre{padding:.4em .6em;border-radius:4px;max-height:28em;overflow:auto}
 summary{cursor:pointer;color:var(--dim);font-size:.85rem}summary:focus-visible{outline:2px solid var(--doc)}
-.dim,.fate,dt{color:var(--dim);font-size:.85rem}.error{color:var(--down);font-weight:600}
+.dim,dt{color:var(--dim);font-size:.85rem}.error{color:var(--down);font-weight:600}
 .given{color:var(--dim);background:var(--soft)}
 pre.flat{border-left:4px dotted var(--dim)}pre.up{border-left:4px solid var(--up)}
 pre.down{border-left:4px dashed var(--down)}

@@ -17,6 +17,7 @@ change it with --set.
     python -m bench.cost                                  toy, 0.6B, 1.7B, 8B on 1 and 8 GPUs -> bench/results/cost.json
     python -m bench.cost --set note_tokens=2048 group=8   another assumption for the paper's workload (writes nothing)
     python -m bench.cost --check runs/toy                 the toy's predictions beside a run's last 20 steps
+                                                          -> bench/results/cost_check.json
 """
 import argparse
 import dataclasses
@@ -262,10 +263,10 @@ def main() -> int:
           f"{common.table(rows)}")
     if checked:
         print(f"\nThe toy as predicted, no look-up failing, and {options.check}, last steps\n{common.table(checked)}")
-    if not options.set:
+        print(common.save("cost_check", f"python -m bench.cost --check {options.check}", checked))
+    elif not options.set:
         described = {name: dataclasses.asdict(w) | {"a step": tokens(w)} for name, w in workloads.items()}
-        command = " ".join(["python -m bench.cost", *sys.argv[1:]])
-        print(common.save("cost", command, rows, check=checked, workloads=described,
+        print(common.save("cost", "python -m bench.cost", rows, workloads=described,
                           shapes=[dataclasses.asdict(shape) for shape in SHAPES]))
     return 0
 

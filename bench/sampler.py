@@ -307,7 +307,7 @@ def main():
     for part in options.only:
         rows = PARTS[part](options.quick)
         print(f"\n{part}\n{table(rows)}", flush=True)
-        if not options.quick:
+        if not options.quick and (part != "gpu" or torch.cuda.is_available()):
             print("written:", save(f"sampler_{part}", f"python -m bench.sampler --only {part}", rows))
 
 

@@ -35,7 +35,7 @@ from bench.common import interleaved, save, spread, table
 from rollout import Sample
 
 OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
-PEAK = 790e12                                               # FLOP/s of bf16 products on one H200, measured
+PEAK = 790e12                                               # FLOP/s of bf16 products on one H200, measured elsewhere
 NOT_MEASURED = "not yet measured on a GPU"
 SMALL = dict(vocab_size=8192, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
              num_key_value_heads=4, head_dim=32, tie_word_embeddings=True)

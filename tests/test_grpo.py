@@ -79,16 +79,6 @@ def test_balance_draws_uniformly():
     assert all(abs(counts[i] - 1600) < 5 * math.sqrt(4000 * 0.4 * 0.6) for i in range(5))
 
 
-def test_duplicates_from_balancing_do_not_move_the_baseline():
-    """Balancing comes after the advantages: what was drawn twice weighs twice, and everyone's advantage stays."""
-    pairs = [(1.0, 0), (0.0, 0), (0.0, 0)]
-    before = advantages(pairs)
-    drawn = grpo.balance(range(3), 5, torch.Generator().manual_seed(3))
-    assert len(drawn) == 5 and torch.equal(advantages(pairs), before)
-    again = grpo.group_advantages(torch.tensor([pairs[i][0] for i in drawn]), [0] * 5)
-    assert not torch.allclose(again, before[drawn]), "this draw would move a baseline that was computed after it"
-
-
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=8))
 def test_token_weights_make_the_mean_over_samples_of_the_mean_over_tokens(masks):
     weights = grpo.token_weights([torch.tensor(m) for m in masks], len(masks))

@@ -1,6 +1,7 @@
 """The program as its users run it: a run, resume, kill, ranks, arms, bad input, eval and ask. A small, briefly trained base model."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,6 +163,9 @@ BAD = {
     "not a number": (["--lr", "nan"], "--lr"),
     "unknown tool": (["--tools", "search,fax"], "fax"),
     "pool too small": (["--kv_tokens", "100"], "--kv_tokens"),
+    "no turn for a tool": (["--max_turns", "1"], "--max_turns"),
+    "no room for documents": (["--sys1_prompt", "17"], "--sys1_prompt"),
+    "nothing held out": (["--eval_questions", "0"], "--eval_questions"),
     "missing questions": (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
     "empty questions": (["--data", "empty.jsonl"], "empty.jsonl"),
     "missing model": (["--model", "no/such/model"], "no/such/model"),
@@ -196,7 +200,7 @@ def test_bad_input_is_one_sentence_exit_2_and_nothing_written(base, tmp_path, mo
     if "--model" not in arguments and arguments[0] not in ("eval", "ask"):
         arguments = [*arguments, "--model", str(base)]
     if "--steps" not in arguments and arguments[0] not in ("eval", "ask"):
-        arguments = [*arguments, "--steps", "1", "--eval_questions", "2"]
+        arguments = ["--steps", "1", "--eval_questions", "2", *arguments]
     try:
         code = program.main(arguments)
     except SystemExit as stop:
@@ -207,7 +211,7 @@ def test_bad_input_is_one_sentence_exit_2_and_nothing_written(base, tmp_path, mo
 
 
 def test_the_papers_preset_lists_everything_that_is_missing_before_any_work(base, tmp_path, monkeypatch, capsys):
-    """Key, reader's key, judge, questions, GPUs: one list, nothing written. Its values are method.md's."""
+    """Key, reader's key, judge, questions, GPUs: one list, nothing written. Its values are the paper's, as far as they are known."""
     import mars as program
     from config import PAPER
     if torch.cuda.is_available():
@@ -267,6 +271,17 @@ def test_eval_and_ask(trained):
     done = mars("ask", "runs/whole", "when was ada baker born ?", cwd=folder)
     assert done.returncode == 0 and "system 2 |" in done.stdout and "answer |" in done.stdout
     assert (folder / "runs/whole/ask.html").exists()
+    frozen = folder / "runs" / "frozen"                     # as if System 1 had been the start's model, which is not saved
+    shutil.copytree(folder / "runs/whole", frozen, symlinks=True)
+    saved = json.loads((frozen / "config.json").read_text())
+    (frozen / "config.json").write_text(json.dumps(saved | {"system1": "frozen"}))
+    done = mars("eval", "runs/frozen", "--eval_questions", 2, cwd=folder)
+    assert done.returncode == 2 and "--system1 train" in done.stderr
+    assert mars("eval", "runs/frozen", "--eval_questions", 2, "--system1", "train", cwd=folder).returncode == 0
+    done = mars("ask", "runs/whole", "where is ada ? " * 60, cwd=folder)
+    assert done.returncode == 2 and "leaves no room in --sys2_context" in done.stderr
+    done = mars("eval", "runs/whole", ranks=2, cwd=folder)
+    assert done.returncode and "without torchrun" in done.stderr
 
 
 def test_ones_own_questions_and_documents(trained, base):
@@ -281,6 +296,12 @@ def test_ones_own_questions_and_documents(trained, base):
     records = [json.loads(line) for line in open(folder / "runs/own/rollouts/step_0.jsonl")]
     found = {d["id"] for r in records for turn in r["turns"] for d in turn["documents"] if turn["call"]["tool"] != "python"}
     assert found == {"a.txt"}
+    trained_on, held_out = ({r["question_id"] for r in records if r["split"] == split} for split in ("train", "eval"))
+    done = mars("eval", "runs/own", cwd=folder)             # on the run's own held-out questions, not on what it was trained on
+    assert done.returncode == 0, done.stderr
+    predicted = set(json.loads((folder / "runs/eval-own/predictions.json").read_text()))
+    assert len(predicted) == 6 and held_out <= predicted and not trained_on & predicted
+    assert mars("ask", "runs/own", "when was ada baker born ?", cwd=folder).returncode == 0
 
 
 def test_a_chat_model_trains_answers_and_is_evaluated(tmp_path, monkeypatch, capsys):

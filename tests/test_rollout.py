@@ -1,5 +1,4 @@
 """The episode with scripted roles: every way a trajectory can go, and what is written down where it arises."""
-import asyncio
 import time
 from types import SimpleNamespace
 
@@ -276,9 +275,3 @@ def test_a_protocol_of_ones_own_is_an_async_function(sampler):
         return samples
     for samples in driver.run([critic([10, 11]), critic([12])]):
         assert [s.role for s in samples] == ["draft", "critique", "answer"] and all(any(s.mask) for s in samples)
-
-
-def test_asyncio_is_left_clean(sampler):
-    Driver([sampler], lockstep=True).run([])
-    with pytest.raises(RuntimeError):
-        asyncio.get_running_loop()

@@ -72,7 +72,7 @@ def test_both_forms_of_a_line(tmp_path):
 def test_bom_crlf_and_blank_last_lines_are_fine(tmp_path):
     path = write(tmp_path / "q.jsonl", "\ufeff" + line(1), line(2), "", " ", end="\r\n")
     assert [q.id for q in load_questions(path)] == ["test_1", "test_2"]
-    assert len(load_questions(write(tmp_path / "r.jsonl", line(1), line(2), end="\n").replace("q", "q"))) == 2
+    assert len(load_questions(write(tmp_path / "r.jsonl", line(1), line(2), end="\n"))) == 2
     (tmp_path / "s.jsonl").write_text(line(1))                          # no newline at the end
     assert len(load_questions(str(tmp_path / "s.jsonl"))) == 1
 

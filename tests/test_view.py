@@ -362,6 +362,7 @@ def test_nothing_is_half_written(tmp_path, monkeypatch):
     (tmp_path / "curves.png").mkdir()
     with pytest.raises(UserError, match="cannot write"):
         view.curves(tmp_path)
+    assert not list(tmp_path.glob("*.part")) and not list((tmp_path / "curves.png").iterdir())
 
 
 def command(*arguments) -> subprocess.CompletedProcess:
