@@ -269,7 +269,7 @@ def memory_plan(model: str, *, config, world: int, device, training: bool = True
     else:
         here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / here
-    line = ", ".join(f"{name} {part / 2**30:.2f}" for name, part in plan.items() if part)
+    line = ", ".join(f"{name} {part / 2**30:.2f}" for name, part in plan.items() if part >= 2**30 / 200)
     if total > have:
         room = have - total + plan["KV pool"]               # for the pool, beside everything else
         if room > 0.1 * plan["KV pool"]:

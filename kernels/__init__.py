@@ -9,9 +9,13 @@ from tools import UserError
 
 try:
     import triton
-    INTERPRETED = triton.knobs.runtime.interpret     # @triton.jit looks at it once, when a kernel is defined
+    import triton.language as tl
+    jit, INTERPRETED = triton.jit, triton.knobs.runtime.interpret       # jit looks at it once, when a kernel is defined
 except ImportError:                                  # no Triton for this machine, such as macOS
-    triton, INTERPRETED = None, False
+    triton, tl, INTERPRETED = None, None, False
+
+    def jit(kernel):
+        return kernel
 
 
 def use_triton(tensor) -> bool:
@@ -28,7 +32,7 @@ def use_triton(tensor) -> bool:
     return True
 
 
-from kernels.decode import add_rms_norm, qk_norm_rope_store, silu_mul      # noqa: E402  (the kernels use use_triton)
+from kernels.decode import add_rms_norm, qk_norm_rope_store, silu_mul      # noqa: E402  (the kernels import the above)
 from kernels.grpo_loss import grpo_loss                                    # noqa: E402
 from kernels.linear_loss import linear_grpo_loss, linear_logprob           # noqa: E402
 from kernels.paged_attention import paged_attention                        # noqa: E402

@@ -21,14 +21,7 @@ from __future__ import annotations   # annotations stay text, so the file can be
 import torch
 
 from grpo import grpo_loss as reference
-from kernels import use_triton
-
-try:
-    import triton
-    import triton.language as tl
-    jit = triton.jit
-except ImportError:
-    jit = lambda function: function  # noqa: E731
+from kernels import jit, tl, triton, use_triton
 
 CONFIG = {"BLOCK": 1024, "num_warps": 4}
 SUMS = 6   # columns of `partial`: loss, live tokens, clipped tokens, Σ ratio, Σ KL, largest ratio

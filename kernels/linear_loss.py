@@ -29,15 +29,8 @@ import math
 import torch
 
 import grpo
-from kernels import use_triton
+from kernels import jit, tl, triton, use_triton
 from kernels.grpo_loss import grpo_loss
-
-try:
-    import triton
-    import triton.language as tl
-    jit = triton.jit
-except ImportError:
-    jit = lambda function: function  # noqa: E731
 
 # Tokens a chunk. Each chunk reads and writes the whole fp32 ∂L/∂W (2.5 GB at V = 152k, D = 4k: about 1.2 ms on an H200,
 # beside 17 ms of products for 3,584 tokens), so few chunks; but chunk and ∂L/∂W together should stay under 5 GB.

@@ -23,14 +23,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from kernels import use_triton
-
-try:
-    import triton
-    import triton.language as tl
-    jit = triton.jit
-except ImportError:
-    jit = lambda function: function  # noqa: E731
+from kernels import jit, tl, triton, use_triton
 
 ROWS_AT_A_TIME = 16   # reference(): the copy of this many rows' keys and values stays in the processor's cache
 # Launch by bytes of a head (Dh × element size): tokens in a block, warps, and stages of the load pipeline.
