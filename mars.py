@@ -102,8 +102,8 @@ def update(run: Run, sys2: list[Sample], sys1: list[Sample], step: int) -> dict:
             run.skipped = 0
         else:
             skip(run, step, sys2 + sys1)
-        add(totals, {"loss": loss, "grad_norm": norm / run.world, "inner": 1 / run.world,      # the ranks agree on these:
-                     "skipped": bool(run.skipped) / run.world})                                 # each adds its share
+        add(totals, {"loss": loss, "grad_norm": norm / run.world, "inner": 1 / run.world,      # loss: this rank's part; of
+                     "skipped": bool(run.skipped) / run.world})             # what the ranks agree on each adds its share
         for batch, s in zip(batches, stats):
             tokens = len(batch.target)
             # Before the first optimiser step sampler and trainer hold the same weights: a gap between them is numerical

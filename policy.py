@@ -181,8 +181,8 @@ def load_model(path: str | Path, device, *, dtype=torch.float32):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="mars_packed")
     except (OSError, ValueError) as error:
         raise UserError(f"cannot load a model from {path}: {str(error).splitlines()[0]}") from None
-    bent = [getattr(model.config, name, None) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")]
-    if any(bent) or getattr(model.get_output_embeddings(), "bias", None) is not None:
+    changed = [getattr(model.config, name, None) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")]
+    if any(changed) or getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise UserError(f"{path}: the objective needs plain logits, this model's are scaled or biased; use a Qwen2, "
                         "Qwen3 or Llama model")
     return model.to(device)

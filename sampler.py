@@ -231,7 +231,7 @@ class Sampler:
         while not request.done: sampler.step()
         request.completion.tokens                       # submit again to go on; sampler.close(talk) gives the pages back
 
-    page_size: tokens a page (default 16; on CUDA 64; 256 lets flash-attn decode, if it is installed). max_rows: rows
+    page_size: tokens per page (default 16; on CUDA 64; 256 lets flash-attn decode, if it is installed). max_rows: rows
     that run together at most. prefill_chunk: tokens prefilled in one step at most, so that a long prompt does not
     starve the rows that decode (default 512; on CUDA 8,192). dtype: of weights and cache (default the model's; on CUDA
     bf16). share_prompts: off only to measure what it brings. own_forward=False asks for the stock modules; `path` says

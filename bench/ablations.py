@@ -58,8 +58,8 @@ PANELS = [  # question, {arm: label}
     ("Tell System 1 the purpose?", {"full": "yes", "purpose_off": "no"}),
     ("System 1's advantage", {"full": "own group", "shared_group": "System 2's"}),
     ("A tool left out", {"full": "none", "no_search": "search", "no_scholar": "scholar", "no_python": "python"}),
-    ("Trajectories a question, G", {"full": "8", "group_4": "4", "group_16": "16"}),
-    ("Optimiser steps a batch", {"full": "1", "inner_steps_4": "4"}),
+    ("Trajectories per question, G", {"full": "8", "group_4": "4", "group_16": "16"}),
+    ("Optimiser steps per batch", {"full": "1", "inner_steps_4": "4"}),
     ("KL term, λ", {"full": "0", "kl_0.01": "0.01"})]
 COLOURS = ["#777777", "#0072b2", "#d55e00", "#009e73"]     # full is the grey one everywhere; Okabe and Ito
 COSTS = ("sys1_samples", "sys1_tokens", "sys2_tokens", "trained_tokens")

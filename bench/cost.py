@@ -1,7 +1,7 @@
 """What a step of MARS costs, on paper: tokens, searches, memory, floating-point operations, least time for them.
 
 A step has Q questions × G trajectories. A trajectory makes `calls` tool calls; each fills `chunks` System 1 prompts.
-With n = Q·G, m = System 1 samples a trajectory, L layers and D, Hq, Hkv, Dh, V as everywhere:
+With n = Q·G, m = System 1 samples per trajectory, L layers and D, Hq, Hkv, Dh, V as everywhere:
 
     forward     2·(P_body·tokens + V·D·tokens with logits) + 4·L·Hq·Dh·(query, key) pairs     pairs = length²/2 a sample
     backward    twice the forward; --checkpointing adds one more forward
@@ -88,7 +88,7 @@ class Workload:
     """What a step asks of any model. Numbers a call, a sample or a trajectory are means; tokens are the model's own."""
     questions: float
     group: float
-    calls: float            # tool calls a trajectory
+    calls: float            # tool calls per trajectory
     distilled: float        # of these, System 1 reads the result; all of them go to a search
     chunks: float           # System 1 samples a distilled call
     chunk_tokens: float     # read by a System 1 sample: documents, purpose, wording
@@ -110,7 +110,7 @@ TOY = Workload(questions=16, group=8, calls=1.5, distilled=1.3, chunks=2.13, chu
 # The paper's setting (config.PAPER). † = one secondary digest; "ours": no source found, an assumption.
 PAPER = Workload(questions=32, group=16,                        # †
                  calls=2.2, distilled=2.2,                      # about 22 pages a question on HLE, 10 a call (ours)
-                 chunks=2, chunk_tokens=20_500,                 # ours: 4,000 tokens a page, so 5 of 10 fit into †23,552
+                 chunks=2, chunk_tokens=20_500,                 # ours: 4,000 tokens per page, so 5 of 10 fit into †23,552
                  note_tokens=512, step_tokens=512, answer_tokens=512,       # ours; the limits † are 8,192 and 28,672
                  prompt_tokens=600, wrap_tokens=20,             # ours
                  rows=256, kv_tokens=180_000, fsdp=True, checkpointing=True)

@@ -1,4 +1,4 @@
-"""The sampler against transformers' own engines, on the same work, in useful tokens a second.
+"""The sampler against transformers' own engines, on the same work, in useful tokens per second.
 
     python -m bench.sampler                  everything this machine can run (with a GPU: its part alone)
     python -m bench.sampler --only cpu       one part of: cpu, grpo, growth, gpu
@@ -8,7 +8,7 @@ cpu     Random Qwen3, 4 layers, hidden 256, 8/4 heads of 32, vocabulary 4,096, f
         tokens with 16/32/64/128 new ones each, greedy. A useful token is one that was asked for: a row that `generate`
         carries past its wanted length costs time and counts nothing. Peers: `generate` left-padded; `generate` sorted
         by wanted length in batches of 16 (which knows the lengths); transformers' continuous batching with each
-        request's own limit, as `generate_batch` runs it (512 tokens a batch: its best of 256 to 2,048). Engines in
+        request's own limit, as `generate_batch` runs it (512 tokens per batch: its best of 256 to 2,048). Engines in
         turn, CPU seconds, and the tokens of all are compared. Goals: 2.5 ×, 1.6 ×, 3.5 ×.
 grpo    The same model: 8 questions × 16 trajectories, a prompt of 512 tokens, three turns of 48 new tokens with a tool
         result of 200 in between. With and without sharing the prompt's pages and keeping a conversation's pages between

@@ -1,13 +1,13 @@
 """LM head, log-prob, GRPO loss and its gradients in one pass, without the [N, V] logits in memory.
 
-For each loss token, with hidden state h [D], head W [V, D], target y and temperature T:
+For each loss token, with hidden state h [D], head W [V, D], target y and temperature τ:
 
-    z = W h / T ,   logp = z_y − lse(z) ,   p = softmax(z) ,   H = −Σ p log p ,   L = Σ w·ℓ(logp)   (`grpo.grpo_loss`)
+    z = W h / τ ,   logp = z_y − lse(z) ,   p = softmax(z) ,   H = −Σ p log p ,   L = Σ w·ℓ(logp)   (`grpo.grpo_loss`)
 
-Gradient. A token's loss depends on its own log-prob alone, so c = ∂L/∂logp is one number a token, known as soon as its
+Gradient. A token's loss depends on its own log-prob alone, so c = ∂L/∂logp is one number per token, known as soon as its
 logits are. With ∂logp/∂z_j = 1[j = y] − p_j:
 
-    dz_j = c/T · (1[j = y] − p_j) ,   ∂L/∂h = Wᵀ dz ,   ∂L/∂W = Σ over tokens dz hᵀ
+    dz_j = c/τ · (1[j = y] − p_j) ,   ∂L/∂h = Wᵀ dz ,   ∂L/∂W = Σ over tokens dz hᵀ
 
 Tokens are taken in chunks; each chunk makes its logits, c, dz and both gradients before the next one starts. So the
 gradients are ready when the forward pass ends (backward scales them) and the whole costs three matrix products. The
@@ -15,10 +15,11 @@ textbook order, loss first and backward later, has to keep the logits or make th
 
 Precision. Logits leave the tensor cores as fp32: rounded to bf16 they would put an error of 1e-2 on a log-prob, enough
 to flip clip decisions. dz is rounded to hidden's type, as the products need it; ∂L/∂W is summed over chunks in fp32.
-Memory. One chunk's logits in fp32 (dz takes their place) and ∂L/∂W in fp32; nothing grows with N but ∂L/∂h.
+Memory. One chunk's logits in fp32 (dz takes their place) and ∂L/∂W in fp32; beside ∂L/∂h and a few numbers per token nothing
+grows with N.
 Reproducible bit by bit: a row belongs to one program, nothing is added atomically.
 
-The Triton form is two kernels around the loss, a program a row, one sweep over the vocabulary each: `stats_kernel`
+The Triton form is two kernels around the loss, one program per row, one sweep over the vocabulary each: `stats_kernel`
 gives log-prob, entropy and lse, `gradient_kernel` dz. The products are cuBLAS.
 Tests: `pytest tests/test_kernels_loss.py`. Accuracy and speed beside other implementations: `python -m bench.kernels`.
 """
@@ -32,7 +33,7 @@ import grpo
 from kernels import jit, tl, triton, use_triton
 from kernels.grpo_loss import grpo_loss
 
-# Tokens a chunk. Each chunk reads and writes the whole fp32 ∂L/∂W (2.5 GB at V = 152k, D = 4k: about 1.2 ms on an H200,
+# Tokens per chunk. Each chunk reads and writes the whole fp32 ∂L/∂W (2.5 GB at V = 152k, D = 4k: by arithmetic 1.2 ms on an H200,
 # beside 17 ms of products for 3,584 tokens), so few chunks; but chunk and ∂L/∂W together should stay under 5 GB.
 # On CPU a chunk's logits should stay in the cache (and below malloc's limit for fresh pages), again not too few tokens.
 CHUNK_TOKENS_CUDA = 3584

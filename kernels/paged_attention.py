@@ -1,4 +1,4 @@
-"""Decode attention over a paged KV cache: one query token a row, its keys and values scattered over pages.
+"""Decode attention over a paged KV cache: one query token per row, its keys and values scattered over pages.
 
     out[b, h] = softmax(scale · q[b, h] · K_bᵀ) V_b ,   K_b, V_b = the first lengths[b] tokens of the pages in table[b]
 
@@ -185,7 +185,7 @@ def check_triton(q, k_pages, v_pages, lengths):
 
 
 def paged_attention(q, k_pages, v_pages, table, lengths, *, scale):
-    """Attention of one query token a row over its paged keys and values.
+    """Attention of one query token per row over its paged keys and values.
 
     q [B, Hq, Dh]; k_pages, v_pages [pages, page_size, Hkv, Dh]; table [B, M] int32: a row's pages in order (those past
     its length are never read); lengths [B] int32, in tokens; scale: usually Dh^-0.5. Returns [B, Hq, Dh], q's dtype.

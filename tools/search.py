@@ -387,8 +387,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints one JSON document a line. Returns 0; 1 when the service failed, 2 on misuse, with one sentence."""
-    parser = _Parser(prog="python -m tools.search", description="Search, and print one JSON document a line.")
+    """Prints one JSON document per line. Returns 0; 1 when the service failed, 2 on misuse, with one sentence."""
+    parser = _Parser(prog="python -m tools.search", description="Search, and print one JSON document per line.")
     parser.add_argument("query")
     parser.add_argument("--backend", required=True, metavar="|".join(BACKENDS))
     parser.add_argument("--scholar", action="store_true", help="search papers (serper)")
