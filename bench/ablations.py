@@ -2,8 +2,10 @@
 
 Every arm changes one thing of the default setting and trains for 80 steps with each seed. A seed names a world, its
 questions and a base model of its own; within a seed all arms start from the same weights and meet the same questions
-in the same order, so an arm is compared with `full` seed by seed. An arm without a tool keeps the questions that need
-it, in training (all trajectories fail: no advantage, no gradient) and held out: what the tool was worth is seen.
+in the same order, so an arm is compared with `full` seed by seed. `replica` is `full` with its sums in another order:
+the last bits differ, soon the draws do, and so it shows how far two runs of one setting lie apart. An arm without a
+tool keeps the questions that need it, in training (all trajectories fail: no advantage, no gradient) and held out: what
+the tool was worth is seen.
 
     python -m bench.ablations                      all arms, seeds 0 1 2, two runs at a time; goes on where it stopped
     python -m bench.ablations --arms full balance_off --seeds 0
@@ -37,6 +39,7 @@ from tools import UserError
 ROOT = Path(__file__).parent.parent
 ARMS = {    # name: what it changes of the default setting
     "full": [],
+    "replica": ["--micro_tokens", "4096"],
     "system1_frozen": ["--system1", "frozen"],
     "system1_none": ["--system1", "none"],
     "balance_off": ["--balance", "off"],
@@ -54,13 +57,13 @@ ARMS = {    # name: what it changes of the default setting
 PANELS = [  # question, {arm: label}
     ("System 1: who plays it?", {"full": "the policy", "system1_frozen": "frozen start", "system1_none": "nobody"}),
     ("Balance the two roles?", {"full": "yes", "balance_off": "no"}),
-    ("Pack documents?", {"full": "FFD", "packing_off": "one a chunk"}),
+    ("Pack documents?", {"full": "FFD", "packing_off": "one per chunk"}),
     ("Tell System 1 the purpose?", {"full": "yes", "purpose_off": "no"}),
     ("System 1's advantage", {"full": "own group", "shared_group": "System 2's"}),
     ("A tool left out", {"full": "none", "no_search": "search", "no_scholar": "scholar", "no_python": "python"}),
     ("Trajectories per question, G", {"full": "8", "group_4": "4", "group_16": "16"}),
     ("Optimiser steps per batch", {"full": "1", "inner_steps_4": "4"}),
-    ("KL term, λ", {"full": "0", "kl_0.01": "0.01"})]
+    ("KL term, λ", {"full": "0", "kl_0.01": "0.01", "replica": "0, other rounding"})]
 COLOURS = ["#777777", "#0072b2", "#d55e00", "#009e73"]     # full is the grey one everywhere; Okabe and Ito
 COSTS = ("sys1_samples", "sys1_tokens", "sys2_tokens", "trained_tokens")
 
