@@ -16,14 +16,13 @@ A peer that fails is shown with its error. Results: bench/results/attention_{cpu
 import argparse
 import itertools
 import math
-import time
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 import kernels
-from bench.common import interleaved, save, spread, table
+from bench.common import gpu_clock, interleaved, save, spread, table
 from kernels.paged_attention import reference, split_count, triton_paged_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,11 +81,6 @@ def cpu(rounds, rows=64):
 
 
 # ---------------------------------------------------------------- 2. CUDA
-
-def gpu_clock():
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
 
 def captured(call):
     """A graph of CALLS calls; call(i) is the i-th. They run outside of it first, so that all is compiled."""

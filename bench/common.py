@@ -47,6 +47,13 @@ def interleaved(functions: dict, rounds: int = 5, clock=time.process_time) -> di
     return times
 
 
+def gpu_clock() -> float:
+    """For `interleaved`: seconds, when all that was launched on the GPU has ended."""
+    import torch
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def spread(values) -> dict:
     """Median, smallest and largest of some measurements."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}

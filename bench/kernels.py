@@ -16,14 +16,13 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from functools import partial
 
 import torch
 
 import grpo
 import kernels
-from bench.common import interleaved, save, spread, table
+from bench.common import gpu_clock, interleaved, save, spread, table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NOT_MEASURED = "not yet measured (needs CUDA)"
@@ -255,11 +254,6 @@ def gpu(N, D, V, rounds, length=1024):
                 {**{f"ms, {k}": 1e3 * v for k, v in spread(seconds[key]).items()},
                  "useful TFLOP/s": 2e-12 * N * D * V * products[key[0]] / spread(seconds[key])["median"],
                  "extra GB": memory[key]})} for key in forms]
-
-
-def gpu_clock():
-    torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def extra_memory(form):

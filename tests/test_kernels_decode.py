@@ -4,7 +4,6 @@ On a GPU the Triton forms run there; elsewhere they run in Triton's interpreter.
 compiles the kernels for Hopper (no GPU needed) and prints what they use.
 """
 import importlib
-import importlib.util
 import json
 import math
 import os
@@ -22,6 +21,7 @@ from hypothesis import strategies as st
 
 import kernels
 from kernels import decode
+from mutants import load_mutant
 
 attention = importlib.import_module("kernels.paged_attention")   # the package exports a function under the same name
 ROOT = Path(__file__).parent.parent
@@ -431,18 +431,6 @@ SMALL_MUTANTS = {       # name: (function, what stands in kernels/decode.py, wha
     "silu: not rounded": ("silu_mul", "(1.0 + tl.exp(-gate))).to(T)", "(1.0 + tl.exp(-gate)))"),
     "silu: last column lost": ("silu_mul", "act * up).to(T), mask=f < WIDTH", "act * up).to(T), mask=f < WIDTH - 1"),
 }
-
-
-def load_mutant(path, stands, becomes, folder):
-    """The module at `path` with one piece of its source replaced, which must stand there exactly once."""
-    source = (ROOT / path).read_text()
-    assert source.count(stands) == 1, f"{path} has {source.count(stands)} times: {stands}"
-    copy = folder / "mutant.py"
-    copy.write_text(source.replace(stands, becomes))
-    specification = importlib.util.spec_from_file_location("mutant", copy)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 def readable(case):

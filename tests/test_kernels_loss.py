@@ -3,7 +3,7 @@
 On a GPU the Triton form runs there; elsewhere it runs in Triton's interpreter. `PYTHONPATH=. python
 tests/test_kernels_loss.py` compiles the kernels for Hopper (no GPU needed) and prints what they use.
 """
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import grpo
 import kernels
+from mutants import load_mutant
 from tools import UserError
 
 LL, GL = (importlib.import_module(f"kernels.{name}") for name in ("linear_loss", "grpo_loss"))
@@ -386,18 +387,6 @@ PLAIN_TOKEN_MUTANTS = {
     "KL dropped": keep(kl_beta=lambda logprob, given: 0.0),
     "sign of the advantage": keep(advantage=lambda logprob, given: -given["advantage"]),
 }
-
-
-def load_mutant(path, line, becomes, folder):
-    """The module at `path` with one piece of its source replaced, which must stand there exactly once."""
-    source = (ROOT / path).read_text()
-    assert source.count(line) == 1, f"{path} has {source.count(line)} times: {line}"
-    copy = folder / "mutant.py"
-    copy.write_text(source.replace(line, becomes))
-    specification = importlib.util.spec_from_file_location("mutant", copy)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 def masked_but_valid(case):

@@ -1,0 +1,17 @@
+"""A module with one line of its source changed, to see that its tests notice."""
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def load_mutant(path, stands, becomes, folder):
+    """The module at `path` with one piece of its source replaced, which must stand there exactly once."""
+    source = (ROOT / path).read_text()
+    assert source.count(stands) == 1, f"{path} has {source.count(stands)} times: {stands}"
+    copy = folder / "mutant.py"
+    copy.write_text(source.replace(stands, becomes))
+    specification = importlib.util.spec_from_file_location("mutant", copy)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
