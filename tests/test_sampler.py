@@ -639,20 +639,37 @@ def test_idle_conversations_give_way_to_those_that_run():
     assert again.completion.tokens == generated("llama grouped", tuple(idle[0].tokens[:-3]), 3)
 
 
+def test_who_gives_way_when_pages_run_out(monkeypatch):
+    """Idle conversations first, then the youngest row; never the oldest row, so that something always gets done."""
+    sampler, gave = make("llama grouped", max_tokens=64), []
+    preempt = sampler._preempt
+    monkeypatch.setattr(sampler, "_preempt", lambda conversation: (gave.append((conversation, conversation.idle)),
+                                                                preempt(conversation)))
+    idle, old, young = (sampler.open() for _ in range(3))
+    sampler.submit(idle, prompts_of((13,), seed=1)[0], max_new_tokens=1, temperature=0)
+    finish(sampler)
+    requests = [sampler.submit(conversation, prompt, max_new_tokens=30, temperature=0)
+                for conversation, prompt in zip((old, young), prompts_of((6, 6), seed=2))]
+    finish(sampler)
+    assert gave[:2] == [(idle, True), (young, False)] and (old, False) not in gave
+    for prompt, request in zip(prompts_of((6, 6), seed=2), requests):
+        assert request.completion.tokens == generated("llama grouped", tuple(prompt), 30)
+
+
 def test_an_exception_leaves_the_sampler_usable(monkeypatch):
     """With a step under way on the device too."""
     sampler, prompt = make("llama grouped", overlap=True), prompts_of((5,))[0]
-    collect, calls = sampler._collect, []
+    launch, calls = sampler._launch, []
 
-    def interrupted(launched):
-        calls.append(launched)
+    def interrupted():
+        calls.append(sampler.launched)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return collect(launched)
-    monkeypatch.setattr(sampler, "_collect", interrupted)
+        return launch()
+    monkeypatch.setattr(sampler, "_launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sampler.generate([prompt], max_new_tokens=9)
-    assert not sampler.busy and nothing_leaked(sampler)
+    assert calls[-1] is not None and not sampler.busy and nothing_leaked(sampler)
     assert sampler.generate([prompt], max_new_tokens=4, temperature=0)[0].tokens == generated("llama grouped", tuple(prompt), 4)
 
 
