@@ -418,6 +418,26 @@ def test_at_most_so_many_calls_at_once_and_threads_share_the_cache_unharmed(serv
     assert len(files) == 6 and all(json.loads(f.read_text()) for f in files)
 
 
+@pytest.mark.parametrize("reply, outcome", [(GOOD, 1), (says("bad key", 401), "bad key")])
+def test_equal_requests_under_way_are_sent_once_and_share_the_outcome(server, tmp_path, reply, outcome):
+    """A group's first searches: one is paid for. A failure is shared too, and tried anew by who asks later."""
+    def slowly(handler):
+        time.sleep(0.3)
+        reply(handler)
+    server.replies = [slowly]
+    find = serper(tmp_path)
+
+    def ask(_):
+        try:
+            return len(find("ada"))
+        except ToolError as error:
+            return "bad key" if "bad key" in str(error) else str(error)
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(ask, range(8))) == [outcome] * 8
+    assert len(server.requests) == 1
+    assert ask(0) == outcome and len(server.requests) == (1 if outcome == 1 else 2)
+
+
 # Wire formats ---------------------------------------------------------------------------------------------------------
 
 def test_every_field_of_serper_is_optional():

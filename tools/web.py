@@ -3,7 +3,8 @@
 A call returns an answer or raises ToolError, so that a failure is never taken for an empty answer. What may pass
 (time-out, dropped or cut connection, 408, 429, 5xx, an answer that is not what it should be) is tried again after a
 growing, jittered pause, no sooner than Retry-After asks; 400, 401, 403 and other refusals are final. Good answers are
-kept on disk under sha256(url, body), without any key; failures are not kept. Offline, only that cache answers.
+kept on disk under sha256(url, body), without any key; failures are not kept. Requests that are equal and under way at the
+same time (a group's first searches) are sent once and share their outcome. Offline, only the cache answers.
 
 Services may sit on any address, loopback included: their base URLs come from the operator's environment. Pages come
 from search results, so a stranger chooses them: http and https only, public addresses only, checked again on every
@@ -33,6 +34,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +57,7 @@ class Client:
 
     def __post_init__(self):
         self.slots = threading.BoundedSemaphore(self.parallel)
+        self.guard, self.under_way = threading.Lock(), {}   # name of a request -> Future of its answer
         if self.offline and self.cache is None:
             raise UserError("offline mode answers from the cache alone: name a cache folder")
         try:
@@ -70,6 +73,22 @@ class Client:
         send: the kind of exchange, `service` (default) or `page`.
         """
         name = hashlib.sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
+        with self.guard:
+            future = self.under_way.get(name)
+            if mine := future is None:
+                future = self.under_way[name] = Future()
+        if mine:
+            try:
+                future.set_result(self._answer(name, url, decode, body, headers, send))
+            except BaseException as error:
+                future.set_exception(error)
+            finally:
+                with self.guard:
+                    del self.under_way[name]
+        return future.result()
+
+    def _answer(self, name, url, decode, body, headers, send):
+        """From the cache, or else from the service, and then into the cache."""
         path = None if self.cache is None else self.cache / name[:2] / f"{name}.json"
         if path:
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):      # not as we wrote it: not there
