@@ -46,3 +46,14 @@ def test_a_tool_of_ones_own_can_be_called():
     form.tools += ("archive",)
     call = form.parse(said).call
     assert call.tool == "archive" and archive(call.argument)[0].id == "archive-1" and archive("ada") == []
+
+
+def test_a_chat_model_is_told_of_a_tool_of_ones_own(monkeypatch):
+    """As the example does it: an entry of prompts.TOOLS, and a format that knows the name."""
+    import prompts
+    from test_prompts import QWEN3, tokenizer
+    monkeypatch.setitem(prompts.TOOLS, "archive", ("query", "searches the town's archive"))
+    form = prompts.ChatFormat(tokenizer(QWEN3), tools=["search", "archive"])
+    assert "- archive" in form.decode(form.system2_prompt("Who?")) and "town's archive" in form.decode(form.system2_prompt("Who?"))
+    said = '<tool_call>{"name": "archive", "arguments": {"query": "weather"}, "purpose": "the weather"}</tool_call>'
+    assert prompts.read_step(said, form.tools).call == prompts.Call("archive", "weather", "the weather")

@@ -256,6 +256,12 @@ def test_resume_with_changed_settings_or_over_an_existing_run_is_refused(trained
     again = mars("--model", base, "--name", "whole", "--steps", 5, *SMALL, cwd=folder)
     assert again.returncode == 2 and "--resume" in again.stderr
     assert len(metrics(folder / "runs/whole")) == 4
+    saved = json.loads((folder / "runs/whole/config.json").read_text())
+    from build import run_folder
+    from config import Config
+    smaller = Config(**saved | {"resume": True, "runs": str(folder / "runs"), "micro_tokens": 64, "kv_tokens": 8192, "rows": 8,
+                                "max_tool_error_share": 1.0})
+    assert run_folder(smaller, 0) == folder / "runs/whole"     # what a run that broke off may need
 
 
 def test_eval_and_ask(trained):
@@ -345,6 +351,24 @@ def test_too_many_failing_tools_stop_the_run_with_its_state_whole(base, tmp_path
     line = metrics(tmp_path / "runs/broken")[1]
     assert line["tool_error_share"] > 0.5 and line["empty_share"] == 0
     assert program.trainer.newest(tmp_path / "runs/broken")[0] == 1
+
+
+def test_tools_that_fail_in_the_evaluation_stop_the_run_too(base, tmp_path, monkeypatch, capsys):
+    """Else an expired key would look like a low held-out accuracy."""
+    import build
+    import mars as program
+    from tools import ToolError
+    monkeypatch.chdir(tmp_path)
+
+    def broken(query):
+        raise ToolError("no route to the service")
+    real = build.make_tools
+    monkeypatch.setattr(build, "make_tools", lambda config, split, names: real(config, split, names) if split == "train" else
+                        dict.fromkeys(names, broken))
+    assert program.main(["--model", str(base), "--name", "eval", "--steps", "2", *SMALL]) == 2
+    assert "of the tool calls of step 0 failed" in capsys.readouterr().err
+    (line,) = metrics(tmp_path / "runs/eval")
+    assert line["eval_tool_error_share"] > 0.5 > line["tool_error_share"]
 
 
 def test_steps_without_a_finite_gradient_are_skipped_and_three_stop_the_run(base, tmp_path, monkeypatch, capsys):

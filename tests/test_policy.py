@@ -312,6 +312,8 @@ def test_memory_plan_of_8b_is_the_arithmetic(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--fsdp over more"):
         plan(141, 8)
     assert "reference" not in plan(141, 8, fsdp=True)
+    whole = plan(200, 8, fsdp=True, kl_beta=0.1)
+    assert all(f"{name} " in whole for name in ("weights", "gradients", "optimiser", "sampler", "KV pool", "reference"))
     with pytest.raises(UserError, match=r"--kv_tokens \d+ would fit") as refusal:
         plan(80, 8, fsdp=True)
     tokens = int(re.search(r"--kv_tokens (\d+)", str(refusal.value))[1])

@@ -31,12 +31,13 @@ KINDS = {
     "llama grouped": (LlamaForCausalLM, LlamaConfig, dict(num_key_value_heads=2)),
     "llama biased yarn": (LlamaForCausalLM, LlamaConfig, dict(
         num_key_value_heads=4, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, rope_parameters=YARN)),
+    "qwen3 heads of 12": (Qwen3ForCausalLM, Qwen3Config, dict(num_key_value_heads=2, head_dim=12)),    # no power of two
     "gemma": (GemmaForCausalLM, GemmaConfig, dict(num_key_value_heads=1, head_dim=16)),
     "gpt-neox": (GPTNeoXForCausalLM, GPTNeoXConfig, dict()),
     "qwen2 windows": (Qwen2ForCausalLM, Qwen2Config, dict(num_key_value_heads=2, use_sliding_window=True,
                                                           sliding_window=6, max_window_layers=1)),
 }
-OWN = [kind for kind in KINDS if kind not in ("gemma", "gpt-neox", "qwen2 windows")]
+OWN = [kind for kind in KINDS if kind not in ("qwen3 heads of 12", "gemma", "gpt-neox", "qwen2 windows")]
 LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, 5 * PAGE, 23)
 
 
