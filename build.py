@@ -21,12 +21,12 @@ import policy as trainer
 import tasks
 import toy
 import toy_base
-from config import MAY_CHANGE, Config
+from config import MAY_CHANGE, Config, UserError
 from prompts import ChatFormat
 from rollout import Driver, Setting, Trajectory, episode, reserve
 from sampler import Sampler
 from tasks import Question
-from tools import Document, UserError, python, search
+from tools import Document, python, search
 
 Tool = Callable[[str], list[Document]]
 Tools = dict[str, Tool]

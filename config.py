@@ -9,7 +9,10 @@ import sys
 from dataclasses import dataclass
 from typing import Literal, get_args, get_origin
 
-from tools import UserError
+
+
+class UserError(Exception):
+    """Bad input, configuration or environment: one sentence that says what to do. Commands print it and exit with 2."""
 
 
 @dataclass

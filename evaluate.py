@@ -20,11 +20,10 @@ from pathlib import Path
 import tasks
 import view
 from build import build, check_lengths, free_name
-from config import PAPER, Config, parser, resolve
+from config import PAPER, Config, UserError, parser, resolve
 from metrics import rollout_sums
 from rollout import Trajectory, record
 from tasks import Question
-from tools import UserError
 
 LIMITS = ("max_turns", "sys2_context", "step_tokens", "answer_tokens", "sys1_prompt", "sys1_response", "top_k", "distill",
           "question_in_system1")

@@ -29,11 +29,11 @@ import evaluate as evaluation
 import grpo
 import policy as trainer                                    # the file; the model in training is run.policy
 import view
+from plumbing import files
 from build import Run, build
-from config import fail, from_command_line
+from config import UserError, fail, from_command_line
 from metrics import add, reduced, rollout_metrics, rollout_sums
 from rollout import Sample, Trajectory, record
-from tools import UserError
 
 
 # ---------------------------------------------------------------------------------------------- the method
@@ -182,7 +182,7 @@ def train(run: Run) -> None:
 
 def summary(run: Run) -> None:
     """The last lines: held-out accuracy before and after, and where to look."""
-    ends = [m for m in view.read_lines(run.folder / "metrics.jsonl") if "eval_accuracy" in m]
+    ends = [m for m in files.read_lines(run.folder / "metrics.jsonl") if "eval_accuracy" in m]
     for name, label in (("accuracy", f"temperature {run.config.temperature:g}"), ("greedy", "greedy")):
         before = ends[0].get(f"eval_{name}_before", ends[0][f"eval_{name}"])
         print(f"held-out accuracy, {label}: {before:.3f} before, {ends[-1][f'eval_{name}']:.3f} after {run.config.steps} steps")
@@ -232,8 +232,8 @@ def prepare_folder(run: Run) -> int:
     if run.rank == 0:
         (folder / "rollouts").mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
-        lines = view.read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
-        view.write_whole(folder / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in lines if m["step"] < step).encode())
+        lines = files.read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+        files.write_whole(folder / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in lines if m["step"] < step).encode())
         for file in (folder / "rollouts").glob("step_*.jsonl"):             # of steps that will be done again
             if int(file.stem.removeprefix("step_")) >= step:
                 file.unlink()

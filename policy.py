@@ -31,7 +31,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 import kernels
 from binpack import first_fit_decreasing
-from tools import UserError
+from config import UserError
 
 try:
     from flash_attn import flash_attn_varlen_func

@@ -24,7 +24,8 @@ import json
 import re
 from dataclasses import dataclass
 
-from tools import Document, UserError
+from config import UserError
+from tools import Document
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
-from tools import UserError
+from config import UserError
 from tools.web import Client
 
 # -------------------------------------------------------------------------------------------------- questions

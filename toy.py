@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerFast
 
 from prompts import Call, Step
 from tasks import Question
-from tools import Document, UserError
+from config import UserError
+from tools import Document
 
 # ------------------------------------------------------------------------------------------------- words
 

@@ -24,7 +24,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import toy
 from binpack import pack_documents
-from tools import UserError, search
+from config import UserError
+from tools import search
 
 CAPACITY = 64                   # tokens of documents in a System 1 chunk
 DOCUMENTS = 3                   # results of a search

@@ -10,7 +10,6 @@ import html
 import io
 import json
 import math
-import os
 import re
 import sys
 from collections import Counter
@@ -22,7 +21,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from tools import UserError
+from config import UserError
+from plumbing.files import read_lines, write_whole
 
 MAX_BYTES = 2_900_000     # of a page: a phone opens it at once
 
@@ -41,37 +41,6 @@ DETAILS = [Detail(8000, 4000, 60, 62), Detail(6000, 1500, 40, 14), Detail(4000, 
 
 
 # ------------------------------------------------------------------------------------------------ reading and writing
-def read_lines(path: Path) -> list[dict]:
-    """Records of a JSONL file. A line that is not whole (a killed run leaves one) is skipped, and stderr says so."""
-    records = []
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}): give the folder of a run that you may read") from error
-    for n, line in enumerate(text.split("\n"), 1):
-        try:
-            record = json.loads(line) if line.strip() else None
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            records.append(record)
-        elif line.strip():
-            print(f"{path}: line {n} is not a whole record, skipped", file=sys.stderr)
-    return records
-
-
-def write_whole(path: Path, content: bytes) -> Path:
-    """Writes beside the target, then renames: nobody ever opens half a picture."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path} ({error.strerror}): name a folder that you may write to") from error
-    return path
-
-
 def number(value) -> float:
     """A JSON value as a float; nan for anything that is not a number one could draw."""
     return float(value) if isinstance(value, (int, float)) and abs(value) < 1e15 else math.nan

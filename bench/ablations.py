@@ -31,10 +31,9 @@ from statistics import mean
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-import view
+from plumbing.files import read_lines, write_whole
 from bench import common
-from config import MAY_CHANGE, fail, parser, resolve
-from tools import UserError
+from config import MAY_CHANGE, UserError, fail, parser, resolve
 
 ROOT = Path(__file__).parent.parent
 ARMS = {    # name: what it changes of the default setting
@@ -94,7 +93,7 @@ def look(arm: str, seed: int, options) -> dict:
         others = [f"{key} {saved.get(key)}" for key in sorted(wanted.keys() - MAY_CHANGE) if saved.get(key) != wanted[key]]
         if others:
             return run | {"state": "failed", "why": f"made with other settings ({', '.join(others)}): remove {folder}"}
-        lines = view.read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+        lines = read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
         scores = {step: score for step, score in accuracies(lines).items() if step <= options.steps}
         run |= {"lines": [line for line in lines if line["step"] < options.steps], "accuracies": scores,
                 "state": "complete" if options.steps in scores else "part"}
@@ -179,7 +178,7 @@ def remember(run: Path, code: int, seconds: float, where: dict) -> None:
     last = ["no output", *(line for line in log.split("\n") if line.strip())][-1]
     how = {"exit": code, "why": f"exit {code}: {last[:200]}" if code else "", "cpu_seconds": before + seconds,
            **{key: where[key] for key in ("commit", "cpu", "date")}}
-    view.write_whole(path, json.dumps(how, indent=1).encode())
+    write_whole(path, json.dumps(how, indent=1).encode())
 
 
 # ---------------------------------------------------------------------------------------------- tables

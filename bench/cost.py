@@ -29,10 +29,9 @@ from statistics import mean
 from types import SimpleNamespace
 
 import policy
-import view
+from plumbing.files import read_lines
 from bench import common
-from config import fail
-from tools import UserError
+from config import UserError, fail
 
 PEAK_FLOPS = 790e12     # bf16 product on one H200; these two were measured elsewhere, not by this repository
 PEAK_BYTES = 4.3e12     # copy, bytes a second
@@ -197,11 +196,11 @@ def check(folder: Path) -> list[dict]:
         raise UserError(f"{folder} holds no run: name the folder of a toy run, such as runs/toy") from None
     if saved.get("data") != "toy":
         raise UserError(f"{folder} is no run of the toy, whose workload is the one that can be predicted")
-    lines = view.read_lines(folder / "metrics.jsonl")[-20:]
+    lines = read_lines(folder / "metrics.jsonl")[-20:]
     if not lines:
         raise UserError(f"{folder} has no finished step yet")
     path = folder / "rollouts" / f"step_{lines[-1]['step']}.jsonl"
-    records = [r for r in view.read_lines(path) if r["split"] == "train"] if path.exists() else []
+    records = [r for r in read_lines(path) if r["split"] == "train"] if path.exists() else []
     predicted = tokens(dataclasses.replace(TOY, questions=saved["questions"], group=saved["group"],
                                            flat_share=mean(line["zero_variance_share"] for line in lines)))
     found = measured(lines, records, predicted["trajectories"])

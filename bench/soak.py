@@ -30,10 +30,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import view
+from plumbing.files import read_lines, write_whole
 from bench import common
 from bench.ablations import ROOT, accuracies
-from config import fail
-from tools import UserError
+from config import UserError, fail
 
 FLAT = 0.01             # of the resident set per 100 steps: what counts as flat
 PR_SET_CHILD_SUBREAPER = 36
@@ -96,7 +96,7 @@ def last_step(metrics: Path) -> int | None:
 def run(options) -> dict:
     """Runs mars.py to its end; what it left behind. UserError if it fails."""
     folder = options.runs / options.name
-    lines = view.read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+    lines = read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     left, leftover = options.runs / f"{options.name}.left.json", {"processes": [], "temporary_files": []}
     if options.steps in accuracies(lines):
         return json.loads(left.read_text()) if left.exists() else leftover
@@ -119,7 +119,7 @@ def run(options) -> dict:
         leftover = {"processes": orphans(), "temporary_files": files(Path(temporary))}
     if process.returncode:
         raise UserError(f"the run ended with exit code {process.returncode}, see {options.runs / options.name}.log")
-    view.write_whole(left, json.dumps(leftover).encode())
+    write_whole(left, json.dumps(leftover).encode())
     return leftover
 
 
@@ -250,8 +250,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # so that the run ends with this process
     try:
         leftover = run(options)
-        lines = view.read_lines(options.runs / options.name / "metrics.jsonl")
-        samples = view.read_lines(options.runs / f"{options.name}.samples.jsonl")
+        lines = read_lines(options.runs / options.name / "metrics.jsonl")
+        samples = read_lines(options.runs / f"{options.name}.samples.jsonl")
     except UserError as error:
         return fail(error)
     except KeyboardInterrupt:

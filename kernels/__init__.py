@@ -5,7 +5,7 @@ or MARS_KERNELS=triton forces one of them; Triton on CPU tensors means Triton's 
 """
 import os
 
-from tools import UserError
+from config import UserError
 
 try:
     import triton

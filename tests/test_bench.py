@@ -25,8 +25,8 @@ import toy
 import toy_base
 from bench import ablations, common, cost, soak
 from binpack import pack_documents
-from config import Config, parser, resolve
-from tools import UserError, search
+from config import Config, UserError, parser, resolve
+from tools import search
 
 
 # ---------------------------------------------------------------------------------------------- ablations

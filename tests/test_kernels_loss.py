@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import grpo
 import kernels
 from mutants import load_mutant
-from tools import UserError
+from config import UserError
 
 LL, GL = (importlib.import_module(f"kernels.{name}") for name in ("linear_loss", "grpo_loss"))
 ROOT = Path(__file__).parent.parent

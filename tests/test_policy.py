@@ -17,7 +17,7 @@ import policy as trainer
 import ranks
 from ranks import OBJECTIVE, make_samples, weigh
 from sampler import Sampler
-from tools import UserError
+from config import UserError
 
 CPU = torch.device("cpu")
 SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 import prompts
 from prompts import Call, ChatFormat, Step, read_step
-from tools import Document, UserError
+from config import UserError
+from tools import Document
 
 CHATML_MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools import ToolError, UserError, python
+from config import UserError
+from tools import ToolError, python
 
 ROOT = Path(__file__).parent.parent
 NOBODY = 65534

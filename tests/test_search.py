@@ -22,7 +22,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools import Document, ToolError, UserError, search, web
+from config import UserError
+from tools import Document, ToolError, search, web
 
 KEY = "sk-very-secret"
 ROW = {"title": "Ada", "link": "http://site.test/ada", "snippet": "born 1968"}

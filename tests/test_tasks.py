@@ -16,7 +16,8 @@ from hypothesis import given, strategies as st
 import tasks
 from tasks import (Judge, Question, calibration_error, cover_match, exact_match, f1, load_questions, normalise,
                    read_verdict, wilson_interval)
-from tools import ToolError, UserError
+from config import UserError
+from tools import ToolError
 from tools.web import Client
 
 

@@ -14,7 +14,8 @@ import toy
 import toy_base
 from binpack import pack_documents
 from prompts import Call
-from tools import Document, UserError, search
+from config import UserError
+from tools import Document, search
 
 
 @pytest.fixture(scope="module")

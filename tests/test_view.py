@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import view
-from tools import UserError
+from config import UserError
 
 REPOSITORY = Path(view.__file__).parent
 HOSTILE = ["</script><script>alert(1)</script>", '"><img src=https://evil.example/x onerror=alert(1)>', "' onload='x",

@@ -10,10 +10,6 @@ class ToolError(Exception):
     """The outside world failed (network, quota, sandbox). System 2 is told so and the run counts it."""
 
 
-class UserError(Exception):
-    """Bad input, configuration or environment: one sentence that says what to do. Commands print it and exit with 2."""
-
-
 @dataclass(frozen=True)
 class Document:
     """One result of a tool: `text` is what System 1 reads, `id` names it in the rollout record."""

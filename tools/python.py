@@ -24,7 +24,8 @@ import urllib.request
 import zlib
 from pathlib import Path
 
-from tools import Document, ToolError, UserError, jail
+from config import UserError
+from tools import Document, ToolError, jail
 
 TIMEOUT = 10.0          # seconds a program may take, its start included
 MEMORY = 1 << 30        # bytes of address space: numpy takes 0.2 GiB of it

@@ -34,7 +34,8 @@ from pathlib import Path
 import bm25s
 import numpy as np
 
-from tools import Document, ToolError, UserError, web
+from config import UserError
+from tools import Document, ToolError, web
 
 BACKENDS = ("local", "serper", "retriever")
 PAGES = ("none", "jina", "fetch")

@@ -38,7 +38,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools import ToolError, UserError
+from config import UserError
+from tools import ToolError
 
 LONGEST_WAIT = 60.0                                                     # seconds; a larger Retry-After is cut to this
 AGENT = {"User-Agent": "Mozilla/5.0 (compatible; mars)"}
