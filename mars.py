@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-import evaluate as evaluation
+from plumbing import evaluation
 import grpo
-import policy as trainer                                    # the file; the model in training is run.policy
+from trainer import policy as trainer
 import view
 from plumbing import files
-from build import Run, build
+from plumbing.build import Run, build
 from config import UserError, fail, from_command_line
-from metrics import add, reduced, rollout_metrics, rollout_sums
+from plumbing.metrics import add, reduced, rollout_metrics, rollout_sums
 from rollout import Sample, Trajectory, record
 
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 
 from binpack import pack_documents
 from config import Config
-from prompts import Step
+from tasks.chat import Step
 from sampler import Completion, Conversation, Sampler
-from tasks import Question
+from tasks.questions import Question
 from tools import Document, ToolError
 
 

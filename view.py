@@ -8,7 +8,6 @@ Run: `python view.py runs/NAME`. Tests: `pytest tests/test_view.py`.
 import argparse
 import html
 import io
-import json
 import math
 import re
 import sys

@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 
-import policy
+from trainer import policy
 from plumbing.files import read_lines
 from bench import common
 from config import UserError, fail

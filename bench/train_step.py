@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import grpo
 import kernels
-import policy as trainer
+from trainer import policy as trainer
 from bench.common import interleaved, save, spread, table
 from rollout import Sample
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import grpo
-import policy as trainer
+from trainer import policy as trainer
 from rollout import Sample
 from sampler import Sampler
 

@@ -19,10 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import mars
-import policy
+from trainer import policy
 import sampler
-import toy
-import toy_base
+from toy import world as toy
+from toy import base_model as toy_base
 from bench import ablations, common, cost, soak
 from binpack import pack_documents
 from config import Config, UserError, parser, resolve
@@ -207,7 +207,7 @@ def test_pool_keeps_to_its_number_and_leaves_no_process_when_it_is_interrupted(t
 # ---------------------------------------------------------------------------------------------- an arm without a tool
 
 def test_taking_a_tool_away_takes_no_question_away(monkeypatch):
-    import build
+    from plumbing import build
     def load(*names):
         return build.load_questions(Config(eval_questions=40), list(names), True)
     monkeypatch.setattr(build.python, "available", lambda: None)

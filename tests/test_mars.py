@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import toy_base
+from toy import base_model as toy_base
 
 REPO = Path(__file__).parent.parent
 SMALL = ["--questions", "4", "--group", "4", "--eval_questions", "6", "--eval_every", "2", "--threads", "1", "--kv_tokens", "16384"]
@@ -336,7 +336,7 @@ def test_a_chat_model_trains_answers_and_is_evaluated(tmp_path, monkeypatch, cap
 
 
 def test_too_many_failing_tools_stop_the_run_with_its_state_whole(base, tmp_path, monkeypatch, capsys):
-    import build
+    from plumbing import build
     import mars as program
     from tools import ToolError
     monkeypatch.chdir(tmp_path)
@@ -355,7 +355,7 @@ def test_too_many_failing_tools_stop_the_run_with_its_state_whole(base, tmp_path
 
 def test_tools_that_fail_in_the_evaluation_stop_the_run_too(base, tmp_path, monkeypatch, capsys):
     """Else an expired key would look like a low held-out accuracy."""
-    import build
+    from plumbing import build
     import mars as program
     from tools import ToolError
     monkeypatch.chdir(tmp_path)

@@ -7,10 +7,10 @@ import torch
 
 import mars
 from config import Config
-from prompts import Step
+from tasks.chat import Step
 from rollout import Chunk, Sample, Trajectory, Turn
 from sampler import Completion
-from tasks import Question
+from tasks.questions import Question
 
 CPU = torch.device("cpu")
 PLAN = {0: [(1.0, 3), (0.0, 1), (0.0, 0), (None, 2)],           # question: (reward, System 1 samples) of each trajectory

@@ -13,7 +13,7 @@ import torch
 from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config,
                           Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
-import policy as trainer
+from trainer import policy as trainer
 import ranks
 from ranks import OBJECTIVE, make_samples, weigh
 from sampler import Sampler

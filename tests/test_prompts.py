@@ -7,8 +7,8 @@ from hypothesis import example, given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-import prompts
-from prompts import Call, ChatFormat, Step, read_step
+from tasks import chat as prompts
+from tasks.chat import Call, ChatFormat, Step, read_step
 from config import UserError
 from tools import Document
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import toy
+from toy import world as toy
 from config import Config
 from rollout import Driver, Sample, Setting, episode, record
 from sampler import Completion, Sampler
-from tasks import Question, exact_match
+from tasks.questions import Question, exact_match
 from tools import Document, ToolError
 
 FORMAT = toy.ToyFormat(toy.make_tokenizer())
@@ -196,7 +196,7 @@ def test_record_holds_the_whole_trajectory():
 
 @pytest.fixture(scope="module")
 def sampler():
-    import toy_base
+    from toy import base_model as toy_base
     torch.manual_seed(0)
     return Sampler(toy_base.new_model(len(FORMAT.tokenizer)), max_tokens=8192)
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from transformers import (GemmaConfig, GemmaForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig,
                           LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
-import forward
-from forward import Batch, unsupported
+from sampler import forward
+from sampler.forward import Batch, unsupported
 from sampler import Sampler, draw, hashed, uniform
 
 V, PAGE = 96, 4

@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from hypothesis import given, strategies as st
 
-import tasks
-from tasks import (Judge, Question, calibration_error, cover_match, exact_match, f1, load_questions, normalise,
+from tasks import questions as tasks
+from tasks.questions import (Judge, Question, calibration_error, cover_match, exact_match, f1, load_questions, normalise,
                    read_verdict, wilson_interval)
 from config import UserError
 from tools import ToolError

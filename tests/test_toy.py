@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import toy
-import toy_base
+from toy import world as toy
+from toy import base_model as toy_base
 from binpack import pack_documents
-from prompts import Call
+from tasks.chat import Call
 from config import UserError
 from tools import Document, search
 

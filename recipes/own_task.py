@@ -1,13 +1,13 @@
-"""A task of your own: questions by number, held-out questions, a reward.   python -m examples.own_task --steps 20
+"""A task of your own: questions by number, held-out questions, a reward.   python -m recipes.own_task --steps 20
 
 These answers are invented and rarely true in the toy's world, so the reward stays low: put in your own.
 """
 import sys
 
 import mars
-from build import build
+from plumbing.build import build
 from config import from_command_line
-from tasks import Question
+from tasks.questions import Question
 
 
 def question(i: int) -> Question:

@@ -1,10 +1,10 @@
-"""A protocol of your own: System 2 drafts, System 1 reads the draft, System 2 answers.   python -m examples.own_protocol"""
+"""A protocol of your own: System 2 drafts, System 1 reads the draft, System 2 answers.   python -m recipes.own_protocol"""
 import sys
 
 import mars
-from build import build
+from plumbing.build import build
 from config import from_command_line
-from prompts import Call, Step
+from tasks.chat import Call, Step
 from rollout import Sample, Trajectory, distil, reward, system2_step
 
 

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-import policy as trainer
-import tasks
-import toy
-import toy_base
+from trainer import policy as trainer
+from tasks import questions as tasks
+from toy import world as toy
+from toy import base_model as toy_base
 from config import MAY_CHANGE, Config, UserError
-from prompts import ChatFormat
+from tasks.chat import ChatFormat
 from rollout import Driver, Setting, Trajectory, episode, reserve
 from sampler import Sampler
-from tasks import Question
+from tasks.questions import Question
 from tools import Document, python, search
 
 Tool = Callable[[str], list[Document]]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import toy_base
+from toy import base_model as toy_base
 from test_mars import SMALL
 
 REPO = Path(__file__).parent.parent
@@ -19,7 +19,7 @@ def base(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["own_tool", "own_task", "own_protocol"])
 def test_example(base, tmp_path, name):
-    command = [sys.executable, "-m", f"examples.{name}", "--model", base, "--runs", tmp_path, "--name", name, "--steps", "1"]
+    command = [sys.executable, "-m", f"recipes.{name}", "--model", base, "--runs", tmp_path, "--name", name, "--steps", "1"]
     done = subprocess.run([*command, *SMALL], cwd=REPO, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in open(tmp_path / name / "rollouts" / "step_0.jsonl")]
@@ -31,7 +31,7 @@ def test_example(base, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["own_tool", "own_task", "own_protocol"])
 def test_example_is_under_20_lines(name):
-    lines = (REPO / "examples" / f"{name}.py").read_text().splitlines()
+    lines = (REPO / "recipes" / f"{name}.py").read_text().splitlines()
     own = [line for line in lines if line.strip() and not line.startswith(("import ", "from ", '"""'))]
     assert len(own) < 20
 
@@ -39,7 +39,7 @@ def test_example_is_under_20_lines(name):
 def test_a_tool_of_ones_own_can_be_called():
     """In the toy a tool's name must be a word of the toy's vocabulary; an unknown one is a malformed call."""
     import toy
-    from examples.own_tool import archive
+    from recipes.own_tool import archive
     form = toy.ToyFormat(toy.make_tokenizer())
     said = form.tokenizer.encode("<call> archive weather <purpose> anything about ada <eot>", add_special_tokens=False)
     assert "unknown tool" in form.parse(said).error

@@ -4,7 +4,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import policy as trainer
+from trainer import policy as trainer
 from bench import train_step as bench
 
 TINY = bench.SMALL | dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2)

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forward import Batch, Buckets, OwnForward, StockForward, unsupported
+from sampler.forward import Batch, Buckets, OwnForward, StockForward, unsupported
 
 
 # ---------------------------------------------------------------- pages: who owns what, in plain integers

@@ -1,12 +1,12 @@
-"""A tool of your own: any function from text to documents.   python -m examples.own_tool --steps 20
+"""A tool of your own: any function from text to documents.   python -m recipes.own_tool --steps 20
 
 The toy's base model has never seen this one and will hardly call it; a chat model reads of it in its system prompt.
 """
 import sys
 
 import mars
-import prompts
-from build import build, make_format
+from tasks import chat as prompts
+from plumbing.build import build, make_format
 from config import from_command_line
 from tools import Document, ToolError
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import toy
+from toy import world as toy
 from binpack import pack_documents
 from config import UserError
 from tools import search

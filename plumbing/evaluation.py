@@ -17,13 +17,13 @@ import os
 import time
 from pathlib import Path
 
-import tasks
+from tasks import questions as tasks
 import view
-from build import build, check_lengths, free_name
+from plumbing.build import build, check_lengths, free_name
 from config import PAPER, Config, UserError, parser, resolve
-from metrics import rollout_sums
+from plumbing.metrics import rollout_sums
 from rollout import Trajectory, record
-from tasks import Question
+from tasks.questions import Question
 
 LIMITS = ("max_turns", "sys2_context", "step_tokens", "answer_tokens", "sys1_prompt", "sys1_response", "top_k", "distill",
           "question_in_system1")

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from prompts import Call, Step
-from tasks import Question
+from tasks.chat import Call, Step
+from tasks.questions import Question
 from config import UserError
 from tools import Document
 

@@ -1,0 +1,1 @@
+"""Files to copy: a tool, a task, a protocol of your own."""

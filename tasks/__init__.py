@@ -1,0 +1,1 @@
+"""Questions, graders, and how chat models speak."""

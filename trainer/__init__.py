@@ -1,0 +1,1 @@
+"""The trainer's room: see policy.py."""
