@@ -204,6 +204,7 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: Tensor | None, top_p: Te
     if top_p is not None:
         ordered, index = torch.sort(probs, dim=-1, descending=True, stable=True)
         outside = ordered.cumsum(-1, dtype=torch.float64) - ordered >= top_p[:, None]
+        outside &= (top_p < 1)[:, None]     # the sum may pass 1 by rounding: a row without top-p keeps all its tokens
         probs = probs.masked_fill(torch.zeros_like(outside).scatter(-1, index, outside), 0.0)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     tokens = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
@@ -429,8 +430,7 @@ class Sampler:
                 self.stats["shared_tokens"] += conversation.cached
             self._enter(request)
         self.waiting.extendleft(reversed(followers))
-        if copies:
-            source, target = (self._to_device(np.array(pages)) for pages in zip(*copies))
+        for source, target in copies:       # in order: a later source may be an earlier target
             self.pool[:, :, target] = self.pool[:, :, source]
         return bool(followers)
 

@@ -292,6 +292,33 @@ def test_sharing_really_shares_pages():
     assert finish(sampler)[0].tokens == generated("llama grouped", tuple(prompt), 6) and late.table[:4] == tables[1][:4]
 
 
+def test_a_fork_of_a_fork_made_in_the_same_step():
+    """The leader gives way between two forks of its prompt: the second is copied from the first one's copy."""
+    sampler, prompt = make("llama grouped", max_tokens=16), prompts_of((6,))[0]
+    leader = sampler.open()
+    sampler.submit(leader, prompt, max_new_tokens=1, temperature=0)
+    finish(sampler)
+    for _ in range(2):
+        sampler.submit(sampler.open(), prompt, max_new_tokens=3, temperature=0)
+    first, second = finish(sampler)
+    assert sampler.stats["preemptions"] >= 1 and sampler.stats["shared_tokens"] == 10
+    for completion in (first, second):
+        assert completion.tokens == generated("llama grouped", tuple(prompt), 3)
+        assert logprob_error(model_of("llama grouped"), prompt, completion) < 1e-4
+
+
+def test_top_p_of_a_neighbour_changes_nothing():
+    """A row without top-p draws the same tokens whether its neighbour has one or not, far into the tail too."""
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(1, 20_000).expand(64, -1)
+    uniforms = 1 - torch.logspace(-3, -12, 64, dtype=torch.float64)
+    alone, _ = draw(logits, uniforms, None, None)
+    top_p = torch.ones(64)
+    top_p[::2] = 0.5
+    beside, _ = draw(logits, uniforms, None, top_p)
+    assert torch.equal(alone[1::2], beside[1::2]) and not torch.equal(alone[::2], beside[::2])
+
+
 def test_a_prompt_is_only_shared_if_it_is_the_same():
     sampler, prompt = make("llama grouped"), prompts_of((9,))[0]
     sampler.generate([prompt, prompt[:-1], prompt + [3]], max_new_tokens=1)
