@@ -99,7 +99,7 @@ def build(config: Config, *, training: bool, folder: Path | None = None) -> Run:
     known = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > known:
         raise UserError(f"{start} has {len(tokenizer)} tokens in its tokenizer and {known} in its model: use two that belong together")
-    sizes = {"max_tokens": config.kv_tokens, "max_rows": config.rows, "device": device}
+    sizes = {"max_tokens": config.kv_tokens, "max_sequences": config.rows, "device": device}
     sampler, frozen, base = Sampler(model, **sizes), None, None
     if config.system1 == "frozen" or (training and config.kl_beta):         # both need the model that the run began with
         base = trainer.load_model(start, device if config.kl_beta else host, dtype=dtype)
