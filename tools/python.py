@@ -55,6 +55,7 @@ ENVIRONMENT = {
 
 SERVER_QUEUE = 30.0  # seconds a sandbox server may take on top of the program's own time
 SERVER_TRIES = 3
+SERVER_PAUSE = 1.0  # seconds before the second try
 LONGEST_MESSAGE = 200  # characters of a server's own words that are handed on
 
 _slots = threading.BoundedSemaphore(max(8, 2 * (os.cpu_count() or 1)))
@@ -331,7 +332,12 @@ def _run_on_server(url: str, code: str, timeout: float, memory: int) -> str:
         "run_timeout": timeout,
         "memory_limit_MB": memory >> 20,
     }
-    client = web.Client(cache=None, timeout=timeout + SERVER_QUEUE, tries=SERVER_TRIES)
+    client = web.Client(
+        cache=None,
+        timeout=timeout + SERVER_QUEUE,
+        tries=SERVER_TRIES,
+        pause=SERVER_PAUSE,
+    )
     try:
         result = client.call(url.rstrip("/") + "/run_code", _decode, body=body)
     except ToolError as error:
