@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from trainer import policy as trainer
 from tasks import questions as tasks
 from toy import world as toy
+from toy.language import ToyFormat
 from toy import base_model as toy_base
 from config import MAY_CHANGE, Config, UserError
 from tasks.chat import ChatFormat
@@ -250,7 +251,7 @@ def usable_tools(config: Config, rank: int) -> list[str]:
 def make_format(config: Config, tokenizer, names: list[str]):
     """How both roles speak: the toy's language if the tokenizer knows it, else the model's own chat template."""
     if "<s2>" in tokenizer.get_vocab():
-        return toy.ToyFormat(tokenizer, names)
+        return ToyFormat(tokenizer, names)
     return ChatFormat(tokenizer, tools=names, purpose=config.purpose == "on", question_in_system1=config.question_in_system1)
 
 
