@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from toy import world as toy
+from toy import language
 from config import Config
 from rollout import Driver, Sample, Setting, episode, record
 from sampler import Completion, Sampler
 from tasks.questions import Question, exact_match
 from tools import Document, ToolError
 
-FORMAT = toy.ToyFormat(toy.make_tokenizer())
+FORMAT = language.ToyFormat(language.make_tokenizer())
 QUESTION = Question("q1", "when was ada baker born ?", ("1968",), "toy")
 PAGES = [Document("d1", "", "", "ada baker born 1968 . the weather was mild that week ."),
          Document("d2", "", "", "bob cohen wrote about ada baker ."), Document("d3", "", "", "see also the list of records .")]
