@@ -18,6 +18,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from trainer import policy as trainer
+from tasks import grading
 from tasks import questions as tasks
 from toy import world as toy
 from toy import base_model as toy_base
@@ -136,7 +137,7 @@ def environment(config: Config, start: Path | str, world: int, rank: int, device
             problems.append(str(error))
     attempt(check_machine, config, device)
     plan = attempt(trainer.memory_plan, start, config=config, world=world, device=device, training=training)
-    grade = attempt(tasks.grader, config.grader)
+    grade = attempt(grading.grader, config.grader)
     names = attempt(usable_tools, config, rank) or []
     questions = attempt(load_questions, config, names, training)
     tools = attempt(make_tools, config, "train", names)

@@ -17,12 +17,14 @@ import os
 import time
 from pathlib import Path
 
-from tasks import questions as tasks
+from plumbing import statistics
+from tasks import grading
 import view
 from plumbing.build import build, check_lengths, free_name
 from config import PAPER, Config, UserError, parser, resolve
 from plumbing.metrics import rollout_sums
 from rollout import Trajectory, record
+from tasks.judge import Judge
 from tasks.questions import Question
 
 LIMITS = ("max_turns", "sys2_context", "step_tokens", "answer_tokens", "sys1_prompt", "sys1_response", "top_k", "distill",
@@ -97,7 +99,7 @@ def evaluate(config: Config) -> int:
     run = build(config, training=False)
     confidences = {}
     if config.grader == "judge":
-        judge = tasks.Judge.from_environment()
+        judge = Judge.from_environment()
 
         def grade(question: Question, answer: str) -> float:
             verdict = judge(question, answer)
@@ -138,13 +140,13 @@ def by_set(trajectories: list[Trajectory]) -> list[tuple[str, list[Trajectory]]]
 def row(name: str, trajectories: list[Trajectory], confidences: dict, seconds: float) -> dict:
     """One line of the table. Accuracy is over all questions: an answer that no judge could grade counts as wrong."""
     s, n = rollout_sums(trajectories), len(trajectories)
-    low, high = tasks.wilson_interval(int(s["reward"]), n)
+    low, high = statistics.wilson_interval(int(s["reward"]), n)
     golds = [(t.answer, t.question.golden_answers) for t in trajectories]
     sure = [(confidences[t.question.id], bool(t.reward)) for t in trajectories if confidences.get(t.question.id) is not None]
     return {"set": name, "questions": n, "accuracy": s["reward"] / n, "low": low, "high": high,
-            "em": sum(tasks.exact_match(*g) for g in golds) / n, "f1": sum(tasks.f1(*g) for g in golds) / n,
-            "cover": sum(tasks.cover_match(*g) for g in golds) / n, "judge_failures": int(s["trajectories"] - s["graded"]),
-            "calibration_error": tasks.calibration_error(*zip(*sure)) if sure else None,
+            "em": sum(grading.exact_match(*g) for g in golds) / n, "f1": sum(grading.f1(*g) for g in golds) / n,
+            "cover": sum(grading.cover_match(*g) for g in golds) / n, "judge_failures": int(s["trajectories"] - s["graded"]),
+            "calibration_error": statistics.calibration_error(*zip(*sure)) if sure else None,
             "calls": s["calls"] / n, "sys2_tokens": s["sys2_tokens"] / n, "sys1_tokens": s["sys1_tokens"] / n,
             "malformed": s["malformed"] / max(s["steps"], 1), "tool_errors": int(s["failed"]), "seconds": seconds}
 

@@ -20,6 +20,7 @@ after a call, and a call with text after it is malformed.
 
 Tests: pytest tests/test_prompts.py
 """
+
 import json
 import re
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from tools import Document
 @dataclass(frozen=True)
 class Call:
     """One tool call of System 2: (t_i, p_i) of the paper. `purpose` is what System 1 is told to look for."""
+
     tool: str
     argument: str
     purpose: str = ""
@@ -40,6 +42,7 @@ class Call:
 class Step:
     """What one sampled step of System 2 turned out to be; exactly one of the three is set. `error` is one sentence
     that says what was wrong: it goes back to System 2 as the observation, and the run counts it as malformed."""
+
     call: Call | None = None
     answer: str | None = None
     error: str | None = None
@@ -51,10 +54,13 @@ class Step:
 
 # ------------------------------------------------------------------------------------------------ wording
 
-TOOLS = {                                       # name: (its one argument, what System 2 is told about it)
+TOOLS = {  # name: (its one argument, what System 2 is told about it)
     "search": ("query", "searches the web and reads the pages found"),
     "scholar": ("query", "searches scientific papers and reads what is found of them"),
-    "python": ("code", "runs a Python program and returns what it prints and the value of its last expression"),
+    "python": (
+        "code",
+        "runs a Python program and returns what it prints and the value of its last expression",
+    ),
 }
 SYSTEM2 = """You answer a hard question by research. Think step by step. Every step of yours ends either with one tool \
 call or with the final answer.
@@ -85,7 +91,9 @@ def system2_text(tools, purpose: bool) -> str:
     if purpose:
         example["purpose"] = "what to find out from the result"
     lines = [f'- {name}, arguments {{"{TOOLS[name][0]}": ...}}: {TOOLS[name][1]}' for name in tools]
-    return SYSTEM2.format(example=json.dumps(example), tools="\n".join(lines), purpose=PURPOSE if purpose else "")
+    return SYSTEM2.format(
+        example=json.dumps(example), tools="\n".join(lines), purpose=PURPOSE if purpose else ""
+    )
 
 
 # ------------------------------------------------------------------------------- from text to a step, (1)
@@ -101,10 +109,12 @@ def read_step(text: str, tools, *, purpose: bool = True, final: bool = False) ->
     if calls and answers:
         return Step(error="The step holds both a call and an answer; give one of them.")
     if len(calls) > 1:
-        return Step(error=f"The step holds {len(calls)} calls; make one call, then wait for its result.")
+        return Step(
+            error=f"The step holds {len(calls)} calls; make one call, then wait for its result."
+        )
     if len(answers) > 1:
         return Step(error=f"The step holds {len(answers)} answers; give one.")
-    if calls and text[calls[0].end():].strip():
+    if calls and text[calls[0].end() :].strip():
         return Step(error="There is text after the call; end the step with the call.")
     if calls and final:
         return Step(error="No further call was possible; an answer was asked for.")
@@ -126,28 +136,42 @@ def read_call(body: str, tools, purpose: bool) -> Step:
     except (ValueError, RecursionError) as error:
         return Step(error=f"The call is not valid JSON: {error}.")
     if not isinstance(call, dict) or not isinstance(call.get("arguments"), dict):
-        return Step(error='The call must be a JSON object with "name" and "arguments", and "arguments" an object.')
+        return Step(
+            error='The call must be a JSON object with "name" and "arguments", and "arguments" an object.'
+        )
     name = call.get("name")
     if name not in tuple(tools):
-        return Step(error=f"There is no tool named {json.dumps(name)[:100]}; the tools are: {', '.join(tools)}.")
+        return Step(
+            error=f"There is no tool named {json.dumps(name)[:100]}; the tools are: {', '.join(tools)}."
+        )
     argument = call["arguments"].get(TOOLS[name][0])
     if not is_text(argument):
-        return Step(error=f'The tool {name} needs the argument "{TOOLS[name][0]}", a text that is not empty.')
+        return Step(
+            error=f'The tool {name} needs the argument "{TOOLS[name][0]}", a text that is not empty.'
+        )
     why = call.get("purpose", call["arguments"].get("purpose")) if purpose else ""
     if purpose and not is_text(why):
-        return Step(error='The call needs a "purpose": a text that says what to find out from the result.')
+        return Step(
+            error='The call needs a "purpose": a text that says what to find out from the result.'
+        )
     return Step(call=Call(name, argument, why.strip()))
 
 
 def is_text(value) -> bool:
     """A text that says something and that can be sent: JSON lets half of a surrogate pair through, UTF-8 does not."""
-    return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
+    return (
+        isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
+    )
 
 
 # ------------------------------------------------------------------------------------------------- the format
 
-SLOTS = QUESTION, STEP_A, RESULT_A, STEP_B, RESULT_B, CHUNK, TASK = [f"slot-{n}-of-the-template" for n in "1234567"]
-PREFILL = re.compile(r"<think>(\s*</think>)?\s*\Z")           # how a template switches thinking before a step
+SLOTS = QUESTION, STEP_A, RESULT_A, STEP_B, RESULT_B, CHUNK, TASK = [
+    f"slot-{n}-of-the-template" for n in "1234567"
+]
+PREFILL = re.compile(
+    r"<think>(\s*</think>)?\s*\Z"
+)  # how a template switches thinking before a step
 
 
 class ChatFormat:
@@ -159,17 +183,36 @@ class ChatFormat:
     Raises UserError when the template or the tokenizer cannot carry a context that only grows.
     """
 
-    def __init__(self, tokenizer, *, tools=tuple(TOOLS), purpose=True, question_in_system1=True, thinking=True):
+    def __init__(
+        self,
+        tokenizer,
+        *,
+        tools=tuple(TOOLS),
+        purpose=True,
+        question_in_system1=True,
+        thinking=True,
+    ):
         if not tools or set(tools) - set(TOOLS):
-            raise UserError(f"tools must be some of {', '.join(TOOLS)}, not {', '.join(tools) or 'none'}")
+            raise UserError(
+                f"tools must be some of {', '.join(TOOLS)}, not {', '.join(tools) or 'none'}"
+            )
         if not getattr(tokenizer, "chat_template", None):
-            raise UserError("the model's tokenizer has no chat template: choose a chat (instruct) model")
-        self.tokenizer, self.tools, self.purpose, self.thinking = tokenizer, tuple(tools), purpose, thinking
+            raise UserError(
+                "the model's tokenizer has no chat template: choose a chat (instruct) model"
+            )
+        self.tokenizer, self.tools, self.purpose, self.thinking = (
+            tokenizer,
+            tuple(tools),
+            purpose,
+            thinking,
+        )
         self.question_in_system1 = question_in_system1
         self._find_control_tokens()
         self._find_roles()
         self._find_system2_frame()
-        head, middle, tail = self._render(self._open(SYSTEM1, f"The results:\n\n{CHUNK}\n\n{TASK}"), CHUNK, TASK)
+        head, middle, tail = self._render(
+            self._open(SYSTEM1, f"The results:\n\n{CHUNK}\n\n{TASK}"), CHUNK, TASK
+        )
         self._system1_frame = [self._template_ids(piece) for piece in (head, middle, tail)]
         self._separator, self._final = self.encode("\n\n"), self.encode(FINAL)
 
@@ -178,24 +221,33 @@ class ChatFormat:
     def _find_control_tokens(self):
         """Ids that a template uses as marks: no document and no note may bring one in."""
         added = self.tokenizer.added_tokens_decoder
-        self._control = {i: token.content for i, token in added.items()
-                         if token.special or re.fullmatch("<.+>", token.content)}
+        self._control = {
+            i: token.content
+            for i, token in added.items()
+            if token.special or re.fullmatch("<.+>", token.content)
+        }
         self._think_open, self._think_close = (
-            next((i for i, text in self._control.items() if text == tag), None) for tag in ("<think>", "</think>"))
-        rests = {}                                                      # first character -> rests of the marks
+            next((i for i, text in self._control.items() if text == tag), None)
+            for tag in ("<think>", "</think>")
+        )
+        rests = {}  # first character -> rests of the marks
         for mark in self._control.values():
             if len(mark) > 1:
                 rests.setdefault(mark[0], []).append(re.escape(mark[1:]))
         cuts = [f"(?<={re.escape(first)})(?={'|'.join(rest)})" for first, rest in rests.items()]
-        self._inside_mark = re.compile("|".join(cuts) or r"(?!)")       # the place after a mark's first character
+        self._inside_mark = re.compile(
+            "|".join(cuts) or r"(?!)"
+        )  # the place after a mark's first character
 
     def _find_roles(self):
         """Some templates refuse the system or the tool role, or drop what it says: then the user speaks for it."""
+
         def knows(*messages):
             try:
                 return RESULT_A in self._apply(messages)
             except UserError:
                 return False
+
         user, step = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": STEP_A}
         self._system_role = knows({"role": "system", "content": RESULT_A}, user)
         self._tool_role = knows(user, step, {"role": "tool", "content": RESULT_A})
@@ -205,17 +257,23 @@ class ChatFormat:
         opening = self._open(system2_text(self.tools, self.purpose), QUESTION)
         before, after = self._render(opening, QUESTION)
         rounds = opening + self._round(STEP_A, RESULT_A) + self._round(STEP_B, RESULT_B)
-        before_, after_, head, middle, head_, tail = self._render(rounds, QUESTION, STEP_A, RESULT_A, STEP_B, RESULT_B)
+        before_, after_, head, middle, head_, tail = self._render(
+            rounds, QUESTION, STEP_A, RESULT_A, STEP_B, RESULT_B
+        )
         bare = [PREFILL.sub("", piece) for piece in (after, after_, middle, tail)]
         if before != before_ or bare[0] != bare[1] or head != head_ or bare[2] != bare[3]:
-            raise UserError("the model's chat template rewrites earlier turns when later ones are added, so the "
-                            "sampled tokens cannot be kept: use a model, or a template, that only appends")
+            raise UserError(
+                "the model's chat template rewrites earlier turns when later ones are added, so the "
+                "sampled tokens cannot be kept: use a model, or a template, that only appends"
+            )
         self._question_frame = self._template_ids(before), self._template_ids(after)
         self._end, *self._result_head = self._template_ids(head)
         self._result_tail = self._template_ids(tail)
         if self._end not in self._control:
-            raise UserError("the model's chat template does not close an assistant turn with a special token, so "
-                            "the sampler would not know where a step ends: choose another model")
+            raise UserError(
+                "the model's chat template does not close an assistant turn with a special token, so "
+                "the sampler would not know where a step ends: choose another model"
+            )
         stops = (self._end, self.tokenizer.eos_token_id)
         self.stop_ids = tuple(dict.fromkeys(i for i in stops if i is not None))
 
@@ -225,14 +283,21 @@ class ChatFormat:
         return [{"role": "user", "content": f"{system}\n\n{user}"}]
 
     def _round(self, step: str, result: str) -> list[dict]:
-        reply = {"role": "tool", "content": result} if self._tool_role else {
-            "role": "user", "content": f"<tool_response>\n{result}\n</tool_response>"}
+        reply = (
+            {"role": "tool", "content": result}
+            if self._tool_role
+            else {"role": "user", "content": f"<tool_response>\n{result}\n</tool_response>"}
+        )
         return [{"role": "assistant", "content": step}, reply]
 
     def _apply(self, messages) -> str:
-        try:                                                            # the template is a program from outside
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True,
-                                                      enable_thinking=self.thinking)
+        try:  # the template is a program from outside
+            return self.tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=self.thinking,
+            )
         except Exception as error:
             raise UserError(f"the model's chat template failed: {error}") from error
 
@@ -240,27 +305,38 @@ class ChatFormat:
         """The template's text, cut at the slots: one piece more than slots."""
         text = self._apply(messages)
         if any(text.count(slot) != 1 for slot in slots):
-            raise UserError("the model's chat template drops or repeats the content of a message: choose another model")
+            raise UserError(
+                "the model's chat template drops or repeats the content of a message: choose another model"
+            )
         return re.split("|".join(slots), text)
 
     def _template_ids(self, text: str) -> list[int]:
-        ids = self.tokenizer.encode(text, add_special_tokens=False)     # the template itself writes the special tokens
+        ids = self.tokenizer.encode(
+            text, add_special_tokens=False
+        )  # the template itself writes the special tokens
         if self.decode(ids) != text or self.decode(self.encode("two words")) != "two words":
-            raise UserError("the model's tokenizer does not give back the text that it was given, so pieces of a "
-                            "context cannot be joined as ids: choose a model with a byte-level tokenizer")
+            raise UserError(
+                "the model's tokenizer does not give back the text that it was given, so pieces of a "
+                "context cannot be joined as ids: choose a model with a byte-level tokenizer"
+            )
         return ids
 
     # ---- text and ids
 
     def encode(self, text: str) -> list[int]:
         """Plain text to ids. A mark inside it ("<|im_end|>" on a web page) is cut in two, so it stays plain text."""
-        text = text.encode("utf-8", "replace").decode("utf-8")          # broken pages hold lone surrogates
-        return [i for piece in self._inside_mark.split(text)
-                for i in self.tokenizer.encode(piece, add_special_tokens=False)]
+        text = text.encode("utf-8", "replace").decode("utf-8")  # broken pages hold lone surrogates
+        return [
+            i
+            for piece in self._inside_mark.split(text)
+            for i in self.tokenizer.encode(piece, add_special_tokens=False)
+        ]
 
     def decode(self, tokens: list[int]) -> str:
         """The text of ids, marks included."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     def _without_thoughts(self, tokens: list[int], opened: list[int]) -> list[int]:
         """`tokens` without <think> ... </think>; `opened`: the ids just before them, which may leave a thought open."""
@@ -268,7 +344,10 @@ class ChatFormat:
         kept, thinking = [], bool(marks) and marks[-1] == self._think_open
         for token in tokens:
             if token == self._think_close:
-                kept, thinking = kept if thinking else [], False        # closed but never opened: all of it was thought
+                kept, thinking = (
+                    kept if thinking else [],
+                    False,
+                )  # closed but never opened: all of it was thought
             elif token == self._think_open:
                 thinking = True
             elif not thinking:
@@ -309,20 +388,32 @@ class ChatFormat:
 
     def document(self, document: Document) -> list[int]:
         """One document as it stands in a chunk: a header line, the text, a blank line."""
-        header = " ".join(part for part in (document.title, f"({document.url})" if document.url else "") if part)
-        return self.encode(f"# {header}\n{document.text.strip()}\n\n" if header else f"{document.text.strip()}\n\n")
+        header = " ".join(
+            part for part in (document.title, f"({document.url})" if document.url else "") if part
+        )
+        return self.encode(
+            f"# {header}\n{document.text.strip()}\n\n" if header else f"{document.text.strip()}\n\n"
+        )
 
     def system1_prompt(self, chunk: list[int], purpose: str, question: str) -> list[int]:
         """System 1's whole context. The task stands after the chunk, next to where the notes begin."""
-        lines = [f"The researcher's question: {question.strip()}"] if self.question_in_system1 else []
-        lines += [f"What to find out: {purpose.strip()}"] if self.purpose and purpose.strip() else []
+        lines = (
+            [f"The researcher's question: {question.strip()}"] if self.question_in_system1 else []
+        )
+        lines += (
+            [f"What to find out: {purpose.strip()}"] if self.purpose and purpose.strip() else []
+        )
         head, middle, tail = self._system1_frame
         return head + chunk + middle + self.encode("\n".join(lines + ["Your notes:"])) + tail
 
     def note(self, tokens: list[int]) -> list[int]:
         """What enters System 2's context of System 1's sampled ids: no thoughts, no stop token, no mark that could pass
         for the end of the tool result, no blank edges. A subsequence of the ids, possibly empty."""
-        note = [i for i in self._without_thoughts(tokens, self._system1_frame[2]) if i not in self._control]
+        note = [
+            i
+            for i in self._without_thoughts(tokens, self._system1_frame[2])
+            if i not in self._control
+        ]
         while note and not self.decode(note[:1]).strip():
             note.pop(0)
         while note and not self.decode(note[-1:]).strip():

@@ -9,7 +9,8 @@ from toy import world as toy
 from config import Config
 from rollout import Driver, Sample, Setting, episode, record
 from sampler import Completion, Sampler
-from tasks.questions import Question, exact_match
+from tasks.grading import exact_match
+from tasks.questions import Question
 from tools import Document, ToolError
 
 FORMAT = toy.ToyFormat(toy.make_tokenizer())
