@@ -3,6 +3,7 @@ import copy
 import functools
 import math
 import random
+import re
 
 import numpy as np
 import pytest
@@ -570,27 +571,106 @@ def test_small_operations_equal_the_kernels():
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results))
 
 
-# ---------------------------------------------------------------- bad input
+# ---------------------------------------------------------------- what submit takes and refuses
 
-@pytest.mark.parametrize("tokens, options, sentence", [
-    ([], {}, "tokens is empty"),
-    ([1, V], {}, f"token id {V} is outside the model's vocabulary of {V}"),
-    ([-1], {}, "token id -1 is outside"),
-    ([1], dict(max_new_tokens=0), "max_new_tokens must be at least 1"),
-    ([1], dict(temperature=-1.0), "temperature must be 0"),
-    ([1], dict(temperature=math.nan), "temperature must be 0"),
-    ([1], dict(top_p=0.0), "top_p must be above 0"),
-    ([1] * 40, dict(max_new_tokens=26), "40 tokens and 26 new ones can never fit the KV pool of 64 tokens"),
-])
-def test_bad_requests_are_refused_in_one_sentence(tokens, options, sentence):
+REFUSED = [
+    (dict(tokens=[]), ValueError, "tokens is empty"),
+    (dict(tokens=[1, V]), ValueError, f"token id {V} is outside the model's vocabulary of {V}"),
+    (dict(tokens=[-1]), ValueError, "token id -1 is outside"),
+    (dict(tokens=7), TypeError, "tokens must be a collection of token ids, not 7"),
+    (dict(tokens="12"), TypeError, "each of tokens must be an integer, not '1'"),
+    (dict(tokens=[1.0]), TypeError, "each of tokens must be an integer, not 1.0"),
+    (dict(tokens=torch.tensor([1.0])), TypeError, "each of tokens must be an integer"),
+    (dict(tokens=torch.tensor([[1, 2]])), TypeError, "each of tokens must be an integer"),
+    (dict(tokens=[True]), TypeError, "each of tokens must be an integer, not True"),
+    (dict(max_new_tokens=0), ValueError, "max_new_tokens must be at least 1"),
+    (dict(max_new_tokens=2.5), TypeError, "max_new_tokens must be an integer, not 2.5"),
+    (dict(max_new_tokens=None), TypeError, "max_new_tokens must be an integer, not None"),
+    (dict(temperature=-1.0), ValueError, "temperature must be 0"),
+    (dict(temperature=math.nan), ValueError, "temperature must be 0"),
+    (dict(temperature=math.inf), ValueError, "temperature must be 0"),
+    (dict(temperature=1e-40), ValueError, "temperature must be 0"),
+    (dict(temperature=1e30), ValueError, "temperature must be 0"),
+    (dict(temperature="1"), TypeError, "temperature must be a number, not '1'"),
+    (dict(temperature=None), TypeError, "temperature must be a number, not None"),
+    (dict(top_p=0.0), ValueError, "top_p must be above 0"),
+    (dict(top_p=1e-50), ValueError, "top_p must be above 0"),
+    (dict(top_p=1.01), ValueError, "top_p must be above 0"),
+    (dict(top_p=math.nan), ValueError, "top_p must be above 0"),
+    (dict(top_p=True), TypeError, "top_p must be a number, not True"),
+    (dict(stop_ids=5), TypeError, "stop_ids must be a collection of token ids, not 5"),
+    (dict(stop_ids=None), TypeError, "stop_ids must be a collection of token ids, not None"),
+    (dict(stop_ids=[None]), TypeError, "each of stop_ids must be an integer, not None"),
+    (dict(stop_ids=torch.tensor(5)), TypeError, "stop_ids must be a collection of token ids"),
+    (dict(seed=None), TypeError, "seed must be an integer, not None"),
+    (dict(seed=1.5), TypeError, "seed must be an integer, not 1.5"),
+    (dict(seed=True), TypeError, "seed must be an integer, not True"),
+    (
+        dict(tokens=[1] * 40, max_new_tokens=26),
+        ValueError,
+        "40 tokens and 26 new ones can never fit the KV pool of 64 tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize("options, kind, sentence", REFUSED)
+def test_bad_requests_are_refused_and_leave_no_trace(options, kind, sentence):
+    """In one sentence, before anything changes: bystanders go on, and the call can be repeated."""
+    options = {"tokens": [3, 4], "max_new_tokens": 2, **options}
+    tokens = options.pop("tokens")
     sampler = make("llama grouped", max_tokens=64)
+    prompt = prompts_of((7,))[0]
+    bystander = sampler.submit(sampler.open(), prompt, max_new_tokens=6, temperature=0)
+    sampler.step()
     conversation = sampler.open()
-    with pytest.raises(ValueError, match=sentence) as error:
-        sampler.submit(conversation, tokens, **{"max_new_tokens": 2, **options})
-    assert "\n" not in str(error.value) and not conversation.tokens and not sampler.busy
-    with pytest.raises(ValueError, match=sentence):
-        sampler.generate([[2], tokens], **{"max_new_tokens": 2, **options})
-    assert nothing_leaked(sampler) and not sampler.busy and not sampler.step()
+    with pytest.raises(kind, match=re.escape(sentence)) as error:
+        sampler.submit(conversation, tokens, **options)
+    assert "\n" not in str(error.value)
+    assert not conversation.tokens
+    again = sampler.submit(conversation, prompt, max_new_tokens=3, temperature=0)
+    finish(sampler)
+    assert bystander.completion.tokens == generated("llama grouped", tuple(prompt), 6)
+    assert again.completion.tokens == generated("llama grouped", tuple(prompt), 3)
+
+    pages = sampler.pages_in_use
+    with pytest.raises(kind, match=re.escape(sentence)):
+        sampler.generate([[2], tokens], **options)
+    assert not sampler.busy
+    assert sampler.pages_in_use == pages
+    assert len(sampler.generate([[2]], max_new_tokens=2)[0].tokens) == 2
+
+
+def test_integers_of_every_kind_are_accepted():
+    """Tensors, arrays and numpy integers are what lists of Python integers are; pages are shared."""
+    prompt = prompts_of((9,))[0]
+    forms = [prompt, tuple(prompt), iter(prompt), np.array(prompt), torch.tensor(prompt)]
+    forms.append([np.int64(token) for token in prompt])
+    seeds = [3, np.int64(3), np.uint8(3), torch.tensor(3), 3 + 2**64, np.int32(3)]
+    sampler = make("llama grouped")
+    expected = sampler.generate([prompt], max_new_tokens=np.int64(5), seed=1)[0].tokens
+    stops = [[expected[2]], iter([expected[2]]), {expected[2]}, torch.tensor([expected[2]])]
+    stops += [np.array([expected[2]]), (np.int32(expected[2]),)]
+    requests = []
+    for form, seed, stop_ids in zip(forms, seeds, stops, strict=True):
+        conversation = sampler.open()
+        request = sampler.submit(
+            conversation, form, max_new_tokens=5, temperature=np.float32(1), stop_ids=stop_ids, seed=seed
+        )
+        requests.append(request)
+    finish(sampler)
+    assert len({tuple(request.tokens) for request in requests}) == 1
+    assert sampler.stats["shared_tokens"] == 5 * 8
+
+
+def test_an_iterator_of_stop_ids_serves_all_rows():
+    prompts = prompts_of()
+    free = [generated("llama grouped", tuple(prompt), 8) for prompt in prompts]
+    stops = {tokens[2] for tokens in free}
+    out = make("llama grouped").generate(
+        prompts, max_new_tokens=8, temperature=0, stop_ids=iter(stops)
+    )
+    assert all(completion.finish == "stop" for completion in out)
+    assert all(len(completion.tokens) <= 3 for completion in out)
 
 
 def test_a_request_that_just_fits_is_taken():
@@ -612,6 +692,12 @@ def test_misuse_of_a_conversation_is_refused():
     sampler.close(conversation)
     assert "was closed" in request.error and request.done and nothing_leaked(sampler)
     with pytest.raises(ValueError, match="closed"):
+        sampler.submit(conversation, [3], max_new_tokens=3)
+    elsewhere = make("llama grouped")
+    conversation = elsewhere.open()
+    elsewhere.submit(conversation, [1], max_new_tokens=1)
+    finish(elsewhere)
+    with pytest.raises(ValueError, match="belongs to another sampler"):
         sampler.submit(conversation, [3], max_new_tokens=3)
     with pytest.raises(ValueError, match="is smaller than one page of 4; raise max_tokens"):
         make("llama grouped", max_tokens=PAGE - 1)
