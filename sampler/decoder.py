@@ -27,7 +27,7 @@ FAMILY = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 # On a CPU, packed weights are faster from about so many rows on.
 PACKED_ROWS = 8
-PACKED_TYPES = ()
+PACKED_TYPES = (torch.float32, torch.bfloat16)
 
 
 def unsupported(model) -> str | None:
