@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 import kernels
 from bench.common import gpu_clock, interleaved, save, spread, table
-from kernels.paged_attention import reference, split_count, triton_paged_attention
+from kernels.paged_attention import programs_at_once, reference, shared_memory, split_count, triton_paged_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NOT_MEASURED = "not yet measured on a GPU"
@@ -164,7 +164,8 @@ def sweep(quick, rounds, copy):
         calls = {name: on_set(partial(triton_paged_attention, config=c), case, scale) for name, c in configs.items()}
         times = microseconds(calls, rounds)
         best = min((name for name in times if not isinstance(times[name], str)), key=lambda name: times[name]["median"])
-        usual = split_count(batch, HEADS["Qwen3-8B"][1], 4096)
+        at_once = programs_at_once(case[0].device, shared_memory(configs[best], 256))
+        usual = split_count(batch, HEADS["Qwen3-8B"][1], 4096, configs[best]["block"], at_once)
         calls = {f"{best} splits={n}{' (usual)' * (n == usual)}":
                  on_set(partial(triton_paged_attention, config=configs[best], splits=n), case, scale)
                  for n in (1, 2, 4, 8, 16, 32, 64)}
