@@ -8,7 +8,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tools import exchange, search, web
+from tools import exchange, pages, search, web
+
+needs_lxml = pytest.mark.skipif(bool(pages.missing("html")), reason=str(pages.missing("html")))
+needs_pypdf = pytest.mark.skipif(bool(pages.missing("pdf")), reason=str(pages.missing("pdf")))
 
 KEY = "sk-very-secret"
 ROW = {"title": "Ada", "link": "http://site.test/ada", "snippet": "born 1968"}

@@ -8,13 +8,11 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopback import needs_lxml, needs_pypdf
 
 from bench import search as bench_search
 from config import UserError
 from tools import Document, ToolError, documents, pages, reader, search
-
-needs_lxml = pytest.mark.skipif(bool(pages.missing("html")), reason=str(pages.missing("html")))
-needs_pypdf = pytest.mark.skipif(bool(pages.missing("pdf")), reason=str(pages.missing("pdf")))
 
 
 def headers(kind, **more):

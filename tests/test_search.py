@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopback import ECHO, GOOD, KEY, ROW, only_site, routes, says, serper
+from loopback import ECHO, GOOD, KEY, ROW, needs_lxml, only_site, routes, says, serper
 
 from config import UserError
 from tools import Document, ToolError, bm25, search
@@ -187,6 +187,36 @@ def test_the_index_on_disk_answers_as_the_one_in_memory_and_is_built_once(tmp_pa
         assert memory(query) == built(query) == loaded(query)
     write_jsonl(path, [*rows, {"id": "new", "contents": "fresh"}])
     assert ids(search.local(path, 7, cache)("fresh")) == ["new"]
+
+
+def test_a_new_index_takes_the_place_of_the_old_one(tmp_path):
+    cache = tmp_path / "cache"
+    path = tmp_path / "d.jsonl"
+    other = write_jsonl(tmp_path / "other.jsonl", ROWS)
+    search.local(other, 1, cache)
+    for number in range(4):
+        write_jsonl(path, [*ROWS, {"id": "new", "contents": f"secret{number}"}])
+        find = search.local(path, 1, cache)
+    assert ids(find("secret3")) == ["new"] and find("secret0") == []
+    folders = [folder for folder in cache.iterdir() if folder.is_dir()]
+    assert len(folders) == 2, "one for each path"
+    kept = b"".join(file.read_bytes() for folder in folders for file in folder.iterdir())
+    assert b"secret3" in kept and b"secret0" not in kept
+
+
+def test_passages_are_found_alike_in_memory_and_on_disk(tmp_path):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    words = [f"w{i}" for i in range(1000)]
+    words[700] = "needle"
+    (notes / "long.md").write_text("# Top\n" + " ".join(words))
+    (notes / "short.md").write_text("nothing")
+    memory = search.local(notes, 3)
+    disk = search.local(notes, 3, tmp_path / "cache")
+    assert memory("needle") == disk("needle")
+    assert len(memory("needle")) == 2 and memory("needle")[0].title == "long › Top"
+    (whole,) = search.local(notes, 3, tmp_path / "cache", passage_words=0)("needle")
+    assert len(whole.text.split()) == 1002
 
 
 def test_a_build_that_dies_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
@@ -386,6 +416,7 @@ def test_no_page_read_at_all_is_a_failed_search(server, tmp_path, waits, reply):
     assert serper(tmp_path, pages="jina")("nothing") == []
 
 
+@needs_lxml
 def test_search_and_direct_reading_end_to_end(server, tmp_path, waits):
     base = f"http://site.test:{server.server_port}"
     links = [
@@ -428,6 +459,7 @@ def test_search_and_direct_reading_end_to_end(server, tmp_path, waits):
     )
 
 
+@needs_lxml
 @pytest.mark.parametrize(
     "link",
     [
@@ -448,11 +480,69 @@ def test_a_link_that_is_none_is_a_page_that_cannot_be_read(server, tmp_path, wai
         serper(tmp_path, pages="fetch")("ada")
 
 
+@needs_lxml
 def test_without_the_injected_resolver_loopback_pages_are_never_read(server, tmp_path):
     server.replies = [found(f"{server.url}/secret"), says("the secret", kind="text/plain")]
     with pytest.raises(ToolError, match="not on the public internet"):
         serper(tmp_path, pages="fetch")("ada")
     assert [path for _, path, _, _ in server.requests] == ["/search"]
+
+
+def test_blocked_hosts_are_left_out_with_all_below_them(server, tmp_path):
+    links = [
+        "http://good.test/",
+        "https://Bad.test/x",
+        "http://www.bad.test./",
+        "http://notbad.test",
+    ]
+    server.replies = [found(*links, "http://[bad")]
+    kept = [document.url for document in serper(tmp_path, block=("bad.test",))("ada")]
+    assert kept == ["http://good.test/", "http://notbad.test"]
+
+
+@needs_lxml
+def test_a_redirect_to_a_blocked_host_is_not_followed(server, tmp_path):
+    base = f"http://site.test:{server.server_port}"
+    secret = routes({"/": says("", 302, {"Location": f"http://bad.test:{server.server_port}/s"})})
+    server.replies = [found(f"{base}/"), secret]
+
+    def resolve(host, port):
+        return ["127.0.0.1"]
+
+    find = serper(tmp_path, pages="fetch", block=("bad.test",), resolve=resolve)
+    with pytest.raises(ToolError, match="blocked host"):
+        find("ada")
+    assert [path for _, path, _, _ in server.requests] == ["/search", "/"]
+
+
+@needs_lxml
+def test_a_long_page_is_shortened_to_what_matches_the_query(server, tmp_path):
+    base = f"http://site.test:{server.server_port}"
+    words = [f"w{i}" for i in range(5000)]
+    words[4000] = "zebra"
+    page = says(f"<p>{' '.join(words)}", kind="text/html")
+    server.replies = [found(f"{base}/"), page]
+    (short,) = serper(tmp_path, pages="fetch", resolve=only_site)("zebra")
+    assert "zebra" in short.text and 1900 < len(short.text.split()) < 2100
+    assert "[part 21 of 25]" in short.text
+    (whole,) = serper(tmp_path, pages="fetch", resolve=only_site, passage_words=0)("zebra")
+    assert len(whole.text.split()) == 5000
+    assert len(server.requests) == 2, "both come from one answer in the cache"
+
+
+@needs_lxml
+def test_a_page_of_any_content_type_ends_in_text_or_in_a_failed_search(server, tmp_path, waits):
+    """The header that once ended a run: two halves of a charset, one of them encoded."""
+    base = f"http://site.test:{server.server_port}"
+    kind = "text/html; charset*0=a; charset*=b"
+    server.replies = [found(f"{base}/"), says("<p>Ada", kind=kind)]
+    assert serper(tmp_path, pages="fetch", resolve=only_site)("ada")[0].text == "Ada"
+
+
+def test_fetching_pages_without_the_library_is_refused_at_the_start(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "missing", lambda kind: "HTML is read by lxml")
+    with pytest.raises(UserError, match="--pages fetch reads pages itself: HTML is read by lxml"):
+        serper(tmp_path, pages="fetch")
 
 
 # What make and the command refuse -----------------------------------------------------------------
