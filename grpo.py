@@ -73,17 +73,35 @@ def token_weights(masks: list[Tensor], counts: int) -> list[Tensor]:
     return [mask.float() / (mask.sum().clamp(min=1) * counts) for mask in masks]
 
 
-def grpo_loss(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, weight: Tensor, *, clip_low: float = 0.2,
-              clip_high: float = 0.2, kl_beta: float = 0.0, ref_logprob: Tensor | None = None) -> tuple[Tensor, dict]:
-    """Σ w·ℓ over tokens [N], ℓ = −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)·A) + kl_beta·KL, ρ = exp(logprob − old_logprob).
+def grpo_loss(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    weight: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_beta: float = 0.0,
+    ref_logprob: Tensor | None = None,
+) -> tuple[Tensor, dict]:
+    """Σ w·ℓ over tokens [N], ℓ = −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)·A) + kl_beta·KL.
 
-    KL is k3 = exp(d) − d − 1 with d = ref_logprob − logprob (Schulman, 2020), if a reference is given. A token of weight 0
-    is masked: whatever stands there, NaN included, neither enters the loss nor gets a gradient. Plain PyTorch, any dtype:
-    what the Triton forms under kernels/ are tested against. Stats are means over the tokens with weight (0 if there are none).
+    ρ = exp(logprob − old_logprob). KL is k3 = exp(d) − d − 1 with d = ref_logprob − logprob
+    (Schulman, 2020), if a reference is given. Plain PyTorch, any dtype.
+
+    This is the only definition of the loss: the fused kernel calls it on every device, with one
+    chunk of tokens after the other. So a token's ℓ may depend on that token's inputs only.
+    A token of weight 0 is masked: whatever stands there, NaN included, neither enters the loss nor
+    gets a gradient. Stats are means over the tokens with weight, and 0 if there are none.
     """
     live = weight != 0
-    logprob, old_logprob, advantage = (torch.where(live, x, 0.0) for x in (logprob, old_logprob, advantage))
-    ratio = torch.exp(logprob - old_logprob)
+    logprob = torch.where(live, logprob, 0.0)
+    old_logprob = torch.where(live, old_logprob, 0.0)
+    advantage = torch.where(live, advantage, 0.0)
+    log_ratio = logprob - old_logprob
+    # Where A ≥ 0 the loss is flat above the clip. Held below overflow, exp makes no 0 · inf there.
+    log_ratio = torch.where(advantage < 0, log_ratio, log_ratio.clamp(max=80))
+    ratio = torch.exp(log_ratio)
     unclipped = ratio * advantage
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
     loss = -torch.minimum(unclipped, clipped)
@@ -94,8 +112,8 @@ def grpo_loss(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, weight: T
         loss = loss + kl_beta * kl
     with torch.no_grad():
         tokens = live.sum().clamp(min=1)
-        stats = {"clip_share": ((clipped < unclipped) & live).sum() / tokens,
-                 "ratio_mean": (ratio * live).sum() / tokens,
-                 "ratio_max": (ratio * live).max() if len(ratio) else ratio.new_zeros(()),
-                 "kl": (kl * live).sum() / tokens}
+        stats = {
+            "clip_share": ((clipped < unclipped) & live).sum() / tokens,
+            "kl": (kl * live).sum() / tokens,
+        }
     return (weight * loss).sum(), stats

@@ -142,7 +142,7 @@ def train(options) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"another bench.ablations is at work in {options.runs}") from None
-        bases = [(f"base-{seed}", ["-c", f"import toy_base; toy_base.build({str(options.cache)!r}, {seed}, threads=1)"])
+        bases = [(f"base-{seed}", ["-c", f"from toy import base_model; base_model.build({str(options.cache)!r}, {seed}, threads=1)"])
                  for seed in options.seeds]
 
         def made(name, code, seconds, where):

@@ -271,7 +271,7 @@ def gpu_row(model, rows, context, new, rounds):
     """One line of the GPU table, in tokens/s. A whole job is `rows` prompts of `context` tokens and `new` ones each."""
     rng = random.Random(0)
     prompts, wanted = [random_tokens(rng, context, QWEN3_8B["vocab_size"]) for _ in range(rows)], [new] * rows
-    sampler = Sampler(model, max_tokens=rows * (context + 320), max_rows=rows)
+    sampler = Sampler(model, max_tokens=rows * (context + 320), max_sequences=rows)
     speed = statistics.median(decode_speed(sampler, prompts, new) for _ in range(rounds))
     job = [wall(lambda: sampler.generate(prompts, max_new_tokens=new, temperature=0)) for _ in range(2)][1]
     del sampler

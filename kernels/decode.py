@@ -14,7 +14,7 @@ from __future__ import annotations   # annotations stay text, so the file can be
 import torch
 import torch.nn.functional as F
 
-from kernels import jit, tl, triton, use_triton
+from kernels.backend import jit, tl, triton, use_triton
 
 WARPS = {"add_rms_norm": 8, "qk_norm_rope_store": 1, "silu_mul": 4}
 SILU_BLOCK = 1024

@@ -23,7 +23,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from kernels import jit, tl, triton, use_triton
+from kernels.backend import jit, tl, triton, use_triton
 
 ROWS_AT_A_TIME = 16   # reference(): the copy of this many rows' keys and values stays in the processor's cache
 # Launch by bytes of a head (Dh × element size): tokens in a block, warps, and stages of the load pipeline.

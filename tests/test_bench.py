@@ -21,6 +21,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import mars
 from trainer import policy
 import sampler
+from toy import language
 from toy import world as toy
 from toy import base_model as toy_base
 from bench import ablations, common, cost, soak
@@ -163,7 +164,7 @@ def test_complete_runs_are_skipped_half_ones_resumed_failed_ones_tried_again(opt
     ablations.train(options)
     runs = {c[c.index("--name") + 1]: "--resume" in c for c in started if c[0] == "mars.py"}
     assert runs == {"full-1": True, "balance_off-0": False, "balance_off-1": False}
-    build = f"import toy_base; toy_base.build({str(options.cache)!r}, %d, threads=1)"
+    build = f"from toy import base_model; base_model.build({str(options.cache)!r}, %d, threads=1)"
     assert [c[1] for c in started[:2]] == [build % 0, build % 1]
     assert "balance_off-1: failed, exit 1" in capsys.readouterr().out
     assert ablations.look("balance_off", 1, options)["why"] == "exit 1: mars: the disk is full"
@@ -236,7 +237,7 @@ def test_parameters_are_those_that_transformers_makes(shape):
 
 def test_the_toys_shape_is_the_toys():
     with torch.device("meta"):
-        model = toy_base.new_model(len(toy.vocabulary()))
+        model = toy_base.new_model(len(language.vocabulary()))
     assert cost.SHAPES[0].parameters == sum(p.numel() for p in model.parameters())
 
 
@@ -261,9 +262,9 @@ def test_the_toys_workload_is_what_flawless_look_ups_make():
     plans = [toy.draw_plan(world, rng) for _ in range(600)]
     count = dict.fromkeys(("calls", "distilled", "samples", "read", "notes", "prompts", "steps", "answers"), 0)
     for plan in plans:
-        mars.add(count, {"calls": len(plan.hops) + bool(plan.sum), "distilled": len(plan.hops),
+        mars.add(count, {"calls": len(plan.hops) + bool(plan.expression), "distilled": len(plan.hops),
                          "prompts": 2 + len(plan.text.split()), "answers": 2 + len(plan.answer.split()),
-                         "steps": len(f"<call> python {plan.sum} <eot>".split()) if plan.sum else 0})
+                         "steps": len(f"<call> python {plan.expression} <eot>".split()) if plan.expression else 0})
         for corpus, name, attribute in plan.hops:
             found, fact = find[corpus](name), world.sentence(name, attribute)
             wording = 3 + len(f"{attribute} of {name}".split())             # <s1> … <purpose> … <eot>
@@ -455,8 +456,8 @@ def test_a_run_that_fails_is_one_sentence_and_is_resumed_next_time(soaked):
 
 @pytest.mark.parametrize("leaky", [False, True])
 def test_the_logged_number_of_pages_shows_a_conversation_that_was_not_closed(leaky, tmp_path, monkeypatch):
-    toy_base.new_model(len(toy.vocabulary())).save_pretrained(tmp_path / "base")
-    toy.make_tokenizer().save_pretrained(tmp_path / "base")
+    toy_base.new_model(len(language.vocabulary())).save_pretrained(tmp_path / "base")
+    language.make_tokenizer().save_pretrained(tmp_path / "base")
     if leaky:
         monkeypatch.setattr(sampler.Sampler, "close", lambda self, conversation: None)
     assert mars.main(["--model", str(tmp_path / "base"), "--runs", str(tmp_path), "--name", "run", "--steps", "1",

@@ -137,7 +137,7 @@ def test_loss_and_gradient_are_the_formula():
 MUTANTS = {                                                 # each drops or bends one term of the source
     "mask": ("live = weight != 0", "live = weight == weight"),
     "weight": ("(weight * loss).sum()", "loss[live].sum()"),
-    "old log-prob": ("torch.exp(logprob - old_logprob)", "torch.exp(logprob - logprob.detach())"),
+    "old log-prob": ("logprob - old_logprob", "logprob - logprob.detach()"),
     "lower clip": ("ratio.clamp(1 - clip_low, 1 + clip_high)", "ratio.clamp(max=1 + clip_high)"),
     "upper clip": ("ratio.clamp(1 - clip_low, 1 + clip_high)", "ratio.clamp(min=1 - clip_low)"),
     "swapped clips": ("ratio.clamp(1 - clip_low, 1 + clip_high)", "ratio.clamp(1 - clip_high, 1 + clip_low)"),

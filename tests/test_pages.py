@@ -83,7 +83,7 @@ class Memory(RuleBasedStateMachine):
     def drop_pages(self, name):
         table = self.tables[name]
         before, others = list(table), [page for t in self.tables.values() if t is not table for page in t]
-        freed = self.pages.drop(table)
+        freed = self.pages.release(table)
         assert table == [] and sorted(freed) == sorted(page for page in before if page not in others)
 
     @invariant()

@@ -38,9 +38,9 @@ def test_example_is_under_20_lines(name):
 
 def test_a_tool_of_ones_own_can_be_called():
     """In the toy a tool's name must be a word of the toy's vocabulary; an unknown one is a malformed call."""
-    import toy
+    from toy import language
     from recipes.own_tool import archive
-    form = toy.ToyFormat(toy.make_tokenizer())
+    form = language.ToyFormat(language.make_tokenizer())
     said = form.tokenizer.encode("<call> archive weather <purpose> anything about ada <eot>", add_special_tokens=False)
     assert "unknown tool" in form.parse(said).error
     form.tools += ("archive",)

@@ -14,7 +14,7 @@ from transformers import (GemmaConfig, GemmaForCausalLM, GPTNeoXConfig, GPTNeoXF
 
 from sampler import forward
 from sampler.forward import Batch, unsupported
-from sampler import Sampler, draw, hashed, uniform
+from sampler import Sampler, hashed, sample_token, uniform
 
 V, PAGE = 96, 4
 SMALL = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -79,7 +79,7 @@ def make(kind, **options):
 
 
 def nothing_leaked(sampler):
-    return len(sampler.pages.free) == sampler.pages.count and not any(sampler.pages.references) and not sampler.holders
+    return len(sampler.pages.free) == sampler.pages.count and not any(sampler.pages.references) and not sampler.scheduler.holders
 
 
 # ---------------------------------------------------------------- exact
@@ -98,7 +98,7 @@ def test_greedy_equals_generate(kind):
 
 @pytest.mark.parametrize("kind", ["qwen3 grouped tied", "gemma"])
 @pytest.mark.parametrize("options", [
-    dict(max_tokens=40), dict(prefill_chunk=3), dict(max_rows=2), dict(own_forward=False),
+    dict(max_tokens=40), dict(prefill_chunk=3), dict(max_sequences=2), dict(own_forward=False),
     dict(max_tokens=64, overlap=True, buckets=True), dict(dtype=torch.float64)], ids=",".join)
 def test_greedy_whatever_the_engine_does(kind, options):
     """A pool that forces preemption, chunked prefill, few rows, the fallback, host lag and padding: the same tokens."""
@@ -226,7 +226,7 @@ def test_a_row_s_successive_draws_are_independent_uniforms():
 def test_edges_of_the_draw():
     """The first and the last uniform never pick a token of probability zero."""
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0, -math.inf]]).expand(2, -1)
-    tokens, logprobs = draw(logits, torch.tensor([0.0, 1 - 2.0 ** -48], dtype=torch.float64), None, None)
+    tokens, logprobs = sample_token(logits, torch.tensor([0.0, 1 - 2.0 ** -48], dtype=torch.float64), None, None)
     assert tokens.tolist() == [1, 3]
     assert torch.allclose(logprobs, F.log_softmax(torch.tensor([0.0, 1.0]), -1))
 
@@ -284,12 +284,42 @@ def test_sharing_really_shares_pages():
     for i, conversation in enumerate(conversations):
         sampler.submit(conversation, prompt, max_new_tokens=1, seed=i)
     finish(sampler)
-    tables = [conversation.table for conversation in conversations]
+    tables = [conversation.block_table for conversation in conversations]
     assert tables[0][:4] == tables[1][:4] == tables[2][:4] and len({table[4] for table in tables}) == 3
     sampler.close(conversations[0])                         # the pages live on while somebody holds them
     late = sampler.open()
     sampler.submit(late, prompt, max_new_tokens=6, temperature=0)
-    assert finish(sampler)[0].tokens == generated("llama grouped", tuple(prompt), 6) and late.table[:4] == tables[1][:4]
+    assert finish(sampler)[0].tokens == generated("llama grouped", tuple(prompt), 6) and late.block_table[:4] == tables[1][:4]
+
+
+def test_a_fork_of_a_fork_made_in_the_same_step():
+    """The leader gives way between two forks of its prompt: the second is copied from the first one's copy."""
+    sampler, prompt = make("llama grouped", max_tokens=16), prompts_of((6,))[0]
+    leader = sampler.open()
+    sampler.submit(leader, prompt, max_new_tokens=1, temperature=0)
+    finish(sampler)
+    for _ in range(2):
+        sampler.submit(sampler.open(), prompt, max_new_tokens=3, temperature=0)
+    first, second = finish(sampler)
+    assert sampler.stats["preemptions"] >= 1 and sampler.stats["shared_tokens"] == 10
+    for completion in (first, second):
+        assert completion.tokens == generated("llama grouped", tuple(prompt), 3)
+        assert logprob_error(model_of("llama grouped"), prompt, completion) < 1e-4
+
+
+def test_top_p_of_a_neighbour_changes_nothing():
+    """A row without top-p draws the same tokens whether its neighbour has one or not, the least likely ones too."""
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(1, 20_000)).expand(64, -1)
+    cumulative = logits[0].log_softmax(-1).exp().cumsum(0, dtype=torch.float64)
+    rarest = logits[0].argsort()[:64]
+    uniforms = (cumulative[rarest] + cumulative[rarest - 1]) / 2 / cumulative[-1]
+    alone, _ = sample_token(logits, uniforms, None, None)
+    assert torch.equal(alone, rarest)
+    top_p = torch.ones(64)
+    top_p[::2] = 0.5
+    beside, _ = sample_token(logits, uniforms, None, top_p)
+    assert torch.equal(beside[1::2], rarest[1::2]) and not (beside == rarest)[::2].any()
 
 
 def test_a_prompt_is_only_shared_if_it_is_the_same():
@@ -321,7 +351,7 @@ def test_stop_tokens(overlap):
     kind, prompts = "qwen3 grouped tied", prompts_of()
     free = [generated(kind, tuple(prompt), 14) for prompt in prompts]
     stops = {free[0][3], free[1][0], free[4][7]}
-    sampler = make(kind, overlap=overlap, max_rows=3)
+    sampler = make(kind, overlap=overlap, max_sequences=3)
     for prompt, tokens, completion in zip(prompts, free, sampler.generate(prompts, max_new_tokens=14, temperature=0,
                                                                          stop_ids=stops)):
         end = next((i + 1 for i, token in enumerate(tokens) if token in stops), 14)
@@ -332,7 +362,7 @@ def test_stop_tokens(overlap):
 
 def test_rows_wait_as_little_as_they_can():
     """A finished row is replaced at the next step; a long prefill does not stop those who decode."""
-    sampler = make("llama grouped", max_rows=2, prefill_chunk=4)
+    sampler = make("llama grouped", max_sequences=2, prefill_chunk=4)
     short, long = prompts_of((2, 41))
     requests = [sampler.submit(sampler.open(), short, max_new_tokens=3, temperature=0),
                 sampler.submit(sampler.open(), long, max_new_tokens=2, temperature=0),
@@ -380,16 +410,16 @@ def test_load_weights(overlap):
 def test_any_history_gives_the_same_answers(seed, pages, rows, chunk, lag):
     """Random submits, turns, closes, steps over a small pool: right counts, and the answers of a roomy sampler."""
     rng, kind = random.Random(seed), "qwen2 grouped"
-    sampler = make(kind, max_tokens=pages * PAGE, max_rows=rows, prefill_chunk=chunk, overlap=lag, buckets=lag)
+    sampler = make(kind, max_tokens=pages * PAGE, max_sequences=rows, prefill_chunk=chunk, overlap=lag, buckets=lag)
     prompts, conversations, answers = prompts_of((1, 6, 9, 12)), [], []
 
     def step():
         for request in sampler.step():
             answers.append((request, list(request.conversation.tokens)))
-        used = [page for conversation in sampler.live for page in conversation.table]
+        used = [page for conversation in sampler.scheduler.live for page in conversation.block_table]
         assert sampler.pages.references == [used.count(page) for page in range(pages)]
         assert sorted(sampler.pages.free + sorted(set(used))) == list(range(pages))
-        assert all(len(c.table) * PAGE >= c.cached for c in sampler.live)
+        assert all(len(c.block_table) * PAGE >= c.num_cached_tokens for c in sampler.scheduler.live)
 
     for _ in range(60):
         action = rng.random()
@@ -547,9 +577,9 @@ def test_small_operations_equal_the_kernels():
     ([1, V], {}, f"token id {V} is outside the model's vocabulary of {V}"),
     ([-1], {}, "token id -1 is outside"),
     ([1], dict(max_new_tokens=0), "max_new_tokens must be at least 1"),
-    ([1], dict(temperature=-1.0), "temperature must be at least 0"),
-    ([1], dict(temperature=math.nan), "temperature must be at least 0"),
-    ([1], dict(top_p=0.0), "top_p in"),
+    ([1], dict(temperature=-1.0), "temperature must be 0"),
+    ([1], dict(temperature=math.nan), "temperature must be 0"),
+    ([1], dict(top_p=0.0), "top_p must be above 0"),
     ([1] * 40, dict(max_new_tokens=26), "40 tokens and 26 new ones can never fit the KV pool of 64 tokens"),
 ])
 def test_bad_requests_are_refused_in_one_sentence(tokens, options, sentence):
@@ -585,7 +615,7 @@ def test_misuse_of_a_conversation_is_refused():
         sampler.submit(conversation, [3], max_new_tokens=3)
     with pytest.raises(ValueError, match="is smaller than one page of 4; raise max_tokens"):
         make("llama grouped", max_tokens=PAGE - 1)
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="2 prompts, but 1 values"):
         sampler.generate([[1], [2]], max_new_tokens=[1])
 
 
@@ -641,10 +671,10 @@ def test_idle_conversations_give_way_to_those_that_run():
 
 
 def test_who_gives_way_when_pages_run_out(monkeypatch):
-    """Idle conversations first, then the youngest row; never the oldest row, so that something always gets done."""
+    """Idle conversations first, then the newest request; never the oldest, so that something always gets done."""
     sampler, gave = make("llama grouped", max_tokens=64), []
-    preempt = sampler._preempt
-    monkeypatch.setattr(sampler, "_preempt", lambda conversation: (gave.append((conversation, conversation.idle)),
+    preempt = sampler.scheduler._preempt
+    monkeypatch.setattr(sampler.scheduler, "_preempt", lambda conversation: (gave.append((conversation, conversation.idle)),
                                                                 preempt(conversation)))
     idle, old, young = (sampler.open() for _ in range(3))
     sampler.submit(idle, prompts_of((13,), seed=1)[0], max_new_tokens=1, temperature=0)
@@ -660,14 +690,14 @@ def test_who_gives_way_when_pages_run_out(monkeypatch):
 def test_an_exception_leaves_the_sampler_usable(monkeypatch):
     """With a step under way on the device too."""
     sampler, prompt = make("llama grouped", overlap=True), prompts_of((5,))[0]
-    launch, calls = sampler._launch, []
+    decode, calls = sampler._decode, []
 
-    def interrupted():
-        calls.append(sampler.launched)
+    def interrupted(plan):
+        calls.append(sampler.unread)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return launch()
-    monkeypatch.setattr(sampler, "_launch", interrupted)
+        return decode(plan)
+    monkeypatch.setattr(sampler, "_decode", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sampler.generate([prompt], max_new_tokens=9)
     assert calls[-1] is not None and not sampler.busy and nothing_leaked(sampler)
