@@ -11,6 +11,7 @@ the real tools and once with their answers remembered; the difference is what th
 """
 
 import argparse
+import dataclasses
 import resource
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench import common
-from tools import python
+from tools import Tool, python
 
 PROGRAMS = {
     "print": "print(6 * 7)",
@@ -90,27 +91,28 @@ def jail(runs: int, rounds: int) -> list[dict]:
     return rows
 
 
-def remember(name: str, tool, answers: dict):
+def remember(tool: Tool, answers: dict) -> Tool:
     """The tool, with its answers kept in `answers`."""
 
     def call(argument):
-        if (name, argument) not in answers:
-            answers[name, argument] = tool(argument)
-        return answers[name, argument]
+        if (tool.name, argument) not in answers:
+            answers[tool.name, argument] = tool.call(argument)
+        return answers[tool.name, argument]
 
-    return call
+    return dataclasses.replace(tool, call=call)
 
 
 def rollout(checkpoint: str, questions: int, rounds: int) -> list[dict]:
     """Seconds of toy rollouts with real and with remembered tools, and the difference a call."""
+    import mars
     from plumbing import evaluation
     from plumbing.build import build
 
     given = {"checkpoint": checkpoint, "eval_questions": questions}
-    config = evaluation.settings(given, asking=False)
-    run = build(config, training=False, folder=Path(checkpoint))
+    config = evaluation.settings(mars.METHOD, given, asking=False)
+    run = build(mars.METHOD, config, training=False, folder=Path(checkpoint))
     answers = {}
-    remembered = {name: remember(name, tool, answers) for name, tool in run.eval_tools.items()}
+    remembered = [remember(tool, answers) for tool in run.eval_tools]
 
     def play(tools):
         batch = list(enumerate(run.eval_questions))
@@ -119,7 +121,7 @@ def rollout(checkpoint: str, questions: int, rounds: int) -> list[dict]:
     # The first rollouts fill the memory and tell how many calls there are.
     trajectories = play(remembered)
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    calls = sum(turn.step.call is not None for turn in turns)
+    calls = sum(turn.action.call is not None for turn in turns)
     times = common.interleaved(
         {
             "real tools": lambda: play(run.eval_tools),
