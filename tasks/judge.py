@@ -135,7 +135,10 @@ class Line:
     introduces: bool = False  # it ends with a colon, so that what follows may be a quotation
 
     def takes_back(self) -> bool:
-        return bool(TAKEN_BACK.search(f"{self.name} {self.value}".replace("_", " ")))
+        return bool(TAKEN_BACK.search(self.text()))
+
+    def text(self) -> str:
+        return f"{self.name} {self.value}".replace("_", " ")
 
 
 def read_verdict(reply: str, label: str = "correct") -> Verdict:
@@ -181,9 +184,9 @@ def leads_to_a_verdict(lines: list[Line]) -> bool:
     for line in lines:
         if line.name in BEFORE_THE_VERDICT:
             in_a_field = True
-        elif NO.match(line.value) or "correct" in line.name:
+        elif NO.match(line.value):
             return False
-        elif not in_a_field and line.takes_back():
+        elif line.takes_back() and ("correct" in line.text() or not in_a_field):
             return False
     return True
 
