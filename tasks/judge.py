@@ -105,9 +105,8 @@ class Verdict:
     reply: str
 
 
-# The lines that the prompt asks for, in its order.
+# The lines that the prompt asks for before the verdict, in its order. One comes after it.
 BEFORE_THE_VERDICT = ["extracted_final_answer", "reasoning"]
-AFTER_THE_VERDICT = ["confidence"]
 
 YES = re.compile(r"(yes|true)\b")
 NO = re.compile(r"(no|false|incorrect|wrong)\b(?! +(doubt|question|idea)\b)")
@@ -134,11 +133,12 @@ class Line:
     quoted: bool = False
     introduces: bool = False  # it ends with a colon, so that what follows may be a quotation
 
-    def takes_back(self) -> bool:
-        return bool(TAKEN_BACK.search(self.text()))
-
+    @property
     def text(self) -> str:
         return f"{self.name} {self.value}".replace("_", " ")
+
+    def takes_back(self) -> bool:
+        return bool(TAKEN_BACK.search(self.text))
 
 
 def read_verdict(reply: str, label: str = "correct") -> Verdict:
@@ -175,7 +175,8 @@ def clear_yes(value: str) -> bool:
 
 def leads_to_a_verdict(lines: list[Line]) -> bool:
     """Whether a yes may follow these lines: they say no in no form, and introduce no quotation."""
-    names = [line.name for line in lines if line.name in BEFORE_THE_VERDICT + AFTER_THE_VERDICT]
+    fields = [*BEFORE_THE_VERDICT, "confidence"]
+    names = [line.name for line in lines if line.name in fields]
     if names not in ([], ["extracted_final_answer"], ["reasoning"], BEFORE_THE_VERDICT):
         return False
     if lines and lines[-1].introduces:
@@ -186,7 +187,7 @@ def leads_to_a_verdict(lines: list[Line]) -> bool:
             in_a_field = True
         elif NO.match(line.value):
             return False
-        elif line.takes_back() and ("correct" in line.text() or not in_a_field):
+        elif line.takes_back() and ("correct" in line.text or not in_a_field):
             return False
     return True
 
@@ -196,7 +197,8 @@ def ends_a_verdict(lines: list[Line]) -> bool:
     names = [line.name for line in lines]
     if names.count("confidence") > 1 or any(name in BEFORE_THE_VERDICT for name in names):
         return False
-    return not any(line.takes_back() for line in lines)
+    others = [line for line in lines if line.name != "confidence"]
+    return not any(line.takes_back() for line in others)
 
 
 def read_confidence(lines: list[Line]) -> float | None:
@@ -308,7 +310,7 @@ class Judge:
         raise ToolError(f"judge's reply could not be read: {one_line(reply) or '(empty)'}")
 
     def ask(self, prompt: str, attempt: int) -> tuple[str, bool]:
-        """(the reply, whether it ended by itself). Each further attempt draws another reply."""
+        """(the reply, whether it ended by itself). A further attempt draws another reply."""
         body = {
             "model": self.model,
             "temperature": 0,

@@ -94,6 +94,7 @@ MEANS_YES = [
     "\n".join(f"### {line}" for line in reply().split("\n")),
     "correct: yes",
     "correct: yes\nconfidence: 90%",
+    "correct: yes\nconfidence: 100 (not stated)",
     "correct (yes or no): yes",
     "reasoning: the same\ncorrect: yes",
     "reasoning:\n- The correct answer is 42.\n- The response says 42.\n- Equal.\n\ncorrect: yes",
