@@ -109,7 +109,11 @@ class Verdict:
 BEFORE_THE_VERDICT = ["extracted_final_answer", "reasoning"]
 
 YES = re.compile(r"(yes|true)\b")
-NO = re.compile(r"(no|false|incorrect|wrong)\b(?! +(doubt|question|idea)\b)")
+# "No doubt" and "no difference" are no no.
+NO = re.compile(
+    r"(no|false|incorrect|wrong)\b"
+    r"(?! +(doubt|question|idea|difference|discrepancy|mismatch|contradiction|issue|problem)\b)"
+)
 # Words that take back a yes, or say no in a form that is not recognised.
 TAKEN_BACK = re.compile(
     r"""\b(no|not|nope|neither|nor|cannot|wrong|false|incorrect|but|however|although|though|yet
