@@ -104,7 +104,7 @@ def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained
         child.communicate()
         states = [path for path in (run / "state").glob("step_*")] if (run / "state").exists() else []
         for state in states:
-            assert torch.load(state / "optimiser.pt") and AutoModelForCausalLM.from_pretrained(state / "model")
+            assert torch.load(state / "optimizer.pt") and AutoModelForCausalLM.from_pretrained(state / "model")
         if (run / "checkpoint").exists():
             assert AutoModelForCausalLM.from_pretrained(run / "checkpoint")
     last = mars(*options, "--resume", cwd=folder)

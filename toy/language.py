@@ -18,7 +18,7 @@ from collections.abc import Collection
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tasks.chat import Call, Step
+from rollout import Action, Call
 from tools import Document
 from toy import world
 
@@ -115,13 +115,6 @@ class ToyFormat:
             tokens += value
         return tokens
 
-    # For callers of the older names, until they are changed.
-    def system2_prompt(self, question_text: str) -> list[int]:
-        return self.prompt("sys2", question=question_text)
-
-    def system1_prompt(self, chunk: list[int], purpose: str, question: str = "") -> list[int]:
-        return self.prompt("sys1", chunk=chunk, purpose=purpose, question=question)
-
     def document(self, document: Document) -> list[int]:
         """A document as it stands in a chunk."""
         return [self.control["<doc>"], *self.encode(document.text)]
@@ -148,7 +141,7 @@ class ToyFormat:
 
     # ---- what the roles say
 
-    def parse(self, tokens: list[int], *, final: bool = False) -> Step:
+    def parse(self, tokens: list[int], *, final: bool = False) -> Action:
         """One step of System 2. `final`: an answer was demanded, so <answer> was given already."""
         words = self.decode(tokens).split()
         if words and words[-1] == "<eot>":
@@ -159,27 +152,27 @@ class ToyFormat:
             return self.read_answer(words[1:])
         if words and words[0] == "<call>":
             return self.read_call(words[1:])
-        return Step(error="a step starts with <call> or <answer>")
+        return Action(error="a step starts with <call> or <answer>")
 
-    def read_answer(self, words: list[str]) -> Step:
+    def read_answer(self, words: list[str]) -> Action:
         """What follows <answer>."""
         if not self.is_plain(words):
-            return Step(error="the answer is empty or holds a control word")
-        return Step(answer=" ".join(words))
+            return Action(error="the answer is empty or holds a control word")
+        return Action(answer=" ".join(words))
 
-    def read_call(self, words: list[str]) -> Step:
+    def read_call(self, words: list[str]) -> Action:
         """What follows <call>: a tool, its argument, and the purpose (Python needs none)."""
         if not words or words[0] not in self.tools:
-            return Step(error=f"unknown tool; the tools are {', '.join(self.tools)}")
+            return Action(error=f"unknown tool; the tools are {', '.join(self.tools)}")
         tool, *rest = words
         split = rest.index("<purpose>") if "<purpose>" in rest else len(rest)
         argument = rest[:split]
         purpose = rest[split + 1 :]
         if not self.is_plain(argument):
-            return Step(error="the query is empty or holds a control word")
+            return Action(error="the query is empty or holds a control word")
         if tool != "python" and not self.is_plain(purpose):
-            return Step(error="the purpose is missing or holds a control word")
-        return Step(call=Call(tool, " ".join(argument), " ".join(purpose)))
+            return Action(error="the purpose is missing or holds a control word")
+        return Action(call=Call(tool, " ".join(argument), " ".join(purpose)))
 
     def is_plain(self, words: list[str]) -> bool:
         """Whether there are words, and none of them is a control word."""
