@@ -153,7 +153,7 @@ PAPER = Workload(
     wrap_tokens=20,  # ours
     answer_tokens=512,  # ours
     max_sequences=256,
-    kv_tokens=180_000,
+    kv_tokens=120_000,
     fsdp=True,
     recompute_activations=True,
 )
@@ -239,7 +239,7 @@ def floors(shape: Shape, w: Workload, gpus: int) -> dict[str, float]:
 
 def memory(shape: Shape, w: Workload, gpus: int) -> dict[str, float]:
     """Bytes a GPU by purpose, before activations: what a run plans before it starts."""
-    from trainer import policy  # loads torch
+    from trainer.memory import memory_parts  # loads torch
 
     described = SimpleNamespace(
         vocab_size=shape.vocabulary,
@@ -251,7 +251,7 @@ def memory(shape: Shape, w: Workload, gpus: int) -> dict[str, float]:
         tie_word_embeddings=shape.tied,
     )
     config = SimpleNamespace(system1="train", kl_beta=0, fsdp=w.fsdp, kv_tokens=w.kv_tokens)
-    return policy.memory_parts(described, shape.parameters, config=config, world=gpus, cuda=True)
+    return memory_parts(described, shape.parameters, config=config, world=gpus, cuda=True)
 
 
 # -------------------------------------------------------------------- against a run
