@@ -192,6 +192,7 @@ LANDLOCK_LINE = (
     [
         ("limit_resources(cpu_seconds, memory, output)", "memory_bomb"),
         ("limit_threads(threads, user)", "thread_storm"),
+        pytest.param("drop_privileges(user)", "thread_storm", marks=needs_root),
         ("seccomp()", "clone_raw"),
         (LANDLOCK_LINE, "read_secret"),
     ],
@@ -232,6 +233,21 @@ print(started)
 def test_a_storm_of_threads_is_bound_by_the_kernel():
     """The 50 ms between two looks of the parent are enough for thousands."""
     assert python.run(STORM, memory=16 << 30) == str(python.THREADS - 1)
+
+
+@needs_jail
+def test_large_stacks_and_little_memory_do_not_keep_the_tool_from_starting():
+    """A thread's usual stack has the size of the main thread's limit, here 2 GiB."""
+    script = "import sys; from tools import python; print(python.run('6 * 7', memory=64 << 20))"
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -s 2097152 && exec "$@"', "sh", sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if "ulimit" in done.stderr:
+        pytest.skip("this user may not raise the limit of stacks")
+    assert done.stdout == "42\n", done.stderr
 
 
 @needs_jail

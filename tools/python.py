@@ -177,21 +177,14 @@ def _command(timeout: float, memory: int) -> list[str]:
     packages = tuple(
         path for path in sys.path if path.endswith(("/site-packages", "/dist-packages"))
     )
-    libraries = []
+    readable = list(packages)
     for prefix in (sys.prefix, sys.base_prefix, "/usr", "/usr/local", ""):
-        libraries += [f"{prefix}/lib", f"{prefix}/lib64"]
-    files = ["/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo"]
-    devices = ["/dev/null", "/dev/urandom"]
-    limits = (math.ceil(timeout), int(memory), OUTPUT + len(LOCKED), THREADS, os.getpid())
-    return [
-        *(sys.executable, "-P", "-s", "-S", "-B", "-u", str(JAIL)),
-        *map(str, limits),
-        _user(packages),
-        *packages,
-        *libraries,
-        *files,
-        *devices,
-    ]
+        readable += [f"{prefix}/lib", f"{prefix}/lib64"]
+    readable += ["/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo"]
+    readable += ["/dev/null", "/dev/urandom"]
+    interpreter = [sys.executable, "-P", "-s", "-S", "-B", "-u", str(JAIL)]
+    limits = [math.ceil(timeout), int(memory), OUTPUT + len(LOCKED), THREADS, os.getpid()]
+    return interpreter + [str(limit) for limit in limits] + [_user(packages)] + readable
 
 
 @functools.cache
