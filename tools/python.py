@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import zlib
-from concurrent.futures import Future
+from concurrent import futures
 from pathlib import Path
 
 from config import UserError
@@ -39,6 +39,7 @@ NO_OUTPUT = "(no output)"
 LOCKED = b"locked\n"
 JAIL = Path(jail.__file__).resolve()
 LOOK_EVERY = 0.05  # seconds between two looks at a running program
+SIGNAL_DELAY = 0.5  # seconds that a Ctrl-C may take
 CAP_KILL, CAP_SETGID, CAP_SETUID = 5, 6, 7
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -107,7 +108,7 @@ def _run_in_jail(code: str, timeout: float, memory: int) -> str:
         raise ToolError(
             "the Python tool needs Linux, or a SandboxFusion server named by MARS_SANDBOX_URL"
         )
-    outcome = Future()
+    outcome = futures.Future()
     caller_left = threading.Event()
 
     def work():
@@ -122,11 +123,15 @@ def _run_in_jail(code: str, timeout: float, memory: int) -> str:
     worker = threading.Thread(target=work, daemon=True)
     try:
         _start(worker)
+        # Not one long wait: a signal that comes just before a wait begins does not end it.
+        while not outcome.done():
+            futures.wait([outcome], SIGNAL_DELAY)
         return outcome.result()
     finally:
         caller_left.set()
-        if worker.is_alive():
-            worker.join()
+        # Thread.join would not do: interrupted once, Python 3.11 takes the thread for ended.
+        if worker.ident:
+            futures.wait([outcome])
 
 
 def _start(thread: threading.Thread) -> None:
