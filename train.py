@@ -48,6 +48,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
         temperature=config.temperature,
     )
     rolled_out = time.perf_counter()
+    # 0 unless an episode left a context open. New weights empty the pool, so it is counted here.
+    pages_in_use = sum(sampler.pages_in_use for sampler in run.driver.samplers)
     graded = [trajectory for trajectory in trajectories if trajectory.reward is not None]
     terms = run.method.credit(config, graded, step)
     numbers = update(run, terms, step)
@@ -57,8 +59,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     metrics |= numbers
     metrics["seconds_rollout"] = rolled_out - start
     metrics["seconds_train"] = trained - rolled_out
-    # 0 unless an episode left a context open
-    metrics["pages_in_use"] = sum(sampler.pages_in_use for sampler in run.driver.samplers)
+    metrics["pages_in_use"] = pages_in_use
     return metrics, trajectories
 
 

@@ -232,8 +232,8 @@ def planned_bytes(config, parameters: int, capacity: int, recompute: bool, cuda:
         recompute_activations=recompute,
     )
     parts = memory.memory_parts(config, parameters, config=options, world=1, cuda=cuda)
-    activations = memory.activation_bytes(config, config=options, longest=0, cuda=cuda)
-    return sum(parts.values()) - parts["sampler"] + activations
+    added = memory.micro_batch_bytes(config, parameters, config=options, longest=0, cuda=cuda)
+    return sum(parts.values()) - parts["sampler"] + added
 
 
 def gpu(count, scale, capacity, shape, rounds, device, save_rows=lambda rows: None) -> list[dict]:

@@ -339,8 +339,6 @@ def inner_context(
         if not entries(chunk, "segments"):
             parts.append(told)
         parts.append(story(chunk, learns, layout, depth))
-        if chunk.get("note") is not None:
-            parts.append(given_text(chunk.get("note"), "hands back", detail.written))
     else:
         note = chunk.get("note")
         parts.append(written_text(note, advantage, learns, detail.written, "(empty note)"))

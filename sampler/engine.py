@@ -36,8 +36,9 @@ from torch import Tensor
 
 from sampler.draws import greedy, hashed, sample_token, uniform
 from sampler.forward import Batch, Buckets, OwnForward, StockForward, unsupported
+from sampler.plan import Copies, Decode, Plan, Prefill
 from sampler.request import Completion, Conversation, Request, integer, make_request, token_ids
-from sampler.scheduler import Copies, Decode, Plan, Prefill, Scheduler
+from sampler.scheduler import Scheduler
 
 
 def build_forward(model, dtype: torch.dtype, device: torch.device, own_forward: bool):

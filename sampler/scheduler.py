@@ -10,116 +10,27 @@ A request's way, and the list it is in:
 When pages run out, conversations that do not run give way first, the youngest first, and then the
 newest request. So the oldest request always goes on, and no request waits for ever.
 
-A step is planned ahead as a `Plan`: the device copies pages, prefills, copies pages, decodes. The
-order matters, because a page may change hands within one step. What the host learns only
-afterwards, the tokens, comes back through `collect`.
+A step is planned ahead as a `Plan` (plan.py): the device copies pages, prefills, copies pages and
+decodes. The order matters, because a page may change hands within one step. What the host learns
+only afterwards, the tokens, comes back through `collect`.
 
 After an exception at any line `reset` makes the state whole again. It trusts three things only,
 each of which changes in one statement: the live conversations, the open requests, and what each
 request has sampled. The draws depend on seeds and places, so nothing changes but the time.
 
-Shapes: B rows, T tokens, W pages of the longest row. Test: pytest tests/test_scheduler.py
+Test: pytest tests/test_scheduler.py
 """
 
 import bisect
 import itertools
 import math
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
 
-from sampler.draws import hashed
 from sampler.pages import Pages
+from sampler.plan import Copies, Decode, Plan, Prefill, Rows, plan_decode, plan_prefill
 from sampler.request import Completion, Conversation, Request
-
-Copies = list[tuple[int, int]]  # (source, target) pages; a later source may be an earlier target
-
-
-# ---------------------------------------------------------------- what a step does
-
-
-@dataclass
-class Prefill:
-    """Tokens whose keys and values are written; those of row b are starts[b]:starts[b + 1]."""
-
-    ids: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [T]
-    slots: np.ndarray  # int64 [T]: page · page size + place in the page
-    block_table: np.ndarray  # int32 [B, W]
-    starts: list[int]  # B + 1 numbers
-    lengths: list[int]  # of each row, these tokens included
-
-
-@dataclass
-class Decode:
-    """One token for each row. Rows are sorted by length, the longest first.
-
-    started, newest: rows that begin to decode, and the token that each of them feeds. Every other
-    row feeds the token that the device sampled for it in the step before.
-    """
-
-    requests: list[Request]
-    rows: np.ndarray  # int64 [B]
-    positions: np.ndarray  # int64 [B]
-    slots: np.ndarray  # int64 [B]
-    block_table: np.ndarray  # int32 [B, W]
-    lengths: np.ndarray  # int64 [B]
-    seeds: np.ndarray  # uint64 [B]
-    places: np.ndarray  # int64 [B]: how many new tokens each request has before this one
-    temperature: np.ndarray  # fp32 [B]
-    top_p: np.ndarray  # fp32 [B]
-    started: np.ndarray  # int64
-    newest: np.ndarray  # int64
-
-
-@dataclass
-class Plan:
-    """One step, in the order in which the device does it."""
-
-    copies: Copies = field(default_factory=list)
-    prefill: Prefill | None = None
-    late_copies: Copies = field(default_factory=list)
-    decode: Decode | None = None
-
-
-class Rows:
-    """What a decode step must know of each running row, as arrays.
-
-    A decode step of hundreds of rows is then planned in a few numpy expressions. While a step is
-    unread, `length` and `drawn` are one ahead of the request's tokens.
-    """
-
-    def __init__(self, count: int, pages: int):
-        self.count = count
-        self.free = list(range(count - 1, -1, -1))
-        self.block_table = np.zeros((count, pages), np.int32)
-        self.length = np.zeros(count, np.int64)  # tokens, the one it feeds next included
-        self.drawn = np.zeros(count, np.int64)  # new tokens so far
-        self.wanted = np.zeros(count, np.int64)  # new tokens in all
-        self.seed = np.zeros(count, np.uint64)
-        self.temperature = np.zeros(count, np.float32)
-        self.top_p = np.ones(count, np.float32)
-
-    def enter(self, request: Request) -> None:
-        """Gives the request a row. Its conversation's pages must be complete."""
-        conversation = request.conversation
-        row = self.free.pop()
-        request.row = row
-        self.block_table[row, : len(conversation.block_table)] = conversation.block_table
-        self.length[row] = len(conversation.tokens)
-        self.drawn[row] = len(request.tokens)
-        self.wanted[row] = request.max_new_tokens
-        self.seed[row] = hashed(request.seed)
-        self.temperature[row] = request.temperature
-        self.top_p[row] = request.top_p
-
-    def leave(self, request: Request) -> None:
-        self.free.append(request.row)
-        request.row = None
-
-
-# ---------------------------------------------------------------- the scheduler
 
 number_of = attrgetter("number")
 age_of = attrgetter("age")
@@ -401,21 +312,10 @@ class Scheduler:
                 chunks.append((request, begin, begin + count))
         if not chunks:
             return None
-        size = self.pages.size
-        rows = [request.row for request, _, _ in chunks]
-        counts = [end - begin for _, begin, end in chunks]
-        lengths = [end for _, _, end in chunks]
-        starts = np.cumsum([0] + counts).tolist()
-        block_table = self.rows.block_table[rows, : -(-max(lengths) // size)]
-        row = np.repeat(np.arange(len(chunks)), counts)
-        tokens = [request.conversation.tokens[begin:end] for request, begin, end in chunks]
-        ids = np.concatenate(tokens)
-        positions = np.concatenate([np.arange(begin, end) for _, begin, end in chunks])
-        slots = block_table[row, positions // size].astype(np.int64) * size + positions % size
-
+        prefill = plan_prefill(chunks, self.rows, self.pages.size)
         for request, _, end in chunks:
             request.conversation.num_cached_tokens = end
-        self.stats["prefilled_tokens"] += starts[-1]
+        self.stats["prefilled_tokens"] += len(prefill.ids)
         ready = []
         missing = []
         for request in self.prefilling:
@@ -426,37 +326,16 @@ class Scheduler:
                 missing.append(request)
         self.prefilling = missing
         self._start_decoding(ready)
-        return Prefill(ids, positions, slots, block_table, starts, lengths)
+        return prefill
 
     def _plan_decode(self) -> Decode | None:
         """One token for every row that is ready. Counts them as drawn, though nobody read them."""
         if not self.decoding:
             return None
-        state = self.rows
-        size = self.pages.size
-        rows = np.array([request.row for request in self.decoding])
-        order = np.argsort(-state.length[rows], kind="stable")
-        rows = rows[order]
-        requests = [self.decoding[i] for i in order]
-        lengths = state.length[rows]
-        positions = lengths - 1
-        block_table = state.block_table[rows, : -(-int(lengths[0]) // size)]
-        page = block_table[np.arange(len(rows)), positions // size].astype(np.int64)
         started = [request for request in self.started if request.row is not None]
-        decode = Decode(
-            requests=requests,
-            rows=rows,
-            positions=positions,
-            slots=page * size + positions % size,
-            block_table=block_table,
-            lengths=lengths,
-            seeds=state.seed[rows],
-            places=state.drawn[rows],
-            temperature=state.temperature[rows],
-            top_p=state.top_p[rows],
-            started=np.array([request.row for request in started], np.int64),
-            newest=np.array([request.conversation.tokens[-1] for request in started], np.int64),
-        )
+        decode = plan_decode(self.decoding, started, self.rows, self.pages.size)
+        state = self.rows
+        rows = decode.rows
         state.length[rows] += 1
         state.drawn[rows] += 1
         if (state.drawn[rows] == state.wanted[rows]).any():
@@ -491,7 +370,7 @@ class Scheduler:
                     error=f"request {request.number}: the model's logits were NaN at sampler step "
                     f"{step}, for its new token {len(request.tokens) + 1}",
                 )
-                self._finish(request)
+                self._deliver(request)
                 spoiled += self._release(conversation)
                 continue
             conversation.num_cached_tokens = len(conversation.tokens)  # the fed one is in its page
@@ -500,7 +379,7 @@ class Scheduler:
             request.logprobs.append(logprob)
             if request.finish:
                 self._end(request)
-                self._finish(request)
+                self._deliver(request)
         if len(self.finished) > ended:
             self.decoding = [request for request in self.decoding if not request.done]
             self.ending = [request for request in self.ending if not request.done]
@@ -516,7 +395,7 @@ class Scheduler:
         if request.row is not None:
             self._leave(request)
 
-    def _finish(self, request: Request) -> None:
+    def _deliver(self, request: Request) -> None:
         self.finished.append(request)
         del self.requests[request.number]
 
@@ -540,7 +419,7 @@ class Scheduler:
                     request.error = f"request {number}: its conversation was closed"
                 del self.requests[number]
             elif request.done:
-                self._finish(request)
+                self._deliver(request)
             else:
                 self.waiting.append(request)
 

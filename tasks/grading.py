@@ -37,6 +37,7 @@ PLAIN = str.maketrans(
         **dict.fromkeys("‹›「」『』【】《》〈〉¿¡•…。、", " "),
         # The soft hyphen, zero-width spaces and joiners, and the byte order mark are invisible.
         **dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\ufeff"),
+        "⁄": "/",
         "≤": "<=",
         "≥": ">=",
     }
@@ -44,13 +45,23 @@ PLAIN = str.maketrans(
 FULL_WIDTH_OR_SUBSCRIPT = re.compile("[\uff01-\uff5e₀-₉]")
 SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁻]+")
 
+
+def without(sign: str) -> Callable[[re.Match], str]:
+    return lambda match: match[0].replace(sign, "")
+
+
+# Applied in this order, so that a later one sees what an earlier one wrote.
 WRITINGS = [
-    # 3.30 p.m. and 3:30pm
-    (r"(\d)\.(\d\d)(?= ?[ap]\.?m\b)", r"\1:\2"),
+    # A word in angle brackets is no comparison.
+    (r"<(/?\w+)>", r"\1"),
+    # Times: 3.30 p.m. and 3:30pm
+    (r"(?<![\d.:])([1-9]\d?):(\d\d)(?![.:]?\d)", r"\1.\2"),
     (r"(\d) ?([ap])\.?m\b", r"\1 \2m"),
-    # Thousands: 1,000 and 1,00,000 and 1.000.000
-    (r"(?<![\d,.])\d{1,3}(,\d{2,3})*,\d{3}(?!,?\d)", lambda match: match[0].replace(",", "")),
-    (r"(?<![\d,.])\d{1,3}(\.\d{3}){2,}(?!\.?\d)", lambda match: match[0].replace(".", "")),
+    # Thousands: 1,000 and 1,00,000; 1.000,50 and 1.000.000; 1'000
+    (r"(?<![\d,.])\d{1,3}(,\d{2,3})*,\d{3}(?!,?\d)", without(",")),
+    (r"(?<![\d,.])\d{1,3}(\.\d{3})+(?=,\d)", without(".")),
+    (r"(?<![\d,.])\d{1,3}(\.\d{3}){2,}(?!\.?\d)", without(".")),
+    (r"(?<![\d'])\d{1,3}('\d{3})+(?!'?\d)", without("'")),
     # A decimal comma
     (r"(?<=\d),(?=\d)", "."),
     # Dates: day, month and year in either order
@@ -59,7 +70,7 @@ WRITINGS = [
     # Scores, ratios and seasons: 2:1 and 2-1, 1990/91 and 1990-91
     (r"(?<=\d)[:/](?=\d)", "-"),
     # Phone numbers and ISBNs are often written without hyphens. Spans of years are this long too.
-    (r"(?<![\w-])(?=(-?\d){7})\d+(-\d+)+(?![\w-])", lambda match: match[0].replace("-", "")),
+    (r"(?<![\w-])(?=(-?\d){7})\d+(-\d+)+(?![\w-])", without("-")),
     # Powers and exponents
     (r"\*\*", "^"),
     (r"(?<=\de)\+(?=\d)", ""),
@@ -69,12 +80,16 @@ WRITINGS = [
 WRITINGS = [(re.compile(pattern), replacement) for pattern, replacement in WRITINGS]
 
 
+def plain_form(match: re.Match) -> str:
+    return unicodedata.normalize("NFKC", match[0])
+
+
 def one_writing(text: str) -> str:
     """The text in lower case, with one way of writing for what Unicode and countries vary."""
-    text = FULL_WIDTH_OR_SUBSCRIPT.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
-    text = SUPERSCRIPT.sub(lambda match: "^" + unicodedata.normalize("NFKC", match[0]), text)
+    text = FULL_WIDTH_OR_SUBSCRIPT.sub(plain_form, text)
+    text = SUPERSCRIPT.sub(lambda match: "^" + plain_form(match), text)
     text = unicodedata.normalize("NFC", text.casefold()).translate(PLAIN)
-    text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
+    text = re.sub(r"\d", lambda match: str(unicodedata.decimal(match[0])), text)
     text = " ".join(text.split())
     for pattern, replacement in WRITINGS:
         text = pattern.sub(replacement, text)
@@ -111,10 +126,11 @@ def normalise(text: str) -> str:
     kept = set()
     for match in MEANINGFUL.finditer(text):
         kept.update(range(*match.span()))
-    characters = []
-    for place, character in enumerate(text):
-        if character not in string.punctuation or place in kept:
-            characters.append(character)
+    characters = [
+        character
+        for place, character in enumerate(text)
+        if character not in string.punctuation or place in kept
+    ]
     words = "".join(characters).split()
     return plain_number(" ".join(without_articles(words)))
 
@@ -138,7 +154,9 @@ def plain_number(text: str) -> str:
     whole = whole or "0"
     if whole == "0" and not fraction:
         return "0"
-    return f"{sign}{whole}.{fraction}" if fraction else f"{sign}{whole}"
+    if not fraction:
+        return f"{sign}{whole}"
+    return f"{sign}{whole}.{fraction}"
 
 
 # --------------------------------------------------------------------------------------- graders

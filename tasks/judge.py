@@ -105,12 +105,15 @@ class Verdict:
     reply: str
 
 
-# The lines that the prompt asks for, in its order.
+# The lines that the prompt asks for before the verdict, in its order. One comes after it.
 BEFORE_THE_VERDICT = ["extracted_final_answer", "reasoning"]
-AFTER_THE_VERDICT = ["confidence"]
 
 YES = re.compile(r"(yes|true)\b")
-NO = re.compile(r"(no|false|incorrect|wrong)\b(?! +(doubt|question|idea)\b)")
+# "No doubt" and "no difference" are no no.
+NO = re.compile(
+    r"(no|false|incorrect|wrong)\b"
+    r"(?! +(doubt|question|idea|difference|discrepancy|mismatch|contradiction|issue|problem)\b)"
+)
 # Words that take back a yes, or say no in a form that is not recognised.
 TAKEN_BACK = re.compile(
     r"""\b(no|not|nope|neither|nor|cannot|wrong|false|incorrect|but|however|although|though|yet
@@ -134,8 +137,12 @@ class Line:
     quoted: bool = False
     introduces: bool = False  # it ends with a colon, so that what follows may be a quotation
 
+    @property
+    def text(self) -> str:
+        return f"{self.name} {self.value}".replace("_", " ")
+
     def takes_back(self) -> bool:
-        return bool(TAKEN_BACK.search(f"{self.name} {self.value}".replace("_", " ")))
+        return bool(TAKEN_BACK.search(self.text))
 
 
 def read_verdict(reply: str, label: str = "correct") -> Verdict:
@@ -172,7 +179,8 @@ def clear_yes(value: str) -> bool:
 
 def leads_to_a_verdict(lines: list[Line]) -> bool:
     """Whether a yes may follow these lines: they say no in no form, and introduce no quotation."""
-    names = [line.name for line in lines if line.name in BEFORE_THE_VERDICT + AFTER_THE_VERDICT]
+    fields = [*BEFORE_THE_VERDICT, "confidence"]
+    names = [line.name for line in lines if line.name in fields]
     if names not in ([], ["extracted_final_answer"], ["reasoning"], BEFORE_THE_VERDICT):
         return False
     if lines and lines[-1].introduces:
@@ -181,9 +189,9 @@ def leads_to_a_verdict(lines: list[Line]) -> bool:
     for line in lines:
         if line.name in BEFORE_THE_VERDICT:
             in_a_field = True
-        elif NO.match(line.value) or "correct" in line.name:
+        elif NO.match(line.value):
             return False
-        elif not in_a_field and line.takes_back():
+        elif line.takes_back() and ("correct" in line.text or not in_a_field):
             return False
     return True
 
@@ -193,7 +201,8 @@ def ends_a_verdict(lines: list[Line]) -> bool:
     names = [line.name for line in lines]
     if names.count("confidence") > 1 or any(name in BEFORE_THE_VERDICT for name in names):
         return False
-    return not any(line.takes_back() for line in lines)
+    others = [line for line in lines if line.name != "confidence"]
+    return not any(line.takes_back() for line in others)
 
 
 def read_confidence(lines: list[Line]) -> float | None:
@@ -305,7 +314,7 @@ class Judge:
         raise ToolError(f"judge's reply could not be read: {one_line(reply) or '(empty)'}")
 
     def ask(self, prompt: str, attempt: int) -> tuple[str, bool]:
-        """(the reply, whether it ended by itself). Each further attempt draws another reply."""
+        """(the reply, whether it ended by itself). A further attempt draws another reply."""
         body = {
             "model": self.model,
             "temperature": 0,

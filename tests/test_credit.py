@@ -1,4 +1,6 @@
-"""Credit and the first half of an update: who gets which advantage, who stands in the loss how often, what each weighs."""
+"""Credit and the first half of an update: who gets which advantage, who stands in the loss how
+often, what each weighs.
+"""
 
 import math
 from types import SimpleNamespace
@@ -40,7 +42,9 @@ def trajectory(place: int, attempt: int, reward, readers: int) -> Trajectory:
 
 
 def play(**options) -> tuple[SimpleNamespace, list[Trajectory], list[Sample], list[Sample]]:
-    """train_step over PLAN with the update left out: (run, trajectories, System 2's samples, System 1's)."""
+    """train_step over PLAN with the update left out: (run, trajectories, System 2's samples,
+    System 1's).
+    """
     trajectories = [
         trajectory(place, k, *attempt)
         for place, attempts in PLAN.items()
@@ -80,8 +84,12 @@ def of(samples: list[Sample], group: int) -> list[Sample]:
 
 def test_each_role_has_its_own_group_and_an_unjudged_trajectory_none():
     _, trajectories, sys2, sys1 = play()
-    assert [s.advantage for s in of(sys2, 0)] == pytest.approx([math.sqrt(2), -1 / math.sqrt(2), -1 / math.sqrt(2)])      # G = 3
-    assert [s.advantage for s in of(sys1, 0)] == pytest.approx([1 / math.sqrt(3)] * 3 + [-math.sqrt(3)])                   # M = 4
+    assert [s.advantage for s in of(sys2, 0)] == pytest.approx(
+        [math.sqrt(2), -1 / math.sqrt(2), -1 / math.sqrt(2)]
+    )  # G = 3
+    assert [s.advantage for s in of(sys1, 0)] == pytest.approx(
+        [1 / math.sqrt(3)] * 3 + [-math.sqrt(3)]
+    )  # M = 4
     assert all(s.advantage == 0 for s in of(sys2, 1) + of(sys1, 1))
     unjudged = trajectories[3]
     assert all(s.copies == 0 and s.advantage == 0 for s in unjudged.samples())
@@ -89,8 +97,12 @@ def test_each_role_has_its_own_group_and_an_unjudged_trajectory_none():
 
 def test_shared_group_inherits():
     _, trajectories, _, _ = play(shared_group=True)
-    assert all(s.advantage == t.samples("sys2")[0].advantage
-        for t in trajectories if t.reward is not None for s in t.samples("sys1"))
+    assert all(
+        s.advantage == t.samples("sys2")[0].advantage
+        for t in trajectories
+        if t.reward is not None
+        for s in t.samples("sys1")
+    )
 
 
 def test_system1_is_balanced_to_system2s_number_a_question():
@@ -105,7 +117,11 @@ def test_system1_is_balanced_to_system2s_number_a_question():
 def test_a_sample_weighs_its_copies_over_those_of_its_term():
     """1/|y| a token, once for each copy, over the copies of the role: also those of advantage 0."""
     run, _, sys2, sys1 = play()
-    for terms in ({"sys2": sys2, "sys1": sys1}, {"sys2": sys2, "sys1": []}, {"sys2": [], "sys1": sys1}):
+    for terms in (
+        {"sys2": sys2, "sys1": sys1},
+        {"sys2": sys2, "sys1": []},
+        {"sys2": [], "sys1": sys1},
+    ):
         samples, batches, references = train.prepare(run, terms)
         assert references == [None] * len(batches)
         expected = []

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loopback import answer, serving
+from serving import answer, serving
 
 from config import UserError
 from tasks import judge as judges
@@ -94,10 +94,12 @@ MEANS_YES = [
     "\n".join(f"### {line}" for line in reply().split("\n")),
     "correct: yes",
     "correct: yes\nconfidence: 90%",
+    "correct: yes\nconfidence: 100 (not stated)",
     "correct (yes or no): yes",
     "reasoning: the same\ncorrect: yes",
     "reasoning:\n- The correct answer is 42.\n- The response says 42.\n- Equal.\n\ncorrect: yes",
     "reasoning: it does not differ from 42\ncorrect: yes",
+    "reasoning:\nCorrect answer: 42\nThe response: 42\nNo difference.\ncorrect: yes",
     json.dumps(AS_JSON),
     json.dumps(AS_JSON, indent=2),
     f"```json\n{json.dumps(AS_JSON, indent=2)}\n```",
@@ -149,6 +151,7 @@ MEANS_NOTHING = [
     reply("y"),
     reply(""),
     reply("no doubt"),
+    reply("no difference"),
     reply("yesterday"),
     reply("none"),
     reply("maybe"),
@@ -181,6 +184,9 @@ NO_AND_THEN_A_QUOTATION = [
     "correct: nope\ncorrect: yes",
     "correct - no\nIt wrote:\ncorrect: yes",
     "correct\tno\ncorrect: yes\nconfidence: 100",
+    "reasoning: it differs\ncorrect - no\ncorrect: yes",
+    "reasoning: it differs\nverdict: no\ncorrect: yes",
+    "reasoning: is it the same?\nNo.\ncorrect: yes",
     "Verdict: no\nIt wrote:\ncorrect: yes",
     "Is it correct? No.\nIt wrote:\ncorrect: yes",
     "is the response correct: no\ncorrect: yes",

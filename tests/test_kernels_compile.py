@@ -58,7 +58,7 @@ def install_driver(architecture):
             return torch.device("cuda", 0)
 
         def get_current_device(self):
-            return 0
+            return architecture  # Triton keeps what it compiled by the device's number.
 
         def get_current_stream(self, device):
             return 0
@@ -69,17 +69,19 @@ def install_driver(architecture):
     driver.set_active(NamedTarget())
 
 
-def keep_compiled(compiled):
-    """From now on a launch compiles only, and `compiled` gets (kernel's name, what came out)."""
+def keep_compiled():
+    """From now on a launch compiles only. Returns the list that gets (kernel's name, result)."""
     from triton.runtime.jit import JITFunction
 
     plain = JITFunction.run
+    compiled = []
 
     def run(self, *args, grid, warmup, **options):
         result = plain(self, *args, grid=grid, warmup=True, **options)
         compiled.append((self.fn.__name__, result))
 
     JITFunction.run = run
+    return compiled
 
 
 def launch_attention(Hq, Hkv, Dh, page_size, dtype):
@@ -158,31 +160,22 @@ def usage(cubin):
     return {name: int(number) for name, number in found.items()}
 
 
-def compile_all(architecture):
-    """A record of every launch: its name, kernel, architecture, resources and intermediate code."""
-    os.environ["MARS_KERNELS"] = "triton"
-    install_driver(architecture)
+def compile_all():
+    """A record of every launch: its name, kernel, architecture, resources and code."""
     for module in (decode, grpo_loss):
         module.use_triton = lambda tensor: True
-    compiled = []
-    keep_compiled(compiled)
+    compiled = keep_compiled()
     records = []
-    for name, (launch, arguments) in LAUNCHES.items():
-        compiled.clear()
-        launch(*arguments)
-        for kernel, result in compiled:
-            records.append(
-                {
-                    "launch": name,
-                    "kernel": kernel,
-                    "architecture": architecture,
-                    "shared": result.metadata.shared,
-                    **usage(result.asm["cubin"]),
-                    "ttir": result.asm["ttir"],
-                    "ttgir": result.asm["ttgir"],
-                    "ptx": result.asm["ptx"],
-                }
-            )
+    for architecture in ARCHITECTURES:
+        install_driver(architecture)
+        for name, (launch, arguments) in LAUNCHES.items():
+            compiled.clear()
+            launch(*arguments)
+            for kernel, result in compiled:
+                record = {"launch": name, "kernel": kernel, "architecture": architecture}
+                record |= {"shared": result.metadata.shared, **usage(result.asm["cubin"])}
+                record |= {code: result.asm[code] for code in ("ttir", "ttgir", "ptx")}
+                records.append(record)
     return records
 
 
@@ -195,21 +188,25 @@ def records():
         pytest.skip("needs Triton's compiler")
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
-    found = []
-    for architecture in ARCHITECTURES:
-        command = [sys.executable, __file__, str(architecture)]
-        result = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True
-        )
-        assert result.returncode == 0, result.stderr
-        found += json.loads(result.stdout)
+    result = subprocess.run(
+        [sys.executable, __file__, "--json"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def of(records, *kernels):
+    found = [record for record in records if record["kernel"] in kernels]
+    assert len({record["kernel"] for record in found}) == len(kernels)
     return found
 
 
-def of(records, *names):
-    found = [record for record in records if record["kernel"] in names]
-    assert found
-    return found
+def bf16_attention(records):
+    return [r for r in of(records, "split_kernel") if "fp32" not in r["launch"]]
 
 
 def label(record):
@@ -237,19 +234,23 @@ def test_no_register_spills_and_shared_memory_fits(records):
         assert record["shared"] <= SHARED_LIMIT[record["architecture"]], label(record)
 
 
+def test_shared_memory_is_what_the_waves_are_planned_with(records):
+    for record in bf16_attention(records):
+        head_bytes = 2 * int(re.search(r"heads of (\d+)", record["launch"])[1])
+        config = attention.choose_config(head_bytes)
+        planned = attention.shared_memory(config, head_bytes)
+        assert record["shared"] <= planned <= 1.4 * record["shared"], label(record)
+
+
 def test_keys_and_values_are_double_buffered(records):
     """While a block is computed the next one is on its way: two buffers each for K and V.
 
     With one buffer a load waits for the block before it, and the memory for the tensor cores.
     """
-    for record in of(records, "split_kernel"):
-        if "fp32" in record["launch"]:
-            continue
+    for record in bf16_attention(records):
         Dh = re.search(r"heads of (\d+)", record["launch"])[1]
-        buffers = re.findall(rf"memdesc<(\d+)x\d+x{Dh}xbf16[^>]*mutable> *loc", record["ttgir"])
-        buffers = re.findall(
-            rf"ttg\.local_alloc .*memdesc<(\d+)x\d+x{Dh}xbf16", record["ttgir"]
-        )
+        allocation = rf"ttg\.local_alloc .*memdesc<(\d+)x\d+x{Dh}xbf16"
+        buffers = re.findall(allocation, record["ttgir"])
         assert len(buffers) == 2, label(record)
         assert min(map(int, buffers)) >= 2, label(record)
         # In the loop something stays under way at each wait; 0 would be waiting for all of it.
@@ -257,10 +258,9 @@ def test_keys_and_values_are_double_buffered(records):
         assert sum(int(left) > 0 for left in waits) >= 2, (label(record), waits)
 
 
-def test_keys_and_values_are_copied_in_16_byte_pieces_and_multiplied_on_tensor_cores(records):
-    for record in of(records, "split_kernel"):
-        if "fp32" in record["launch"]:
-            continue
+def test_keys_and_values_are_copied_in_16_byte_pieces(records):
+    """… asynchronously, and multiplied on the tensor cores."""
+    for record in bf16_attention(records):
         copy = r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10"
         assert re.search(copy, record["ptx"]), label(record)
         assert "mma.sync" in record["ptx"] or "wgmma" in record["ptx"], label(record)
@@ -306,9 +306,10 @@ def test_block_is_read_before_any_thread_writes(records):
 
 if __name__ == "__main__":
     assert not INTERPRETED, "unset TRITON_INTERPRET"
-    if len(sys.argv) > 1:
-        print(json.dumps(compile_all(int(sys.argv[1]))))
+    records = compile_all()
+    if "--json" in sys.argv:
+        print(json.dumps(records))
     else:
-        for record in compile_all(90):
-            numbers = {k: record[k] for k in ("REG", "STACK", "LOCAL", "shared")}
-            print(f"{record['launch']:45} {record['kernel']:26}", numbers)
+        for record in records:
+            numbers = {name: record[name] for name in ("REG", "STACK", "LOCAL", "shared")}
+            print(f"{label(record):80}", numbers)

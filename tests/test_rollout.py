@@ -1,4 +1,7 @@
-"""The episode with scripted roles: every way a trajectory can go, and what is written down where it arises."""
+"""The episode with scripted roles: every way a trajectory can go, and what is written down
+where it arises.
+"""
+
 from types import SimpleNamespace
 
 import pytest
@@ -16,17 +19,30 @@ from toy import language
 
 FORMAT = language.ToyFormat(language.make_tokenizer())
 QUESTION = Question("q1", "when was ada baker born ?", ("1968",), "toy")
-PAGES = [Document("d1", "", "", "ada baker born 1968 . the weather was mild that week ."),
-         Document("d2", "", "", "bob cohen wrote about ada baker ."), Document("d3", "", "", "see also the list of records .")]
+PAGES = [
+    Document("d1", "", "", "ada baker born 1968 . the weather was mild that week ."),
+    Document("d2", "", "", "bob cohen wrote about ada baker ."),
+    Document("d3", "", "", "see also the list of records ."),
+]
 CALL = "<call> search ada baker <purpose> birth of ada baker <eot>"
 
 
 class Script:
-    """Stands in for the sampler: answers requests of a role, in order, with the given texts; remembers what it was asked."""
+    """Stands in for the sampler: answers requests of a role, in order, with the given texts;
+    remembers what it was asked.
+    """
 
     def __init__(self, system2: list[str] | str, system1: str = "ada baker born 1968 . <eot>"):
-        self.always = system2 if isinstance(system2, str) else None         # one text: said at every step until an answer is demanded
-        self.system2, self.system1, self.queue, self.asked, self.closed = list(system2), system1, [], [], 0
+        self.always = (
+            system2 if isinstance(system2, str) else None
+        )  # one text: said at every step until an answer is demanded
+        self.system2, self.system1, self.queue, self.asked, self.closed = (
+            list(system2),
+            system1,
+            [],
+            [],
+            0,
+        )
 
     busy = property(lambda self: bool(self.queue))
 
@@ -45,9 +61,13 @@ class Script:
         new = FORMAT.tokenizer.encode(text, add_special_tokens=False)
         finish = "stop" if new[-1] == FORMAT.eot and len(new) <= max_new_tokens else "length"
         new = new[:max_new_tokens]
-        self.asked.append(("sys1" if is_sys1 else "sys2", FORMAT.decode(tokens), max_new_tokens, seed))
+        self.asked.append(
+            ("sys1" if is_sys1 else "sys2", FORMAT.decode(tokens), max_new_tokens, seed)
+        )
         conversation.tokens += new
-        self.queue.append(SimpleNamespace(error=None, completion=Completion(new, [-0.5] * len(new), finish)))
+        self.queue.append(
+            SimpleNamespace(error=None, completion=Completion(new, [-0.5] * len(new), finish))
+        )
         return self.queue[-1]
 
     def step(self):
@@ -59,13 +79,19 @@ def play(system2, *, search=lambda query: PAGES, grade=None, **options):
     """One scripted episode: (trajectory, what the sampler was asked)."""
     script = Script(system2)
     config = mars.MarsConfig(**{"top_k": 3, **options})
-    tools = {"search": search, "scholar": search, "python": lambda code: [Document("python", "", "", "12\n")]}
+    tools = {
+        "search": search,
+        "scholar": search,
+        "python": lambda code: [Document("python", "", "", "12\n")],
+    }
     driver = Driver([script], deterministic=True)
     grade = grade or (lambda question, answer: float(exact_match(answer, question.golden_answers)))
     samplers = {"sys2": script, "sys1": script}
     game = Game(driver, samplers, FORMAT, tools, grade, config, step=0)
     (trajectory,) = driver.run([game.play(mars.METHOD, QUESTION, 0, 0)])
-    assert script.closed == len([a for a in script.asked if a[0] == "sys1"]) + 1, "every conversation gives its pages back"
+    assert script.closed == len([a for a in script.asked if a[0] == "sys1"]) + 1, (
+        "every conversation gives its pages back"
+    )
     return trajectory, script.asked
 
 
@@ -82,16 +108,26 @@ def test_call_distil_answer():
     assert (trajectory.answer, trajectory.ended, trajectory.reward) == ("1968", "answer", 1.0)
     assert text(sys2_of(trajectory), True) == f"{CALL} <answer> 1968 <eot>"
     notes = " ".join(["ada baker born 1968 ."] * len(trajectory.turns[0].readers))
-    assert text(sys2_of(trajectory), False) == f"<s2> when was ada baker born ? <eot> <resp> {notes} <eot>"
+    assert (
+        text(sys2_of(trajectory), False)
+        == f"<s2> when was ada baker born ? <eot> <resp> {notes} <eot>"
+    )
     for sample in trajectory.samples():
-        assert len(sample.tokens) == len(sample.mask) == len(sample.logprobs) and sample.reward == 1.0
-        assert all((logprob != 0) == trained for logprob, trained in zip(sample.logprobs, sample.mask))
+        assert (
+            len(sample.tokens) == len(sample.mask) == len(sample.logprobs) and sample.reward == 1.0
+        )
+        assert all(
+            (logprob != 0) == trained for logprob, trained in zip(sample.logprobs, sample.mask)
+        )
 
 
 def test_system1_sees_packed_documents_and_the_purpose_and_is_trained_on_its_note_only():
     trajectory, asked = play([CALL, "<answer> 1968 <eot>"], sys1_prompt=30)
     turn = trajectory.turns[0]
-    assert sorted(i for reader in turn.readers for i in reader.chunk.documents) == [0, 1, 2] and 1 < len(turn.readers) <= 3
+    assert (
+        sorted(i for reader in turn.readers for i in reader.chunk.documents) == [0, 1, 2]
+        and 1 < len(turn.readers) <= 3
+    )
     for reader in turn.readers:
         chunk = reader.chunk
         frame = FORMAT.prompt("sys1", chunk=[], purpose="birth of ada baker", question="")
@@ -111,37 +147,62 @@ def test_a_long_document_is_cut_into_a_chunk_of_its_own():
 
 def test_answer_on_the_first_turn():
     trajectory, _ = play(["<answer> 1970 <eot>"])
-    assert (trajectory.ended, trajectory.reward, len(trajectory.turns), trajectory.samples("sys1")) == ("answer", 0.0, 1, [])
+    assert (
+        trajectory.ended,
+        trajectory.reward,
+        len(trajectory.turns),
+        trajectory.samples("sys1"),
+    ) == ("answer", 0.0, 1, [])
 
 
-@pytest.mark.parametrize("step, why", [("when was <eot>", "starts with"), ("<call> fax ada <purpose> birth <eot>", "unknown tool"),
-                                       ("<call> search ada baker <eot>", "purpose"), (CALL.replace("<eot>", "of ada") * 3, "cut")])
+@pytest.mark.parametrize(
+    "step, why",
+    [
+        ("when was <eot>", "starts with"),
+        ("<call> fax ada <purpose> birth <eot>", "unknown tool"),
+        ("<call> search ada baker <eot>", "purpose"),
+        (CALL.replace("<eot>", "of ada") * 3, "cut"),
+    ],
+)
 def test_a_malformed_step_is_corrected_and_counted(step, why):
     trajectory, asked = play([step, "<answer> 1968 <eot>"])
-    assert trajectory.turns[0].problem.startswith("malformed") and why in trajectory.turns[0].problem
+    assert (
+        trajectory.turns[0].problem.startswith("malformed") and why in trajectory.turns[0].problem
+    )
     assert "error" in asked[1][1] and trajectory.reward == 1.0
     assert trajectory.turns[0].action.call is None
 
 
 def test_a_step_that_was_cut_is_closed_by_us_not_by_the_model():
-    trajectory, asked = play([CALL.replace(" <eot>", " ada" * 40), "<answer> 1968 <eot>"], step_tokens=14)
-    assert asked[1][1].startswith("<eot>"), "the missing end of the step is given, so it carries no loss"
+    trajectory, asked = play(
+        [CALL.replace(" <eot>", " ada" * 40), "<answer> 1968 <eot>"], step_tokens=14
+    )
+    assert asked[1][1].startswith("<eot>"), (
+        "the missing end of the step is given, so it carries no loss"
+    )
     assert text(sys2_of(trajectory), True).count("<eot>") == 1
 
 
 def test_a_tool_that_fails_is_told_and_never_looks_like_an_empty_result():
     def broken(query):
         raise ToolError("the service is down")
+
     failed, asked = play([CALL, "<answer> 1968 <eot>"], search=broken)
     empty, asked_empty = play([CALL, "<answer> 1968 <eot>"], search=lambda query: [])
-    assert failed.turns[0].problem == "tool failed: the service is down" and empty.turns[0].problem == "no results"
+    assert (
+        failed.turns[0].problem == "tool failed: the service is down"
+        and empty.turns[0].problem == "no results"
+    )
     assert asked[1][1] == "<resp> error <eot>" and asked_empty[1][1] == "<resp> none . <eot>"
     assert failed.samples("sys1") == empty.samples("sys1") == []
 
 
 def test_the_last_turn_must_answer():
     trajectory, asked = play([CALL, CALL, "1968 <eot>"], max_turns=3)
-    assert asked[-1][1].endswith("<eot> <answer>") and (trajectory.ended, trajectory.reward) == ("answer on demand", 1.0)
+    assert asked[-1][1].endswith("<eot> <answer>") and (trajectory.ended, trajectory.reward) == (
+        "answer on demand",
+        1.0,
+    )
     silent, _ = play([CALL, CALL, CALL], max_turns=3)
     assert (silent.ended, silent.answer, silent.reward) == ("no answer", None, 0.0)
 
@@ -149,7 +210,9 @@ def test_the_last_turn_must_answer():
 @pytest.mark.parametrize("context", [36, 37, 38, 40, 43, 47, 52, 58, 65, 73, 82, 99])
 @pytest.mark.parametrize("step", [CALL, "when was <eot>", CALL.replace("<eot>", "ada") * 3])
 def test_a_full_context_ends_in_a_demand_that_always_fits(context, step):
-    """Calls, malformed steps and cut steps without end, at every size of the context: an answer is always reached."""
+    """Calls, malformed steps and cut steps without end, at every size of the context: an answer
+    is always reached.
+    """
     trajectory, asked = play(step, sys2_context=context, max_turns=50)
     assert len(sys2_of(trajectory).tokens) <= context
     assert (trajectory.ended, trajectory.reward) == ("answer on demand", 1.0)
@@ -180,6 +243,7 @@ def test_python_output_reaches_system2_as_it_is_unless_it_is_distilled():
 def test_a_judge_out_of_reach_is_no_reward_rather_than_zero():
     def down(question, answer):
         raise ToolError("judge is down")
+
     trajectory, _ = play([CALL, "<answer> 1968 <eot>"], grade=down)
     assert trajectory.reward is None and all(s.reward is None for s in trajectory.samples())
     assert trajectory.turns[-1].problem == "judge failed: judge is down"
@@ -190,14 +254,22 @@ def test_draws_are_named_and_all_different():
     seeds = [seed for *_, seed in asked]
     assert len(set(seeds)) == len(seeds)
     assert seeds == [seed for *_, seed in play([CALL, CALL, "<answer> 1968 <eot>"])[1]]
-    assert set(seeds).isdisjoint(seed for *_, seed in play([CALL, CALL, "<answer> 1968 <eot>"], seed=1)[1])
+    assert set(seeds).isdisjoint(
+        seed for *_, seed in play([CALL, CALL, "<answer> 1968 <eot>"], seed=1)[1]
+    )
 
 
 def test_record_holds_the_whole_trajectory():
     trajectory, _ = play([CALL, "<answer> 1968 <eot>"])
     line = record(trajectory, FORMAT, 3, "train")
-    assert "".join(f" {s['text']}" for s in line["segments"]).strip() == FORMAT.decode(sys2_of(trajectory).tokens)
-    assert line["turns"][0]["call"] == {"tool": "search", "argument": "ada baker", "purpose": "birth of ada baker"}
+    assert "".join(f" {s['text']}" for s in line["segments"]).strip() == FORMAT.decode(
+        sys2_of(trajectory).tokens
+    )
+    assert line["turns"][0]["call"] == {
+        "tool": "search",
+        "argument": "ada baker",
+        "purpose": "birth of ada baker",
+    }
     assert [d["id"] for d in line["turns"][0]["documents"]] == ["d1", "d2", "d3"]
     assert line["turns"][0]["chunks"][0]["note"] == "ada baker born 1968 . <eot>"
 
@@ -230,7 +302,9 @@ def test_a_context_that_fails_gives_its_pages_back():
 
 
 def test_a_role_may_write_several_times_and_read_in_between():
-    """A context is all that another method's worker needs: here two turns of its own inside one episode."""
+    """A context is all that another method's worker needs: here two turns of its own inside one
+    episode.
+    """
 
     async def worker(game, trajectory):
         async with rollout.Context(game, trajectory, "sys2") as context:

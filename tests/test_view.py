@@ -172,7 +172,7 @@ def fake_team_record() -> dict:
     worker = {
         "role": "worker",
         "prompt": "find the base of acro corp",
-        "note": "acro corp sits in oslo",
+        "note": "browse acro corp acro corp sits in oslo it is in oslo",
         "advantage": 0.9,
         "drawn": 1,
         "segments": [
@@ -569,7 +569,6 @@ def test_a_worker_of_several_turns_is_drawn_in_its_place(tmp_path):
         "packed into 2 chunks for Reader",
         "Reader · chunk 1",
         "Worker · turn 2",
-        "hands back",
         "Planner · turn 2",
         "Verifier · context 1",
     ]

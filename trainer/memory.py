@@ -1,11 +1,12 @@
 """What a process will hold in memory, by arithmetic and before anything is loaded.
 
-Three things are counted. What lies there all the time: weights, gradients, moments, the sampler's
-copy, its KV pool. What a micro-batch adds at its worst moment: activations, one layer's backward
-pass, the LM head's loss. And what CUDA itself takes. All are bytes of one process.
+`memory_parts` counts what lies there all the time: weights, gradients, moments, the sampler's
+copy, its KV pool, and what CUDA itself takes. `micro_batch_bytes` counts what the largest
+micro-batch adds at its worst moment: when the loss is made, when a layer goes backward, or when
+FSDP sums the gradients of embedding and head over the ranks. All are bytes of one process.
 
-The activations are those of a Qwen3 layer in transformers; other decoders keep less or about as
-much. tests/test_memory.py counts every tensor of a real step and compares.
+The activations are those of a Qwen3 layer in transformers; Qwen2's and Llama's are about an
+eighth smaller. tests/test_memory.py counts every tensor of a real step and compares.
 
 Tests: `pytest tests/test_memory.py`.
 """
@@ -41,7 +42,8 @@ def memory_plan(
     parts = memory_parts(shape, parameters, **options)
     lasting = sum(parts.values())
     if training:
-        parts["activations"] = activation_bytes(shape, config=config, longest=longest, cuda=cuda)
+        options = {"config": config, "longest": longest, "cuda": cuda}
+        parts["micro-batch"] = micro_batch_bytes(shape, parameters, **options)
     total = sum(parts.values())
     have = memory_of(device)
     items = [f"{name} {part / GIB:.2f}" for name, part in parts.items() if part > GIB / 200]
@@ -102,9 +104,7 @@ def memory_parts(
 
     copies: the weights that a micro-batch computes with. Autocast keeps a bf16 copy of all. FSDP
     gathers what lies outside the layers (embedding and head) and two layers, since the next one
-    is under way. reduction: FSDP holds the gradients of what it gathered, in bf16 and once more
-    in fp32 for the sum over ranks. loss: the head's fp32 gradient, its scaled copy, and one chunk
-    of logits.
+    is under way.
     """
     size = 2 if cuda else 4  # bytes of a number outside the master weights
     models = 2 if config.system1 == "frozen" else 1
@@ -126,24 +126,29 @@ def memory_parts(
 def trainer_parts(shape, parameters: int, *, config, world: int, cuda: bool) -> dict[str, float]:
     """The trainer's share of memory_parts."""
     size = 2 if cuda else 4
-    head = shape.vocab_size * shape.hidden_size
-    outside = head if shape.tie_word_embeddings else 2 * head
-    layer = (parameters - outside) / shape.num_hidden_layers
-    linear_loss = kernels.linear_loss
-    chunk = linear_loss.CHUNK_TOKENS_CUDA if cuda else linear_loss.CHUNK_TOKENS_CPU
     state = 4 * parameters  # fp32
-    gathered = size if config.fsdp else 4
     parts = {"weights": state, "gradients": state, "optimizer": 2 * state}
     if config.fsdp:
         parts = {name: part / world for name, part in parts.items()}
-        parts["copies"] = size * (outside + 2 * layer)
-        parts["reduction"] = (size + 4) * max(outside, 2 * layer)
-    elif world > 1:
+        gathered = outside_layers(shape) + 2 * layer_parameters(shape, parameters)
+        parts["copies"] = size * gathered
+        return parts
+    if world > 1:
         parts["gradients"] *= 2  # DDP adds buckets of the same size
-    if cuda and not config.fsdp:
+    if cuda:
         parts["copies"] = size * parameters
-    parts["loss"] = (4 + gathered) * head + 4 * shape.vocab_size * chunk
     return parts
+
+
+def outside_layers(shape) -> int:
+    """Parameters of the embedding and, if it is another matrix, the LM head."""
+    head = shape.vocab_size * shape.hidden_size
+    return head if shape.tie_word_embeddings else 2 * head
+
+
+def layer_parameters(shape, parameters: int) -> float:
+    """Parameters of one layer."""
+    return (parameters - outside_layers(shape)) / shape.num_hidden_layers
 
 
 def kv_bytes(shape, size: int) -> int:
@@ -164,20 +169,45 @@ def head_size(shape) -> int:
 # ---------------------------------------------------------------- what a micro-batch adds
 
 
-def activation_bytes(shape, *, config, longest: int, cuda: bool) -> float:
-    """Bytes that the largest micro-batch adds at its worst moment.
+def micro_batch_bytes(shape, parameters: int, *, config, longest: int, cuda: bool) -> float:
+    """Bytes that the largest micro-batch adds at its worst moment, if every token carries loss.
 
     Recomputing, each layer keeps its input, and one layer at a time all that its backward pass
-    needs. Else all layers keep everything. Every token may carry loss.
+    needs. Else all layers keep everything.
     """
     tokens = max(config.micro_tokens, longest)  # a longer sample stands alone
     size = 2 if cuda else 4
     stream = 2 if cuda and config.fsdp else 4  # the residual stream; autocast leaves it fp32
+    D = shape.hidden_size
     layer = layer_bytes(shape, size, stream)
-    kept = stream * shape.hidden_size if config.recompute_activations else layer
-    passing = 2 * size * feed_forward(shape) + 3 * stream * shape.hidden_size  # its gradients
-    loss = 4 * size * shape.hidden_size  # hidden states and their gradients
-    return tokens * (shape.num_hidden_layers * kept + layer + passing + loss)
+    kept = shape.num_hidden_layers * layer
+    recomputed = 0
+    if config.recompute_activations:
+        kept = shape.num_hidden_layers * stream * D
+        recomputed = layer
+    # The final norm; the loss's hidden states and their gradients, each before and after a cast.
+    ends = (4 + stream + size) * D + 4 * size * D
+    passing = 2 * size * feed_forward(shape) + 3 * stream * D  # gradients on their way down
+
+    head = shape.vocab_size * D
+    head_gradient = (size if config.fsdp else 4) * head
+    sums = 0  # FSDP holds gradients in `size` bytes and, to sum them over the ranks, in fp32
+    embedding_sums = 0
+    if config.fsdp:
+        sums = 2 * (size + 4) * layer_parameters(shape, parameters)
+        embedding_sums = (size + 4) * outside_layers(shape)
+
+    loss = tokens * (kept + ends) + 4 * head + logits_bytes(shape, cuda)
+    loss_backward = tokens * (kept + ends) + 4 * head + head_gradient
+    layer_backward = tokens * (kept + recomputed + passing + ends) + head_gradient + sums
+    return max(loss, loss_backward, layer_backward, embedding_sums)
+
+
+def logits_bytes(shape, cuda: bool) -> int:
+    """Bytes of the loss's chunk of logits; the plain form keeps softmax and gradient beside it."""
+    if cuda:
+        return 4 * shape.vocab_size * kernels.linear_loss.CHUNK_TOKENS_CUDA
+    return 3 * 4 * shape.vocab_size * kernels.linear_loss.CHUNK_TOKENS_CPU
 
 
 def layer_bytes(shape, size: int, stream: int) -> int:
@@ -189,8 +219,12 @@ def layer_bytes(shape, size: int, stream: int) -> int:
     keys = kv_heads(shape) * head_size(shape)
     # Two norms keep an fp32 copy of their input, what they made of it, and it times their weight.
     norms = 2 * (4 + stream + size) * shape.hidden_size
+    if stream != size:
+        # Autocast casts a norm's output anew for each of the five products that read one.
+        norms += 3 * size * shape.hidden_size
     head_norms = (4 + size) * (queries + keys)
-    attention = size * (2 * queries + 2 * keys)  # q, k, v and the output
+    # Queries, keys, values, and the output twice: as it is made and as the next product reads it.
+    attention = size * (3 * queries + 2 * keys)
     mlp = 4 * size * feed_forward(shape)  # gate, its SiLU, up, and their product
     return norms + head_norms + attention + mlp
 
