@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loopback import answer, serving
+from serving import answer, serving
 
 from config import UserError
 from tasks import judge as judges

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loopback import answer, serving
+from serving import answer, serving
 
 from config import UserError
 from tasks.questions import (
