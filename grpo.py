@@ -16,6 +16,7 @@ Our choices where the paper is silent: population standard deviation without an 
 give advantage 0, and a change of the rewards' scale changes nothing); balancing draws uniformly (the abstract's "advantage-
 weighted" comes without a weighting); |y| counts the tokens that carry loss; KL is the k3 estimator.
 """
+
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -34,7 +35,9 @@ def group_advantages(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor:
     if len(rewards) != len(groups):
         raise ValueError(f"{len(rewards)} rewards for {len(groups)} group keys")
     if not torch.isfinite(rewards).all():
-        raise ValueError("a reward is not finite; leave a trajectory without a reward out of its group")
+        raise ValueError(
+            "a reward is not finite; leave a trajectory without a reward out of its group"
+        )
     members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
@@ -46,7 +49,9 @@ def group_advantages(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor:
     return advantages
 
 
-def balance(sys1_indices: Sequence[int], target: int, generator: torch.Generator | None) -> list[int]:
+def balance(
+    sys1_indices: Sequence[int], target: int, generator: torch.Generator | None
+) -> list[int]:
     """Brings one question's M System 1 samples to `target` (System 2's number), drawing uniformly.
 
     M > target: `target` of them without replacement. 0 < M < target: all of them, and the missing ones drawn again.
@@ -58,7 +63,9 @@ def balance(sys1_indices: Sequence[int], target: int, generator: torch.Generator
     if m >= target:
         drawn = torch.randperm(m, generator=generator)[:target].tolist()
     else:
-        drawn = list(range(m)) + (torch.randint(m, (target - m,), generator=generator).tolist() if m else [])
+        drawn = list(range(m)) + (
+            torch.randint(m, (target - m,), generator=generator).tolist() if m else []
+        )
     return [sys1_indices[i] for i in drawn]
 
 

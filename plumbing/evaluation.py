@@ -18,8 +18,6 @@ import os
 import time
 from pathlib import Path
 
-from tasks.judge import Judge
-
 import view
 from config import Config, UserError, parse, parser, resolve
 from plumbing import files
@@ -29,6 +27,7 @@ from plumbing.records import record
 from plumbing.statistics import calibration_error, wilson_interval
 from rollout import Method, Trajectory
 from tasks import grading
+from tasks.judge import Judge
 from tasks.questions import Question
 
 # What a plain model takes over from the paper's preset.
