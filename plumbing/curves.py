@@ -17,6 +17,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from plumbing.trajectories import number
+
 # Colours of Okabe and Ito, which colour-blind readers tell apart.
 BLUE = "#0072b2"
 ORANGE = "#d55e00"
@@ -121,13 +123,6 @@ def draw(title: str, rows: dict[float, dict], panels: list[Panel], columns: int)
     picture = io.BytesIO()
     FigureCanvasAgg(figure).print_png(picture)
     return picture.getvalue()
-
-
-def number(value) -> float:
-    """A JSON value as a float; nan for anything that is not a number one could draw."""
-    if isinstance(value, (int, float)) and abs(value) < 1e15:
-        return float(value)
-    return math.nan
 
 
 def draw_panel(ax: Axes, panel: Panel, steps: np.ndarray, values: dict[str, np.ndarray]) -> None:
