@@ -53,7 +53,7 @@ class Refused(Exception):
 
     status: int
     headers: http.client.HTTPMessage
-    body: bytes = b""
+    body: bytes = b""  # of a page: none
 
 
 # Threads -----------------------------------------------------------------------------------------

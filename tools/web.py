@@ -153,7 +153,7 @@ class Client:
             except ToolError as error:
                 raise ToolError(_message(url, str(error), headers)) from None
             except Refused as refused:
-                why = _refusal(refused, from_stranger)
+                why = _refusal(refused)
                 if refused.status not in (408, 429) and refused.status < 500:
                     raise ToolError(_message(url, why, headers)) from None
                 wait = max(wait, retry_after(refused.headers.get("Retry-After")))
@@ -189,11 +189,9 @@ def _remove_abandoned(folder: Path) -> None:
 # Messages ----------------------------------------------------------------------------------------
 
 
-def _refusal(refused: Refused, from_stranger: bool) -> str:
-    why = f"HTTP {refused.status}"
-    if from_stranger:
-        return why
-    return f"{why} {refused.body.decode('utf-8', 'replace')}"
+def _refusal(refused: Refused) -> str:
+    """The status, and a service's own words. The exchange drops those of a page."""
+    return f"HTTP {refused.status} {refused.body.decode('utf-8', 'replace')}".strip()
 
 
 def _failure(error: Exception, from_stranger: bool) -> str:
@@ -205,8 +203,7 @@ def _failure(error: Exception, from_stranger: bool) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error) or type(error).__name__
     if isinstance(error, http.client.HTTPException):
-        why = f"the answer is not HTTP ({type(error).__name__})"
-        return why
+        return f"the answer is not HTTP ({type(error).__name__})"
     if from_stranger:
         return f"the answer cannot be read ({type(error).__name__})"
     return f"the answer is not what was asked for ({error})"
