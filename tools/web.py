@@ -239,7 +239,7 @@ def retry_after(header: str | None) -> float:
     """
     header = str(header or "").strip()
     if header.isascii() and header.isdigit():
-        return LONGEST_WAIT if len(header) > 9 else min(float(header), LONGEST_WAIT)
+        return min(float(header), LONGEST_WAIT)
     try:
         date = email.utils.parsedate_to_datetime(header)
         if date.tzinfo is None:
@@ -259,12 +259,15 @@ def check_base_url(name: str, url: str, *, path: bool = False) -> str:
     url = url.strip().rstrip("/")
     if "@" in url:
         raise UserError(f"{name} holds an @: give the address without a user or a password")
-    allowed = r"https?://[^/?#\s\\]+" + (r"(/[^?#\s\\]*)?" if path else "")
+    allowed = r"https?://[^/?#\s\\]+"
+    shape = "http(s)://host:port without a path"
+    if path:
+        allowed += r"(/[^?#\s\\]*)?"
+        shape = "http(s)://host:port/path"
     try:
         well_formed = re.fullmatch(allowed, url) and urllib.parse.urlsplit(url).port != 0
     except ValueError:
         well_formed = False
     if not well_formed:
-        shape = "http(s)://host:port" + ("/path" if path else " without a path")
         raise UserError(f"{name} is {one_line(url, 80)!r}: give {shape}")
     return url
