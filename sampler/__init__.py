@@ -1,4 +1,20 @@
-"""The sampler's room: see engine.py."""
-from sampler.engine import Completion, Conversation, Pages, Request, Sampler, draw, greedy, hashed, uniform
+"""Sampling with a paged KV cache: engine.py, then scheduler.py, pages.py, draws.py, forward.py."""
 
-__all__ = ["Completion", "Conversation", "Pages", "Request", "Sampler", "draw", "greedy", "hashed", "uniform"]
+from sampler.draws import greedy, hashed, sample_token, uniform
+from sampler.engine import Sampler
+from sampler.pages import Pages
+from sampler.request import Completion, Conversation, Request
+from sampler.scheduler import Scheduler
+
+__all__ = [
+    "Completion",
+    "Conversation",
+    "Pages",
+    "Request",
+    "Sampler",
+    "Scheduler",
+    "greedy",
+    "hashed",
+    "sample_token",
+    "uniform",
+]

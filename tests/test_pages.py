@@ -1,46 +1,66 @@
-"""The page allocator against a model of it: every table must read back exactly what was written through it."""
+"""The page allocator against a model of it.
+
+Every block table must read back exactly what was written through it.
+"""
+
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import settings
+from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from sampler import Pages
 
-COUNT, SIZE = 12, 4
+COUNT = 12
+SIZE = 4
 
 
 class Memory(RuleBasedStateMachine):
-    """Contexts over a small pool. The model is a plain list of tokens a context; `memory` is what the pages hold."""
+    """Contexts over a small pool: plain lists of tokens, and what the pages hold (`memory`)."""
+
     contexts = Bundle("contexts")
 
     def __init__(self):
         super().__init__()
         self.pages = Pages(COUNT, SIZE)
         self.memory = [[None] * SIZE for _ in range(COUNT)]
-        self.tables, self.expected, self.written = {}, {}, 0
+        self.tables = {}
+        self.expected = {}
+        self.written = 0
 
     def write(self, name, count):
-        table, tokens = self.tables[name], self.expected[name]
+        table = self.tables[name]
+        tokens = self.expected[name]
         for _ in range(count):
-            self.written += 1                               # every token written is unlike any other
+            self.written += 1  # every token written is unlike any other
             self.memory[table[len(tokens) // SIZE]][len(tokens) % SIZE] = self.written
             tokens.append(self.written)
 
     def grow(self, name, count):
-        table, tokens = self.tables[name], self.expected[name]
-        before, free = list(table), len(self.pages.free)
+        table = self.tables[name]
+        tokens = self.expected[name]
+        before = list(table)
+        free = len(self.pages.free)
         needed = self.pages.missing(table, len(tokens) + count)
         assert needed == max(0, (len(tokens) + count + SIZE - 1) // SIZE - len(table))
         if self.pages.extend(table, len(tokens) + count):
-            assert table[:len(before)] == before and len(table) == len(before) + needed
+            assert table[: len(before)] == before
+            assert len(table) == len(before) + needed
             self.write(name, count)
         else:
-            assert needed > free and table == before and len(self.pages.free) == free
+            assert needed > free
+            assert table == before
+            assert len(self.pages.free) == free
 
     @rule(target=contexts, count=st.integers(1, 3 * SIZE))
     def submit(self, count):
-        name = object()
-        self.tables[name], self.expected[name] = [], []
+        name = self.new_context()
         self.grow(name, count)
+        return name
+
+    def new_context(self):
+        name = object()
+        self.tables[name] = []
+        self.expected[name] = []
         return name
 
     @rule(name=contexts, count=st.integers(1, 2 * SIZE))
@@ -50,15 +70,15 @@ class Memory(RuleBasedStateMachine):
     @rule(target=contexts, name=contexts, share=st.floats(0, 1))
     def fork(self, name, share):
         tokens = round(share * len(self.expected[name]))
-        new = object()
+        new = self.new_context()
         if tokens % SIZE and not self.pages.free:
             with pytest.raises(ValueError, match="free page"):
                 self.pages.fork(self.tables[name], tokens)
-            self.tables[new], self.expected[new] = [], []
             return new
         free = len(self.pages.free)
         self.tables[new], copy = self.pages.fork(self.tables[name], tokens)
-        assert (copy is not None) == (tokens % SIZE > 0) and free - len(self.pages.free) == (copy is not None)
+        assert (copy is not None) == (tokens % SIZE > 0)
+        assert free - len(self.pages.free) == (copy is not None)
         if copy:
             source, target = copy
             self.memory[target] = list(self.memory[source])
@@ -68,8 +88,9 @@ class Memory(RuleBasedStateMachine):
     @rule(name=contexts)
     def preempt_and_recompute(self, name):
         """All pages go back; the same tokens are written again, if there is room."""
-        tokens, self.expected[name] = self.expected[name], []
-        self.drop_pages(name)
+        tokens = self.expected[name]
+        self.expected[name] = []
+        self.release_pages(name)
         if self.pages.extend(self.tables[name], len(tokens)):
             for i, token in enumerate(tokens):
                 self.memory[self.tables[name][i // SIZE]][i % SIZE] = token
@@ -77,14 +98,16 @@ class Memory(RuleBasedStateMachine):
 
     @rule(name=consumes(contexts))
     def finish(self, name):
-        self.drop_pages(name)
+        self.release_pages(name)
         del self.tables[name], self.expected[name]
 
-    def drop_pages(self, name):
+    def release_pages(self, name):
         table = self.tables[name]
-        before, others = list(table), [page for t in self.tables.values() if t is not table for page in t]
-        freed = self.pages.drop(table)
-        assert table == [] and sorted(freed) == sorted(page for page in before if page not in others)
+        before = list(table)
+        others = [page for t in self.tables.values() if t is not table for page in t]
+        freed = self.pages.release(table)
+        assert table == []
+        assert sorted(freed) == sorted(page for page in before if page not in others)
 
     @invariant()
     def every_context_reads_back(self):
@@ -96,7 +119,9 @@ class Memory(RuleBasedStateMachine):
     def counts_are_right(self):
         used = [page for table in self.tables.values() for page in table]
         assert self.pages.references == [used.count(page) for page in range(COUNT)]
-        assert sorted(self.pages.free + sorted(set(used))) == list(range(COUNT))       # none twice, none leaked
+        assert sorted(self.pages.free + sorted(set(used))) == list(
+            range(COUNT)
+        )  # none twice, none leaked
 
 
 TestMemory = Memory.TestCase
@@ -106,10 +131,11 @@ TestMemory.settings = settings(max_examples=60, stateful_step_count=40, deadline
 def test_an_aliased_copy_would_be_noticed():
     """The state machine's check can fail: forks that share a partial page overwrite each other."""
     machine = Memory()
-    name, new = object(), object()
-    machine.tables[name], machine.expected[name] = [], []
+    name = machine.new_context()
+    new = machine.new_context()
     machine.grow(name, SIZE + 1)
-    machine.tables[new], machine.expected[new] = list(machine.tables[name]), list(machine.expected[name])
+    machine.tables[new] = list(machine.tables[name])
+    machine.expected[new] = list(machine.expected[name])
     machine.write(new, 1)
     machine.write(name, 1)
     with pytest.raises(AssertionError):

@@ -1,0 +1,83 @@
+"""Which token is drawn: a function of the logits and of (seed, place), and of nothing else.
+
+The t-th new token of a request is drawn with a uniform number that is hashed from the request's
+seed and t. A random generator with a state would make a draw depend on which rows ran before it.
+Departure from the textbook: the token is found in the cumulative distribution with one uniform
+(inverse transform) instead of V exponential ones, which makes the draw a plain function of it.
+
+Shapes: B rows, V vocabulary. Test: pytest tests/test_sampler.py -k "draw or uniform or top_p"
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MASK = (1 << 64) - 1
+
+
+def hashed(*numbers: int) -> int:
+    """A 64-bit hash of integers (each taken modulo 2^64), by splitmix64's finaliser."""
+    state = 0
+    for number in numbers:
+        state = ((state ^ (number & MASK)) + 0x9E3779B97F4A7C15) & MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+        state ^= state >> 31
+    return state
+
+
+def uniform(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Doubles in [0, 1) from (seed, index) alone: splitmix64's index-th output.
+
+    seed uint64 [B], index int64 [B] -> fp64 [B]. The numbers have 48 bits, so that u · total stays
+    below total in fp64.
+    """
+    x = seed + (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = (x ^ (x >> np.uint64(31))) >> np.uint64(16)
+    return x.astype(np.float64) * 2.0**-48
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token of each row and its log-prob at temperature 1: logits [B, V] fp32."""
+    best, tokens = logits.max(-1)
+    return tokens, best - logits.logsumexp(-1)
+
+
+def sample_token(
+    logits: Tensor, uniforms: Tensor, temperature: Tensor | None, top_p: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One token a row and its log-prob: logits fp32 [B, V], uniforms fp64 [B] -> both [B].
+
+    temperature [B]: 0 is greedy; None is 1 everywhere. top_p [B]: the draw is restricted to the
+    likeliest tokens that together reach it; None is 1 everywhere. The log-prob is always that of
+    the full vocabulary at the temperature (at 1 where it is greedy).
+    """
+    if temperature is not None:
+        is_greedy = temperature == 0
+        logits = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
+    logprobs = F.log_softmax(logits, -1)
+    probs = logprobs.exp()
+    if top_p is not None:
+        probs = keep_likeliest(probs, top_p)
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    threshold = uniforms[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    # A row of NaN finds no place and would give V.
+    tokens = tokens.clamp_(max=logits.shape[1] - 1)
+    if temperature is not None:
+        tokens = torch.where(is_greedy, logits.max(-1).indices, tokens)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def keep_likeliest(probs: Tensor, top_p: Tensor) -> Tensor:
+    """probs [B, V] with 0 outside the smallest set of likeliest tokens that reaches top_p [B]."""
+    ordered, index = torch.sort(probs, dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+    outside = before >= top_p[:, None]
+    # Rounded probabilities may sum to more than 1. A row without top-p keeps all its tokens, or
+    # a neighbour's top-p would change its draws.
+    outside &= (top_p < 1)[:, None]
+    return probs.masked_fill(torch.zeros_like(outside).scatter(-1, index, outside), 0.0)

@@ -1,0 +1,71 @@
+"""Pages of the KV cache: who holds which, in plain integers.
+
+The cache is one pool of pages; a page has room for the keys and values of `size` tokens, of every
+layer. A block table is the list of page numbers that hold a context, in order. Contexts that begin
+alike share the pages of their beginning; a page is free again when nobody holds it any more.
+
+Test: pytest tests/test_pages.py
+"""
+
+
+class Pages:
+    """Allocator of `count` pages of `size` tokens with reference counts."""
+
+    def __init__(self, count: int, size: int):
+        self.count = count
+        self.size = size
+        self.reset()
+
+    def reset(self) -> None:
+        """All pages are free. Block tables made before are void."""
+        self.free = list(range(self.count - 1, -1, -1))
+        self.references = [0] * self.count
+
+    @property
+    def in_use(self) -> int:
+        return self.count - len(self.free)
+
+    def missing(self, block_table: list[int], tokens: int) -> int:
+        """Pages that `block_table` lacks to hold `tokens` tokens."""
+        needed = -(-tokens // self.size)
+        return max(0, needed - len(block_table))
+
+    def extend(self, block_table: list[int], tokens: int) -> bool:
+        """Adds pages until the table holds `tokens` tokens. False: too few are free, no change."""
+        missing = self.missing(block_table, tokens)
+        if missing > len(self.free):
+            return False
+        for _ in range(missing):
+            page = self.free.pop()
+            self.references[page] = 1
+            block_table.append(page)
+        return True
+
+    def fork(self, block_table: list[int], tokens: int) -> tuple[list[int], tuple | None]:
+        """A second block table for the first `tokens` tokens of `block_table`.
+
+        Full pages are shared, a partial last one is copied. Returns the new table and the
+        (source, target) pages whose contents the caller must copy before anything else is written,
+        or None. ValueError if there is no free page for the copy.
+        """
+        full, rest = divmod(tokens, self.size)
+        if rest and not self.free:
+            raise ValueError("fork needs a free page for the copy of a partial page")
+        new = block_table[:full]
+        for page in new:
+            self.references[page] += 1
+        if not rest:
+            return new, None
+        self.extend(new, tokens)
+        return new, (block_table[full], new[full])
+
+    def release(self, block_table: list[int]) -> list[int]:
+        """Empties a block table. Returns the pages that nobody holds any more."""
+        freed = []
+        for page in block_table:
+            self.references[page] -= 1
+            if self.references[page] == 0:
+                freed.append(page)
+        block_table.clear()
+        self.free += freed
+        return freed

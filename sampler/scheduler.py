@@ -1,0 +1,455 @@
+"""The scheduler: which requests run, and in which pages. Plain integers, no tensor.
+
+A request's way, and the list it is in:
+  waiting      it has no row; in the order of the requests' numbers, the oldest first
+  prefilling   it has a row and pages; keys and values of its context are still missing
+  decoding     only the newest token's key and value are missing: each step feeds that token and
+               samples the next
+  ending       its last token is being computed, and the host has not read it yet
+  finished     it has a completion or an error, and is handed to the caller next
+When pages run out, conversations that do not run give way first, the youngest first, and then the
+newest request. So the oldest request always goes on, and no request waits for ever.
+
+A step is planned ahead as a `Plan` (plan.py): the device copies pages, prefills, copies pages and
+decodes. The order matters, because a page may change hands within one step. What the host learns
+only afterwards, the tokens, comes back through `collect`.
+
+After an exception at any line `reset` makes the state whole again. It trusts three things only,
+each of which changes in one statement: the live conversations, the open requests, and what each
+request has sampled. The draws depend on seeds and places, so nothing changes but the time.
+
+Test: pytest tests/test_scheduler.py
+"""
+
+import bisect
+import itertools
+import math
+from operator import attrgetter
+
+import numpy as np
+
+from sampler.pages import Pages
+from sampler.plan import Copies, Decode, Plan, Prefill, Rows, plan_decode, plan_prefill
+from sampler.request import Completion, Conversation, Request
+
+number_of = attrgetter("number")
+age_of = attrgetter("age")
+
+
+class Scheduler:
+    """Hands out rows and pages; see the head of this file.
+
+    prefill_chunk: tokens prefilled in one step at most, so that a long prompt does not starve the
+    rows that decode. share_prompts is off only to measure what sharing brings.
+    """
+
+    def __init__(
+        self,
+        *,
+        pages: int,
+        page_size: int,
+        max_sequences: int,
+        prefill_chunk: int,
+        share_prompts: bool = True,
+    ):
+        self.pages = Pages(pages, page_size)
+        self.prefill_chunk = prefill_chunk
+        self.share_prompts = share_prompts
+        self.numbers = itertools.count()
+        self.stats = dict.fromkeys(
+            (
+                "prefilled_tokens",
+                "decoded_tokens",
+                "shared_tokens",
+                "preemptions",
+                "running",
+                "waiting",
+                "pages_in_use",
+            ),
+            0,
+        )
+        self.live: set[Conversation] = set()
+        self.requests: dict[int, Request] = {}  # the open ones, by number
+        self.finished: list[Request] = []
+        self._clear(max_sequences)
+
+    def _clear(self, max_sequences: int) -> None:
+        """Empties everything that follows from the conversations and the open requests."""
+        self.pages.reset()
+        self.rows = Rows(max_sequences, self.pages.count)
+        self.waiting: list[Request] = []
+        self.prefilling: list[Request] = []
+        self.decoding: list[Request] = []
+        self.ending: list[Request] = []
+        self.started: list[Request] = []  # began to decode in the step that is being planned
+        self.idle: list[Conversation] = []  # hold pages, but no row; the oldest first
+        self.holders: dict[tuple, list[Conversation]] = {}  # prompt -> whose pages hold it
+
+    # ---- conversations and requests
+
+    def submit(self, request: Request) -> None:
+        """Takes a checked request. Its conversation is live from then on, until it is closed."""
+        conversation = request.conversation
+        request.number = next(self.numbers)
+        self.live.add(conversation)
+        # `reset` undoes these three lines unless the fourth has run.
+        conversation.request = request
+        conversation.tokens += request.given
+        conversation.prompt = conversation.prompt or tuple(request.given)
+        self.requests[request.number] = request
+        self.waiting.append(request)
+
+    def close(self, conversation: Conversation) -> None:
+        """Gives its pages back; its open request ends with an error. Closing twice is allowed."""
+        conversation.closed = True
+        if conversation not in self.live:
+            return
+        request = conversation.request
+        if request is not None:
+            for queue in (self.waiting, self.prefilling, self.decoding, self.ending):
+                if request in queue:
+                    queue.remove(request)
+            self._end(request, error=f"request {request.number}: its conversation was closed")
+            del self.requests[request.number]  # nobody waits for it
+        self._release(conversation)
+        self.live.discard(conversation)
+
+    def hand_out(self) -> list[Request]:
+        """The requests that finished since the last call, in the order in which they did."""
+        try:
+            return self.finished
+        finally:
+            self.finished = []  # last, so that an exception leaves them to the next call
+
+    def count_load(self) -> None:
+        """What the progress line shows."""
+        self.stats["running"] = len(self.prefilling) + len(self.decoding)
+        self.stats["waiting"] = len(self.waiting)
+        self.stats["pages_in_use"] = self.pages.in_use
+
+    # ---- schedule
+
+    def schedule(self, unread: bool) -> Plan:
+        """Plans one step. unread: the step before is under way and its tokens are not known yet."""
+        plan = Plan()
+        self.started = []
+        plan.copies, followers = self._admit(unread)
+        plan.prefill = self._plan_prefill()
+        if followers:  # the prompt they wait for may be complete now
+            plan.late_copies, _ = self._admit(unread)
+        self._reserve()
+        plan.decode = self._plan_decode()
+        return plan
+
+    def _admit(self, unread: bool) -> tuple[Copies, list[Request]]:
+        """Gives rows and pages to waiting requests, the oldest first.
+
+        A conversation without pages whose prompt lies in another's pages forks them. While that
+        leader still prefills, its followers are passed over and a row is kept for each of them.
+        Returns the page copies that the forks need, and the followers.
+        """
+        copies = []
+        followers = []
+        while self.waiting and len(followers) < len(self.rows.free):
+            request = self.waiting[0]
+            conversation = request.conversation
+            leader = self._leader(conversation)
+            if leader is not None and leader.num_cached_tokens < len(conversation.prompt) - 1:
+                followers.append(self.waiting.pop(0))
+                continue
+            if self._lacks_pages(conversation, leader):
+                if not self._make_room(conversation, unread):
+                    break
+                continue  # the leader itself may have given way
+            self.waiting.pop(0)
+            if leader is not None:
+                copies += self._fork(leader, conversation)
+            self._enter(request)
+        self.waiting[:0] = followers
+        return copies, followers
+
+    def _leader(self, conversation: Conversation) -> Conversation | None:
+        """Who holds, or is about to hold, the prompt of a conversation that has no pages.
+
+        Only the first holder can still be prefilling: every later one forked a complete prompt.
+        """
+        if conversation.block_table or not self.share_prompts:
+            return None
+        holders = self.holders.get(conversation.prompt)
+        if not holders:
+            return None
+        return holders[0]
+
+    def _lacks_pages(self, conversation: Conversation, leader: Conversation | None) -> bool:
+        """Whether too few pages are free for it. One is kept for every row that runs already."""
+        needed = self.pages.missing(conversation.block_table, len(conversation.tokens))
+        if leader is not None:
+            needed -= (len(conversation.prompt) - 1) // self.pages.size  # shared full pages
+        running = len(self.prefilling) + len(self.decoding)
+        return needed + running > len(self.pages.free)
+
+    def _make_room(self, conversation: Conversation, unread: bool) -> bool:
+        """Preempts the youngest idle conversation but this one. False: it must wait."""
+        if unread and not self.prefilling and not self.decoding:
+            return False  # the tokens that are under way may end their requests
+        for victim in reversed(self.idle[-2:]):
+            if victim is not conversation:
+                self._preempt(victim)
+                return True
+        return False
+
+    def _fork(self, leader: Conversation, conversation: Conversation) -> Copies:
+        """The conversation gets the prompt's pages. Its last token is fed again, for its logits."""
+        shared = len(conversation.prompt) - 1
+        conversation.block_table, copy = self.pages.fork(leader.block_table, shared)
+        conversation.num_cached_tokens = shared
+        self.stats["shared_tokens"] += shared
+        if copy is None:
+            return []
+        return [copy]
+
+    def _enter(self, request: Request) -> None:
+        conversation = request.conversation
+        self._remove_idle(conversation)
+        self.pages.extend(conversation.block_table, len(conversation.tokens))
+        holders = self.holders.setdefault(conversation.prompt, [])
+        if conversation not in holders:
+            holders.append(conversation)
+        self.rows.enter(request)
+        if conversation.num_cached_tokens < len(conversation.tokens) - 1:
+            self.prefilling.append(request)
+        else:
+            self._start_decoding([request])
+
+    def _start_decoding(self, requests: list[Request]) -> None:
+        self.decoding += requests
+        self.started += requests
+
+    def lacks_slots(self) -> bool:
+        """Whether a row would have to give way for another row's next token.
+
+        A row can only give way when the host knows all its tokens, so the caller then reads the
+        step that is under way before it plans the next one.
+        """
+        return len(self._at_page_end()) > len(self.pages.free)
+
+    def _at_page_end(self) -> list[Request]:
+        """The decoding rows whose next token is the first of a page."""
+        rows = np.array([request.row for request in self.decoding], np.int64)
+        ends = (self.rows.length[rows] - 1) % self.pages.size == 0
+        return [self.decoding[i] for i in np.flatnonzero(ends)]
+
+    def _reserve(self) -> None:
+        """A slot for the token that each decoding row feeds, for the oldest request first."""
+        for request in sorted(self._at_page_end(), key=number_of):
+            if request.row is None:
+                continue  # it gave way to an older one
+            block_table = request.conversation.block_table
+            length = int(self.rows.length[request.row])
+            while request.row is not None and not self.pages.extend(block_table, length):
+                self._preempt(self._victim())
+            if request.row is not None:
+                self.rows.block_table[request.row, len(block_table) - 1] = block_table[-1]
+
+    def _victim(self) -> Conversation:
+        """Who gives way for a running row: the youngest idle one, or else the newest request's."""
+        if self.idle:
+            return self.idle[-1]
+        return max(self.prefilling + self.decoding, key=number_of).conversation
+
+    def _preempt(self, conversation: Conversation) -> None:
+        """Takes a conversation's pages; its request, if it runs, waits again."""
+        if not conversation.idle:
+            self._unschedule(conversation.request)
+        self._release(conversation)
+        self.stats["preemptions"] += 1
+
+    def _unschedule(self, request: Request) -> None:
+        queue = self.decoding if request in self.decoding else self.prefilling
+        queue.remove(request)
+        self._leave(request)
+        bisect.insort(self.waiting, request, key=number_of)
+
+    def _leave(self, request: Request) -> None:
+        self.rows.leave(request)
+        bisect.insort(self.idle, request.conversation, key=age_of)
+
+    def _remove_idle(self, conversation: Conversation) -> None:
+        place = bisect.bisect_left(self.idle, conversation.age, key=age_of)
+        if place < len(self.idle) and self.idle[place] is conversation:
+            del self.idle[place]
+
+    def _release(self, conversation: Conversation) -> list[int]:
+        """Gives its pages back. Returns those that nobody holds any more."""
+        self._remove_idle(conversation)
+        holders = self.holders.get(conversation.prompt, [])
+        if conversation in holders:
+            holders.remove(conversation)
+            if not holders:
+                del self.holders[conversation.prompt]
+        conversation.num_cached_tokens = 0
+        return self.pages.release(conversation.block_table)
+
+    def release_all(self) -> None:
+        """Everybody gives way: no page holds keys and values any more."""
+        for request in self.prefilling + self.decoding:
+            self._unschedule(request)
+        for conversation in self.live:
+            self._release(conversation)
+
+    # ---- plan
+
+    def _plan_prefill(self) -> Prefill | None:
+        """The next tokens of the rows that can't decode yet, in the order of their admission."""
+        budget = self.prefill_chunk
+        chunks = []
+        for request in self.prefilling:
+            conversation = request.conversation
+            begin = conversation.num_cached_tokens
+            count = min(budget, len(conversation.tokens) - 1 - begin)
+            budget -= count
+            if count:
+                chunks.append((request, begin, begin + count))
+        if not chunks:
+            return None
+        prefill = plan_prefill(chunks, self.rows, self.pages.size)
+        for request, _, end in chunks:
+            request.conversation.num_cached_tokens = end
+        self.stats["prefilled_tokens"] += len(prefill.ids)
+        ready = []
+        missing = []
+        for request in self.prefilling:
+            conversation = request.conversation
+            if conversation.num_cached_tokens == len(conversation.tokens) - 1:
+                ready.append(request)
+            else:
+                missing.append(request)
+        self.prefilling = missing
+        self._start_decoding(ready)
+        return prefill
+
+    def _plan_decode(self) -> Decode | None:
+        """One token for every row that is ready. Counts them as drawn, though nobody read them."""
+        if not self.decoding:
+            return None
+        started = [request for request in self.started if request.row is not None]
+        decode = plan_decode(self.decoding, started, self.rows, self.pages.size)
+        state = self.rows
+        rows = decode.rows
+        state.length[rows] += 1
+        state.drawn[rows] += 1
+        if (state.drawn[rows] == state.wanted[rows]).any():
+            self._move_ending()
+        self.stats["decoded_tokens"] += len(rows)
+        return decode
+
+    def _move_ending(self) -> None:
+        """Rows that have drawn all their tokens leave the decoding ones."""
+        drawn = self.rows.drawn
+        decoding = self.decoding
+        self.decoding = [r for r in decoding if drawn[r.row] < r.max_new_tokens]
+        self.ending += [r for r in decoding if drawn[r.row] == r.max_new_tokens]
+
+    # ---- postprocess
+
+    def collect(self, decode: Decode, tokens, logprobs, step: int) -> list[int]:
+        """Appends a step's tokens and ends the requests that are complete.
+
+        A row whose log-prob is NaN ends with an error. Returns the pages that such rows gave back:
+        their contents must be cleared, because NaN must not reach the pages' next holder.
+        """
+        spoiled = []
+        ended = len(self.finished)
+        for request, token, logprob in zip(decode.requests, tokens, logprobs, strict=True):
+            if request.done:  # it stopped one token ago, or was closed: the token is discarded
+                continue
+            conversation = request.conversation
+            if math.isnan(logprob):
+                self._end(
+                    request,
+                    error=f"request {request.number}: the model's logits were NaN at sampler step "
+                    f"{step}, for its new token {len(request.tokens) + 1}",
+                )
+                self._deliver(request)
+                spoiled += self._release(conversation)
+                continue
+            conversation.num_cached_tokens = len(conversation.tokens)  # the fed one is in its page
+            conversation.tokens.append(token)
+            request.tokens.append(token)
+            request.logprobs.append(logprob)
+            if request.finish:
+                self._end(request)
+                self._deliver(request)
+        if len(self.finished) > ended:
+            self.decoding = [request for request in self.decoding if not request.done]
+            self.ending = [request for request in self.ending if not request.done]
+        return spoiled
+
+    def _end(self, request: Request, error: str | None = None) -> None:
+        """The request is done, with an error or with what it sampled. Its row is free."""
+        if error is not None:
+            request.error = error
+        else:
+            request.completion = Completion(request.tokens, request.logprobs, request.finish)
+        request.conversation.request = None
+        if request.row is not None:
+            self._leave(request)
+
+    def _deliver(self, request: Request) -> None:
+        self.finished.append(request)
+        del self.requests[request.number]
+
+    # ---- repair
+
+    def reset(self) -> None:
+        """Makes the state whole after an exception cut a call short; see the head of this file.
+
+        All pages are free afterwards, temporary conversations are closed, and open requests wait.
+        It can itself be cut short and called again.
+        """
+        self._clear(self.rows.count)
+        for conversation in list(self.live):
+            self._restore(conversation)
+        finished = [request for request in self.finished if request.number not in self.requests]
+        self.finished = [request for request in finished if not request.conversation.closed]
+        for number, request in list(self.requests.items()):
+            request.row = None
+            if request.conversation.closed:
+                if not request.done:
+                    request.error = f"request {number}: its conversation was closed"
+                del self.requests[number]
+            elif request.done:
+                self._deliver(request)
+            else:
+                self.waiting.append(request)
+
+    def _restore(self, conversation: Conversation) -> None:
+        """A live conversation without pages, as long as its open request says it is."""
+        conversation.block_table = []
+        conversation.num_cached_tokens = 0
+        if conversation.temporary:
+            conversation.closed = True
+        request = conversation.request
+        if request is not None:
+            self._restore_request(request)
+        if conversation.closed:
+            self.live.discard(conversation)
+
+    def _restore_request(self, request: Request) -> None:
+        conversation = request.conversation
+        request.row = None
+        if request.number not in self.requests:
+            if not request.done:  # its submit was cut short: it was never taken
+                del conversation.tokens[request.num_context_tokens - len(request.given) :]
+            if not conversation.tokens:
+                conversation.prompt = ()
+            conversation.request = None
+            return
+        sampled = min(len(request.tokens), len(request.logprobs))
+        del request.tokens[sampled:]
+        del request.logprobs[sampled:]
+        del conversation.tokens[request.num_context_tokens + sampled :]
+        if not request.done and request.finish:
+            request.completion = Completion(request.tokens, request.logprobs, request.finish)
+        if request.done:
+            conversation.request = None
