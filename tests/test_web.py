@@ -65,6 +65,8 @@ ROOT = Path(__file__).parent.parent
         says({"organic": [5]}),
         says({"organic": None}),
         says({"message": "Not enough credits", "statusCode": 400}),
+        says({**ECHO, "message": "Not enough credits"}),
+        says({**ECHO, "error": "Query too long"}),
     ],
 )
 def test_what_may_pass_is_tried_again_and_never_kept_or_taken_for_nothing_found(
