@@ -21,6 +21,7 @@ from config import UserError
 from tasks.questions import (
     FLASHRAG,
     Question,
+    draw,
     load_questions,
     overlap,
     read_jsonl,
@@ -342,6 +343,14 @@ def test_a_split_shares_no_question(tmp_path):
     assert train == [q for q in load_questions(path) if q not in held_out]
     assert len(train) == 24
     assert split(path, "", held_out=6, seed=4)[1] != held_out
+
+
+def test_a_part_of_what_was_held_out_is_drawn_from_it(tmp_path):
+    """A second, smaller draw from the file would ask what was trained on."""
+    (path,) = files(tmp_path, a=500)
+    train, held_out = split(path, "", held_out=100, seed=0)
+    assert set(draw(held_out, 50, "0")) < set(held_out)
+    assert set(load_questions(path, limit=50, seed=0)) & set(train)
 
 
 def test_a_question_under_two_ids_is_not_in_both_parts(tmp_path):
