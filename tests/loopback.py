@@ -50,7 +50,7 @@ class Handler(BaseHTTPRequestHandler):
             )
         server.replies[min(number, len(server.replies) - 1)](self)
 
-    do_POST = do_GET
+    do_POST = do_CONNECT = do_GET
 
     def log_message(self, *_):
         pass

@@ -130,9 +130,12 @@ class _TLSSocket(_Deadline, ssl.SSLSocket):
 
 
 @functools.cache
-def tls() -> ssl.SSLContext:
-    """The context of all TLS connections: certificates and names are checked."""
-    context = ssl.create_default_context()
+def tls(authorities: str | None = None) -> ssl.SSLContext:
+    """The context of all TLS connections: certificates and names are checked.
+
+    authorities: a file of certificates to trust instead of the machine's (for tests).
+    """
+    context = ssl.create_default_context(cafile=authorities)
     context.sslsocket_class = _TLSSocket
     return context
 

@@ -84,6 +84,8 @@ def make(
     (only tests change it). UserError for what is missing or makes no sense, before any search.
     """
     _check(backend, scholar, k, docs, pages)
+    if passage_words < 0 or page_words < 1:
+        raise UserError("passages have at least 0 words, and pages at least 1")
     if backend == "local":
         return local(docs, k, cache, passage_words)
     folder = None if cache is None else Path(cache) / "web"
