@@ -10,6 +10,7 @@ with all its room, and the leftmost leaf that fits *is* first fit.
     >>> first_fit_decreasing([30, 70, 20, 50], capacity=100)
     [[1, 0], [3, 2]]
 """
+
 from collections.abc import Sequence
 
 
@@ -20,13 +21,17 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     """
     for index, size in enumerate(sizes):
         if not 0 <= size <= capacity:
-            raise ValueError(f"item {index} has size {size}; sizes must lie between 0 and the capacity {capacity}")
+            raise ValueError(
+                f"item {index} has size {size}; sizes must lie between 0 and the capacity {capacity}"
+            )
     leaves = 1 << max(len(sizes) - 1, 0).bit_length()
-    room = [capacity] * (2 * leaves)        # room[node]: the most room that any bin below this node of the tree has
+    room = [capacity] * (
+        2 * leaves
+    )  # room[node]: the most room that any bin below this node of the tree has
     bins = [[] for _ in sizes]
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         size, node = sizes[index], 1
-        while node < leaves:                # left if anything there has room, else right
+        while node < leaves:  # left if anything there has room, else right
             node *= 2
             if room[node] < size:
                 node += 1
@@ -48,5 +53,7 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     An output over the limit counts as `capacity` (the caller cuts it there), so it fills a chunk of its own, as in the paper.
     """
     if capacity < 1:
-        raise ValueError(f"System 1's prompt leaves no room for documents (capacity {capacity} tokens)")
+        raise ValueError(
+            f"System 1's prompt leaves no room for documents (capacity {capacity} tokens)"
+        )
     return first_fit_decreasing([min(length, capacity) for length in lengths], capacity)

@@ -16,6 +16,7 @@ Our choices where the paper is silent: population standard deviation without an 
 give advantage 0, and a change of the rewards' scale changes nothing); balancing draws uniformly (the abstract's "advantage-
 weighted" comes without a weighting); |y| counts the tokens that carry loss; KL is the k3 estimator.
 """
+
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -34,7 +35,9 @@ def group_advantages(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor:
     if len(rewards) != len(groups):
         raise ValueError(f"{len(rewards)} rewards for {len(groups)} group keys")
     if not torch.isfinite(rewards).all():
-        raise ValueError("a reward is not finite; leave a trajectory without a reward out of its group")
+        raise ValueError(
+            "a reward is not finite; leave a trajectory without a reward out of its group"
+        )
     members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
@@ -46,7 +49,9 @@ def group_advantages(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor:
     return advantages
 
 
-def balance(sys1_indices: Sequence[int], target: int, generator: torch.Generator | None) -> list[int]:
+def balance(
+    sys1_indices: Sequence[int], target: int, generator: torch.Generator | None
+) -> list[int]:
     """Brings one question's M System 1 samples to `target` (System 2's number), drawing uniformly.
 
     M > target: `target` of them without replacement. 0 < M < target: all of them, and the missing ones drawn again.
@@ -58,7 +63,9 @@ def balance(sys1_indices: Sequence[int], target: int, generator: torch.Generator
     if m >= target:
         drawn = torch.randperm(m, generator=generator)[:target].tolist()
     else:
-        drawn = list(range(m)) + (torch.randint(m, (target - m,), generator=generator).tolist() if m else [])
+        drawn = list(range(m)) + (
+            torch.randint(m, (target - m,), generator=generator).tolist() if m else []
+        )
     return [sys1_indices[i] for i in drawn]
 
 
@@ -73,17 +80,35 @@ def token_weights(masks: list[Tensor], counts: int) -> list[Tensor]:
     return [mask.float() / (mask.sum().clamp(min=1) * counts) for mask in masks]
 
 
-def grpo_loss(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, weight: Tensor, *, clip_low: float = 0.2,
-              clip_high: float = 0.2, kl_beta: float = 0.0, ref_logprob: Tensor | None = None) -> tuple[Tensor, dict]:
-    """Σ w·ℓ over tokens [N], ℓ = −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)·A) + kl_beta·KL, ρ = exp(logprob − old_logprob).
+def grpo_loss(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    weight: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_beta: float = 0.0,
+    ref_logprob: Tensor | None = None,
+) -> tuple[Tensor, dict]:
+    """Σ w·ℓ over tokens [N], ℓ = −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)·A) + kl_beta·KL.
 
-    KL is k3 = exp(d) − d − 1 with d = ref_logprob − logprob (Schulman, 2020), if a reference is given. A token of weight 0
-    is masked: whatever stands there, NaN included, neither enters the loss nor gets a gradient. Plain PyTorch, any dtype:
-    what the Triton forms under kernels/ are tested against. Stats are means over the tokens with weight (0 if there are none).
+    ρ = exp(logprob − old_logprob). KL is k3 = exp(d) − d − 1 with d = ref_logprob − logprob
+    (Schulman, 2020), if a reference is given. Plain PyTorch, any dtype.
+
+    This is the only definition of the loss: the fused kernel calls it on every device, with one
+    chunk of tokens after the other. So a token's ℓ may depend on that token's inputs only.
+    A token of weight 0 is masked: whatever stands there, NaN included, neither enters the loss nor
+    gets a gradient. Stats are means over the tokens with weight, and 0 if there are none.
     """
     live = weight != 0
-    logprob, old_logprob, advantage = (torch.where(live, x, 0.0) for x in (logprob, old_logprob, advantage))
-    ratio = torch.exp(logprob - old_logprob)
+    logprob = torch.where(live, logprob, 0.0)
+    old_logprob = torch.where(live, old_logprob, 0.0)
+    advantage = torch.where(live, advantage, 0.0)
+    log_ratio = logprob - old_logprob
+    # Where A ≥ 0 the loss is flat above the clip. Held below overflow, exp makes no 0 · inf there.
+    log_ratio = torch.where(advantage < 0, log_ratio, log_ratio.clamp(max=80))
+    ratio = torch.exp(log_ratio)
     unclipped = ratio * advantage
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
     loss = -torch.minimum(unclipped, clipped)
@@ -94,8 +119,8 @@ def grpo_loss(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, weight: T
         loss = loss + kl_beta * kl
     with torch.no_grad():
         tokens = live.sum().clamp(min=1)
-        stats = {"clip_share": ((clipped < unclipped) & live).sum() / tokens,
-                 "ratio_mean": (ratio * live).sum() / tokens,
-                 "ratio_max": (ratio * live).max() if len(ratio) else ratio.new_zeros(()),
-                 "kl": (kl * live).sum() / tokens}
+        stats = {
+            "clip_share": ((clipped < unclipped) & live).sum() / tokens,
+            "kl": (kl * live).sum() / tokens,
+        }
     return (weight * loss).sum(), stats

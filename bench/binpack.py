@@ -1,7 +1,8 @@
 """First-fit decreasing: seconds for n items, tournament tree against the textbook's scan of all bins.
 
-    python -m bench.binpack            writes bench/results/binpack.json
+python -m bench.binpack            writes bench/results/binpack.json
 """
+
 import random
 import sys
 
@@ -26,7 +27,11 @@ def scan(sizes, capacity):
 def main() -> None:
     rng, rows = random.Random(0), []
     for count in (1_000, 10_000, 100_000):
-        for name, low, high in (("1 to capacity", 1, 1000), ("small", 1, 50), ("about half", 400, 600)):
+        for name, low, high in (
+            ("1 to capacity", 1, 1000),
+            ("small", 1, 50),
+            ("about half", 400, 600),
+        ):
             sizes = [rng.randint(low, high) for _ in range(count)]
             forms = {"tree": lambda: first_fit_decreasing(sizes, 1000)}
             if count <= 10_000:
@@ -34,8 +39,18 @@ def main() -> None:
                 assert scan(sizes, 1000) == first_fit_decreasing(sizes, 1000)
             times = common.interleaved(forms, rounds=5 if count < 100_000 else 7)
             tree = common.spread(times["tree"])
-            rows.append({"items": count, "sizes": name, "tree s": tree["median"], "min": tree["min"], "max": tree["max"],
-                         "scan s": common.spread(times["scan"])["median"] if "scan" in times else "not run"})
+            rows.append(
+                {
+                    "items": count,
+                    "sizes": name,
+                    "tree s": tree["median"],
+                    "min": tree["min"],
+                    "max": tree["max"],
+                    "scan s": common.spread(times["scan"])["median"]
+                    if "scan" in times
+                    else "not run",
+                }
+            )
     print(common.table(rows))
     print(common.save("binpack", "python -m bench.binpack", rows))
 

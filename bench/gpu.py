@@ -8,6 +8,7 @@
 Each step's output is shown as it comes; a table at the end says how each went. The benches write bench/results/*.json.
 Exit: 0 all went well, 1 a step failed or had no time, 2 there is no CUDA device.
 """
+
 import argparse
 import math
 import subprocess
@@ -21,9 +22,15 @@ import torch
 from bench.common import table
 
 ROOT = Path(__file__).parent.parent
-STEPS = {   # most wanted first, so that a short session has them
-    "tests": ["pytest", "-m", "gpu", "-rs"],                                       # skipped on every other machine
-    "kernel tests": ["pytest", "tests/test_kernels_decode.py", "tests/test_kernels_loss.py", "-m", "not gpu"],
+STEPS = {  # most wanted first, so that a short session has them
+    "tests": ["pytest", "-m", "gpu", "-rs"],  # skipped on every other machine
+    "kernel tests": [
+        "pytest",
+        "tests/test_kernels_decode.py",
+        "tests/test_kernels_loss.py",
+        "-m",
+        "not gpu",
+    ],
     "attention": ["bench.attention"],
     "kernels": ["bench.kernels"],
     "sampler": ["bench.sampler"],
@@ -35,8 +42,13 @@ def run(command, seconds):
     """Runs `python -m command`, shows its output, and returns (outcome, seconds taken, last line that is no blank)."""
     start, last = time.time(), ""
     deadline = f"after {seconds:.0f} s" if seconds < math.inf else ""
-    process = subprocess.Popen([sys.executable, "-u", "-m", *command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", *command],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), process.kill)
     timer.start()
     for line in process.stdout:
@@ -51,7 +63,14 @@ def run(command, seconds):
 
 def main():
     parser = argparse.ArgumentParser(description="All GPU tests and benches.")
-    parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP", help=", ".join(STEPS))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=STEPS,
+        default=list(STEPS),
+        metavar="STEP",
+        help=", ".join(STEPS),
+    )
     parser.add_argument("--minutes", type=float, default=math.inf, help="for all steps together")
     parser.add_argument("--quick", action="store_true", help="benches with small shapes")
     options = parser.parse_args()
@@ -62,7 +81,9 @@ def main():
         command = STEPS[name] + ["--quick"] * (options.quick and STEPS[name][0] != "pytest")
         print(f"\n=== {name}: python -m {' '.join(command)}", flush=True)
         left = end - time.time()
-        outcome, seconds, last = run(command, left) if left > 0 else ("not run: no time left", 0.0, "")
+        outcome, seconds, last = (
+            run(command, left) if left > 0 else ("not run: no time left", 0.0, "")
+        )
         rows.append({"step": name, "outcome": outcome, "seconds": seconds, "last line": last})
     print(f"\n=== {torch.cuda.get_device_name()}, torch {torch.__version__}\n" + table(rows))
     return 0 if all(row["outcome"] == "ok" for row in rows) else 1

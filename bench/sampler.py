@@ -20,6 +20,7 @@ gpu     Random Qwen3-8B in bf16: decode tokens/s against the ceiling (weights an
 
 Results: bench/results/sampler_{cpu,grpo,growth,gpu}.json.
 """
+
 import argparse
 import logging
 import os
@@ -29,25 +30,43 @@ import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch                                                                        # noqa: E402
-from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM     # noqa: E402
+import torch  # noqa: E402
+from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from bench.common import interleaved, save, spread, table                           # noqa: E402
-from sampler import Sampler, hashed                                                 # noqa: E402
+from bench.common import interleaved, save, spread, table  # noqa: E402
+from sampler import Sampler, hashed  # noqa: E402
 
-COPY_BYTES_A_SECOND = 4.3e12                # of one H200
-SMALL = dict(vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
-             num_key_value_heads=4, head_dim=32, max_position_embeddings=32768)
-QWEN3_8B = dict(vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
-                num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
-                tie_word_embeddings=False)
+COPY_BYTES_A_SECOND = 4.3e12  # of one H200
+SMALL = dict(
+    vocab_size=4096,
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=32,
+    max_position_embeddings=32768,
+)
+QWEN3_8B = dict(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    tie_word_embeddings=False,
+)
 
 
 def make_model(shape, dtype=torch.float32, device="cpu"):
     """A random Qwen3 that never stops by itself."""
     torch.manual_seed(0)
     with torch.device(device):
-        config = Qwen3Config(**shape, eos_token_id=None, bos_token_id=None, pad_token_id=None, dtype=dtype)
+        config = Qwen3Config(
+            **shape, eos_token_id=None, bos_token_id=None, pad_token_id=None, dtype=dtype
+        )
         return Qwen3ForCausalLM(config).to(dtype).eval()
 
 
@@ -57,25 +76,33 @@ def random_tokens(rng, count, vocabulary):
 
 # ---------------------------------------------------------------- peers
 
+
 def generate(model, prompts, wanted):
     """transformers' `generate` on one left-padded batch; every row runs to the longest wanted length."""
     longest = max(map(len, prompts))
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt):] = torch.tensor(prompt)
-        mask[row, longest - len(prompt):] = 1
-    out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=max(wanted),
-                         do_sample=False, pad_token_id=0)
-    return [row[longest:longest + count] for row, count in zip(out.tolist(), wanted)]
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    out = model.generate(
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        max_new_tokens=max(wanted),
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return [row[longest : longest + count] for row, count in zip(out.tolist(), wanted)]
 
 
 def generate_sorted(model, prompts, wanted, size=16):
     """`generate` on batches of similar wanted length."""
     order, out = sorted(range(len(prompts)), key=lambda i: wanted[i]), [None] * len(prompts)
     for begin in range(0, len(order), size):
-        batch = order[begin:begin + size]
-        for i, tokens in zip(batch, generate(model, [prompts[i] for i in batch], [wanted[i] for i in batch])):
+        batch = order[begin : begin + size]
+        for i, tokens in zip(
+            batch, generate(model, [prompts[i] for i in batch], [wanted[i] for i in batch])
+        ):
             out[i] = tokens
     return out
 
@@ -84,11 +111,17 @@ def generate_batch(model, prompts, wanted, **options):
     """transformers' continuous batching as `generate_batch` runs it, but with each request's own limit."""
     blocks = sum((len(p) + w) // 256 + 1 for p, w in zip(prompts, wanted)) + 8
     engine = ContinuousBatchingConfig(**{"page_size": 256, "num_blocks": blocks, **options})
-    greedy = GenerationConfig(do_sample=False, max_new_tokens=max(wanted), eos_token_id=-1, pad_token_id=0)
+    greedy = GenerationConfig(
+        do_sample=False, max_new_tokens=max(wanted), eos_token_id=-1, pad_token_id=0
+    )
     done = {}
-    with model.continuous_batching_context_manager(generation_config=greedy, continuous_batching_config=engine,
-                                                   block=True, timeout=5) as manager:
-        names = [manager.add_request(prompt, max_new_tokens=count) for prompt, count in zip(prompts, wanted)]
+    with model.continuous_batching_context_manager(
+        generation_config=greedy, continuous_batching_config=engine, block=True, timeout=5
+    ) as manager:
+        names = [
+            manager.add_request(prompt, max_new_tokens=count)
+            for prompt, count in zip(prompts, wanted)
+        ]
         while len(done) < len(names):
             result = manager.get_result(timeout=1)
             if result is not None and result.is_finished():
@@ -100,44 +133,65 @@ def generate_batch(model, prompts, wanted, **options):
 
 # ---------------------------------------------------------------- cpu
 
+
 def cpu(quick):
     """Rows of the table; see the head of this file."""
     rng, count = random.Random(0), 8 if quick else 64
     prompts = [random_tokens(rng, rng.randint(16, 256), SMALL["vocab_size"]) for _ in range(count)]
-    wanted = [((4, 8) if quick else (16, 32, 64, 128))[i % (2 if quick else 4)] for i in range(count)]
+    wanted = [
+        ((4, 8) if quick else (16, 32, 64, 128))[i % (2 if quick else 4)] for i in range(count)
+    ]
     model = make_model(SMALL)
     sampler, answers = Sampler(model, max_tokens=32768), {}
 
     def ours():
-        answers["MARS"] = [c.tokens for c in sampler.generate(prompts, max_new_tokens=wanted, temperature=0)]
+        answers["MARS"] = [
+            c.tokens for c in sampler.generate(prompts, max_new_tokens=wanted, temperature=0)
+        ]
 
     def peer(name, function, **options):
         def call():
             answers[name] = function(model, prompts, wanted, **options)
+
         return call
 
-    engines = {"MARS": ours, "generate, left-padded": peer("generate, left-padded", generate),
-               "generate, sorted": peer("generate, sorted", generate_sorted),
-               "generate_batch": peer("generate_batch", generate_batch, max_batch_tokens=512)}
+    engines = {
+        "MARS": ours,
+        "generate, left-padded": peer("generate, left-padded", generate),
+        "generate, sorted": peer("generate, sorted", generate_sorted),
+        "generate_batch": peer("generate_batch", generate_batch, max_batch_tokens=512),
+    }
     seconds = interleaved(engines, rounds=1 if quick else 5)
     rows, goals = [], {"generate, left-padded": 2.5, "generate, sorted": 1.6, "generate_batch": 3.5}
     for name in engines:
         speed = spread([sum(wanted) / s for s in seconds[name]])
-        ratio = statistics.median(theirs / our for theirs, our in zip(seconds[name], seconds["MARS"]))
+        ratio = statistics.median(
+            theirs / our for theirs, our in zip(seconds[name], seconds["MARS"])
+        )
         equal = sum(a == b for a, b in zip(answers[name], answers["MARS"]))
-        rows.append({"engine": name, **{f"tokens/s, {k}": round(v) for k, v in speed.items()},
-                     "MARS is × faster": round(ratio, 2), "goal": goals.get(name, ""), "rows equal": equal})
+        rows.append(
+            {
+                "engine": name,
+                **{f"tokens/s, {k}": round(v) for k, v in speed.items()},
+                "MARS is × faster": round(ratio, 2),
+                "goal": goals.get(name, ""),
+                "rows equal": equal,
+            }
+        )
     return rows
 
 
 # ---------------------------------------------------------------- grpo
+
 
 def rollouts(sampler, questions, results, group, new, keep):
     """Runs all trajectories to their end. keep=False gives a conversation's pages back between its turns."""
     running = {}
 
     def ask(conversation, tokens, *names):
-        running[sampler.submit(conversation, tokens, max_new_tokens=new, seed=hashed(*names))] = names
+        running[sampler.submit(conversation, tokens, max_new_tokens=new, seed=hashed(*names))] = (
+            names
+        )
 
     for question, prompt in enumerate(questions):
         for k in range(group):
@@ -159,7 +213,10 @@ def grpo(quick):
     questions, group, prompt, result, new = (2, 3, 40, 10, 4) if quick else (8, 16, 512, 200, 48)
     rng, model, turns = random.Random(0), make_model(SMALL), 3
     texts = [random_tokens(rng, prompt, SMALL["vocab_size"]) for _ in range(questions)]
-    results = [[random_tokens(rng, result, SMALL["vocab_size"]) for _ in range(turns)] for _ in range(questions)]
+    results = [
+        [random_tokens(rng, result, SMALL["vocab_size"]) for _ in range(turns)]
+        for _ in range(questions)
+    ]
     pool = 2 * questions * group * (prompt + turns * (result + new))
     least = questions * (prompt - 1) + questions * group * (turns - 1) * result
     rows, samplers, functions, prefilled = [], {}, {}, {}
@@ -172,40 +229,73 @@ def grpo(quick):
                 before = sampler.stats["prefilled_tokens"]
                 rollouts(sampler, texts, results, group, new, keep)
                 prefilled[share, keep] = sampler.stats["prefilled_tokens"] - before
+
             functions[share, keep] = run
     seconds = interleaved(functions, rounds=1 if quick else 5)
     useful = questions * group * turns * new
     best = statistics.median(seconds[True, True])
     for (share, keep), times in seconds.items():
-        rows.append({"prompt shared": share, "pages kept": keep, **{f"tokens/s, {k}": round(v) for k, v in
-                                                                    spread([useful / s for s in times]).items()},
-                     "× time of both": round(statistics.median(times) / best, 2), "prefilled": prefilled[share, keep],
-                     "× least": round(prefilled[share, keep] / least, 2)})
+        rows.append(
+            {
+                "prompt shared": share,
+                "pages kept": keep,
+                **{
+                    f"tokens/s, {k}": round(v)
+                    for k, v in spread([useful / s for s in times]).items()
+                },
+                "× time of both": round(statistics.median(times) / best, 2),
+                "prefilled": prefilled[share, keep],
+                "× least": round(prefilled[share, keep] / least, 2),
+            }
+        )
     return rows
 
 
 # ---------------------------------------------------------------- growth
 
+
 def growth(quick):
     """Tokens a CPU second against requests (32 tokens, 16 new); of decode alone against context (4 rows, 32 new)."""
-    rng, model, rows = random.Random(0), make_model({**SMALL, "num_hidden_layers": 2, "hidden_size": 128}), []
+    rng, model, rows = (
+        random.Random(0),
+        make_model({**SMALL, "num_hidden_layers": 2, "hidden_size": 128}),
+        [],
+    )
     for count in (16, 64) if quick else (16, 64, 256, 1024, 4096):
         sampler = Sampler(model, max_tokens=16384)
         prompts = [random_tokens(rng, 32, SMALL["vocab_size"]) for _ in range(count)]
         run = {"": lambda: sampler.generate(prompts, max_new_tokens=16, temperature=0)}
         seconds = statistics.median(interleaved(run, 1 if quick else 5)[""])
-        rows.append({"requests": count, "context": 32, "tokens/s": round(16 * count / seconds),
-                     "µs a token": round(1e6 * seconds / (16 * count), 1), "KV GB/s": ""})
+        rows.append(
+            {
+                "requests": count,
+                "context": 32,
+                "tokens/s": round(16 * count / seconds),
+                "µs a token": round(1e6 * seconds / (16 * count), 1),
+                "KV GB/s": "",
+            }
+        )
     for context in (256, 1024) if quick else (256, 1024, 4096, 16384):
         sampler = Sampler(model, max_tokens=4 * (context + 64))
-        start_together(sampler, [random_tokens(rng, context, SMALL["vocab_size"]) for _ in range(4)], 32)
+        start_together(
+            sampler, [random_tokens(rng, context, SMALL["vocab_size"]) for _ in range(4)], 32
+        )
         before, start = sampler.stats["decoded_tokens"], time.process_time()
         while sampler.busy:
             sampler.step()
         seconds, tokens = time.process_time() - start, sampler.stats["decoded_tokens"] - before
-        read = tokens * context * 2 * 2 * SMALL["num_key_value_heads"] * SMALL["head_dim"] * 4      # 2 layers, fp32
-        rows.append({"requests": 4, "context": context, "tokens/s": round(tokens / seconds),
-                     "µs a token": round(1e6 * seconds / tokens, 1), "KV GB/s": round(read / seconds / 1e9, 1)})
+        read = (
+            tokens * context * 2 * 2 * SMALL["num_key_value_heads"] * SMALL["head_dim"] * 4
+        )  # 2 layers, fp32
+        rows.append(
+            {
+                "requests": 4,
+                "context": context,
+                "tokens/s": round(tokens / seconds),
+                "µs a token": round(1e6 * seconds / tokens, 1),
+                "KV GB/s": round(read / seconds / 1e9, 1),
+            }
+        )
     return rows
 
 
@@ -223,13 +313,16 @@ def start_together(sampler, prompts, new):
 
 # ---------------------------------------------------------------- gpu
 
+
 def ceiling(rows, context):
     """Tokens/s if weights and keys and values were only read, each once a step."""
     s = QWEN3_8B
     heads = s["num_attention_heads"] + s["num_key_value_heads"]
     layer = s["hidden_size"] * (2 * heads * s["head_dim"] + 3 * s["intermediate_size"])
     weights = 2 * (s["num_hidden_layers"] * layer + s["vocab_size"] * s["hidden_size"])
-    cache = rows * context * 2 * s["num_hidden_layers"] * s["num_key_value_heads"] * s["head_dim"] * 2
+    cache = (
+        rows * context * 2 * s["num_hidden_layers"] * s["num_key_value_heads"] * s["head_dim"] * 2
+    )
     return rows * COPY_BYTES_A_SECOND / (weights + cache)
 
 
@@ -257,9 +350,23 @@ def gpu(quick):
     cases = [(rows, context) for rows in (1, 64, 128) for context in (1024, 4096)]
     cases = cases[:3:2] if quick else cases
     if not torch.cuda.is_available():
-        columns = "MARS decode", "% of ceiling", "generate decode", "MARS whole job", "generate_batch whole job", "×"
-        return [{"rows": rows, "context": context, "ceiling": round(ceiling(rows, context + 40)),
-                 **dict.fromkeys(columns, "not yet measured")} for rows, context in cases]
+        columns = (
+            "MARS decode",
+            "% of ceiling",
+            "generate decode",
+            "MARS whole job",
+            "generate_batch whole job",
+            "×",
+        )
+        return [
+            {
+                "rows": rows,
+                "context": context,
+                "ceiling": round(ceiling(rows, context + 40)),
+                **dict.fromkeys(columns, "not yet measured"),
+            }
+            for rows, context in cases
+        ]
     model, table_rows = make_model(QWEN3_8B, torch.bfloat16, "cuda"), []
     for rows, context in cases:
         table_rows.append(gpu_row(model, rows, context, new=64, rounds=1 if quick else 5))
@@ -270,27 +377,48 @@ def gpu(quick):
 def gpu_row(model, rows, context, new, rounds):
     """One line of the GPU table, in tokens/s. A whole job is `rows` prompts of `context` tokens and `new` ones each."""
     rng = random.Random(0)
-    prompts, wanted = [random_tokens(rng, context, QWEN3_8B["vocab_size"]) for _ in range(rows)], [new] * rows
+    prompts, wanted = (
+        [random_tokens(rng, context, QWEN3_8B["vocab_size"]) for _ in range(rows)],
+        [new] * rows,
+    )
     sampler = Sampler(model, max_tokens=rows * (context + 320), max_sequences=rows)
     speed = statistics.median(decode_speed(sampler, prompts, new) for _ in range(rounds))
-    job = [wall(lambda: sampler.generate(prompts, max_new_tokens=new, temperature=0)) for _ in range(2)][1]
+    job = [
+        wall(lambda: sampler.generate(prompts, max_new_tokens=new, temperature=0)) for _ in range(2)
+    ][1]
     del sampler
     torch.cuda.empty_cache()
 
     def peer(measure):
         try:
-            measure()                                       # warm-up
+            measure()  # warm-up
             return round(measure())
-        except Exception as error:                          # a peer that does not run here is a cell, not the end
+        except Exception as error:  # a peer that does not run here is a cell, not the end
             return f"{type(error).__name__}: {error}".splitlines()[0][:60]
-    one_by_one = peer(lambda: (new - 1) * rows / (wall(lambda: generate(model, prompts, wanted))
-                                                  - wall(lambda: generate(model, prompts, [1] * rows))))
+
+    one_by_one = peer(
+        lambda: (
+            (new - 1)
+            * rows
+            / (
+                wall(lambda: generate(model, prompts, wanted))
+                - wall(lambda: generate(model, prompts, [1] * rows))
+            )
+        )
+    )
     batched = peer(lambda: new * rows / wall(lambda: generate_batch(model, prompts, wanted)))
     best = ceiling(rows, context + 40)
-    return {"rows": rows, "context": context, "ceiling": round(best), "MARS decode": round(speed),
-            "% of ceiling": round(100 * speed / best, 1), "generate decode": one_by_one,
-            "MARS whole job": round(new * rows / job), "generate_batch whole job": batched,
-            "×": round(new * rows / job / batched, 2) if isinstance(batched, int) else ""}
+    return {
+        "rows": rows,
+        "context": context,
+        "ceiling": round(best),
+        "MARS decode": round(speed),
+        "% of ceiling": round(100 * speed / best, 1),
+        "generate decode": one_by_one,
+        "MARS whole job": round(new * rows / job),
+        "generate_batch whole job": batched,
+        "×": round(new * rows / job / batched, 2) if isinstance(batched, int) else "",
+    }
 
 
 PARTS = {"cpu": cpu, "grpo": grpo, "growth": growth, "gpu": gpu}
@@ -298,8 +426,12 @@ PARTS = {"cpu": cpu, "grpo": grpo, "growth": growth, "gpu": gpu}
 
 def main():
     parser = argparse.ArgumentParser(description="The sampler against transformers' engines.")
-    parser.add_argument("--only", nargs="+", choices=PARTS,
-                        default=["gpu"] if torch.cuda.is_available() else list(PARTS))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=["gpu"] if torch.cuda.is_available() else list(PARTS),
+    )
     parser.add_argument("--quick", action="store_true", help="small shapes; writes no file")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -308,7 +440,9 @@ def main():
         rows = PARTS[part](options.quick)
         print(f"\n{part}\n{table(rows)}", flush=True)
         if not options.quick and (part != "gpu" or torch.cuda.is_available()):
-            print("written:", save(f"sampler_{part}", f"python -m bench.sampler --only {part}", rows))
+            print(
+                "written:", save(f"sampler_{part}", f"python -m bench.sampler --only {part}", rows)
+            )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""What the lock costs: programs a second through tools.python.run, against a plain subprocess that locks nothing.
+"""What the lock costs: programs a second through tools.python.run, and through a plain subprocess.
 
-Both start `sys.executable` on the same program with the same environment; the plain one is `python -I -c`, output in a
-pipe. Rounds are interleaved; the CPU column counts parent and child. `python -m bench.tools [--quick]`
+    python -m bench.tools [--quick]
+    python -m bench.tools --rollout RUN [--quick]
 
-With `--rollout RUN` (a toy run) instead: what the tools cost end to end. The same rollouts with the real tools and with their
-answers remembered from the round before; the difference is theirs.
+Both ways start `sys.executable` on the same program with the same environment. The plain one is
+`python -I -c` with its output in a pipe; it locks nothing. The CPU column counts parent and child.
+
+With `--rollout RUN` (a toy run): what the tools cost end to end. The same rollouts run once with
+the real tools and once with their answers remembered; the difference is what the tools take.
 """
+
 import argparse
+import dataclasses
 import resource
 import subprocess
 import sys
@@ -15,96 +20,149 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench import common
-from tools import python
+from tools import Tool, python
 
-PROGRAMS = {"print": "print(6 * 7)", "numpy": "import numpy\nprint(numpy.arange(7).sum() * 2)"}
+PROGRAMS = {
+    "print": "print(6 * 7)",
+    "numpy": "import numpy\nprint(numpy.arange(7).sum() * 2)",
+}
+ATTEMPTS = 4  # trajectories per question
 
 
-def plain(code: str) -> str:
-    done = subprocess.run([sys.executable, "-I", "-c", code], env=python.ENVIRONMENT, capture_output=True, text=True)
+def run_plainly(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code],
+        env=python.ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
     return done.stdout
 
 
 def cpu_seconds() -> float:
-    """Of this process and of the children it has waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(it.ru_utime + it.ru_stime for it in used)
+    """CPU seconds of this process and of the children it has waited for."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
 def measure(run, code: str, threads: int, runs: int) -> tuple[float, float]:
     """Executions a second (wall clock) and CPU milliseconds an execution."""
     with ThreadPoolExecutor(threads) as pool:
-        start, cpu = time.perf_counter(), cpu_seconds()
+        start = time.perf_counter()
+        cpu_start = cpu_seconds()
         outputs = list(pool.map(run, [code] * runs))
-        assert {output.strip() for output in outputs} == {"42"}, outputs[0]
-        return runs / (time.perf_counter() - start), (cpu_seconds() - cpu) / runs * 1000
+        seconds = time.perf_counter() - start
+        cpu = cpu_seconds() - cpu_start
+    assert {output.strip() for output in outputs} == {"42"}, outputs[0]
+    return runs / seconds, cpu / runs * 1000
+
+
+def measure_ways(code: str, threads: int, runs: int, rounds: int) -> dict[str, list]:
+    """way -> a measurement for each round. The ways take turns; the first round warms up."""
+    ways = {"plain subprocess": run_plainly, "jail": python.run}
+    results = {way: [] for way in ways}
+    for turn in range(rounds + 1):
+        for way, run in ways.items():
+            result = measure(run, code, threads, runs)
+            if turn > 0:
+                results[way].append(result)
+    return results
 
 
 def jail(runs: int, rounds: int) -> list[dict]:
-    """A row for each program, number of threads and way of running; medians over the rounds after one warm-up round."""
-    ways = {"plain subprocess": plain, "jail": python.run}
+    """A row for each program, number of threads and way of running; medians over the rounds."""
     rows = []
     for program, code in PROGRAMS.items():
         for threads in (1, 8):
-            results = {way: [] for way in ways}
-            for turn in range(rounds + 1):
-                for way, run in ways.items():
-                    result = measure(run, code, threads, runs)
-                    if turn:
-                        results[way].append(result)
-            for way, pairs in results.items():
-                rate, cpu = (common.spread(values) for values in zip(*pairs))
-                rows.append({"program": program, "threads": threads, "way": way, "runs/s": rate["median"],
-                             "lowest": rate["min"], "highest": rate["max"], "CPU ms/run": cpu["median"]})
+            for way, results in measure_ways(code, threads, runs, rounds).items():
+                rates, cpus = zip(*results, strict=True)
+                rate = common.spread(rates)
+                row = {
+                    "program": program,
+                    "threads": threads,
+                    "way": way,
+                    "runs/s": rate["median"],
+                    "lowest": rate["min"],
+                    "highest": rate["max"],
+                    "CPU ms/run": common.spread(cpus)["median"],
+                }
+                rows.append(row)
     return rows
 
 
-def rollout(checkpoint: str, questions: int, rounds: int) -> list[dict]:
-    """Seconds of a batch of toy rollouts with real and with remembered tools, and the difference a call."""
-    import evaluate
-    from build import build
-    config = evaluate.settings({"checkpoint": checkpoint, "eval_questions": questions}, asking=False)
-    run = build(config, training=False, folder=Path(checkpoint))
-    answers = {}
+def remember(tool: Tool, answers: dict) -> Tool:
+    """The tool, with its answers kept in `answers`."""
 
-    def remember(name, tool):
-        def call(argument):
-            if (name, argument) not in answers:
-                answers[name, argument] = tool(argument)
-            return answers[name, argument]
-        return call
-    remembered = {name: remember(name, tool) for name, tool in run.eval_tools.items()}
-    calls = []
+    def call(argument):
+        if (tool.name, argument) not in answers:
+            answers[tool.name, argument] = tool.call(argument)
+        return answers[tool.name, argument]
+
+    return dataclasses.replace(tool, call=call)
+
+
+def rollout(checkpoint: str, questions: int, rounds: int) -> list[dict]:
+    """Seconds of toy rollouts with real and with remembered tools, and the difference a call."""
+    import mars
+    from plumbing import evaluation
+    from plumbing.build import build
+
+    given = {"checkpoint": checkpoint, "eval_questions": questions}
+    config = evaluation.settings(mars.METHOD, given, asking=False)
+    run = build(mars.METHOD, config, training=False, folder=Path(checkpoint))
+    answers = {}
+    remembered = [remember(tool, answers) for tool in run.eval_tools]
 
     def play(tools):
-        trajectories = run.rollouts(list(enumerate(run.eval_questions)), 4, step="bench", tools=tools)
-        calls.append(sum(turn.step.call is not None for t in trajectories for turn in t.turns))
-    play(remembered)
-    times = common.interleaved({"real tools": lambda: play(run.eval_tools), "remembered answers": lambda: play(remembered)},
-                               rounds, clock=time.perf_counter)
-    saved = [1000 * (a - b) / calls[0] for a, b in zip(times["real tools"], times["remembered answers"])]
-    return [{"tools": name, "trajectories": 4 * questions, "calls": calls[0], **common.spread(seconds),
-             "ms a call": common.spread(saved)["median"] if name == "real tools" else 0.0} for name, seconds in times.items()]
+        batch = list(enumerate(run.eval_questions))
+        return run.rollouts(batch, ATTEMPTS, step="bench", tools=tools)
+
+    # The first rollouts fill the memory and tell how many calls there are.
+    trajectories = play(remembered)
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    calls = sum(turn.action.call is not None for turn in turns)
+    times = common.interleaved(
+        {
+            "real tools": lambda: play(run.eval_tools),
+            "remembered answers": lambda: play(remembered),
+        },
+        rounds,
+        clock=time.perf_counter,
+    )
+    pairs = zip(times["real tools"], times["remembered answers"], strict=True)
+    saved = [1000 * (real - remembered) / calls for real, remembered in pairs]
+    rows = []
+    for name, seconds in times.items():
+        row = {"tools": name, "trajectories": ATTEMPTS * questions, "calls": calls}
+        row |= common.spread(seconds)
+        row["ms a call"] = 0.0
+        if name == "real tools":
+            row["ms a call"] = common.spread(saved)["median"]
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few runs, nothing saved")
-    parser.add_argument("--rollout", metavar="RUN", help="a toy run: end-to-end overhead in its rollouts")
+    parser.add_argument("--rollout", metavar="RUN", help="a toy run: the tools' part of rollouts")
     options = parser.parse_args()
-    quick = options.quick
-    if reason := python.available():
+    rounds = 1 if options.quick else 5
+    reason = python.available()
+    if reason:
         sys.exit(reason)
     if options.rollout:
-        rows = rollout(options.rollout, questions=8 if quick else 32, rounds=1 if quick else 5)
-        print(common.table(rows))
-        if not quick:
-            print(common.save("tools_rollout", f"python -m bench.tools --rollout {options.rollout}", rows))
-        return
-    rows = jail(runs=8 if quick else 64, rounds=1 if quick else 5)
+        name = "tools_rollout"
+        command = f"python -m bench.tools --rollout {options.rollout}"
+        rows = rollout(options.rollout, questions=8 if options.quick else 32, rounds=rounds)
+    else:
+        name = "tools_python"
+        command = "python -m bench.tools"
+        rows = jail(runs=8 if options.quick else 64, rounds=rounds)
     print(common.table(rows))
-    if not quick:
-        print(common.save("tools_python", "python -m bench.tools", rows))
+    if not options.quick:
+        print(common.save(name, command, rows))
 
 
 if __name__ == "__main__":

@@ -1,198 +1,356 @@
-"""Decode attention over a paged KV cache: one query token per row, its keys and values scattered over pages.
+"""Decode attention over a paged KV cache: one query token per row, keys and values in pages.
 
-    out[b, h] = softmax(scale · q[b, h] · K_bᵀ) V_b ,   K_b, V_b = the first lengths[b] tokens of the pages in table[b]
+    out[b, h] = softmax(scale · q[b, h] · K_bᵀ) V_b
 
-Decoding reads every key and value once and does almost nothing with them, so the whole aim is to keep the memory busy:
-* split KV (flash-decoding): a row is cut into pieces, so that one long row fills the GPU too. A piece leaves its
-  largest score m, its sum l = Σ exp(x − m) and acc = Σ exp(x − m)·v; the second kernel rescales them to one maximum:
+K_b and V_b are the first lengths[b] tokens of the pages in block_table[b].
 
-      M = max_s m_s ,   out = Σ_s exp(m_s − M)·acc_s / Σ_s exp(m_s − M)·l_s
+Decoding reads every key and value once and does almost nothing with them, so the whole aim is to
+keep the memory busy:
 
-* packed query group: the query heads that share one key head are the rows of one matrix product, so a key is read once.
-* nothing depends on a value on the GPU: the launch follows from shapes alone, so a CUDA graph can hold it. A piece past
-  the end of its row leaves at once with l = 0, by which the merge knows that it is empty.
+* split KV (flash-decoding): a row is cut into pieces, so that one long row fills the GPU too. A
+  piece leaves its largest score m, its sum l = Σ exp(x − m) and acc = Σ exp(x − m)·v; the second
+  kernel rescales them to one maximum:
 
-Exponentials are base 2 (scale carries log₂ e): one instruction on the GPU. Scores and sums are fp32.
-`reference()` is the plain PyTorch form that the kernel is tested against; on a CPU the sampler has one of its own (forward.py).
-Tests: `pytest tests/test_kernels_decode.py`. Speed: `python -m bench.attention`.
+      top = max_s m_s ,   out = Σ_s exp(m_s − top)·acc_s / Σ_s exp(m_s − top)·l_s
+
+* packed query heads: the query heads that share one key head are the rows of one matrix product, so
+  a key is read once.
+* double buffers: while one block of keys and values is multiplied, the next one is on its way.
+* whole waves: the number of pieces is chosen so that the last wave of programs fills the GPU too.
+* nothing depends on a value on the GPU: the launch follows from shapes alone, so a CUDA graph can
+  hold it. A piece past the end of its row leaves at once with l = 0, by which the merge knows that
+  it is empty.
+
+Exponentials are base 2 (scale carries log₂ e): one instruction on the GPU. Sums are fp32.
+`reference()` is the plain PyTorch form that the kernel is tested against.
+Tests: `pytest tests/test_kernels_decode.py tests/test_kernels_compile.py`.
+Speed: `python -m bench.attention`.
 """
-from __future__ import annotations   # annotations stay text, so the file can be read where there is no Triton
 
+# Annotations stay text, so that the file can be read where there is no Triton.
+from __future__ import annotations
+
+import functools
 import math
 
 import torch
 import torch.nn.functional as F
 
-from kernels import jit, tl, triton, use_triton
+from kernels.backend import jit, misfit, tl, triton, use_triton
 
-ROWS_AT_A_TIME = 16   # reference(): the copy of this many rows' keys and values stays in the processor's cache
-# Launch by bytes of a head (Dh × element size): tokens in a block, warps, and stages of the load pipeline.
-CONFIGS = {
-    64: dict(block=128, num_warps=4, num_stages=3),
-    128: dict(block=128, num_warps=4, num_stages=3),
-    256: dict(block=64, num_warps=4, num_stages=3),     # bf16 with Dh = 128: Llama and Qwen
-    512: dict(block=32, num_warps=4, num_stages=2),
-    1024: dict(block=16, num_warps=4, num_stages=2),
-}
-PROGRAMS = 2048           # to aim for: several for each of 132 processors, so that the last wave is short
-TOKENS_PER_SPLIT = 256    # a shorter piece spends its time starting
-MAX_SPLITS = 64           # the merge holds [splits, Dh] in registers
+# The reference takes this many rows at a time: a copy of their keys and values stays in the cache.
+REFERENCE_ROWS = 16
+# One buffer of keys, and one of values. Two of each are 32 KB, so that a Hopper processor runs five
+# programs at a time: about 80 KB are on their way in each, where 32 KB already hide the latency of
+# a 4.3 TB/s memory (by arithmetic, at 1 µs).
+BUFFER_BYTES = 8192
+NUM_WARPS = 4
+# The pipeline uses up three stages on the way from block table to product. Five leave two buffers.
+NUM_STAGES = 5
+MAX_SPLITS = 64  # The merge holds [splits, Dh] in registers.
+# Starting a piece and merging it cost about as much as reading this many tokens (by arithmetic).
+TOKENS_PER_START = 32
+# Programs that run at once where there is no GPU to ask: five on each of an H200's processors.
+PROGRAMS_WITHOUT_GPU = 132 * 5
 
 
-def reference(q, k_pages, v_pages, table, lengths, *, scale):
+def reference(q, k_pages, v_pages, block_table, lengths, *, scale):
     """Paged decode attention in plain PyTorch; shapes as in `paged_attention`.
 
-    Rows of similar length are taken together, so that little is computed for padding. A position past a row's end reads
-    the row's own first token instead and is masked: whatever an earlier owner left in the page (NaN too) stays out.
+    Rows of similar length are taken together, so that little is computed for padding. A position
+    past a row's end reads the row's own first token instead and is masked: whatever an earlier
+    owner left in the page (NaN too) stays out.
     """
-    B, Hq, Dh = q.shape
+    Hq = q.shape[1]
     page_size, Hkv = k_pages.shape[1:3]
-    k_pages, v_pages = (x.flatten(0, 1).flatten(1) for x in (k_pages, v_pages))   # [pages · page_size, Hkv · Dh]
+    k_pages = k_pages.flatten(0, 1).flatten(1)  # [pages · page_size, Hkv · Dh]
+    v_pages = v_pages.flatten(0, 1).flatten(1)
     offset = torch.arange(page_size, device=q.device)
     out = torch.zeros_like(q)
     order = lengths.argsort()
-    order = order[lengths[order] > 0]                          # rows of length 0 stay zero
-    for begin in range(0, len(order), ROWS_AT_A_TIME):
-        rows = order[begin:begin + ROWS_AT_A_TIME]             # R of them
-        longest = int(lengths[rows[-1]])                       # T
-        valid = torch.arange(longest, device=q.device) < lengths[rows, None]                   # [R, T]
-        pages = table[rows, :-(-longest // page_size), None].long()                            # [R, T / page_size, 1]
-        slots = (pages * page_size + offset).flatten(1)[:, :longest]                           # [R, T]
+    order = order[lengths[order] > 0]  # Rows of length 0 stay zero.
+    for begin in range(0, len(order), REFERENCE_ROWS):
+        rows = order[begin : begin + REFERENCE_ROWS]
+        longest = int(lengths[rows[-1]])  # T
+        num_pages = -(-longest // page_size)
+        valid = torch.arange(longest, device=q.device) < lengths[rows, None]  # [rows, T]
+        pages = block_table[rows, :num_pages, None].long()  # [rows, pages, 1]
+        slots = (pages * page_size + offset).flatten(1)[:, :longest]  # [rows, T]
         slots = torch.where(valid, slots, slots[:, :1]).flatten()
-        k = k_pages.index_select(0, slots).view(-1, longest, Hkv, Dh).transpose(1, 2)          # [R, Hkv, T, Dh]
-        v = v_pages.index_select(0, slots).view(-1, longest, Hkv, Dh).transpose(1, 2)
-        group = q[rows].unflatten(1, (Hkv, Hq // Hkv))         # heads that share a key stand where query tokens would
-        mixed = F.scaled_dot_product_attention(group, k, v, attn_mask=valid[:, None, None], scale=scale)
+        k = k_pages.index_select(0, slots).view(-1, longest, Hkv, q.shape[2])
+        v = v_pages.index_select(0, slots).view(-1, longest, Hkv, q.shape[2])
+        # Heads that share a key stand where the tokens of the query would.
+        query = q[rows].unflatten(1, (Hkv, Hq // Hkv))
+        mixed = F.scaled_dot_product_attention(
+            query,
+            k.transpose(1, 2),  # [rows, Hkv, T, Dh]
+            v.transpose(1, 2),
+            attn_mask=valid[:, None, None],
+            scale=scale,
+        )
         out[rows] = mixed.flatten(1, 2)
     return out
 
 
-def split_count(rows, kv_heads, capacity):
-    """Pieces a row is cut into: a power of two, from shapes only. capacity: tokens that the table has room for."""
-    wanted = min(math.ceil(PROGRAMS / max(1, rows * kv_heads)), math.ceil(capacity / TOKENS_PER_SPLIT), MAX_SPLITS)
-    return 1 << (wanted - 1).bit_length()
+# --- the launch -----------------------------------------------------------------------------------
+
+
+def choose_config(head_bytes):
+    """Tokens in a block, warps and stages for heads of Dh · element size bytes."""
+    block = max(16, BUFFER_BYTES // head_bytes)
+    return {"block": block, "num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
+
+
+def shared_memory(config, head_bytes):
+    """Bytes of shared memory of one program: buffers, and what the query and the scores need."""
+    buffers = 2 * 2 * config["block"] * head_bytes
+    return buffers + 16 * head_bytes + 128 * config["block"]
+
+
+@functools.cache
+def programs_at_once(device, shared):
+    """Programs of `shared` bytes that the GPU runs at a time."""
+    if device.type != "cuda":
+        return PROGRAMS_WITHOUT_GPU
+    gpu = torch.cuda.get_device_properties(device)
+    reserved = 1024  # CUDA takes this much for itself, of each program's share.
+    programs = gpu.shared_memory_per_multiprocessor // (shared + reserved)
+    return gpu.multi_processor_count * max(1, programs)
+
+
+def split_length(length, splits, block):
+    """Tokens of a piece, whole blocks, when a row is cut into `splits`."""
+    return math.ceil(length / splits / block) * block
+
+
+@functools.lru_cache(maxsize=4096)
+def split_count(rows, kv_heads, capacity, block, at_once):
+    """Pieces a row is cut into, from shapes only.
+
+    capacity: tokens that the block table has room for. at_once: programs that the GPU runs at a
+    time; it works through all of them in waves of that many. The best number of pieces is the one
+    that is done first, counting for each wave a piece's tokens and its start.
+    """
+    best = 1
+    least = math.inf
+    for splits in range(1, min(MAX_SPLITS, math.ceil(capacity / block)) + 1):
+        waves = math.ceil(rows * kv_heads * splits / at_once)
+        cost = waves * (split_length(capacity, splits, block) + TOKENS_PER_START)
+        if cost < least:
+            best = splits
+            least = cost
+    return best
 
 
 @jit
-def split_kernel(q, k_pages, v_pages, table, lengths, part_acc, part_max, part_sum, scale, row_stride, page_stride,
-                 HQ: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
-                 PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """One piece of one row for one key head: max, sum and weighted values over its tokens."""
-    kv_head = tl.program_id(0) % HKV          # the heads of a token lie side by side: read them at about the same time
+def split_kernel(
+    q_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    block_table_ptr,
+    lengths_ptr,
+    part_acc_ptr,
+    part_max_ptr,
+    part_sum_ptr,
+    scale,
+    splits,
+    row_stride,
+    page_stride,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    DH: tl.constexpr,
+    SHARING: tl.constexpr,
+    SHARING_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One piece of one row for one key head: max, sum and weighted values over its tokens.
+
+    SHARING query heads share a key head; tl.dot takes at least 16 rows, hence SHARING_PADDED.
+    """
+    # The heads of a token lie side by side: neighbouring programs read them at about the same time.
+    kv_head = tl.program_id(0) % HKV
     row = (tl.program_id(0) // HKV).to(tl.int64)
     split = tl.program_id(1)
-    length = tl.load(lengths + row)
-    piece = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
+    length = tl.load(lengths_ptr + row)
+    piece = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
     first = split * piece
     last = tl.minimum(first + piece, length)
 
-    g = tl.arange(0, GROUP_PADDED)
+    g = tl.arange(0, SHARING_PADDED)
     d = tl.arange(0, DH)
     j = tl.arange(0, BLOCK)
-    head = row * HQ + kv_head * GROUP + g
-    query = tl.load(q + head[:, None] * DH + d[None, :], mask=(g < GROUP)[:, None], other=0.0)
-    running_max = tl.full((GROUP_PADDED,), float("-inf"), tl.float32)
-    running_sum = tl.zeros((GROUP_PADDED,), tl.float32)
-    acc = tl.zeros((GROUP_PADDED, DH), tl.float32)
-    for start in range(first, last, BLOCK):   # a block's first token is always valid: running_max is finite after it
+    head = row * HQ + kv_head * SHARING + g
+    real_head = g < SHARING
+    query = tl.load(q_ptr + head[:, None] * DH + d[None, :], mask=real_head[:, None], other=0.0)
+    running_max = tl.full((SHARING_PADDED,), float("-inf"), tl.float32)
+    running_sum = tl.zeros((SHARING_PADDED,), tl.float32)
+    acc = tl.zeros((SHARING_PADDED, DH), tl.float32)
+    # A block's first token is always valid, so running_max is finite after it.
+    for start in range(first, last, BLOCK):
         valid = start + j < last
-        if PAGE % BLOCK == 0:                 # a block lies in one page: one look-up
-            page = tl.load(table + row * row_stride + start // PAGE * page_stride)
+        if PAGE % BLOCK == 0:  # The block lies in one page: one look-up.
+            at = row * row_stride + start // PAGE * page_stride
+            page = tl.load(block_table_ptr + at)
             slot = page.to(tl.int64) * PAGE + (start % PAGE + j)
         else:
-            page = tl.load(table + row * row_stride + (start + j) // PAGE * page_stride, mask=valid, other=0)
+            at = row * row_stride + (start + j) // PAGE * page_stride
+            page = tl.load(block_table_ptr + at, mask=valid, other=0)
             slot = page.to(tl.int64) * PAGE + (start + j) % PAGE
         at = (slot * HKV + kv_head)[:, None] * DH + d[None, :]
-        key = tl.load(k_pages + at, mask=valid[:, None], other=0.0)
+        key = tl.load(k_pages_ptr + at, mask=valid[:, None], other=0.0)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         score = tl.where(valid[None, :], score, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(score, 1))
         p = tl.exp2(score - new_max[:, None])
         shrink = tl.exp2(running_max - new_max)
-        value = tl.load(v_pages + at, mask=valid[:, None], other=0.0)
+        value = tl.load(v_pages_ptr + at, mask=valid[:, None], other=0.0)
         running_sum = running_sum * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
+        mixed = tl.dot(p.to(value.dtype), value, input_precision="ieee")
+        acc = acc * shrink[:, None] + mixed
         running_max = new_max
 
-    part = head * SPLITS + split
-    tl.store(part_max + part, running_max, mask=g < GROUP)
-    tl.store(part_sum + part, running_sum, mask=g < GROUP)
+    part = head * splits + split
+    tl.store(part_max_ptr + part, running_max, mask=real_head)
+    tl.store(part_sum_ptr + part, running_sum, mask=real_head)
     if first < last:
-        tl.store(part_acc + part[:, None] * DH + d[None, :], acc, mask=(g < GROUP)[:, None])
+        tl.store(part_acc_ptr + part[:, None] * DH + d[None, :], acc, mask=real_head[:, None])
 
 
 @jit
-def merge_kernel(part_acc, part_max, part_sum, out, DH: tl.constexpr, SPLITS: tl.constexpr):
+def merge_kernel(
+    part_acc_ptr,
+    part_max_ptr,
+    part_sum_ptr,
+    out_ptr,
+    splits,
+    DH: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+):
     """Rescales the pieces of one row and query head to their common maximum and adds them."""
     head = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
+    split = tl.arange(0, SPLITS_PADDED)
     d = tl.arange(0, DH)
-    part = head * SPLITS + split
-    piece_sum = tl.load(part_sum + part)
-    used = piece_sum != 0.0                   # an empty piece has max −inf and nothing in acc; NaN is used, and stays
-    piece_max = tl.load(part_max + part)
+    part = head * splits + split
+    piece_sum = tl.load(part_sum_ptr + part, mask=split < splits, other=0.0)
+    # An empty piece has max −inf and nothing in acc. A NaN counts as used, so that it is seen.
+    used = piece_sum != 0.0
+    piece_max = tl.load(part_max_ptr + part, mask=used, other=float("-inf"))
     factor = tl.where(used, tl.exp2(piece_max - tl.max(piece_max, 0)), 0.0)
     total = tl.sum(piece_sum * factor, 0)
-    acc = tl.load(part_acc + part[:, None] * DH + d[None, :], mask=used[:, None], other=0.0)
-    mixed = tl.sum(acc * factor[:, None], 0) / tl.where(total == 0.0, 1.0, total)   # no piece at all (padding): zeros
-    tl.store(out + head * DH + d, mixed.to(out.dtype.element_ty))
+    acc = tl.load(part_acc_ptr + part[:, None] * DH + d[None, :], mask=used[:, None], other=0.0)
+    # A padding row has no piece at all and gives zeros.
+    divisor = tl.where(total == 0.0, 1.0, total)
+    mixed = tl.sum(acc * factor[:, None], 0) / divisor
+    tl.store(out_ptr + head * DH + d, mixed.to(out_ptr.dtype.element_ty))
 
 
-def triton_paged_attention(q, k_pages, v_pages, table, lengths, *, scale, splits=None, config=None):
-    """The Triton form of `paged_attention`; `splits` (a power of two) and `config` are for tests and tuning."""
+def triton_paged_attention(
+    q, k_pages, v_pages, block_table, lengths, *, scale, splits=None, config=None
+):
+    """The Triton form of `paged_attention`; `splits` and `config` are for tests and tuning."""
     B, Hq, Dh = q.shape
     _, page_size, Hkv, _ = k_pages.shape
-    config = dict(config or CONFIGS[max(64, Dh * q.element_size())])
+    head_bytes = Dh * q.element_size()
+    config = dict(config or choose_config(head_bytes))
+    if splits is None:
+        at_once = programs_at_once(q.device, shared_memory(config, head_bytes))
+        capacity = block_table.shape[1] * page_size
+        splits = split_count(B, Hkv, capacity, config["block"], at_once)
     block = config.pop("block")
-    splits = splits or split_count(B, Hkv, table.shape[1] * page_size)
-    group = Hq // Hkv
+    sharing = Hq // Hkv
     part_acc = torch.empty(B, Hq, splits, Dh, dtype=torch.float32, device=q.device)
-    part_max, part_sum = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
+    part_max = torch.empty(B, Hq, splits, dtype=torch.float32, device=q.device)
+    part_sum = torch.empty_like(part_max)
     out = torch.empty_like(q)
     split_kernel[(B * Hkv, splits)](
-        q, k_pages, v_pages, table, lengths, part_acc, part_max, part_sum, scale * math.log2(math.e), *table.stride(),
-        HQ=Hq, HKV=Hkv, DH=Dh, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),   # tl.dot: 16 rows
-        PAGE=page_size, BLOCK=block, SPLITS=splits, **config)
-    merge_kernel[(B * Hq,)](part_acc, part_max, part_sum, out, DH=Dh, SPLITS=splits, num_warps=4)
+        q,
+        k_pages,
+        v_pages,
+        block_table,
+        lengths,
+        part_acc,
+        part_max,
+        part_sum,
+        scale * math.log2(math.e),
+        splits,
+        *block_table.stride(),
+        HQ=Hq,
+        HKV=Hkv,
+        DH=Dh,
+        SHARING=sharing,
+        SHARING_PADDED=max(16, triton.next_power_of_2(sharing)),
+        PAGE=page_size,
+        BLOCK=block,
+        **config,
+    )
+    merge_kernel[(B * Hq,)](
+        part_acc,
+        part_max,
+        part_sum,
+        out,
+        splits,
+        DH=Dh,
+        SPLITS_PADDED=triton.next_power_of_2(splits),
+        num_warps=4,
+    )
     return out
 
 
-def check(q, k_pages, v_pages, table, lengths):
-    """ValueError in one sentence for any shape, type or layout that the kernels do not read."""
+# --- the entry point ------------------------------------------------------------------------------
+
+
+def check(q, k_pages, v_pages, block_table, lengths):
+    """ValueError for any shape or type that neither form takes."""
     B, Hq, Dh = q.shape
-    shape, k_shape, v_shape, table_shape = (tuple(x.shape) for x in (q, k_pages, v_pages, table))
-    if k_shape != v_shape or len(k_shape) != 4 or k_shape[3] != Dh or Hq % k_shape[2]:
-        raise ValueError(f"paged_attention: pages {k_shape} and {v_shape} do not fit q {shape}.")
-    if len(table_shape) != 2 or table_shape[0] != B or lengths.shape != (B,):
-        raise ValueError(f"paged_attention: table {table_shape} and {len(lengths)} lengths do not fit {B} rows.")
-    if table.dtype != torch.int32 or lengths.dtype != torch.int32:
-        raise ValueError("paged_attention: table and lengths are int32.")
-    if not q.dtype == k_pages.dtype == v_pages.dtype:
-        raise ValueError(f"paged_attention: q is {q.dtype}, the pages are {k_pages.dtype} and {v_pages.dtype}.")
+    fits = (
+        k_pages.dim() == 4
+        and k_pages.shape == v_pages.shape
+        and k_pages.shape[3] == Dh
+        and Hq % k_pages.shape[2] == 0
+        and block_table.dim() == 2
+        and block_table.shape[0] == B
+        and lengths.shape == (B,)
+        and block_table.dtype == lengths.dtype == torch.int32
+        and q.dtype == k_pages.dtype == v_pages.dtype
+    )
+    if not fits:
+        raise misfit(
+            "paged_attention",
+            q=q,
+            k_pages=k_pages,
+            v_pages=v_pages,
+            block_table=block_table,
+            lengths=lengths,
+        )
 
 
 def check_triton(q, k_pages, v_pages, lengths):
-    """What the kernels need beyond `check`."""
+    """ValueError for what the kernels do not take beyond `check`."""
     Dh = q.shape[2]
     if not all(x.is_contiguous() for x in (q, k_pages, v_pages, lengths)):
-        raise ValueError("paged_attention: q, the pages and lengths must be contiguous.")
-    if Dh & (Dh - 1) or not 16 <= Dh <= 256:
-        raise ValueError(f"paged_attention: the kernel takes head sizes 16, 32, 64, 128 and 256, not {Dh}.")
+        raise ValueError("paged_attention: q, the pages and lengths must be contiguous")
+    if Dh not in (16, 32, 64, 128, 256):
+        raise ValueError(f"paged_attention: heads are 16, 32, 64, 128 or 256 wide, not {Dh}")
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"paged_attention: the kernel takes fp32, fp16 or bf16, not {q.dtype}.")
+        raise ValueError(f"paged_attention: the kernel takes fp32, fp16 or bf16, not {q.dtype}")
     if not q.is_cuda and q.dtype == torch.bfloat16:
-        raise ValueError("paged_attention: Triton's interpreter gets bf16 wrong; use fp32 or MARS_KERNELS=reference.")
+        raise ValueError(
+            "paged_attention: Triton's interpreter gets bf16 wrong; "
+            "use fp32 or MARS_KERNELS=reference"
+        )
 
 
-def paged_attention(q, k_pages, v_pages, table, lengths, *, scale):
+def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale):
     """Attention of one query token per row over its paged keys and values.
 
-    q [B, Hq, Dh]; k_pages, v_pages [pages, page_size, Hkv, Dh]; table [B, M] int32: a row's pages in order (those past
-    its length are never read); lengths [B] int32, in tokens; scale: usually Dh^-0.5. Returns [B, Hq, Dh], q's dtype.
-    A row of length 0 (padding of a CUDA graph's bucket) gives zeros. ValueError if the shapes or types do not fit.
+    q [B, Hq, Dh]; k_pages, v_pages [pages, page_size, Hkv, Dh]; block_table [B, pages of a row]
+    int32: a row's pages in order (those past its length are never read); lengths [B] int32, in
+    tokens; scale: usually Dh^-0.5. Returns [B, Hq, Dh] in q's dtype. A row of length 0 (padding of
+    a CUDA graph's bucket) gives zeros. ValueError if the shapes or types do not fit.
     """
-    check(q, k_pages, v_pages, table, lengths)
+    check(q, k_pages, v_pages, block_table, lengths)
     if not use_triton(q):
-        return reference(q, k_pages, v_pages, table, lengths, scale=scale)
+        return reference(q, k_pages, v_pages, block_table, lengths, scale=scale)
     check_triton(q, k_pages, v_pages, lengths)
-    return triton_paged_attention(q, k_pages, v_pages, table, lengths, scale=scale)
+    return triton_paged_attention(q, k_pages, v_pages, block_table, lengths, scale=scale)

@@ -1,183 +1,410 @@
 """A trained checkpoint on questions: `mars.py eval CKPT` and `mars.py ask CKPT "question"`.
 
-CKPT is a run (runs/NAME), its checkpoint/ folder, or any chat model that transformers loads. A run brings its own settings and
-held-out questions; a plain model gets the paper's limits and needs `--data`. Options as for training; `--docs FOLDER` searches
-your own documents. One process.
+CKPT is a run (runs/NAME), its checkpoint/ folder, or any chat model that transformers loads. A
+run brings its own settings and held-out questions; a plain model gets the paper's limits and
+needs `--data`. `--docs FOLDER` searches your own documents. One process.
 
     python mars.py eval runs/toy
     python mars.py eval runs/toy --temperature 0 --eval_questions 500
     python mars.py eval Qwen/Qwen3-8B --data bamboogle --search serper --grader judge
     python mars.py ask runs/toy "when was ada baker born ?" --docs my_notes/
 
-Written: runs/NAME/ with predictions.json (HLE's format), table.json, rollouts/ and trajectories.html; `ask` writes one page.
+Written: runs/NAME/ with predictions.json (HLE's format), table.json, rollouts/ and
+trajectories.html; `ask` writes one page.
 """
+
 import dataclasses
-import json
 import os
 import time
 from pathlib import Path
 
-from tasks import questions as tasks
 import view
-from plumbing.build import build, check_lengths, free_name
-from config import PAPER, Config, UserError, parser, resolve
-from plumbing.metrics import rollout_sums
-from rollout import Trajectory, record
+from config import Config, UserError, parse, parser, resolve
+from plumbing import files
+from plumbing.build import Run, build
+from plumbing.metrics import rollout_sums, share
+from plumbing.records import record
+from plumbing.statistics import calibration_error, wilson_interval
+from rollout import Method, Trajectory
+from tasks import grading
+from tasks.judge import Judge
 from tasks.questions import Question
 
-LIMITS = ("max_turns", "sys2_context", "step_tokens", "answer_tokens", "sys1_prompt", "sys1_response", "top_k", "distill",
-          "question_in_system1")
+# What a plain model takes over from the paper's preset.
+LIMITS = (
+    *("max_turns", "sys2_context", "step_tokens", "answer_tokens", "sys1_prompt", "sys1_response"),
+    *("top_k", "distill", "question_in_system1"),
+)
+# Options that only training reads.
+TRAINING = {
+    *(
+        "steps",
+        "resume",
+        "save_every",
+        "eval_every",
+        "model",
+        "eval_data",
+        "questions",
+        "group",
+        "lr",
+        "warmup",
+    ),
+    *(
+        "weight_decay",
+        "clip_grad",
+        "clip_low",
+        "clip_high",
+        "kl_beta",
+        "inner_steps",
+        "importance_cap",
+        "fsdp",
+    ),
+    *("recompute_activations", "micro_tokens", "balance", "shared_group", "max_tool_error_share"),
+}
 
 
-def main(arguments: list[str]) -> int:
+def main(method: Method, arguments: list[str]) -> int:
     """`eval CKPT [options]` or `ask CKPT "question" [options]`."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("eval and ask run in one process: start them without torchrun")
     asking = arguments[0] == "ask"
-    options = parser(__doc__)
-    options.add_argument("checkpoint", help="a run, a checkpoint folder, or a model that transformers loads")
+    options = parser(method.config, __doc__)
+    options.add_argument(
+        "checkpoint", help="a run, a checkpoint folder, or a model that transformers loads"
+    )
     if asking:
         options.add_argument("question")
-    given = vars(options.parse_args(arguments[1:]))
-    config = settings(given, asking)
+    given = parse(options, arguments[1:])
+    refuse_ignored(given, asking)
+    config = settings(method, given, asking)
     if asking:
-        if not given["question"].strip():
-            raise UserError("the question is empty")
-        return ask(config, given["question"], Path(given["checkpoint"]))
-    return evaluate(config)
+        return ask(method, config, given["question"], Path(given["checkpoint"]))
+    return evaluate(method, config)
 
 
-def settings(given: dict, asking: bool) -> Config:
+def refuse_ignored(given: dict, asking: bool) -> None:
+    """UserError for options that would be read by nobody."""
+    if given.get("system1") == "frozen":
+        raise UserError(
+            "--system1 frozen is for training: the start's model is not saved with the checkpoint"
+        )
+    ignored = sorted(TRAINING.intersection(given))
+    if asking:
+        ignored += sorted({"name", "data", "grader", "eval_questions"}.intersection(given))
+    if ignored:
+        command = "ask" if asking else "eval"
+        raise UserError(f"{command} does not read --{ignored[0]}; leave it out")
+    if asking and not given["question"].strip():
+        raise UserError("the question is empty")
+    if asking and given["question"].encode("utf-8", "ignore").decode() != given["question"]:
+        raise UserError("the question is not valid UTF-8")
+
+
+def settings(method: Method, given: dict, asking: bool) -> Config:
     """The checkpoint's own settings (or the paper's limits), then what was given."""
     model, saved = find_checkpoint(given["checkpoint"])
     if saved is None:
-        saved = {name: PAPER[name] for name in LIMITS}
-        saved |= {"kv_tokens": 2 * saved["sys2_context"]} if asking else {}
-        if not asking and "data" not in given:
-            raise UserError("--data is missing: name the questions to evaluate this model on (a JSONL file, nq, hle, …)")
-        if asking and not given.get("docs") and given.get("search", "local") == "local":
-            raise UserError("there is nothing to search: name your documents with --docs, or use --search serper")
+        saved = plain_model_settings(method, given, asking)
+    elif not asking:
+        refuse_training_questions(given, saved)
     if saved.get("system1") == "frozen" and "system1" not in given:
-        raise UserError("System 1 was the start's model in this run, and only the trained one is saved: add --system1 train to "
-                        "let it play both roles, or see eval_accuracy in the run's metrics.jsonl")
-    if given.get("eval_data"):
-        raise UserError("evaluation reads its questions from --data; leave --eval_data out")
+        raise UserError(
+            "System 1 was the start's model in this run, and only the trained one is saved: "
+            "add --system1 train to "
+            "let it play both roles, or see eval_accuracy in the run's metrics.jsonl"
+        )
     saved |= {"model": str(model), "name": "", "resume": False, "kl_beta": 0.0, "fsdp": False}
-    if asking:                                              # needs neither questions nor a judge
-        saved |= {"data": "toy", "grader": "em", "eval_questions": 0}
+    if given.get("search", "local") != "local" and "docs" not in given:
+        saved["docs"] = ""
+    if asking:  # needs neither questions nor a judge
+        saved |= {"data": "toy", "eval_data": "", "grader": "em", "eval_questions": 0}
     elif "data" in given:
         saved["eval_data"] = ""
         if given["data"] != "toy":
-            saved["eval_questions"] = 0                     # all of them, unless told otherwise
-    return resolve(given, saved, training=False)
+            saved["eval_questions"] = 0  # all of them, unless told otherwise
+    config = resolve(method.config, given, presets=method.presets, saved=saved, training=False)
+    if not asking and config.data == "toy" and config.eval_questions < 1:
+        raise UserError("--eval_questions must be at least 1")
+    return config
+
+
+def plain_model_settings(method: Method, given: dict, asking: bool) -> dict:
+    """For a model that no run made: the paper's limits."""
+    paper = method.presets["paper"]
+    saved = {name: paper[name] for name in LIMITS if name in paper}
+    if asking:
+        saved["kv_tokens"] = 2 * saved["sys2_context"]
+    if not asking and "data" not in given:
+        raise UserError(
+            "--data is missing: name the questions to evaluate this model on (a JSONL file, "
+            "nq, hle, …)"
+        )
+    if asking and not given.get("docs") and given.get("search", "local") == "local":
+        raise UserError(
+            "there is nothing to search: name your documents with --docs, or use --search serper"
+        )
+    return saved
+
+
+def refuse_training_questions(given: dict, saved: dict) -> None:
+    """UserError if a run would be asked what it was trained on.
+
+    The toy's worlds are disjoint, so it may.
+    """
+    own_data = "data" not in given and saved.get("data") != "toy"
+    if not own_data:
+        return
+    if given.get("seed", saved["seed"]) != saved["seed"]:
+        raise UserError(
+            "another --seed would draw other held-out questions, and the run was trained on "
+            "some of them; leave it "
+            "out, or name other questions with --data"
+        )
+    if saved.get("eval_data"):
+        return
+    asked = given.get("eval_questions", saved["eval_questions"])
+    if asked == 0 or asked > saved["eval_questions"]:
+        raise UserError(
+            f"this run held out {saved['eval_questions']} questions and was trained on the "
+            f"others: ask at most so many "
+            "with --eval_questions, or name other questions with --data"
+        )
 
 
 def find_checkpoint(name: str) -> tuple[Path | str, dict | None]:
     """(model folder or hub name, the settings of the run that made it if there is one)."""
     path = Path(name)
-    if not path.exists():
+    try:
+        exists = path.exists()
+    except (OSError, ValueError):  # a name that no file system takes
+        exists = False
+    if not exists:
         if name.count("/") == 1 and not name.startswith((".", "/", "runs/")):
-            return name, None                               # a name on the hub
+            return name, None  # a name on the hub
         raise UserError(f"there is no checkpoint at {name}")
-    model = path / "checkpoint" if (path / "checkpoint").exists() else path
-    if not (model / "config.json").exists() or "model_type" not in json.loads((model / "config.json").read_text()):
-        raise UserError(f"{name} holds no checkpoint yet: a run writes its first after --save_every steps")
-    settings_file = (path if model is not path else path.parent) / "config.json"
-    saved = json.loads(settings_file.read_text()) if settings_file.exists() else {}
-    return model, saved if "max_turns" in saved else None
+    model = path
+    if (path / "checkpoint").exists():
+        model = path / "checkpoint"
+    if not (model / "config.json").exists() or "model_type" not in files.read_json(
+        model / "config.json"
+    ):
+        raise UserError(
+            f"{name} holds no checkpoint: name a run that has written one (after --save_every "
+            f"steps), its "
+            "checkpoint folder, or a model's folder"
+        )
+    # runs/NAME/config.json, seen from the run, from its checkpoint or from one of its states.
+    for folder in (path, path.parent, path.parent.parent.parent):
+        if (folder / "config.json").exists() and (folder / "method.json").exists():
+            return model, files.read_json(folder / "config.json")
+    return model, None
 
 
-# ---------------------------------------------------------------------------------------------- eval
+# --------------------------------------------------------------------------------------------- eval
 
-def evaluate(config: Config) -> int:
-    """Answers every held-out question once; prints and writes the table, predictions, records and page."""
+
+def evaluate(method: Method, config: Config) -> int:
+    """Answers every held-out question once; prints and writes the table, predictions, records
+    and page.
+    """
     if not config.name:
-        model = Path(config.model)
-        config.name = free_name(Path(config.runs), f"eval-{model.parent.name if model.name == 'checkpoint' else model.name}")
-    run = build(config, training=False)
+        path = Path(config.model)
+        config.name = first_free(
+            config, f"eval-{path.parent.name if path.name == 'checkpoint' else path.name}"
+        )
+    run = build(method, config, training=False)
     confidences = {}
     if config.grader == "judge":
-        judge = tasks.Judge.from_environment()
-
-        def grade(question: Question, answer: str) -> float:
-            verdict = judge(question, answer)
-            confidences[question.id] = verdict.confidence
-            return float(verdict.correct)
-        run.grade = grade
+        run.grade = judge_with_confidence(confidences)
     start = time.perf_counter()
-    trajectories = run.rollouts(list(enumerate(run.eval_questions)), 1, step="eval", tools=run.eval_tools,
-                                temperature=config.temperature, top_p=config.eval_top_p)
+    trajectories = run.rollouts(
+        list(enumerate(run.eval_questions)),
+        1,
+        step="eval",
+        tools=run.eval_tools,
+        temperature=config.temperature,
+        top_p=config.top_p,
+    )
     seconds = time.perf_counter() - start
-    rows = [row(name, members, confidences, seconds * len(members) / len(trajectories))
-            for name, members in by_set(trajectories)]
-    folder = run.folder
-    (folder / "rollouts").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
-    predictions = {t.question.id: {"model": str(config.model), "response": run.format.decode(t.turns[-1].sampled),
-                                   "answer": t.answer, "usage": {"sys2_tokens": sum(t.sample.mask), "sys1_tokens": sum(
-                                       sum(s.mask) for s in t.sys1_samples())}} for t in trajectories}
-    (folder / "predictions.json").write_text(json.dumps(predictions, ensure_ascii=False, indent=1) + "\n")
-    (folder / "table.json").write_text(json.dumps(rows, indent=1) + "\n")
-    with open(folder / "rollouts" / "step_0.jsonl", "w") as f:
-        f.writelines(json.dumps(record(t, run.format, 0, "eval"), ensure_ascii=False) + "\n" for t in trajectories)
-    print(table(rows))
-    for name, path in (("predictions", folder / "predictions.json"), ("table", folder / "table.json"),
-                       ("trajectories", view.page(folder, questions=12))):
-        print(f"{name:<14}{path}")
+    rows = [
+        row(run, name, members, confidences, seconds * len(members) / len(trajectories))
+        for name, members in by_set(trajectories)
+    ]
+    write(run, trajectories, rows)
+    print(table(run, rows))
+    print(f"{'predictions':<14}{run.folder / 'predictions.json'}")
+    print(f"{'table':<14}{run.folder / 'table.json'}")
+    print(f"{'trajectories':<14}{view.page(run.folder, questions=12)}")
+    for kind in ("tool_error_share", "judge_failure_share"):
+        failed = max(line[kind] for line in rows)
+        if failed > config.max_tool_error_share:
+            raise UserError(
+                f"{kind} is {failed:.0%}, so the table says little about the model; see the "
+                f"page for the reasons"
+            )
     return 0
+
+
+def first_free(config: Config, base: str) -> str:
+    """base, base-2, base-3, …: a name under which no folder lies. The claim follows in build."""
+    number = 1
+    name = base
+    while (Path(config.runs) / name).exists():
+        number += 1
+        name = f"{base}-{number}"
+    return name
+
+
+def judge_with_confidence(confidences: dict[str, float | None]):
+    """A grader that also keeps each verdict's confidence, by question id."""
+    judge = Judge.from_environment()
+
+    def grade(question: Question, answer: str) -> float:
+        verdict = judge(question, answer)
+        confidences[question.id] = verdict.confidence
+        return float(verdict.correct)
+
+    return grade
+
+
+def write(run: Run, trajectories: list[Trajectory], rows: list[dict]) -> None:
+    """The evaluation's files."""
+    (run.folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    files.write_json(run.folder / "config.json", dataclasses.asdict(run.config))
+    files.write_json(
+        run.folder / "method.json", {"name": run.method.name, "roles": run.method.roles}
+    )
+    predictions = {}
+    for trajectory in trajectories:
+        usage = {
+            f"{role}_tokens": sum(sum(sample.mask) for sample in trajectory.samples(role))
+            for role in run.method.roles
+        }
+        predictions[trajectory.question.id] = {
+            "model": str(run.config.model),
+            "response": run.chat.decode(trajectory.turns[-1].sampled),
+            "answer": trajectory.answer,
+            "usage": usage,
+        }
+    files.write_json(run.folder / "predictions.json", predictions)
+    files.write_json(run.folder / "table.json", rows)
+    records = [record(trajectory, run.chat, 0, "eval") for trajectory in trajectories]
+    files.append_lines(run.folder / "rollouts" / "step_0.jsonl", records)
 
 
 def by_set(trajectories: list[Trajectory]) -> list[tuple[str, list[Trajectory]]]:
     """The trajectories of each set of questions, and of all if there are several sets."""
     sets: dict[str, list[Trajectory]] = {}
-    for t in trajectories:
-        sets.setdefault(t.question.source, []).append(t)
-    return sorted(sets.items()) + ([("all", trajectories)] if len(sets) > 1 else [])
+    for trajectory in trajectories:
+        sets.setdefault(trajectory.question.source, []).append(trajectory)
+    listed = sorted(sets.items())
+    if len(sets) > 1:
+        listed.append(("all", trajectories))
+    return listed
 
 
-def row(name: str, trajectories: list[Trajectory], confidences: dict, seconds: float) -> dict:
-    """One line of the table. Accuracy is over all questions: an answer that no judge could grade counts as wrong."""
-    s, n = rollout_sums(trajectories), len(trajectories)
-    low, high = tasks.wilson_interval(int(s["reward"]), n)
+def row(
+    run: Run, name: str, trajectories: list[Trajectory], confidences: dict, seconds: float
+) -> dict:
+    """One line of the table.
+
+    Accuracy is over all questions: an answer that no judge could grade counts as wrong.
+    """
+    sums = rollout_sums(trajectories, run.method.roles)
+    n = len(trajectories)
+    low, high = wilson_interval(int(sums["reward"]), n)
     golds = [(t.answer, t.question.golden_answers) for t in trajectories]
-    sure = [(confidences[t.question.id], bool(t.reward)) for t in trajectories if confidences.get(t.question.id) is not None]
-    return {"set": name, "questions": n, "accuracy": s["reward"] / n, "low": low, "high": high,
-            "em": sum(tasks.exact_match(*g) for g in golds) / n, "f1": sum(tasks.f1(*g) for g in golds) / n,
-            "cover": sum(tasks.cover_match(*g) for g in golds) / n, "judge_failures": int(s["trajectories"] - s["graded"]),
-            "calibration_error": tasks.calibration_error(*zip(*sure)) if sure else None,
-            "calls": s["calls"] / n, "sys2_tokens": s["sys2_tokens"] / n, "sys1_tokens": s["sys1_tokens"] / n,
-            "malformed": s["malformed"] / max(s["steps"], 1), "tool_errors": int(s["failed"]), "seconds": seconds}
+    sure = [
+        (confidences[t.question.id], bool(t.reward))
+        for t in trajectories
+        if confidences.get(t.question.id) is not None
+    ]
+    made = {
+        "set": name,
+        "questions": n,
+        "accuracy": sums["reward"] / n,
+        "low": low,
+        "high": high,
+        "em": sum(grading.exact_match(*gold) for gold in golds) / n,
+        "f1": sum(grading.f1(*gold) for gold in golds) / n,
+        "cover": sum(grading.cover_match(*gold) for gold in golds) / n,
+        "judge_failures": int(sums["trajectories"] - sums["graded"]),
+        "judge_failure_share": share(sums["trajectories"] - sums["graded"], n),
+        "calibration_error": calibration_error(*zip(*sure)) if sure else None,
+        "calls": sums["calls"] / n,
+        "malformed": share(sums["malformed"], sums["steps"]),
+        "tool_errors": int(sums["failed"]),
+        "tool_error_share": share(sums["failed"], sums["calls"]),
+        "truncated_chunks": int(sums["cut"]),
+        "seconds": seconds,
+    }
+    for role in run.method.roles:
+        made[f"{role}_tokens"] = sums[f"{role}_tokens"] / n
+    return made
 
 
-def table(rows: list[dict]) -> str:
-    """The rows as text: shares in percent, the interval in brackets; calls and tokens are means per question."""
-    lines = [f"{'set':<14}{'n':>6}  {'accuracy (95 %)':<22}{'EM':>6}{'F1':>7}{'cover':>7}{'calls':>7}{'sys2 tok':>10}"
-             f"{'sys1 tok':>10}{'malformed':>11}{'seconds':>9}"]
+def table(run: Run, rows: list[dict]) -> str:
+    """The rows as text: shares in percent, the interval in brackets; calls and tokens are means
+    per question.
+    """
+    roles = list(run.method.roles)
+    head = f"{'set':<14}{'n':>6}  {'accuracy (95 %)':<22}{'EM':>6}{'F1':>7}{'cover':>7}{'calls':>7}"
+    head += "".join(f"{role + ' tok':>10}" for role in roles) + f"{'malformed':>11}{'seconds':>9}"
+    lines = [head]
+    notes = []
     for r in rows:
         interval = f"{r['accuracy']:.1%} ({r['low']:.1%}–{r['high']:.1%})"
-        lines.append(f"{r['set']:<14}{r['questions']:>6}  {interval:<22}{r['em']:>6.1%}{r['f1']:>7.1%}{r['cover']:>7.1%}"
-                     f"{r['calls']:>7.2f}{r['sys2_tokens']:>10.0f}{r['sys1_tokens']:>10.0f}{r['malformed']:>11.1%}{r['seconds']:>9.1f}")
-    notes = [f"{r['set']}: the judge could not be asked about {r['judge_failures']} answers, counted as not right"
-             for r in rows if r["judge_failures"]]
-    failed = [f"{r['set']}: {r['tool_errors']} tool calls failed, see the page for the reasons" for r in rows if r["tool_errors"]]
-    return "\n".join(lines + notes + failed)
+        line = f"{r['set']:<14}{r['questions']:>6}  {interval:<22}{r['em']:>6.1%}{r['f1']:>7.1%}"
+        line += f"{r['cover']:>7.1%}{r['calls']:>7.2f}"
+        line += "".join(f"{r[f'{role}_tokens']:>10.0f}" for role in roles)
+        lines.append(line + f"{r['malformed']:>11.1%}{r['seconds']:>9.1f}")
+        if r["judge_failures"]:
+            notes.append(
+                f"{r['set']}: {r['judge_failures']} answers could not be judged, counted as "
+                f"not right"
+            )
+        if r["tool_errors"]:
+            notes.append(
+                f"{r['set']}: {r['tool_errors']} tool calls failed, see the page for the reasons"
+            )
+        if r["truncated_chunks"]:
+            notes.append(
+                f"{r['set']}: {r['truncated_chunks']} chunks held a document that was cut off "
+                f"at their end"
+            )
+    return "\n".join(lines + notes)
 
 
 # ---------------------------------------------------------------------------------------------- ask
 
-def ask(config: Config, text: str, checkpoint: Path) -> int:
-    """Answers one question and shows how, line by line as it happens; the page of the trajectory is written at the end."""
-    run = build(config, training=False, folder=checkpoint)
-    run.grade = lambda question, answer: 0.0                # nobody knows the right answer here
 
-    def say(kind: str, said: str) -> None:
-        print(f"{kind:>9} | {' '.join(said.split())}", flush=True)
+def ask(method: Method, config: Config, text: str, checkpoint: Path) -> int:
+    """Answers one question and shows how, line by line as it happens; the trajectory's page is
+    written at the end.
+    """
+    run = build(method, config, training=False, folder=checkpoint)
+    run.grade = lambda question, answer: 0.0  # nobody knows the right answer here
     question = Question("asked", text, (), "asked")
-    check_lengths(config, run.format, [question])
-    (trajectory,) = run.rollouts([(0, question)], 1, step="ask", tools=run.eval_tools, temperature=config.temperature,
-                                 top_p=config.eval_top_p, say=say)
+    method.fits(config, run.chat, question)
+    (trajectory,) = run.rollouts(
+        [(0, question)],
+        1,
+        step="ask",
+        tools=run.eval_tools,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        on_event=say,
+    )
     trajectory.reward = None
-    page = (checkpoint if (checkpoint / "rollouts").is_dir() else Path(config.runs)) / "ask.html"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    print(f"{'page':>9} | {view.trajectory_page([record(trajectory, run.format, 0, 'eval')], page)}")
+    folder = Path(config.runs)
+    if (checkpoint / "rollouts").is_dir():
+        folder = checkpoint
+    folder.mkdir(parents=True, exist_ok=True)
+    page = view.trajectory_page([record(trajectory, run.chat, 0, "eval")], folder / "ask.html")
+    say("page", str(page))
     return 0
+
+
+def say(kind: str, text: str) -> None:
+    """One line for somebody who watches. What strangers wrote cannot speak to the terminal."""
+    print(f"{kind:>9} | {view.plain(' '.join(text.split()))}", flush=True)

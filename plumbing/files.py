@@ -1,38 +1,133 @@
-"""Files that are read record by record and written whole or not at all."""
+"""Files that are read record by record and written whole or not at all, and the folder that a
+run claims.
+"""
+
+import fcntl
 import json
+import math
 import os
 import sys
 from pathlib import Path
+from typing import IO
 
 from config import UserError
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Records of a JSONL file. A line that is not whole (a killed run leaves one) is skipped, and stderr says so."""
-    records = []
+    """Records of a JSONL file.
+
+    A line that is not whole (a killed run leaves one) is skipped, and stderr says so.
+    """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}): give the folder of a run that you may read") from error
-    for n, line in enumerate(text.split("\n"), 1):
+        raise UserError(
+            f"cannot read {path} ({error.strerror}): give the folder of a run that you may read"
+        ) from error
+    records = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
         try:
-            record = json.loads(line) if line.strip() else None
+            record = json.loads(line)
         except (ValueError, RecursionError):
             record = None
         if isinstance(record, dict):
             records.append(record)
-        elif line.strip():
-            print(f"{path}: line {n} is not a whole record, skipped", file=sys.stderr)
+        else:
+            print(f"{path}: line {number} is not a whole record, skipped", file=sys.stderr)
     return records
 
 
+def read_json(path: Path) -> dict:
+    """The object in a JSON file, such as a run's config.json."""
+    try:
+        made = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"cannot read {path} ({type(error).__name__}): it is missing or damaged"
+        ) from None
+    if not isinstance(made, dict):
+        raise UserError(f"cannot read {path}: it does not hold a JSON object")
+    return made
+
+
 def write_whole(path: Path, content: bytes) -> Path:
-    """Writes beside the target, then renames: nobody ever opens half a picture."""
+    """Writes beside the target, to the disk, then renames: nobody ever opens half a file."""
     part = path.with_name(path.name + ".part")
     try:
-        part.write_bytes(content)
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path} ({error.strerror}): name a folder that you may write to") from error
+        try:
+            part.unlink(missing_ok=True)
+        except OSError:
+            pass  # a read-only folder refuses this as well
+        raise UserError(
+            f"cannot write {path} ({error.strerror}): name a folder that you may write to"
+        ) from error
     return path
+
+
+def write_json(path: Path, value) -> Path:
+    """A JSON file, written whole."""
+    text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+    return write_whole(path, text.encode("utf-8", "replace"))
+
+
+def append_lines(path: Path, records: list[dict]) -> None:
+    """Appends records to a JSONL file.
+
+    A number that is not finite is written as null, for JSON has no NaN.
+    """
+    lines = [json.dumps(without_nan(record), ensure_ascii=False) + "\n" for record in records]
+    try:
+        with open(path, "a", encoding="utf-8", errors="replace") as file:
+            file.writelines(lines)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path} ({error.strerror}): make room or choose another --runs, then "
+            f"--resume"
+        ) from error
+
+
+def without_nan(value):
+    """`value` with None for every float that is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: without_nan(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [without_nan(part) for part in value]
+    return value
+
+
+def claim(folder: Path) -> IO | None:
+    """Makes a folder ours: the lock on its file .lock, held until the process ends.
+
+    None if another process has it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a")
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder} ({error.strerror}); choose another folder with --runs"
+        ) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        return None
+    return lock
+
+
+def release(folder: Path, lock: IO) -> None:
+    """Gives a claimed folder back, and removes it if nothing was written into it."""
+    if list(folder.iterdir()) == [folder / ".lock"]:
+        (folder / ".lock").unlink()
+        folder.rmdir()
+    lock.close()

@@ -1,59 +1,80 @@
-"""What a batch of trajectories adds up to, over all ranks: the numbers of metrics.jsonl and of the evaluation's table."""
+"""What a batch of trajectories and an update add up to, over all ranks: the numbers of
+metrics.jsonl.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 
 from rollout import Trajectory
 
 
-def add(totals: dict, more: dict) -> None:
-    for key, value in more.items():
-        totals[key] = totals.get(key, 0) + value
-
-
-def reduced(sums: dict) -> dict:
+def reduced(sums: dict[str, float]) -> dict[str, float]:
     """Sums over all ranks. Every rank must bring the same keys."""
     if not dist.is_initialized():
         return sums
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    tensor = torch.tensor([float(v) for v in sums.values()], dtype=torch.float64, device=device)
+    values = [float(value) for value in sums.values()]
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor)
     return dict(zip(sums, tensor.tolist()))
 
 
-def rollout_sums(trajectories: list[Trajectory]) -> dict:
-    """What a batch of trajectories adds up to, over all ranks; rollout_metrics and evaluate.table divide it."""
-    names = [f"{role}_{what}" for role in ("sys1", "sys2") for what in ("samples", "tokens", "nats")]
-    sums = dict.fromkeys(("trajectories", "graded", "reward", "calls", "steps", "malformed", "failed", "empty", "demanded",
-                          "groups", "flat", "cut", *names), 0)
-    groups = {}
-    for t in trajectories:
-        problems = [turn.problem or "" for turn in t.turns]
-        add(sums, {"trajectories": 1, "graded": t.reward is not None, "reward": t.reward or 0.0, "steps": len(t.turns),
-                   "calls": sum(turn.step.call is not None for turn in t.turns), "demanded": t.ended != "answer",
-                   "malformed": sum(p.startswith("malformed") for p in problems), "empty": problems.count("no results"),
-                   "failed": sum(p.startswith("tool failed") for p in problems),
-                   "cut": sum(c.truncated for turn in t.turns for c in turn.chunks)})
-        if t.reward is not None:
-            groups.setdefault(t.sample.group, set()).add(t.reward)
-        for s in (t.sample, *t.sys1_samples()):
-            add(sums, {f"{s.role}_samples": 1, f"{s.role}_tokens": sum(s.mask), f"{s.role}_nats": -sum(s.logprobs)})
-    add(sums, {"groups": len(groups), "flat": sum(len(rewards) == 1 for rewards in groups.values())})
-    return reduced(sums)
+def share(part: float, whole: float) -> float:
+    """part / whole, and 0 of nothing."""
+    return part / whole if whole else 0.0
 
 
-def rollout_metrics(trajectories: list[Trajectory], seconds: float) -> dict:
-    """The step's line in metrics.jsonl, as far as the rollouts tell. Entropy: mean −log p of the sampled tokens."""
-    s = rollout_sums(trajectories)
+def rollout_sums(trajectories: list[Trajectory], roles: Iterable[str]) -> dict[str, float]:
+    """What a batch of trajectories adds up to, over all ranks."""
+    names = "trajectories graded reward steps calls demanded malformed empty failed cut"
+    names = [*names.split(), "groups", "flat"]
+    names += [f"{role}_{what}" for role in roles for what in ("samples", "tokens")]
+    sums = Counter(dict.fromkeys(names, 0))
+    rewards: dict[int, set[float]] = {}  # question -> the rewards of its attempts
+    for trajectory in trajectories:
+        sums["trajectories"] += 1
+        sums["demanded"] += trajectory.ended != "answer"
+        if trajectory.reward is not None:
+            sums["graded"] += 1
+            sums["reward"] += trajectory.reward
+            rewards.setdefault(trajectory.place, set()).add(trajectory.reward)
+        for context in trajectory.contexts:
+            sums[f"{context.role}_samples"] += 1
+            sums[f"{context.role}_tokens"] += sum(context.sample.mask)
+            sums["cut"] += bool(context.chunk and context.chunk.truncated)
+            for turn in context.turns:
+                problem = turn.problem or ""
+                sums["steps"] += 1
+                sums["calls"] += turn.action.call is not None
+                sums["malformed"] += problem.startswith("malformed")
+                sums["empty"] += problem == "no results"
+                sums["failed"] += problem.startswith("tool failed")
+    sums["groups"] = len(rewards)
+    sums["flat"] = sum(len(seen) == 1 for seen in rewards.values())
+    return reduced(dict(sums))
 
-    def per(a, b):
-        return s[a] / s[b] if s[b] else 0.0
-    return {"reward": per("reward", "graded"), "calls_per_question": per("calls", "trajectories"),
-            "sys1_samples": int(s["sys1_samples"]), "sys1_tokens": int(s["sys1_tokens"]), "sys2_tokens": int(s["sys2_tokens"]),
-            "sys1_length": per("sys1_tokens", "sys1_samples"), "sys2_length": per("sys2_tokens", "sys2_samples"),
-            "sys1_entropy": per("sys1_nats", "sys1_tokens"), "sys2_entropy": per("sys2_nats", "sys2_tokens"),
-            "malformed_share": per("malformed", "steps"), "tool_error_share": per("failed", "calls"),
-            "empty_share": per("empty", "calls"), "demanded_share": per("demanded", "trajectories"),
-            "judge_failures": int(s["trajectories"] - s["graded"]), "truncated_chunks": int(s["cut"]),
-            "zero_variance_share": per("flat", "groups"), "tokens_per_second": (s["sys1_tokens"] + s["sys2_tokens"]) / seconds}
 
-
+def rollout_metrics(trajectories: list[Trajectory], roles: Iterable[str], seconds: float) -> dict:
+    """The step's line in metrics.jsonl, as far as the rollouts tell."""
+    s = rollout_sums(trajectories, roles)
+    metrics = {
+        "reward": share(s["reward"], s["graded"]),
+        "calls_per_question": share(s["calls"], s["trajectories"]),
+        "malformed_share": share(s["malformed"], s["steps"]),
+        "tool_error_share": share(s["failed"], s["calls"]),
+        "empty_share": share(s["empty"], s["calls"]),
+        "demanded_share": share(s["demanded"], s["trajectories"]),
+        "judge_failures": int(s["trajectories"] - s["graded"]),
+        "judge_failure_share": share(s["trajectories"] - s["graded"], s["trajectories"]),
+        "truncated_chunks": int(s["cut"]),
+        "zero_variance_share": share(s["flat"], s["groups"]),
+        "tokens_per_second": sum(s[f"{role}_tokens"] for role in roles) / seconds,
+    }
+    for role in roles:
+        metrics[f"{role}_samples"] = int(s[f"{role}_samples"])
+        metrics[f"{role}_tokens"] = int(s[f"{role}_tokens"])
+        metrics[f"{role}_length"] = share(s[f"{role}_tokens"], s[f"{role}_samples"])
+    return metrics

@@ -1,27 +1,43 @@
-"""A protocol of your own: System 2 drafts, System 1 reads the draft, System 2 answers.   python -m recipes.own_protocol"""
+"""A method of your own: a writer drafts, a critic reads the draft, the writer answers.   python
+-m recipes.own_protocol
+
+It shares MARS's options and words, and so runs on the toy, whose model has never learned to
+write a draft.
+"""
+
+import dataclasses
 import sys
 
 import mars
-from plumbing.build import build
-from config import from_command_line
-from tasks.chat import Call, Step
-from rollout import Sample, Trajectory, distil, reward, system2_step
+import train
+from rollout import Context, Game, Trajectory
 
 
-async def draft_and_critique(setting, question, group, k):
-    trajectory, talk = Trajectory(question, Sample("sys2", group, k)), setting.sampler.open()
-    turn = await system2_step(setting, trajectory, talk, setting.format.system2_prompt(question.text), final=False)
-    draft = setting.format.note(turn.sampled)               # its words, without the end-of-turn token
-    turn.step, turn.lengths = Step(call=Call("critic", "", "what is wrong with this draft")), [len(draft)]
-    notes = await distil(setting, trajectory, turn, [draft])
-    end = await system2_step(setting, trajectory, talk, setting.format.observation(notes, final=True), final=True)
-    setting.sampler.close(talk)
-    trajectory.answer, trajectory.ended = end.step.answer, "answer"
-    await reward(setting, trajectory)
-    return trajectory
+async def draft_and_critique(game: Game, trajectory: Trajectory) -> None:
+    """Three samples: a draft, a note on it, an answer that has read the note."""
+    question = trajectory.question.text
+    async with Context(game, trajectory, "sys2") as writer:
+        prompt = game.chat.prompt("sys2", question=question)
+        turn = await mars.act(game, writer, prompt, final=False)
+        async with Context(game, trajectory, "sys1") as critic:
+            turn.readers.append(critic)
+            draft = game.chat.note(turn.sampled)  # its words, without the end-of-turn token
+            task = "what is wrong with this draft"
+            prompt = game.chat.prompt("sys1", chunk=draft, purpose=task, question=question)
+            note = await critic.write(prompt, game.config.sys1_response)
+        notes = [game.chat.note(note.tokens)]
+        end = await mars.act(game, writer, game.chat.observation(notes, final=True), final=True)
+    trajectory.answer = end.action.answer
+    trajectory.ended = "answer on demand"
 
+
+# Credit, loss, records and pages stay as they are.
+METHOD = dataclasses.replace(
+    mars.METHOD,
+    name="draft-and-critique",
+    roles={"sys2": "Writer", "sys1": "Critic"},
+    episode=draft_and_critique,
+)
 
 if __name__ == "__main__":
-    run = build(from_command_line(sys.argv[1:]), training=True)
-    run.episode = draft_and_critique                        # advantages, balance, loss and records stay as they are
-    mars.train(run)
+    sys.exit(train.main(METHOD, sys.argv[1:], __doc__))

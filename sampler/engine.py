@@ -136,7 +136,7 @@ class Sampler:
             self.forward.kv_heads,
             self.forward.head_size,
         )
-        self.pool = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.pool = torch.zeros(shape, dtype=self.forward.cache_dtype, device=self.device)
         self.decoder = self.forward
         if buckets:
             self.decoder = Buckets(self.forward, self.pool, max_sequences)

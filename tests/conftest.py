@@ -1,4 +1,5 @@
 """Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before any kernel is defined."""
+
 import os
 
 import torch
@@ -6,3 +7,6 @@ import torch
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Fixtures: a loopback server, and pauses that are taken down instead of slept.
+from loopback import server, waits  # noqa: E402, F401

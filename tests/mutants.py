@@ -1,4 +1,5 @@
 """A module with one line of its source changed, to see that its tests notice."""
+
 import importlib.util
 from pathlib import Path
 
@@ -6,9 +7,10 @@ ROOT = Path(__file__).parent.parent
 
 
 def load_mutant(path, stands, becomes, folder):
-    """The module at `path` with one piece of its source replaced, which must stand there exactly once."""
+    """The module at `path` with one piece of its source replaced, which must stand there once."""
     source = (ROOT / path).read_text()
-    assert source.count(stands) == 1, f"{path} has {source.count(stands)} times: {stands}"
+    count = source.count(stands)
+    assert count == 1, f"{path} has {count} times: {stands}"
     copy = folder / "mutant.py"
     copy.write_text(source.replace(stands, becomes))
     specification = importlib.util.spec_from_file_location("mutant", copy)

@@ -1,7 +1,13 @@
-"""The long benches without long runs: tables of invented runs, resumption, the cost's arithmetic, the soak's eye."""
+"""The long benches without long runs.
+
+Tables of invented runs, resumption, the cost's arithmetic, the soak's eye. Run:
+pytest tests/test_bench.py
+"""
+
 import argparse
 import ctypes
 import dataclasses
+import fcntl
 import json
 import os
 import random
@@ -9,6 +15,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
@@ -19,57 +26,85 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import mars
-from trainer import policy
 import sampler
-from toy import world as toy
-from toy import base_model as toy_base
 from bench import ablations, common, cost, soak
 from binpack import pack_documents
-from config import Config, UserError, parser, resolve
+from config import UserError, resolve
+from plumbing import build
 from tools import search
+from toy import base_model, language, world
+from trainer import memory_plan
 
+# ------------------------------------------------------------------------- ablations
 
-# ---------------------------------------------------------------------------------------------- ablations
 
 @pytest.fixture
 def options(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
     runs = tmp_path / "runs"
     runs.mkdir()
-    return argparse.Namespace(runs=runs, cache=tmp_path / "cache", steps=4, quick=False, jobs=2, seeds=[0, 1],
-                              arms=["full", "balance_off"], table=True)
+    return argparse.Namespace(
+        runs=runs,
+        cache=tmp_path / "cache",
+        steps=4,
+        quick=False,
+        jobs=2,
+        seeds=[0, 1],
+        arms=["full", "balance_off"],
+        table=True,
+    )
 
 
 def metrics(values: list[float]) -> list[dict]:
     """The lines of a run that was evaluated before each of its steps and after the last."""
-    always = {"sys1_tokens": 100, "sys2_tokens": 200, "trained_tokens": 50, "seconds_rollout": 1.0,
-              "seconds_train": 0.5, "pages_in_use": 0, "zero_variance_share": 0.5, "calls_per_question": 1.5}
-    lines = [{"step": step, "reward": value, "sys1_samples": 10 * step, **always, "eval_accuracy": value,
-              "eval_greedy": value + 0.1, "eval_step": step} for step, value in enumerate(values[:-1])]
+    always = {
+        "sys1_tokens": 100,
+        "sys2_tokens": 200,
+        "trained_tokens": 50,
+        "seconds_rollout": 1.0,
+        "seconds_train": 0.5,
+        "pages_in_use": 0,
+        "zero_variance_share": 0.5,
+        "calls_per_question": 1.5,
+    }
+    lines = []
+    for step, value in enumerate(values[:-1]):
+        scores = {"eval_accuracy": value, "eval_greedy": value + 0.1, "eval_step": step}
+        lines.append({"step": step, "reward": value, "sys1_samples": 10 * step} | always | scores)
     last = lines[-1]
     for key in ("eval_accuracy", "eval_greedy", "eval_step"):
         last[key + "_before"] = last[key]
-    end = {"eval_accuracy": values[-1], "eval_greedy": values[-1] + 0.1, "eval_step": len(values) - 1}
-    return lines[:-1] + [last | end]
+    last["eval_accuracy"] = values[-1]
+    last["eval_greedy"] = values[-1] + 0.1
+    last["eval_step"] = len(values) - 1
+    return lines
+
+
+def as_jsonl(lines: list[dict]) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def settings(arm: str, seed: int, options) -> dict:
+    return dataclasses.asdict(ablations.settings(ablations.arguments(arm, seed, options)))
 
 
 def invent(options, arm: str, seed: int, values: list[float], **other) -> Path:
     """A run's folder as mars.py would leave it, with these accuracies."""
     folder = options.runs / f"{arm}-{seed}"
     folder.mkdir()
-    config = resolve(vars(parser("").parse_args(ablations.arguments(arm, seed, options))))
-    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config) | other))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics(values)))
+    (folder / "config.json").write_text(json.dumps(settings(arm, seed, options) | other))
+    (folder / "metrics.jsonl").write_text(as_jsonl(metrics(values)))
     return folder
 
 
 def test_every_arm_is_accepted_changes_something_and_stands_in_a_panel(options):
-    base = resolve(vars(parser("").parse_args(ablations.arguments("full", 0, options))))
+    base = settings("full", 0, options)
     for arm in ablations.ARMS:
-        config = resolve(vars(parser("").parse_args(ablations.arguments(arm, 0, options))))
-        changes = {k for k, v in vars(config).items() if v != getattr(base, k)} - {"name"}
+        changed = settings(arm, 0, options)
+        changes = {key for key in base if changed[key] != base[key]} - {"name"}
         assert len(changes) == (arm != "full"), (arm, changes)
-        assert any(arm in arms and "full" in arms for _, arms in ablations.PANELS), arm
+        panels = [arms for arms in ablations.PANELS.values() if arm in arms]
+        assert panels and all("full" in arms for arms in panels), arm
 
 
 def test_evaluations_are_read_with_those_before_the_last_step():
@@ -88,27 +123,35 @@ def test_tables_tell_mean_spread_and_differences_seed_by_seed(options, capsys):
     assert off["accuracy"]["4"] == {"mean": pytest.approx(0.6), "min": 0.6, "max": 0.6}
     assert full["accuracy"]["0"] == {"mean": pytest.approx(0.15), "min": 0.1, "max": 0.2}
     assert full["greedy"]["4"]["max"] == pytest.approx(0.9)
-    assert off["difference end"] == pytest.approx({"mean": -0.15, "min": -0.2, "max": -0.1})
+    expected = {"mean": -0.15, "min": -0.2, "max": -0.1}
+    assert off["difference end"] == pytest.approx(expected)
     assert off["difference average"]["mean"] == pytest.approx(mean([-0.125, -0.1]))
+    assert full["difference end"] is None
     assert full["sys1_samples"] == mean([0, 10, 20, 30]) and full["seconds"] == 1.5
     assert {"date", "cpu", "commit", "versions"} <= saved.keys() and len(saved["runs"]) == 4
     out = capsys.readouterr().out
-    assert "60.0 (60.0 … 60.0)" in out and "-15.0 (-20.0 … -10.0)" in out and "NOT THERE" not in out
+    assert "60.0 (60.0 … 60.0)" in out and "-15.0 (-20.0 … -10.0)" in out
+    assert "NOT THERE" not in out
     assert (common.RESULTS / "ablations.png").stat().st_size > 10_000
 
 
 def test_what_failed_or_is_missing_is_listed_and_kept_out_of_the_means(options, capsys):
     invent(options, "full", 0, [0.2, 0.5, 0.6, 0.7, 0.8])
-    invent(options, "full", 1, [0.1, 0.2])                                  # half of it
-    (options.runs / "balance_off-0.run.json").write_text('{"exit": 2, "why": "exit 2: no space", "cpu_seconds": 1.0}')
-    invent(options, "balance_off", 1, [0.1, 0.3, 0.4, 0.5, 0.6], lr=0.5)     # of another setting
+    invent(options, "full", 1, [0.1, 0.2])  # half of it
+    how = {"exit": 2, "why": "exit 2: no space", "cpu_seconds": 1.0}
+    (options.runs / "balance_off-0.run.json").write_text(json.dumps(how))
+    invent(options, "balance_off", 1, [0.1, 0.3, 0.4, 0.5, 0.6], lr=0.5)
     assert ablations.tabulate(options) == 1
     out = capsys.readouterr().out
-    for expected in ("full, seed 1: part", "balance_off, seed 0: exit 2: no space",
-                     "balance_off, seed 1: made with other settings (lr 0.5)"):
+    for expected in (
+        "full, seed 1: part",
+        "balance_off, seed 0: exit 2: no space",
+        "balance_off, seed 1: made with other settings (lr 0.5)",
+    ):
         assert f"NOT THERE: {expected}" in out
-    rows = json.loads((common.RESULTS / "ablations.json").read_text())["rows"]
-    assert rows[0]["seeds"] == [0] and rows[0]["accuracy"]["4"]["mean"] == 0.8 and rows[1]["seeds"] == []
+    full, off = json.loads((common.RESULTS / "ablations.json").read_text())["rows"]
+    assert full["seeds"] == [0] and full["accuracy"]["4"]["mean"] == 0.8
+    assert off["seeds"] == []
 
 
 def test_a_longer_run_serves_a_shorter_table(options):
@@ -116,8 +159,9 @@ def test_a_longer_run_serves_a_shorter_table(options):
     saved = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(saved | {"steps": 6}))
     run = ablations.look("full", 0, options)
-    assert run["state"] == "complete" and sorted(run["accuracies"]) == [0, 1, 2, 3, 4] and len(run["lines"]) == 4
-    assert run["accuracies"][4] == (0.8, pytest.approx(0.9))
+    assert run.state == "complete" and len(run.lines) == 4
+    assert sorted(run.accuracies) == [0, 1, 2, 3, 4]
+    assert run.accuracies[4] == (0.8, pytest.approx(0.9))
 
 
 def test_no_run_at_all_is_one_sentence(options):
@@ -132,7 +176,8 @@ from pathlib import Path
 arguments, lines, config = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
 print("ran", *arguments)
 if arguments[0] == "mars.py":
-    folder = Path(arguments[arguments.index("--runs") + 1]) / arguments[arguments.index("--name") + 1]
+    runs = Path(arguments[arguments.index("--runs") + 1])
+    folder = runs / arguments[arguments.index("--name") + 1]
     if "balance_off-1" in folder.name:
         sys.exit("mars: the disk is full")
     folder.mkdir(exist_ok=True)
@@ -144,90 +189,133 @@ if arguments[0] == "mars.py":
 @pytest.fixture
 def started(monkeypatch, options):
     """Instead of mars.py a small program that leaves the same files; the list of command lines."""
-    commands, lines = [], "".join(json.dumps(line) + "\n" for line in metrics([0.1, 0.2, 0.3, 0.4, 0.5]))
+    commands = []
+    lines = as_jsonl(metrics([0.1, 0.2, 0.3, 0.4, 0.5]))
 
     def start(command, log):
         commands.append(command)
-        given = [a for a in command[1:] if a != "--resume"]
-        config = dataclasses.asdict(resolve(vars(parser("").parse_args(given)))) if command[0] == "mars.py" else {}
+        config = {}
+        if command[0] == "mars.py":
+            given = [word for word in command[1:] if word != "--resume"]
+            config = dataclasses.asdict(ablations.settings(given))
         fake = [sys.executable, "-c", FAKE, json.dumps(command), lines, json.dumps(config)]
         with open(log, "a") as file:
             return subprocess.Popen(fake, stdout=file, stderr=subprocess.STDOUT)
+
     monkeypatch.setattr(ablations, "start", start)
     return commands
 
 
-def test_complete_runs_are_skipped_half_ones_resumed_failed_ones_tried_again(options, started, capsys):
+def test_complete_runs_are_skipped_half_ones_resumed_failed_ones_tried_again(
+    options, started, capsys
+):
     invent(options, "full", 0, [0.2, 0.5, 0.6, 0.7, 0.8])
     invent(options, "full", 1, [0.1, 0.2])
     ablations.train(options)
-    runs = {c[c.index("--name") + 1]: "--resume" in c for c in started if c[0] == "mars.py"}
-    assert runs == {"full-1": True, "balance_off-0": False, "balance_off-1": False}
-    build = f"import toy_base; toy_base.build({str(options.cache)!r}, %d, threads=1)"
-    assert [c[1] for c in started[:2]] == [build % 0, build % 1]
+    resumed = {}
+    for command in started:
+        if command[0] == "mars.py":
+            resumed[command[command.index("--name") + 1]] = "--resume" in command
+    assert resumed == {"full-1": True, "balance_off-0": False, "balance_off-1": False}
+    for seed, command in enumerate(started[:2]):
+        build = f"base_model.build({str(options.cache)!r}, {seed}, threads=1)"
+        assert command[1] == f"from toy import base_model; {build}"
     assert "balance_off-1: failed, exit 1" in capsys.readouterr().out
-    assert ablations.look("balance_off", 1, options)["why"] == "exit 1: mars: the disk is full"
-    assert all(ablations.look(*run, options)["state"] == "complete" for run in (("balance_off", 0), ("full", 1)))
-    assert ablations.look("balance_off", 0, options)["cpu_seconds"] > 0
+    failed = ablations.look("balance_off", 1, options)
+    assert failed.why == "exit 1: mars: the disk is full"
+    done = ablations.look("balance_off", 0, options)
+    assert done.state == "complete" and done.cpu_seconds > 0
+    assert ablations.look("full", 1, options).state == "complete"
     started.clear()
     ablations.train(options)
-    assert [c[c.index("--name") + 1] for c in started if c[0] == "mars.py"] == ["balance_off-1"]
+    runs = [command for command in started if command[0] == "mars.py"]
+    assert [command[command.index("--name") + 1] for command in runs] == ["balance_off-1"]
+
+
+def test_the_command_that_makes_a_base_model_is_python(options, monkeypatch):
+    """The fake above never runs it, so here it is compiled and its names are looked up."""
+    commands = []
+    monkeypatch.setattr(ablations, "pool", lambda found, *_: commands.extend(found))
+    made = []
+    monkeypatch.setattr(base_model, "build", lambda *given, **more: made.append((given, more)))
+    ablations.make_base_models(options)
+    for _, (_, program) in commands:
+        exec(program, {})
+    cache = str(options.cache)
+    assert made == [((cache, 0), {"threads": 1}), ((cache, 1), {"threads": 1})]
 
 
 def test_two_at_once_in_one_folder_are_refused(options, started):
-    import fcntl
     with open(options.runs / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another bench.ablations"):
+        with pytest.raises(UserError, match=r"another bench\.ablations"):
             ablations.train(options)
     assert started == []
 
 
-def test_pool_keeps_to_its_number_and_leaves_no_process_when_it_is_interrupted(tmp_path, monkeypatch):
-    processes, most = [], 0
+def test_pool_keeps_to_its_number_and_leaves_no_process_when_interrupted(tmp_path, monkeypatch):
+    processes, alive = [], []
 
     def start(command, log):
-        nonlocal most
         processes.append(subprocess.Popen([sys.executable, "-c", command[0]]))
-        most = max(most, sum(p.returncode is None for p in processes))
+        alive.append(sum(process.returncode is None for process in processes))
         return processes[-1]
+
     monkeypatch.setattr(ablations, "start", start)
-    ended, naps = [], [(str(i), ["import time; time.sleep(0.05)"]) for i in range(5)]
-    ablations.pool(naps, tmp_path, 2, lambda name, *_: ended.append(name))
-    assert sorted(ended) == list("01234") and most == 2
+    ended = []
+    naps = [(str(i), ["import time; time.sleep(0.05)"]) for i in range(5)]
+    ablations.pool(naps, tmp_path, 2, lambda found: ended.append(found.name))
+    assert sorted(ended) == list("01234") and max(alive) == 2
     processes.clear()
 
-    def interrupt(*_):
+    def interrupt(_):
         raise KeyboardInterrupt
+
+    two = [("quick", ["pass"]), ("slow", ["import time; time.sleep(60)"])]
     with pytest.raises(KeyboardInterrupt):
-        ablations.pool([("quick", ["pass"]), ("slow", ["import time; time.sleep(60)"])], tmp_path, 2, interrupt)
-    assert len(processes) == 2 and all(p.poll() is not None for p in processes)
+        ablations.pool(two, tmp_path, 2, interrupt)
+    assert len(processes) == 2
+    assert all(process.poll() is not None for process in processes)
 
-
-# ---------------------------------------------------------------------------------------------- an arm without a tool
 
 def test_taking_a_tool_away_takes_no_question_away(monkeypatch):
-    from plumbing import build
+    config = mars.MarsConfig(eval_questions=40)
+
     def load(*names):
-        return build.load_questions(Config(eval_questions=40), list(names), True)
+        stream, held_out = build.training_and_held_out(config, list(names), True)
+        return [stream(i) for i in range(40)], held_out
+
     monkeypatch.setattr(build.python, "available", lambda: None)
-    whole, without = load("search", "scholar", "python"), load("search")
-    assert whole[1] == without[1] and [whole[0](i) for i in range(40)] == [without[0](i) for i in range(40)]
-    assert {q.source for q in whole[1]} == {"toy-one", "toy-two", "toy-age", "toy-scholar"}
+    assert load("search", "scholar", "python") == load("search")
+    kinds = {"toy-one", "toy-two", "toy-age", "toy-scholar"}
+    assert {question.source for question in load("search")[1]} == kinds
     monkeypatch.setattr(build.python, "available", lambda: "no jail here")
     for names in (["search", "scholar"], ["search"]):
-        assert {q.source for q in load(*names)[1]} == {"toy-one", "toy-two", "toy-scholar"}
+        assert {question.source for question in load(*names)[1]} == kinds - {"toy-age"}
 
 
-# ---------------------------------------------------------------------------------------------- cost
+# ------------------------------------------------------------------------------ cost
+
 
 def qwen3(shape: cost.Shape, **more) -> Qwen3Config:
-    return Qwen3Config(vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.feed_forward,
-                       num_hidden_layers=shape.layers, num_attention_heads=shape.heads, head_dim=shape.head_size,
-                       num_key_value_heads=shape.kv_heads, tie_word_embeddings=shape.tied, **more)
+    return Qwen3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.feed_forward,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        head_dim=shape.head_size,
+        num_key_value_heads=shape.kv_heads,
+        tie_word_embeddings=shape.tied,
+        **more,
+    )
 
 
-@pytest.mark.parametrize("shape", cost.SHAPES, ids=lambda shape: shape.name)
+def name_of(shape: cost.Shape) -> str:
+    return shape.name
+
+
+@pytest.mark.parametrize("shape", cost.SHAPES, ids=name_of)
 def test_parameters_are_those_that_transformers_makes(shape):
     with torch.device("meta"):
         model = Qwen3ForCausalLM(qwen3(shape))
@@ -236,13 +324,14 @@ def test_parameters_are_those_that_transformers_makes(shape):
 
 def test_the_toys_shape_is_the_toys():
     with torch.device("meta"):
-        model = toy_base.new_model(len(toy.vocabulary()))
+        model = base_model.new_model(len(language.vocabulary()))
     assert cost.SHAPES[0].parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_operations_are_those_that_pytorch_counts():
-    """Stock attention computes all T² pairs, and logits at every place: the formula of these, to the last operation."""
-    shape, length = dataclasses.replace(cost.SHAPES[0], heads=8, tied=False), 24
+    """Stock attention computes all T² pairs, and logits everywhere: then the formula is exact."""
+    shape = dataclasses.replace(cost.SHAPES[0], heads=8, tied=False)
+    length = 24
     with torch.device("meta"):
         model = Qwen3ForCausalLM(qwen3(shape, attn_implementation="eager"))
         ids = torch.zeros(1, length, dtype=torch.long)
@@ -250,117 +339,199 @@ def test_operations_are_those_that_pytorch_counts():
             logits = model(ids).logits
         with FlopCounterMode(display=False) as backward:
             logits.sum().backward()
-    rotary = 2 * shape.head_size // 2 * length              # angles = frequency × position, as a product
-    assert forward.get_total_flops() - shape.forward(length, length ** 2, length) in (0, rotary)
-    assert backward.get_total_flops() == 2 * shape.forward(length, length ** 2, length)
+    expected = shape.forward(length, length**2, length)
+    # The angles of the rotary embedding, frequency × position, are a product too.
+    rotary = 2 * shape.head_size // 2 * length
+    assert forward.get_total_flops() - expected in (0, rotary)
+    assert backward.get_total_flops() == 2 * expected
 
 
 def test_the_toys_workload_is_what_flawless_look_ups_make():
-    world, rng = toy.world("train", 0), random.Random(0)
-    find = {corpus: search.local(pages, Config().top_k) for corpus, pages in world.documents.items()}
-    plans = [toy.draw_plan(world, rng) for _ in range(600)]
-    count = dict.fromkeys(("calls", "distilled", "samples", "read", "notes", "prompts", "steps", "answers"), 0)
+    config = mars.MarsConfig()
+    asked = world.world("train", 0)
+    find = {}
+    for corpus, documents in asked.documents.items():
+        find[corpus] = search.local(documents, config.top_k)
+    rng = random.Random(0)
+    plans = [world.draw_plan(asked, rng) for _ in range(600)]
+    count = Counter()
     for plan in plans:
-        mars.add(count, {"calls": len(plan.hops) + bool(plan.sum), "distilled": len(plan.hops),
-                         "prompts": 2 + len(plan.text.split()), "answers": 2 + len(plan.answer.split()),
-                         "steps": len(f"<call> python {plan.sum} <eot>".split()) if plan.sum else 0})
+        count["calls"] += len(plan.hops)
+        count["distilled"] += len(plan.hops)
+        count["prompts"] += 2 + len(plan.text.split())
+        count["answers"] += 2 + len(plan.answer.split())
+        if plan.expression:
+            count["calls"] += 1
+            count["steps"] += len(f"<call> python {plan.expression} <eot>".split())
         for corpus, name, attribute in plan.hops:
-            found, fact = find[corpus](name), world.sentence(name, attribute)
-            wording = 3 + len(f"{attribute} of {name}".split())             # <s1> … <purpose> … <eot>
-            lengths = [1 + len(d.text.split()) for d in found]
-            mars.add(count, {"steps": len(f"<call> {corpus} {name} <purpose> {attribute} of {name} <eot>".split())})
-            for bin in pack_documents(lengths, Config().sys1_prompt - wording):
-                note = fact if any(fact in found[i].text for i in bin) else "none ."
-                read = wording + sum(lengths[i] for i in bin)
-                mars.add(count, {"samples": 1, "read": read, "notes": len(note.split()) + 1})
+            purpose = f"{attribute} of {name}"
+            count["steps"] += len(f"<call> {corpus} {name} <purpose> {purpose} <eot>".split())
+            texts = [document.text for document in find[corpus](name)]
+            lengths = [1 + len(text.split()) for text in texts]
+            wording = len(f"<s1> <purpose> {purpose} <eot>".split())
+            fact = asked.sentence(name, attribute)
+            for chunk in pack_documents(lengths, config.sys1_prompt - wording):
+                told = any(fact in texts[i] for i in chunk)
+                note = fact if told else "none ."
+                count["samples"] += 1
+                count["read"] += wording + sum(lengths[i] for i in chunk)
+                count["notes"] += len(note.split()) + 1
     n = len(plans)
-    counted = {"calls": count["calls"] / n, "distilled": count["distilled"] / n,
-               "chunks": count["samples"] / count["distilled"], "chunk_tokens": count["read"] / count["samples"],
-               "note_tokens": count["notes"] / count["samples"], "prompt_tokens": count["prompts"] / n,
-               "step_tokens": count["steps"] / count["calls"], "answer_tokens": count["answers"] / n}
+    counted = {
+        "calls": count["calls"] / n,
+        "distilled": count["distilled"] / n,
+        "chunks": count["samples"] / count["distilled"],
+        "chunk_tokens": count["read"] / count["samples"],
+        "note_tokens": count["notes"] / count["samples"],
+        "prompt_tokens": count["prompts"] / n,
+        "step_tokens": count["steps"] / count["calls"],
+        "answer_tokens": count["answers"] / n,
+    }
     for name, value in counted.items():
         assert getattr(cost.TOY, name) == pytest.approx(value, rel=0.04), name
-    settings = Config()
-    for name in ("questions", "group", "rows", "kv_tokens"):
-        assert getattr(cost.TOY, name) == getattr(settings, name)
+    for name in ("questions", "group", "max_sequences", "kv_tokens"):
+        assert getattr(cost.TOY, name) == getattr(config, name), name
+
+
+def paper():
+    return resolve(mars.MarsConfig, {"preset": "paper"}, presets=mars.METHOD.presets)
 
 
 def test_the_papers_workload_is_the_presets():
-    preset = resolve({"preset": "paper"})
-    for name in ("questions", "group", "rows", "kv_tokens", "fsdp", "checkpointing"):
+    preset = paper()
+    shared = "questions group max_sequences kv_tokens fsdp recompute_activations"
+    for name in shared.split():
         assert getattr(cost.PAPER, name) == getattr(preset, name), name
-    assert cost.PAPER.chunk_tokens <= preset.sys1_prompt and cost.PAPER.note_tokens <= preset.sys1_response
+    assert cost.PAPER.chunk_tokens <= preset.sys1_prompt
+    assert cost.PAPER.note_tokens <= preset.sys1_response
     assert cost.tokens(cost.PAPER)["sys2_context"] <= preset.sys2_context
 
 
 def test_token_counts_by_hand():
-    w = cost.Workload(questions=2, group=3, calls=2, distilled=1, chunks=2, chunk_tokens=10, note_tokens=4,
-                      prompt_tokens=5, step_tokens=6, wrap_tokens=1, answer_tokens=3)
+    w = cost.Workload(
+        questions=2,
+        group=3,
+        calls=2,
+        distilled=1,
+        chunks=2,
+        chunk_tokens=10,
+        note_tokens=4,
+        prompt_tokens=5,
+        step_tokens=6,
+        wrap_tokens=1,
+        answer_tokens=3,
+    )
     t = cost.tokens(w)
     assert t["sys1_samples"] == 12 and t["sys1_read"] == 120 and t["sys1_sampled"] == 48
     assert t["sys2_sampled"] == 6 * 15 and t["sys2_context"] == 5 + 2 + 8 + 15
     assert t["prefilled"] == 120 + 2 * 5 + 6 * 10 and t["decoded"] == 48 + 90
-    assert t["with_loss"] == 90 + 6 * 4 and t["trained"] == 6 * 30 + 6 * 14                # 12 samples, balanced to 6
+    # 12 System 1 samples are balanced to 6.
+    assert t["with_loss"] == 90 + 6 * 4 and t["trained"] == 6 * 30 + 6 * 14
     half = cost.tokens(dataclasses.replace(w, flat_share=0.5))
     assert half["with_loss"] == t["with_loss"] / 2 and half["trained"] == t["trained"] / 2
     assert half["decoded"] == t["decoded"]
-    few = cost.tokens(dataclasses.replace(w, chunks=0.5))           # fewer samples than trajectories: all stay
+    # Fewer samples than attempts all stay.
+    few = cost.tokens(dataclasses.replace(w, chunks=0.5))
     assert few["with_loss"] == 90 + 3 * 4
 
 
-@pytest.mark.parametrize("shape", cost.SHAPES[1:], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", cost.SHAPES[1:], ids=name_of)
 def test_floors_shrink_with_gpus_but_never_below_the_longest_chain(shape):
-    one, eight = (cost.floors(shape, cost.PAPER, gpus) for gpus in (1, 8))
-    assert one["train"] == pytest.approx(8 * eight["train"]) and one["prefill"] == pytest.approx(8 * eight["prefill"])
-    chain = cost.PAPER.calls * 1024 + 512
-    assert cost.floors(shape, cost.PAPER, 10_000)["decode"] > chain * 2 * shape.body / cost.PEAK_BYTES
+    one = cost.floors(shape, cost.PAPER, 1)
+    eight = cost.floors(shape, cost.PAPER, 8)
+    for part in ("train", "prefill"):
+        assert one[part] == pytest.approx(8 * eight[part])
     assert one["decode"] / 8 <= eight["decode"] * (1 + 1e-9) and eight["decode"] < one["decode"]
+    chain = cost.PAPER.calls * 1024 + 512
+    least = chain * 2 * shape.body / cost.PEAK_BYTES
+    assert cost.floors(shape, cost.PAPER, 10_000)["decode"] > least
 
 
-@pytest.mark.parametrize("shape, gpus", [(cost.SHAPES[1], 1), (cost.SHAPES[3], 8)], ids=["0.6B on 1", "8B on 8"])
+def test_recomputing_costs_one_more_forward_pass():
+    shape, w = cost.SHAPES[1], cost.PAPER
+    kept = dataclasses.replace(w, recompute_activations=False)
+    t = cost.tokens(w)
+    more = cost.operations(shape, w)["train"] - cost.operations(shape, kept)["train"]
+    assert more > 2 * shape.body * t["trained"]
+    assert 3 * more < cost.operations(shape, kept)["train"]
+
+
+@pytest.mark.parametrize(
+    "shape, gpus", [(cost.SHAPES[1], 1), (cost.SHAPES[3], 8)], ids=["0.6B on 1", "8B on 8"]
+)
 def test_memory_is_what_a_run_plans(shape, gpus, tmp_path, monkeypatch):
     qwen3(shape).save_pretrained(tmp_path)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1 << 50))
-    preset = resolve({"preset": "paper"})
-    line = policy.memory_plan(str(tmp_path), config=preset, world=gpus, device=torch.device("cuda"))
+    large = SimpleNamespace(total_memory=1 << 50)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: large)
+    preset = paper()
+    line = memory_plan(
+        str(tmp_path),
+        config=preset,
+        longest=preset.longest(),
+        world=gpus,
+        device=torch.device("cuda"),
+    )
     planned = float(re.search(r"([\d.]+) before activations", line)[1])
-    assert sum(cost.memory(shape, cost.PAPER, gpus).values()) / 2**30 == pytest.approx(planned, abs=0.01)
+    counted = sum(cost.memory(shape, cost.PAPER, gpus).values()) / 2**30
+    assert counted == pytest.approx(planned, abs=0.01)
 
 
 def test_check_puts_prediction_beside_measurement(options):
     folder = invent(options, "full", 0, [0.2, 0.5, 0.6, 0.7, 0.8])
     rows = {row["a step"]: row for row in cost.check(folder)}
-    assert rows["calls"] == {"a step": "calls", "predicted": 192.0, "measured": 192.0, "measured/predicted": 1.0}
-    assert rows["sys1_samples"]["measured"] == 15 and rows["sys1_samples"]["predicted"] == pytest.approx(354.4, abs=0.1)
-    assert rows["with_loss"]["predicted"] == pytest.approx(cost.tokens(cost.TOY)["with_loss"] / 2, abs=0.1)
+    calls = rows["calls"]
+    assert calls["predicted"] == calls["measured"] == 192.0
+    assert calls["measured/predicted"] == 1.0
+    assert rows["sys1_samples"]["measured"] == 15
+    assert rows["sys1_samples"]["predicted"] == pytest.approx(354.4, abs=0.1)
+    half = cost.tokens(cost.TOY)["with_loss"] / 2
+    assert rows["with_loss"]["predicted"] == pytest.approx(half, abs=0.1)
     assert "sys1_read" not in rows, "no records, no figure"
-    for folder, saved in ((options.runs, None), (options.runs / "other", {"data": "nq"})):
-        folder.mkdir(exist_ok=True)
-        if saved:
-            (folder / "config.json").write_text(json.dumps(saved))
-        with pytest.raises(UserError, match="run"):
-            cost.check(folder)
 
 
-def test_assumptions_can_be_set_and_bad_ones_are_one_sentence():
-    w = cost.changed(cost.PAPER, ["note_tokens=2048", "rows=64"])
-    assert w.note_tokens == 2048.0 and w.rows == 64 and isinstance(w.rows, int)
-    for bad in ("notes=3", "rows", "rows=many", "rows=-1", "calls=nan"):
-        with pytest.raises(UserError, match=re.escape(f"--set {bad}")):
-            cost.changed(cost.PAPER, [bad])
+@pytest.mark.parametrize("saved", [None, {"data": "nq"}])
+def test_check_refuses_what_is_no_run_of_the_toy(tmp_path, saved):
+    if saved:
+        (tmp_path / "config.json").write_text(json.dumps(saved))
+    with pytest.raises(UserError, match="run"):
+        cost.check(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------- soak
+def test_assumptions_can_be_set():
+    w = cost.changed(cost.PAPER, ["note_tokens=2048", "max_sequences=64"])
+    assert w.note_tokens == 2048.0
+    assert w.max_sequences == 64 and isinstance(w.max_sequences, int)
+
+
+@pytest.mark.parametrize("bad", ["notes=3", "group", "group=many", "group=-1", "calls=nan"])
+def test_a_bad_assumption_is_one_sentence(bad):
+    with pytest.raises(UserError, match=re.escape(f"--set {bad}")):
+        cost.changed(cost.PAPER, [bad])
+
+
+def test_an_endless_assumption_is_one_sentence():
+    with pytest.raises(UserError, match="--set kv_tokens=inf"):
+        cost.changed(cost.PAPER, ["kv_tokens=inf"])
+
+
+# ------------------------------------------------------------------------------ soak
+
 
 def looks(memory, pid: int = 7, first: int = 0) -> list[dict]:
-    return [{"step": first + 5 * i, "pid": pid, "rss": value, "peak": value + 10, "open_files": 6, "threads": 37,
-             "children": 0, "temporary_files": 0} for i, value in enumerate(memory)]
+    """A look at a process every 5 steps, at which its memory was so."""
+    samples = []
+    for i, value in enumerate(memory):
+        known = {"open_files": 6, "threads": 37, "children": 0, "temporary_files": 0}
+        step = {"step": first + 5 * i, "pid": pid, "rss": value, "peak": value + 10}
+        samples.append(step | known)
+    return samples
 
 
 def test_slope_of_the_memory_after_warm_up():
-    warm = [400 + 3 * i for i in range(20)]                                 # 5 steps a look: warm-up ends at step 100
+    warm = [400 + 3 * i for i in range(20)]  # up to step 100
     found = soak.slope(looks(warm + [500 + 0.2 * i for i in range(180)]), 100)
-    assert found == pytest.approx({"per_100_steps": 4, "start": 500, "end": 535.8, "flat": True})
+    expected = {"per_100_steps": 4, "start": 500, "end": 535.8, "flat": True}
+    assert found == pytest.approx(expected)
     assert not soak.slope(looks([500 + 0.3 * i for i in range(200)]), 100)["flat"]
     noise = random.Random(0)
     steady = soak.slope(looks(warm + [500 + noise.gauss(0, 10) for _ in range(180)]), 100)
@@ -368,27 +539,38 @@ def test_slope_of_the_memory_after_warm_up():
 
 
 def test_slope_looks_at_one_process_only_and_says_when_it_knows_nothing():
-    samples = looks([300] * 30, pid=1) + looks([500 + i for i in range(100)], pid=2, first=150)
+    grown = [500 + i for i in range(100)]
+    samples = looks([300] * 30, pid=1) + looks(grown, pid=2, first=150)
     found = soak.slope(samples, 100)
-    assert found["per_100_steps"] == pytest.approx(20) and found["start"] == pytest.approx(520)
+    assert found["per_100_steps"] == pytest.approx(20)
+    assert found["start"] == pytest.approx(520)
     assert soak.slope(looks([1, 2]), 0) is None
 
 
 def test_findings_name_leaks_leftovers_and_collapse():
     lines = metrics([0.2, 0.9, 0.5, 0.4])
     lines[1]["pages_in_use"] = 3
-    found = soak.judge(lines, looks([500] * 10), {"processes": ["sleep 60"], "temporary_files": []}, 3)
+    left = {"processes": ["sleep 60"], "temporary_files": []}
+    found = soak.judge(lines, looks([500] * 10), left, 3)
     assert found["steps_with_pages_in_use"] == 1 and found["steps_with_pages_counted"] == 3
-    assert found["accuracy"]["sampled"] == {"best": 0.9, "last": 0.4, "fall": pytest.approx(0.5)}
+    expected = {"best": 0.9, "last": 0.4, "fall": pytest.approx(0.5)}
+    assert found["accuracy"]["sampled"] == expected
     text = soak.tell(found)
-    assert "after 1 of 3 steps" in text and "1 processes" in text and "fell by 0.500" in text and "flat" in text
+    for part in ("after 1 of 3 steps", "1 processes", "fell by 0.500", "flat"):
+        assert part in text
+    assert soak.judge([], [], left, 3)["memory"] is None
 
 
 def test_the_table_by_stretches_covers_every_step():
-    lines = [line | dict.fromkeys(soak.KEYS, float(line["step"])) for line in metrics([0.1] * 10)]
+    lines = metrics([0.1] * 10)
+    for line in lines:
+        line |= dict.fromkeys(soak.KEYS, float(line["step"]))
+    lines[0]["sys1_entropy"] = None  # of a step that trained nothing
     rows = soak.by_stretch(lines, looks([100, 200]), 4)
-    assert [(row["steps"], row["reward"]) for row in rows] == [("0-3", 1.5), ("4-7", 5.5), ("8-8", 8.0)]
-    assert [row["rss_mib"] for row in rows[:2]] == [100, 200] and rows[0]["accuracy"] == 0.1
+    means = [(row["steps"], row["reward"]) for row in rows]
+    assert means == [("0-3", 1.5), ("4-7", 5.5), ("8-8", 8.0)]
+    assert [row["rss_mib"] for row in rows] == [100, 200, None]
+    assert rows[0]["accuracy"] == 0.1 and rows[0]["sys1_entropy"] == 2
 
 
 RUN = """
@@ -414,24 +596,34 @@ for line in lines:
 
 @pytest.fixture
 def soaked(tmp_path, monkeypatch):
-    """soak.run with a mars.py of our own: 4 steps leave an orphan and a file, 3 leave nothing, 5 fail."""
+    """soak.run with a mars.py of our own: 4 steps leave an orphan and a file, 3 nothing, 5 fail."""
     monkeypatch.setattr(soak, "ROOT", tmp_path)
-    yield lambda steps: (
-        (tmp_path / "mars.py").write_text(RUN.replace("LINES", repr(metrics([0.1] * (steps + 1))))),
-        argparse.Namespace(runs=tmp_path / "runs", name=f"soak{steps}", steps=steps, every=1, cache=tmp_path))[1]
+
+    def prepared(steps):
+        program = RUN.replace("LINES", repr(metrics([0.1] * (steps + 1))))
+        (tmp_path / "mars.py").write_text(program)
+        return argparse.Namespace(
+            runs=tmp_path / "runs", name=f"soak{steps}", steps=steps, every=1, cache=tmp_path
+        )
+
+    yield prepared
     ctypes.CDLL(None).prctl(soak.PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def test_a_run_is_watched_and_one_that_is_complete_is_not_run_again(soaked):
     options = soaked(3)
-    assert soak.run(options) == {"processes": [], "temporary_files": []}
-    samples = [json.loads(line) for line in open(options.runs / "soak3.samples.jsonl")]
+    nothing = {"processes": [], "temporary_files": []}
+    assert soak.run(options) == nothing
+    file = options.runs / "soak3.samples.jsonl"
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
     assert {sample["step"] for sample in samples} <= {0, 1, 2} and len(samples) >= 2
-    assert all(sample["rss"] > 1 and sample["open_files"] >= 4 and sample["children"] == 0 for sample in samples)
+    for sample in samples:
+        assert sample["rss"] > 1 and sample["open_files"] >= 4 and sample["children"] == 0
     before = (options.runs / "soak3" / "metrics.jsonl").read_bytes()
-    assert soak.run(options) == {"processes": [], "temporary_files": []}
+    assert soak.run(options) == nothing
     assert (options.runs / "soak3" / "metrics.jsonl").read_bytes() == before
-    assert soak.draw(metrics([0.1] * 4), samples, options.runs / "soak.png").stat().st_size > 5_000
+    picture = soak.plot(metrics([0.1] * 4), samples, options.runs / "soak.png")
+    assert picture.stat().st_size > 5_000
 
 
 def test_orphans_and_forgotten_files_are_found(soaked):
@@ -447,20 +639,32 @@ def test_orphans_and_forgotten_files_are_found(soaked):
 def test_a_run_that_fails_is_one_sentence_and_is_resumed_next_time(soaked):
     options = soaked(5)
     for _ in range(2):
-        with pytest.raises(UserError, match="exit code 1.*soak5.log"):
+        with pytest.raises(UserError, match=r"exit code 1.*soak5\.log"):
             soak.run(options)
     assert "no luck" in (options.runs / "soak5.log").read_text()
-    assert json.loads((options.runs / "soak5" / "config.json").read_text()) == {"resumed": True}
+    saved = json.loads((options.runs / "soak5" / "config.json").read_text())
+    assert saved == {"resumed": True}
 
 
 @pytest.mark.parametrize("leaky", [False, True])
-def test_the_logged_number_of_pages_shows_a_conversation_that_was_not_closed(leaky, tmp_path, monkeypatch):
-    toy_base.new_model(len(toy.vocabulary())).save_pretrained(tmp_path / "base")
-    toy.make_tokenizer().save_pretrained(tmp_path / "base")
+def test_the_logged_number_of_pages_shows_a_conversation_that_was_not_closed(
+    leaky, tmp_path, monkeypatch
+):
+    base_model.new_model(len(language.vocabulary())).save_pretrained(tmp_path / "base")
+    language.make_tokenizer().save_pretrained(tmp_path / "base")
     if leaky:
         monkeypatch.setattr(sampler.Sampler, "close", lambda self, conversation: None)
-    assert mars.main(["--model", str(tmp_path / "base"), "--runs", str(tmp_path), "--name", "run", "--steps", "1",
-                      "--questions", "2", "--group", "2", "--eval_questions", "1", "--threads", "1",
-                      "--kv_tokens", "8192", "--cache", str(tmp_path)]) == 0
-    (line,) = [json.loads(text) for text in open(tmp_path / "run" / "metrics.jsonl")]
-    assert (line["pages_in_use"] > 0) == leaky
+    given = ["--model", str(tmp_path / "base"), "--runs", str(tmp_path), "--name", "run"]
+    given += ["--steps", "1", "--questions", "2", "--group", "2", "--eval_questions", "1"]
+    given += ["--threads", "1", "--kv_tokens", "8192", "--cache", str(tmp_path)]
+    assert mars.main(given) == 0
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert (json.loads(line)["pages_in_use"] > 0) == leaky
+
+
+def test_matplotlib_waits_for_a_picture():
+    program = (
+        "import sys; from bench import ablations, cost, soak; sys.exit('matplotlib' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ablations.ROOT)
+    assert done.returncode == 0

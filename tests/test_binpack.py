@@ -1,12 +1,16 @@
 """First-fit decreasing: laws (hypothesis), the textbook form as reference, the 11/9 bound against exact search."""
+
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from binpack import first_fit_decreasing, pack_documents
 
-cases = st.integers(1, 60).flatmap(lambda capacity: st.tuples(st.lists(st.integers(0, capacity), max_size=40), st.just(capacity)))
+cases = st.integers(1, 60).flatmap(
+    lambda capacity: st.tuples(st.lists(st.integers(0, capacity), max_size=40), st.just(capacity))
+)
 
 
 def textbook(sizes, capacity):
@@ -33,10 +37,13 @@ def fewest_bins(sizes, capacity):
         if i == len(sizes):
             best = len(rooms)
             return
-        for b in {room: b for b, room in enumerate(rooms)}.values():        # bins with equal room are the same choice
+        for b in {
+            room: b for b, room in enumerate(rooms)
+        }.values():  # bins with equal room are the same choice
             if rooms[b] >= sizes[i]:
-                place(i + 1, rooms[:b] + [rooms[b] - sizes[i]] + rooms[b + 1:])
+                place(i + 1, rooms[:b] + [rooms[b] - sizes[i]] + rooms[b + 1 :])
         place(i + 1, rooms + [capacity - sizes[i]])
+
     place(0, [])
     return best
 
@@ -60,12 +67,19 @@ def test_same_bins_for_the_same_multiset(case, rng):
     shuffled = rng.sample(sizes, len(sizes))
 
     def contents(sizes):
-        return Counter(tuple(sorted(sizes[i] for i in b)) for b in first_fit_decreasing(sizes, capacity))
+        return Counter(
+            tuple(sorted(sizes[i] for i in b)) for b in first_fit_decreasing(sizes, capacity)
+        )
+
     assert contents(sizes) == contents(shuffled)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(4, 30).flatmap(lambda c: st.tuples(st.lists(st.integers(1, c), max_size=11), st.just(c))))
+@given(
+    st.integers(4, 30).flatmap(
+        lambda c: st.tuples(st.lists(st.integers(1, c), max_size=11), st.just(c))
+    )
+)
 def test_never_more_than_11_9_of_the_fewest_plus_6_9(case):
     assert 9 * len(first_fit_decreasing(*case)) <= 11 * fewest_bins(*case) + 6
 

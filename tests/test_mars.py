@@ -1,4 +1,8 @@
-"""The program as its users run it: a run, resume, kill, ranks, arms, bad input, eval and ask. A small, briefly trained base model."""
+"""The program as its users run it: a run, resume, kill, ranks, arms, bad input, eval and ask.
+
+A small, briefly trained base model.
+"""
+
 import json
 import os
 import shutil
@@ -15,7 +19,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from toy import base_model as toy_base
 
 REPO = Path(__file__).parent.parent
-SMALL = ["--questions", "4", "--group", "4", "--eval_questions", "6", "--eval_every", "2", "--threads", "1", "--kv_tokens", "16384"]
+SMALL = [
+    "--questions",
+    "4",
+    "--group",
+    "4",
+    "--eval_questions",
+    "6",
+    "--eval_every",
+    "2",
+    "--threads",
+    "1",
+    "--kv_tokens",
+    "16384",
+]
 TIMES = {"seconds_rollout", "seconds_train", "seconds_eval", "tokens_per_second"}
 
 
@@ -26,25 +43,46 @@ def base(tmp_path_factory):
 
 
 def command(*arguments, ranks: int = 1) -> list[str]:
-    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                                                 "--nproc_per_node", str(ranks)]
+    start = (
+        [sys.executable]
+        if ranks == 1
+        else [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(ranks),
+        ]
+    )
     return [*start, str(REPO / "mars.py"), *map(str, arguments)]
 
 
 def mars(*arguments, ranks: int = 1, cwd, **environment) -> subprocess.CompletedProcess:
-    return subprocess.run(command(*arguments, ranks=ranks), capture_output=True, text=True, cwd=cwd, timeout=300,
-                          env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment})
+    return subprocess.run(
+        command(*arguments, ranks=ranks),
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=300,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
+    )
 
 
 def metrics(run: Path) -> list[dict]:
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in open(run / "metrics.jsonl")]
+    return [
+        {k: v for k, v in json.loads(line).items() if k not in TIMES}
+        for line in open(run / "metrics.jsonl")
+    ]
 
 
 @pytest.fixture(scope="module")
 def trained(base, tmp_path_factory):
     """A whole run of 4 steps; the reference for resume and kill."""
     folder = tmp_path_factory.mktemp("runs")
-    done = mars("--model", base, "--steps", 4, "--save_every", 2, "--name", "whole", *SMALL, cwd=folder)
+    done = mars(
+        "--model", base, "--steps", 4, "--save_every", 2, "--name", "whole", *SMALL, cwd=folder
+    )
     assert done.returncode == 0, done.stderr
     return folder, done
 
@@ -54,19 +92,47 @@ def test_a_run_leaves_what_it_promises(trained):
     run = folder / "runs" / "whole"
     lines = [json.loads(line) for line in open(run / "metrics.jsonl")]
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    needed = {"step", "reward", "calls_per_question", "sys1_samples", "sys1_tokens", "sys2_tokens", "sys1_entropy", "sys2_entropy",
-              "malformed_share", "tool_error_share", "zero_variance_share", "clip_share", "mismatch_kl", "grad_norm",
-              "seconds_rollout", "seconds_train", "tokens_per_second"}
+    needed = {
+        "step",
+        "reward",
+        "calls_per_question",
+        "sys1_samples",
+        "sys1_tokens",
+        "sys2_tokens",
+        "sys1_entropy",
+        "sys2_entropy",
+        "malformed_share",
+        "tool_error_share",
+        "zero_variance_share",
+        "clip_share",
+        "mismatch_kl",
+        "grad_norm",
+        "seconds_rollout",
+        "seconds_train",
+        "tokens_per_second",
+    }
     assert all(needed <= line.keys() for line in lines)
-    assert [line["step"] for line in lines if "eval_accuracy" in line] == [0, 2, 3] and lines[3]["eval_step"] == 4
-    assert all(line["mismatch_kl"] < 1e-8 for line in lines), "the trainer's distribution is the sampler's"
-    for name in ("config.json", "curves.png", "trajectories.html", "checkpoint/model.safetensors", "rollouts/step_3.jsonl"):
+    assert [line["step"] for line in lines if "eval_accuracy" in line] == [0, 2, 3] and lines[3][
+        "eval_step"
+    ] == 4
+    assert all(line["mismatch_kl"] < 1e-8 for line in lines), (
+        "the trainer's distribution is the sampler's"
+    )
+    for name in (
+        "config.json",
+        "curves.png",
+        "trajectories.html",
+        "checkpoint/model.safetensors",
+        "rollouts/step_3.jsonl",
+    ):
         assert (run / name).stat().st_size > 0, name
     for name in ("curves.png", "trajectories.html", "checkpoint"):
         assert str(Path("runs/whole") / name) in done.stdout
     assert "held-out accuracy" in done.stdout
     model = AutoModelForCausalLM.from_pretrained(run / "checkpoint")
-    tokens = AutoTokenizer.from_pretrained(run / "checkpoint")("<s2> when was ada baker born ? <eot>", return_tensors="pt")
+    tokens = AutoTokenizer.from_pretrained(run / "checkpoint")(
+        "<s2> when was ada baker born ? <eot>", return_tensors="pt"
+    )
     assert model.generate(tokens["input_ids"], max_new_tokens=3).shape[1] > 8
 
 
@@ -77,34 +143,57 @@ def test_resume_gives_the_numbers_of_an_uninterrupted_run(trained, base):
     again = mars(*options, "--steps", 4, "--resume", cwd=folder)
     assert again.returncode == 0, again.stderr
     whole, halves = metrics(folder / "runs/whole"), metrics(folder / "runs/halves")
-    for a, b in zip(whole, halves, strict=True):            # step 1 was the first half's last: it carries an end result
-        assert all(a.get(key) == b.get(key) for key in a.keys() | b.keys() if not key.startswith("eval_"))
+    for a, b in zip(
+        whole, halves, strict=True
+    ):  # step 1 was the first half's last: it carries an end result
+        assert all(
+            a.get(key) == b.get(key) for key in a.keys() | b.keys() if not key.startswith("eval_")
+        )
     assert whole[2:] == halves[2:]
-    weights = [AutoModelForCausalLM.from_pretrained(folder / "runs" / name / "checkpoint").state_dict() for name in ("whole", "halves")]
+    weights = [
+        AutoModelForCausalLM.from_pretrained(folder / "runs" / name / "checkpoint").state_dict()
+        for name in ("whole", "halves")
+    ]
     assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
 
 
 def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained, base):
-    """Kills a real run with SIGKILL several times, whenever it has just written something; the end is the uninterrupted one."""
+    """Kills a real run with SIGKILL several times, whenever it has just written something; the
+    end is the uninterrupted one.
+    """
     folder, _ = trained
-    run, options = folder / "runs" / "killed", ["--model", base, "--save_every", 1, "--name", "killed", "--steps", 4, *SMALL]
+    run, options = (
+        folder / "runs" / "killed",
+        ["--model", base, "--save_every", 1, "--name", "killed", "--steps", 4, *SMALL],
+    )
     for attempt in range(3):
         resume = ["--resume"] if run.exists() else []
-        child = subprocess.Popen(command(*options, *resume), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                                 env={**os.environ, "OMP_NUM_THREADS": "1"})
+        child = subprocess.Popen(
+            command(*options, *resume),
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         before = (run / "metrics.jsonl").stat().st_size if resume else 0
         deadline = time.monotonic() + 120
         while child.poll() is None and time.monotonic() < deadline:
-            wrote = (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size != before
+            wrote = (run / "metrics.jsonl").exists() and (
+                run / "metrics.jsonl"
+            ).stat().st_size != before
             saving = (run / "state" / ".writing").exists()
-            if (saving if attempt == 1 else wrote):         # once in the middle of writing a state
+            if saving if attempt == 1 else wrote:  # once in the middle of writing a state
                 break
             time.sleep(0.002)
         child.send_signal(signal.SIGKILL)
         child.communicate()
-        states = [path for path in (run / "state").glob("step_*")] if (run / "state").exists() else []
+        states = (
+            [path for path in (run / "state").glob("step_*")] if (run / "state").exists() else []
+        )
         for state in states:
-            assert torch.load(state / "optimiser.pt") and AutoModelForCausalLM.from_pretrained(state / "model")
+            assert torch.load(state / "optimizer.pt") and AutoModelForCausalLM.from_pretrained(
+                state / "model"
+            )
         if (run / "checkpoint").exists():
             assert AutoModelForCausalLM.from_pretrained(run / "checkpoint")
     last = mars(*options, "--resume", cwd=folder)
@@ -113,43 +202,113 @@ def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained
 
 
 def test_two_ranks_walk_the_same_path(trained, base):
-    """torchrun with 2 processes: the same first rollouts, so the same reward; loss and gradient equal to rounding."""
+    """torchrun with 2 processes: the same first rollouts, so the same reward; loss and gradient
+    equal to rounding.
+    """
     folder, _ = trained
-    done = mars("--model", base, "--steps", 1, "--save_every", 2, "--name", "ranks", *SMALL, ranks=2, cwd=folder)
+    done = mars(
+        "--model",
+        base,
+        "--steps",
+        1,
+        "--save_every",
+        2,
+        "--name",
+        "ranks",
+        *SMALL,
+        ranks=2,
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr
     one, two = metrics(folder / "runs/whole")[0], metrics(folder / "runs/ranks")[0]
-    for key in ("reward", "calls_per_question", "sys1_samples", "sys1_tokens", "sys2_tokens", "trained_tokens", "zero_variance_share"):
+    for key in (
+        "reward",
+        "calls_per_question",
+        "sys1_samples",
+        "sys1_tokens",
+        "sys2_tokens",
+        "trained_tokens",
+        "zero_variance_share",
+    ):
         assert one[key] == two[key], key
     for key in ("loss", "grad_norm", "sys1_entropy", "sys2_entropy"):
         assert one[key] == pytest.approx(two[key], abs=1e-5), key
     records = [json.loads(line) for line in open(folder / "runs/ranks/rollouts/step_0.jsonl")]
-    assert sum(r["split"] == "train" for r in records) == 16, "rank 0 writes the trajectories of all ranks"
+    assert sum(r["split"] == "train" for r in records) == 16, (
+        "rank 0 writes the trajectories of all ranks"
+    )
 
 
-@pytest.mark.parametrize("arm", [["--system1", "frozen"], ["--system1", "none"], ["--balance", "off"], ["--packing", "off"],
-                                 ["--purpose", "off"], ["--tools", "search,scholar"], ["--shared_group"],
-                                 ["--inner_steps", "2"], ["--kl_beta", "0.01"], ["--tis", "2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arm",
+    [
+        ["--system1", "frozen"],
+        ["--system1", "none"],
+        ["--no-balance"],
+        ["--no-packing"],
+        ["--no-purpose"],
+        ["--tools", "search,scholar"],
+        ["--shared_group"],
+        ["--inner_steps", "2"],
+        ["--kl_beta", "0.01"],
+        ["--importance_cap", "2"],
+    ],
+    ids=" ".join,
+)
 def test_arms(base, tmp_path, monkeypatch, arm):
     import mars as program
+
     monkeypatch.chdir(tmp_path)
-    assert program.main(["--model", str(base), "--name", "arm", "--steps", "1", *SMALL[:4], "--eval_questions", "2", "--threads", "1",
-                         "--kv_tokens", "16384", *arm]) == 0
+    assert (
+        program.main(
+            [
+                "--model",
+                str(base),
+                "--name",
+                "arm",
+                "--steps",
+                "1",
+                *SMALL[:4],
+                "--eval_questions",
+                "2",
+                "--threads",
+                "1",
+                "--kv_tokens",
+                "16384",
+                *arm,
+            ]
+        )
+        == 0
+    )
     (line,) = metrics(tmp_path / "runs/arm")
     records = [json.loads(text) for text in open(tmp_path / "runs/arm/rollouts/step_0.jsonl")]
-    chunks = [chunk for r in records if r["split"] == "train" for turn in r["turns"] for chunk in turn["chunks"]]
+    chunks = [
+        chunk
+        for r in records
+        if r["split"] == "train"
+        for turn in r["turns"]
+        for chunk in turn["chunks"]
+    ]
     if arm[1:] == ["none"]:
         assert line["sys1_samples"] == 0
     if arm[1:] == ["frozen"]:
         assert not any(chunk["drawn"] for chunk in chunks)
-    if arm[0] == "--balance":
+    if arm[0] == "--no-balance":
         assert all(chunk["drawn"] == 1 for chunk in chunks)
-    if arm[0] == "--packing":
+    if arm[0] == "--no-packing":
         assert all(len(chunk["documents"]) == 1 for chunk in chunks)
     if arm[0] == "--shared_group":
-        assert all(chunk["advantage"] == r["advantage"] for r in records if r["split"] == "train"
-                   for turn in r["turns"] for chunk in turn["chunks"])
+        assert all(
+            chunk["advantage"] == r["advantage"]
+            for r in records
+            if r["split"] == "train"
+            for turn in r["turns"]
+            for chunk in turn["chunks"]
+        )
     if arm[0] == "--tools":
-        assert "python" not in {turn["call"]["tool"] for r in records for turn in r["turns"] if turn["call"]}
+        assert "python" not in {
+            turn["call"]["tool"] for r in records for turn in r["turns"] if turn["call"]
+        }
 
 
 BAD = {
@@ -158,7 +317,29 @@ BAD = {
     "not a choice": (["--system1", "maybe"], "--system1"),
     "contradiction": (["--inner_steps", "9", "--questions", "4"], "--inner_steps"),
     "no group": (["--group", "1"], "--group"),
-    "top-p in training": (["--top_p", "0.95"], "--top_p"),
+    "a nucleus of nothing": (["--top_p", "0"], "--top_p"),
+    "an old spelling": (["--rows", "8"], "--max_sequences"),
+    "an old boolean": (["--balance", "off"], "--no-balance"),
+    "infinitely hot": (["--temperature", "inf"], "--temperature"),
+    "no temperature": (["--temperature", "nan"], "--temperature"),
+    "hardly warm": (["--temperature", "1e-40"], "--temperature"),
+    "held-out questions without own ones": (["--eval_data", "some.jsonl"], "--eval_data"),
+    "pages of no search": (["--pages", "fetch"], "--pages"),
+    "no tool at all": (["--tools", ","], "--tools"),
+    "a name that is a path": (["--name", "../x"], "--name"),
+    "a name with NUL": (["--name", "a\0b"], "--name"),
+    "a name of 300 letters": (["--name", "x" * 300], "--name"),
+    "pages that hold no context": (
+        ["--kv_tokens", "95", "--sys2_context", "95", "--max_turns", "40"],
+        "--kv_tokens",
+    ),
+    "a seed beyond all numbers": (["--seed", "9" * 23], "--seed"),
+    "a negative seed": (["--seed", "-1"], "--seed"),
+    "a rate beyond all numbers": (["--lr", "1e300"], "--lr"),
+    "too many sequences": (["--max_sequences", "2000000000"], "--max_sequences"),
+    "ask with a training option": (["ask", "runs/x", "who ?", "--lr", "1"], "--lr"),
+    "eval with another model": (["eval", "runs/x", "--model", "y"], "--model"),
+    "eval with the start's model": (["eval", "runs/x", "--system1", "frozen"], "--system1"),
     "negative": (["--lr", "-1"], "--lr"),
     "not a number": (["--lr", "nan"], "--lr"),
     "unknown tool": (["--tools", "search,fax"], "fax"),
@@ -184,8 +365,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_sentence_exit_2_and_nothing_written(base, tmp_path, monkeypatch, capsys, name):
+def test_bad_input_is_one_sentence_exit_2_and_nothing_written(
+    base, tmp_path, monkeypatch, capsys, name
+):
     import mars as program
+
     if name == "no GPU" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     arguments, word = BAD[name]
@@ -194,7 +378,10 @@ def test_bad_input_is_one_sentence_exit_2_and_nothing_written(base, tmp_path, mo
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "file").write_text("")
     (tmp_path / "empty_folder").mkdir()
-    lines = [json.dumps({"question": f"when was ada baker {i} born ?", "answer": str(i)}) for i in range(40)]
+    lines = [
+        json.dumps({"question": f"when was ada baker {i} born ?", "answer": str(i)})
+        for i in range(40)
+    ]
     (tmp_path / "some.jsonl").write_text("\n".join(lines))
     before = sorted(p for p in tmp_path.rglob("*") if ".cache" not in p.parts)
     if "--model" not in arguments and arguments[0] not in ("eval", "ask"):
@@ -210,33 +397,62 @@ def test_bad_input_is_one_sentence_exit_2_and_nothing_written(base, tmp_path, mo
     assert sorted(p for p in tmp_path.rglob("*") if ".cache" not in p.parts) == before
 
 
-def test_the_papers_preset_lists_everything_that_is_missing_before_any_work(base, tmp_path, monkeypatch, capsys):
-    """Key, reader's key, judge, questions, GPUs: one list, nothing written. Its values are the paper's, as far as they are known."""
+def test_the_papers_preset_lists_everything_that_is_missing_before_any_work(
+    base, tmp_path, monkeypatch, capsys
+):
+    """Key, reader's key, judge, questions, GPUs: one list, nothing written.
+
+    Its values are the paper's, as far as they are known.
+    """
     import mars as program
-    from config import PAPER
+    from mars import PAPER
+
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU: one entry fewer")
     for name in ("SERPER_API_KEY", "JINA_API_KEY", "MARS_JUDGE_URL", "MARS_JUDGE_MODEL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    assert program.main(["--preset", "paper", "--model", str(base), "--tools", "search,scholar"]) == 2
+    assert (
+        program.main(["--preset", "paper", "--model", str(base), "--tools", "search,scholar"]) == 2
+    )
     said = capsys.readouterr().err
     for missing in ("SERPER_API_KEY", "JINA_API_KEY", "MARS_JUDGE_URL", "--data", "GPU"):
         assert missing in said, missing
-    assert "(1)" in said and len(said.strip().splitlines()) == 1 and not [p for p in tmp_path.iterdir() if p.name != ".cache"]
-    assert (PAPER["questions"], PAPER["group"], PAPER["max_turns"], PAPER["lr"], PAPER["kl_beta"]) == (32, 16, 10, 1e-6, 0.0)
-    assert (PAPER["sys1_prompt"], PAPER["sys1_response"], PAPER["sys2_context"]) == (23552, 8192, 3072 + 28672)
+    assert (
+        "(1)" in said
+        and len(said.strip().splitlines()) == 1
+        and not [p for p in tmp_path.iterdir() if p.name != ".cache"]
+    )
+    assert (PAPER["questions"], PAPER["group"], PAPER["max_turns"], PAPER["lr"]) == (
+        32,
+        16,
+        10,
+        1e-6,
+    )
+    assert (PAPER["sys1_prompt"], PAPER["sys1_response"], PAPER["sys2_context"]) == (
+        23552,
+        8192,
+        3072 + 28672,
+    )
 
 
 def test_a_checkpoint_of_another_model_is_refused(base, tmp_path, monkeypatch, capsys):
     """No chat template and not the toy's language; a tokenizer that is larger than its model."""
-    import mars as program
+    from test_chat import QWEN3, tokenizer
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from test_prompts import QWEN3, tokenizer
+    import mars as program
+
     monkeypatch.chdir(tmp_path)
     words = tokenizer(QWEN3)
-    shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8, num_attention_heads=2, num_key_value_heads=1)
+    shape = dict(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        head_dim=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     for folder, vocabulary in (("plain", len(words)), ("small", 50)):
         Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, **shape)).save_pretrained(folder)
         words.save_pretrained(folder)
@@ -245,23 +461,92 @@ def test_a_checkpoint_of_another_model_is_refused(base, tmp_path, monkeypatch, c
     words.save_pretrained("plain")
     (tmp_path / "plain" / "chat_template.jinja").unlink(missing_ok=True)
     for folder, word in (("plain", "chat template"), ("small", "belong together")):
-        assert program.main(["eval", folder, "--data", "toy", "--eval_questions", "2", "--runs", "out"]) == 2
+        assert (
+            program.main(
+                ["eval", folder, "--data", "toy", "--eval_questions", "2", "--runs", "out"]
+            )
+            == 2
+        )
         assert word in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_resume_with_changed_settings_or_over_an_existing_run_is_refused(trained, base):
     folder, _ = trained
-    changed = mars("--model", base, "--name", "whole", "--resume", "--steps", 5, *SMALL, "--lr", 0.5, cwd=folder)
+    changed = mars(
+        "--model",
+        base,
+        "--name",
+        "whole",
+        "--resume",
+        "--steps",
+        5,
+        *SMALL,
+        "--lr",
+        0.5,
+        cwd=folder,
+    )
     assert changed.returncode == 2 and "lr (0.0005 -> 0.5)" in changed.stderr
     again = mars("--model", base, "--name", "whole", "--steps", 5, *SMALL, cwd=folder)
     assert again.returncode == 2 and "--resume" in again.stderr
     assert len(metrics(folder / "runs/whole")) == 4
-    saved = json.loads((folder / "runs/whole/config.json").read_text())
-    from build import run_folder
-    from config import Config
-    smaller = Config(**saved | {"resume": True, "runs": str(folder / "runs"), "micro_tokens": 64, "kv_tokens": 8192, "rows": 8,
-                                "max_tool_error_share": 1.0})
-    assert run_folder(smaller, 0) == folder / "runs/whole"     # what a run that broke off may need
+
+
+def test_resume_may_change_what_a_run_that_broke_off_needs(trained, base):
+    """A finished run is left as it is: nothing of it is deleted or written again."""
+    folder, _ = trained
+    run = folder / "runs" / "finished"
+    shutil.copytree(folder / "runs/whole", run, symlinks=True)
+    before = {path: path.read_bytes() for path in run.rglob("*.json*") if path.is_file()}
+    options = ["--model", base, "--name", "finished", "--save_every", 2, *SMALL, "--resume"]
+    fewer = mars(*options, "--steps", 3, cwd=folder)
+    assert fewer.returncode == 2 and "has done 4 steps already" in fewer.stderr
+    smaller = ["--micro_tokens", 64, "--kv_tokens", 8192, "--max_sequences", 8]
+    again = mars(*options, "--steps", 4, *smaller, "--max_tool_error_share", 1, cwd=folder)
+    assert again.returncode == 0, again.stderr
+    assert "after 4 steps" in again.stdout
+    assert before == {path: path.read_bytes() for path in run.rglob("*.json*") if path.is_file()}
+    (run / "metrics.jsonl").write_text("")
+    assert mars(*options, "--steps", 4, cwd=folder).returncode == 0, "no metrics: nothing is said"
+
+
+def test_damaged_files_of_a_run_are_one_sentence(trained, base):
+    folder, _ = trained
+    run = folder / "runs" / "damaged"
+    shutil.copytree(folder / "runs/whole", run, symlinks=True)
+    (run / "rollouts" / "step_backup.jsonl").write_text("stray")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"no": "step"}\n{"step": 3, "cut')
+    options = ["--model", base, "--name", "damaged", "--save_every", 1, *SMALL, "--resume"]
+    done = mars(*options, "--steps", 5, cwd=folder)
+    assert done.returncode == 2 and "save_every" not in done.stderr or done.returncode == 0
+    for content in ("", "[1]", '{"seed": ', "\xff"):
+        (run / "config.json").write_bytes(content.encode("latin-1"))
+        for command_line in (options, ["eval", "runs/damaged"]):
+            done = mars(*command_line, cwd=folder)
+            assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_two_starts_at_once_never_share_a_folder(base, tmp_path):
+    """Each either gets a folder of its own or is told that the name is taken."""
+    options = ["--model", base, "--steps", 1, "--save_every", 1, *SMALL]
+    both = [
+        subprocess.Popen(
+            command(*options, *name),
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for name in (["--name", "same"], ["--name", "same"], [], [])
+    ]
+    ends = [(child.communicate(timeout=200)[1], child.returncode) for child in both]
+    named = sorted(code for _, code in ends[:2])
+    assert named == [0, 2] and any("exists" in said for said, _ in ends[:2]), ends
+    assert [code for _, code in ends[2:]] == [0, 0], ends
+    assert len(metrics(tmp_path / "runs/same")) == 1
+    others = [run for run in (tmp_path / "runs").iterdir() if run.name != "same"]
+    assert len(others) == 2 and all(len(metrics(run)) == 1 for run in others)
 
 
 def test_eval_and_ask(trained):
@@ -272,18 +557,29 @@ def test_eval_and_ask(trained):
         assert "accuracy (95 %)" in done.stdout and "toy" in done.stdout
     out = folder / "runs" / "eval-whole"
     predictions = json.loads((out / "predictions.json").read_text())
-    assert len(predictions) == 6 and all({"model", "response"} <= p.keys() for p in predictions.values())
-    assert (out / "trajectories.html").exists() and json.loads((out / "table.json").read_text())[-1]["questions"] == 6
+    assert len(predictions) == 6 and all(
+        {"model", "response"} <= p.keys() for p in predictions.values()
+    )
+    assert (out / "trajectories.html").exists() and json.loads((out / "table.json").read_text())[
+        -1
+    ]["questions"] == 6
     done = mars("ask", "runs/whole", "when was ada baker born ?", cwd=folder)
     assert done.returncode == 0 and "system 2 |" in done.stdout and "answer |" in done.stdout
     assert (folder / "runs/whole/ask.html").exists()
-    frozen = folder / "runs" / "frozen"                     # as if System 1 had been the start's model, which is not saved
+    frozen = (
+        folder / "runs" / "frozen"
+    )  # as if System 1 had been the start's model, which is not saved
     shutil.copytree(folder / "runs/whole", frozen, symlinks=True)
     saved = json.loads((frozen / "config.json").read_text())
     (frozen / "config.json").write_text(json.dumps(saved | {"system1": "frozen"}))
     done = mars("eval", "runs/frozen", "--eval_questions", 2, cwd=folder)
     assert done.returncode == 2 and "--system1 train" in done.stderr
-    assert mars("eval", "runs/frozen", "--eval_questions", 2, "--system1", "train", cwd=folder).returncode == 0
+    assert (
+        mars(
+            "eval", "runs/frozen", "--eval_questions", 2, "--system1", "train", cwd=folder
+        ).returncode
+        == 0
+    )
     done = mars("ask", "runs/whole", "where is ada ? " * 60, cwd=folder)
     assert done.returncode == 2 and "leaves no room in --sys2_context" in done.stderr
     done = mars("eval", "runs/whole", ranks=2, cwd=folder)
@@ -295,92 +591,265 @@ def test_ones_own_questions_and_documents(trained, base):
     folder, _ = trained
     (folder / "notes").mkdir()
     (folder / "notes" / "a.txt").write_text("ada baker born 1968 . ada baker enjoys chess .")
-    (folder / "own.jsonl").write_text("\n".join(json.dumps({"question": f"when was ada baker born {'?' * i}", "answer": "1968"})
-                                                for i in range(1, 13)))
-    done = mars("--model", base, "--data", "own.jsonl", "--docs", "notes", "--name", "own", "--steps", 1, *SMALL, cwd=folder)
+    (folder / "own.jsonl").write_text(
+        "\n".join(
+            json.dumps({"question": f"when was ada baker born {'?' * i}", "answer": "1968"})
+            for i in range(1, 13)
+        )
+    )
+    done = mars(
+        "--model",
+        base,
+        "--data",
+        "own.jsonl",
+        "--docs",
+        "notes",
+        "--name",
+        "own",
+        "--steps",
+        1,
+        *SMALL,
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in open(folder / "runs/own/rollouts/step_0.jsonl")]
-    found = {d["id"] for r in records for turn in r["turns"] for d in turn["documents"] if turn["call"]["tool"] != "python"}
-    assert found == {"a.txt"}
-    trained_on, held_out = ({r["question_id"] for r in records if r["split"] == split} for split in ("train", "eval"))
-    done = mars("eval", "runs/own", cwd=folder)             # on the run's own held-out questions, not on what it was trained on
+    found = {
+        d["id"]
+        for r in records
+        for turn in r["turns"]
+        for d in turn["documents"]
+        if turn["call"]["tool"] != "python"
+    }
+    assert all(name.startswith("a.txt") for name in found) and found
+    trained_on, held_out = (
+        {r["question_id"] for r in records if r["split"] == split} for split in ("train", "eval")
+    )
+    done = mars(
+        "eval", "runs/own", cwd=folder
+    )  # on the run's own held-out questions, not on what it was trained on
     assert done.returncode == 0, done.stderr
     predicted = set(json.loads((folder / "runs/eval-own/predictions.json").read_text()))
     assert len(predicted) == 6 and held_out <= predicted and not trained_on & predicted
     assert mars("ask", "runs/own", "when was ada baker born ?", cwd=folder).returncode == 0
+    for more in (["--eval_questions", 7], ["--eval_questions", 0], ["--seed", 1]):
+        refused = mars("eval", "runs/own", *more, cwd=folder)
+        assert refused.returncode == 2 and "trained on" in refused.stderr, more
+    assert mars("eval", "runs/own", "--data", "own.jsonl", cwd=folder).returncode == 0
 
 
 def test_a_chat_model_trains_answers_and_is_evaluated(tmp_path, monkeypatch, capsys):
-    """Any chat model, one's own questions and documents. Random weights: every step is malformed, and nothing breaks."""
+    """Any chat model, one's own questions and documents.
+
+    Random weights: every step is malformed, and nothing breaks.
+    """
+    from test_chat import QWEN3, tokenizer
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     import mars as program
-    from test_prompts import QWEN3, tokenizer
+
     monkeypatch.chdir(tmp_path)
     words = tokenizer(QWEN3)
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16,
-                                 num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=8192)).save_pretrained("chat")
+    Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(words),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            head_dim=16,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=8192,
+        )
+    ).save_pretrained("chat")
     words.save_pretrained("chat")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.md").write_text("Ada Baker was born in 1968.")
-    (tmp_path / "own.jsonl").write_text("\n".join(json.dumps({"question": f"Who is number {i}?", "answer": "Ada"}) for i in range(12)))
-    limits = ["--sys2_context", "3000", "--step_tokens", "24", "--answer_tokens", "16", "--sys1_prompt", "1500", "--sys1_response", "16",
-              "--max_turns", "3", "--data", "own.jsonl", "--docs", "notes", "--kv_tokens", "60000"]
-    assert program.main(["--model", "chat", "--name", "chat", "--steps", "1", *SMALL[:-2], *limits]) == 0
+    (tmp_path / "own.jsonl").write_text(
+        "\n".join(
+            json.dumps({"question": f"Who is number {i}?", "answer": "Ada"}) for i in range(12)
+        )
+    )
+    limits = [
+        "--sys2_context",
+        "3000",
+        "--step_tokens",
+        "24",
+        "--answer_tokens",
+        "16",
+        "--sys1_prompt",
+        "1500",
+        "--sys1_response",
+        "16",
+        "--max_turns",
+        "3",
+        "--data",
+        "own.jsonl",
+        "--docs",
+        "notes",
+        "--kv_tokens",
+        "60000",
+    ]
+    assert (
+        program.main(["--model", "chat", "--name", "chat", "--steps", "1", *SMALL[:-2], *limits])
+        == 0
+    )
     (line,) = metrics(tmp_path / "runs/chat")
     assert line["malformed_share"] > 0.5 and line["mismatch_kl"] < 1e-8
     assert program.main(["eval", "chat", *limits[:-2], "--kv_tokens", "60000"]) == 0
-    assert program.main(["ask", "chat", "Who is Ada Baker?", "--step_tokens", "24", "--answer_tokens", "16", "--docs", "notes"]) == 0
-    assert "page |" in capsys.readouterr().out and len(json.loads((tmp_path / "runs/eval-chat/predictions.json").read_text())) == 12
+    assert (
+        program.main(
+            [
+                "ask",
+                "chat",
+                "Who is Ada Baker?",
+                "--step_tokens",
+                "24",
+                "--answer_tokens",
+                "16",
+                "--docs",
+                "notes",
+            ]
+        )
+        == 0
+    )
+    assert (
+        "page |" in capsys.readouterr().out
+        and len(json.loads((tmp_path / "runs/eval-chat/predictions.json").read_text())) == 12
+    )
 
 
-def test_too_many_failing_tools_stop_the_run_with_its_state_whole(base, tmp_path, monkeypatch, capsys):
-    from plumbing import build
+def test_too_many_failing_tools_stop_the_run_with_its_state_whole(
+    base, tmp_path, monkeypatch, capsys
+):
     import mars as program
+    import trainer
+    from plumbing import build
     from tools import ToolError
+
     monkeypatch.chdir(tmp_path)
-    arguments = ["--model", str(base), "--name", "broken", "--save_every", "1", *SMALL, "--eval_questions", "2"]
+    arguments = [
+        "--model",
+        str(base),
+        "--name",
+        "broken",
+        "--save_every",
+        "1",
+        *SMALL,
+        "--eval_questions",
+        "2",
+    ]
     assert program.main([*arguments, "--steps", "1"]) == 0
 
     def broken(query):
         raise ToolError("no route to the service")
+
     monkeypatch.setattr(build.search, "local", lambda *a: broken)
     assert program.main([*arguments, "--steps", "3", "--resume"]) == 2
     assert "of the tool calls of step 1 failed" in capsys.readouterr().err
     line = metrics(tmp_path / "runs/broken")[1]
     assert line["tool_error_share"] > 0.5 and line["empty_share"] == 0
-    assert program.trainer.newest(tmp_path / "runs/broken")[0] == 1
+    assert trainer.newest(tmp_path / "runs/broken")[0] == 1
 
 
 def test_tools_that_fail_in_the_evaluation_stop_the_run_too(base, tmp_path, monkeypatch, capsys):
     """Else an expired key would look like a low held-out accuracy."""
-    from plumbing import build
     import mars as program
+    from plumbing import build
     from tools import ToolError
+
     monkeypatch.chdir(tmp_path)
 
     def broken(query):
         raise ToolError("no route to the service")
-    real = build.make_tools
-    monkeypatch.setattr(build, "make_tools", lambda config, split, names: real(config, split, names) if split == "train" else
-                        dict.fromkeys(names, broken))
+
+    real = build.make_call
+
+    def make_call(config, split, name):
+        return real(config, split, name) if split == "train" else broken
+
+    monkeypatch.setattr(build, "make_call", make_call)
     assert program.main(["--model", str(base), "--name", "eval", "--steps", "2", *SMALL]) == 2
     assert "of the tool calls of step 0 failed" in capsys.readouterr().err
     (line,) = metrics(tmp_path / "runs/eval")
     assert line["eval_tool_error_share"] > 0.5 > line["tool_error_share"]
 
 
-def test_steps_without_a_finite_gradient_are_skipped_and_three_stop_the_run(base, tmp_path, monkeypatch, capsys):
+def test_steps_without_a_finite_gradient_are_skipped_and_three_stop_the_run(
+    base, tmp_path, monkeypatch, capsys
+):
     import mars as program
+
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("build.tasks.grader", lambda name: lambda question, answer: float(len(answer) % 2))   # mixed rewards
-    real = program.trainer.gradient_norm
-    monkeypatch.setattr(program.trainer, "gradient_norm", lambda policy, limit: real(policy, limit) * float("nan"))
-    assert program.main(["--model", str(base), "--name", "nan", "--steps", "5", "--save_every", "1", *SMALL]) == 2
+    monkeypatch.setattr(
+        "plumbing.build.grading.grader",
+        lambda name: lambda question, answer: float(len(answer) % 2),
+    )  # mixed rewards
+    import trainer
+
+    real = trainer.gradient_norm
+    monkeypatch.setattr(
+        trainer, "gradient_norm", lambda policy, limit: real(policy, limit) * float("nan")
+    )
+    assert (
+        program.main(
+            ["--model", str(base), "--name", "nan", "--steps", "5", "--save_every", "1", *SMALL]
+        )
+        == 2
+    )
     said = capsys.readouterr()
     assert [line["skipped_steps"] for line in metrics(tmp_path / "runs/nan")] == [1, 1]
-    assert said.out.count("step skipped") == 3 and "sys2 " in said.out and "three steps in a row" in said.err
+    assert (
+        said.out.count("step skipped") == 3
+        and "sys2 " in said.out
+        and "three steps in a row" in said.err
+    )
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/nan/checkpoint").state_dict()
     start = AutoModelForCausalLM.from_pretrained(base).state_dict()
     assert all(torch.equal(state[k], start[k]) for k in start), "a skipped step moves no weight"
+
+
+def test_a_judge_that_is_away_stops_the_run(base, tmp_path, monkeypatch, capsys):
+    """It would train on nothing to its end; in the evaluation its failures would look like
+    wrong answers.
+    """
+    import mars as program
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MARS_JUDGE_URL", "http://127.0.0.1:9/v1")
+    monkeypatch.setenv("MARS_JUDGE_MODEL", "x")
+    monkeypatch.setattr("tools.web.time.sleep", lambda seconds: None)
+    arguments = ["--model", str(base), "--name", "away", "--steps", "2", *SMALL]
+    assert program.main([*arguments, "--grader", "judge"]) == 2
+    said = capsys.readouterr()
+    assert "of the judgements of step 0 failed" in said.err and "could not be judged" in said.out
+    (line,) = metrics(tmp_path / "runs/away")
+    assert line["judge_failures"] > 0 and line["eval_judge_failures"] > 0
+
+
+def test_a_tool_that_hangs_is_given_up(base, tmp_path, monkeypatch, capsys):
+    import mars as program
+    from plumbing import build
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(build.search, "local", lambda *a: lambda query: time.sleep(1000))
+    arguments = ["--model", str(base), "--name", "hangs", "--steps", "1", *SMALL]
+    start = time.monotonic()
+    assert program.main([*arguments, "--eval_questions", "2", "--tool_seconds", "1"]) == 2
+    assert "of the tool calls of step 0 failed" in capsys.readouterr().err
+    assert time.monotonic() - start < 60
+
+
+def test_help_shows_every_options_reason():
+    done = mars("--help", cwd=REPO)
+    assert done.returncode == 0
+    said = " ".join(done.stdout.split())
+    for text in ("--no-balance", "bring System 1's samples", "slipped late on one seed of three"):
+        assert text in said, text
+
+
+def test_importing_the_program_draws_nothing():
+    """Matplotlib and bm25s are loaded by who needs them."""
+    check = "import sys, mars; print(sorted({'matplotlib', 'bm25s'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", check], cwd=REPO, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,13 +1,15 @@
 """The README's forks run as they stand, and stay short."""
+
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from toy import base_model as toy_base
 from test_mars import SMALL
+
+from rollout import Call
+from toy import base_model as toy_base
 
 REPO = Path(__file__).parent.parent
 
@@ -19,41 +21,68 @@ def base(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["own_tool", "own_task", "own_protocol"])
 def test_example(base, tmp_path, name):
-    command = [sys.executable, "-m", f"recipes.{name}", "--model", base, "--runs", tmp_path, "--name", name, "--steps", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        f"recipes.{name}",
+        "--model",
+        base,
+        "--runs",
+        tmp_path,
+        "--name",
+        name,
+        "--steps",
+        "1",
+    ]
     done = subprocess.run([*command, *SMALL], cwd=REPO, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in open(tmp_path / name / "rollouts" / "step_0.jsonl")]
     if name == "own_task":
-        assert {r["question_id"] for r in records if r["split"] == "train"} == {"sum-0", "sum-1", "sum-2", "sum-3"}
+        assert {r["question_id"] for r in records if r["split"] == "train"} == {
+            "sum-0",
+            "sum-1",
+            "sum-2",
+            "sum-3",
+        }
     if name == "own_protocol":
         assert all(len(r["turns"]) == 2 and len(r["turns"][0]["chunks"]) == 1 for r in records)
 
 
 @pytest.mark.parametrize("name", ["own_tool", "own_task", "own_protocol"])
-def test_example_is_under_20_lines(name):
+def test_a_recipe_is_short(name):
     lines = (REPO / "recipes" / f"{name}.py").read_text().splitlines()
-    own = [line for line in lines if line.strip() and not line.startswith(("import ", "from ", '"""'))]
-    assert len(own) < 20
+    own = [
+        line for line in lines if line.strip() and not line.startswith(("import ", "from ", '"""'))
+    ]
+    assert len(own) < 40
 
 
 def test_a_tool_of_ones_own_can_be_called():
-    """In the toy a tool's name must be a word of the toy's vocabulary; an unknown one is a malformed call."""
-    import toy
+    """In the toy a tool's name must be a word of the toy's vocabulary; an unknown one is a
+    malformed call.
+    """
     from recipes.own_tool import archive
-    form = toy.ToyFormat(toy.make_tokenizer())
-    said = form.tokenizer.encode("<call> archive weather <purpose> anything about ada <eot>", add_special_tokens=False)
-    assert "unknown tool" in form.parse(said).error
-    form.tools += ("archive",)
-    call = form.parse(said).call
-    assert call.tool == "archive" and archive(call.argument)[0].id == "archive-1" and archive("ada") == []
+    from toy import language
+
+    chat = language.ToyFormat(language.make_tokenizer())
+    text = "<call> archive weather <purpose> anything about ada <eot>"
+    said = chat.tokenizer.encode(text, add_special_tokens=False)
+    assert "unknown tool" in chat.parse(said).error
+    chat.tools += ("archive",)
+    call = chat.parse(said).call
+    assert call.tool == "archive" and archive(call.argument)[0].id == "archive-1"
+    assert archive("ada") == []
 
 
-def test_a_chat_model_is_told_of_a_tool_of_ones_own(monkeypatch):
-    """As the example does it: an entry of prompts.TOOLS, and a format that knows the name."""
-    import prompts
-    from test_prompts import QWEN3, tokenizer
-    monkeypatch.setitem(prompts.TOOLS, "archive", ("query", "searches the town's archive"))
-    form = prompts.ChatFormat(tokenizer(QWEN3), tools=["search", "archive"])
-    assert "- archive" in form.decode(form.system2_prompt("Who?")) and "town's archive" in form.decode(form.system2_prompt("Who?"))
-    said = '<tool_call>{"name": "archive", "arguments": {"query": "weather"}, "purpose": "the weather"}</tool_call>'
-    assert prompts.read_step(said, form.tools).call == prompts.Call("archive", "weather", "the weather")
+def test_a_chat_model_is_told_of_a_tool_of_ones_own():
+    from test_chat import QWEN3, TOOLS, chat_format, tokenizer
+
+    from recipes.own_tool import ARCHIVE
+
+    chat = chat_format(tokenizer(QWEN3), [*TOOLS, ARCHIVE])
+    prompt = chat.decode(chat.prompt("sys2", question="Who?"))
+    assert "- archive" in prompt and "town's archive" in prompt
+    call = {"name": "archive", "arguments": {"query": "weather"}, "purpose": "the weather"}
+    said = f"<tool_call>{json.dumps(call)}</tool_call>"
+    action = chat.parse(chat.tokenizer.encode(said, add_special_tokens=False))
+    assert action.call == Call("archive", "weather", "the weather")

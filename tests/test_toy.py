@@ -1,90 +1,123 @@
-"""The toy: worlds and questions follow from names alone, the search finds what is needed, the language round-trips, the
-base model's cache is whole or absent."""
+"""The toy's world, language and base model.
+
+Worlds and questions follow from names alone. The search finds what a question needs. What the
+roles say round-trips. The base model's cache is whole or absent.
+"""
+
 import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from toy import world as toy
-from toy import base_model as toy_base
 from binpack import pack_documents
-from tasks.chat import Call
 from config import UserError
+from tasks.chat import Call
 from tools import Document, search
+from toy import base_model, language, world
+
+REPOSITORY = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def form():
-    return toy.ToyFormat(toy.make_tokenizer())
+    return language.ToyFormat(language.make_tokenizer())
 
 
-# ------------------------------------------------------------------------------------------------- worlds and questions
+# -------------------------------------------------------------- worlds and questions
 
 
 def test_a_world_follows_from_its_name():
-    first, again = toy.make_world("a", 20, 10), toy.make_world("a", 20, 10)
+    first = world.make_world("a", 20, 10)
+    again = world.make_world("a", 20, 10)
     assert first == again
-    assert first != toy.make_world("b", 20, 10)
+    assert first != world.make_world("b", 20, 10)
 
 
 def test_worlds_and_questions_do_not_depend_on_the_process():
-    program = "import toy, zlib; print(zlib.crc32(repr((toy.world('eval', 3), toy.question('train', 3, 7))).encode()))"
-    results = {subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
-                              env={**os.environ, "PYTHONHASHSEED": seed}).stdout for seed in ("1", "2")}
+    program = (
+        "import zlib; from toy import world; "
+        "said = repr((world.world('eval', 3), world.question('train', 3, 7))); "
+        "print(zlib.crc32(said.encode()))"
+    )
+    results = set()
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        results.add(done.stdout)
     assert len(results) == 1
 
 
 def test_training_and_evaluation_ask_about_different_facts():
-    training, held_out = toy.world("train", 0), toy.world("eval", 0)
+    training = world.world("train", 0)
+    held_out = world.world("eval", 0)
     assert len(training.people) == 200 and len(held_out.companies) == 40
+    # A name may stand in both worlds. Its values are drawn anew.
     shared = set(training.facts) & set(held_out.facts)
     same = sum(training.facts[key] == held_out.facts[key] for key in shared)
-    assert 0 < len(shared) and same < 0.25 * len(shared)        # a name may be in both; its values are drawn anew
+    assert 0 < len(shared) and same < 0.25 * len(shared)
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**6))
 def test_a_question_depends_on_seed_split_and_index_only(index, other):
-    question = toy.question("train", 0, index)
-    toy.question("train", 0, other), toy.question("eval", 0, index)
-    assert toy.question("train", 0, index) == question
-    assert question.id == f"train-0-{index}" and question.source in {f"toy-{kind}" for kind in toy.SHARES}
+    question = world.question("train", 0, index)
+    world.question("train", 0, other)
+    world.question("eval", 0, index)
+    assert world.question("train", 0, index) == question
+    assert question.id == f"train-0-{index}"
+    assert question.source in {f"toy-{kind}" for kind in world.SHARES}
 
 
 def test_the_kinds_come_in_their_shares():
-    sources = [toy.question("train", 0, i).source for i in range(2000)]
-    for kind, share in toy.SHARES.items():
+    sources = [world.question("train", 0, i).source for i in range(2000)]
+    for kind, share in world.SHARES.items():
         assert sources.count(f"toy-{kind}") / 2000 == pytest.approx(share, abs=0.04)
 
 
-@pytest.mark.parametrize("tools, kinds", [
-    (("search", "scholar"), {"one", "two", "scholar"}), (("search",), {"one", "two"}),
-    (("scholar", "python"), {"scholar"}), (("python", "search"), {"one", "two", "age"})])
+@pytest.mark.parametrize(
+    "tools, kinds",
+    [
+        (("search", "scholar"), {"one", "two", "scholar"}),
+        (("search",), {"one", "two"}),
+        (("scholar", "python"), {"scholar"}),
+        (("python", "search"), {"one", "two", "age"}),
+    ],
+)
 def test_only_questions_that_the_tools_can_answer(tools, kinds):
-    assert {toy.question("train", 0, i, tools).source for i in range(200)} == {f"toy-{kind}" for kind in kinds}
+    sources = {world.question("train", 0, i, tools).source for i in range(200)}
+    assert sources == {f"toy-{kind}" for kind in kinds}
 
 
 def test_no_question_for_python_alone():
     with pytest.raises(UserError, match="no question"):
-        toy.question("train", 0, 0, ("python",))
+        world.question("train", 0, 0, ("python",))
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_the_plan_leads_to_the_answer(split):
-    world = toy.world(split, 0)
+    asked = world.world(split, 0)
     for i in range(300):
-        plan = toy.draw_plan(world, random.Random(i))
-        assert all((name, attribute) in world.facts for _, name, attribute in plan.hops)
-        last = world.facts[plan.hops[-1][1:]]
+        plan = world.draw_plan(asked, random.Random(i))
+        assert all((name, attribute) in asked.facts for _, name, attribute in plan.hops)
+        last = asked.facts[plan.hops[-1][1:]]
         if plan.kind == "two":
-            assert world.facts[plan.hops[0][1:]] == plan.hops[1][1]
+            assert asked.facts[plan.hops[0][1:]] == plan.hops[1][1]
         if plan.kind == "age":
-            year, birth = plan.sum.split(" - ")
-            assert birth == last and year in plan.text and int(year) - int(birth) == int(plan.answer)
+            year, birth = plan.expression.split(" - ")
+            assert birth == last and year in plan.text
+            assert int(year) - int(birth) == int(plan.answer)
         else:
             assert plan.answer == last
 
@@ -92,63 +125,74 @@ def test_the_plan_leads_to_the_answer(split):
 @pytest.mark.parametrize("split", ["train", "eval"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_search_finds_the_needed_fact(split, seed):
-    world = toy.world(split, seed)
-    tools = {corpus: search.local(documents, k=toy_base.DOCUMENTS) for corpus, documents in world.documents.items()}
-    hops = [hop for i in range(400) for hop in toy.draw_plan(world, random.Random(i)).hops]
-    found = [any(world.sentence(name, attribute) in document.text for document in tools[corpus](name))
-             for corpus, name, attribute in hops]
+    asked = world.world(split, seed)
+    tools = {}
+    for corpus, documents in asked.documents.items():
+        tools[corpus] = search.local(documents, k=base_model.DOCUMENTS)
+    found, chunks, longest = [], [], 0
+    for i in range(400):
+        for corpus, name, attribute in world.draw_plan(asked, random.Random(i)).hops:
+            texts = [document.text for document in tools[corpus](name)]
+            found.append(any(asked.sentence(name, attribute) in text for text in texts))
+            lengths = [1 + len(text.split()) for text in texts]
+            chunks.append(len(pack_documents(lengths, base_model.CAPACITY)))
+            longest = max(longest, *lengths)
     assert sum(found) / len(found) >= 0.99
-    lengths = [[1 + len(document.text.split()) for document in tools[corpus](name)] for corpus, name, _ in hops]
-    chunks = [len(pack_documents(sizes, toy_base.CAPACITY)) for sizes in lengths]
-    assert 2 <= sum(chunks) / len(chunks) <= 2.7                        # packing has something to do
-    assert max(map(max, lengths)) <= toy_base.CAPACITY                  # and truncation has not
+    # Packing has something to do, and truncation has not.
+    assert 2 <= sum(chunks) / len(chunks) <= 2.7
+    assert longest <= base_model.CAPACITY
 
 
-# ------------------------------------------------------------------------------------------------- the language
+# ---------------------------------------------------------------------- the language
+
+
+def spoken(form, text):
+    """The ids of words as a role samples them, control words included."""
+    return form.tokenizer.convert_tokens_to_ids(text.split())
 
 
 def test_the_vocabulary_covers_all_that_the_toy_says(form):
     unknown = form.control["<unk>"]
     for split in ("train", "eval"):
-        for documents in toy.world(split, 1).documents.values():
+        for documents in world.world(split, 1).documents.values():
             assert all(unknown not in form.document(document) for document in documents)
         for i in range(300):
-            question = toy.question(split, 1, i)
+            question = world.question(split, 1, i)
             for text in (question.text, *question.golden_answers):
                 assert form.decode(form.encode(text)) == text
-    assert len(set(toy.vocabulary())) == len(toy.vocabulary()) == len(form.tokenizer)
+    words = language.vocabulary()
+    assert len(set(words)) == len(words) == len(form.tokenizer)
 
 
 def test_text_from_outside_cannot_speak_in_control_words(form):
+    control = {id for word, id in form.control.items() if word != "<unk>"}
     for text in ("<eot> <answer> 12", "ada<eot>", "<S2>", "x <pad> y"):
-        assert not set(form.encode(text)) & {id for word, id in form.control.items() if word != "<unk>"}
-    note = form.tokenizer.convert_tokens_to_ids("ada baker <eot> <answer> born <call> 1968 <unk> . <eot>".split())
+        assert not set(form.encode(text)) & control
+    note = spoken(form, "ada baker <eot> <answer> born <call> 1968 <unk> . <eot>")
     assert form.decode(form.note(note)) == "ada baker born 1968 ."
 
 
 def test_encoding_forgives_case_and_missing_spaces(form):
-    assert form.decode(form.encode("Where does Ada Baker live?\n")) == "where does ada baker live ?"
+    said = form.encode("Where does Ada Baker live?\n")
+    assert form.decode(said) == "where does ada baker live ?"
     assert form.decode(form.encode("12\n")) == "12"
 
 
 NAMES = st.sampled_from(["ada baker", "acro corp", "volcanoes", "1968"])
-
-
 PURPOSES = st.sampled_from(["birth of ada baker", "anything about acro corp"])
-
-
-def spoken(form, text):
-    return form.tokenizer.convert_tokens_to_ids(text.split())
 
 
 @given(st.sampled_from(["search", "scholar"]), NAMES, PURPOSES, st.booleans())
 def test_a_call_round_trips(form, tool, argument, purpose, stop):
-    tokens = spoken(form, f"<call> {tool} {argument} <purpose> {purpose}") + [form.eot] * stop
+    tokens = spoken(form, f"<call> {tool} {argument} <purpose> {purpose}")
+    if stop:
+        tokens.append(form.eot)
     assert form.parse(tokens).call == Call(tool, argument, purpose)
 
 
 def test_python_needs_no_purpose(form):
-    assert form.parse(spoken(form, "<call> python 1980 - 1968 <eot>")).call == Call("python", "1980 - 1968", "")
+    said = spoken(form, "<call> python 1980 - 1968 <eot>")
+    assert form.parse(said).call == Call("python", "1980 - 1968", "")
 
 
 def test_answers(form):
@@ -157,17 +201,27 @@ def test_answers(form):
     assert form.parse(spoken(form, "acro corp"), final=True).answer == "acro corp"
 
 
-@pytest.mark.parametrize("text, complaint", [
-    ("", "starts with"), ("<eot>", "starts with"),
-    ("ada baker <eot>", "starts with"), ("<resp> 12 <eot>", "starts with"),
-    ("<answer> <eot>", "answer is empty"), ("<answer> 12 <call> <eot>", "control word"),
-    ("<answer> 12 <eot> <eot>", "control word"), ("<call> <eot>", "unknown tool"),
-    ("<call> baker ada <eot>", "unknown tool"), ("<call> <purpose> birth <eot>", "unknown tool"),
-    ("<call> search <purpose> birth of ada <eot>", "query is empty"), ("<call> python <eot>", "query is empty"),
-    ("<call> search <doc> ada <purpose> birth <eot>", "control word"),
-    ("<call> search ada baker <eot>", "purpose is missing"),
-    ("<call> search ada <purpose> <eot>", "purpose is missing"),
-    ("<call> search ada <purpose> birth <purpose> birth <eot>", "control word")])
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("", "starts with"),
+        ("<eot>", "starts with"),
+        ("ada baker <eot>", "starts with"),
+        ("<resp> 12 <eot>", "starts with"),
+        ("<answer> <eot>", "answer is empty"),
+        ("<answer> 12 <call> <eot>", "control word"),
+        ("<answer> 12 <eot> <eot>", "control word"),
+        ("<call> <eot>", "unknown tool"),
+        ("<call> baker ada <eot>", "unknown tool"),
+        ("<call> <purpose> birth <eot>", "unknown tool"),
+        ("<call> search <purpose> birth of ada <eot>", "query is empty"),
+        ("<call> python <eot>", "query is empty"),
+        ("<call> search <doc> ada <purpose> birth <eot>", "control word"),
+        ("<call> search ada baker <eot>", "purpose is missing"),
+        ("<call> search ada <purpose> <eot>", "purpose is missing"),
+        ("<call> search ada <purpose> birth <purpose> birth <eot>", "control word"),
+    ],
+)
 def test_whatever_is_malformed_gets_one_sentence(form, text, complaint):
     step = form.parse(spoken(form, text))
     assert complaint in step.error and step.call is None and step.answer is None
@@ -178,97 +232,127 @@ def test_a_demanded_answer_may_be_malformed_too(form):
         assert form.parse(spoken(form, text), final=True).error
 
 
-@given(st.lists(st.integers(0, len(toy.vocabulary()) - 1), max_size=14), st.booleans())
+@given(st.lists(st.integers(0, len(language.vocabulary()) - 1), max_size=14), st.booleans())
 def test_any_tokens_parse_to_a_step(form, tokens, final):
     step = form.parse(tokens, final=final)
-    assert not (step.call and step.call.tool not in toy.TOOLS)
+    assert step.call is None or step.call.tool in world.TOOLS
 
 
 def test_a_tool_that_is_not_there_is_unknown():
-    form = toy.ToyFormat(toy.make_tokenizer(), ("search",))
-    assert "the tools are search" in form.parse(spoken(form, "<call> python 3 - 2 <eot>")).error
+    form = language.ToyFormat(language.make_tokenizer(), ("search",))
+    step = form.parse(spoken(form, "<call> python 3 - 2 <eot>"))
+    assert "the tools are search" in step.error
 
 
-def test_contexts(form):
+def test_what_system_2_reads(form):
     notes = [form.encode("ada baker born 1968 ."), form.encode("none .")]
-    assert form.decode(form.system2_prompt("when was ada baker born ?")) == "<s2> when was ada baker born ? <eot>"
+    prompt = form.prompt("sys2", question="when was ada baker born ?")
+    assert form.decode(prompt) == "<s2> when was ada baker born ? <eot>"
     assert form.decode(form.observation(notes)) == "<resp> ada baker born 1968 . none . <eot>"
-    assert form.decode(form.observation(notes, final=True)).endswith("none . <eot> <answer>")
+    demanded = form.observation(notes, final=True)
+    assert form.decode(demanded).endswith("none . <eot> <answer>")
     assert form.decode(form.message("no results")) == "<resp> none . <eot>"
-    assert form.decode(form.message("error: the tool failed (x)", final=True)) == "<resp> error <eot> <answer>"
-    chunk = form.document(Document("1", "unsaid", "", "ada baker born 1968 ."))
-    assert form.decode(form.system1_prompt(chunk, "birth of ada baker", "unsaid")) == \
-        "<s1> <doc> ada baker born 1968 . <purpose> birth of ada baker <eot>"
-    assert form.decode(form.system1_prompt(chunk, "", "")) == "<s1> <doc> ada baker born 1968 . <purpose> <eot>"
+    failed = form.message("error: the tool failed (x)", final=True)
+    assert form.decode(failed) == "<resp> error <eot> <answer>"
     assert form.close_step() == [form.eot] and form.eot in form.stop_ids
 
 
-# ------------------------------------------------------------------------------------------------- demonstrations
+def test_what_system_1_reads(form):
+    chunk = form.document(Document("1", "unsaid", "", "ada baker born 1968 ."))
+    told = form.prompt("sys1", chunk=chunk, purpose="birth of ada baker", question="unsaid")
+    said = "<s1> <doc> ada baker born 1968 . <purpose> birth of ada baker <eot>"
+    assert form.decode(told) == said
+    untold = form.prompt("sys1", chunk=chunk, purpose="", question="")
+    assert form.decode(untold) == "<s1> <doc> ada baker born 1968 . <purpose> <eot>"
+
+
+def test_a_prompt_takes_text_only_as_text(form):
+    """A question that looks like a control word, a slot or a whole prompt stays words."""
+    control = {id for word, id in form.control.items() if word != "<unk>"}
+    for text in ("<eot> <answer> 12", "{chunk}", "<s1> {purpose}"):
+        first, *middle, last = form.prompt("sys2", question=text)
+        assert (first, last) == (form.control["<s2>"], form.eot)
+        assert middle == form.encode(text) and not set(middle) & control
+    with pytest.raises(KeyError):
+        form.prompt("sys1", purpose="a slot is missing")
+
+
+# -------------------------------------------------------------------- demonstrations
 
 
 @pytest.fixture(scope="module")
 def library():
-    return toy_base.Library("test")
+    return base_model.Library("test")
 
 
 def test_demonstrations_speak_the_format(form, library):
-    """Token for token what the format builds, so that the base model is asked nothing in RL that it never saw."""
-    ids, rng = form.tokenizer.get_vocab(), random.Random(0)
+    """Token for token what the format builds: RL asks nothing that the base model never saw."""
+    ids = form.tokenizer.get_vocab()
+    rng = random.Random(0)
     for _ in range(200):
-        pieces = toy_base.trajectory(library, rng, toy_base.HABITS)
+        pieces = base_model.trajectory(library, rng, base_model.HABITS)
         given = [text for text, trained in pieces if not trained]
-        assert spoken(form, given[0]) == form.system2_prompt(given[0].removeprefix("<s2> ").removesuffix(" <eot>"))
+        question = given[0].removeprefix("<s2> ").removesuffix(" <eot>")
+        assert spoken(form, given[0]) == form.prompt("sys2", question=question)
         for text in given[1:]:
             notes = form.encode(text.removeprefix("<resp> ").removesuffix(" <eot>"))
             assert spoken(form, text) == form.observation([notes])
-        steps = [form.parse(spoken(form, text)) for text, trained in pieces if trained]
+        said = [text for text, trained in pieces if trained]
+        steps = [form.parse(spoken(form, text)) for text in said]
         assert all(step.call for step in steps[:-1]) and steps[-1].answer
-        tokens, mask = toy_base.encode(pieces, ids)
+        tokens, mask = base_model.encode(pieces, ids)
         assert len(tokens) == len(mask) <= 160
-        assert sum(mask) == sum(len(text.split()) for text, trained in pieces if trained)
-        (prompt, _), (note, _) = toy_base.habit_chunk(library, rng)
-        documents, purpose = prompt.removeprefix("<s1> ").removesuffix(" <eot>").split(" <purpose>")
-        assert spoken(form, prompt) == form.system1_prompt(spoken(form, documents), purpose)
+        assert sum(mask) == sum(len(text.split()) for text in said)
+
+        (prompt, _), (note, _) = base_model.habit_chunk(library, rng)
+        bare = prompt.removeprefix("<s1> ").removesuffix(" <eot>")
+        documents, purpose = bare.split(" <purpose>")
+        built = form.prompt("sys1", chunk=spoken(form, documents), purpose=purpose, question="")
+        assert spoken(form, prompt) == built
 
 
 def test_a_flawless_demonstration_is_right(library):
     for i in range(200):
-        pieces = toy_base.trajectory(library, random.Random(i), toy_base.FLAWLESS)
-        question, answer = pieces[0][0], pieces[-1][0]
-        plan = toy.draw_plan(library.world, random.Random(i))
-        assert question == f"<s2> {plan.text} <eot>"
-        found = all(any(library.world.sentence(*fact) in text for chunk in library.chunks(*fact) for text in chunk)
-                    for _, *fact in plan.hops)
-        assert answer == f"<answer> {plan.answer} <eot>" or not found
+        pieces = base_model.trajectory(library, random.Random(i), base_model.FLAWLESS)
+        plan = world.draw_plan(library.world, random.Random(i))
+        assert pieces[0][0] == f"<s2> {plan.text} <eot>"
+        found = True
+        for _, *fact in plan.hops:
+            texts = [text for chunk in library.chunks(*fact) for text in chunk]
+            found = found and any(library.world.sentence(*fact) in text for text in texts)
+        assert pieces[-1][0] == f"<answer> {plan.answer} <eot>" or not found
 
 
 def test_imperfect_demonstrations_are_often_wrong(library):
     right = 0
     for i in range(400):
-        answer = toy_base.trajectory(library, random.Random(i), toy_base.HABITS)[-1][0]
-        right += answer == f"<answer> {toy.draw_plan(library.world, random.Random(i)).answer} <eot>"
+        pieces = base_model.trajectory(library, random.Random(i), base_model.HABITS)
+        plan = world.draw_plan(library.world, random.Random(i))
+        right += pieces[-1][0] == f"<answer> {plan.answer} <eot>"
     assert 0.15 < right / 400 < 0.5
 
 
 def test_skill_chunks_tell_the_truth(library):
-    rng, none, notes = random.Random(1), 0, 0
+    rng = random.Random(1)
+    absent = []
     for _ in range(200):
-        (prompt, _), *requests = toy_base.skill_chunk(library, rng)
-        for (purpose, trained), (note, note_trained) in zip(requests[::2], requests[1::2]):
-            attribute, _, name = purpose.removeprefix("<purpose> ").removesuffix(" <eot>").split(" ", 2)
+        (prompt, _), *requests = base_model.skill_chunk(library, rng)
+        pairs = zip(requests[::2], requests[1::2], strict=True)
+        for (purpose, purpose_trained), (note, note_trained) in pairs:
+            assert note_trained and not purpose_trained
+            bare = purpose.removeprefix("<purpose> ").removesuffix(" <eot>")
+            attribute, _, name = bare.split(" ", 2)
             if attribute == "anything":
                 assert prompt.startswith(f"<s1> <doc> {note.removesuffix(' <eot>')}")
                 continue
             fact = library.world.sentence(name, attribute)
             told = f" {fact} " in f"{prompt} "
             assert note == (f"{fact} <eot>" if told else "none . <eot>")
-            assert note_trained and not trained
-            none, notes = none + (not told), notes + 1
-    assert 0.3 < none / notes < 0.7
+            absent.append(not told)
+    assert 0.3 < sum(absent) / len(absent) < 0.7
 
 
-# ------------------------------------------------------------------------------------------------- the base model
-
+# -------------------------------------------------------------------- the base model
 
 TINY = {"seed": 5, "threads": 1, "steps": (2, 2)}
 
@@ -280,82 +364,109 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(cache):
-    return toy_base.build(cache, **TINY)
+    return base_model.build(cache, **TINY)
+
+
+@pytest.fixture
+def untrained(monkeypatch):
+    """Builds that skip the training."""
+    monkeypatch.setattr(base_model, "train", lambda *arguments, **options: None)
 
 
 def test_the_folder_loads_with_transformers(folder, form):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert model.config.model_type == "qwen3" and sum(p.numel() for p in model.parameters()) < 500_000
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.config.model_type == "qwen3"
+    assert sum(p.numel() for p in model.parameters()) < 500_000
     text = "<s2> where does ada baker live ? <eot>"
-    assert tokenizer.encode(text) == form.tokenizer.encode(text) == form.system2_prompt("where does ada baker live ?")
-    reloaded = toy.ToyFormat(tokenizer)
+    prompt = form.prompt("sys2", question="where does ada baker live ?")
+    assert tokenizer.encode(text) == form.tokenizer.encode(text) == prompt
+    reloaded = language.ToyFormat(tokenizer)
     assert reloaded.encode("<eot> zurich") == form.encode("<eot> zurich")
     assert tokenizer.eos_token_id == model.config.eos_token_id == form.eot
     assert tokenizer.pad_token_id == model.config.pad_token_id
 
 
 def test_a_build_is_reused_and_repeatable(folder, cache, tmp_path, monkeypatch):
-    again = toy_base.build(tmp_path, **TINY)
+    again = base_model.build(tmp_path, **TINY)
     assert again.name == folder.name
-    assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-    monkeypatch.setattr(toy_base, "make_base", None)                    # a second build would fail
-    assert toy_base.build(cache, **TINY) == folder
+    weights = [path / "model.safetensors" for path in (again, folder)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    monkeypatch.setattr(base_model, "make_base", None)  # a second build would fail
+    assert base_model.build(cache, **TINY) == folder
 
 
-def test_a_build_leaves_the_callers_random_numbers_and_threads(tmp_path, monkeypatch):
-    monkeypatch.setattr(toy_base, "train", lambda *arguments, **options: None)
+def test_a_build_leaves_the_callers_random_numbers_and_threads(tmp_path, untrained):
     torch.manual_seed(0)
-    expected, threads = torch.rand(1), torch.get_num_threads()
+    expected = torch.rand(1)
+    threads = torch.get_num_threads()
     torch.manual_seed(0)
-    toy_base.build(tmp_path, threads=2)
-    assert torch.rand(1) == expected and torch.get_num_threads() == threads
+    base_model.build(tmp_path, threads=2)
+    assert torch.rand(1) == expected
+    assert torch.get_num_threads() == threads
 
 
-def test_an_interrupted_build_is_not_taken_for_a_whole_one(tmp_path, monkeypatch):
-    made = toy_base.make_base
+def test_an_interrupted_build_is_not_taken_for_a_whole_one(tmp_path, untrained, monkeypatch):
+    made = base_model.make_base
 
     def interrupted(*arguments):
         raise KeyboardInterrupt
-    monkeypatch.setattr(toy_base, "make_base", interrupted)
+
+    monkeypatch.setattr(base_model, "make_base", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        toy_base.build(tmp_path, **TINY)
+        base_model.build(tmp_path, **TINY)
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(toy_base, "train", lambda *arguments, **options: None)
-    monkeypatch.setattr(toy_base, "make_base", made)
-    (tmp_path / "toy-base-000000000000.unfinished-1").mkdir()           # what kill -9 leaves
-    whole = toy_base.build(tmp_path, **TINY)
+    monkeypatch.setattr(base_model, "make_base", made)
+    (tmp_path / "toy-base-000000000000.unfinished-1").mkdir()  # what kill -9 leaves
+    whole = base_model.build(tmp_path, **TINY)
     assert ".unfinished" not in whole.name and (whole / "model.safetensors").exists()
 
 
-def test_another_recipe_is_another_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(toy_base, "train", lambda *arguments, **options: None)
-    assert len({toy_base.build(tmp_path, seed, steps=steps) for seed in (0, 1) for steps in ((1, 1), (2, 1))}) == 4
+def test_another_recipe_is_another_folder(tmp_path, untrained, monkeypatch):
+    made = set()
+    for seed in (0, 1):
+        for steps in ((1, 1), (2, 1)):
+            made.add(base_model.build(tmp_path, seed, steps=steps))
+    assert len(made) == 4
+    # So is a change of any of the three files that the model follows from.
+    for module in (world, language, base_model):
+        changed = tmp_path / f"{module.__name__}.py"
+        changed.write_text(Path(module.__file__).read_text() + "# changed\n")
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "__file__", str(changed))
+            made.add(base_model.recipe(0, (1, 1)))
+    assert len(made) == 7
 
 
 def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        toy_base.build(tmp_path / "file", **TINY)
+        base_model.build(tmp_path / "file", **TINY)
 
 
 def test_training_lowers_the_loss(library, form):
-    ids, rng = form.tokenizer.get_vocab(), random.Random(0)
-    model = toy_base.new_model(len(form.tokenizer))
-    fixed = [toy_base.encode(toy_base.trajectory(library, rng, toy_base.FLAWLESS), ids) for _ in range(8)]
-    before = toy_base.loss_of(model, fixed).item()
-    toy_base.train(model, "test", [lambda: fixed], 10, 5e-3, 2)
-    assert toy_base.loss_of(model, fixed).item() < before - 1
+    ids = form.tokenizer.get_vocab()
+    rng = random.Random(0)
+    model = base_model.new_model(len(form.tokenizer))
+    demonstrations = [base_model.trajectory(library, rng, base_model.FLAWLESS) for _ in range(8)]
+    fixed = [base_model.encode(pieces, ids) for pieces in demonstrations]
+    before = base_model.loss_of(model, fixed).item()
+    base_model.train(model, "test", [lambda: fixed], 10, 5e-3, 2)
+    assert base_model.loss_of(model, fixed).item() < before - 1
 
 
 def test_the_loss_sees_trained_tokens_only(library, form):
     """Against the sum over trained tokens, one sample at a time and without padding."""
-    ids, rng = form.tokenizer.get_vocab(), random.Random(2)
-    model = toy_base.new_model(len(form.tokenizer))
-    samples = [toy_base.encode(toy_base.skill_chunk(library, rng), ids) for _ in range(3)]
-    total, count = 0.0, 0
+    ids = form.tokenizer.get_vocab()
+    rng = random.Random(2)
+    model = base_model.new_model(len(form.tokenizer))
+    chunks = [base_model.skill_chunk(library, rng) for _ in range(3)]
+    samples = [base_model.encode(pieces, ids) for pieces in chunks]
+    losses = []
     for tokens, mask in samples:
         logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
         for t in range(1, len(tokens)):
             if mask[t]:
-                total, count = total - logprobs[t - 1, tokens[t]].item(), count + 1
-    assert toy_base.loss_of(model, samples).item() == pytest.approx(total / count, abs=1e-5)
+                losses.append(-logprobs[t - 1, tokens[t]].item())
+    mean = sum(losses) / len(losses)
+    assert base_model.loss_of(model, samples).item() == pytest.approx(mean, abs=1e-5)

@@ -1,19 +1,47 @@
 """What System 2 can call.
 
-A *tool* is a blocking, thread-safe callable `tool(argument: str) -> list[Document]`. An empty list means "it ran and found
-nothing"; a failure of the outside world raises ToolError, so that the two can never be confused.
+A tool is a blocking, thread-safe function `call(argument: str) -> list[Document]`. An empty
+list means that it ran and found nothing. A failure of the outside world raises ToolError, so
+that the two can never be confused.
 """
+
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
 class ToolError(Exception):
-    """The outside world failed (network, quota, sandbox). System 2 is told so and the run counts it."""
+    """The outside world failed (network, quota, sandbox).
+
+    System 2 is told so and the run counts it.
+    """
 
 
 @dataclass(frozen=True)
 class Document:
     """One result of a tool: `text` is what System 1 reads, `id` names it in the rollout record."""
+
     id: str
     title: str
     url: str
     text: str
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool as a role sees it, and the function behind it."""
+
+    name: str
+    argument: str  # the name of its one argument
+    about: str  # what the role is told about it
+    call: Callable[[str], list[Document]]
+
+
+# The tools that --tools can name: argument, and what a role is told.
+KNOWN = {
+    "search": ("query", "searches the web and reads the pages found"),
+    "scholar": ("query", "searches scientific papers and reads what is found of them"),
+    "python": (
+        "code",
+        "runs a Python program and returns what it prints and the value of its last expression",
+    ),
+}

@@ -1,18 +1,18 @@
 """The child of the Python tool: locks itself in, then runs a program that a model wrote.
 
-Started by tools/python.py as `python jail.py SECONDS MEMORY OUTPUT PARENT READABLE PACKAGES`; the program is read from
-standard input. The order is resource limits, Landlock (which files), capabilities, parent-death signal, seccomp (which
-system calls). Only then does the child write `locked`, and only after that does it look at the program. A step that
-fails ends the child, and the parent refuses output that does not begin with `locked`: nothing ever runs half locked.
+    python jail.py SECONDS MEMORY OUTPUT THREADS PARENT USER READABLE...  < program
 
-What each layer is for. Resource limits bound memory, output and CPU time, but stop neither fork nor root's reads.
-Landlock makes a few library folders readable and nothing writable, for root too. The seccomp list leaves out every call
-that makes a process, a socket or a signal and every way to open a file for writing, so that the first version of
-Landlock (Linux 5.13), which knows neither network nor truncation, is enough.
-What is left to the program: which paths exist (stat is not covered), its CPU time and its memory.
+tools/python.py starts it. The locks go on in this order: resource limits, Landlock (which files),
+user and capabilities, parent-death signal, seccomp (which system calls), number of threads.
+Only then does the child write `locked`, and only after that does it look at the program.
+A step that fails ends the child, and the parent refuses output that does not begin with `locked`:
+nothing ever runs half locked. docs/jail.md says what each lock stops and what is left open.
 
-Imports are few on purpose: a start costs 10 to 15 ms, and `ast` or `traceback` at the top would add 5 to 8 ms.
+Imports are few on purpose: a start takes 10 to 15 ms, and `ast` or `traceback` at the top would
+add 5 to 8 ms. Tests: pytest tests/test_python_tool.py.
 """
+
+import _thread
 import ctypes
 import os
 import resource
@@ -21,132 +21,262 @@ import struct
 import sys
 
 ALLOWED = """
-    read write readv writev pread64 pwrite64 lseek close close_range dup dup2 dup3 pipe pipe2 fadvise64
+    read write readv writev pread64 pwrite64 lseek close close_range dup dup2 dup3
+    pipe pipe2 fadvise64
     stat fstat lstat newfstatat statx access faccessat faccessat2 statfs fstatfs
     getdents getdents64 getcwd chdir readlink readlinkat umask
     mmap munmap mremap mprotect madvise brk
-    poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait eventfd eventfd2
+    poll ppoll select pselect6
+    epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait eventfd eventfd2
     futex set_robust_list rseq membarrier sched_yield sched_getaffinity getcpu arch_prctl
-    gettid getpid getppid getpgrp getuid geteuid getgid getegid getgroups getresuid getresgid
+    gettid getpid getppid getpgrp
+    getuid geteuid getgid getegid getgroups getresuid getresgid
     uname sysinfo getrlimit getrusage times getrandom
-    time gettimeofday clock_gettime clock_getres clock_nanosleep nanosleep getitimer setitimer alarm pause
-    restart_syscall rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait sigaltstack
-    exit exit_group""".split()
+    time gettimeofday clock_gettime clock_getres clock_nanosleep nanosleep
+    getitimer setitimer alarm pause restart_syscall
+    rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait sigaltstack
+    exit exit_group
+""".split()
 
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446         # Landlock's calls, the same on every architecture
-READ_FILE, READ_DIR = 1 << 2, 1 << 3
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
+# Landlock's system calls have the same numbers on every architecture.
+LANDLOCK_CREATE_RULESET = 444
+LANDLOCK_ADD_RULE = 445
+LANDLOCK_RESTRICT_SELF = 446
+LANDLOCK_VERSION_FLAG = 1
+LANDLOCK_PATH_BENEATH = 1
+READ_FILE = 1 << 2
+READ_DIR = 1 << 3
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_NO_NEW_PRIVS = 38
+CAPABILITY_VERSION = 0x20080522
 CLONE_THREAD = 0x10000
+F_GETFL = 3
+F_DUPFD_CLOEXEC = 1030
+HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIOCLEX
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026       # libseccomp's actions
-LESS_OR_EQUAL, EQUAL, MASKED_EQUAL = 3, 4, 7                    # libseccomp's comparisons
+
+# libseccomp's actions and comparisons.
+ALLOW = 0x7FFF0000
+EPERM = 0x00050001
+ENOSYS = 0x00050026
+LESS_OR_EQUAL = 3
+EQUAL = 4
+MASKED_EQUAL = 7
+UNKNOWN_CALL = -1
+NOT_OF_THIS_ARCHITECTURE = -33
+
+# User numbers from here on belong to nobody: above what systemd, containers and subuid files use.
+FIRST_UNUSED_USER = 0x70000000
+MOST_TASKS = 1 << 16
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check(result: int, failure: str) -> int:
+    """The result of a C call; ends the child when it is an error."""
     if result < 0:
         sys.exit(f"{failure} ({os.strerror(ctypes.get_errno())})")
     return result
 
 
-def within(what: int, limit: int) -> int:
-    """The limit, or the one that holds already where that is lower: an ordinary user cannot raise it."""
+def set_limit(what: int, soft: int, hard: int) -> None:
+    """Sets a resource limit, or keeps a lower one: an ordinary user cannot raise a hard limit."""
     ceiling = resource.getrlimit(what)[1]
-    return limit if ceiling == resource.RLIM_INFINITY else min(limit, ceiling)
+    if ceiling != resource.RLIM_INFINITY:
+        soft = min(soft, ceiling)
+        hard = min(hard, ceiling)
+    resource.setrlimit(what, (soft, hard))
 
 
 def limit_resources(cpu_seconds: int, memory: int, output: int) -> None:
-    """Seconds of CPU (SIGXCPU, a second later SIGKILL), bytes of address space, bytes of output; a low priority."""
-    with open("/proc/self/oom_score_adj", "w") as f:
-        f.write("1000")                                         # the first to go when the machine is short of memory
+    """Limits CPU seconds, bytes of address space, bytes of output, open files; lowers priority."""
+    # When the machine is short of memory, this process is the first to go.
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
     os.nice(10)
-    check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "no PR_SET_DUMPABLE")    # RLIMIT_CORE does not stop a core *pipe*
-    for what, soft, hard in ((resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1), (resource.RLIMIT_AS, memory, memory),
-                             (resource.RLIMIT_FSIZE, output, output), (resource.RLIMIT_NOFILE, 64, 64),
-                             (resource.RLIMIT_CORE, 0, 0), (resource.RLIMIT_MEMLOCK, 0, 0)):
-        resource.setrlimit(what, (within(what, soft), within(what, hard)))
+    # At the soft limit comes SIGXCPU, a second later SIGKILL.
+    set_limit(resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1)
+    set_limit(resource.RLIMIT_AS, memory, memory)
+    set_limit(resource.RLIMIT_FSIZE, output, output)
+    set_limit(resource.RLIMIT_NOFILE, 64, 64)
+    set_limit(resource.RLIMIT_CORE, 0, 0)
+    set_limit(resource.RLIMIT_MEMLOCK, 0, 0)
 
 
 def landlock(readable: list[str]) -> None:
-    """From here on: files under `readable` can be read; nothing can be written, run, made, moved or removed."""
-    version = check(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1),
-                    "this kernel has no Landlock; Linux 5.13 or later with Landlock switched on is needed")
-    file_rights = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)         # how many this version knows of
-    denied = struct.pack("=QQQ", (1 << file_rights) - 1, 3, 3)          # files; TCP; abstract sockets and signals
-    denied = denied[:8 if version < 4 else 16 if version < 6 else 24]
-    ruleset = check(libc.syscall(CREATE_RULESET, denied, ctypes.c_size_t(len(denied)), 0), "no ruleset")
-    for path in filter(os.path.exists, readable):
-        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = struct.pack("=Qi", READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE, fd)
-        check(libc.syscall(ADD_RULE, ruleset, 1, rule, 0), f"no Landlock rule for {path}")
-        os.close(fd)
+    """From here on `readable` can be read; nothing can be written, run, made, moved or removed."""
+    version = check(
+        libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), LANDLOCK_VERSION_FLAG),
+        "this kernel has no Landlock; Linux 5.13 or later with Landlock switched on is needed",
+    )
+    denied = denied_rights(version)
+    ruleset = check(
+        libc.syscall(LANDLOCK_CREATE_RULESET, denied, ctypes.c_size_t(len(denied)), 0),
+        "no ruleset",
+    )
+    for path in readable:
+        if os.path.exists(path):
+            allow_reading(ruleset, path)
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no PR_SET_NO_NEW_PRIVS")
-    check(libc.syscall(RESTRICT_SELF, ruleset, 0), "Landlock could not be switched on")
+    check(libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0), "Landlock could not be switched on")
     os.close(ruleset)
 
 
-def drop_capabilities() -> None:
-    check(libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)), "capabilities could not be dropped")
+def denied_rights(version: int) -> bytes:
+    """Every right that this version of Landlock knows of, as the kernel's struct."""
+    file_rights = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)
+    files = struct.pack("=Q", (1 << file_rights) - 1)
+    tcp = struct.pack("=Q", 3)
+    abstract_sockets_and_signals = struct.pack("=Q", 3)
+    if version < 4:
+        return files
+    if version < 6:
+        return files + tcp
+    return files + tcp + abstract_sockets_and_signals
+
+
+def allow_reading(ruleset: int, path: str) -> None:
+    rights = READ_FILE
+    if os.path.isdir(path):
+        rights |= READ_DIR
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    rule = struct.pack("=Qi", rights, fd)
+    check(
+        libc.syscall(LANDLOCK_ADD_RULE, ruleset, LANDLOCK_PATH_BENEATH, rule, 0),
+        f"no Landlock rule for {path}",
+    )
+    os.close(fd)
+
+
+def drop_privileges(user: str) -> None:
+    """Gives up what root has: the user and the groups (see tools/python.py, `_user`), capabilities.
+
+    The child's own process number makes its user number: no other program runs under it.
+    """
+    number = FIRST_UNUSED_USER + os.getpid()
+    if user == "unused":
+        os.setgroups([])
+        os.setresgid(number, number, number)
+        os.setresuid(number, number, number)
+    if user == "counted":
+        # The limit on threads goes by the real user, the right to read files by the effective one.
+        os.setgroups([])
+        os.setresuid(number, 0, 0)
+    nothing = bytes(24)
+    check(
+        libc.capset(struct.pack("=Ii", CAPABILITY_VERSION, 0), nothing),
+        "capabilities could not be dropped",
+    )
+    # RLIMIT_CORE does not stop a core that goes into a *pipe*. A change of user resets this flag.
+    check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "no PR_SET_DUMPABLE")
 
 
 def die_with(parent: int) -> None:
-    """SIGKILL for this process when the *thread* that started it ends; tools.python.run waits for us in that thread.
+    """Sends this process SIGKILL when the *thread* that started it ends.
 
-    So a pool's worker can go once its call has returned, and a program never outlives the trainer."""
+    tools/python.py waits for us in that thread, so a program never outlives the trainer.
+    A change of user resets the signal, so this comes after it.
+    """
     check(libc.prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0), "no PR_SET_PDEATHSIG")
-    if os.getppid() != parent:                                  # it died before the line above
+    # The parent may have died before the line above.
+    if os.getppid() != parent:
         sys.exit("the parent has gone")
 
 
 class Comparison(ctypes.Structure):
-    _fields_ = [("argument", ctypes.c_uint), ("operator", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64)]
+    """libseccomp's condition on one argument of a system call."""
+
+    _fields_ = [
+        ("argument", ctypes.c_uint),
+        ("operator", ctypes.c_int),
+        ("a", ctypes.c_uint64),
+        ("b", ctypes.c_uint64),
+    ]
 
 
 def seccomp() -> None:
-    """From here on: the calls in ALLOWED, files opened for reading, threads but no processes, little else."""
+    """From here on: the calls in ALLOWED, files opened for reading, threads but no processes."""
     try:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError:
-        sys.exit("libseccomp.so.2 is missing; install libseccomp2 (Debian, Ubuntu) or libseccomp (Fedora, Arch)")
+        sys.exit(
+            "libseccomp.so.2 is missing; "
+            "install libseccomp2 (Debian, Ubuntu) or libseccomp (Fedora, Arch)"
+        )
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(EPERM))
 
-    def rule(action, name, *comparisons):
+    def add_rule(action, name, *comparisons):
         number = library.seccomp_syscall_resolve_name(name.encode())
-        if number == -1:                                        # newer than this libseccomp: stays denied
+        # A call that is newer than this libseccomp stays denied.
+        if number == UNKNOWN_CALL:
             return
-        error = library.seccomp_rule_add_array(context, action, number, len(comparisons),
-                                               (Comparison * len(comparisons))(*comparisons))
-        if error and error != -33:                              # EDOM: not a call of this architecture
+        array = (Comparison * len(comparisons))(*comparisons)
+        error = library.seccomp_rule_add_array(context, action, number, len(comparisons), array)
+        if error and error != NOT_OF_THIS_ARCHITECTURE:
             sys.exit(f"no seccomp rule for {name} ({os.strerror(-error)})")
 
     for name in ALLOWED:
-        rule(ALLOW, name)
-    for name, flags in (("open", 1), ("openat", 2)):            # Landlock overlooks /proc/self/fd/1 and, once, O_TRUNC
-        rule(ALLOW, name, Comparison(flags, MASKED_EQUAL, WRITING, 0))
-    rule(ALLOW, "clone", Comparison(0, MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD))
-    rule(ENOSYS, "clone3")                                      # its flags lie in memory; glibc falls back to clone
-    rule(ALLOW, "prlimit64", Comparison(0, EQUAL, 0))           # pid 0 is oneself
-    for request in (0x5401, 0x5413, 0x541B, 0x5451):            # TCGETS, TIOCGWINSZ, FIONREAD, FIOCLEX
-        rule(ALLOW, "ioctl", Comparison(1, EQUAL, request))
-    rule(ALLOW, "fcntl", Comparison(1, LESS_OR_EQUAL, 3))       # not F_SETFL: output stays append-only; not F_SETOWN
-    rule(ALLOW, "fcntl", Comparison(1, EQUAL, 1030))            # F_DUPFD_CLOEXEC
+        add_rule(ALLOW, name)
+    # Landlock overlooks /proc/self/fd/1 and, in its first version, O_TRUNC.
+    add_rule(ALLOW, "open", Comparison(1, MASKED_EQUAL, WRITING, 0))
+    add_rule(ALLOW, "openat", Comparison(2, MASKED_EQUAL, WRITING, 0))
+    add_rule(ALLOW, "clone", Comparison(0, MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD))
+    # The flags of clone3 lie in memory, where seccomp cannot look; glibc falls back to clone.
+    add_rule(ENOSYS, "clone3")
+    own_process = 0
+    add_rule(ALLOW, "prlimit64", Comparison(0, EQUAL, own_process))
+    for request in HARMLESS_IOCTLS:
+        add_rule(ALLOW, "ioctl", Comparison(1, EQUAL, request))
+    # F_SETFL is left out, so that the output stays append-only, and F_SETOWN, which sends signals.
+    add_rule(ALLOW, "fcntl", Comparison(1, LESS_OR_EQUAL, F_GETFL))
+    add_rule(ALLOW, "fcntl", Comparison(1, EQUAL, F_DUPFD_CLOEXEC))
     error = library.seccomp_load(context)
     if error:
         sys.exit(f"seccomp could not be switched on ({os.strerror(-error)})")
 
 
-def execute(code: str) -> None:
-    """Runs a program as a fresh __main__ and shows the value of its last expression, as the Python prompt does.
+def limit_threads(threads: int, user: str) -> None:
+    """Lets this program have `threads` threads, or, under a shared user, a few hundred at most.
 
-    A traceback holds the program's own frames only. Self-contained: tools/python.py also sends its source to a server.
+    The limit counts all tasks of the user, those of other containers too, and only the kernel knows
+    how many they are. So the soft limit rises until a thread can be started.
     """
-    import _ast, sys
-    module = sys.modules["__main__"] = type(sys)("__main__")
+    ceiling = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    for limit in range(threads, MOST_TASKS, threads):
+        if ceiling != resource.RLIM_INFINITY:
+            limit = min(limit, ceiling)
+        resource.setrlimit(resource.RLIMIT_NPROC, (limit, ceiling))
+        try:
+            _thread.start_new_thread(int, ())
+        except RuntimeError:
+            continue
+        # Programs that run beside this one under the same user need room, too.
+        spare = 4 * threads if user == "shared" else 0
+        set_limit(resource.RLIMIT_NPROC, limit + spare, limit + spare)
+        return
+    sys.exit("no thread could be started")
+
+
+def execute(code: str) -> None:
+    """Runs a program as a fresh __main__ and shows the value of its last expression.
+
+    A traceback holds the program's own frames only. The function imports what it needs,
+    because tools/python.py also sends its source to a sandbox server.
+    """
+    import _ast
+    import sys
+
+    only_ast = 0x400  # ast.PyCF_ONLY_AST
+    module = type(sys)("__main__")
+    sys.modules["__main__"] = module
     try:
-        tree = compile(code, "<code>", "exec", 0x400)           # ast.PyCF_ONLY_AST
-        last = [tree.body.pop()] if tree.body and isinstance(tree.body[-1], _ast.Expr) else []
+        tree = compile(code, "<code>", "exec", only_ast)
+        last = []
+        if tree.body and isinstance(tree.body[-1], _ast.Expr):
+            last.append(tree.body.pop())
         exec(compile(tree, "<code>", "exec"), vars(module))
         exec(compile(_ast.Interactive(last), "<code>", "single"), vars(module))
     except SystemExit:
@@ -154,32 +284,39 @@ def execute(code: str) -> None:
     except MemoryError:
         sys.exit("killed: memory")
     except BaseException as error:
+        # The first frame is this function's. An exception may have overridden its own methods.
         BaseException.with_traceback(error, error.__traceback__.tb_next)
         shown = type(error), error, error.__traceback__
         try:
-            import linecache, traceback
+            import linecache
+            import traceback
+
             linecache.cache["<code>"] = len(code), None, code.splitlines(True), "<code>"
             traceback.print_exception(*shown)
-        except BaseException:                                   # the program left nothing to import them with
+        except BaseException:
+            # The program has left nothing to import them with.
             sys.__excepthook__(*shown)
         sys.exit(1)
 
 
 def main() -> None:
-    cpu_seconds, memory, output, parent = map(int, sys.argv[1:5])
-    readable, packages = ([path for path in paths.split(":") if path] for paths in sys.argv[5:])
+    cpu_seconds, memory, output, threads, parent = map(int, sys.argv[1:6])
+    user = sys.argv[6]
+    readable = sys.argv[7:]
     code = sys.stdin.read()
     sys.stdin = open(os.devnull)
     os.dup2(sys.stdin.fileno(), 0)
     limit_resources(cpu_seconds, memory, output)
     landlock(readable)
-    drop_capabilities()
+    drop_privileges(user)
     die_with(parent)
     seccomp()
+    limit_threads(threads, user)
     os.write(1, b"locked\n")
     sys.argv[:] = [""]
-    sys.path += packages
-    site.setquit()                                              # exit, quit and help, which python -S leaves out
+    sys.path += [path for path in readable if path.endswith(("/site-packages", "/dist-packages"))]
+    # These two make exit, quit and help, which python -S leaves out.
+    site.setquit()
     site.sethelper()
     execute(code)
 

@@ -1,15 +1,18 @@
 """The Python tool: runs a program that a model wrote and returns what it printed.
 
-Such a program counts as hostile. It runs in a child that locks itself in (tools/jail.py) and that gets nothing from us:
-no environment, no open file, no working folder, an own session. Its output goes to one nameless file in memory,
-which needs no cleaning up; the program can only append to it.
+Such a program counts as hostile. It runs in a child that locks itself in (tools/jail.py) and that
+gets nothing from us: no environment, no open file, no working folder, a session of its own.
+Its output goes to one nameless file in memory, which the program can only append to.
 
-Fail closed: output that does not begin with the jail's word `locked` is refused with ToolError, and there is no plain
-subprocess to fall back to. The only other backend is a SandboxFusion server, when MARS_SANDBOX_URL names one.
+Output that does not begin with the jail's word `locked` is refused with ToolError: there is no
+plain subprocess to fall back to. The only other backend is a SandboxFusion server, when
+MARS_SANDBOX_URL names one. docs/jail.md says what holds a program and what does not.
 
-`python -m tools.python < program.py` prints what the model would see.
+    python -m tools.python < program.py        prints what the model would see
+    pytest tests/test_python_tool.py           runs the programs of tests/attacks/ among others
 """
-import http.client
+
+import functools
 import inspect
 import json
 import math
@@ -20,163 +23,364 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 import zlib
+from concurrent.futures import Future
 from pathlib import Path
 
 from config import UserError
 from tools import Document, ToolError, jail
 
-TIMEOUT = 10.0          # seconds a program may take, its start included
-MEMORY = 1 << 30        # bytes of address space: numpy takes 0.2 GiB of it
-OUTPUT = 64 << 10       # bytes of output that are kept: more would fill a model's context
-THREADS = 64            # no rlimit on them binds root, so the parent counts
+TIMEOUT = 10.0  # seconds a program may take, its start included
+MEMORY = 1 << 30  # bytes of address space: numpy takes 0.2 GiB of it
+OUTPUT = 64 << 10  # bytes of output that are kept: more would fill a model's context
+THREADS = 64  # threads a program may have
 NO_OUTPUT = "(no output)"
+
 LOCKED = b"locked\n"
 JAIL = Path(jail.__file__).resolve()
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0", "MPLBACKEND": "Agg",
-               "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+LOOK_EVERY = 0.05  # seconds between two looks at a running program
+CAP_KILL, CAP_SETGID, CAP_SETUID = 5, 6, 7
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/",
+    "PYTHONUTF8": "1",
+    "PYTHONHASHSEED": "0",
+    "MPLBACKEND": "Agg",
+    # A heap for each thread would take 64 MiB of address space each: 14 threads filled 1 GiB.
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+
+SERVER_QUEUE = 30.0  # seconds a sandbox server may take on top of the program's own time
+SERVER_TRIES = 3
+SERVER_PAUSE = 1.0  # seconds before the second try
+LONGEST_MESSAGE = 200  # characters of a server's own words that are handed on
 
 _slots = threading.BoundedSemaphore(max(8, 2 * (os.cpu_count() or 1)))
 
 
 def run(code: str, *, timeout: float = TIMEOUT, memory: int = MEMORY) -> str:
-    """Runs `code` for up to `timeout` seconds in `memory` bytes; returns its output and its last expression's value.
+    """Runs `code` for up to `timeout` seconds in `memory` bytes; returns what it showed.
 
-    The model's own mistakes are output: a traceback, or a last line `output cut …`, `timed out after … s`, `killed: …`.
-    ToolError when the program could not be run at all, UserError when MARS_SANDBOX_URL is no web address. Safe to call
-    from many threads; more than a few programs at once wait for each other, which does not count as their time.
+    That is its output and the value of its last expression. The model's own mistakes are output:
+    a traceback, or a last line `output cut …`, `timed out after … s`, `killed: …`.
+    ToolError when the program could not be run at all; UserError when MARS_SANDBOX_URL is wrong.
+    Safe to call from many threads; more than a few programs at once wait for each other, and
+    waiting does not count as their time.
     """
     url = os.environ.get("MARS_SANDBOX_URL")
-    return _run_on_server(url, code, timeout, memory) if url else _run_in_jail(code, timeout, memory)
+    if url:
+        return _run_on_server(url, code, timeout, memory)
+    return _run_in_jail(code, timeout, memory)
 
 
 def tool(code: str) -> list[Document]:
     """The tool as System 2 calls it: one document that holds the output."""
     text = run(code) or NO_OUTPUT
-    return [Document(f"python-{zlib.crc32(code.encode('utf-8', 'replace')):08x}", "Python output", "", text)]
+    name = f"python-{zlib.crc32(code.encode('utf-8', 'replace')):08x}"
+    return [Document(name, "Python output", "", text)]
 
 
 def available() -> str | None:
-    """None when programs can be run here; otherwise the reason, in one sentence. Runs one to find out."""
+    """None when programs can be run here; otherwise the reason, in one sentence. Runs one."""
     try:
         answer = run("20 + 22")
     except (ToolError, UserError) as error:
         return str(error)
-    return None if answer == "42" else f"the Python tool gave {answer[-200:]!r} for 20 + 22"
+    if answer != "42":
+        return f"the Python tool gave {answer[-200:]!r} for 20 + 22"
+    return None
+
+
+# The jail -----------------------------------------------------------------------------------------
 
 
 def _run_in_jail(code: str, timeout: float, memory: int) -> str:
+    """Leaves all work to a thread, which cleans up whatever happens to its caller.
+
+    A Ctrl-C falls between any two lines of the main thread, also between the start of a child and
+    the `try` that would kill it. It never falls into another thread.
+    """
     if sys.platform != "linux":
-        raise ToolError("the Python tool needs Linux, or a SandboxFusion server named by MARS_SANDBOX_URL")
+        raise ToolError(
+            "the Python tool needs Linux, or a SandboxFusion server named by MARS_SANDBOX_URL"
+        )
+    outcome = Future()
+    caller_left = threading.Event()
+
+    def work():
+        try:
+            outcome.set_result(_run_child(code, timeout, memory, caller_left))
+        except OSError as error:
+            failure = ToolError(f"the Python tool could not start a process: {error}")
+            outcome.set_exception(failure)
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    worker = threading.Thread(target=work, daemon=True)
     try:
-        with (_slots, open(os.memfd_create("program"), "w+b") as program,
-              open(os.memfd_create("output"), "rb") as output,
-              open(f"/proc/self/fd/{output.fileno()}", "ab") as append):
+        _start(worker)
+        return outcome.result()
+    finally:
+        caller_left.set()
+        if worker.is_alive():
+            worker.join()
+
+
+def _start(thread: threading.Thread) -> None:
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise ToolError(f"the Python tool could not start a thread: {error}") from error
+
+
+def _run_child(code: str, timeout: float, memory: int, caller_left: threading.Event) -> str:
+    while not _slots.acquire(timeout=LOOK_EVERY):
+        if caller_left.is_set():
+            return ""
+    try:
+        with (
+            open(os.memfd_create("program"), "w+b") as program,
+            open(os.memfd_create("output"), "rb") as output,
+            open(f"/proc/self/fd/{output.fileno()}", "ab") as append,
+        ):
             program.write(code.encode("utf-8", "replace"))
             program.seek(0)
-            child = subprocess.Popen(_command(timeout, memory), stdin=program, stdout=append, stderr=append,
-                                     env=ENVIRONMENT, cwd="/", start_new_session=True)
+            child = subprocess.Popen(
+                _command(timeout, memory),
+                stdin=program,
+                stdout=append,
+                stderr=append,
+                env=ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+            )
             try:
-                ended = _wait(child.pid, timeout)
+                ended = _wait(child.pid, timeout, memory, caller_left)
             finally:
-                os.killpg(child.pid, signal.SIGKILL)    # not yet waited for, so the number is still the child's
+                # The child was not waited for yet, so the number is still its own.
+                os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
             printed = output.read()
-    except OSError as error:
-        raise ToolError(f"the Python tool could not start a process: {error}") from error
+    finally:
+        _slots.release()
     return _read(printed, ended or _death(child.returncode, timeout))
 
 
 def _command(timeout: float, memory: int) -> list[str]:
     """The child: isolated, and without the site module, whose .pth files would run before the lock.
 
-    Readable are the library folders alone: a prefix or /usr as a whole may hold a pip.conf or an app with its keys."""
-    packages = [path for path in sys.path if path.endswith(("/site-packages", "/dist-packages"))]
-    prefixes = sys.prefix, sys.base_prefix, "/usr", "/usr/local", ""
-    libraries = [f"{prefix}/{name}" for prefix in prefixes for name in ("lib", "lib64")]
-    files = ["/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo", "/dev/null", "/dev/urandom"]
-    limits = math.ceil(timeout), int(memory), OUTPUT + len(LOCKED), os.getpid()
-    return [sys.executable, "-P", "-s", "-S", "-B", "-u", str(JAIL), *map(str, limits),
-            ":".join(packages + libraries + files), ":".join(packages)]
+    Only library folders are readable: /usr or a prefix as a whole may hold somebody's keys.
+    """
+    packages = tuple(
+        path for path in sys.path if path.endswith(("/site-packages", "/dist-packages"))
+    )
+    libraries = []
+    for prefix in (sys.prefix, sys.base_prefix, "/usr", "/usr/local", ""):
+        libraries += [f"{prefix}/lib", f"{prefix}/lib64"]
+    files = ["/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo"]
+    devices = ["/dev/null", "/dev/urandom"]
+    limits = (math.ceil(timeout), int(memory), OUTPUT + len(LOCKED), THREADS, os.getpid())
+    return [
+        *(sys.executable, "-P", "-s", "-S", "-B", "-u", str(JAIL)),
+        *map(str, limits),
+        _user(packages),
+        *packages,
+        *libraries,
+        *files,
+        *devices,
+    ]
 
 
-def _wait(pid: int, timeout: float) -> str:
+@functools.cache
+def _user(packages: tuple[str, ...]) -> str:
+    """Who the program is to be; the kernel limits no threads of root, so root becomes another.
+
+    unused    a user who owns nothing; possible where everybody can read Python and its packages
+    counted   root's rights to files, another user's count of threads
+    shared    ourselves: we are an ordinary user, or root without the rights that a change needs
+    """
+    try:
+        everyone_mapped = Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return "shared"
+    rights = int(status.partition("CapEff:")[2].split()[0], 16)
+    needed = 1 << CAP_KILL | 1 << CAP_SETGID | 1 << CAP_SETUID
+    if os.getresuid() != (0, 0, 0) or not everyone_mapped or rights & needed != needed:
+        return "shared"
+    if all(map(_is_public, (os.path.dirname(os.__file__), *packages))):
+        return "unused"
+    return "counted"
+
+
+def _is_public(folder: str) -> bool:
+    """Whether everybody can read a library folder and what lies directly in it.
+
+    A folder that is not there counts as public. Only the mode bits are looked at.
+    """
+    if not os.path.isdir(folder):
+        return True
+    for parent in (*Path(folder).absolute().parents, *Path(folder).resolve().parents):
+        if not parent.stat().st_mode & 0o001:
+            return False
+    for path in (Path(folder), *Path(folder).iterdir()):
+        if path.exists() and not path.stat().st_mode & 0o004:
+            return False
+    return True
+
+
+def _wait(pid: int, timeout: float, memory: int, caller_left: threading.Event) -> str:
     """Waits until the child has ended by itself ("") or has to be killed (why)."""
     deadline = time.monotonic() + timeout
     pidfd = os.pidfd_open(pid)
     try:
-        end = select.poll()
-        end.register(pidfd, select.POLLIN)
-        while not end.poll(max(0.0, min(0.05, deadline - time.monotonic())) * 1000):
+        child = select.poll()
+        child.register(pidfd, select.POLLIN)
+        while True:
+            seconds_left = max(0.0, deadline - time.monotonic())
+            if child.poll(1000 * min(LOOK_EVERY, seconds_left)):
+                return ""
+            if caller_left.is_set():
+                return "the caller left"
             if time.monotonic() >= deadline:
                 return f"timed out after {timeout:g} s"
-            if _threads(pid) > THREADS:
-                return f"killed: more than {THREADS} threads"
-        return ""
+            excess = _excess(pid, memory)
+            if excess:
+                return excess
     finally:
         os.close(pidfd)
 
 
-def _threads(pid: int) -> int:
+def _excess(pid: int, memory: int) -> str:
+    """What the child has too much of although it is limited, or "".
+
+    The kernel does not limit threads of root where root cannot become another user, and it does not
+    count page tables as address space: single pages far apart take two more pages each.
+    """
     try:
-        return os.stat(f"/proc/{pid}/task").st_nlink - 2    # one link a thread: cheaper than to list them
-    except FileNotFoundError:                               # ended this moment
-        return 0
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        # The child has ended this moment.
+        return ""
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    page_tables = int(fields.get("VmPTE", "0 kB").split()[0]) << 10
+    if int(fields["Threads"]) > THREADS:
+        return f"killed: more than {THREADS} threads"
+    if page_tables > memory // 8:
+        return "killed: memory"
+    return ""
 
 
 def _death(returncode: int, timeout: float) -> str:
-    """The last line for a child that ended by a signal; the kernel says SIGKILL when the machine is out of memory."""
+    """The last line for a child that ended by a signal, or "".
+
+    SIGKILL comes from the kernel when the machine is out of memory.
+    """
     if returncode >= 0:
         return ""
-    known = {-signal.SIGKILL: "killed: memory", -signal.SIGXCPU: f"timed out after {timeout:g} s"}
-    return known.get(returncode) or f"killed: {signal.Signals(-returncode).name}"
+    number = -returncode
+    if number == signal.SIGKILL:
+        return "killed: memory"
+    if number == signal.SIGXCPU:
+        return f"timed out after {timeout:g} s"
+    try:
+        return f"killed: {signal.Signals(number).name}"
+    except ValueError:
+        return f"killed: signal {number}"
 
 
 def _read(printed: bytes, ended: str) -> str:
-    """The child's output as the model sees it; refuses output from a child that did not lock itself in."""
+    """The child's output as the model sees it; ToolError if the child did not lock itself in."""
     if not printed.startswith(LOCKED):
-        said = printed.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        raise ToolError(f"the Python tool refuses to run here: {said[:300] or ended or 'its jail did not start'}")
-    return _shown(printed[len(LOCKED):], ended)
+        last_line = printed.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        reason = last_line[:300] or ended or "its jail did not start"
+        raise ToolError(f"the Python tool refuses to run here: {reason}")
+    return _shown(printed[len(LOCKED) :], ended)
 
 
 def _shown(output: bytes, ended: str) -> str:
+    """At most OUTPUT bytes of output, and a line each for what cut it and what ended the child."""
     lines = [output[:OUTPUT].decode("utf-8", "replace").rstrip("\n")]
     if len(output) >= OUTPUT:
         lines.append(f"output cut after {OUTPUT} bytes")
-    return "\n".join(filter(None, lines + [ended]))
+    lines.append(ended)
+    return "\n".join(line for line in lines if line)
+
+
+# A sandbox server ---------------------------------------------------------------------------------
 
 
 def _run_on_server(url: str, code: str, timeout: float, memory: int) -> str:
-    """SandboxFusion's `POST /run_code`; the program travels inside jail.execute, so that both backends show the same.
+    """SandboxFusion's `POST /run_code`.
 
-    Its server keeps standard output and error apart: the second comes after the first."""
+    The program travels inside jail.execute, so that both backends show the same. The server keeps
+    standard output and error apart: the second comes after the first.
+    """
+    # Imported here because the jail needs no HTTP client.
+    from tools import web
+
+    if "@" in url:
+        raise UserError("MARS_SANDBOX_URL must not hold a user name or a password: it has an @")
     if not url.startswith(("http://", "https://")):
         raise UserError(f"MARS_SANDBOX_URL must begin with http:// or https://, not {url!r}")
-    program = f"{inspect.getsource(jail.execute)}\n\nexecute({ascii(code)})\n"
-    body = {"code": program, "language": "python", "run_timeout": timeout, "memory_limit_MB": memory >> 20}
-    request = urllib.request.Request(url.rstrip("/") + "/run_code", json.dumps(body).encode(),
-                                     {"Content-Type": "application/json"})
+    body = {
+        "code": f"{inspect.getsource(jail.execute)}\n\nexecute({ascii(code)})\n",
+        "language": "python",
+        "run_timeout": timeout,
+        "memory_limit_MB": memory >> 20,
+    }
+    client = web.Client(
+        cache=None,
+        timeout=timeout + SERVER_QUEUE,
+        tries=SERVER_TRIES,
+        pause=SERVER_PAUSE,
+    )
     try:
-        with urllib.request.urlopen(request, timeout=timeout + 30) as response:     # the server may queue
-            answer = json.load(response)
-        status, result = answer["status"], answer["run_result"]
-        if status == "SandboxError" or result is None:
-            raise ToolError(f"the sandbox server failed: {str(answer.get('message'))[:300]}")
-        output = ((result["stdout"] or "") + (result["stderr"] or "")).encode("utf-8", "replace")
-        late = result["status"] == "TimeLimitExceeded"
-        died = _death(result.get("return_code") or 0, timeout)          # by a signal, as subprocess counts it
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
-        raise ToolError(f"the sandbox server at {url} did not answer as it should: {error!r:.300}") from error
-    return _shown(output, f"timed out after {timeout:g} s" if late else died)
+        result = client.call(url.rstrip("/") + "/run_code", _decode, body=body)
+    except ToolError as error:
+        raise ToolError(f"the sandbox server failed: {error}") from error
+    ended = _death(result["return_code"], timeout)
+    if result["status"] == "TimeLimitExceeded":
+        ended = f"timed out after {timeout:g} s"
+    output = result["stdout"] + result["stderr"]
+    return _shown(output.encode("utf-8", "replace"), ended)
+
+
+def _decode(raw: bytes, headers) -> dict:
+    """The result of a server's answer, each of its fields checked; ValueError for another shape."""
+    answer = json.loads(raw)
+    if not isinstance(answer, dict):
+        raise ValueError("the answer is no JSON object")
+    if answer.get("status") == "SandboxError":
+        # The server's words reach the model: few, and without control characters.
+        raise ToolError(f"it says {answer.get('message')!r:.{LONGEST_MESSAGE}}")
+    result = answer.get("run_result")
+    if not isinstance(result, dict):
+        raise ValueError("the answer holds no run_result")
+    checked = {
+        "status": result.get("status"),
+        "stdout": result.get("stdout") or "",
+        "stderr": result.get("stderr") or "",
+        # A negative code is the signal that ended the program, as subprocess counts it.
+        "return_code": result.get("return_code") or 0,
+    }
+    for name in ("status", "stdout", "stderr"):
+        if not isinstance(checked[name], str):
+            raise ValueError(f"{name} is no text")
+    if type(checked["return_code"]) is not int or not -64 <= checked["return_code"] <= 255:
+        raise ValueError("return_code is not the code of a process")
+    return checked
 
 
 def main() -> int:
     try:
         if sys.argv[1:]:
             raise UserError("tools.python takes no options: give it the program on standard input")
-        print(tool(sys.stdin.buffer.read().decode("utf-8", "replace"))[0].text)
+        [document] = tool(sys.stdin.buffer.read().decode("utf-8", "replace"))
+        print(document.text)
     except (ToolError, UserError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,1 +1,1 @@
-"""The embedded default: see world.py."""
+"""The embedded default: an invented world, its little language, and a base model that speaks it."""

@@ -1,74 +1,101 @@
-"""The embedded default: an invented world, its two corpora, its questions, its little language.
+"""The toy's invented world: people and companies, two corpora about them, questions.
 
-People and companies are drawn from a seed; a fact is one sentence of the world's documents ("ada baker born 1968 .").
-Questions need one look-up, two ("where is the employer of ada baker based ?"), a look-up and a subtraction in the
-Python tool, or a look-up in the second corpus. Training and evaluation ask about two worlds of other people, companies
-and facts. The worlds share their *words* (names are composed from the same lists) and no fact: what is learned is how
-to look things up, not the answers.
+A name draws a world: `make_world("train 0", ...)` gives the same one in every process. A fact is
+one sentence of the world's documents ("ada baker born 1968 ."). A question needs one look-up, or
+two ("where is the employer of ada baker based ?"), or a look-up and a subtraction in Python, or a
+look-up in the second corpus.
 
-The language is word-level. System 2 (`ToyFormat`, the interface of prompts.py) speaks
+Training and evaluation ask about two worlds. These share their *words*, because all names are
+composed from the same lists, but no fact. So a policy can learn how to look things up, and cannot
+learn the answers.
 
-    <s2> when was ada baker born ? <eot> <call> search ada baker <purpose> birth of ada baker <eot>
-    <resp> ada baker born 1968 . none . <eot> <answer> 1968 <eot>
-
-and System 1 sees `<s1> <doc> … <doc> … <purpose> birth of ada baker <eot>` and writes `ada baker born 1968 . <eot>`, or
-`none . <eot>`. The base model that speaks it (imperfectly) is made by toy_base.py. Tests: pytest tests/test_toy.py
+language.py says how both roles speak about a world. Tests: pytest tests/test_toy.py
 """
+
 import functools
 import random
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
-from tasks.chat import Call, Step
-from tasks.questions import Question
 from config import UserError
+from tasks.questions import Question
 from tools import Document
 
-# ------------------------------------------------------------------------------------------------- words
+# ---------------------------------------------------------------------------- words
 
 FIRST_NAMES = """
-    ada amir bela bob carl cleo dan dora emil eva fay finn gina gus hana hugo iris ivan jane joel kira kurt lena leo
-    maya milo ned nora omar pia quin rosa sven tara uma vera walt xena yuri zoe""".split()
+    ada amir bela bob carl cleo dan dora emil eva fay finn gina gus hana hugo iris ivan
+    jane joel kira kurt lena leo maya milo ned nora omar pia quin rosa sven tara uma vera
+    walt xena yuri zoe
+""".split()
 LAST_NAMES = """
-    abbot adler baker brandt cohen cruz diaz dorn ellis engel fisher frank gomez grant hardy holm irving ito jansen
-    jensen keller klein lang lopez meyer moss noble novak olsen patel quick rossi stern turner urban vogel weber
-    xiong young zeller""".split()
+    abbot adler baker brandt cohen cruz diaz dorn ellis engel fisher frank gomez grant
+    hardy holm irving ito jansen jensen keller klein lang lopez meyer moss noble novak
+    olsen patel quick rossi stern turner urban vogel weber xiong young zeller
+""".split()
 STEMS = """
-    acro belto cando dexi elvo fintra gorla hexa inno jarvo kelto luma mondo nexo orbi pluto quanta rivo solar tekno
-    ultra vanta wexo xylo yalto zenta""".split()
+    acro belto cando dexi elvo fintra gorla hexa inno jarvo kelto luma mondo nexo orbi
+    pluto quanta rivo solar tekno ultra vanta wexo xylo yalto zenta
+""".split()
 SUFFIXES = "corp foods group labs media motors systems works".split()
 CITIES = """
-    almond arden birch brill caldor cedar dover dunmore eastby elgin fenwick garth hollow ironby jasper kirkby
-    lowell marlow norwick oakham preston quarry redhill seaford tilbury upton verdun wexford yarm zurich""".split()
+    almond arden birch brill caldor cedar dover dunmore eastby elgin fenwick garth hollow
+    ironby jasper kirkby lowell marlow norwick oakham preston quarry redhill seaford
+    tilbury upton verdun wexford yarm zurich
+""".split()
 HOBBIES = """
-    chess cooking dancing fishing hiking karate opera painting poker pottery rowing sailing skiing tennis
-    yoga""".split()
+    chess cooking dancing fishing hiking karate opera painting poker pottery rowing
+    sailing skiing tennis yoga
+""".split()
 PRODUCTS = """
-    bicycles boots cameras candles carpets cheese clocks drones glass lamps paper pianos ropes tents tractors""".split()
+    bicycles boots cameras candles carpets cheese clocks drones glass lamps paper pianos
+    ropes tents tractors
+""".split()
 TOPICS = """
-    algae bees comets corals dreams enzymes fungi glaciers lasers magnets moths polymers robots tides
-    volcanoes""".split()
+    algae bees comets corals dreams enzymes fungi glaciers lasers magnets moths polymers
+    robots tides volcanoes
+""".split()
 YEARS = [str(year) for year in range(1960, 2000)]
 NUMBERS = [str(number) for number in range(40)]
-FILLER = ["the weather was mild that week .", "this page was updated last month .", "read more in our archive .",
-          "tickets are sold at the door .", "many readers asked about this .", "photos are shown below .",
-          "the event drew a large crowd .", "no further details are known .", "see also the list of records .",
-          "the report is available online ."]
+FILLER = [
+    "the weather was mild that week .",
+    "this page was updated last month .",
+    "read more in our archive .",
+    "tickets are sold at the door .",
+    "many readers asked about this .",
+    "photos are shown below .",
+    "the event drew a large crowd .",
+    "no further details are known .",
+    "see also the list of records .",
+    "the report is available online .",
+]
 
-PERSONAL = ("employer", "birth", "home", "hobby")               # in the search corpus; "study" is in the other
+# The scholar corpus tells one more attribute of a person: "study".
+PERSONAL = ("employer", "birth", "home", "hobby")
 CORPORATE = ("base", "founding", "product")
-VERBS = {"employer": "joined", "birth": "born", "home": "inhabits", "hobby": "enjoys", "study": "published",
-         "base": "occupies", "founding": "began", "product": "makes"}
-ASK = {"employer": "which firm employs {} ?", "birth": "when was {} born ?", "home": "where does {} live ?",
-       "hobby": "what does {} enjoy ?", "study": "when did {} publish on {} ?",
-       "base": "where is {} based ?", "founding": "when was {} founded ?", "product": "what does {} make ?"}
+VERBS = {
+    "employer": "joined",
+    "birth": "born",
+    "home": "inhabits",
+    "hobby": "enjoys",
+    "study": "published",
+    "base": "occupies",
+    "founding": "began",
+    "product": "makes",
+}
+ASK = {
+    "employer": "which firm employs {} ?",
+    "birth": "when was {} born ?",
+    "home": "where does {} live ?",
+    "hobby": "what does {} enjoy ?",
+    "study": "when did {} publish on {} ?",
+    "base": "where is {} based ?",
+    "founding": "when was {} founded ?",
+    "product": "what does {} make ?",
+}
 MENTIONS = ("{0} was praised by {1} .", "{1} wrote about {0} .")
-AGE, EMPLOYER_OF = "how old was {} in {} ?", "the employer of {}"
-
-CONTROL = ("<pad>", "<unk>", "<eot>", "<s2>", "<s1>", "<call>", "<purpose>", "<resp>", "<answer>", "<doc>")
-OWN_WORDS = "search scholar python - none . error anything about of".split()
+AGE = "how old was {} in {} ?"
+EMPLOYER_OF = "the employer of {}"
 
 
 def corpus_of(attribute: str) -> str:
@@ -76,24 +103,19 @@ def corpus_of(attribute: str) -> str:
     return "scholar" if attribute == "study" else "search"
 
 
-def vocabulary() -> list[str]:
-    """Every word of every world, the control words first; a word's place is its token id."""
-    phrases = [*FILLER, *ASK.values(), *MENTIONS, AGE, EMPLOYER_OF]
-    words = {word for phrase in phrases for word in phrase.split() if "{" not in word}
-    words.update(FIRST_NAMES, LAST_NAMES, STEMS, SUFFIXES, CITIES, HOBBIES, PRODUCTS, TOPICS, YEARS, NUMBERS,
-                 VERBS, VERBS.values(), OWN_WORDS)
-    return [*CONTROL, *sorted(words)]
-
-
-# ------------------------------------------------------------------------------------------------- worlds
+# --------------------------------------------------------------------------- worlds
 
 TOOLS = ("search", "scholar", "python")
-WORLD_SIZES = {"train": (200, 60), "eval": (100, 40)}           # people, companies
+WORLD_SIZES = {"train": (200, 60), "eval": (100, 40)}  # people, companies
 
 
 @dataclass(frozen=True)
 class World:
-    """Names ("ada baker", "acro corp"), facts (name, attribute) -> value, and a list of documents for each corpus."""
+    """People ("ada baker"), companies ("acro corp"), facts about them, and what is written of them.
+
+    `facts` maps (name, attribute) to a value. `documents` has a list of pages for each corpus.
+    """
+
     people: list[str]
     companies: list[str]
     facts: dict[tuple[str, str], str]
@@ -105,41 +127,64 @@ class World:
 
 
 def make_world(name: str, n_people: int, n_companies: int) -> World:
-    """An invented world; everything in it follows from `name`."""
+    """An invented world. Everything in it follows from the arguments."""
     rng = random.Random(f"world {name}")
-    people = rng.sample([f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES], n_people)
-    companies = rng.sample([f"{stem} {suffix}" for stem in STEMS for suffix in SUFFIXES], n_companies)
+    full_names = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
+    firm_names = [f"{stem} {suffix}" for stem in STEMS for suffix in SUFFIXES]
+    people = rng.sample(full_names, n_people)
+    companies = rng.sample(firm_names, n_companies)
+
     facts = {}
     for company in companies:
-        facts |= {(company, "base"): rng.choice(CITIES), (company, "founding"): rng.choice(YEARS),
-                  (company, "product"): rng.choice(PRODUCTS)}
+        facts[company, "base"] = rng.choice(CITIES)
+        facts[company, "founding"] = rng.choice(YEARS)
+        facts[company, "product"] = rng.choice(PRODUCTS)
     for person in people:
         birth = rng.randint(1960, 1974)
-        facts |= {(person, "employer"): rng.choice(companies), (person, "birth"): str(birth),
-                  (person, "home"): rng.choice(CITIES), (person, "hobby"): rng.choice(HOBBIES),
-                  (person, "topic"): rng.choice(TOPICS), (person, "study"): str(birth + rng.randint(18, 24))}
+        facts[person, "employer"] = rng.choice(companies)
+        facts[person, "birth"] = str(birth)
+        facts[person, "home"] = rng.choice(CITIES)
+        facts[person, "hobby"] = rng.choice(HOBBIES)
+        facts[person, "topic"] = rng.choice(TOPICS)
+        facts[person, "study"] = str(birth + rng.randint(18, 24))
+
     world = World(people, companies, facts, {"search": [], "scholar": []})
-    for subject in people + companies:
-        attributes = PERSONAL if subject in people else CORPORATE
-        write_pages(world, rng, "search", subject, [world.sentence(subject, attribute) for attribute in attributes])
-        if subject in people:
-            write_pages(world, rng, "scholar", subject, [world.sentence(subject, "study")])
+    for person in people:
+        profile = [world.sentence(person, attribute) for attribute in PERSONAL]
+        write_documents(world, rng, "search", person, profile)
+        study = [world.sentence(person, "study")]
+        write_documents(world, rng, "scholar", person, study)
+    for company in companies:
+        profile = [world.sentence(company, attribute) for attribute in CORPORATE]
+        write_documents(world, rng, "search", company, profile)
     return world
 
 
-def write_pages(world: World, rng, corpus: str, subject: str, facts: list[str]):
-    """Adds three pages of 4 to 6 sentences to a corpus: one with the subject's facts, two that only mention it."""
-    def mention():
-        other = rng.choice(world.people)
-        return rng.choice(MENTIONS).format(subject, other) if other != subject else mention()
-    for sentences in (list(facts), [mention()], [mention()]):
+def write_documents(
+    world: World, rng: random.Random, corpus: str, subject: str, profile: list[str]
+) -> None:
+    """Adds three documents of 4 to 6 sentences: the subject's profile, and two mere mentions."""
+    beginnings = [list(profile), [mention(world, rng, subject)], [mention(world, rng, subject)]]
+    for sentences in beginnings:
         length = max(rng.randint(4, 6), len(sentences))
         while len(sentences) < length:
-            sentences.append(rng.choice(FILLER) if rng.random() < 0.5 else mention())
+            if rng.random() < 0.5:
+                sentences.append(rng.choice(FILLER))
+            else:
+                sentences.append(mention(world, rng, subject))
         rng.shuffle(sentences)
-        pages = world.documents[corpus]
-        identifier = f"{corpus}/{len(pages)}"
-        pages.append(Document(identifier, subject, f"toy://{identifier}", " ".join(sentences)))
+        documents = world.documents[corpus]
+        identifier = f"{corpus}/{len(documents)}"
+        text = " ".join(sentences)
+        documents.append(Document(identifier, subject, f"toy://{identifier}", text))
+
+
+def mention(world: World, rng: random.Random, subject: str) -> str:
+    """A sentence that names the subject beside somebody else and tells nothing about it."""
+    other = subject
+    while other == subject:
+        other = rng.choice(world.people)
+    return rng.choice(MENTIONS).format(subject, other)
 
 
 @functools.lru_cache(maxsize=8)
@@ -148,132 +193,83 @@ def world(split: str, seed: int = 0) -> World:
     return make_world(f"{split} {seed}", *WORLD_SIZES[split])
 
 
-# ------------------------------------------------------------------------------------------------- questions
+# ------------------------------------------------------------------------- questions
 
-SHARES = {"one": 0.4, "two": 0.3, "age": 0.2, "scholar": 0.1}   # of each kind of question
-NEEDS = {"one": {"search"}, "two": {"search"}, "age": {"search", "python"}, "scholar": {"scholar"}}
+SHARES = {"one": 0.4, "two": 0.3, "age": 0.2, "scholar": 0.1}
+NEEDS = {
+    "one": {"search"},
+    "two": {"search"},
+    "age": {"search", "python"},
+    "scholar": {"scholar"},
+}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A question and the way to its answer: look-ups (tool, name, attribute) in order, then a sum if one is needed."""
+    """A question and the way to its answer.
+
+    `hops` are the look-ups (tool, name, attribute) in order. `expression` is what Python has to
+    compute at the end; it is empty where the last look-up is the answer.
+    """
+
     kind: str
     text: str
     hops: tuple[tuple[str, str, str], ...]
     answer: str
-    sum: str = ""
+    expression: str = ""
 
 
-def draw_plan(world: World, rng, tools=TOOLS) -> Plan:
+def draw_plan(world: World, rng: random.Random, tools: Collection[str] = TOOLS) -> Plan:
     """A random question about a world that can be answered with these tools."""
     kinds = [kind for kind in SHARES if NEEDS[kind] <= set(tools)]
     if not kinds:
-        raise UserError("the toy has no question for these tools; give it search or scholar (--tools search,scholar)")
+        raise UserError(
+            "the toy has no question for these tools; "
+            "give it search or scholar (--tools search,scholar)"
+        )
     kind = rng.choices(kinds, [SHARES[kind] for kind in kinds])[0]
-    facts, person = world.facts, rng.choice(world.people)
-    if kind == "one":
-        name = person if rng.random() < 0.57 else rng.choice(world.companies)
-        attribute = rng.choice(PERSONAL if name == person else CORPORATE)
-        return Plan(kind, ASK[attribute].format(name), (("search", name, attribute),), facts[name, attribute])
-    if kind == "two":
-        company, attribute = facts[person, "employer"], rng.choice(CORPORATE)
-        hops = ("search", person, "employer"), ("search", company, attribute)
-        return Plan(kind, ASK[attribute].format(EMPLOYER_OF.format(person)), hops, facts[company, attribute])
-    if kind == "age":
-        birth, age = facts[person, "birth"], rng.randint(1, 24)
-        year = int(birth) + age
-        return Plan(kind, AGE.format(person, year), (("search", person, "birth"),), str(age), f"{year} - {birth}")
-    text = ASK["study"].format(person, facts[person, "topic"])
-    return Plan(kind, text, (("scholar", person, "study"),), facts[person, "study"])
+    person = rng.choice(world.people)
+    draw = {"one": draw_one, "two": draw_two, "age": draw_age, "scholar": draw_scholar}[kind]
+    return draw(world, rng, person)
 
 
-def question(split: str, seed: int, index: int, tools=TOOLS) -> Question:
-    """Question `index` of a split's endless stream: it depends on the arguments and on nothing else."""
-    plan = draw_plan(world(split, seed), random.Random(f"question {split} {seed} {index}"), tools)
+def draw_one(world: World, rng: random.Random, person: str) -> Plan:
+    """One look-up about the person or about some company."""
+    name, attributes = person, PERSONAL
+    if rng.random() >= 0.57:
+        name, attributes = rng.choice(world.companies), CORPORATE
+    attribute = rng.choice(attributes)
+    hops = (("search", name, attribute),)
+    return Plan("one", ASK[attribute].format(name), hops, world.facts[name, attribute])
+
+
+def draw_two(world: World, rng: random.Random, person: str) -> Plan:
+    """Two look-ups: the person's employer, then something about that company."""
+    company = world.facts[person, "employer"]
+    attribute = rng.choice(CORPORATE)
+    text = ASK[attribute].format(EMPLOYER_OF.format(person))
+    hops = (("search", person, "employer"), ("search", company, attribute))
+    return Plan("two", text, hops, world.facts[company, attribute])
+
+
+def draw_age(world: World, rng: random.Random, person: str) -> Plan:
+    """A look-up of the person's birth, then a subtraction."""
+    birth = world.facts[person, "birth"]
+    age = rng.randint(1, 24)
+    year = int(birth) + age
+    hops = (("search", person, "birth"),)
+    return Plan("age", AGE.format(person, year), hops, str(age), f"{year} - {birth}")
+
+
+def draw_scholar(world: World, rng: random.Random, person: str) -> Plan:
+    """One look-up in the second corpus."""
+    text = ASK["study"].format(person, world.facts[person, "topic"])
+    hops = (("scholar", person, "study"),)
+    return Plan("scholar", text, hops, world.facts[person, "study"])
+
+
+def question(split: str, seed: int, index: int, tools: Collection[str] = TOOLS) -> Question:
+    """Question `index` of a split's endless stream. It depends on the arguments only."""
+    rng = random.Random(f"question {split} {seed} {index}")
+    plan = draw_plan(world(split, seed), rng, tools)
     return Question(f"{split}-{seed}-{index}", plan.text, (plan.answer,), f"toy-{plan.kind}")
-
-
-# ------------------------------------------------------------------------------------------------- the language
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Word-level: lower-case, split at white space and punctuation, look up; a word outside the vocabulary is <unk>."""
-    words = {word: index for index, word in enumerate(vocabulary())}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(list(CONTROL))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eot>",
-                                   clean_up_tokenization_spaces=False)
-
-
-class ToyFormat:
-    """The toy's form of the interface in prompts.py: token ids in, token ids out, words only for the parser."""
-
-    def __init__(self, tokenizer, tools=TOOLS):
-        self.tokenizer, self.tools = tokenizer, tuple(tools)
-        self.control = {word: tokenizer.convert_tokens_to_ids(word) for word in CONTROL}
-        self.eot = self.control["<eot>"]
-        self.stop_ids = (self.eot,)
-
-    def encode(self, text: str) -> list[int]:
-        """Text from outside: a control word in it becomes unknown words, so nobody can speak in a role's name."""
-        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-
-    def decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=False)
-
-    def system2_prompt(self, question_text: str) -> list[int]:
-        return [self.control["<s2>"], *self.encode(question_text), self.eot]
-
-    def parse(self, tokens: list[int], *, final: bool = False) -> Step:
-        """One step of System 2; `final`: the given context ended with <answer>, so the step is what follows it."""
-        words = self.decode(tokens).split()
-        if words[-1:] == ["<eot>"]:
-            words.pop()
-        if final:
-            words.insert(0, "<answer>")
-        head, body = words[:1], words[1:]
-        if head == ["<answer>"]:
-            if self.plain(body):
-                return Step(answer=" ".join(body))
-            return Step(error="the answer is empty or holds a control word")
-        if head != ["<call>"]:
-            return Step(error="a step starts with <call> or <answer>")
-        if body[:1] == [] or body[0] not in self.tools:
-            return Step(error=f"unknown tool; the tools are {', '.join(self.tools)}")
-        tool, rest = body[0], body[1:]
-        split = rest.index("<purpose>") if "<purpose>" in rest else len(rest)
-        argument, purpose = rest[:split], rest[split + 1:]
-        if not self.plain(argument):
-            return Step(error="the query is empty or holds a control word")
-        if tool != "python" and not self.plain(purpose):
-            return Step(error="the purpose is missing or holds a control word")
-        return Step(call=Call(tool, " ".join(argument), " ".join(purpose)))
-
-    def plain(self, words: list[str]) -> bool:
-        """Some words, none of them a control word."""
-        return bool(words) and not any(word in self.control for word in words)
-
-    def observation(self, parts: list[list[int]], *, final: bool = False) -> list[int]:
-        """`<resp> note note … <eot>`; `final` goes on with <answer>, so that only an answer can follow."""
-        wrapped = [self.control["<resp>"], *(token for part in parts for token in part), self.eot]
-        return wrapped + [self.control["<answer>"]] * final
-
-    def message(self, text: str, *, final: bool = False) -> list[int]:
-        """Our own words to System 2. The toy has two: "none ." for no results, "error" for all that went wrong."""
-        return self.observation([self.encode("none ." if text.startswith("no results") else "error")], final=final)
-
-    def close_step(self) -> list[int]:
-        return [self.eot]
-
-    def document(self, document: Document) -> list[int]:
-        return [self.control["<doc>"], *self.encode(document.text)]
-
-    def system1_prompt(self, chunk: list[int], purpose: str, question: str = "") -> list[int]:
-        """Chunk, then purpose; without one (--purpose off) its place stays empty. The toy never shows the question."""
-        return [self.control["<s1>"], *chunk, self.control["<purpose>"], *self.encode(purpose), self.eot]
-
-    def note(self, tokens: list[int]) -> list[int]:
-        """System 1's words without any control word: a note can't speak for System 2 or end its turn."""
-        return [token for token in tokens if token not in self.control.values()]

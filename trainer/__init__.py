@@ -1,1 +1,42 @@
-"""The trainer's room: see policy.py."""
+"""The trainer's room. `import trainer` gives all that the loop needs:
+
+loading.py     a model, refused if packed training would be wrong
+attention.py   attention within samples that lie end to end
+batches.py     samples -> micro-batches
+policy.py      the model with the objective as its forward pass; DDP, FSDP2; backward
+checkpoint.py  states on disk
+memory.py      what a process will hold
+"""
+
+from trainer.batches import MicroBatch, make_micro_batch, micro_batches
+from trainer.checkpoint import load_optimizer, newest, save
+from trainer.loading import check_exact, load_model
+from trainer.memory import memory_plan
+from trainer.policy import (
+    Policy,
+    backward,
+    gradient_norm,
+    logprob,
+    make_optimizer,
+    parallel,
+    unwrap,
+)
+
+__all__ = [
+    "MicroBatch",
+    "Policy",
+    "backward",
+    "check_exact",
+    "gradient_norm",
+    "load_model",
+    "load_optimizer",
+    "logprob",
+    "make_micro_batch",
+    "make_optimizer",
+    "memory_plan",
+    "micro_batches",
+    "newest",
+    "parallel",
+    "save",
+    "unwrap",
+]

@@ -1,0 +1,230 @@
+"""Runs many episodes at once: what they ask of a sampler shares one running batch, their tools
+run in threads.
+
+An episode is a coroutine. When every episode waits, the event loop would sleep; at that moment,
+and only then, `Driver` decodes one token for each open request. So no episode is ever late for
+a batch, however deep its awaits are nested.
+
+Tests: pytest tests/test_driver.py
+"""
+
+import asyncio
+import collections
+import queue
+import selectors
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from sampler import Completion, Conversation, Sampler
+from tools import ToolError
+
+
+class ToolCall:
+    """A function that runs in a daemon thread of its own, and the future that waits for its
+    outcome.
+
+    A thread that never returns is given up at its deadline. It cannot keep the process from ending.
+    """
+
+    def __init__(self, function: Callable, seconds: float, future: asyncio.Future):
+        self.function = function
+        self.seconds = seconds
+        self.future = future
+        self.outcome: tuple[Any, BaseException | None] | None = None
+        self.deadline = float("inf")
+
+    def start(self, finished: queue.SimpleQueue) -> None:
+        """Starts the thread; `finished` gets this call when it is over."""
+
+        def work() -> None:
+            try:
+                outcome = (self.function(), None)
+            except Exception as error:
+                outcome = (None, error)
+            except BaseException as error:
+                outcome = (None, RuntimeError(f"a tool raised {error!r}"))
+            if self.outcome is None:
+                self.outcome = outcome
+            finished.put(self)
+
+        self.deadline = time.monotonic() + self.seconds
+        try:
+            threading.Thread(target=work, daemon=True).start()
+        except RuntimeError as error:  # the machine has no thread to spare
+            self.outcome = (None, ToolError(f"the call could not be started ({error})"))
+
+    def over(self) -> bool:
+        """Whether there is an outcome; past the deadline it is a failure."""
+        if self.outcome is None and time.monotonic() > self.deadline:
+            self.outcome = (None, ToolError(f"no answer within {self.seconds:g} seconds"))
+        return self.outcome is not None
+
+    def hand_over(self) -> None:
+        """Wakes the episode that waits, if it still does."""
+        if self.future.done():
+            return
+        result, error = self.outcome
+        if isinstance(error, StopIteration):  # a future refuses this one
+            error = RuntimeError(f"a tool raised {error!r}")
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
+class IdleSelector(selectors.DefaultSelector):
+    """Tells when an event loop has nothing left to do.
+
+    A loop with work asks its selector to wait 0 seconds. Any other wait means that every
+    coroutine waits for somebody else: that moment is `on_idle`'s.
+    """
+
+    def __init__(self, on_idle: Callable[[], None]):
+        super().__init__()
+        self.on_idle = on_idle
+
+    def select(self, timeout: float | None = None):
+        if timeout != 0:
+            self.on_idle()
+        return super().select(0)
+
+
+class Driver:
+    """Runs episodes over samplers: all open requests share a running batch, and tools run in
+    threads.
+
+    When every episode waits, the driver decodes one token for each open request.
+    `deterministic`: a tool's result is handed over only when nothing is left to decode and
+    every tool has returned. So the batches, and with them the last bits of every log-prob, do
+    not depend on how long a tool took. Without it a result is handed over at once, and waiting
+    for tools costs nothing.
+    """
+
+    def __init__(self, samplers: list[Sampler], *, deterministic: bool, max_calls: int = 32):
+        self.samplers = samplers
+        self.deterministic = deterministic
+        self.max_calls = max_calls
+        self._clear()
+
+    def _clear(self) -> None:
+        self.requests: dict[int, asyncio.Future] = {}  # id of an open request -> who waits for it
+        self.queued: collections.deque[ToolCall] = collections.deque()
+        self.running: list[ToolCall] = []
+        self.finished: queue.SimpleQueue[ToolCall] = queue.SimpleQueue()
+
+    async def sample(
+        self, sampler: Sampler, conversation: Conversation, tokens: list[int], **options
+    ) -> Completion:
+        """Appends `tokens` to the conversation and samples; see Sampler.submit."""
+        future = asyncio.get_running_loop().create_future()
+        request = sampler.submit(conversation, tokens, **options)
+        self.requests[id(request)] = future
+        return await future
+
+    async def call(self, function: Callable[[], Any], seconds: float) -> Any:
+        """The result of a blocking function of the outside world; ToolError after `seconds`
+        seconds.
+        """
+        future = asyncio.get_running_loop().create_future()
+        self.queued.append(ToolCall(function, seconds, future))
+        self._start_calls()
+        return await future
+
+    def run(
+        self, episodes: list[Coroutine], on_progress: Callable[[int], None] | None = None
+    ) -> list:
+        """Runs the episodes to their ends and returns their results in order.
+
+        An error in one episode ends all. `on_progress` is told how many are done.
+        """
+        tasks: list[asyncio.Task] = []
+        ending = False
+
+        def on_idle() -> None:
+            nonlocal ending
+            if ending:
+                return
+            try:
+                self._advance()
+            except BaseException:
+                ending = True
+                raise
+            if on_progress:
+                on_progress(sum(task.done() for task in tasks))
+
+        async def play_all() -> list:
+            nonlocal ending
+            tasks.extend(asyncio.ensure_future(episode) for episode in episodes)
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                ending = True
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+        def new_loop() -> asyncio.AbstractEventLoop:
+            return asyncio.SelectorEventLoop(IdleSelector(on_idle))
+
+        try:
+            with asyncio.Runner(loop_factory=new_loop) as runner:
+                return runner.run(play_all())
+        finally:
+            ending = True
+            for episode in episodes:
+                episode.close()
+            self._clear()
+
+    def _advance(self) -> None:
+        """Every episode waits: decode one token for each open request, or wait for the tools."""
+        busy = [sampler for sampler in self.samplers if sampler.busy]
+        for sampler in busy:
+            for request in sampler.step():
+                self._answer(request)
+        if self.deterministic and busy:
+            return
+        if self.running and not busy:
+            self._wait_for_calls()
+        pending = self.queued or not all(call.over() for call in self.running)
+        if self.deterministic and pending:
+            return
+        for call in self.running:
+            if call.over():
+                call.hand_over()
+        self.running = [call for call in self.running if not call.future.done()]
+        self._start_calls()
+
+    def _answer(self, request) -> None:
+        """Wakes the episode that waits for a finished request."""
+        future = self.requests.pop(id(request))
+        if future.done():  # cancelled
+            return
+        if request.error:
+            future.set_exception(FloatingPointError(request.error))
+        else:
+            future.set_result(request.completion)
+
+    def _start_calls(self) -> None:
+        """Starts queued calls. Those that were given up at their deadline no longer count."""
+        under_way = sum(call.outcome is None for call in self.running)
+        while self.queued and under_way < self.max_calls:
+            call = self.queued.popleft()
+            call.start(self.finished)
+            self.running.append(call)
+            under_way += 1
+
+    def _wait_for_calls(self) -> None:
+        """Waits until a call has returned or a moment has passed, so that Ctrl-C is heard in
+        time.
+        """
+        if any(call.over() for call in self.running) and not self.deterministic:
+            return
+        try:
+            self.finished.get(timeout=0.1)
+        except queue.Empty:
+            pass
+        # A queue of more than `max_calls` calls goes on while the first ones wait to be handed
+        # over.
+        self._start_calls()

@@ -1,0 +1,305 @@
+"""Our own forward of Qwen2, Qwen3 and Llama over a paged KV cache.
+
+It runs over an inference copy of the weights, with one product for queries, keys and values and one
+for gate and up. `unsupported` says, strictly, for which models it would be wrong; those run on the
+stock modules of stock.py, which has the same interface (`load`, `fill`, `decode`).
+
+Departure from the textbook: `fill` computes no output. The sampler prefills all tokens of a
+context but the last and lets the decode step feed the last one. So a prefill needs no logits,
+and of the last layer only keys and values.
+
+Shapes: T tokens, D hidden size, V vocabulary, Hq and Hkv query and key heads, Dh head size; the
+cache of all layers is pool [2, layers, pages, page_size, Hkv, Dh].
+Tests: pytest tests/test_decoder.py. Speed: python -m bench.sampler
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kernels
+from sampler.architectures import check_architecture
+from sampler.attention import Batch, attention, cache_dtype, store
+
+FAMILY = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+# The rotations whose inverse frequencies do not depend on a row's length.
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+# On a CPU, packed weights are faster from about so many rows on.
+PACKED_ROWS = 8
+PACKED_TYPES = (torch.float32, torch.bfloat16)
+
+
+def unsupported(model) -> str | None:
+    """Why OwnForward would be wrong for `model`, or None where it is right."""
+    config = model.config
+    if type(model).__name__.removeprefix("FSDP") not in FAMILY:
+        return f"architecture {type(model).__name__}"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"activation {config.hidden_act}"
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        return "sliding-window layers"
+    if model.model.rotary_emb.rope_type not in STATIC_ROPE:
+        return f"rope type {model.model.rotary_emb.rope_type}"
+    head_size = model.model.layers[0].self_attn.head_dim
+    if head_size & (head_size - 1):
+        return f"head size {head_size}, no power of two"
+    for name, module in model.named_modules():
+        is_product = name.endswith(("_proj", "lm_head"))
+        if is_product and type(module).__name__.removeprefix("FSDP") != "Linear":
+            return f"{name} of type {type(module).__name__}"
+    if model.lm_head.bias is not None:
+        return "a biased output layer"
+    return None
+
+
+# ---------------------------------------------------------------- weights
+
+
+def gather_full(parameter: Tensor) -> Tensor:
+    """A parameter's values, gathered from all ranks where it is sharded.
+
+    Under FSDP2 every rank must call this.
+    """
+    if hasattr(parameter, "full_tensor"):
+        parameter = parameter.full_tensor()
+    return parameter.detach()
+
+
+def concat_weights(modules: list[nn.Linear], kind: str) -> Tensor | None:
+    """Weights or biases of several products of one input, as one; None if the modules have none."""
+    if getattr(modules[0], kind) is None:
+        return None
+    return torch.cat([gather_full(getattr(module, kind)) for module in modules])
+
+
+def named_weights(model) -> Iterator[tuple[str, Tensor | None]]:
+    """The inference copy's tensors, one at a time: all at once would double the memory."""
+    yield "embed", gather_full(model.model.embed_tokens.weight)
+    yield "head", gather_full(model.lm_head.weight)
+    yield "norm", gather_full(model.model.norm.weight)
+    yield "inv_freq", model.model.rotary_emb.inv_freq
+    for i, layer in enumerate(model.model.layers):
+        attn = layer.self_attn
+        mlp = layer.mlp
+        yield f"{i}.norm1", gather_full(layer.input_layernorm.weight)
+        yield f"{i}.norm2", gather_full(layer.post_attention_layernorm.weight)
+        for name in ("q_norm", "k_norm"):
+            norm = getattr(attn, name, None)
+            yield f"{i}.{name}", None if norm is None else gather_full(norm.weight)
+        products = {
+            "qkv": [attn.q_proj, attn.k_proj, attn.v_proj],
+            "o": [attn.o_proj],
+            "gate_up": [mlp.gate_proj, mlp.up_proj],
+            "down": [mlp.down_proj],
+        }
+        for name, modules in products.items():
+            yield f"{i}.{name}", concat_weights(modules, "weight")
+            yield f"{i}.{name}.bias", concat_weights(modules, "bias")
+
+
+# ---------------------------------------------------------------- the small operations on a CPU
+#
+# The kernels' plain forms are written to be read; these take fewer passes over memory, in fp32.
+
+
+def plain_fp32(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and not x.is_cuda
+
+
+def add_rms_norm(x, residual, weight, eps):
+    """kernels.add_rms_norm; on a CPU the residual is changed in place."""
+    if not plain_fp32(x):
+        return kernels.add_rms_norm(x, residual, weight, eps)
+    residual = x if residual is None else residual.add_(x)
+    return F.rms_norm(residual, weight.shape, weight, eps), residual
+
+
+def silu_mul(gate_up):
+    """kernels.silu_mul."""
+    if not plain_fp32(gate_up):
+        return kernels.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def rotate_and_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps):
+    """kernels.qk_norm_rope_store: qkv [T, (Hq + 2 · Hkv) · Dh] -> q [T, Hq, Dh].
+
+    Keys and values go to their pages.
+    """
+    pages = k_pages, v_pages
+    if k_pages.dtype != qkv.dtype:
+        return rotate_and_widen(qkv, q_weight, k_weight, cos, sin, slots, *pages, eps)
+    if not plain_fp32(qkv):
+        return kernels.qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, *pages, eps)
+    kv_heads, size = k_pages.shape[2:]
+    heads = qkv.unflatten(1, (-1, size))
+    qk = heads[:, :-kv_heads]
+    v = heads[:, -kv_heads:]
+    if q_weight is not None:
+        squares = torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_()
+        qk = qk * squares.div_(size).add_(eps).rsqrt_()
+        qk[:, :-kv_heads] *= q_weight
+        qk[:, -kv_heads:] *= k_weight
+    first, second = qk.chunk(2, -1)
+    turned = torch.cat((-second, first), -1)
+    rotated = (qk * cos[:, None]).addcmul_(turned, sin[:, None])
+    slots = without_padding(slots)
+    store(rotated[:, -kv_heads:], k_pages, slots)
+    store(v, v_pages, slots)
+    return rotated[:, :-kv_heads]
+
+
+def rotate_and_widen(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps):
+    """The same for a cache of a wider type, which holds the values of the model's type."""
+    scratch = qkv.new_empty(2, len(qkv), 1, *k_pages.shape[2:])
+    own = torch.arange(len(qkv))
+    q = kernels.qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, own, *scratch, eps)
+    slots = without_padding(slots)
+    store(scratch[0, :, 0], k_pages, slots)
+    store(scratch[1, :, 0], v_pages, slots)
+    return q
+
+
+def without_padding(slots: Tensor) -> Tensor:
+    """The slots of a batch on a CPU without those of padding rows, which come last."""
+    if slots[-1] >= 0:
+        return slots
+    return slots[: int((slots >= 0).sum())]
+
+
+# ---------------------------------------------------------------- the forward
+
+
+class OwnForward:
+    """A layer is four products, attention and four small operations."""
+
+    path = "own forward"
+
+    def __init__(self, model, dtype: torch.dtype, device: torch.device):
+        config = model.config
+        self.layers = config.num_hidden_layers
+        self.eps = config.rms_norm_eps
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.head_size = model.model.layers[0].self_attn.head_dim
+        self.vocabulary = model.lm_head.out_features
+        self.scale = self.head_size**-0.5
+        self.rope_scale = model.model.rotary_emb.attention_scaling
+        self.dtype = dtype
+        self.device = device
+        self.cache_dtype = cache_dtype(dtype, device)
+        self.tied = model.lm_head.weight is model.model.embed_tokens.weight
+        self.weights: dict[str, Tensor | None] = {}
+        self.packed: dict[str, Tensor] = {}
+        self.load(model)
+        sharded = hasattr(next(model.parameters()), "full_tensor")
+        # The probe runs the model itself. Elsewhere that may be slow, and in shards all ranks must.
+        if model.device == device and not sharded:
+            check_architecture(model, self)
+
+    @torch.no_grad()
+    def load(self, model) -> None:
+        """Copies the weights in; later in place, because CUDA graphs keep their addresses.
+
+        Matrices are kept as [in, out]. On a CPU that layout is up to twice as fast for few
+        rows, so they are really transposed there, and a second copy is packed for many rows. On
+        CUDA they are transposed views, and a tied head is the embedding itself.
+        """
+        cuda = self.device.type == "cuda"
+        for name, value in named_weights(model):
+            if value is None:
+                self.weights[name] = None
+                continue
+            if name == "head" and self.tied and cuda:
+                self.weights[name] = self.weights["embed"].t()
+                continue
+            matrix = value.dim() == 2 and name != "embed"
+            if matrix:
+                value = value.t()
+            if name in self.weights:
+                self.weights[name].copy_(value)
+            else:
+                dtype = self.type_of(name)
+                shape = value.t().shape if matrix and cuda else value.shape
+                new = torch.empty(shape, dtype=dtype, device=self.device)
+                if matrix and cuda:
+                    new = new.t()
+                self.weights[name] = new.copy_(value)
+            if matrix and not cuda:
+                self.pack(name)
+
+    def type_of(self, name: str) -> torch.dtype:
+        """The type in which a weight is kept."""
+        if name == "inv_freq":
+            return torch.float32
+        if name == "head":
+            # A CPU has no product of bf16 matrices with an fp32 result, and logits are not rounded.
+            return self.cache_dtype
+        return self.dtype
+
+    def pack(self, name: str) -> None:
+        """A copy of a matrix in the layout that oneDNN likes best for this processor."""
+        weight = self.weights[name]
+        if torch.backends.mkldnn.is_available() and weight.dtype in PACKED_TYPES:
+            rows_out = weight.t().contiguous()  # [out, in]
+            self.packed[name] = torch.ops.mkldnn._reorder_linear_weight(rows_out)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """x [T, in] -> [T, out]."""
+        bias = self.weights.get(name + ".bias")
+        if name in self.packed and x.shape[0] >= PACKED_ROWS:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed[name], bias, "none", [], "")
+        if bias is None:
+            return torch.mm(x, self.weights[name])
+        return torch.addmm(bias, x, self.weights[name])
+
+    def fill(self, batch: Batch, pool: Tensor) -> None:
+        """Writes the keys and values of batch.ids into the pool."""
+        self.hidden(batch, pool, last=self.layers - 1)
+
+    def decode(self, batch: Batch, pool: Tensor) -> Tensor:
+        """The same, and fp32 logits [T, V], which are never rounded to bf16 on the way."""
+        return self.logits(self.hidden(batch, pool))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            return torch.mm(hidden, self.weights["head"], out_dtype=torch.float32)
+        return self.linear(hidden.to(self.weights["head"].dtype), "head").float()
+
+    def hidden(self, batch: Batch, pool: Tensor, last: int | None = None) -> Tensor | None:
+        """Last hidden states [T, D], final norm included.
+
+        None if it stops once layer `last` has stored its keys and values.
+        """
+        w = self.weights
+        residual = None
+        x = w["embed"][batch.ids]
+        angle = batch.positions[:, None].float() * w["inv_freq"]
+        angle = torch.cat((angle, angle), -1)  # [T, Dh]
+        cos = (angle.cos() * self.rope_scale).to(x.dtype)
+        sin = (angle.sin() * self.rope_scale).to(x.dtype)
+        for i in range(self.layers):
+            k_pages = pool[0, i]
+            v_pages = pool[1, i]
+            x, residual = add_rms_norm(x, residual, w[f"{i}.norm1"], self.eps)
+            q = rotate_and_store(
+                self.linear(x, f"{i}.qkv"),
+                w[f"{i}.q_norm"],
+                w[f"{i}.k_norm"],
+                cos,
+                sin,
+                batch.slots,
+                k_pages,
+                v_pages,
+                self.eps,
+            )
+            if i == last:
+                return None
+            x = attention(q, k_pages, v_pages, batch, self.scale)
+            x = self.linear(x.flatten(1), f"{i}.o")
+            x, residual = add_rms_norm(x, residual, w[f"{i}.norm2"], self.eps)
+            x = self.linear(silu_mul(self.linear(x, f"{i}.gate_up")), f"{i}.down")
+        return add_rms_norm(x, residual, w["norm"], self.eps)[0]

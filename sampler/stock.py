@@ -1,0 +1,115 @@
+"""The stock modules of any other decoder, with our attention in place of theirs.
+
+transformers lets attention be swapped by name (AttentionInterface). A model qualifies if
+nothing else than attention mixes tokens and if attention gets all it needs as arguments.
+architectures.py checks both, since transformers itself refuses nothing.
+
+Tests: pytest tests/test_decoder.py
+"""
+
+import copy
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from sampler.architectures import check_architecture, check_config
+from sampler.attention import Batch, attention, cache_dtype, store
+from sampler.decoder import gather_full
+
+IMPLEMENTATION = "mars_paged"
+
+
+def stock_attention(
+    module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask,
+    scaling: float | None = None,
+    sampler_batch: Batch | None = None,
+    sampler_pool: Tensor | None = None,
+    sliding_window: int | None = None,
+    **options,
+):
+    """Our attention as AttentionInterface calls it.
+
+    q [1, Hq, T, Dh], k and v [1, Hkv, T, Dh] -> [1, T, Hq, Dh]. ValueError for what it cannot do.
+    """
+    if sampler_batch is None:
+        raise ValueError("its modules do not hand their arguments on to attention")
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ValueError(f"its attention uses {name}")
+    if not getattr(module, "is_causal", True):
+        raise ValueError("its attention is not causal")
+    layer = module.layer_idx
+    if sampler_batch.layers_seen is not None:
+        sampler_batch.layers_seen[layer] = sliding_window
+    k_pages = sampler_pool[0, layer]
+    v_pages = sampler_pool[1, layer]
+    slots = sampler_batch.slots[: sampler_batch.stored]
+    store(k[0].transpose(0, 1), k_pages, slots)
+    store(v[0].transpose(0, 1), v_pages, slots)
+    if scaling is None:
+        scaling = q.shape[-1] ** -0.5
+    q = q[0].transpose(0, 1).contiguous()
+    out = attention(q, k_pages, v_pages, sampler_batch, scaling, sliding_window)
+    return out[None], None
+
+
+# No mask function has this name, so transformers builds no mask.
+AttentionInterface.register(IMPLEMENTATION, stock_attention)
+
+
+class StockForward:
+    """A copy of the model's own modules; ValueError where they would be wrong over pages."""
+
+    path = "stock modules"
+
+    def __init__(self, model, dtype: torch.dtype, device: torch.device):
+        check_config(model)
+        self.model = copy.deepcopy(model).to(device, dtype).eval().requires_grad_(False)
+        try:
+            self.model.set_attn_implementation(IMPLEMENTATION)
+        except ValueError as error:
+            raise ValueError(f"the sampler cannot run {type(model).__name__}: {error}") from error
+        config = self.model.config.get_text_config()
+        # transformers only logs a warning where a model has an attention of its own.
+        if config._attn_implementation != IMPLEMENTATION:
+            raise ValueError(
+                f"the sampler cannot run {type(model).__name__}: its attention cannot be replaced"
+            )
+        self.layers = config.num_hidden_layers
+        self.heads = config.num_attention_heads
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
+        self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.vocabulary = self.model.get_input_embeddings().num_embeddings
+        self.dtype = dtype
+        self.device = device
+        self.cache_dtype = cache_dtype(dtype, device)
+        check_architecture(model, self)
+
+    @torch.no_grad()
+    def load(self, model) -> None:
+        """Copies the weights in."""
+        source = dict(model.named_parameters())
+        for name, value in self.model.named_parameters():
+            value.copy_(gather_full(source[name]))
+
+    def run(self, module, batch: Batch, pool: Tensor):
+        return module(
+            batch.ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            sampler_batch=batch,
+            sampler_pool=pool,
+        )
+
+    def fill(self, batch: Batch, pool: Tensor) -> None:
+        """As OwnForward.fill; only the output layer is spared here."""
+        self.run(self.model.base_model, batch, pool)
+
+    def decode(self, batch: Batch, pool: Tensor) -> Tensor:
+        """The model's own logits [T, V] in fp32, after its own rounding and caps."""
+        return self.run(self.model, batch, pool).logits[0].float()

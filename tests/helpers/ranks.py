@@ -1,0 +1,135 @@
+"""What each rank does in tests/test_policy.py: one step on its share of given samples.
+
+Rank 0 saves what came of it.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from helpers.tiny import CPU, OBJECTIVE, Tokenizer, counts, make_samples, weigh
+
+import trainer
+from sampler import Sampler
+
+TESTS = Path(__file__).parent.parent
+
+
+def start(script: str, *arguments, world: int = 2) -> list[subprocess.Popen]:
+    """The script on `world` processes of one group, as torchrun would start them."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    command = [sys.executable, script, *map(str, arguments)]
+    return [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(world)
+    ]
+
+
+def step(model: str, out: Path, mode: str) -> None:
+    """One optimizer step of this rank.
+
+    `mode` is "single", or "ddp" or "fsdp", perhaps with " recomputing" behind.
+    """
+    fsdp = mode.startswith("fsdp")
+    rank = dist.get_rank() if mode != "single" else 0
+    world = dist.get_world_size() if mode != "single" else 1
+    samples = make_samples()
+    mine = samples
+    if world > 1:  # an uneven share
+        mine = samples[:9] if rank == 0 else samples[9:]
+    policy = trainer.Policy(
+        trainer.load_model(model, CPU, training=True),
+        bf16=False,
+        recompute_activations=mode.endswith("recomputing"),
+    )
+    policy = trainer.parallel(policy, fsdp=fsdp, device=CPU)
+    sampler = Sampler(trainer.load_model(model, CPU, training=False), max_tokens=64)
+    optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
+    batches = trainer.micro_batches(mine, weigh(mine, counts(samples)), 60, CPU)
+    count = torch.tensor(len(batches))
+    if world > 1:
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        assert len(batches) != int(count) or rank == 0, "a rank must add empty micro-batches"
+    empty = range(int(count) - len(batches))
+    batches += [trainer.make_micro_batch([], [], [], CPU) for _ in empty]
+    if fsdp:
+        policy.register_forward_pre_hook(unsharded_gradients_are_gone(policy), prepend=True)
+    stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    loss = torch.tensor(sum(float(s["loss"]) for s in stats))
+    norm = trainer.gradient_norm(policy, 0.01)  # low enough to clip
+    gradients = {
+        name: whole(parameter.grad) for name, parameter in trainer.unwrap(policy).named_parameters()
+    }
+    optimizer.step()
+    sampler.load_weights(trainer.unwrap(policy).model)
+    if world > 1:
+        dist.all_reduce(loss)
+    trainer.save(out, 1, policy, optimizer, Tokenizer())
+    first = next(iter(optimizer.state))
+    before = [state["exp_avg"].clone() for state in optimizer.state.values()]
+    optimizer.state[first]["exp_avg"].zero_()
+    trainer.load_optimizer(out / "state" / "step_000001", policy, optimizer)
+    after = [state["exp_avg"] for state in optimizer.state.values()]
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(part(one), part(other))
+    assert part(before[0]).any()
+    numbers = {"loss": loss, "norm": norm, "gradients": gradients}
+    weights = sampler.forward.weights.items()
+    numbers["sampler"] = {name: weight for name, weight in weights if weight is not None}
+    if rank == 0:
+        torch.save(numbers, out / "numbers.pt")
+
+
+def part(tensor):
+    """This rank's part of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole(tensor):
+    """All ranks' parts of a tensor."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def unsharded_gradients_are_gone(policy):
+    """A hook before every micro-batch: the one before left its gradients in shards.
+
+    So no whole copy of them piles up.
+    """
+    calls = []
+
+    def check(*_):
+        weight = policy.model.base_model.layers[0].mlp.up_proj.weight
+        assert (weight.grad is not None) == bool(calls)
+        assert hasattr(weight, "full_tensor")
+        calls.append(1)
+
+    return check
+
+
+def main(model: str, out: str, *modes: str) -> None:
+    """All the modes one after the other: most of a test's time goes into starting processes."""
+    dist.init_process_group("gloo")
+    for mode in modes:
+        if dist.get_rank() == 0:
+            (Path(out) / mode).mkdir()
+        dist.barrier()
+        step(model, Path(out) / mode, mode)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

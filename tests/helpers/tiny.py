@@ -1,0 +1,92 @@
+"""Tiny random models of three architectures, and samples as rollouts would leave them."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import grpo
+from rollout import Sample
+
+CPU = torch.device("cpu")
+OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+KINDS = ("qwen3", "qwen2", "llama")
+
+
+def model(kind: str):
+    """A random model, the same at every call."""
+    torch.manual_seed(0)
+    if kind == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(head_dim=16, tie_word_embeddings=True, **SHAPE))
+    if kind == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=False, **SHAPE))
+    return LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **SHAPE))
+
+
+def saved(kind: str, folder: Path) -> Path:
+    """The folder of such a model."""
+    model(kind).save_pretrained(folder)
+    return folder
+
+
+def make_samples(count: int = 13, vocabulary: int = 61, seed: int = 0) -> list[Sample]:
+    """Samples of both roles: given and sampled stretches of random length."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(0, vocabulary, (length,), generator=generator).tolist()
+
+    for i in range(count):
+        turns = 3 if i % 3 == 0 else 1
+        sample = Sample("sys2" if turns == 3 else "sys1", group=i % 4, trajectory=i)
+        for _ in range(turns):
+            given = draw(2, 20)
+            sampled = draw(1, 9)
+            sample.give(tokens(given))
+            sample.tokens += tokens(sampled)
+            sample.mask += [True] * sampled
+            sample.logprobs += (-4 + 0.2 * torch.randn(sampled, generator=generator)).tolist()
+        if i % 2:
+            sample.give([3, 4])  # an observation that no step follows
+        sample.advantage = float(torch.randn((), generator=generator))
+        sample.drawn = 1
+        samples.append(sample)
+    return samples
+
+
+def counts(samples: list[Sample]) -> dict[str, int]:
+    """How many samples each role has."""
+    return {role: sum(s.role == role for s in samples) for role in ("sys1", "sys2")}
+
+
+def weigh(samples: list[Sample], total: dict[str, int] | None = None) -> list[torch.Tensor]:
+    """grpo.token_weights; `total` counts the samples of each role, over all ranks."""
+    total = total or counts(samples)
+    return [grpo.token_weights([torch.tensor(s.mask)], total[s.role])[0] for s in samples]
+
+
+class Tokenizer:
+    """What a state asks of a tokenizer."""
+
+    def save_pretrained(self, folder):
+        pass

@@ -1,0 +1,143 @@
+"""A loopback server that does what it is told, and the fixtures of the tests that talk to it."""
+
+import contextlib
+import json
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tools import exchange, pages, search, web
+
+needs_lxml = pytest.mark.skipif(bool(pages.missing("html")), reason=str(pages.missing("html")))
+needs_pypdf = pytest.mark.skipif(bool(pages.missing("pdf")), reason=str(pages.missing("pdf")))
+
+KEY = "sk-very-secret"
+ROW = {"title": "Ada", "link": "http://site.test/ada", "snippet": "born 1968"}
+ECHO = {"searchParameters": {"q": "ada", "type": "search"}}
+
+
+class Loopback(ThreadingHTTPServer):
+    """Answers the n-th request with replies[n], and later ones with the last reply.
+
+    A reply is a function of the request handler.
+    """
+
+    daemon_threads = True
+
+    def __init__(self):
+        self.replies, self.requests, self.lock = [], [], threading.Lock()
+        self.released = threading.Event()
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, *_):
+        pass
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        server = self.server
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.close_connection = True
+        with server.lock:
+            number = len(server.requests)
+            server.requests.append(
+                (self.command, self.path, dict(self.headers), json.loads(body) if body else None)
+            )
+        server.replies[min(number, len(server.replies) - 1)](self)
+
+    do_POST = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+def says(body, status=200, headers=(), kind="application/json", promise=None):
+    """A reply. body: bytes, text, or what JSON can hold. promise: another Content-Length."""
+    if not isinstance(body, (str, bytes)):
+        body = json.dumps(body)
+    if isinstance(body, str):
+        body = body.encode()
+
+    def reply(handler):
+        handler.send_response(status)
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Length", promise or len(body)),
+            *dict(headers).items(),
+        ):
+            handler.send_header(name, str(value))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return reply
+
+
+def hangs(handler):
+    handler.server.released.wait(20)
+
+
+def drops(handler):
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def cut_chunks(handler):
+    handler.wfile.write(b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n6\r\n{"org\r\n')
+
+
+def drips(beginning):
+    def reply(handler):
+        with contextlib.suppress(OSError):
+            handler.wfile.write(beginning)
+            while not handler.server.released.wait(0.05):
+                handler.wfile.write(b"x")
+
+    return reply
+
+
+def routes(pages):
+    """A reply chosen by path; 404 for a path without one."""
+    return lambda handler: pages.get(handler.path, says("no such page", 404))(handler)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    server = Loopback()
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    ).start()
+    for variable in search.URLS:
+        monkeypatch.setenv(variable, server.url)
+    for variable in ("SERPER_API_KEY", "JINA_API_KEY"):
+        monkeypatch.setenv(variable, KEY)
+    monkeypatch.setenv("no_proxy", "*")
+    yield server
+    server.released.set()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The client's pauses, taken down instead of slept."""
+    waits = []
+    monkeypatch.setattr(web.time, "sleep", waits.append)
+    return waits
+
+
+def serper(tmp_path, **options):
+    return search.make("serper", **{"cache": tmp_path / "cache", "timeout": 5, **options})
+
+
+GOOD = says({"organic": [ROW]})
+
+
+def only_site(host, port):
+    """A resolver for tests: site.test is this machine, everything else is judged as ever."""
+    if host == "site.test":
+        return ["127.0.0.1"]
+    return exchange.public_addresses(host, port)

@@ -1,0 +1,168 @@
+"""Credit and the first half of an update: who gets which advantage, who stands in the loss how
+often, what each weighs.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mars
+import train
+from rollout import Sample, Trajectory
+from sampler import Completion
+from tasks.questions import Question
+
+CPU = torch.device("cpu")
+# question: (reward, System 1 samples) of each attempt
+PLAN = {
+    0: [(1.0, 3), (0.0, 1), (0.0, 0), (None, 2)],
+    1: [(1.0, 1), (1.0, 0), (1.0, 0), (1.0, 0)],  # all alike: nothing to learn
+    2: [(1.0, 1), (0.0, 0), (1.0, 0), (0.0, 1)],  # fewer System 1 samples than attempts
+}
+
+
+def sample(role: str, question: int, attempt: int, reward, length: int) -> Sample:
+    made = Sample(role, question, attempt, reward=reward)
+    made.append_given([1, 2, 3])
+    made.append_sampled(Completion([4] * length, [-1.0] * length, "stop"))
+    return made
+
+
+def trajectory(place: int, attempt: int, reward, readers: int) -> Trajectory:
+    question = Question(f"q{place}", "?", ("x",), "own")
+    made = Trajectory(question, place, attempt, ended="answer", reward=reward)
+    samples = [sample("sys2", place, attempt, reward, 5)]
+    samples += [sample("sys1", place, attempt, reward, 2 + j) for j in range(readers)]
+    made.contexts = [
+        SimpleNamespace(role=one.role, sample=one, chunk=None, turns=[]) for one in samples
+    ]
+    return made
+
+
+def play(**options) -> tuple[SimpleNamespace, list[Trajectory], list[Sample], list[Sample]]:
+    """train_step over PLAN with the update left out: (run, trajectories, System 2's samples,
+    System 1's).
+    """
+    trajectories = [
+        trajectory(place, k, *attempt)
+        for place, attempts in PLAN.items()
+        for k, attempt in enumerate(attempts)
+    ]
+    seen = {}
+
+    def update(run, terms, step):
+        seen.update(terms)
+        return {}
+
+    config = mars.MarsConfig(questions=3, group=4, **options)
+    run = SimpleNamespace(
+        config=config,
+        method=mars.METHOD,
+        rank=0,
+        world=1,
+        device=CPU,
+        reference=None,
+        policy=None,
+        tools=[],
+        question=lambda i: Question(f"q{i}", "?", ("x",), "own"),
+        rollouts=lambda *a, **k: trajectories,
+        driver=SimpleNamespace(samplers=[]),
+        sampler=SimpleNamespace(load_weights=lambda model: None),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "update", update)
+        patch.setattr(train.trainer, "unwrap", lambda policy: SimpleNamespace(model=None))
+        train.train_step(run, 0)
+    return run, trajectories, seen["sys2"], seen["sys1"]
+
+
+def of(samples: list[Sample], group: int) -> list[Sample]:
+    return [s for s in samples if s.question == group]
+
+
+def test_each_role_has_its_own_group_and_an_unjudged_trajectory_none():
+    _, trajectories, sys2, sys1 = play()
+    assert [s.advantage for s in of(sys2, 0)] == pytest.approx(
+        [math.sqrt(2), -1 / math.sqrt(2), -1 / math.sqrt(2)]
+    )  # G = 3
+    assert [s.advantage for s in of(sys1, 0)] == pytest.approx(
+        [1 / math.sqrt(3)] * 3 + [-math.sqrt(3)]
+    )  # M = 4
+    assert all(s.advantage == 0 for s in of(sys2, 1) + of(sys1, 1))
+    unjudged = trajectories[3]
+    assert all(s.copies == 0 and s.advantage == 0 for s in unjudged.samples())
+
+
+def test_shared_group_inherits():
+    _, trajectories, _, _ = play(shared_group=True)
+    assert all(
+        s.advantage == t.samples("sys2")[0].advantage
+        for t in trajectories
+        if t.reward is not None
+        for s in t.samples("sys1")
+    )
+
+
+def test_system1_is_balanced_to_system2s_number_a_question():
+    _, _, sys2, sys1 = play()
+    assert all(s.copies == 1 for s in sys2)
+    assert [sum(s.copies for s in of(sys1, g)) for g in PLAN] == [3, 4, 4]
+    assert max(s.copies for s in of(sys1, 0)) == 1 and min(s.copies for s in of(sys1, 2)) >= 1
+    assert all(s.copies == 1 for s in play(balance=False)[3])
+    assert not any(s.copies for s in play(system1="frozen")[3])
+
+
+def test_a_sample_weighs_its_copies_over_those_of_its_term():
+    """1/|y| a token, once for each copy, over the copies of the role: also those of advantage 0."""
+    run, _, sys2, sys1 = play()
+    for terms in (
+        {"sys2": sys2, "sys1": sys1},
+        {"sys2": sys2, "sys1": []},
+        {"sys2": [], "sys1": sys1},
+    ):
+        samples, batches, references = train.prepare(run, terms)
+        assert references == [None] * len(batches)
+        expected = []
+        for role in terms.values():
+            copies = sum(s.copies for s in role)
+            for s in role:
+                if s.copies and s.advantage:
+                    expected += [s.copies / (sum(s.mask) * copies)] * sum(s.mask)
+        got = [weight for batch in batches for weight in batch.weight.tolist()]
+        assert sorted(got) == pytest.approx(sorted(expected))
+        for batch in batches:
+            owners = [samples[i] for i in batch.owner.tolist()]
+            assert batch.advantage.tolist() == pytest.approx([s.advantage for s in owners])
+
+
+def test_a_step_without_any_graded_trajectory_has_an_empty_update():
+    run, *_ = play()
+    samples, batches, _ = train.prepare(run, {"sys2": [], "sys1": []})
+    assert samples == [] and len(batches) == 1 and len(batches[0].target) == 0
+
+
+def test_ranks_share_out_the_questions_in_runs_so_that_inner_steps_stay_even():
+    for rank, places in ((0, [0, 1]), (1, [2, 3, 4])):
+        run = SimpleNamespace(
+            config=mars.MarsConfig(questions=5),
+            rank=rank,
+            world=2,
+            question=lambda i: Question(f"q{i}", "?", ("x",), "own"),
+        )
+        batch = train.questions_of(run, 3)
+        assert [place for place, _ in batch] == places
+        assert [question.id for _, question in batch] == [f"q{15 + place}" for place in places]
+
+
+def test_a_question_that_comes_twice_in_a_step_is_drawn_anew():
+    """Across the end of an epoch; the same id would name the same draws, token for token."""
+    run = SimpleNamespace(
+        config=mars.MarsConfig(questions=6),
+        rank=0,
+        world=1,
+        question=lambda i: Question(f"q{i % 4}", "?", ("x",), "own"),
+    )
+    ids = [question.id for _, question in train.questions_of(run, 0)]
+    assert ids == ["q0", "q1", "q2", "q3", "q0#2", "q1#2"]

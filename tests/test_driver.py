@@ -1,0 +1,234 @@
+"""The driver, over the real sampler: what shares a batch, what waits for what, how it ends."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from plumbing.driver import Driver
+from sampler import Sampler
+from tools import ToolError
+from toy import base_model, language
+
+REPO = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    torch.manual_seed(0)
+    return Sampler(base_model.new_model(len(language.make_tokenizer())), max_tokens=8192)
+
+
+async def say(driver, sampler, conversation, tokens, count, seed):
+    """One completion of `count` tokens."""
+    return await driver.sample(
+        sampler, conversation, tokens, max_new_tokens=count, seed=seed, temperature=1.0
+    )
+
+
+def test_tool_waits_cost_nothing(sampler):
+    """12 chains of tool waits run side by side: the wall time is the slowest chain's, not the
+    sum.
+    """
+    driver = Driver([sampler], deterministic=False)
+    order = []
+
+    async def chain(waits):
+        conversation = sampler.open()
+        for i, wait in enumerate(waits):
+            await say(driver, sampler, conversation, [5, 6], 4, i)
+            await driver.call(lambda wait=wait: time.sleep(wait), 10)
+        sampler.close(conversation)
+        order.append(sum(waits))
+
+    waits = [[0.05] * 3] * 11 + [[0.25] * 3]
+    start = time.perf_counter()
+    driver.run([chain(w) for w in waits])
+    wall = time.perf_counter() - start
+    slowest = 0.75
+    total = sum(map(sum, waits))
+    assert slowest < wall < slowest + 0.6 < total, f"{wall:.2f} s"
+    assert order[-1] == pytest.approx(0.75), "the others did not wait for the slowest"
+
+
+def test_deterministic_batches_do_not_depend_on_the_tools_speed(sampler):
+    """The same requests with tools of other speeds: the same log-probs, bit for bit."""
+
+    def play(speeds):
+        driver = Driver([sampler], deterministic=True)
+
+        async def chain(k):
+            conversation = sampler.open()
+            got = []
+            for turn in range(3):
+                got.append(await say(driver, sampler, conversation, [7 + k, 9], 3 + k % 3, k))
+                wait = speeds[(k + turn) % len(speeds)]
+                await driver.call(lambda: time.sleep(wait), 10)
+            sampler.close(conversation)
+            return [(completion.tokens, completion.logprobs) for completion in got]
+
+        return driver.run([chain(k) for k in range(6)])
+
+    assert play([0.0]) == play([0.03, 0.0, 0.01])
+
+
+def test_more_calls_than_threads_are_handed_over_together(sampler):
+    """80 calls with at most 8 at once: none is lost, and a deterministic driver waits for all
+    of them.
+    """
+    driver = Driver([sampler], deterministic=True, max_calls=8)
+    most = 0
+    running = 0
+    lock = threading.Lock()
+
+    def tool():
+        nonlocal most, running
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.005)
+        with lock:
+            running -= 1
+        return threading.get_ident()
+
+    results = driver.run([driver.call(tool, 10) for _ in range(80)])
+    assert len(results) == 80 and 1 < most <= 8
+
+
+@pytest.mark.parametrize("depth", [1, 3, 12])
+def test_however_deep_an_episode_waits_it_is_in_the_first_batch(sampler, depth):
+    """Awaits that are nested deeply delay nobody: all requests are open before the first step."""
+    driver = Driver([sampler], deterministic=True)
+    seen = []
+    step = sampler.step
+
+    async def nested(level, k):
+        if level:
+            (result,) = await asyncio.gather(nested(level - 1, k))
+            return result
+        conversation = sampler.open()
+        completion = await say(driver, sampler, conversation, [7, k], 3, k)
+        sampler.close(conversation)
+        return completion.tokens
+
+    sampler.step = lambda: seen.append(len(driver.requests)) or step()
+    try:
+        driver.run([nested(depth * (k % 2), 5 + k) for k in range(6)])
+    finally:
+        del sampler.step
+    assert seen[0] == 6
+
+
+def test_an_error_in_one_episode_ends_the_run_and_leaves_nothing_open(sampler):
+    driver = Driver([sampler], deterministic=False)
+
+    async def bad():
+        await driver.call(lambda: 1 / 0, 10)
+
+    async def good():
+        conversation = sampler.open()
+        try:
+            while True:
+                await say(driver, sampler, conversation, [5], 2, 0)
+        finally:
+            sampler.close(conversation)
+
+    with pytest.raises(ZeroDivisionError):
+        driver.run([good(), bad()])
+    assert not sampler.busy and sampler.step() == [] and sampler.pages_in_use == 0
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_call_that_never_returns_has_failed_at_its_deadline(sampler, deterministic):
+    driver = Driver([sampler], deterministic=deterministic)
+    never = threading.Event()
+
+    async def episode(function, seconds):
+        try:
+            return await driver.call(function, seconds)
+        except ToolError as error:
+            return str(error)
+
+    start = time.perf_counter()
+    results = driver.run([episode(never.wait, 0.3), episode(lambda: 5, 10)])
+    assert results == ["no answer within 0.3 seconds", 5]
+    assert time.perf_counter() - start < 2
+    never.set()
+
+
+@pytest.mark.parametrize("error", [StopIteration("x"), SystemExit(3), KeyboardInterrupt()])
+def test_whatever_a_tool_raises_reaches_the_caller(sampler, error):
+    driver = Driver([sampler], deterministic=True)
+
+    def broken():
+        raise error
+
+    with pytest.raises(RuntimeError, match="a tool raised"):
+        driver.run([driver.call(broken, 10)])
+
+
+def test_a_machine_without_threads_fails_the_call_and_not_the_run(sampler, monkeypatch):
+    driver = Driver([sampler], deterministic=True)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def episode():
+        with pytest.raises(ToolError, match="could not be started"):
+            await driver.call(lambda: 1, 10)
+        return "went on"
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert driver.run([episode()]) == ["went on"]
+
+
+def test_a_failing_sampler_ends_the_run_at_once(sampler):
+    """An error inside a step, such as a GPU out of memory, is not waited for a second time."""
+    driver = Driver([sampler], deterministic=True)
+
+    async def episode():
+        conversation = sampler.open()
+        try:
+            await say(driver, sampler, conversation, [5], 2, 0)
+        finally:
+            sampler.close(conversation)
+
+    def broken():
+        raise MemoryError("no room")
+
+    sampler.step = broken
+    try:
+        with pytest.raises(MemoryError):
+            driver.run([episode(), episode()])
+    finally:
+        del sampler.step
+    assert sampler.pages_in_use == 0
+
+
+def test_ctrl_c_ends_a_run_in_seconds_while_a_tool_hangs(tmp_path):
+    program = """
+import threading, time
+from plumbing.driver import Driver
+driver = Driver([], deterministic=True)
+print("started", flush=True)
+driver.run([driver.call(lambda: time.sleep(1000), 1000)])
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )
+    assert child.stdout.readline() == b"started\n"
+    time.sleep(0.3)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(timeout=5) != 0
+    assert b"KeyboardInterrupt" in child.stderr.read()

@@ -1,0 +1,315 @@
+"""Every kernel launch compiled for Ampere and Hopper, on a machine without a GPU.
+
+A process of its own calls the launchers with CPU tensors under a Triton driver that names a GPU and
+launches nothing: Triton binds, specialises and compiles each call as a GPU would have it.
+`python tests/test_kernels_compile.py` prints what the kernels use.
+"""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernels
+from kernels import decode
+from kernels.backend import INTERPRETED
+
+attention = importlib.import_module("kernels.paged_attention")
+linear_loss = importlib.import_module("kernels.linear_loss")
+grpo_loss = importlib.import_module("kernels.grpo_loss")
+ROOT = Path(__file__).parent.parent
+ARCHITECTURES = (80, 90)  # A100, H100 and H200
+# Shared memory of one block, in bytes: what CUDA lets a program ask for.
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+BF16 = torch.bfloat16
+
+
+# --- in the process of its own --------------------------------------------------------------------
+
+
+def install_driver(architecture):
+    """Makes Triton compile for `architecture`, with no device behind it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+    from triton.runtime import driver
+
+    class NamedTarget(DriverBase):
+        def __init__(self):
+            pass
+
+        @classmethod
+        def is_active(cls):
+            return True
+
+        def map_python_to_cpp_type(self, type):
+            return type
+
+        def get_current_target(self):
+            return GPUTarget("cuda", architecture, 32)
+
+        def get_active_torch_device(self):
+            return torch.device("cuda", 0)
+
+        def get_current_device(self):
+            return architecture  # Triton keeps what it compiled by the device's number.
+
+        def get_current_stream(self, device):
+            return 0
+
+        def get_benchmarker(self):
+            raise NotImplementedError
+
+    driver.set_active(NamedTarget())
+
+
+def keep_compiled():
+    """From now on a launch compiles only. Returns the list that gets (kernel's name, result)."""
+    from triton.runtime.jit import JITFunction
+
+    plain = JITFunction.run
+    compiled = []
+
+    def run(self, *args, grid, warmup, **options):
+        result = plain(self, *args, grid=grid, warmup=True, **options)
+        compiled.append((self.fn.__name__, result))
+
+    JITFunction.run = run
+    return compiled
+
+
+def launch_attention(Hq, Hkv, Dh, page_size, dtype):
+    pages = torch.zeros(4, page_size, Hkv, Dh, dtype=dtype)
+    attention.triton_paged_attention(
+        torch.zeros(4, Hq, Dh, dtype=dtype),
+        pages,
+        pages,
+        torch.zeros(4, 3, dtype=torch.int32),
+        torch.ones(4, dtype=torch.int32),
+        scale=Dh**-0.5,
+    )
+
+
+def launch_decode(B=2, D=4096, Hq=32, Hkv=8, Dh=128, F=12288):
+    x = torch.zeros(B, D, dtype=BF16)
+    decode.add_rms_norm(x, None, x[0], 1e-6)
+    decode.add_rms_norm(x, x, x[0], 1e-6)
+    qkv = torch.zeros(B, (Hq + 2 * Hkv) * Dh, dtype=BF16)
+    pages = torch.zeros(4, 16, Hkv, Dh, dtype=BF16)
+    slots = torch.zeros(B, dtype=torch.int64)
+    head = torch.zeros(Dh, dtype=BF16)
+    for weight in (head, None):
+        for cos in (torch.zeros(B, Dh), torch.zeros(B, Dh, dtype=BF16)):
+            decode.qk_norm_rope_store(qkv, weight, weight, cos, cos, slots, pages, pages, 1e-6)
+    decode.silu_mul(torch.zeros(B, 2 * F, dtype=BF16))
+
+
+def launch_loss(V):
+    C = 2
+    z = torch.zeros(C, V)
+    target = torch.zeros(C, dtype=torch.int64)
+    number = torch.zeros(C)
+    linear_loss.triton_stats(z, target, 0.8)
+    linear_loss.triton_gradient(z, target, number, number, 0.8, BF16)
+
+
+def launch_tokens():
+    number = torch.zeros(100)
+    for ref in (None, number):
+        grpo_loss.grpo_loss(number, number, number, number, ref_logprob=ref, kl_beta=0.1)
+
+
+# Heads of Qwen3-8B and Llama, Qwen2.5-7B, a small Qwen, and the toy's.
+SHAPES = [(32, 8, 128), (28, 4, 128), (12, 12, 64), (8, 4, 32)]
+LAUNCHES = {
+    f"attention {Hq}/{Hkv} heads of {Dh}, pages of {page_size}": (
+        launch_attention,
+        (Hq, Hkv, Dh, page_size, BF16),
+    )
+    for (Hq, Hkv, Dh), page_size in [
+        (SHAPES[0], 16),
+        (SHAPES[0], 256),
+        (SHAPES[1], 16),
+        (SHAPES[2], 256),
+        (SHAPES[3], 32),
+    ]
+} | {
+    "attention in fp32": (launch_attention, (8, 2, 128, 16, torch.float32)),
+    "decode": (launch_decode, ()),
+    "loss": (launch_loss, (151_936,)),
+    "loss, odd vocabulary": (launch_loss, (151_937,)),
+    "loss on log-probs": (launch_tokens, ()),
+}
+
+
+def usage(cubin):
+    """Registers, stack and local memory (spills) of a compiled kernel."""
+    tool = Path(kernels.triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        dump = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", dump.stdout))
+    return {name: int(number) for name, number in found.items()}
+
+
+def compile_all():
+    """A record of every launch: its name, kernel, architecture, resources and code."""
+    for module in (decode, grpo_loss):
+        module.use_triton = lambda tensor: True
+    compiled = keep_compiled()
+    records = []
+    for architecture in ARCHITECTURES:
+        install_driver(architecture)
+        for name, (launch, arguments) in LAUNCHES.items():
+            compiled.clear()
+            launch(*arguments)
+            for kernel, result in compiled:
+                record = {"launch": name, "kernel": kernel, "architecture": architecture}
+                record |= {"shared": result.metadata.shared, **usage(result.asm["cubin"])}
+                record |= {code: result.asm[code] for code in ("ttir", "ttgir", "ptx")}
+                records.append(record)
+    return records
+
+
+# --- what must hold -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def records():
+    if kernels.triton is None or sys.platform != "linux":
+        pytest.skip("needs Triton's compiler")
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    result = subprocess.run(
+        [sys.executable, __file__, "--json"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def of(records, *kernels):
+    found = [record for record in records if record["kernel"] in kernels]
+    assert len({record["kernel"] for record in found}) == len(kernels)
+    return found
+
+
+def bf16_attention(records):
+    return [r for r in of(records, "split_kernel") if "fp32" not in r["launch"]]
+
+
+def label(record):
+    return f"{record['kernel']} of {record['launch']} for sm_{record['architecture']}"
+
+
+def test_every_kernel_is_compiled(records):
+    for architecture in ARCHITECTURES:
+        names = {r["kernel"] for r in records if r["architecture"] == architecture}
+        assert names == {
+            "split_kernel",
+            "merge_kernel",
+            "add_rms_norm_kernel",
+            "qk_norm_rope_store_kernel",
+            "silu_mul_kernel",
+            "stats_kernel",
+            "gradient_kernel",
+            "grpo_kernel",
+        }
+
+
+def test_no_register_spills_and_shared_memory_fits(records):
+    for record in records:
+        assert record["STACK"] == record["LOCAL"] == 0, label(record)
+        assert record["shared"] <= SHARED_LIMIT[record["architecture"]], label(record)
+
+
+def test_shared_memory_is_what_the_waves_are_planned_with(records):
+    for record in bf16_attention(records):
+        head_bytes = 2 * int(re.search(r"heads of (\d+)", record["launch"])[1])
+        config = attention.choose_config(head_bytes)
+        planned = attention.shared_memory(config, head_bytes)
+        assert record["shared"] <= planned <= 1.4 * record["shared"], label(record)
+
+
+def test_keys_and_values_are_double_buffered(records):
+    """While a block is computed the next one is on its way: two buffers each for K and V.
+
+    With one buffer a load waits for the block before it, and the memory for the tensor cores.
+    """
+    for record in bf16_attention(records):
+        Dh = re.search(r"heads of (\d+)", record["launch"])[1]
+        allocation = rf"ttg\.local_alloc .*memdesc<(\d+)x\d+x{Dh}xbf16"
+        buffers = re.findall(allocation, record["ttgir"])
+        assert len(buffers) == 2, label(record)
+        assert min(map(int, buffers)) >= 2, label(record)
+        # In the loop something stays under way at each wait; 0 would be waiting for all of it.
+        waits = re.findall(r"async_wait.*\{num = (\d+)", record["ttgir"])
+        assert sum(int(left) > 0 for left in waits) >= 2, (label(record), waits)
+
+
+def test_keys_and_values_are_copied_in_16_byte_pieces(records):
+    """… asynchronously, and multiplied on the tensor cores."""
+    for record in bf16_attention(records):
+        copy = r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10"
+        assert re.search(copy, record["ptx"]), label(record)
+        assert "mma.sync" in record["ptx"] or "wgmma" in record["ptx"], label(record)
+
+
+def test_page_offsets_are_64_bits(records):
+    """A pool passes 2³¹ elements: what is added to the pages' pointers is i64."""
+    for record in of(records, "split_kernel", "qk_norm_rope_store_kernel"):
+        copies = re.findall(r"(%\w+) = tt\.splat %[kv]_pages_ptr ", record["ttir"])
+        bases = "|".join([*copies, "%k_pages_ptr", "%v_pages_ptr"])
+        offsets = re.findall(rf"tt\.addptr (?:{bases}), .*?(i\d+)>? loc", record["ttir"])
+        assert offsets == ["i64", "i64"], (label(record), offsets)
+
+
+def test_row_offsets_of_the_loss_are_64_bits(records):
+    """N·V passes 2³¹: every offset of a row is computed and added as i64."""
+    for record in of(records, "stats_kernel", "gradient_kernel"):
+        ttir = record["ttir"]
+        assert re.search(r"arith\.muli .* : i64", ttir), label(record)
+        assert not re.search(r"arith\.muli .* : i32", ttir), label(record)
+        offsets = re.findall(r"tt\.addptr .* : !tt\.ptr<\w+>, (i\d+)", ttir)
+        assert offsets and set(offsets) == {"i64"}, label(record)
+
+
+def test_rows_are_read_in_16_byte_pieces(records):
+    for record in of(records, "stats_kernel", "gradient_kernel"):
+        if record["launch"] != "loss":
+            continue
+        assert "ld.global.v4" in record["ptx"], label(record)
+        if record["kernel"] == "gradient_kernel":
+            assert "st.global.v4" in record["ptx"], label(record)
+
+
+def test_block_is_read_before_any_thread_writes(records):
+    """dz takes the place of z: in the loop all loads come first, then the barrier, then stores."""
+    for record in of(records, "gradient_kernel"):
+        if record["launch"] != "loss":
+            continue
+        order = re.findall(r"ld\.global\.v4|bar\.sync|st\.global", record["ptx"])
+        shape = r"(ld\.global\.v4 )+bar\.sync (st\.global )+"
+        assert re.fullmatch(shape, " ".join(order) + " "), label(record)
+
+
+if __name__ == "__main__":
+    assert not INTERPRETED, "unset TRITON_INTERPRET"
+    records = compile_all()
+    if "--json" in sys.argv:
+        print(json.dumps(records))
+    else:
+        for record in records:
+            numbers = {name: record[name] for name in ("REG", "STACK", "LOCAL", "shared")}
+            print(f"{label(record):80}", numbers)

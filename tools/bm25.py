@@ -1,0 +1,164 @@
+"""BM25 over documents, in memory or in an index on disk that every process of a machine loads
+by mmap.
+
+Lucene's variant by bm25s: k1 = 1.5, b = 0.75, scores computed once, at indexing.
+Departures: our words keep single letters and stop words, which bm25s drops, so that
+"vitamin c" and "the who" can be found (common words weigh little in BM25 anyway), and equal
+scores come in the order of the ids.
+
+Tests: pytest tests/test_search.py; timing: python -m bench.search.
+"""
+
+import fcntl
+import functools
+import hashlib
+import json
+import mmap
+import os
+import re
+import shutil
+import tempfile
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from config import UserError
+from tools import Document, pages
+from tools.documents import CJK, files_below, passages, read_documents
+
+WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
+LAYOUT = 2  # of the index on disk; an index of another layout is not used
+Search = Callable[[str], list[Document]]
+
+
+def library():
+    """bm25s, imported where it is used: the toy's machine without search does not need it."""
+    try:
+        import bm25s
+    except ImportError:
+        raise UserError("searching documents needs bm25s: pip install bm25s") from None
+    return bm25s
+
+
+def words(text: str) -> list[str]:
+    """The words BM25 counts: runs of letters and digits, case folded."""
+    return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+def in_memory(documents: list[Document], k: int) -> Search:
+    """A search over documents: the k best by (-score, id), fewer when fewer share a word."""
+    documents = sorted(documents, key=lambda document: document.id)
+    index = _index(documents)
+    return functools.partial(_search, index, documents.__getitem__, min(k, len(documents)))
+
+
+def _search(index, document: Callable[[int], Document], k: int, query: str) -> list[Document]:
+    tokens = index.get_tokens_ids(words(query))
+    if not tokens:
+        return []
+    scores = index.get_scores_from_ids(tokens)  # [documents]
+    kth = np.partition(scores, -k)[-k]
+    # All that tie with the k-th take part. Documents lie sorted by id, so their positions decide.
+    found = np.flatnonzero((scores >= kth) & (scores > 0))
+    best = np.lexsort((found, -scores[found]))[:k]
+    return [document(i) for i in found[best].tolist()]
+
+
+def _index(documents: list[Document]):
+    vocabulary: dict[str, int] = {}
+    tokens = []
+    for document in documents:
+        text = f"{document.title}\n{document.text}"
+        tokens.append([vocabulary.setdefault(word, len(vocabulary)) for word in words(text)])
+    if not vocabulary:
+        raise UserError("the documents hold no word to search for: give a document with text")
+    index = library().BM25()
+    index.index((tokens, vocabulary), create_empty_token=False, show_progress=False)
+    return index
+
+
+# The index on disk -------------------------------------------------------------------------------
+
+
+def on_disk(path: Path, k: int, cache: Path, passage_words: int) -> Search:
+    """A search over the passages of a path's documents; its index is kept in `cache`.
+
+    One process builds, the others wait and load. When the documents change, the new index takes the
+    place of the old one, so that what was deleted does not live on in the cache.
+    """
+    library()
+    name = hashlib.sha256(repr((str(path.resolve()), passage_words)).encode("utf-8", "replace"))
+    prefix = f"index-{name.hexdigest()[:16]}"
+    folder = cache / f"{prefix}-{_fingerprint(path)}"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = open(cache / f"{prefix}.lock", "a")
+    except OSError as error:
+        raise UserError(
+            f"the cache folder {cache} cannot be written ({error.strerror}): name another one"
+        ) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            build(path, folder, passage_words)
+            for other in cache.glob(f"{prefix}-*"):
+                if other != folder:
+                    shutil.rmtree(other, ignore_errors=True)
+        return _load(folder, k)
+
+
+def _load(folder: Path, k: int) -> Search:
+    index = library().BM25.load(folder, mmap=True, show_progress=False)
+    ends = np.load(folder / "ends.npy", mmap_mode="r")  # [documents]: where each one's line ends
+    with open(folder / "documents.jsonl", "rb") as file:
+        lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def document(i: int) -> Document:
+        begin = ends[i - 1] if i else 0
+        return Document(**json.loads(lines[begin : ends[i]]))
+
+    return functools.partial(_search, index, document, min(k, len(ends)))
+
+
+def build(path: Path, folder: Path, passage_words: int) -> None:
+    """Writes the index of a path's documents into `folder`, whole or not at all."""
+    cut = [part for document in read_documents(path) for part in passages(document, passage_words)]
+    cut.sort(key=lambda document: document.id)
+    index = _index(cut)
+    try:
+        unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}."))
+        try:
+            index.save(unfinished, show_progress=False)
+            lengths = []
+            with open(unfinished / "documents.jsonl", "wb") as file:
+                for document in cut:
+                    line = json.dumps(vars(document), ensure_ascii=False)
+                    lengths.append(file.write(line.encode() + b"\n"))
+            np.save(unfinished / "ends.npy", np.cumsum(lengths))
+            os.rename(unfinished, folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        raise UserError(
+            f"the index cannot be written to {folder.parent} ({error.strerror}): "
+            "make room, or name another cache folder"
+        ) from None
+
+
+def _fingerprint(path: Path) -> str:
+    """A hash of the documents' bytes, and of everything else that shapes an index made of them."""
+    readers = [pages.missing(kind) for kind in ("html", "pdf")]
+    shape = (LAYOUT, WORD.pattern, library().__version__, path.is_dir(), readers)
+    digest = hashlib.sha256(repr(shape).encode() + pages.READER.read_bytes())
+    files = files_below(path) if path.is_dir() else [path]
+    for file in files:
+        try:
+            with open(file, "rb") as opened:
+                content = hashlib.file_digest(opened, "sha256").hexdigest()
+        except OSError:
+            content = "unreadable"
+        name = file.relative_to(path).as_posix()
+        digest.update(repr((name, content)).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,87 @@
+"""Causal attention within each of the samples that lie end to end, as transformers calls it.
+
+One function under the name `mars_packed` in transformers' AttentionInterface. On CUDA it is
+flash-attn if that is installed, else PyTorch's varlen_attn; on a CPU one
+scaled_dot_product_attention a sample. No mask is ever built.
+
+Tests: `pytest tests/test_policy.py tests/test_loading.py`.
+"""
+
+import inspect
+
+from torch import Tensor, cat
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from config import UserError
+
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:  # it is optional everywhere: requirements-gpu.txt
+    flash_attn_varlen_func = None
+
+# What some models ask of their attention beside a scale, and this one does not do.
+NOT_DONE = ("softcap", "s_aux", "position_bias")
+# torch 2.11 has no such option: there keys and values are repeated for each head of the queries.
+VARLEN_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def packed_attention(
+    module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask=None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    lengths: list[int] | None = None,
+    cu_seqlens: Tensor | None = None,
+    sliding_window: int | None = None,
+    **options,
+):
+    """Attention of each token to those before it in the same sample; never dropout.
+
+    q [1, Hq, T, Dh], k and v [1, Hkv, T, Dh] -> ([1, T, Hq, Dh], None). `lengths` are the samples'
+    tokens (they sum to T), `cu_seqlens` [samples + 1] int32 their boundaries on the device.
+    UserError for what it does not do.
+    """
+    for name in NOT_DONE:
+        if options.get(name) is not None:
+            raise UserError(f"packed attention has no {name}, which {type(module).__name__} uses")
+    if lengths is None:
+        raise ValueError("packed attention needs the samples' lengths")
+    if sliding_window is not None and sliding_window < max(lengths):
+        raise UserError(
+            f"packed attention has no sliding window, and {type(module).__name__} has one of "
+            f"{sliding_window} tokens, shorter than a sample of {max(lengths)}"
+        )
+    if q.is_cuda:
+        return cuda_attention(q, k, v, scaling, max(lengths), cu_seqlens), None
+    out = [
+        scaled_dot_product_attention(
+            *sample, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        for sample in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
+    ]
+    return cat(out, dim=2).transpose(1, 2), None
+
+
+def cuda_attention(q, k, v, scaling, longest: int, cu_seqlens: Tensor) -> Tensor:
+    """The same for CUDA tensors: [1, T, Hq, Dh], in the values' dtype."""
+    # The rotary embedding made queries and keys fp32 under autocast.
+    q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))  # [T, H, Dh]
+    bounds = (cu_seqlens, cu_seqlens, longest, longest)
+    if flash_attn_varlen_func:
+        return flash_attn_varlen_func(q, k, v, *bounds, softmax_scale=scaling, causal=True)[None]
+    options = {"scale": scaling, "window_size": (-1, 0)}  # varlen_attn's word for causal
+    if VARLEN_GROUPS_HEADS:
+        return varlen_attn(q, k, v, *bounds, enable_gqa=True, **options)[None]
+    group = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(group, 1)
+    v = v.repeat_interleave(group, 1)
+    return varlen_attn(q, k, v, *bounds, **options)[None]
+
+
+AttentionInterface.register("mars_packed", packed_attention)

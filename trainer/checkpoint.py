@@ -1,0 +1,230 @@
+"""A run's states on disk: written whole or not at all, and only whole ones are taken up again.
+
+A state is the folder state/step_N: `model/` as Hugging Face writes it, `optimizer.pt`, and
+`state.json` with the step and the size of every file. It is written under a temporary name, each
+file and folder is fsynced, then it is renamed. Whenever the process dies, the former states are
+still there. Nothing is overwritten, and old states go only when the new one stands.
+
+Tests: `pytest tests/test_checkpoint.py`.
+"""
+
+import errno
+import json
+import os
+import re
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
+
+from config import UserError
+from trainer.policy import unwrap
+
+STATE_NAME = re.compile(r"step_(\d{6,})")
+WRITING = ".writing"  # the state under way
+REPLACED = ".replaced"  # a damaged state whose step has been done again
+
+
+def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer, keep: int = 2) -> None:
+    """Writes state/step_N, points checkpoint/ at its model, keeps the `keep` newest whole states.
+
+    Every rank must call it; rank 0 writes. UserError on all ranks, with the former states left
+    whole, if weights or moments are not finite or if the disk does not take the state.
+    """
+    if not all_finite(policy, optimizer):
+        raise UserError(
+            f"the weights are not finite after {step} steps, so they were not saved: "
+            "go on from the last state with --resume and a lower --lr"
+        )
+    # Gathered on rank 0 and named as without shards.
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(policy, optimizer, options=options)
+    problem = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        weights = {name.removeprefix("model."): weight for name, weight in weights.items()}
+        try:
+            write_state(folder, step, unwrap(policy).model, weights, moments, tokenizer)
+            remove_old(folder / "state", keep)
+        except Exception as error:  # safetensors and torch.save have errors of their own kind
+            shutil.rmtree(folder / "state" / WRITING, ignore_errors=True)
+            problem = (
+                f"cannot write the state of step {step} to {folder} ({reason(error, folder)}): "
+                "the former states are whole, so make room and go on with --resume"
+            )
+    problem = from_first_rank(problem)
+    if problem:
+        raise UserError(problem)
+
+
+def all_finite(policy: nn.Module, optimizer) -> bool:
+    """Whether all weights and moments are numbers, on all ranks."""
+    parameters = list(policy.parameters())
+    tensors = [parameter.detach() for parameter in parameters]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if torch.is_tensor(value)]
+    local = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
+    finite = all(bool(x.isfinite().all()) for x in local)
+    if dist.is_initialized():
+        lowest = torch.tensor(int(finite), device=local[0].device)
+        dist.all_reduce(lowest, dist.ReduceOp.MIN)
+        finite = bool(lowest)
+    return finite
+
+
+def from_first_rank(value):
+    """What rank 0 holds, on every rank; they wait for it here."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def reason(error: Exception, folder: Path) -> str:
+    """Why a state could not be written, in a few words."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if shutil.disk_usage(folder).free < 1 << 20:
+        return "no space left on device"
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def write_state(folder: Path, step: int, model, weights: dict, moments: dict, tokenizer) -> None:
+    """Writes a whole state and points checkpoint/ at it."""
+    states = folder / "state"
+    temporary = states / WRITING
+    final = states / f"step_{step:06d}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    model.save_pretrained(temporary / "model", state_dict=weights)
+    tokenizer.save_pretrained(temporary / "model")
+    with open(temporary / "optimizer.pt", "wb") as file:
+        torch.save(moments, file)
+    sizes = {
+        str(path.relative_to(temporary)): path.stat().st_size
+        for path in sorted(temporary.rglob("*"))
+        if path.is_file()
+    }
+    description = json.dumps({"step": step, "sizes": sizes})
+    (temporary / "state.json").write_text(description, encoding="utf-8")
+    sync_tree(temporary)
+    problem = damage(temporary, step)
+    if problem:
+        raise OSError(errno.EIO, f"{problem} right after it was written")
+    if final.exists():
+        # It was damaged, or the run would not have come here again. Two renames, so that no
+        # state is ever half removed under its own name.
+        shutil.rmtree(states / REPLACED, ignore_errors=True)
+        os.replace(final, states / REPLACED)
+    os.replace(temporary, final)
+    sync(states)
+    shutil.rmtree(states / REPLACED, ignore_errors=True)
+    link = folder / ".checkpoint"
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path("state") / final.name / "model", target_is_directory=True)
+    os.replace(link, folder / "checkpoint")
+    sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Has the system write a file or a folder's names to the disk, now."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """The same for all that lies below a folder, and for the folder."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+def remove_old(states: Path, keep: int) -> None:
+    """Removes all but the `keep` newest whole states, and damaged ones."""
+    whole = []
+    for step, path in sorted(listed(states), reverse=True):
+        if len(whole) < keep and damage(path, step) is None:
+            whole.append(path)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def listed(states: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of everything that is named like a state, whole or not."""
+    if not states.is_dir():
+        return []
+    found = []
+    for path in states.iterdir():
+        match = STATE_NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            found.append((int(match[1]), path))
+    return found
+
+
+def damage(state: Path, step: int) -> str | None:
+    """What is wrong with a state, in a few words; None if it is whole and can be loaded.
+
+    Files are opened and measured, but not read through: a state of 8B parameters has 96 GB.
+    """
+    try:
+        description = json.loads((state / "state.json").read_text(encoding="utf-8"))
+        sizes = dict(description["sizes"])
+        if description["step"] != step:
+            return f"state.json is of step {description['step']}"
+        for name, size in sizes.items():
+            if (state / name).stat().st_size != size:
+                return f"{name} is cut"
+        weights = [name for name in sizes if name.endswith(".safetensors")]
+        if not weights or "optimizer.pt" not in sizes or "model/config.json" not in sizes:
+            return "state.json does not list a model and an optimizer"
+        json.loads((state / "model/config.json").read_text(encoding="utf-8"))
+        for name in weights:
+            with safe_open(state / name, "pt") as file:
+                file.keys()
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).relative_to(state)} is missing"
+    except Exception as error:  # whatever a stray file may hold
+        return f"it cannot be read: {type(error).__name__}"
+    if not zipfile.is_zipfile(state / "optimizer.pt"):
+        return "optimizer.pt cannot be read"
+    return None
+
+
+def newest(folder: Path) -> tuple[int, Path] | None:
+    """(step, its folder) of a run's newest whole state, or None. Stderr names those passed over."""
+    for step, path in sorted(listed(folder / "state"), reverse=True):
+        problem = damage(path, step)
+        if problem is None:
+            return step, path
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"the state {path} is damaged ({problem}): passed over", file=sys.stderr)
+    return None
+
+
+def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
+    """Puts a saved optimizer state back, sharded or not. UserError if the file does not fit.
+
+    The ranks of a machine share the file's pages.
+    """
+    try:
+        moments = torch.load(
+            state / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True
+        )
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(policy, optimizer, moments, options=options)
+    except Exception as error:  # torch raises many kinds for a file of another run
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"cannot take up the optimizer of {state}: {lines[0]}") from None
