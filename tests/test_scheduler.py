@@ -7,6 +7,7 @@ steps take a second.
 """
 
 import functools
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -28,6 +29,8 @@ class ExactForward:
     """Writes hashes of contexts into the pages and answers with logits that depend on them."""
 
     path = "exact"
+    why_stock = None
+    cache_dtype = torch.float64
     vocabulary = V
     layers = 1
     kv_heads = 1
@@ -71,8 +74,8 @@ def value_of(tokens):
 
 
 def make(**options):
-    options = {"max_tokens": 16 * PAGE, "page_size": PAGE, "dtype": torch.float64, **options}
-    with mock.patch.object(engine, "build_forward", lambda *_: (ExactForward(), None)):
+    options = {"max_tokens": 16 * PAGE, "page_size": PAGE, **options}
+    with mock.patch.object(engine, "make_forward", lambda *_: ExactForward()):
         return Sampler(torch.nn.Linear(1, 1), buckets=False, **options)
 
 
@@ -393,10 +396,26 @@ def test_a_call_may_be_cut_short_before_any_line(overlap):
     assert len(times) > 200
     rng = random.Random(overlap)
     # Every line that changes what `reset` trusts, and some of all others.
-    chosen = [line for line in times if line[0] in ("submit", "close", "collect", "_end")]
+    critical = ("submit", "close", "collect", "_end")
+    chosen = [line for line in times if line[0] in critical]
     chosen += rng.sample(sorted(times), 30)
     for line in chosen:
         story(rng.choice(times[line]), overlap)
+
+
+def test_a_step_may_be_cut_short_before_any_of_its_lines():
+    """A step that prefills, decodes and finishes a request: the next one returns it."""
+    for line in itertools.count(1):
+        engine = make()
+        request = engine.submit(engine.open(), [1, 2, 3], max_new_tokens=1, seed=5)
+        cut = Cut(line)
+        assert cut.again(engine.step) == [request]
+        check_answer(request, [1, 2, 3])
+        assert not engine.busy
+        check_state(engine)
+        if len(cut.lines) < line:
+            break
+    assert line > 100
 
 
 def test_a_row_of_nan_is_cleared_after_a_cut_too():
