@@ -35,20 +35,10 @@ import torch
 from torch import Tensor
 
 from sampler.draws import greedy, hashed, sample_token, uniform
-from sampler.forward import Batch, Buckets, OwnForward, StockForward, unsupported
+from sampler.forward import Batch, Buckets, make_forward
 from sampler.plan import Copies, Decode, Plan, Prefill
 from sampler.request import Completion, Conversation, Request, integer, make_request, token_ids
 from sampler.scheduler import Scheduler
-
-
-def build_forward(model, dtype: torch.dtype, device: torch.device, own_forward: bool):
-    """The forward that runs `model`, and why it is the stock one (None if it is our own)."""
-    if not own_forward:
-        return StockForward(model, dtype, device), "asked for"
-    why_stock = unsupported(model)
-    if why_stock is not None:
-        return StockForward(model, dtype, device), why_stock
-    return OwnForward(model, dtype, device), None
 
 
 @dataclass
@@ -115,8 +105,9 @@ class Sampler:
                 f"max_tokens ({max_tokens}) is smaller than one page of {page_size}; "
                 "raise max_tokens"
             )
-        self.forward, self.why_stock = build_forward(model, dtype, self.device, own_forward)
+        self.forward = make_forward(model, dtype, self.device, own_forward)
         self.path = self.forward.path
+        self.why_stock = self.forward.why_stock
         if buckets is None:
             buckets = cuda and self.why_stock is None
         self.scheduler = Scheduler(
@@ -136,7 +127,7 @@ class Sampler:
             self.forward.kv_heads,
             self.forward.head_size,
         )
-        self.pool = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.pool = torch.zeros(shape, dtype=self.forward.cache_dtype, device=self.device)
         self.decoder = self.forward
         if buckets:
             self.decoder = Buckets(self.forward, self.pool, max_sequences)

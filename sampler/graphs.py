@@ -25,14 +25,16 @@ class Buckets:
         self.pool = pool
         sizes = [1, 2, 4, 8, 16, *range(32, max_rows + 32, 32)]
         self.sizes = sorted({min(size, max_rows) for size in sizes})
-        # The plain forms look at values on the host, and a graph cannot.
-        self.captures = (
-            pool.is_cuda and isinstance(forward, OwnForward) and kernels.use_triton(pool)
-        )
+        self.captures = self.may_capture()
         self.buffers = {size: self.make_buffers(size) for size in self.sizes}
         self.graphs: dict[int, tuple] = {}  # rows -> (graph, its hidden states)
         if self.captures:
             self.capture_all()
+
+    def may_capture(self) -> bool:
+        """The plain forms and the stock modules look at values on the host, and a graph cannot."""
+        own = isinstance(self.forward, OwnForward)
+        return own and self.pool.is_cuda and kernels.use_triton(self.pool)
 
     def make_buffers(self, size: int) -> Batch:
         """A batch of `size` padding rows."""

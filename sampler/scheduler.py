@@ -116,10 +116,13 @@ class Scheduler:
 
     def hand_out(self) -> list[Request]:
         """The requests that finished since the last call, in the order in which they did."""
+        finished = self.finished
         try:
-            return self.finished
-        finally:
-            self.finished = []  # last, so that an exception leaves them to the next call
+            self.finished = []
+            return finished
+        except BaseException:
+            self.finished = finished  # the caller did not get them
+            raise
 
     def count_load(self) -> None:
         """What the progress line shows."""

@@ -1,10 +1,16 @@
 """The forward over pages: which models it takes, and that each form of attention is exact."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
 
-from sampler import Sampler
+import kernels
+from sampler import Sampler, decoder
+from sampler.attention import Batch, packed_plan, row_attention, sparse_decode
+from sampler.decoder import PACKED_ROWS, OwnForward
+from sampler.graphs import Buckets
 
 SMALL = dict(
     vocab_size=96,
@@ -112,6 +118,7 @@ WRONG = {
     ),
     "DeepseekV3": (dict(LATENT, n_routed_experts=4, n_group=2, topk_group=1), ""),
     "StableLm": ({}, ""),
+    "GptOss": (dict(num_local_experts=4, sliding_window=6), "s_aux"),
     # Rotations that depend on the longest row of a batch.
     "Llama dynamic": (
         dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
@@ -171,3 +178,122 @@ def test_the_probe_leaves_no_trace(own):
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert model.config._attn_implementation == attention
+
+
+# ---------------------------------------------------------------- exact on every path
+
+
+@pytest.mark.parametrize("length", [PACKED_ROWS - 1, PACKED_ROWS, 3 * PACKED_ROWS])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_weights_give_the_same_products(length, bias):
+    """Few rows use the plain matrix and many the packed one; new weights reach both."""
+    forward = OwnForward(
+        build("Llama", attention_bias=bias, mlp_bias=bias), torch.float32, torch.device("cpu")
+    )
+    other = build("Llama", attention_bias=bias, mlp_bias=bias)
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter)
+    forward.load(other)
+    x = torch.randn(length, SMALL["intermediate_size"])
+    expected = other.model.layers[1].mlp.down_proj(x)
+    assert torch.allclose(forward.linear(x, "1.down"), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_small_operations_equal_the_kernels(rows):
+    """The forms of a CPU against the kernels' own plain forms."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, 16)
+    residual = torch.randn(rows, 16)
+    weight = torch.randn(16)
+    expected = kernels.add_rms_norm(x, residual, weight, 1e-6)
+    normed, total = decoder.add_rms_norm(x, residual.clone(), weight, 1e-6)
+    assert torch.allclose(normed, expected[0], atol=1e-6)
+    assert torch.equal(total, expected[1])
+    assert torch.allclose(decoder.silu_mul(x), kernels.silu_mul(x), atol=1e-6)
+
+
+def test_a_bf16_model_on_a_cpu_keeps_its_cache_and_head_in_fp32():
+    """Keys and values have bf16's values; logits are those of bf16 weights without rounding."""
+    model = build("Qwen3").bfloat16()
+    sampler = Sampler(model, max_tokens=256, page_size=4)
+    prompts = [list(range(3, 20)), list(range(40, 60))]
+    done = sampler.generate(prompts, max_new_tokens=8, temperature=0)
+    assert sampler.path == "own forward"
+    assert sampler.pool.dtype == sampler.forward.weights["head"].dtype == torch.float32
+    assert torch.equal(sampler.pool, sampler.pool.bfloat16().float())
+    for prompt, completion in zip(prompts, done, strict=True):
+        ids = torch.tensor([prompt + completion.tokens])
+        with torch.no_grad():
+            logits = model.float()(ids).logits[0, len(prompt) - 1 : -1]
+        model.bfloat16()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None])
+        got = torch.tensor(completion.logprobs)
+        assert (got - expected[:, 0]).abs().max() < 0.5
+        assert (got - expected[:, 0]).abs().mean() < 0.1
+
+
+# ---------------------------------------------------------------- paths that only CUDA takes
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_row_attention_decodes_as_a_prefill_of_one_token_a_row(window):
+    """What CUDA does for windows and odd head sizes, against the sparse products of a CPU."""
+    torch.manual_seed(0)
+    table = torch.randperm(12).view(3, 4).int()
+    k_pages, v_pages = torch.randn(2, 12, 4, 2, 8)
+    lengths = [14, 5, 1]
+    batch = Batch(None, None, None, table, torch.tensor(lengths, dtype=torch.int32), spans=lengths)
+    q = torch.randn(3, 4, 8)
+    sparse = sparse_decode(q, k_pages, v_pages, batch, 0.3, window)
+    rows = row_attention(q, k_pages, v_pages, batch, 0.3, window)
+    assert torch.allclose(sparse, rows, atol=1e-5)
+
+
+def test_packed_plan_of_a_decode_step():
+    """One query token a row, and every key of every row once, in order."""
+    table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
+    batch = Batch(None, None, None, table, torch.tensor([6, 3], dtype=torch.int32), spans=[6, 3])
+    slots, cu_queries, cu_keys, longest = packed_plan(batch, 4)
+    assert slots.tolist() == [12, 13, 14, 15, 4, 5, 8, 9, 10]
+    assert cu_queries.tolist() == [0, 1, 2]
+    assert cu_keys.tolist() == [0, 6, 9]
+    assert longest == 1
+
+
+class FakeGraph:
+    """Stands for torch.cuda.CUDAGraph: counts its replays."""
+
+    def __init__(self):
+        self.replays = 0
+
+    def pool(self):
+        return "memory"
+
+    def replay(self):
+        self.replays += 1
+
+
+def test_graphs_are_captured_at_the_start(monkeypatch):
+    """One graph a size before any request; a decode step replays one and captures none."""
+    captured = []
+
+    def capture(self, static, memory):
+        captured.append((len(static.ids), memory))
+        self.forward.hidden(replace(static, spans=[0] * len(static.ids)), self.pool)
+        return FakeGraph(), torch.zeros(len(static.ids), SMALL["hidden_size"])
+
+    monkeypatch.setattr(Buckets, "may_capture", lambda self: True)
+    monkeypatch.setattr(Buckets, "capture", capture)
+    forward = OwnForward(build("Qwen3"), torch.float32, torch.device("cpu"))
+    pool = torch.zeros(2, 2, 6, 4, 2, 8)
+    buckets = Buckets(forward, pool, 40)
+    assert [size for size, _ in captured] == [40, 32, 16, 8, 4, 2, 1]
+    assert [memory for _, memory in captured] == [None] + ["memory"] * 6
+    assert not pool.any()
+    ids = torch.zeros(3, dtype=torch.int64)
+    table = torch.tensor([[0], [1], [2]], dtype=torch.int32)
+    batch = Batch(ids, ids, 4 * ids, table, torch.ones(3, dtype=torch.int32), spans=[1, 1, 1])
+    assert buckets.decode(batch, pool).shape == (3, SMALL["vocab_size"])
+    assert buckets.graphs[4][0].replays == 1
+    assert len(captured) == 7

@@ -29,8 +29,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from sampler import Sampler, forward, hashed, sample_token, uniform
-from sampler.forward import Batch, unsupported
+from sampler import Sampler, attention, hashed, sample_token, uniform
+from sampler.attention import Batch
+from sampler.decoder import rotate_and_store, unsupported
 
 V = 96
 PAGE = 4
@@ -704,8 +705,8 @@ def test_decode_attentions_agree(lengths, window):
         )
         weight = (torch.einsum("hd,nhd->hn", q[row].double(), k) * 0.25).softmax(-1)
         expected = torch.einsum("hn,nhd->hd", weight, v)
-        forms = [forward.sparse_decode, forward.gather_decode] + (
-            [] if window else [lambda *args: forward.cuda_decode(*args[:-1])]
+        forms = [attention.sparse_decode, attention.row_attention] + (
+            [] if window else [lambda *args: attention.cuda_decode(*args[:-1])]
         )
         for form in forms:
             assert (
@@ -715,12 +716,14 @@ def test_decode_attentions_agree(lengths, window):
 
 def test_rows_of_similar_length_are_taken_together():
     """At most half of a group is padding, unless it is little; every row is in one group."""
-    assert forward.similar([16000] + [100] * 200) == [(0, 2), (2, 201)]
-    assert forward.similar([300, 200, 17, 1, 0, 0]) == [(0, 6)] and forward.similar([5]) == [(0, 1)]
-    assert forward.similar([9000, 8000, 5000, 1200, 1100, 1]) == [(0, 5), (5, 6)]
+    group = attention.group_by_length
+    assert group([16000] + [100] * 200) == [(0, 2), (2, 201)]
+    assert group([300, 200, 17, 1, 0, 0]) == [(0, 6)]
+    assert group([5]) == [(0, 1)]
+    assert group([9000, 8000, 5000, 1200, 1100, 1]) == [(0, 5), (5, 6)]
 
 
-@pytest.mark.parametrize("form", [forward.sparse_decode, forward.gather_decode])
+@pytest.mark.parametrize("form", [attention.sparse_decode, attention.row_attention])
 def test_decode_never_reads_others_pages(form):
     """NaN in every slot that is not a row's own leaves the row clean."""
     q, k_pages, v_pages, batch = decode_batch((9, 6, 1))
@@ -783,7 +786,9 @@ def test_varlen_prefill_passes_the_right_bounds(monkeypatch, gqa, window):
     batch.starts = [0, 5, 14, 15]  # the last 5 of 17, all 9, the last one of 4
     q = torch.randn(15, 4, 16)
     args = q, k_pages, v_pages, batch, 0.25, window
-    assert torch.allclose(forward.varlen_prefill(*args), forward.row_prefill(*args), atol=1e-5)
+    assert torch.allclose(
+        attention.packed_attention(*args), attention.row_attention(*args), atol=1e-5
+    )
 
 
 def test_small_operations_equal_the_kernels():
@@ -795,7 +800,7 @@ def test_small_operations_equal_the_kernels():
     slots = torch.tensor([3, 40, 11, 0, 8, -1, -1])
     for norms in ((None, None), tuple(torch.randn(2, 16))):
         results = []
-        for function in (kernels.qk_norm_rope_store, forward.rotate_and_store):
+        for function in (kernels.qk_norm_rope_store, rotate_and_store):
             torch.manual_seed(1)
             pages = torch.zeros(2, 12, PAGE, 2, 16)
             q = function(
