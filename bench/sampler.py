@@ -1,42 +1,57 @@
 """The sampler against transformers' own engines, on the same work, in useful tokens per second.
 
-    python -m bench.sampler                  everything this machine can run (with a GPU: its part alone)
+    python -m bench.sampler                  what this machine can run (with a GPU: its part alone)
     python -m bench.sampler --only cpu       one part of: cpu, grpo, growth, gpu
     python -m bench.sampler --quick          small shapes, to see that it works; writes no file
 
-cpu     Random Qwen3, 4 layers, hidden 256, 8/4 heads of 32, vocabulary 4,096, fp32, one thread: 64 prompts of 16–256
-        tokens with 16/32/64/128 new ones each, greedy. A useful token is one that was asked for: a row that `generate`
-        carries past its wanted length costs time and counts nothing. Peers: `generate` left-padded; `generate` sorted
-        by wanted length in batches of 16 (which knows the lengths); transformers' continuous batching with each
-        request's own limit, as `generate_batch` runs it (512 tokens per batch: its best of 256 to 2,048). Engines in
-        turn, CPU seconds, and the tokens of all are compared. Goals: 2.5 ×, 1.6 ×, 3.5 ×.
-grpo    The same model: 8 questions × 16 trajectories, a prompt of 512 tokens, three turns of 48 new tokens with a tool
-        result of 200 in between. With and without sharing the prompt's pages and keeping a conversation's pages between
-        turns. "prefilled": computed positions that were not sampled for; "least": each distinct one once.
+cpu     Random Qwen3 with 4 layers, hidden 256, 8/4 heads of 32, vocabulary 4,096; fp32, one thread.
+        64 prompts of 16 to 256 tokens with 16, 32, 64 or 128 new ones each, greedy.
+        A useful token is one that was asked for: a row that `generate` carries past its wanted
+        length costs time and counts nothing. Peers, whose tokens are compared with ours:
+        - `generate`, left-padded (goal: 2.5 times its speed);
+        - `generate`, sorted by wanted length in batches of 16, which knows the lengths (1.6 times);
+        - transformers' continuous batching with each request's own limit (3.5 times), at 512
+          tokens a batch, its best of 256 to 2,048.
+        Engines take turns; the clock counts CPU seconds.
+grpo    The same model on rollouts: 8 questions × 16 trajectories, a prompt of 512 tokens, three
+        turns of 48 new tokens with a tool result of 200 in between. With and without sharing the
+        prompt's pages, with and without keeping a conversation's pages between its turns.
+        "prefilled" counts computed positions that were not sampled for; "least" each of them once.
 growth  Tokens a CPU second against the number of requests, and of decode against the context.
-gpu     Random Qwen3-8B in bf16: decode tokens/s against the ceiling (weights and KV bytes over 4.3 TB/s); peers; whole
-        jobs. The attention kernel alone: bench/attention.py. Goals: 80 % of the ceiling at batch 64 and 4k; 3 times
-        generate_batch.
+gpu     Random Qwen3-8B in bf16: decode tokens/s against the ceiling, which is the bytes of weights,
+        keys and values over the copy rate of the card at hand; peers; whole jobs.
+        Goals: 80 % of the ceiling at batch 64 and 4k; 3 times generate_batch.
+        The attention kernel alone: bench/attention.py.
 
-Results: bench/results/sampler_{cpu,grpo,growth,gpu}.json.
+Against another checkout, in turn: python -m bench.sampler_pair FOLDER
+Results: bench/results/sampler_{cpu,grpo,growth,gpu}.json
 """
 
 import argparse
+import inspect
 import logging
 import os
 import random
 import statistics
 import time
+from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from bench.common import interleaved, save, spread, table  # noqa: E402
+from bench.common import (  # noqa: E402
+    copy_rate,
+    fits,
+    interleaved,
+    save,
+    spread,
+    table,
+    why,
+)
 from sampler import Sampler, hashed  # noqa: E402
 
-COPY_BYTES_A_SECOND = 4.3e12  # of one H200
 SMALL = dict(
     vocab_size=4096,
     hidden_size=256,
@@ -47,6 +62,7 @@ SMALL = dict(
     head_dim=32,
     max_position_embeddings=32768,
 )
+UNMEASURED = "not yet measured"
 QWEN3_8B = dict(
     vocab_size=151936,
     hidden_size=4096,
@@ -78,7 +94,7 @@ def random_tokens(rng, count, vocabulary):
 
 
 def generate(model, prompts, wanted):
-    """transformers' `generate` on one left-padded batch; every row runs to the longest wanted length."""
+    """transformers' `generate` on one left-padded batch: all rows run to the longest length."""
     longest = max(map(len, prompts))
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -107,10 +123,17 @@ def generate_sorted(model, prompts, wanted, size=16):
     return out
 
 
+def batching_config(**options):
+    """Pages of 256 tokens: `page_size`, which transformers called `block_size` before 5.18."""
+    names = inspect.signature(ContinuousBatchingConfig).parameters
+    name = "page_size" if "page_size" in names else "block_size"
+    return ContinuousBatchingConfig(**{name: 256}, **options)
+
+
 def generate_batch(model, prompts, wanted, **options):
-    """transformers' continuous batching as `generate_batch` runs it, but with each request's own limit."""
+    """transformers' continuous batching as `generate_batch` runs it, with each request's limit."""
     blocks = sum((len(p) + w) // 256 + 1 for p, w in zip(prompts, wanted)) + 8
-    engine = ContinuousBatchingConfig(**{"page_size": 256, "num_blocks": blocks, **options})
+    engine = batching_config(num_blocks=blocks, **options)
     greedy = GenerationConfig(
         do_sample=False, max_new_tokens=max(wanted), eos_token_id=-1, pad_token_id=0
     )
@@ -185,7 +208,7 @@ def cpu(quick):
 
 
 def rollouts(sampler, questions, results, group, new, keep):
-    """Runs all trajectories to their end. keep=False gives a conversation's pages back between its turns."""
+    """Runs all trajectories to their end. keep=False gives pages back between the turns."""
     running = {}
 
     def ask(conversation, tokens, *names):
@@ -255,16 +278,18 @@ def grpo(quick):
 
 
 def growth(quick):
-    """Tokens a CPU second against requests (32 tokens, 16 new); of decode alone against context (4 rows, 32 new)."""
-    rng, model, rows = (
-        random.Random(0),
-        make_model({**SMALL, "num_hidden_layers": 2, "hidden_size": 128}),
-        [],
-    )
+    """Tokens a CPU second against requests, and of decode alone against context.
+
+    Requests have 32 tokens and 16 new ones; decode has 4 rows and 32 new tokens.
+    """
+    rng = random.Random(0)
+    model = make_model({**SMALL, "num_hidden_layers": 2, "hidden_size": 128})
+    rows = []
     for count in (16, 64) if quick else (16, 64, 256, 1024, 4096):
         sampler = Sampler(model, max_tokens=16384)
         prompts = [random_tokens(rng, 32, SMALL["vocab_size"]) for _ in range(count)]
-        run = {"": lambda: sampler.generate(prompts, max_new_tokens=16, temperature=0)}
+        options = dict(max_new_tokens=16, temperature=0)
+        run = {"": partial(sampler.generate, prompts, **options)}
         seconds = statistics.median(interleaved(run, 1 if quick else 5)[""])
         rows.append(
             {
@@ -300,7 +325,7 @@ def growth(quick):
 
 
 def start_together(sampler, prompts, new):
-    """Prefills the prompts, each in a conversation, then has all of them decode `new` tokens from the same step on."""
+    """Prefills each prompt in a conversation; then all decode `new` tokens from one step on."""
     conversations = [sampler.open() for _ in prompts]
     for conversation, prompt in zip(conversations, prompts):
         sampler.submit(conversation, prompt, max_new_tokens=1)
@@ -314,16 +339,21 @@ def start_together(sampler, prompts, new):
 # ---------------------------------------------------------------- gpu
 
 
-def ceiling(rows, context):
-    """Tokens/s if weights and keys and values were only read, each once a step."""
+def step_bytes(rows, context):
+    """Bytes of the weights, and of the keys and values, that one decode step reads."""
     s = QWEN3_8B
-    heads = s["num_attention_heads"] + s["num_key_value_heads"]
+    layers = s["num_hidden_layers"]
+    kv_heads = s["num_key_value_heads"]
+    heads = s["num_attention_heads"] + kv_heads
     layer = s["hidden_size"] * (2 * heads * s["head_dim"] + 3 * s["intermediate_size"])
-    weights = 2 * (s["num_hidden_layers"] * layer + s["vocab_size"] * s["hidden_size"])
-    cache = (
-        rows * context * 2 * s["num_hidden_layers"] * s["num_key_value_heads"] * s["head_dim"] * 2
-    )
-    return rows * COPY_BYTES_A_SECOND / (weights + cache)
+    weights = 2 * (layers * layer + s["vocab_size"] * s["hidden_size"])
+    cache = rows * context * 2 * layers * kv_heads * s["head_dim"] * 2
+    return weights, cache
+
+
+def ceiling(rows, context, bytes_a_second):
+    """Tokens/s if weights and keys and values were only read, each once a step."""
+    return rows * bytes_a_second / sum(step_bytes(rows, context))
 
 
 def wall(function):
@@ -335,7 +365,7 @@ def wall(function):
 
 
 def decode_speed(sampler, prompts, steps):
-    """Tokens/s of `steps` decode steps with all prompts in pages; graphs are captured in the eight steps before."""
+    """Tokens/s of `steps` decode steps with all prompts in pages, after eight steps to warm up."""
     conversations = start_together(sampler, prompts, steps + 16)
     for _ in range(8):
         sampler.step()
@@ -347,80 +377,88 @@ def decode_speed(sampler, prompts, steps):
 
 
 def gpu(quick):
-    cases = [(rows, context) for rows in (1, 64, 128) for context in (1024, 4096)]
-    cases = cases[:3:2] if quick else cases
+    """Rows of the table. Each is saved as soon as it is measured: a call may be cut."""
+    cases = [(rows, context) for rows in (64, 1, 128) for context in (4096, 1024)]
+    if quick:
+        cases = cases[:2]
     if not torch.cuda.is_available():
-        columns = (
-            "MARS decode",
-            "% of ceiling",
-            "generate decode",
-            "MARS whole job",
-            "generate_batch whole job",
-            "×",
-        )
         return [
-            {
-                "rows": rows,
-                "context": context,
-                "ceiling": round(ceiling(rows, context + 40)),
-                **dict.fromkeys(columns, "not yet measured"),
-            }
-            for rows, context in cases
+            {"rows": rows, "context": context, "MARS decode": UNMEASURED} for rows, context in cases
         ]
-    model, table_rows = make_model(QWEN3_8B, torch.bfloat16, "cuda"), []
+    rate = copy_rate()
+    model = make_model(QWEN3_8B, torch.bfloat16, "cuda")
+    measured = []
     for rows, context in cases:
-        table_rows.append(gpu_row(model, rows, context, new=64, rounds=1 if quick else 5))
-        print(table(table_rows[-1:]), flush=True)
-    return table_rows
+        row = {"rows": rows, "context": context}
+        measured.append(row)
+        try:
+            gpu_row(row, model, rate, new=64, rounds=1 if quick else 5)
+        except Exception as error:
+            row["MARS decode"] = why(error)
+        torch.cuda.empty_cache()
+        print(table([row]), flush=True)
+        if not quick:
+            save("sampler_gpu", COMMAND.format("gpu"), measured, copy_bytes_a_second=rate)
+    return measured
 
 
-def gpu_row(model, rows, context, new, rounds):
-    """One line of the GPU table, in tokens/s. A whole job is `rows` prompts of `context` tokens and `new` ones each."""
+def gpu_row(row, model, rate, new, rounds):
+    """Fills one line of the GPU table, in tokens/s.
+
+    A whole job is `rows` prompts of `context` tokens and `new` tokens for each.
+    """
     rng = random.Random(0)
-    prompts, wanted = (
-        [random_tokens(rng, context, QWEN3_8B["vocab_size"]) for _ in range(rows)],
-        [new] * rows,
-    )
-    sampler = Sampler(model, max_tokens=rows * (context + 320), max_sequences=rows)
+    rows = row["rows"]
+    context = row["context"]
+    prompts = [random_tokens(rng, context, QWEN3_8B["vocab_size"]) for _ in range(rows)]
+    wanted = [new] * rows
+    tokens = rows * (context + 320)
+    weights, cache = step_bytes(rows, context + 320)
+    # The sampler has a copy of the weights of its own.
+    if not fits(weights + cache):
+        row["MARS decode"] = (
+            f"needs {(weights + cache) / 2**30:.0f} GiB more than this card has free"
+        )
+        return
+    sampler = Sampler(model, max_tokens=tokens, max_sequences=rows)
     speed = statistics.median(decode_speed(sampler, prompts, new) for _ in range(rounds))
-    job = [
-        wall(lambda: sampler.generate(prompts, max_new_tokens=new, temperature=0)) for _ in range(2)
-    ][1]
-    del sampler
+    best = ceiling(rows, context + 40, rate)
+    row["ceiling"] = round(best)
+    row["MARS decode"] = round(speed)
+    row["% of ceiling"] = round(100 * speed / best, 1)
+
+    def job():
+        sampler.generate(prompts, max_new_tokens=new, temperature=0)
+
+    wall(job)
+    row["MARS whole job"] = round(new * rows / wall(job))
+    sampler = None  # the pool makes room for the peers
     torch.cuda.empty_cache()
 
-    def peer(measure):
-        try:
-            measure()  # warm-up
-            return round(measure())
-        except Exception as error:  # a peer that does not run here is a cell, not the end
-            return f"{type(error).__name__}: {error}".splitlines()[0][:60]
+    def decode_only():
+        both = wall(lambda: generate(model, prompts, wanted))
+        prefill = wall(lambda: generate(model, prompts, [1] * rows))
+        return (new - 1) * rows / (both - prefill)
 
-    one_by_one = peer(
-        lambda: (
-            (new - 1)
-            * rows
-            / (
-                wall(lambda: generate(model, prompts, wanted))
-                - wall(lambda: generate(model, prompts, [1] * rows))
-            )
-        )
-    )
-    batched = peer(lambda: new * rows / wall(lambda: generate_batch(model, prompts, wanted)))
-    best = ceiling(rows, context + 40)
-    return {
-        "rows": rows,
-        "context": context,
-        "ceiling": round(best),
-        "MARS decode": round(speed),
-        "% of ceiling": round(100 * speed / best, 1),
-        "generate decode": one_by_one,
-        "MARS whole job": round(new * rows / job),
-        "generate_batch whole job": batched,
-        "×": round(new * rows / job / batched, 2) if isinstance(batched, int) else "",
-    }
+    def whole_job():
+        return new * rows / wall(lambda: generate_batch(model, prompts, wanted))
+
+    row["generate decode"] = gpu_peer(decode_only)
+    row["generate_batch whole job"] = gpu_peer(whole_job)
+    if isinstance(row["generate_batch whole job"], int):
+        row["×"] = round(row["MARS whole job"] / row["generate_batch whole job"], 2)
 
 
+def gpu_peer(measure):
+    """A peer's tokens/s after a warm-up; one that does not run here is a cell, not the end."""
+    try:
+        measure()
+        return round(measure())
+    except Exception as error:
+        return why(error)
+
+
+COMMAND = "python -m bench.sampler --only {}"
 PARTS = {"cpu": cpu, "grpo": grpo, "growth": growth, "gpu": gpu}
 
 
