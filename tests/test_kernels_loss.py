@@ -605,6 +605,23 @@ def test_other_machines(prelude, outcome):
     assert outcome in result.stdout, result.stderr
 
 
+CUDA_CHUNKS = """
+import sys
+import pytest
+from kernels import linear_loss
+cut = linear_loss.cut_into_chunks
+linear_loss.cut_into_chunks = lambda N, V, on_cuda: cut(N, V, True)
+sys.exit(pytest.main(["-q", "tests/test_policy.py", "-k", "empty or packing_order"]))
+"""
+
+
+def test_a_policy_with_the_chunks_of_cuda():
+    """The trainer's tests of micro-batches, empty ones among them, with tokens cut as on a GPU."""
+    command = [sys.executable, "-c", CUDA_CHUNKS]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
 # --- mutants must be caught -----------------------------------------------------------------------
 
 LINEAR_MUTANTS = {  # what is broken: (form, piece of kernels/linear_loss.py, what it becomes)
