@@ -145,6 +145,13 @@ def is_text(value) -> bool:
 
 # --------------------------------------------------------------------------------------- the format
 
+# A line before each document of a chunk, and one after the last. No document can write them.
+DOCUMENT = "[document]"
+END = "[end of the documents]"
+FORGED = re.compile(
+    r"^(\W*)\[(?=\s*(?:document|end of the documents)\b)", re.MULTILINE | re.IGNORECASE
+)
+
 # Contents of probe messages. They are cut out of the rendered template again.
 QUESTION, STEP_A, RESULT_A, STEP_B, RESULT_B = (f"slot-{n}-of-the-template" for n in range(1, 6))
 # How a template switches thinking before a step.
@@ -183,9 +190,10 @@ class ChatFormat:
     def _find_control_tokens(self) -> None:
         """Ids that a template uses as marks: no document and no note may bring one in."""
         added = self.tokenizer.added_tokens_decoder
+        self._added = {token_id for token_id, token in added.items() if token.content.strip()}
         self._control = {}
         for token_id, token in added.items():
-            if token.special or re.fullmatch("<.+>", token.content):
+            if token.special or re.fullmatch(r"<.+>|\[.+\]", token.content):
                 self._control[token_id] = token.content
         tags = {text: token_id for token_id, text in self._control.items()}
         self._think_open = tags.get("<think>")
@@ -242,6 +250,11 @@ class ChatFormat:
                 "the model's chat template does not close an assistant turn with a special "
                 "token, so "
                 "the sampler would not know where a step ends: choose another model"
+            )
+        if self._control.keys().isdisjoint(self._result_tail):
+            raise UserError(
+                "the model's chat template marks the speakers with plain text, so a document could "
+                "speak for anybody: choose another model"
             )
         stops = [self._end]
         if self.tokenizer.eos_token_id not in (None, self._end):
@@ -312,8 +325,22 @@ class ChatFormat:
         text = text.encode("utf-8", "replace").decode("utf-8")  # broken pages hold lone surrogates
         ids = []
         for piece in self._inside_mark.split(text):
-            ids += self.tokenizer.encode(piece, add_special_tokens=False)
+            ids += self._plain_ids(piece)
         return ids
+
+    def _plain_ids(self, text: str) -> list[int]:
+        """The ids of a text, none of them a mark.
+
+        Some tokenizers make a mark of letters that only look like it (NFKC). Such a text is encoded
+        letter by letter.
+        """
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if self._added.isdisjoint(ids):
+            return ids
+        ids = []
+        for letter in text:
+            ids += self.tokenizer.encode(letter, add_special_tokens=False)
+        return [token_id for token_id in ids if token_id not in self._added]
 
     def decode(self, tokens: list[int]) -> str:
         """The text of ids, marks included."""
@@ -388,14 +415,18 @@ class ChatFormat:
         return [self._end]
 
     def document(self, document: Document) -> list[int]:
-        """One document as it stands in a chunk: a header line, the text, a blank line."""
-        header = document.title
+        """One document as it stands in a chunk: a header, the text, a blank line.
+
+        Text that looks like a header of ours, or like the end of the documents, is defused, so that
+        no page can pass for two or speak in the researcher's name.
+        """
+        header = f"{DOCUMENT} {document.title}"
         if document.url:
-            header = f"{header} ({document.url})".strip()
-        text = f"{document.text.strip()}\n\n"
-        if header:
-            text = f"# {header}\n{text}"
-        return self.encode(text)
+            header = f"{header} ({document.url})"
+        header = " ".join(header.split())
+        lines = document.text.strip().splitlines()  # at every kind of line break
+        text = FORGED.sub(r"\1(", "\n".join(lines))
+        return self.encode(f"{header}\n{text}\n\n")
 
     def note(self, tokens: list[int]) -> list[int]:
         """What others may read of sampled ids: a subsequence, possibly empty.

@@ -1,5 +1,6 @@
 """The Python tool: it lets nothing through, shows what is useful, and never runs unlocked."""
 
+import _thread
 import http.server
 import importlib.util
 import json
@@ -192,6 +193,7 @@ LANDLOCK_LINE = (
     [
         ("limit_resources(cpu_seconds, memory, output)", "memory_bomb"),
         ("limit_threads(threads, user)", "thread_storm"),
+        pytest.param("drop_privileges(user)", "thread_storm", marks=needs_root),
         ("seccomp()", "clone_raw"),
         (LANDLOCK_LINE, "read_secret"),
     ],
@@ -232,6 +234,21 @@ print(started)
 def test_a_storm_of_threads_is_bound_by_the_kernel():
     """The 50 ms between two looks of the parent are enough for thousands."""
     assert python.run(STORM, memory=16 << 30) == str(python.THREADS - 1)
+
+
+@needs_jail
+def test_large_stacks_and_little_memory_do_not_keep_the_tool_from_starting():
+    """A thread's usual stack has the size of the main thread's limit, here 2 GiB."""
+    script = "import sys; from tools import python; print(python.run('6 * 7', memory=64 << 20))"
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -s 2097152 && exec "$@"', "sh", sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if "ulimit" in done.stderr:
+        pytest.skip("this user may not raise the limit of stacks")
+    assert done.stdout == "42\n", done.stderr
 
 
 @needs_jail
@@ -572,34 +589,36 @@ def test_an_exception_between_any_two_lines_leaves_nothing():
         number += 1
     assert number > 10
     assert time.monotonic() - start < 30
+    time.sleep(0.1)
     assert threading.active_count() == threads
 
 
+def send_interrupt():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
 @needs_jail
-def test_the_caller_can_leave_at_once():
-    """Between its lines, the caller waits: an interrupt there ends the program within a look."""
+@pytest.mark.parametrize("interrupt", [send_interrupt, _thread.interrupt_main])
+def test_the_caller_can_leave_at_once(interrupt):
+    """An interrupt ends the program while the caller waits.
+
+    interrupt_main() wakes nobody: so it is with a signal that comes just before a wait begins.
+    """
     before = possessions()
-
-    def interrupt():
-        time.sleep(0.5)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    alarm = threading.Thread(target=interrupt)
+    alarm = threading.Timer(0.5, interrupt)
     alarm.start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        python.run("while True: pass", timeout=60)
-    alarm.join()
+        python.run("while True: pass", timeout=20)
     assert time.monotonic() - start < 5
+    alarm.join()
     assert possessions() == before
 
 
 @needs_jail
 def test_a_caller_that_waits_for_its_turn_can_leave(monkeypatch):
     monkeypatch.setattr(python, "_slots", threading.BoundedSemaphore(1))
-    threading.Timer(
-        0.7, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
-    ).start()
+    threading.Timer(0.7, send_interrupt).start()
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(python.run, "import time\ntime.sleep(2)\n'done'")
         time.sleep(0.3)

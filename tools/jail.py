@@ -245,6 +245,8 @@ def limit_threads(threads: int, user: str) -> None:
     how many they are. So the soft limit rises until a thread can be started.
     """
     ceiling = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    # A stack of the usual size need not fit into the program's memory.
+    _thread.stack_size(1 << 16)
     for limit in range(threads, MOST_TASKS, threads):
         if ceiling != resource.RLIM_INFINITY:
             limit = min(limit, ceiling)
@@ -253,6 +255,7 @@ def limit_threads(threads: int, user: str) -> None:
             _thread.start_new_thread(int, ())
         except RuntimeError:
             continue
+        _thread.stack_size(0)
         # Programs that run beside this one under the same user need room, too.
         spare = 4 * threads if user == "shared" else 0
         set_limit(resource.RLIMIT_NPROC, limit + spare, limit + spare)

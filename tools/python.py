@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import zlib
-from concurrent.futures import Future
+from concurrent import futures
 from pathlib import Path
 
 from config import UserError
@@ -39,6 +39,7 @@ NO_OUTPUT = "(no output)"
 LOCKED = b"locked\n"
 JAIL = Path(jail.__file__).resolve()
 LOOK_EVERY = 0.05  # seconds between two looks at a running program
+SIGNAL_DELAY = 0.5  # seconds that a Ctrl-C may take
 CAP_KILL, CAP_SETGID, CAP_SETUID = 5, 6, 7
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -107,7 +108,7 @@ def _run_in_jail(code: str, timeout: float, memory: int) -> str:
         raise ToolError(
             "the Python tool needs Linux, or a SandboxFusion server named by MARS_SANDBOX_URL"
         )
-    outcome = Future()
+    outcome = futures.Future()
     caller_left = threading.Event()
 
     def work():
@@ -122,11 +123,15 @@ def _run_in_jail(code: str, timeout: float, memory: int) -> str:
     worker = threading.Thread(target=work, daemon=True)
     try:
         _start(worker)
+        # Not one long wait: a signal that comes just before a wait begins does not end it.
+        while not outcome.done():
+            futures.wait([outcome], SIGNAL_DELAY)
         return outcome.result()
     finally:
         caller_left.set()
-        if worker.is_alive():
-            worker.join()
+        # Thread.join would not do: interrupted once, Python 3.11 takes the thread for ended.
+        if worker.ident:
+            futures.wait([outcome])
 
 
 def _start(thread: threading.Thread) -> None:
@@ -177,21 +182,14 @@ def _command(timeout: float, memory: int) -> list[str]:
     packages = tuple(
         path for path in sys.path if path.endswith(("/site-packages", "/dist-packages"))
     )
-    libraries = []
+    readable = list(packages)
     for prefix in (sys.prefix, sys.base_prefix, "/usr", "/usr/local", ""):
-        libraries += [f"{prefix}/lib", f"{prefix}/lib64"]
-    files = ["/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo"]
-    devices = ["/dev/null", "/dev/urandom"]
-    limits = (math.ceil(timeout), int(memory), OUTPUT + len(LOCKED), THREADS, os.getpid())
-    return [
-        *(sys.executable, "-P", "-s", "-S", "-B", "-u", str(JAIL)),
-        *map(str, limits),
-        _user(packages),
-        *packages,
-        *libraries,
-        *files,
-        *devices,
-    ]
+        readable += [f"{prefix}/lib", f"{prefix}/lib64"]
+    readable += ["/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo"]
+    readable += ["/dev/null", "/dev/urandom"]
+    interpreter = [sys.executable, "-P", "-s", "-S", "-B", "-u", str(JAIL)]
+    limits = [math.ceil(timeout), int(memory), OUTPUT + len(LOCKED), THREADS, os.getpid()]
+    return interpreter + [str(limit) for limit in limits] + [_user(packages)] + readable
 
 
 @functools.cache

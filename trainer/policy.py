@@ -36,11 +36,8 @@ class Policy(nn.Module):
     So DDP and FSDP, which hook only forward, see one call a micro-batch.
     """
 
-    def __init__(
-        self, model, *, bf16: bool, recompute_activations: bool = False, checkpointing: bool = False
-    ):
+    def __init__(self, model, *, bf16: bool, recompute_activations: bool = False):
         super().__init__()
-        recompute_activations = recompute_activations or checkpointing
         model.set_attn_implementation("mars_packed")
         self.model = model
         self.bf16 = bf16
@@ -215,42 +212,3 @@ def say_dropout_is_off(model: nn.Module) -> None:
     if rates and trained and first:
         listed = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
         print(f"the model's dropout is off, the loss is of what was sampled: {listed}", flush=True)
-
-
-# ---------------------------------------------------------------- old names, to be deleted
-# mars.py and plumbing/build.py still say `from trainer import policy as trainer`. When they say
-# `import trainer`, what follows goes, and so does `checkpointing` in Policy.__init__.
-
-
-def __getattr__(name: str):
-    import trainer
-
-    old = {
-        "load_model": old_load_model,
-        "load_optimiser": trainer.load_optimizer,
-        "memory_parts": trainer.memory.memory_parts,
-        "memory_plan": old_memory_plan,
-    }
-    if name in old:
-        return old[name]
-    if name in trainer.__all__:
-        return getattr(trainer, name)
-    raise AttributeError(name)
-
-
-def old_load_model(path, device, *, dtype=torch.float32, training=True):
-    from trainer import loading
-
-    return loading.load_model(path, device, dtype=dtype, training=training)
-
-
-def old_memory_plan(model, *, config, longest=None, **options):
-    from types import SimpleNamespace
-
-    from trainer import memory
-
-    given = vars(config)
-    recompute = given.get("recompute_activations", given.get("checkpointing"))
-    config = SimpleNamespace(**given | {"recompute_activations": recompute})
-    longest = longest or max(config.sys2_context, config.sys1_prompt + config.sys1_response)
-    return memory.memory_plan(model, config=config, longest=longest, **options)
