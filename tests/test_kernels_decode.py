@@ -1,14 +1,12 @@
-"""Decode kernels: both forms against float64 and transformers' modules, and mutants that the
-same checks must catch.
+"""Decode kernels: both forms against float64 and transformers' modules, and mutants of them.
 
-On a GPU the Triton forms run there; elsewhere they run in Triton's interpreter. `python
-tests/test_kernels_decode.py` compiles the kernels for Hopper (no GPU needed) and prints what
-they use.
+On a GPU the Triton forms run there; elsewhere they run in Triton's interpreter.
 """
 
 import importlib
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,23 +15,21 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_forms import DEVICE, FORMS, needs_triton
 from mutants import load_mutant
 
 import kernels
 from kernels import decode
 
-attention = importlib.import_module(
-    "kernels.paged_attention"
-)  # the package exports a function under the same name
+# The package exports a function under the name of this module.
+attention = importlib.import_module("kernels.paged_attention")
 ROOT = Path(__file__).parent.parent
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is not installed")
 needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA GPU")
-FORMS = ["reference", pytest.param("triton", marks=needs_triton)]
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning"
-)  # the interpreter's −inf − (−inf), masked after
-HALVES = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")  # the interpreter gets bf16 wrong
+# The interpreter warns of −inf − (−inf), which is masked after.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+# The interpreter gets bf16 wrong.
+HALVES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
+SMALL_BLOCKS = dict(block=16, num_warps=4, num_stages=2)
 
 
 @pytest.fixture(params=FORMS)
@@ -44,15 +40,15 @@ def form(request, monkeypatch):
 
 def convert(case, dtype):
     """The case on the test's device, its floating-point tensors as own copies in `dtype`."""
-    return {
-        name: x.clone().to(DEVICE, dtype if x.is_floating_point() else None)
-        if torch.is_tensor(x)
-        else x
-        for name, x in case.items()
-    }
+    converted = dict(case)
+    for name, x in case.items():
+        if torch.is_tensor(x):
+            kind = dtype if x.is_floating_point() else x.dtype
+            converted[name] = x.clone().to(DEVICE, kind)
+    return converted
 
 
-# --- attention -----------------------------------------------------------------------------------------------------
+# --- attention ------------------------------------------------------------------------------------
 
 
 def attention_case(
@@ -60,31 +56,31 @@ def attention_case(
 ):
     """Arguments of paged_attention.
 
-    Everything that must not be read is NaN (pages) or far outside the pool (table).
+    What must not be read is NaN in the pages and far outside the pool in the block table.
     """
     generator = torch.Generator().manual_seed(seed)
-    B, M = len(lengths), max(1, math.ceil(max(lengths, default=0) / page_size)) + spare
-    k_pages, v_pages = torch.full((2, B * M + 1, page_size, Hkv, Dh), math.nan)
-    table = torch.full((B, M), 2**30, dtype=torch.int32)
-    free = torch.randperm(B * M + 1, generator=generator).tolist()
+    B = len(lengths)
+    width = max(1, math.ceil(max(lengths, default=0) / page_size)) + spare
+    count = B * width + 1
+    k_pages, v_pages = torch.full((2, count, page_size, Hkv, Dh), math.nan)
+    table = torch.full((B, width), 2**30, dtype=torch.int32)
+    free = torch.randperm(count, generator=generator).tolist()
     for row, length in enumerate(lengths):
         for start in range(0, length, page_size):
-            page, count = free.pop(), min(page_size, length - start)
+            page = free.pop()
+            count = min(page_size, length - start)
             table[row, start // page_size] = page
             k_pages[page, :count] = 2 * torch.randn(count, Hkv, Dh, generator=generator)
             v_pages[page, :count] = torch.randn(count, Hkv, Dh, generator=generator)
-    q = torch.randn(B, Hq, Dh, generator=generator)
-    return convert(
-        {
-            "q": q,
-            "k_pages": k_pages,
-            "v_pages": v_pages,
-            "block_table": table,
-            "lengths": torch.tensor(lengths, dtype=torch.int32),
-            "scale": 0.7 * Dh**-0.5,
-        },
-        dtype,
-    )
+    case = {
+        "q": torch.randn(B, Hq, Dh, generator=generator),
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "block_table": table,
+        "lengths": torch.tensor(lengths, dtype=torch.int32),
+        "scale": 0.7 * Dh**-0.5,
+    }
+    return convert(case, dtype)
 
 
 def attention_truth(q, k_pages, v_pages, block_table, lengths, scale):
@@ -93,23 +89,27 @@ def attention_truth(q, k_pages, v_pages, block_table, lengths, scale):
     page_size, Hkv = k_pages.shape[1:3]
     out = torch.zeros(B, Hq, Dh, dtype=torch.float64, device=q.device)
     for row, length in enumerate(lengths.tolist()):
+        if length == 0:
+            continue
         pages = block_table[row, : math.ceil(length / page_size)].tolist()
-        for head in range(Hq if length else 0):
+        for head in range(Hq):
             kv_head = head * Hkv // Hq
-            keys, values = (
-                torch.cat([x[p, :, kv_head].double() for p in pages])[:length]
-                for x in (k_pages, v_pages)
-            )
+            keys = torch.cat([k_pages[page, :, kv_head].double() for page in pages])[:length]
+            values = torch.cat([v_pages[page, :, kv_head].double() for page in pages])[:length]
             out[row, head] = (scale * keys @ q[row, head].double()).softmax(0) @ values
     return out
 
 
-def check_attention(
-    function, case, atol=1e-5 if DEVICE == "cuda" else 2e-6
-):  # a GPU's exp2 is approximate
-    out, truth = function(**case), attention_truth(**case)
-    assert out.dtype == case["q"].dtype and out.shape == case["q"].shape
-    assert (out.double() - truth).abs().max() <= atol if len(out) else True
+# A GPU's exp2 is approximate.
+ATOL = 1e-5 if DEVICE == "cuda" else 2e-6
+
+
+def check_attention(function, case, atol=ATOL):
+    out = function(**case)
+    assert out.dtype == case["q"].dtype
+    assert out.shape == case["q"].shape
+    if len(out):
+        assert (out.double() - attention_truth(**case)).abs().max() <= atol
 
 
 ATTENTION_CASES = {
@@ -140,16 +140,15 @@ def test_attention(name, form):
 def test_splits(splits):
     """32 pieces of at most 131 tokens in blocks of 16: most are empty."""
     case = attention_case([131, 0, 1, 64, 129], Hq=4)
-    check_attention(
-        lambda **case: attention.triton_paged_attention(**case, splits=splits, config=SMALL_BLOCKS),
-        case,
-    )
+    function = attention.triton_paged_attention
+    check_attention(partial(function, splits=splits, config=SMALL_BLOCKS), case)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_attention_in_half_precision(dtype, form):
     case = attention_case([1, 33, 150, 0], dtype=dtype)
-    check_attention(kernels.paged_attention, case, atol=2e-3 if dtype == torch.float16 else 2e-2)
+    atol = {torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    check_attention(kernels.paged_attention, case, atol)
 
 
 @settings(
@@ -159,20 +158,14 @@ def test_attention_in_half_precision(dtype, form):
 def test_where_pages_lie_changes_nothing(form, lengths, seed):
     case = attention_case(lengths, Hq=4, Hkv=2, page_size=16, seed=seed)
     pages = len(case["k_pages"])
-    moved = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).to(
-        DEVICE
-    )  # new place of each page
-    home = moved.argsort()
-    table = torch.where(
-        case["block_table"] < pages,
-        moved[case["block_table"].clamp(max=pages - 1)],
-        case["block_table"],
-    ).int()
-    other = case | {
-        "k_pages": case["k_pages"][home],
-        "v_pages": case["v_pages"][home],
-        "block_table": table,
-    }
+    generator = torch.Generator().manual_seed(seed)
+    new_place = torch.randperm(pages, generator=generator).to(DEVICE)
+    old_place = new_place.argsort()
+    table = case["block_table"]
+    moved = torch.where(table < pages, new_place[table.clamp(max=pages - 1)], table).int()
+    other = case | {"block_table": moved}
+    for name in ("k_pages", "v_pages"):
+        other[name] = case[name][old_place]
     assert torch.equal(kernels.paged_attention(**case), kernels.paged_attention(**other))
 
 
@@ -236,14 +229,11 @@ def test_one_row_is_spread_over_the_gpu():
 
 
 def test_any_layout_of_the_table(form):
-    """Part of a table with room for longer rows; a table whose columns lie together, as numpy's
-    indexing leaves it.
-    """
+    """Part of a table with room for longer rows; a table whose columns lie together."""
     case = attention_case([33, 64, 1])
-    wide = torch.cat((case["block_table"], case["block_table"]), 1)[
-        :, : case["block_table"].shape[1]
-    ]
-    for table in (wide, case["block_table"].T.contiguous().T):
+    plain = case["block_table"]
+    part = torch.cat((plain, plain), 1)[:, : plain.shape[1]]
+    for table in (part, plain.T.contiguous().T):
         assert not table.is_contiguous()
         check_attention(kernels.paged_attention, case | {"block_table": table})
 
@@ -268,7 +258,7 @@ def test_attention_misuse_is_refused(change, monkeypatch):
         kernels.paged_attention(**case)
 
 
-# --- the small kernels: float64 truths, and rounding as transformers does it ---------------------------------------
+# --- the small kernels: float64 truths, and rounding as transformers does it ----------------------
 
 
 def norm_truth(x, residual, weight, eps):
@@ -277,17 +267,18 @@ def norm_truth(x, residual, weight, eps):
 
 
 def rope_truth(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps):
-    """(q, k_pages, v_pages) after the step; head by head, the rotation as a product of complex
-    numbers.
-    """
+    """(q, k_pages, v_pages) after the step, head by head; a rotation is a complex product."""
     Hkv, Dh = k_pages.shape[2:]
-    B, Hq = len(qkv), qkv.shape[1] // Dh - 2 * Hkv
+    B = len(qkv)
+    Hq = qkv.shape[1] // Dh - 2 * Hkv
     heads = qkv.view(B, -1, Dh)
-    k_pages, v_pages = k_pages.clone(), v_pages.clone()
+    k_pages = k_pages.clone()
+    v_pages = v_pages.clone()
     turn = torch.complex(cos[:, : Dh // 2], sin[:, : Dh // 2])
     q = torch.empty(B, Hq, Dh, dtype=qkv.dtype, device=qkv.device)
     for head in range(Hq + Hkv):
-        x, weight = heads[:, head], q_weight if head < Hq else k_weight
+        x = heads[:, head]
+        weight = q_weight if head < Hq else k_weight
         if weight is not None:
             x = norm_truth(x, None, weight, eps)[0]
         turned = turn * torch.complex(x[:, : Dh // 2], x[:, Dh // 2 :])
@@ -312,9 +303,8 @@ def rope_case(B=5, Hq=4, Hkv=2, Dh=32, *, norm=True, page_size=4, pages=5, size=
     generator = torch.Generator().manual_seed(seed)
     angle = 10 * torch.randn(B, Dh // 2, generator=generator).repeat(1, 2)
     q_weight, k_weight = 1 + torch.randn(2, Dh, generator=generator)
-    slots = torch.randperm(pages * page_size - 1, generator=generator)[
-        :B
-    ]  # a mutant may write into the next slot
+    # The last slot stays free, for a mutant that writes into the next one.
+    slots = torch.randperm(pages * page_size - 1, generator=generator)[:B]
     slots[1::3] = -1
     k_pages, v_pages = torch.randn(2, pages, page_size, Hkv, Dh, generator=generator)
     return {
@@ -344,25 +334,32 @@ def outputs(function, case):
     out = function(**case)
     if isinstance(out, tuple):
         return out
-    return (out, case["k_pages"], case["v_pages"]) if "k_pages" in case else (out,)
+    if "k_pages" in case:
+        return out, case["k_pages"], case["v_pages"]
+    return (out,)
+
+
+def rounds_like(mine, theirs, dtype):
+    """Whether outputs in half precision are the same but for one element in 200."""
+    for out, right in zip(mine, theirs, strict=True):
+        assert out.dtype == dtype
+        assert (out != right).float().mean() <= 0.005
 
 
 def check_small(name, module, case):
-    """fp32 within 2e-6 of float64; half precision rounds like the reference (and that like
-    transformers, see below).
+    """fp32 within 2e-6 of float64; half precision rounds like the reference.
+
+    That the reference rounds like transformers is tested below.
     """
-    function, reference = getattr(module, name), getattr(decode, name + "_reference")
-    narrow, truth = (
-        outputs(function, convert(case, torch.float32)),
-        outputs(TRUTHS[name], convert(case, torch.float64)),
-    )
-    for out, right in zip(narrow, truth):
+    function = getattr(module, name)
+    reference = getattr(decode, name + "_reference")
+    mine = outputs(function, convert(case, torch.float32))
+    truth = outputs(TRUTHS[name], convert(case, torch.float64))
+    for out, right in zip(mine, truth, strict=True):
         assert (out.double() - right).abs().max() <= 2e-6 * right.abs().max().clamp(min=1)
     for dtype in HALVES:
-        for out, right in zip(
-            outputs(function, convert(case, dtype)), outputs(reference, convert(case, dtype))
-        ):
-            assert out.dtype == dtype and (out != right).float().mean() <= 0.005
+        mine = outputs(function, convert(case, dtype))
+        rounds_like(mine, outputs(reference, convert(case, dtype)), dtype)
 
 
 TRUTHS = {"add_rms_norm": norm_truth, "qk_norm_rope_store": rope_truth, "silu_mul": silu_truth}
@@ -392,12 +389,10 @@ def test_first_residual_is_x_itself(form):
 def test_fp32_cos_and_sin_with_half_precision_heads(form):
     case = convert(rope_case(), torch.float16)
     case |= {name: case[name].float() for name in ("cos", "sin")}
-    mine = outputs(
-        decode.qk_norm_rope_store,
-        case | {name: case[name].clone() for name in ("k_pages", "v_pages")},
-    )
-    for out, right in zip(mine, outputs(decode.qk_norm_rope_store_reference, case)):
-        assert out.dtype == torch.float16 and (out != right).float().mean() <= 0.005
+    copies = {name: case[name].clone() for name in ("k_pages", "v_pages")}
+    mine = outputs(decode.qk_norm_rope_store, case | copies)
+    theirs = outputs(decode.qk_norm_rope_store_reference, case)
+    rounds_like(mine, theirs, torch.float16)
 
 
 @needs_triton
@@ -426,7 +421,7 @@ def test_small_misuse_is_refused(name, change, monkeypatch):
         getattr(decode, name)(**case)
 
 
-# --- transformers' modules -----------------------------------------------------------------------------------------
+# --- transformers' modules ------------------------------------------------------------------------
 
 MODELS = {"qwen3": {"head_dim": 32}, "qwen2": {}, "llama": {}}
 
@@ -448,30 +443,39 @@ def tiny_model(kind, dtype):
     )
     model = transformers.AutoModelForCausalLM.from_config(config).eval().model
     for name, parameter in model.named_parameters():
-        parameter.data = torch.randn_like(parameter) * (0.1 if parameter.dim() == 2 else 0.3) + (
-            "norm" in name
-        )
+        size = 0.1 if parameter.dim() == 2 else 0.3
+        middle = 1.0 if "norm" in name else 0.0
+        parameter.data = middle + size * torch.randn_like(parameter)
     return model.to(DEVICE, dtype)
 
 
+def qk_norm_weights(attn):
+    """The weights of the norms of query and key; None for a model without them."""
+    if not hasattr(attn, "q_norm"):
+        return None, None
+    return attn.q_norm.weight, attn.k_norm.weight
+
+
 def own_layer(layer, x, cos, sin, page_size=16):
-    """A decoder layer over the tokens x [T, D] of one sequence, by the decode kernels: a token
-    is a row.
-    """
-    T, attn, mlp, eps = len(x), layer.self_attn, layer.mlp, layer.input_layernorm.variance_epsilon
-    before, after = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+    """A decoder layer over x [T, D] of one sequence, by the decode kernels: a token is a row."""
+    T = len(x)
+    attn = layer.self_attn
+    mlp = layer.mlp
+    eps = layer.input_layernorm.variance_epsilon
+    before = layer.input_layernorm.weight
+    after = layer.post_attention_layernorm.weight
     linears = (attn.q_proj, attn.k_proj, attn.v_proj)
-    bias = None if attn.q_proj.bias is None else torch.cat([m.bias for m in linears])
-    M = math.ceil(T / page_size)
-    k_pages, v_pages = x.new_zeros(2, M, page_size, 2, 32)
+    bias = None
+    if attn.q_proj.bias is not None:
+        bias = torch.cat([linear.bias for linear in linears])
+    num_pages = math.ceil(T / page_size)
+    k_pages, v_pages = x.new_zeros(2, num_pages, page_size, 2, 32)
     slots = torch.arange(T, device=x.device)
     normed, residual = decode.add_rms_norm(x, None, before, eps)
     qkv = torch.nn.functional.linear(normed, torch.cat([m.weight for m in linears]), bias)
-    q_norm, k_norm = (
-        getattr(getattr(attn, name, None), "weight", None) for name in ("q_norm", "k_norm")
-    )
-    q = decode.qk_norm_rope_store(qkv, q_norm, k_norm, cos, sin, slots, k_pages, v_pages, eps)
-    table = torch.arange(M, device=x.device, dtype=torch.int32).repeat(T, 1)
+    weights = qk_norm_weights(attn)
+    q = decode.qk_norm_rope_store(qkv, *weights, cos, sin, slots, k_pages, v_pages, eps)
+    table = torch.arange(num_pages, device=x.device, dtype=torch.int32).repeat(T, 1)
     mixed = kernels.paged_attention(q, k_pages, v_pages, table, slots.int() + 1, scale=32**-0.5)
     normed, residual = decode.add_rms_norm(attn.o_proj(mixed.flatten(1)), residual, after, eps)
     gate_up = normed @ torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)).T
@@ -489,17 +493,16 @@ def test_layer_equals_transformers(kind, form):
     theirs = model.layers[0](
         x, attention_mask=mask, position_ids=position, position_embeddings=(cos, sin)
     )
-    theirs = theirs[0] if isinstance(theirs, tuple) else theirs
-    assert (
-        own_layer(model.layers[0], x[0], cos[0], sin[0]) - theirs[0]
-    ).abs().max() < 2e-5 * theirs.abs().max()
+    if isinstance(theirs, tuple):
+        theirs = theirs[0]
+    mine = own_layer(model.layers[0], x[0], cos[0], sin[0])
+    assert (mine - theirs[0]).abs().max() < 2e-5 * theirs.abs().max()
 
 
 def assert_same(mine, theirs):
-    """Bit for bit; on a GPU, where the order of a sum depends on the shape around it, but for
-    one element in 200.
-    """
-    assert (mine != theirs).float().mean() <= (0.005 if DEVICE == "cuda" else 0)
+    """Bit for bit. On a GPU a sum's order depends on the shape around it: one element in 200."""
+    allowed = 0.005 if DEVICE == "cuda" else 0
+    assert (mine != theirs).float().mean() <= allowed
 
 
 @torch.no_grad()
@@ -508,7 +511,8 @@ def assert_same(mine, theirs):
 def test_references_round_as_transformers_does(kind, dtype):
     """In half precision: norm after a residual sum, QK norm with rotation, SiLU product."""
     model = tiny_model(kind, dtype)
-    layer, attn = model.layers[0], model.layers[0].self_attn
+    layer = model.layers[0]
+    attn = layer.self_attn
     x, residual = torch.randn(2, 9, 128, device=DEVICE).to(dtype)
     normed, total = decode.add_rms_norm_reference(
         x, residual, layer.input_layernorm.weight, model.config.rms_norm_eps
@@ -519,11 +523,9 @@ def test_references_round_as_transformers_does(kind, dtype):
     cos, sin = model.rotary_emb(x[None], torch.arange(9, device=DEVICE)[None])
     q, k, v = (torch.randn(9, heads, 32, device=DEVICE).to(dtype) for heads in (4, 2, 2))
     k_pages, v_pages = torch.zeros(2, 3, 4, 2, 32, device=DEVICE, dtype=dtype)
-    q_norm, k_norm = getattr(attn, "q_norm", None), getattr(attn, "k_norm", None)
     mine = decode.qk_norm_rope_store_reference(
         torch.cat((q, k, v), 1).flatten(1),
-        getattr(q_norm, "weight", None),
-        getattr(k_norm, "weight", None),
+        *qk_norm_weights(attn),
         cos[0],
         sin[0],
         torch.arange(9, device=DEVICE),
@@ -531,7 +533,9 @@ def test_references_round_as_transformers_does(kind, dtype):
         v_pages,
         model.config.rms_norm_eps,
     )
-    q, k = (norm(heads) if norm else heads for norm, heads in ((q_norm, q), (k_norm, k)))
+    if hasattr(attn, "q_norm"):
+        q = attn.q_norm(q)
+        k = attn.k_norm(k)
     apply = sys.modules[type(model).__module__].apply_rotary_pos_emb
     q, k = apply(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
     assert_same(mine, q[0].transpose(0, 1))
@@ -539,14 +543,12 @@ def test_references_round_as_transformers_does(kind, dtype):
     assert_same(v_pages.flatten(0, 1)[:9], v)
 
     gate_up = torch.randn(9, 400, device=DEVICE).to(dtype)
-    assert_same(
-        decode.silu_mul_reference(gate_up), layer.mlp.act_fn(gate_up[:, :200]) * gate_up[:, 200:]
-    )
+    theirs = layer.mlp.act_fn(gate_up[:, :200]) * gate_up[:, 200:]
+    assert_same(decode.silu_mul_reference(gate_up), theirs)
 
 
-# --- mutants: each check above must be able to fail ----------------------------------------------------------------
+# --- mutants: each check above must be able to fail -----------------------------------------------
 
-SMALL_BLOCKS = dict(block=16, num_warps=4, num_stages=2)
 ATTENTION_MUTANTS = {  # name: (what stands in kernels/paged_attention.py, what the mutant has)
     "mask one too far": ("valid = start + j < last", "valid = start + j <= last"),
     "mask one too short": ("valid = start + j < last", "valid = start + j < last - 1"),
@@ -648,31 +650,25 @@ SMALL_MUTANTS = {  # name: (function, what stands in kernels/decode.py, what the
 
 
 def readable(case):
-    """The same case, its pool and table readable everywhere, so that a mutant gives a wrong
-    answer and no crash.
-    """
-    pages = {name: case[name].nan_to_num(1.5) for name in ("k_pages", "v_pages")}
-    return (
-        case
-        | pages
-        | {"block_table": case["block_table"].where(case["block_table"] < len(case["k_pages"]), 0)}
-    )
+    """The case with pool and table readable everywhere: a mutant answers, wrongly."""
+    table = case["block_table"]
+    return case | {
+        "k_pages": case["k_pages"].nan_to_num(1.5),
+        "v_pages": case["v_pages"].nan_to_num(1.5),
+        "block_table": table.where(table < len(case["k_pages"]), 0),
+    }
 
 
 def attention_checks(module, name):
-    """The checks of this file on a module, with blocks of 16: in pages of 32 and of 8, with
-    empty pieces.
-    """
-    function = (
-        module.reference
-        if name.startswith("reference")
-        else (lambda **case: module.triton_paged_attention(**case, splits=5, config=SMALL_BLOCKS))
-    )
+    """The checks of this file with blocks of 16, in pages of 32 and of 8, with empty pieces."""
+    function = partial(module.triton_paged_attention, splits=5, config=SMALL_BLOCKS)
+    if name.startswith("reference"):
+        function = module.reference
     for page_size in (32, 8):
         case = attention_case([1, 0, 33, 64, 131], page_size=page_size)
-        check_attention(
-            function, case if name == "reference reads what others left" else readable(case)
-        )
+        if name != "reference reads what others left":
+            case = readable(case)
+        check_attention(function, case)
 
 
 @needs_triton
@@ -700,7 +696,7 @@ def test_small_mutants_are_caught(name, tmp_path, monkeypatch):
             check_small(function, mutant, case)
 
 
-# --- large pools ---
+# --- large pools ----------------------------------------------------------------------------------
 
 
 @needs_triton
@@ -709,26 +705,26 @@ def test_pools_of_more_than_2_31_elements(monkeypatch):
     monkeypatch.setenv("MARS_KERNELS", "triton")
     page_size, Hkv, Dh = 256, 8, 128
     pages = 2**31 // (page_size * Hkv * Dh) + 2
-    k_pages, v_pages = (
-        torch.empty(pages, page_size, Hkv, Dh, dtype=torch.float16, device=DEVICE) for _ in range(2)
-    )
+    new = partial(torch.empty, dtype=torch.float16, device=DEVICE)
+    k_pages = new(pages, page_size, Hkv, Dh)
+    v_pages = new(pages, page_size, Hkv, Dh)
     k_pages[-1], v_pages[-1] = torch.randn(2, page_size, Hkv, Dh)
-    table, lengths = torch.tensor([[[pages - 1]], [[20]]], dtype=torch.int32, device=DEVICE)
+    table = torch.tensor([[pages - 1]], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([20], dtype=torch.int32, device=DEVICE)
     q = torch.randn(1, 8, Dh, device=DEVICE).half()
-    mine = kernels.paged_attention(q, k_pages, v_pages, table, lengths[0], scale=0.1)
-    assert torch.equal(
-        mine,
-        kernels.paged_attention(q, k_pages[-1:], v_pages[-1:], 0 * table, lengths[0], scale=0.1),
-    )
+    mine = kernels.paged_attention(q, k_pages, v_pages, table, lengths, scale=0.1)
+    alone = k_pages[-1:], v_pages[-1:], 0 * table
+    assert torch.equal(mine, kernels.paged_attention(q, *alone, lengths, scale=0.1))
 
     qkv = torch.randn(1, 3 * Hkv * Dh, device=DEVICE).half()
     cos = torch.ones(1, Dh, device=DEVICE).half()  # no rotation
     slots = torch.tensor([pages * page_size - 1], device=DEVICE)
     decode.qk_norm_rope_store(qkv, None, None, cos, 0 * cos, slots, k_pages, v_pages, 1e-6)
-    assert torch.equal(torch.cat((k_pages[-1, -1], v_pages[-1, -1])).flatten(), qkv[0, Hkv * Dh :])
+    stored = torch.cat((k_pages[-1, -1], v_pages[-1, -1])).flatten()
+    assert torch.equal(stored, qkv[0, Hkv * Dh :])
 
 
-# --- on a GPU ------------------------------------------------------------------------------------------------------
+# --- on a GPU -------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -736,14 +732,14 @@ def test_pools_of_more_than_2_31_elements(monkeypatch):
 @pytest.mark.parametrize("Hq, Hkv, Dh", [(32, 8, 128), (28, 4, 128), (12, 12, 64)])
 @pytest.mark.parametrize("page_size", [16, 256])
 def test_bf16_on_the_gpu(Hq, Hkv, Dh, page_size):
-    """Against float64 of the same bf16 inputs, no further off than PyTorch's own attention; the
-    same bits twice.
-    """
-    case = attention_case([1, 0, 700, 4097, 2048, 15], Hq, Hkv, Dh, page_size, dtype=torch.bfloat16)
+    """No further off float64 than PyTorch's own attention, and the same bits twice."""
+    lengths = [1, 0, 700, 4097, 2048, 15]
+    case = attention_case(lengths, Hq, Hkv, Dh, page_size, dtype=torch.bfloat16)
     truth = attention_truth(**case)
     mine = kernels.paged_attention(**case)
-    theirs = attention.reference(**case)
-    assert (mine.double() - truth).abs().max() <= 1.5 * (theirs.double() - truth).abs().max() + 1e-3
+    error = (mine.double() - truth).abs().max()
+    theirs = (attention.reference(**case).double() - truth).abs().max()
+    assert error <= 1.5 * theirs + 1e-3
     assert all(torch.equal(mine, kernels.paged_attention(**case)) for _ in range(3))
 
 
@@ -751,10 +747,9 @@ def test_bf16_on_the_gpu(Hq, Hkv, Dh, page_size):
 @needs_gpu
 def test_cuda_graph_follows_lengths_and_table():
     """A captured launch is replayed with other lengths, other pages and other queries."""
-    first, second = (
-        attention_case(lengths, 32, 8, 128, 16, dtype=torch.bfloat16, seed=seed, spare=spare)
-        for lengths, seed, spare in (([600, 1, 33], 1, 0), ([5, 599, 0], 2, 0))
-    )
+    new = partial(attention_case, Hq=32, Hkv=8, Dh=128, page_size=16, dtype=torch.bfloat16, spare=0)
+    first = new([600, 1, 33], seed=1)
+    second = new([5, 599, 0], seed=2)
     held = {name: x.clone() if torch.is_tensor(x) else x for name, x in first.items()}
     kernels.paged_attention(**held)  # compiles
     graph = torch.cuda.CUDAGraph()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_forms import DEVICE, FORMS, needs_triton, without_triton
 from mutants import load_mutant
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,9 +28,6 @@ from config import UserError
 LL = importlib.import_module("kernels.linear_loss")
 GL = importlib.import_module("kernels.grpo_loss")
 ROOT = Path(__file__).parent.parent
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_triton = pytest.mark.skipif(kernels.triton is None, reason="Triton is not installed")
-FORMS = ["reference", pytest.param("triton", marks=needs_triton)]
 
 
 @pytest.fixture(params=FORMS)
@@ -607,6 +605,23 @@ def test_other_machines(prelude, outcome):
     assert outcome in result.stdout, result.stderr
 
 
+CUDA_CHUNKS = """
+import sys
+import pytest
+from kernels import linear_loss
+cut = linear_loss.cut_into_chunks
+linear_loss.cut_into_chunks = lambda N, V, on_cuda: cut(N, V, True)
+sys.exit(pytest.main(["-q", "tests/test_policy.py", "-k", "empty or packing_order"]))
+"""
+
+
+def test_a_policy_with_the_chunks_of_cuda():
+    """The trainer's tests of micro-batches, empty ones among them, with tokens cut as on a GPU."""
+    command = [sys.executable, "-c", CUDA_CHUNKS]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
 # --- mutants must be caught -----------------------------------------------------------------------
 
 LINEAR_MUTANTS = {  # what is broken: (form, piece of kernels/linear_loss.py, what it becomes)
@@ -743,8 +758,8 @@ def caught(checks):
 @pytest.mark.parametrize("name", LINEAR_MUTANTS)
 def test_linear_mutants_are_caught(name, tmp_path, monkeypatch):
     form, piece, becomes = LINEAR_MUTANTS[name]
-    if form == "triton" and kernels.triton is None:
-        pytest.skip("Triton is not installed")
+    if form == "triton" and without_triton():
+        pytest.skip(without_triton())
     monkeypatch.setenv("MARS_KERNELS", form)
     mutant = load_mutant("kernels/linear_loss.py", piece, becomes, tmp_path)
     use_small_chunks(mutant, monkeypatch)
