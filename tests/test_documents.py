@@ -315,6 +315,21 @@ def test_a_file_that_cannot_be_opened_is_skipped(tmp_path, capsys, monkeypatch):
     assert "b.md): cannot be opened (Permission denied)" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_opened_is_listed(tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.md").write_text("fine")
+    (tmp_path / "closed").mkdir()
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert texts_of(tmp_path) == {"a.md": "fine"}
+    assert "closed): a folder that cannot be opened" in capsys.readouterr().err
+
+
 @needs_lxml
 @needs_pypdf
 def test_html_and_pdf_files_are_read(tmp_path):

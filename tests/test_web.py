@@ -39,6 +39,8 @@ from loopback import (
 )
 
 from config import UserError
+from tasks import judge
+from tasks.questions import Question
 from tools import ToolError, exchange, pages, search, web
 
 ROOT = Path(__file__).parent.parent
@@ -777,3 +779,13 @@ def test_services_over_tls_go_through_a_tunnel_of_the_proxy(tls_server, monkeypa
         web.Client(None, tries=1, timeout=0.4).call(url, search._decode_json)
     proxy.shutdown()
     proxy.server_close()
+
+
+@pytest.mark.parametrize("where", ENDLESS)
+def test_the_judge_has_one_deadline_too(server, waits, where):
+    server.replies = [ENDLESS[where]]
+    ask = judge.Judge(server.url, "model", client=web.Client(None, timeout=0.3, tries=2))
+    start = time.monotonic()
+    with pytest.raises(ToolError, match="2 tries"):
+        ask(Question("1", "who?", ("Ada",), "own"), "Ada")
+    assert time.monotonic() - start < 3
