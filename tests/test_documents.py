@@ -3,6 +3,8 @@
 import email.message
 import html
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -216,6 +218,13 @@ def test_html_that_keeps_the_parser_busy_is_given_up(monkeypatch):
     with pytest.raises(pages.NotText, match="more than 0.5 s"):
         pages.read(f"<a {attributes}>x".encode(), "html")
     assert time.monotonic() - start < 5
+
+
+@needs_lxml
+def test_the_reader_keeps_lower_limits_that_hold_already():
+    command = f"ulimit -v 1000000; echo '<p>x' | {sys.executable} -P {pages.READER} html"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert run.stdout == "x" and run.stderr == ""
 
 
 # PDF ---------------------------------------------------------------------------------------------
