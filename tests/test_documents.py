@@ -3,6 +3,8 @@
 import email.message
 import html
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -218,6 +220,13 @@ def test_html_that_keeps_the_parser_busy_is_given_up(monkeypatch):
     assert time.monotonic() - start < 5
 
 
+@needs_lxml
+def test_the_reader_keeps_lower_limits_that_hold_already():
+    command = f"ulimit -v 1000000; echo '<p>x' | {sys.executable} -P {pages.READER} html"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert run.stdout == "x" and run.stderr == ""
+
+
 # PDF ---------------------------------------------------------------------------------------------
 
 
@@ -313,6 +322,21 @@ def test_a_file_that_cannot_be_opened_is_skipped(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(documents.Path, "read_bytes", closed)
     assert texts_of(tmp_path) == {"a.md": "fine"}
     assert "b.md): cannot be opened (Permission denied)" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_opened_is_listed(tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.md").write_text("fine")
+    (tmp_path / "closed").mkdir()
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert texts_of(tmp_path) == {"a.md": "fine"}
+    assert "closed): a folder that cannot be opened" in capsys.readouterr().err
 
 
 @needs_lxml

@@ -122,7 +122,12 @@ def files_below(folder: Path, skipped: dict[str, list[str]] | None = None) -> li
         skipped = {}
     home = folder.resolve()
     files = []
-    for parent, folders, names in os.walk(folder):
+
+    def closed(error: OSError):
+        name = Path(error.filename).relative_to(folder).as_posix()
+        skipped.setdefault("a folder that cannot be opened", []).append(name)
+
+    for parent, folders, names in os.walk(folder, onerror=closed):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             file = Path(parent, name)

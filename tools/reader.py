@@ -17,6 +17,7 @@ PDF, by pypdf: the text of the pages, a form feed between two of them.
     python tools/reader.py html|pdf < FILE        Tests: pytest tests/test_pages.py
 """
 
+import contextlib
 import io
 import itertools
 import logging
@@ -235,10 +236,19 @@ def pdf_to_text(raw: bytes) -> str:
     return "\f".join(pages)
 
 
+def limit(what: int, most: int) -> None:
+    """Sets a limit of this process, or keeps a lower one that holds already."""
+    ceiling = resource.getrlimit(what)[1]
+    if ceiling != resource.RLIM_INFINITY:
+        most = min(most, ceiling)
+    with contextlib.suppress(ValueError, OSError):  # macOS does not limit address space
+        resource.setrlimit(what, (most, most))
+
+
 def main(kind: str) -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS[kind], SECONDS[kind]))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit(resource.RLIMIT_CPU, SECONDS[kind])
+    limit(resource.RLIMIT_AS, MEMORY)
+    limit(resource.RLIMIT_CORE, 0)
     raw = sys.stdin.buffer.read()
     if kind == "html":
         text = html_to_text(raw.decode("utf-8", "replace"))
