@@ -1,20 +1,25 @@
-"""GRPO for two systems that share one reward: advantages, balancing, token weights, loss. No I/O, no globals.
+"""GRPO for two systems that share one reward: advantages, balancing, token weights, loss.
 
-For one question System 2 makes G samples (one per trajectory) and System 1 makes M (one per chunk); each System 1 sample takes
-its trajectory's reward. In this order:
+For one question System 2 makes G samples (one per attempt) and System 1 makes M (one per chunk).
+Each System 1 sample takes its attempt's reward. In this order:
 
-    A_sys2 = (r − mean over the G) / std over the G        `group_advantages` on the System 2 samples
-    A_sys1 = (r − mean over the M) / std over the M        `group_advantages` on the System 1 samples: a group of its own
-    System 1's samples are brought from M to G             `balance`, after the advantages, which thus saw every sample
-    L = L_sys2 + L_sys1, each a mean over its samples of   `token_weights` makes both means; `grpo_loss` is −min(…) + λ·KL
+    A_sys2 = (r − mean over the G) / std over the G      `group_advantages` on System 2's samples
+    A_sys1 = (r − mean over the M) / std over the M      the same on System 1's: its own group
+    System 1's samples are brought from M to G           `balance`, after the advantages saw all
+    L = L_sys2 + L_sys1                                  `grpo_loss`: −min(…) + λ·KL
+        each a mean over its samples of                  `token_weights` makes both means
         −(1/|y|) Σ_t min(ρ_t A, clip(ρ_t, 1−ε, 1+ε) A)
 
-As in GRPO, advantages are z-scores and the loss is a mean per sequence (not DAPO's per token); System 2's sequence spans all
-turns of its trajectory. On policy, with one optimiser step per batch, ρ is 1 and the gradient is the plain policy gradient.
+As in GRPO, advantages are z-scores and the loss is a mean per sequence, unlike DAPO's per token.
+System 2's sequence spans all turns of its attempt. On policy, with one optimizer step per batch,
+ρ is 1 and the gradient is the plain policy gradient.
 
-Our choices where the paper is silent: population standard deviation without an epsilon (so one sample, or equal rewards,
-give advantage 0, and a change of the rewards' scale changes nothing); balancing draws uniformly (the abstract's "advantage-
-weighted" comes without a weighting); |y| counts the tokens that carry loss; KL is the k3 estimator.
+Our choices where the paper is silent. The standard deviation is the population's, without an
+epsilon: so one sample, or equal rewards, give advantage 0, and the rewards' scale does not matter.
+Balancing draws uniformly, for the abstract's "advantage-weighted" comes without a weighting. |y|
+counts the tokens that carry loss. KL is the k3 estimator.
+
+Tests: pytest tests/test_grpo.py
 """
 
 from collections.abc import Hashable, Sequence
@@ -26,8 +31,9 @@ from torch import Tensor
 def group_advantages(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor:
     """Normalises rewards, one per sample, within their groups: (r − mean) / std, fp32.
 
-    `groups[i]` names the group of sample i (any hashable key, so groups may have any size and order). A group whose rewards
-    are all equal gets 0. Raises ValueError if a reward is not finite or the lengths differ.
+    `groups[i]` names the group of sample i (any hashable key, so groups may have any size and
+    order). A group whose rewards are all equal gets 0. Raises ValueError if a reward is not
+    finite or the lengths differ.
 
     >>> group_advantages(torch.tensor([1., 0., 0., 1.]), ["a", "a", "b", "a"])    # "b" stands alone
     tensor([ 0.7071, -1.4142,  0.0000,  0.7071])
@@ -54,26 +60,29 @@ def balance(
 ) -> list[int]:
     """Brings one question's M System 1 samples to `target` (System 2's number), drawing uniformly.
 
-    M > target: `target` of them without replacement. 0 < M < target: all of them, and the missing ones drawn again.
-    M = 0: none. Returns indices out of `sys1_indices`.
+    M > target: `target` of them without replacement. 0 < M < target: all of them, and the
+    missing ones drawn again. M = 0: none. Returns indices out of `sys1_indices`.
     """
     if target < 0:
         raise ValueError(f"cannot balance to {target} samples")
     m = len(sys1_indices)
+    if m == 0:
+        return []
     if m >= target:
         drawn = torch.randperm(m, generator=generator)[:target].tolist()
     else:
-        drawn = list(range(m)) + (
-            torch.randint(m, (target - m,), generator=generator).tolist() if m else []
-        )
+        missing = torch.randint(m, (target - m,), generator=generator).tolist()
+        drawn = [*range(m), *missing]
     return [sys1_indices[i] for i in drawn]
 
 
 def token_weights(masks: list[Tensor], counts: int) -> list[Tensor]:
-    """The weight of every token in the loss: 1/|y| · 1/`counts` where the mask is set, else 0. fp32, one [T] a sample.
+    """Each token's weight in the loss, fp32, one [T] a sample.
 
-    `counts` is the number of samples of this role in the whole step, over all ranks. The divisor is global, so losses can
-    simply be summed over micro-batches and ranks: however they are cut, the sum is the same mean.
+    It is 1/|y| · 1/`counts` where the mask is set, else 0.
+    `counts` is the number of samples of this role in the whole step, over all ranks. The
+    divisor is global, so losses can simply be summed over micro-batches and ranks: however they
+    are cut, the sum is the same mean.
     """
     if masks and counts < 1:
         raise ValueError(f"{len(masks)} samples cannot be {counts} of all samples")

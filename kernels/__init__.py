@@ -6,8 +6,8 @@
     decode           norm, rotary embedding with cache write, SiLU product of a decode step
 
 `backend` tells which form runs. The package imports torch, triton, grpo and config.UserError only.
-It has the name of the hub's `kernels`, which transformers can use when that is installed: from this
-folder transformers finds ours, sees that it is no installed package, and goes without.
+It has the name of the hub's package `kernels`, which transformers uses where it is installed. From
+this folder transformers finds ours and goes without, unless the hub's is installed too.
 """
 
 from kernels.backend import triton, use_triton
@@ -27,3 +27,13 @@ __all__ = [
     "triton",
     "use_triton",
 ]
+
+
+def __getattr__(name):
+    """Says what to do where transformers, seeing the hub's package installed, asks ours for it."""
+    if name.startswith("_"):
+        raise AttributeError(f"module 'kernels' has no attribute {name!r}")
+    raise ImportError(
+        f"{name} is not of this folder's kernels/, which hides the hub's package of that name: "
+        "transformers needs no such package here, so run pip uninstall kernels"
+    )

@@ -29,7 +29,7 @@ from rollout import Format, Game, Method, Trajectory
 from sampler import Sampler
 from tasks import grading
 from tasks.chat import ChatFormat
-from tasks.questions import Question, load_questions
+from tasks.questions import Question, load_questions, split
 from tools import KNOWN, Tool, python, search
 from toy import base_model, language, world
 
@@ -612,16 +612,11 @@ def training_and_held_out(
             "a mix like "
             "nq/train:2,own.jsonl:1)"
         )
-    held_out = load_questions(
-        config.eval_data or config.data, limit=config.eval_questions or None, seed=config.seed
-    )
+    limit = config.eval_questions or None
     if not training:
-        return None, held_out
-    everything = load_questions(config.data, seed=config.seed)
-    # A question that stands in the file twice, under two ids, must not be trained on and held
-    # out at once.
-    texts = {question.text for question in held_out}
-    loaded = [question for question in everything if question.text not in texts]
+        source = config.eval_data or config.data
+        return None, load_questions(source, limit=limit, seed=config.seed)
+    loaded, held_out = split(config.data, config.eval_data, held_out=limit, seed=config.seed)
     if len(loaded) < config.questions:
         raise UserError(
             f"{config.data} leaves {len(loaded)} training questions, fewer than --questions "

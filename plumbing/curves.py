@@ -17,6 +17,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from plumbing.trajectories import number
+
 # Colours of Okabe and Ito, which colour-blind readers tell apart.
 BLUE = "#0072b2"
 ORANGE = "#d55e00"
@@ -103,9 +105,8 @@ def draw(title: str, rows: dict[float, dict], panels: list[Panel], columns: int)
     """A PNG of some panels. `rows`: step -> the step's metrics."""
     steps = sorted(rows)
     height = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(10, 0.6 + 2.5 * height), dpi=150, layout="constrained")
-    if height == 1:
-        figure.set_size_inches(10, 3.6)
+    size = (4.2 * columns, 0.6 + 2.7 * height)
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
     figure.get_layout_engine().set(h_pad=0.1, w_pad=0.08)
     figure.suptitle(literal(title), fontsize=12)
     grid = figure.subplots(height, columns, squeeze=False).flat
@@ -122,13 +123,6 @@ def draw(title: str, rows: dict[float, dict], panels: list[Panel], columns: int)
     picture = io.BytesIO()
     FigureCanvasAgg(figure).print_png(picture)
     return picture.getvalue()
-
-
-def number(value) -> float:
-    """A JSON value as a float; nan for anything that is not a number one could draw."""
-    if isinstance(value, (int, float)) and abs(value) < 1e15:
-        return float(value)
-    return math.nan
 
 
 def draw_panel(ax: Axes, panel: Panel, steps: np.ndarray, values: dict[str, np.ndarray]) -> None:
@@ -194,6 +188,7 @@ def draw_line(ax: Axes, line: Line, steps: np.ndarray, values: np.ndarray) -> No
             lw=1.7,
             marker=marker,
             markersize=3.5,
+            clip_on=False,
         )
         return
     ax.plot(x, y, line.style, color=line.colour, label=line.label, lw=1, alpha=0.4)

@@ -162,12 +162,12 @@ def refuse_training_questions(given: dict, saved: dict) -> None:
         )
     if saved.get("eval_data"):
         return
-    asked = given.get("eval_questions", saved["eval_questions"])
-    if asked == 0 or asked > saved["eval_questions"]:
+    held_out = saved["eval_questions"]
+    if given.get("eval_questions", held_out) != held_out:
+        # A smaller number is another draw, not a part of the larger one.
         raise UserError(
-            f"this run held out {saved['eval_questions']} questions and was trained on the "
-            f"others: ask at most so many "
-            "with --eval_questions, or name other questions with --data"
+            f"this run held out {held_out} questions and was trained on the others: leave "
+            "--eval_questions out, or name other questions with --data"
         )
 
 

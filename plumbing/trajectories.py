@@ -287,8 +287,10 @@ def tool_use(turn: dict, learns: bool, layout: Layout, depth: int) -> str:
     if documents:
         shown, left = head_of(documents, detail.entries, "document")
         listed = "".join(raw_document(document, detail) for document in shown)
-        seconds = f"{quantity(turn, 'seconds_tool'):.2g} s"
-        summary = f"{count(len(documents), 'raw document')} in {seconds}"
+        summary = count(len(documents), "raw document")
+        seconds = quantity(turn, "seconds_tool")
+        if seconds:
+            summary += f" in {seconds:.2g} s"
         parts.append(fold(summary, f"<ol>{listed}</ol>{left}"))
     if chunks:
         names = dict.fromkeys(role_name(chunk, layout.method, depth + 1) for chunk in chunks)

@@ -84,7 +84,7 @@ def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 def store(new: Tensor, pages: Tensor, slots: Tensor) -> None:
     """Writes the first len(slots) of the keys or values `new` [T, Hkv, Dh] into their slots."""
     flat = pages.view(-1, *pages.shape[2:])
-    flat.index_copy_(0, slots, new[: len(slots)].to(pages.dtype))
+    flat.index_copy_(0, slots, new[: slots.shape[0]].to(pages.dtype))
 
 
 def attention(
@@ -158,22 +158,24 @@ def sparse_plan(batch: Batch, heads: int, k_pages: Tensor, window: int | None) -
     page_size, kv_heads = k_pages.shape[1:3]
     vectors = k_pages.shape[0] * page_size * kv_heads
     kv_head = torch.arange(heads) // (heads // kv_heads)
+    # Numbers half as wide are read faster. 2^31 key vectors would be more than any memory holds.
+    index = torch.int32
     groups = []
     for begin, end in group_by_length(batch.spans):
         longest = max(batch.spans[begin], 1)
         lengths = batch.lengths[begin:end, None]
         position = torch.arange(longest)
-        pages = batch.table[begin:end, : -(-longest // page_size), None].long()
+        pages = batch.table[begin:end, : -(-longest // page_size), None]
         slots = (pages * page_size + torch.arange(page_size)).flatten(1)[:, :longest]
         valid = position < lengths
         if window is not None:
             valid &= position >= lengths - window
         slots = torch.where(valid, slots, slots[:, :1])
-        columns = (slots[:, None] * kv_heads + kv_head[:, None]).flatten()
+        columns = (slots[:, None] * kv_heads + kv_head[:, None]).flatten().to(index)
         bias = torch.where(valid, 0.0, float("-inf"))[:, None].expand(-1, heads, -1)
         bias = bias.reshape(-1, longest)
         pattern = torch.sparse_csr_tensor(
-            torch.arange(0, len(columns) + 1, longest),
+            torch.arange(0, len(columns) + 1, longest, dtype=index),
             columns,
             torch.zeros(len(columns), dtype=k_pages.dtype),
             (len(bias), vectors),

@@ -16,6 +16,7 @@ Tests: pytest tests/test_decoder.py. Speed: python -m bench.sampler
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
@@ -99,17 +100,39 @@ def named_weights(model) -> Iterator[tuple[str, Tensor | None]]:
 
 
 # ---------------------------------------------------------------- the small operations on a CPU
+#
+# The kernels' plain forms are written to be read; these take fewer passes over memory, in fp32.
+
+
+def plain_fp32(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and not x.is_cuda
+
+
+def add_rms_norm(x, residual, weight, eps):
+    """kernels.add_rms_norm; on a CPU the residual is changed in place."""
+    if not plain_fp32(x):
+        return kernels.add_rms_norm(x, residual, weight, eps)
+    residual = x if residual is None else residual.add_(x)
+    return F.rms_norm(residual, weight.shape, weight, eps), residual
+
+
+def silu_mul(gate_up):
+    """kernels.silu_mul."""
+    if not plain_fp32(gate_up):
+        return kernels.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
 
 
 def rotate_and_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps):
-    """kernels.qk_norm_rope_store, for a CPU and fp32 in fewer passes over memory.
+    """kernels.qk_norm_rope_store: qkv [T, (Hq + 2 · Hkv) · Dh] -> q [T, Hq, Dh].
 
-    qkv [T, (Hq + 2 · Hkv) · Dh] -> q [T, Hq, Dh]; keys and values go to their pages.
+    Keys and values go to their pages.
     """
     pages = k_pages, v_pages
     if k_pages.dtype != qkv.dtype:
         return rotate_and_widen(qkv, q_weight, k_weight, cos, sin, slots, *pages, eps)
-    if qkv.is_cuda or qkv.dtype != torch.float32:
+    if not plain_fp32(qkv):
         return kernels.qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, *pages, eps)
     kv_heads, size = k_pages.shape[2:]
     heads = qkv.unflatten(1, (-1, size))
@@ -117,15 +140,12 @@ def rotate_and_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages,
     v = heads[:, -kv_heads:]
     if q_weight is not None:
         squares = torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_()
-        qk = qk * torch.rsqrt(squares.div_(size).add_(eps))
+        qk = qk * squares.div_(size).add_(eps).rsqrt_()
         qk[:, :-kv_heads] *= q_weight
         qk[:, -kv_heads:] *= k_weight
     first, second = qk.chunk(2, -1)
-    half_cos = cos[:, None, : size // 2]
-    half_sin = sin[:, None, : size // 2]
-    rotated = torch.empty_like(qk)
-    torch.mul(first, half_cos, out=rotated[..., : size // 2]).addcmul_(second, half_sin, value=-1)
-    torch.mul(second, half_cos, out=rotated[..., size // 2 :]).addcmul_(first, half_sin)
+    turned = torch.cat((-second, first), -1)
+    rotated = (qk * cos[:, None]).addcmul_(turned, sin[:, None])
     slots = without_padding(slots)
     store(rotated[:, -kv_heads:], k_pages, slots)
     store(v, v_pages, slots)
@@ -230,7 +250,7 @@ class OwnForward:
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x [T, in] -> [T, out]."""
         bias = self.weights.get(name + ".bias")
-        if name in self.packed and len(x) >= PACKED_ROWS:
+        if name in self.packed and x.shape[0] >= PACKED_ROWS:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed[name], bias, "none", [], "")
         if bias is None:
             return torch.mm(x, self.weights[name])
@@ -264,7 +284,7 @@ class OwnForward:
         for i in range(self.layers):
             k_pages = pool[0, i]
             v_pages = pool[1, i]
-            x, residual = kernels.add_rms_norm(x, residual, w[f"{i}.norm1"], self.eps)
+            x, residual = add_rms_norm(x, residual, w[f"{i}.norm1"], self.eps)
             q = rotate_and_store(
                 self.linear(x, f"{i}.qkv"),
                 w[f"{i}.q_norm"],
@@ -280,6 +300,6 @@ class OwnForward:
                 return None
             x = attention(q, k_pages, v_pages, batch, self.scale)
             x = self.linear(x.flatten(1), f"{i}.o")
-            x, residual = kernels.add_rms_norm(x, residual, w[f"{i}.norm2"], self.eps)
-            x = self.linear(kernels.silu_mul(self.linear(x, f"{i}.gate_up")), f"{i}.down")
-        return kernels.add_rms_norm(x, residual, w["norm"], self.eps)[0]
+            x, residual = add_rms_norm(x, residual, w[f"{i}.norm2"], self.eps)
+            x = self.linear(silu_mul(self.linear(x, f"{i}.gate_up")), f"{i}.down")
+        return add_rms_norm(x, residual, w["norm"], self.eps)[0]

@@ -70,7 +70,9 @@ def load_questions(
     at most `limit`. A missing weight is 1. When no set has a weight, the sets are joined whole
     instead, and a limit draws from all of them. In a mix an id is "set/id".
 
-    All draws depend on `seed` only. UserError, one sentence, if anything is wrong.
+    All draws depend on `seed` only. A smaller limit draws other questions, not fewer of the same:
+    for a part of what a run held out, load that and `draw` from it. UserError, one sentence, if
+    anything is wrong.
     """
     if limit is not None and limit < 1:
         raise UserError(f"the limit of questions must be at least 1, not {limit}")

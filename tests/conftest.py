@@ -1,4 +1,6 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before any kernel is defined."""
+"""Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before
+any kernel is defined.
+"""
 
 import os
 

@@ -27,7 +27,9 @@ class Loopback(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self):
-        self.replies, self.requests, self.lock = [], [], threading.Lock()
+        self.replies = []
+        self.requests = []
+        self.lock = threading.Lock()
         self.released = threading.Event()
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -50,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
             )
         server.replies[min(number, len(server.replies) - 1)](self)
 
-    do_POST = do_GET
+    do_POST = do_CONNECT = do_GET
 
     def log_message(self, *_):
         pass

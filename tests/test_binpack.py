@@ -1,4 +1,6 @@
-"""First-fit decreasing: laws (hypothesis), the textbook form as reference, the 11/9 bound against exact search."""
+"""First-fit decreasing: laws (hypothesis), the textbook form as reference, the 11/9 bound
+against exact search.
+"""
 
 from collections import Counter
 

@@ -1,6 +1,7 @@
 """The driver, over the real sampler: what shares a batch, what waits for what, how it ends."""
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
@@ -44,7 +45,7 @@ def test_tool_waits_cost_nothing(sampler):
         conversation = sampler.open()
         for i, wait in enumerate(waits):
             await say(driver, sampler, conversation, [5, 6], 4, i)
-            await driver.call(lambda wait=wait: time.sleep(wait), 10)
+            await driver.call(functools.partial(time.sleep, wait), 10)
         sampler.close(conversation)
         order.append(sum(waits))
 
@@ -70,7 +71,7 @@ def test_deterministic_batches_do_not_depend_on_the_tools_speed(sampler):
             for turn in range(3):
                 got.append(await say(driver, sampler, conversation, [7 + k, 9], 3 + k % 3, k))
                 wait = speeds[(k + turn) % len(speeds)]
-                await driver.call(lambda: time.sleep(wait), 10)
+                await driver.call(functools.partial(time.sleep, wait), 10)
             sampler.close(conversation)
             return [(completion.tokens, completion.logprobs) for completion in got]
 

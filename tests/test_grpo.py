@@ -1,4 +1,7 @@
-"""The objective's plain form: advantages, balancing, weights, loss. Laws by hypothesis; mutants that the same checks must catch."""
+"""The objective's plain form: advantages, balancing, weights, loss.
+
+Laws by hypothesis; mutants that the same checks must catch.
+"""
 
 import inspect
 import math
@@ -51,7 +54,9 @@ def test_order_of_samples_changes_nothing(pairs, rng):
 
 
 def test_the_two_roles_have_their_own_normalisers():
-    """G = 2 trajectories, rewards 1 and 0, with 3 and 1 System 1 samples: mean 3/4 over M, 1/2 over G."""
+    """G = 2 trajectories, rewards 1 and 0, with 3 and 1 System 1 samples: mean 3/4 over M, 1/2
+    over G.
+    """
     assert grpo.group_advantages(torch.tensor([1.0, 0.0]), ["q", "q"]).tolist() == [1.0, -1.0]
     sys1 = grpo.group_advantages(torch.tensor([1.0, 1.0, 1.0, 0.0]), ["q"] * 4)
     assert sys1.tolist() == pytest.approx([1 / math.sqrt(3)] * 3 + [-math.sqrt(3)])
@@ -125,7 +130,9 @@ def by_hand(logprob, old, advantage, weight, ref, low=0.2, high=0.3, beta=0.05):
 
 
 def agrees(loss_function) -> bool:
-    """True if a loss equals the hand computation in value and gradient: the check that mutants must fail."""
+    """True if a loss equals the hand computation in value and gradient: the check that mutants
+    must fail.
+    """
     for seed in range(3):
         logprob, old, advantage, weight, ref = batch(seed=seed)
         hidden = weight == 0

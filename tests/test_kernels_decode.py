@@ -1,7 +1,9 @@
-"""Decode kernels: both forms against float64 and transformers' modules, and mutants that the same checks must catch.
+"""Decode kernels: both forms against float64 and transformers' modules, and mutants that the
+same checks must catch.
 
-On a GPU the Triton forms run there; elsewhere they run in Triton's interpreter. `python tests/test_kernels_decode.py`
-compiles the kernels for Hopper (no GPU needed) and prints what they use.
+On a GPU the Triton forms run there; elsewhere they run in Triton's interpreter. `python
+tests/test_kernels_decode.py` compiles the kernels for Hopper (no GPU needed) and prints what
+they use.
 """
 
 import importlib
@@ -56,7 +58,10 @@ def convert(case, dtype):
 def attention_case(
     lengths, Hq=8, Hkv=2, Dh=32, page_size=32, *, spare=2, dtype=torch.float32, seed=0
 ):
-    """Arguments of paged_attention. Everything that must not be read is NaN (pages) or far outside the pool (table)."""
+    """Arguments of paged_attention.
+
+    Everything that must not be read is NaN (pages) or far outside the pool (table).
+    """
     generator = torch.Generator().manual_seed(seed)
     B, M = len(lengths), max(1, math.ceil(max(lengths, default=0) / page_size)) + spare
     k_pages, v_pages = torch.full((2, B * M + 1, page_size, Hkv, Dh), math.nan)
@@ -231,7 +236,9 @@ def test_one_row_is_spread_over_the_gpu():
 
 
 def test_any_layout_of_the_table(form):
-    """Part of a table with room for longer rows; a table whose columns lie together, as numpy's indexing leaves it."""
+    """Part of a table with room for longer rows; a table whose columns lie together, as numpy's
+    indexing leaves it.
+    """
     case = attention_case([33, 64, 1])
     wide = torch.cat((case["block_table"], case["block_table"]), 1)[
         :, : case["block_table"].shape[1]
@@ -270,7 +277,9 @@ def norm_truth(x, residual, weight, eps):
 
 
 def rope_truth(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps):
-    """(q, k_pages, v_pages) after the step; head by head, the rotation as a product of complex numbers."""
+    """(q, k_pages, v_pages) after the step; head by head, the rotation as a product of complex
+    numbers.
+    """
     Hkv, Dh = k_pages.shape[2:]
     B, Hq = len(qkv), qkv.shape[1] // Dh - 2 * Hkv
     heads = qkv.view(B, -1, Dh)
@@ -339,7 +348,9 @@ def outputs(function, case):
 
 
 def check_small(name, module, case):
-    """fp32 within 2e-6 of float64; half precision rounds like the reference (and that like transformers, see below)."""
+    """fp32 within 2e-6 of float64; half precision rounds like the reference (and that like
+    transformers, see below).
+    """
     function, reference = getattr(module, name), getattr(decode, name + "_reference")
     narrow, truth = (
         outputs(function, convert(case, torch.float32)),
@@ -444,7 +455,9 @@ def tiny_model(kind, dtype):
 
 
 def own_layer(layer, x, cos, sin, page_size=16):
-    """A decoder layer over the tokens x [T, D] of one sequence, by the decode kernels: a token is a row."""
+    """A decoder layer over the tokens x [T, D] of one sequence, by the decode kernels: a token
+    is a row.
+    """
     T, attn, mlp, eps = len(x), layer.self_attn, layer.mlp, layer.input_layernorm.variance_epsilon
     before, after = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
     linears = (attn.q_proj, attn.k_proj, attn.v_proj)
@@ -483,7 +496,9 @@ def test_layer_equals_transformers(kind, form):
 
 
 def assert_same(mine, theirs):
-    """Bit for bit; on a GPU, where the order of a sum depends on the shape around it, but for one element in 200."""
+    """Bit for bit; on a GPU, where the order of a sum depends on the shape around it, but for
+    one element in 200.
+    """
     assert (mine != theirs).float().mean() <= (0.005 if DEVICE == "cuda" else 0)
 
 
@@ -633,7 +648,9 @@ SMALL_MUTANTS = {  # name: (function, what stands in kernels/decode.py, what the
 
 
 def readable(case):
-    """The same case, its pool and table readable everywhere, so that a mutant gives a wrong answer and no crash."""
+    """The same case, its pool and table readable everywhere, so that a mutant gives a wrong
+    answer and no crash.
+    """
     pages = {name: case[name].nan_to_num(1.5) for name in ("k_pages", "v_pages")}
     return (
         case
@@ -643,7 +660,9 @@ def readable(case):
 
 
 def attention_checks(module, name):
-    """The checks of this file on a module, with blocks of 16: in pages of 32 and of 8, with empty pieces."""
+    """The checks of this file on a module, with blocks of 16: in pages of 32 and of 8, with
+    empty pieces.
+    """
     function = (
         module.reference
         if name.startswith("reference")
@@ -717,7 +736,9 @@ def test_pools_of_more_than_2_31_elements(monkeypatch):
 @pytest.mark.parametrize("Hq, Hkv, Dh", [(32, 8, 128), (28, 4, 128), (12, 12, 64)])
 @pytest.mark.parametrize("page_size", [16, 256])
 def test_bf16_on_the_gpu(Hq, Hkv, Dh, page_size):
-    """Against float64 of the same bf16 inputs, no further off than PyTorch's own attention; the same bits twice."""
+    """Against float64 of the same bf16 inputs, no further off than PyTorch's own attention; the
+    same bits twice.
+    """
     case = attention_case([1, 0, 700, 4097, 2048, 15], Hq, Hkv, Dh, page_size, dtype=torch.bfloat16)
     truth = attention_truth(**case)
     mine = kernels.paged_attention(**case)

@@ -68,6 +68,11 @@ WRONG = {
     "falcon": ("falcon", SHAPE, "AttentionInterface"),
     "stablelm": ("stablelm", SHAPE, "boundaries"),
     "diffllama": ("diffllama", SHAPE, "call attention 4 times"),
+    "phimoe, window in a mask": (
+        "phimoe",
+        SHAPE | {"num_local_experts": 2, "sliding_window": 4096},
+        "sliding window of 4096",
+    ),
     "doge": ("doge", SHAPE, "mask of its own"),
 }
 

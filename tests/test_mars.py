@@ -593,7 +593,7 @@ def test_ones_own_questions_and_documents(trained, base):
     (folder / "notes" / "a.txt").write_text("ada baker born 1968 . ada baker enjoys chess .")
     (folder / "own.jsonl").write_text(
         "\n".join(
-            json.dumps({"question": f"when was ada baker born {'?' * i}", "answer": "1968"})
+            json.dumps({"question": f"when was {'ada ' * i}baker born ?", "answer": "1968"})
             for i in range(1, 13)
         )
     )
@@ -631,7 +631,7 @@ def test_ones_own_questions_and_documents(trained, base):
     predicted = set(json.loads((folder / "runs/eval-own/predictions.json").read_text()))
     assert len(predicted) == 6 and held_out <= predicted and not trained_on & predicted
     assert mars("ask", "runs/own", "when was ada baker born ?", cwd=folder).returncode == 0
-    for more in (["--eval_questions", 7], ["--eval_questions", 0], ["--seed", 1]):
+    for more in (["--eval_questions", 7], ["--eval_questions", 3], ["--seed", 1]):
         refused = mars("eval", "runs/own", *more, cwd=folder)
         assert refused.returncode == 2 and "trained on" in refused.stderr, more
     assert mars("eval", "runs/own", "--data", "own.jsonl", cwd=folder).returncode == 0

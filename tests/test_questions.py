@@ -21,6 +21,7 @@ from config import UserError
 from tasks.questions import (
     FLASHRAG,
     Question,
+    draw,
     load_questions,
     overlap,
     read_jsonl,
@@ -105,7 +106,8 @@ def test_a_malformed_line_is_named(tmp_path, bad, says):
     with pytest.raises(UserError) as error:
         load_questions(path)
     message = str(error.value)
-    assert message.startswith(f"{path}: 1 of 3 lines are malformed: line 2: ") and says in message
+    assert message.startswith(f"{path}: 1 of 3 lines are malformed: line 2: ")
+    assert says in message
 
 
 def test_bytes_that_are_not_utf8_are_named(tmp_path):
@@ -116,10 +118,13 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path):
 
 
 def test_the_first_few_of_many_are_named_and_all_counted(tmp_path):
-    path = write(tmp_path / "q.jsonl", *[line(n) if n % 2 else "{" for n in range(40)])
+    lines = [line(n) for n in range(40)]
+    lines[0::2] = ["{"] * 20
+    path = write(tmp_path / "q.jsonl", *lines)
     with pytest.raises(UserError) as error:
         load_questions(path)
-    assert "20 of 40 lines" in str(error.value) and "and 15 more" in str(error.value)
+    assert "20 of 40 lines" in str(error.value)
+    assert "and 15 more" in str(error.value)
     assert re.findall(r"line (\d+):", str(error.value)) == ["1", "3", "5", "7", "9"]
 
 
@@ -267,9 +272,12 @@ def test_whatever_json_can_hold_comes_back(rows, ascii_only, end):
 
 
 def files(tmp_path, **sizes):
-    return [
-        write(tmp_path / f"{name}.jsonl", *map(line, range(size))) for name, size in sizes.items()
-    ]
+    """The paths of files with so many questions each."""
+    paths = []
+    for name, size in sizes.items():
+        lines = [line(number) for number in range(size)]
+        paths.append(write(tmp_path / f"{name}.jsonl", *lines))
+    return paths
 
 
 def test_a_limit_draws_by_the_seed_and_keeps_the_order(tmp_path):
@@ -277,7 +285,8 @@ def test_a_limit_draws_by_the_seed_and_keeps_the_order(tmp_path):
     all_ = load_questions(path)
     some = load_questions(path, limit=10)
     assert some == load_questions(path, limit=10) != load_questions(path, limit=10, seed=1)
-    assert len(set(some)) == 10 and [q for q in all_ if q in some] == some
+    assert len(set(some)) == 10
+    assert [q for q in all_ if q in some] == some
     assert load_questions(path, limit=1000) == all_
     with pytest.raises(UserError, match="limit"):
         load_questions(path, limit=0)
@@ -288,10 +297,12 @@ def test_a_mix_keeps_its_proportions_and_no_question_comes_twice(tmp_path):
     spec = f"{a}:2,{b}:1.5,{c}"
     mix = load_questions(spec, limit=45)
     assert Counter(q.source for q in mix) == {a: 20, b: 15, c: 10}
-    assert len({q.id for q in mix}) == 45 and all(q.id.startswith(q.source + "/") for q in mix)
-    assert mix == load_questions(spec, limit=45) and mix != load_questions(spec, limit=45, seed=1)
+    assert len({q.id for q in mix}) == 45
+    assert all(q.id.startswith(q.source + "/") for q in mix)
+    assert mix == load_questions(spec, limit=45)
+    assert mix != load_questions(spec, limit=45, seed=1)
     assert [q.source for q in mix] != sorted(q.source for q in mix)  # shuffled
-    # without a limit: as much as the scarcest set allows, 30 / 1.5 * (2 + 1.5 + 1) = 90
+    # Without a limit the scarcest set decides: 30 / 1.5 * (2 + 1.5 + 1) = 90 questions.
     assert Counter(q.source for q in load_questions(spec)) == {a: 40, b: 30, c: 20}
 
 
@@ -344,6 +355,14 @@ def test_a_split_shares_no_question(tmp_path):
     assert split(path, "", held_out=6, seed=4)[1] != held_out
 
 
+def test_a_part_of_what_was_held_out_is_drawn_from_it(tmp_path):
+    """A second, smaller draw from the file would ask what was trained on."""
+    (path,) = files(tmp_path, a=500)
+    train, held_out = split(path, "", held_out=100, seed=0)
+    assert set(draw(held_out, 50, "0")) < set(held_out)
+    assert set(load_questions(path, limit=50, seed=0)) & set(train)
+
+
 def test_a_question_under_two_ids_is_not_in_both_parts(tmp_path):
     """Every question stands there twice, written a little differently."""
     twins = [line(n) for n in range(20)]
@@ -379,15 +398,19 @@ def hub(monkeypatch, tmp_path):
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    held, asked = {}, []
+    held = {}
+    asked = []
 
     def handle(request):
         asked.append(request.path)
         match = re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/main/(.+)", request.path)
-        body = held.get(match.groups()) if match else None
-        if body is None or body == "gated":
-            code = "GatedRepo" if body else "EntryNotFound"
-            return answer(request, 403 if body else 404, X_Error_Code=code, X_Error_Message=code)
+        body = None
+        if match:
+            body = held.get(match.groups())
+        if body is None:
+            return answer(request, 404, X_Error_Code="EntryNotFound", X_Error_Message="not found")
+        if body == "gated":
+            return answer(request, 403, X_Error_Code="GatedRepo", X_Error_Message="gated")
         commit = hashlib.sha1(body).hexdigest()
         answer(request, 200, body, ETag=f'"{commit}"', X_Repo_Commit=commit)
 

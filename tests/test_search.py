@@ -559,6 +559,7 @@ def test_fetching_pages_without_the_library_is_refused_at_the_start(server, tmp_
         ("serper", {"pages": "all"}, "all"),
         ("retriever", {"pages": "jina"}, "--pages"),
         ("retriever", {"scholar": True}, "scholar"),
+        ("serper", {"passage_words": -1}, "passages"),
         ("serper", {"offline": True, "cache": None}, "cache"),
     ],
 )
@@ -576,7 +577,13 @@ def test_make_refuses_missing_keys_and_urls_with_a_path(server, monkeypatch):
             ):
                 patch.setenv(variable, value)
                 search.make("serper", pages="jina", cache=None)
-    for value in ("example.org", "http://host/retrieve", "ftp://host", "http://"):
+    for value in (
+        "example.org",
+        "http://host/retrieve",
+        "http://user:pw@host",
+        "ftp://host",
+        "http://",
+    ):
         monkeypatch.setenv("MARS_RETRIEVER_URL", value)
         with pytest.raises(UserError, match="MARS_RETRIEVER_URL"):
             search.make("retriever", cache=None)

@@ -10,12 +10,12 @@ from plumbing.statistics import calibration_error, wilson_interval
 
 
 def test_wilson_interval():
-    low, high = wilson_interval(176, 2154)  # figures of the textbook formula, by hand
-    assert (round(low, 4), round(high, 4)) == (0.0709, 0.094)
+    # Figures of the textbook formula, worked out by hand.
+    assert wilson_interval(176, 2154) == pytest.approx((0.0709, 0.094), abs=5e-5)
     assert wilson_interval(0, 0) == (0.0, 1.0)
-    assert wilson_interval(0, 10)[0] == 0.0 and wilson_interval(0, 10)[1] == pytest.approx(
-        0.2775, abs=1e-4
-    )
+    low, high = wilson_interval(0, 10)
+    assert low == 0.0
+    assert high == pytest.approx(0.2775, abs=1e-4)
     for bad in ((-1, 5), (6, 5)):
         with pytest.raises(ValueError):
             wilson_interval(*bad)
@@ -25,14 +25,17 @@ def test_wilson_interval():
 def test_wilson_contains_the_share(pair):
     correct, total = pair
     low, high = wilson_interval(correct, total)
-    assert 0 <= low <= (correct / total if total else 0.5) <= high <= 1
-    if total:
-        mirrored = wilson_interval(total - correct, total)
-        assert (low, high) == pytest.approx((1 - mirrored[1], 1 - mirrored[0]))
+    if total == 0:
+        assert (low, high) == (0, 1)
+        return
+    assert 0 <= low <= correct / total <= high <= 1
+    mirrored_low, mirrored_high = wilson_interval(total - correct, total)
+    assert (low, high) == pytest.approx((1 - mirrored_high, 1 - mirrored_low))
 
 
 def test_wilson_covers_as_often_as_it_says():
-    rng, inside = random.Random(0), 0
+    rng = random.Random(0)
+    inside = 0
     for _ in range(2000):
         low, high = wilson_interval(sum(rng.random() < 0.3 for _ in range(50)), 50)
         inside += low <= 0.3 <= high

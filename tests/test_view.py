@@ -627,8 +627,8 @@ def panels(monkeypatch):
 
 def test_curves_draw_all_that_was_logged(tmp_path, panels):
     picture = view.curves(fake_run(tmp_path))
-    assert picture == tmp_path / "curves.png" and picture_size(picture) == (1500, 540)
-    assert picture_size(tmp_path / "diagnostics.png")[0] == 1500
+    assert picture == tmp_path / "curves.png" and picture_size(picture) == (1260, 495)
+    assert picture_size(tmp_path / "diagnostics.png") == (2520, 900)
     assert len(panels) == 9 and all(panels.values())
     assert list(panels)[-2:] == ["Held-out accuracy", "Reward in training"]
 

@@ -27,6 +27,7 @@ from loopback import (
     ECHO,
     GOOD,
     KEY,
+    Loopback,
     cut_chunks,
     drips,
     drops,
@@ -64,6 +65,8 @@ ROOT = Path(__file__).parent.parent
         says({"organic": [5]}),
         says({"organic": None}),
         says({"message": "Not enough credits", "statusCode": 400}),
+        says({**ECHO, "message": "Not enough credits"}),
+        says({**ECHO, "error": "Query too long"}),
     ],
 )
 def test_what_may_pass_is_tried_again_and_never_kept_or_taken_for_nothing_found(
@@ -683,39 +686,94 @@ def test_a_dripping_page_is_not_waited_for(server, beginning):
     assert time.monotonic() - start < 4
 
 
-@pytest.mark.skipif(not shutil.which("openssl"), reason="makes its certificate with openssl")
-def test_a_page_over_tls_is_checked_by_its_name(server, tmp_path, monkeypatch):
-    cert, key = str(tmp_path / "cert"), str(tmp_path / "key")
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-days",
-            "1",
-            "-subj",
-            "/CN=site.test",
-            "-addext",
-            "subjectAltName=DNS:site.test",
-            "-keyout",
-            key,
-            "-out",
-            cert,
-        ],
-        check=True,
-        capture_output=True,
-    )
+OPENSSL = """openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1
+-subj /CN=site.test -addext subjectAltName=DNS:site.test"""
+
+
+@pytest.fixture
+def tls_server(server, tmp_path, monkeypatch):
+    """The loopback server behind TLS, with a certificate for site.test that the client trusts."""
+    if not shutil.which("openssl"):
+        pytest.skip("makes its certificate with openssl")
+    cert = str(tmp_path / "cert")
+    key = str(tmp_path / "key")
+    command = [*OPENSSL.split(), "-keyout", key, "-out", cert]
+    subprocess.run(command, check=True, capture_output=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
     server.socket = context.wrap_socket(server.socket, server_side=True)
-    server.replies = [says("hello", kind="text/plain")]
-    monkeypatch.setattr(exchange, "tls", lambda: ssl.create_default_context(cafile=cert))
-    url = f"https://{{}}:{server.server_port}/"
-    assert exchange.page(url.format("site.test"), None, {}, 5, resolve=only_site)[0] == b"hello"
+    real = exchange.tls
+    monkeypatch.setattr(exchange, "tls", lambda: real(cert))
+    return server
+
+
+def here(*_):
+    return ["127.0.0.1"]
+
+
+def test_a_page_over_tls_is_checked_by_its_name(tls_server):
+    tls_server.replies = [says("hello", kind="text/plain")]
+    port = tls_server.server_port
+    assert exchange.page(f"https://site.test:{port}/", None, {}, 5, resolve=here)[0] == b"hello"
     with pytest.raises(ssl.SSLCertVerificationError):
-        exchange.page(url.format("other.test"), None, {}, 5, resolve=lambda *_: ["127.0.0.1"])
+        exchange.page(f"https://other.test:{port}/", None, {}, 5, resolve=here)
+
+
+@pytest.mark.parametrize("where", ENDLESS)
+def test_the_deadline_holds_within_tls(tls_server, where):
+    tls_server.replies = [ENDLESS[where]]
+    url = f"https://site.test:{tls_server.server_port}/"
+    start = time.monotonic()
+    with pytest.raises((TimeoutError, exchange.Refused)):
+        exchange.page(url, None, {}, 0.4, resolve=here)
+    assert time.monotonic() - start < 3
+
+
+def test_the_deadline_holds_for_a_handshake_that_never_begins():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"https://site.test:{silent.getsockname()[1]}/"
+        start = time.monotonic()
+        with pytest.raises(TimeoutError):
+            exchange.page(url, None, {}, 0.4, resolve=here)
+        assert time.monotonic() - start < 3
+
+
+def tunnel(port):
+    """A reply of a proxy: connects its client to a port of this machine."""
+
+    def pump(source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+
+    def reply(handler):
+        with socket.create_connection(("127.0.0.1", port)) as other:
+            handler.wfile.write(b"HTTP/1.1 200 Connected\r\n\r\n")
+            back = threading.Thread(target=pump, args=(other, handler.connection), daemon=True)
+            back.start()
+            pump(handler.connection, other)
+
+    return reply
+
+
+def test_services_over_tls_go_through_a_tunnel_of_the_proxy(tls_server, monkeypatch):
+    proxy = Loopback()
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.setenv("https_proxy", proxy.url)
+    tls_server.replies = [says({"a": 1})]
+    url = f"https://site.test:{tls_server.server_port}/x"
+    client = web.Client(None, tries=1, timeout=5)
+    proxy.replies = [tunnel(tls_server.server_port)]
+    assert client.call(url, search._decode_json, headers={"X-API-KEY": KEY}) == {"a": 1}
+    ((method, target, headers, _),) = proxy.requests
+    assert (method, target) == ("CONNECT", f"site.test:{tls_server.server_port}")
+    assert KEY not in str(headers), "the proxy does not see the key"
+    proxy.replies = [says("", 407)]
+    with pytest.raises(ToolError, match="the proxy answered HTTP 407"):
+        client.call(url, search._decode_json)
+    proxy.replies = [ENDLESS["header"]]
+    with pytest.raises(ToolError, match="timed out"):
+        web.Client(None, tries=1, timeout=0.4).call(url, search._decode_json)
+    proxy.shutdown()
+    proxy.server_close()

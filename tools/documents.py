@@ -242,12 +242,15 @@ def passages(
     cut = []
     for number, first in enumerate(starts, 1):
         last = min(first + words, len(spans)) - 1
-        begin, end = spans[first][0], spans[last][1]
+        begin = spans[first][0]
+        end = spans[last][1]
         line_begin = document.text.rfind("\n", 0, begin) + 1
         if not document.text[line_begin:begin].strip():
             begin = line_begin  # the indentation of code
         heading = places.heading(begin)
-        title = f"{document.title} › {heading}" if heading else document.title
+        title = document.title
+        if heading:
+            title = f"{title} › {heading}"
         url = document.url
         if url.startswith(("http://", "https://")):
             title = f"{title} (part {number} of {len(starts)})"
@@ -266,27 +269,32 @@ class _Places:
         self.page_ends = [match.start() for match in re.finditer("\f", text)]
         self.line_ends = [match.start() for match in re.finditer("\n", text)]
         self.headings: list[tuple[int, str]] = []  # (where it begins, what it says)
-        begin, line, in_code = 0, "", False
-        for next_line in [*text.split("\n"), ""]:
-            heading = HEADING.fullmatch(line)
+        lines = text.split("\n")
+        begin = 0
+        in_code = False
+        for line, next_line in zip(lines, [*lines[1:], ""], strict=True):
+            marked = HEADING.fullmatch(line)
             underlined = UNDERLINE.fullmatch(next_line) and line[:1].isalnum() and len(line) < 200
             if line.lstrip().startswith(("```", "~~~")):
                 in_code = not in_code
-            elif heading and not in_code:
-                self.headings.append((begin, heading[1]))
+            elif marked and not in_code:
+                self.headings.append((begin, marked[1]))
             elif underlined and not in_code:
                 self.headings.append((begin, line.strip()))
             begin += len(line) + 1
-            line = next_line
-        # The loop begins one (empty) line before the text.
-        self.headings = [(begin - 1, heading) for begin, heading in self.headings]
 
     def heading(self, at: int) -> str:
         above = bisect.bisect_right(self.headings, at, key=lambda heading: heading[0])
-        return self.headings[above - 1][1] if above else ""
+        if above == 0:
+            return ""
+        return self.headings[above - 1][1]
 
     def place(self, begin: int, end: int) -> str:
-        unit, ends = ("page", self.page_ends) if self.page_ends else ("line", self.line_ends)
+        unit = "line"
+        ends = self.line_ends
+        if self.page_ends:
+            unit = "page"
+            ends = self.page_ends
         first = bisect.bisect_left(ends, begin) + 1
         last = bisect.bisect_left(ends, end) + 1
         if first == last:

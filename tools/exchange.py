@@ -53,13 +53,13 @@ class Refused(Exception):
 
     status: int
     headers: http.client.HTTPMessage
-    body: bytes = b""
+    body: bytes = b""  # of a page: none
 
 
 # Threads -----------------------------------------------------------------------------------------
 
 
-def in_threads(function: Callable, items: list, seconds: float | None = None) -> list:
+def in_threads(function: Callable, items: list, seconds: float = threading.TIMEOUT_MAX) -> list:
     """[function(item) for each item], each in a thread of its own; the first exception is raised.
 
     The threads are daemons: neither Ctrl-C nor the end of the program waits for them.
@@ -79,9 +79,9 @@ def in_threads(function: Callable, items: list, seconds: float | None = None) ->
         except RuntimeError:
             raise ToolError("this machine has no thread left for the call") from None
     results = [None] * len(items)
-    deadline = None if seconds is None else time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     for _ in items:
-        left = None if deadline is None else max(deadline - time.monotonic(), 0)
+        left = max(deadline - time.monotonic(), 0)
         try:
             place, result, error = done.get(timeout=left)
         except queue.Empty:
@@ -130,9 +130,12 @@ class _TLSSocket(_Deadline, ssl.SSLSocket):
 
 
 @functools.cache
-def tls() -> ssl.SSLContext:
-    """The context of all TLS connections: certificates and names are checked."""
-    context = ssl.create_default_context()
+def tls(authorities: str | None = None) -> ssl.SSLContext:
+    """The context of all TLS connections: certificates and names are checked.
+
+    authorities: a file of certificates to trust instead of the machine's (for tests).
+    """
+    context = ssl.create_default_context(cafile=authorities)
     context.sslsocket_class = _TLSSocket
     return context
 
@@ -156,7 +159,9 @@ def dial(host: str, port: int, deadline: float, resolve: Resolve) -> _Socket:
 
 
 def _connect(address: str, port: int, seconds: float, deadline: float) -> _Socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    family = socket.AF_INET
+    if ":" in address:
+        family = socket.AF_INET6
     sock = _Socket(family, socket.SOCK_STREAM)
     sock.deadline = deadline
     sock.settimeout(seconds)
@@ -195,10 +200,12 @@ def service(url: str, body: dict | None, headers: dict, timeout: float) -> tuple
     Refused unless the status is one of success. timeout: seconds for the whole exchange.
     """
     deadline = time.monotonic() + timeout
-    method, data = "GET", None
+    method = "GET"
+    data = None
     headers = AGENT | headers
     if body is not None:
-        method, data = "POST", json.dumps(body).encode()
+        method = "POST"
+        data = json.dumps(body).encode()
         headers["Content-Type"] = "application/json"
     sock, target, proxy_headers = _reach(url, deadline)
     try:
@@ -378,8 +385,9 @@ def page(
                 continue
             if response.status != 200:
                 raise Refused(response.status, response.headers)
-            is_pdf = "pdf" in str(response.headers.get("Content-Type")).lower()
-            limit = PDF_BYTES if is_pdf else PAGE_BYTES
+            limit = PAGE_BYTES
+            if "pdf" in str(response.headers.get("Content-Type")).lower():
+                limit = PDF_BYTES
             return read_body(response, limit), response.headers
         finally:
             sock.close()

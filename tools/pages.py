@@ -144,7 +144,8 @@ def decode(raw: bytes, charset: str = "") -> str:
         raise NotText("it is binary, not text")
     if codec is None and raw.lstrip()[:1] == b"<":  # markup may say itself what it is written in
         declared = DECLARED.search(raw[:4096])
-        codec = codec_of(declared[1].decode("ascii", "replace")) if declared else None
+        if declared:
+            codec = codec_of(declared[1].decode("ascii", "replace"))
     if codec in ("utf-16-le", "utf-16-be") and not charset:
         codec = "utf-8"  # bytes that declare themselves in ASCII cannot be UTF-16
     if codec is None:
@@ -182,5 +183,5 @@ def read_in_child(kind: str, raw: bytes) -> str:
         raise NotText(f"it is {kind.upper()} that cannot be read (damaged, locked, or too large)")
     text = child.stdout.decode("utf-8", "replace")
     if not text.strip():
-        raise NotText("it holds no text (scanned pages?)" if kind == "pdf" else "it holds no text")
+        raise NotText("it holds no text")
     return text

@@ -124,7 +124,10 @@ class _Lines:
             return
         line = "".join(self.line)
         self.line = []
-        line = line.rstrip() if self.pre else " ".join(line.split())
+        if self.pre:
+            line = line.rstrip()
+        else:
+            line = " ".join(line.split())
         if line.strip("#| "):
             self.lines.append(line)
 
@@ -204,10 +207,11 @@ def _is_ordinal_or_note(sup) -> bool:
 def _sign_before(element) -> str:
     """The sign that MathML leaves out before the second child of a power, an index, a fraction."""
     parent = element.getparent()
-    sign = "" if parent is None else BEFORE_SECOND.get(parent.tag, "")
     before = element.getprevious()
     is_second = before is not None and before.getprevious() is None
-    return sign if is_second else ""
+    if parent is None or not is_second:
+        return ""
+    return BEFORE_SECOND.get(parent.tag, "")
 
 
 # PDF ---------------------------------------------------------------------------------------------

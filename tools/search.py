@@ -84,6 +84,8 @@ def make(
     (only tests change it). UserError for what is missing or makes no sense, before any search.
     """
     _check(backend, scholar, k, docs, pages)
+    if passage_words < 0 or page_words < 1:
+        raise UserError("passages have at least 0 words, and pages at least 1")
     if backend == "local":
         return local(docs, k, cache, passage_words)
     folder = None if cache is None else Path(cache) / "web"
@@ -92,7 +94,8 @@ def make(
         search = functools.partial(_retriever, client, base_url("MARS_RETRIEVER_URL"), k)
     else:
         key = {"X-API-KEY": _key("SERPER_API_KEY", offline)}
-        url = f"{base_url('MARS_SERPER_URL')}/{'scholar' if scholar else 'search'}"
+        path = "scholar" if scholar else "search"
+        url = f"{base_url('MARS_SERPER_URL')}/{path}"
         search = functools.partial(_serper, client, url, key, k)
     if block:
         search = functools.partial(_allowed, search, block)
@@ -245,7 +248,9 @@ def retriever_documents(answer) -> list[Document]:
 
     The answer is [[…]] of {"document", "score"?}, or of bare documents, or of strings.
     """
-    rows = answer.get("result") if isinstance(answer, dict) else None
+    rows = None
+    if isinstance(answer, dict):
+        rows = answer.get("result")
     if not isinstance(rows, list) or len(rows) != 1 or not isinstance(rows[0], list):
         raise ValueError("the answer holds no list of results for the query")
     return [_retrieved_document(row) for row in rows[0]]
@@ -380,8 +385,10 @@ def _decode_jina(raw: bytes, _headers) -> str:
     head, _, body = text.partition("Markdown Content:")
     if "Warning: Target URL returned error" in head:
         status = re.search(r"returned error (\d{3})", head)
-        raise ToolError(f"the page answered {status[1] if status else 'an error'}")
-    if not (body if head.startswith("Title:") else text).strip():
+        raise ToolError(f"the page answered HTTP {status[1]}" if status else "the page is an error")
+    if not head.startswith("Title:"):
+        body = text
+    if not body.strip():
         raise ValueError("the reader found no text on the page")
     return text.encode("utf-8", "replace").decode()
 

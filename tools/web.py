@@ -153,7 +153,7 @@ class Client:
             except ToolError as error:
                 raise ToolError(_message(url, str(error), headers)) from None
             except Refused as refused:
-                why = _refusal(refused, from_stranger)
+                why = _refusal(refused)
                 if refused.status not in (408, 429) and refused.status < 500:
                     raise ToolError(_message(url, why, headers)) from None
                 wait = max(wait, retry_after(refused.headers.get("Retry-After")))
@@ -189,11 +189,9 @@ def _remove_abandoned(folder: Path) -> None:
 # Messages ----------------------------------------------------------------------------------------
 
 
-def _refusal(refused: Refused, from_stranger: bool) -> str:
-    why = f"HTTP {refused.status}"
-    if from_stranger:
-        return why
-    return f"{why} {refused.body.decode('utf-8', 'replace')}"
+def _refusal(refused: Refused) -> str:
+    """The status, and a service's own words. The exchange drops those of a page."""
+    return f"HTTP {refused.status} {refused.body.decode('utf-8', 'replace')}".strip()
 
 
 def _failure(error: Exception, from_stranger: bool) -> str:
@@ -205,8 +203,7 @@ def _failure(error: Exception, from_stranger: bool) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error) or type(error).__name__
     if isinstance(error, http.client.HTTPException):
-        why = f"the answer is not HTTP ({type(error).__name__})"
-        return why
+        return f"the answer is not HTTP ({type(error).__name__})"
     if from_stranger:
         return f"the answer cannot be read ({type(error).__name__})"
     return f"the answer is not what was asked for ({error})"
@@ -242,7 +239,7 @@ def retry_after(header: str | None) -> float:
     """
     header = str(header or "").strip()
     if header.isascii() and header.isdigit():
-        return LONGEST_WAIT if len(header) > 9 else min(float(header), LONGEST_WAIT)
+        return min(float(header), LONGEST_WAIT)
     try:
         date = email.utils.parsedate_to_datetime(header)
         if date.tzinfo is None:
@@ -262,12 +259,15 @@ def check_base_url(name: str, url: str, *, path: bool = False) -> str:
     url = url.strip().rstrip("/")
     if "@" in url:
         raise UserError(f"{name} holds an @: give the address without a user or a password")
-    allowed = r"https?://[^/?#\s\\]+" + (r"(/[^?#\s\\]*)?" if path else "")
+    allowed = r"https?://[^/?#\s\\]+"
+    shape = "http(s)://host:port without a path"
+    if path:
+        allowed += r"(/[^?#\s\\]*)?"
+        shape = "http(s)://host:port/path"
     try:
         well_formed = re.fullmatch(allowed, url) and urllib.parse.urlsplit(url).port != 0
     except ValueError:
         well_formed = False
     if not well_formed:
-        shape = "http(s)://host:port" + ("/path" if path else " without a path")
         raise UserError(f"{name} is {one_line(url, 80)!r}: give {shape}")
     return url

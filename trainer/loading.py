@@ -25,7 +25,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")  # of those that transform
 BENT_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 # How far the probe's logits may differ, relative to their own size. Rounding stays far below it.
 TOLERANCE_FP32 = 1e-3
-TOLERANCE_BF16 = 0.2
+TOLERANCE_BF16 = 0.1
 
 transformers.logging.disable_progress_bar()
 
@@ -138,9 +138,8 @@ def probe_reason(model: nn.Module, longest: int | None) -> str | None:
     finally:
         set_attention(model, attention)
         model.train(training)
-    exact = model.dtype == torch.float32 and device.type == "cpu"
-    tolerance = TOLERANCE_FP32 if exact else TOLERANCE_BF16
-    return attention_reason(model, calls, longest) or logits_reason(packed, alone, tolerance)
+    fp32 = model.dtype == torch.float32 and device.type == "cpu"
+    return attention_reason(model, calls, longest) or logits_reason(packed, alone, fp32)
 
 
 def set_attention(model: nn.Module, name: str) -> None:
@@ -187,9 +186,8 @@ def probe_attention(
     """packed_attention that notes which modules call it; here a window may bind."""
     if calls is None:
         raise ValueError("its layers do not hand the samples' boundaries on to attention")
-    if (
-        attention_mask is not None
-    ):  # no mask function is registered for us, so it is the model's own
+    if attention_mask is not None:
+        # transformers makes no mask for this attention, so it is the model's own.
         raise ValueError("its attention has a mask of its own")
     calls.append((module, sliding_window))
     return packed_attention(module, q, k, v, None, *args, **options)
@@ -201,30 +199,36 @@ AttentionInterface.register("mars_probe", probe_attention)
 def attention_reason(model: nn.Module, calls: list, longest: int | None) -> str | None:
     """Why training would be wrong, as the layers' calls of attention tell."""
     config = model.config.get_text_config()
-    if len(calls) != config.num_hidden_layers:
+    config_window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if not types:
+        kind = "sliding_attention" if config_window else "full_attention"
+        types = [kind] * config.num_hidden_layers
+    if len(calls) != len(types):
         return (
-            f"its {config.num_hidden_layers} layers call attention {len(calls)} times, "
+            f"its {len(types)} layers call attention {len(calls)} times, "
             "so packing cannot keep samples apart"
         )
-    types = getattr(config, "layer_types", None) or ["full_attention"] * len(calls)
     for (module, window), kind in zip(calls, types, strict=True):
         if getattr(module, "is_causal", True) is False:
             return "its attention looks ahead"
-        if kind == "sliding_attention" and window is None:
-            window = getattr(config, "sliding_window", None) or 0
+        if kind == "sliding_attention" and window is None:  # the window would be in a mask
+            window = config_window or 0
         if window is not None and (longest is None or window < longest):
             return f"its attention has a sliding window of {window} tokens"
     return None
 
 
-def logits_reason(packed: Tensor, alone: Tensor, tolerance: float) -> str | None:
-    """Why training would be wrong, as the probe's logits [T, V] tell; the worst token decides."""
+def logits_reason(packed: Tensor, alone: Tensor, fp32: bool) -> str | None:
+    """Why training would be wrong, as the probe's logits [T, V] tell."""
     if packed.shape != alone.shape:
         return "its LM head and its logits differ in shape"
     if not alone.isfinite().all():
         return "its logits are not finite"
     size = (alone - alone.mean(-1, keepdim=True)).norm(dim=-1)  # [T]
-    error = ((packed - alone).norm(dim=-1) / size).max().item()
-    if not error < tolerance:
+    errors = (packed - alone).norm(dim=-1) / size
+    # Rounded to bf16, a token may go to another expert and differ much. A leak moves most tokens.
+    error = errors.max().item() if fp32 else errors.median().item()
+    if not error < (TOLERANCE_FP32 if fp32 else TOLERANCE_BF16):
         return f"packed samples change its logits (by {error:.1g} of their size)"
     return None

@@ -58,18 +58,18 @@ def make_samples(count: int = 13, vocabulary: int = 61, seed: int = 0) -> list[S
 
     for i in range(count):
         turns = 3 if i % 3 == 0 else 1
-        sample = Sample("sys2" if turns == 3 else "sys1", group=i % 4, trajectory=i)
+        sample = Sample("sys2" if turns == 3 else "sys1", question=i % 4, attempt=i)
         for _ in range(turns):
             given = draw(2, 20)
             sampled = draw(1, 9)
-            sample.give(tokens(given))
+            sample.append_given(tokens(given))
             sample.tokens += tokens(sampled)
             sample.mask += [True] * sampled
             sample.logprobs += (-4 + 0.2 * torch.randn(sampled, generator=generator)).tolist()
         if i % 2:
-            sample.give([3, 4])  # an observation that no step follows
+            sample.append_given([3, 4])  # an observation that no step follows
         sample.advantage = float(torch.randn((), generator=generator))
-        sample.drawn = 1
+        sample.copies = 1
         samples.append(sample)
     return samples
 
