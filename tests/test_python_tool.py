@@ -2,7 +2,6 @@
 
 import _thread
 import http.server
-import importlib.util
 import json
 import os
 import re
@@ -233,7 +232,8 @@ print(started)
 @needs_root
 def test_a_storm_of_threads_is_bound_by_the_kernel():
     """The 50 ms between two looks of the parent are enough for thousands."""
-    assert python.run(STORM, memory=16 << 30) == str(python.THREADS - 1)
+    started = int(python.run(STORM, memory=16 << 30))
+    assert python.THREADS - 4 < started < python.THREADS
 
 
 @needs_jail
@@ -253,10 +253,12 @@ def test_large_stacks_and_little_memory_do_not_keep_the_tool_from_starting():
 
 @needs_jail
 def test_as_many_threads_as_allowed_fit_into_the_memory():
+    """Nearly as many: the jail's trial thread may still be ending, and 14 once filled it."""
+    threads = python.THREADS - 4
     program = f"""
 import threading
-everybody = threading.Barrier({python.THREADS})
-for _ in range({python.THREADS} - 1):
+everybody = threading.Barrier({threads})
+for _ in range({threads} - 1):
     threading.Thread(target=everybody.wait).start()
 everybody.wait()
 len([bytearray(1 << 20) for _ in range(64)])"""
@@ -987,22 +989,7 @@ def test_a_busy_sandbox_server_is_asked_again(sandbox):
     assert Sandbox.requests == 2
 
 
-@pytest.mark.parametrize(
-    "behaviour",
-    [
-        "drip-body",
-        *(
-            pytest.param(
-                place,
-                marks=pytest.mark.skipif(
-                    importlib.util.find_spec("tools.exchange") is None,
-                    reason="tools.web limits the time of a body only",
-                ),
-            )
-            for place in ("drip-head", "drip-status")
-        ),
-    ],
-)
+@pytest.mark.parametrize("behaviour", ["drip-status", "drip-head", "drip-body"])
 def test_one_deadline_holds_for_the_whole_exchange(sandbox, monkeypatch, behaviour):
     monkeypatch.setattr(python, "SERVER_QUEUE", 0.3)
     sandbox(behaviour)
