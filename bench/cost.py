@@ -250,7 +250,8 @@ def memory(shape: Shape, w: Workload, gpus: int) -> dict[str, float]:
         head_dim=shape.head_size,
         tie_word_embeddings=shape.tied,
     )
-    config = SimpleNamespace(system1="train", kl_beta=0, fsdp=w.fsdp, kv_tokens=w.kv_tokens)
+    # `set` makes an empty set: no role is frozen.
+    config = SimpleNamespace(frozen=set, kl_beta=0, fsdp=w.fsdp, kv_tokens=w.kv_tokens)
     return memory_parts(described, shape.parameters, config=config, world=gpus, cuda=True)
 
 

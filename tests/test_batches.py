@@ -55,7 +55,10 @@ def test_a_sample_without_a_sampled_token_is_left_out():
     samples[2].mask = [False] * len(samples[2].mask)
     batches = trainer.micro_batches(samples, weigh(samples), 100, CPU)
     owners = torch.cat([batch.owner for batch in batches]).unique().tolist()
-    assert owners == [i for i in range(len(samples)) if i != 2]
+    others = [i for i in range(len(samples)) if i != 2]
+    assert owners == others
+    tokens = sum(batch.tokens.numel() for batch in batches)
+    assert tokens == sum(last_trained(samples[i]) for i in others)
 
 
 def test_lists_that_do_not_fit_are_refused():

@@ -66,7 +66,7 @@ def settings(**given):
     plain = {
         "fsdp": False,
         "kv_tokens": 4096,
-        "system1": "train",
+        "frozen": set,
         "kl_beta": 0.0,
         "micro_tokens": 2000,
         "recompute_activations": False,
@@ -226,7 +226,7 @@ def test_memory_parts_of_8b_are_the_arithmetic(qwen3_8b):
     gathered = round(2 * (2 * HEAD + 2 * LAYER))  # embedding, head, two of 36 layers
     shared = [P // 2, P // 2, P, gathered]
     assert parts(8, fsdp=True, kl_beta=0.1) == [*shared, 2 * P, pool, 2 * P, several]
-    assert parts(8, system1="frozen")[-3:] == [4 * P, 2 * pool, several]
+    assert parts(8, frozen=lambda: {"sys1"})[-3:] == [4 * P, 2 * pool, several]
     assert parts(1, training=False) == [2 * P, pool, alone]
 
 

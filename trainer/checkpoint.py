@@ -9,6 +9,7 @@ Tests: `pytest tests/test_checkpoint.py`.
 """
 
 import errno
+import functools
 import json
 import os
 import re
@@ -210,8 +211,14 @@ def newest(folder: Path) -> tuple[int, Path] | None:
         if problem is None:
             return step, path
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"the state {path} is damaged ({problem}): passed over", file=sys.stderr)
+            say_once(f"the state {path} is damaged ({problem}): passed over")
     return None
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """Prints a line on stderr, the first time that it is said."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:

@@ -107,7 +107,7 @@ def memory_parts(
     is under way.
     """
     size = 2 if cuda else 4  # bytes of a number outside the master weights
-    models = 2 if config.system1 == "frozen" else 1
+    models = 2 if config.frozen() else 1  # a role that the start's weights play has its own
     pool = kv_bytes(shape, size) * config.kv_tokens
     parts = {}
     if training:
