@@ -19,7 +19,8 @@ from collections.abc import Sequence
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Packs items into bins; returns the items' indices, bin by bin.
 
-    `sizes` and `capacity` have the same unit, here tokens. Items of one size keep their order. Raises ValueError for a size below 0 or above the capacity.
+    `sizes` and `capacity` have the same unit, here tokens. Items of one size keep their order.
+    Raises ValueError for a size below 0 or above the capacity.
     """
     for index, size in enumerate(sizes):
         if not 0 <= size <= capacity:

@@ -2,33 +2,36 @@
 
 System 2 reasons over several turns and calls tools, stating a purpose with each call. System 1
 (same weights, other prompt) distils the packed output of the tools for that purpose. A binary
-reward on System 2's answer trains both: with advantages per role, a loss on the tokens that
-each role sampled, and balanced numbers of samples.
+reward on System 2's answer trains both: with advantages per role, a loss on the tokens that each
+role sampled, and balanced numbers of samples.
 
     (1)  s_i, (t_i, p_i) = π_sys2(c_i)                               `act`
     (2)  õ_i = π_sys1(Bin-Packing(o_i^(1) … o_i^(n_i)), p_i)         `observe`, `distil`
     (3)  c_{i+1} = c_i ⊕ {s_i, t_i, p_i, õ_i}                        `extend`
-         r → A_sys2, A_sys1 → who stands in the loss how often       `credit`
 
-This file is the whole method: its options, its words, `episode` and `credit`. The loop that all
+and then `credit`: rewards → advantages → how often each sample stands in the loss.
+
+This file is the whole method: its options, its words, `episode`, `credit`. The loop that all
 methods share is train.py.
 
     python mars.py                             the embedded toy: CPU, no key, no download, minutes
     torchrun --nproc_per_node=8 mars.py        the same on 8 processes (gloo on CPU, nccl on CUDA)
-    torchrun --nproc_per_node=8 mars.py --preset paper --data … --search serper       Qwen3-8B
     python mars.py eval CKPT …      python mars.py ask CKPT "question"      python view.py RUN
+
+    # the paper's setting, Qwen3-8B
+    torchrun --nproc_per_node=8 mars.py --preset paper --data … --search serper
 
 Reading order: this file, rollout.py, grpo.py, binpack.py, train.py; then sampler/, trainer/,
 kernels/.
 
 Shapes everywhere: B rows in a batch, T tokens, V vocabulary, D hidden size, H heads (Hq query,
 Hkv key/value), Dh head size, N loss tokens, G attempts at a question, M System 1 samples of a
-question.
+question. A step of System 2 is what it samples in one turn; a training step is one batch.
 
 Our choices where the paper is silent: every limit ends in a demand to answer rather than in
-silence; a malformed step gets a correction and the episode goes on; the notes of a call's
-chunks are joined in the order of the chunks. Of all tokens only the purpose passes through
-text, from System 2's step into System 1's prompt.
+silence; a malformed step gets a correction and the episode goes on; the notes of a call's chunks
+are joined in the order of the chunks. Of all tokens only the purpose passes through text, from
+System 2's step into System 1's prompt.
 """
 
 import asyncio
@@ -44,8 +47,9 @@ import grpo
 import train
 from binpack import pack_documents
 from config import Config, UserError
-from rollout import Action, Call, Chunk, Context, Format, Game, Method, Sample, Trajectory, Turn
+from rollout import Chunk, Context, Game, Method, Sample, Trajectory, Turn
 from tasks.chat import END, Prompt, Words
+from tasks.format import Action, Call, Format
 from tasks.questions import Question
 from tools import Tool, ToolError
 
@@ -57,17 +61,13 @@ class MarsConfig(Config):
     """MARS's own options, beside those that all methods share."""
 
     # arms for study
-    system1: Literal["train", "frozen", "none"] = (
-        "train"  # frozen: the start's weights; none: raw text to System 2
-    )
+    system1: Literal["train", "frozen", "none"] = "train"  # frozen: start's weights; none: raw text
     balance: bool = True  # bring System 1's samples to System 2's number
     packing: bool = True  # without: one document per chunk
     purpose: bool = True  # without: System 1 is not told what to look for
     shared_group: bool = False  # System 1 inherits System 2's advantage, without a group of its own
     question_in_system1: bool = False  # show System 1 the question too (chat models)
-    distill: str = (
-        "search,scholar"  # whose output System 1 reads; the toy's Python prints one number
-    )
+    distill: str = "search,scholar"  # whose output System 1 reads; the toy's Python prints a number
     # an episode's limits, in tokens where not said otherwise
     max_turns: int = 5  # steps of System 2; the last one must answer
     sys2_context: int = 160  # prompt, steps and notes together
@@ -85,56 +85,14 @@ class MarsConfig(Config):
         return {"sys1"} if self.system1 == "frozen" else set()
 
     def check(self, training: bool) -> None:
-        """Refuses values that contradict each other: UserError."""
+        """Refuses values that contradict each other, MARS's own included."""
         super().check(training)
-        self.at_least(
-            1, "max_turns", "step_tokens", "answer_tokens", "sys1_prompt", "sys1_response"
-        )
-        if self.max_turns < 2:
-            raise UserError(
-                "--max_turns must be at least 2: a step that calls a tool, and one that answers"
-            )
+        self.at_least(1, "step_tokens", "answer_tokens", "sys1_prompt", "sys1_response")
+        self.at_least(2, "max_turns")  # a step that calls a tool, and one that answers
         if self.step_tokens + 2 * self.answer_tokens > self.sys2_context:
             raise UserError("--sys2_context leaves no room for a step and an answer; raise it")
         if self.system1 != "train" and self.shared_group:
-            raise UserError(
-                "--shared_group is about training System 1; leave it out or use --system1 train"
-            )
-
-
-# What the paper uses, where it differs from the toy. † = one secondary digest of v2's PDF;
-# "ours" = no source found.
-PAPER = {
-    "name": "paper",
-    "model": "Qwen/Qwen3-8B",  # v2; v1 used Qwen2.5-7B-Instruct
-    "data": "",
-    "search": "serper",
-    "pages": "jina",
-    "grader": "judge",  # † Qwen2.5-72B-Instruct with HLE's prompt
-    "steps": 150,  # ours
-    "questions": 32,  # †
-    "group": 16,  # †
-    # † 0.95 throughout. Here it is for evaluation only: the loss needs the full distribution.
-    "top_p": 0.95,
-    "lr": 1e-6,  # †; λ = 0 and an entropy coefficient of 0 as well
-    "warmup": 10,  # ours
-    "max_turns": 10,  # †
-    "sys2_context": 3072 + 28672,  # † prompt and response
-    "sys1_prompt": 23552,  # †
-    "sys1_response": 8192,  # †
-    "step_tokens": 8192,  # ours
-    "answer_tokens": 2048,  # ours
-    "top_k": 10,  # ours
-    "distill": "search,scholar,python",  # formula (2) makes no exception for Python
-    "question_in_system1": True,  # ours: MATPO found it crucial for its workers
-    "passage_words": 0,  # † a long page is cut at the chunk's end
-    "fsdp": True,
-    "recompute_activations": True,
-    "micro_tokens": 16384,
-    "kv_tokens": 120_000,  # what the memory plan leaves on 80 GB
-    "eval_questions": 512,
-    "eval_every": 10,
-}
+            raise UserError("--shared_group trains System 1; leave it out or use --system1 train")
 
 
 # -------------------------------------------------------------------------------------------- words
@@ -169,15 +127,18 @@ def words(config: MarsConfig, tools: list[Tool]) -> Words:
     example = {"name": tools[0].name, "arguments": {tools[0].argument: "..."}}
     if config.purpose:
         example["purpose"] = "what to find out from the result"
-    lines = [f'- {tool.name}, arguments {{"{tool.argument}": ...}}: {tool.about}' for tool in tools]
-    system2 = SYSTEM2.format(
-        example=json.dumps(example),
-        tools="\n".join(lines),
-        purpose=PURPOSE if config.purpose else "",
-    )
+    listed = [
+        f'- {tool.name}, arguments {{"{tool.argument}": ...}}: {tool.about}' for tool in tools
+    ]
+    told = PURPOSE if config.purpose else ""
+    system2 = SYSTEM2.format(example=json.dumps(example), tools="\n".join(listed), purpose=told)
+    user1 = "The results:\n\n{chunk}" + END + "\n\n{task}"
 
-    def task(chunk: list[int], purpose: str, question: str) -> dict:
-        """System 1's slots. The task stands after the chunk, next to where the notes begin."""
+    def fill_system2(question: str) -> dict:
+        return {"question": question.strip()}
+
+    def fill_system1(chunk: list[int], purpose: str, question: str) -> dict:
+        # The task stands after the chunk, next to where the notes begin.
         lines = []
         if config.question_in_system1:
             lines.append(f"The researcher's question: {question.strip()}")
@@ -186,10 +147,8 @@ def words(config: MarsConfig, tools: list[Tool]) -> Words:
         return {"chunk": chunk, "task": "\n".join([*lines, "Your notes:"])}
 
     prompts = {
-        "sys2": Prompt(system2, "{question}", lambda question: {"question": question.strip()}),
-        "sys1": Prompt(
-            SYSTEM1.format(end=END), f"The results:\n\n{{chunk}}{END}\n\n{{task}}", task
-        ),
+        "sys2": Prompt(system2, "{question}", fill_system2),
+        "sys1": Prompt(SYSTEM1.format(end=END), user1, fill_system1),
     }
     return Words(prompts, FINAL, NO_NOTE, purpose=config.purpose)
 
@@ -215,81 +174,80 @@ async def episode(game: Game, trajectory: Trajectory) -> None:
 
 
 async def act(game: Game, system2: Context, given: list[int], final: bool) -> Turn:
-    """Formula (1). `given` completes the context c_i; `final`: it ended in the demand to answer."""
+    """Formula (1): one step of System 2.
+
+    `given` completes its context c_i; `final` says that `given` demands an answer.
+    """
     room = game.config.sys2_context - len(system2.sample.tokens) - len(given)
     if not final:
         room -= reserve(game.config, game.chat)
     limit = min(room, game.config.step_tokens)
-    completion = await system2.write(given, limit, len(system2.turns))
-    game.on_event("system 2", game.chat.decode(completion.tokens))
-    if completion.finish == "length":
-        length = len(completion.tokens)
-        action = Action(error=f"the step was cut after {length} tokens; be shorter")
+    step = await system2.write(given, limit, len(system2.turns))
+    game.on_event("system 2", game.chat.decode(step.tokens))
+    if step.finish == "length":
+        action = Action(error=f"the step was cut after {len(step.tokens)} tokens; be shorter")
     else:
-        action = game.chat.parse(completion.tokens, final=final)
-    turn = Turn(completion.tokens, action)
+        action = game.chat.parse(step.tokens, final=final)
+    turn = Turn(step.tokens, action)
     if action.error:
         turn.problem = f"malformed: {action.error}"
     system2.turns.append(turn)
     return turn
 
 
-async def observe(game: Game, trajectory: Trajectory, turn: Turn) -> list[list[int]] | str:
-    """What System 2 gets to see of its call: notes as token ids, or one sentence of ours when
-    there are none.
-    """
+async def observe(game: Game, trajectory: Trajectory, turn: Turn) -> list[list[int]]:
+    """What System 2 gets to see of its call: notes as ids, or one sentence of ours instead."""
     config = game.config
+    chat = game.chat
     call = turn.action.call
     if call is None:
-        return turn.action.error
+        return [chat.message(turn.action.error)]
     distilled = call.tool in config.distill.split(",")
-    reads = distilled and config.system1 != "none"
-    if reads and chunk_capacity(game, trajectory, call) < 1:
+    capacity = config.sys1_prompt - len(system1_prompt(game, trajectory, call, []))
+    if distilled and config.system1 != "none" and capacity < 1:
         turn.problem = "malformed: the purpose is too long"
-        return "The purpose is too long for its reader; say it in one sentence."
+        return [chat.message("The purpose is too long for its reader; say it in one sentence.")]
     try:
         documents = await game.call(turn)
     except ToolError as error:
-        return f"error: the tool failed ({error})"
+        return [chat.message(f"error: the tool failed ({error})")]
     if not documents:
-        return "no results"
+        return [chat.message("no results")]
     if distilled:
-        texts = [game.chat.document(document) for document in documents]
+        texts = [chat.document(document) for document in documents]
     else:
-        texts = [game.chat.encode(document.text) for document in documents]
+        texts = [chat.encode(document.text) for document in documents]
     turn.lengths = [len(tokens) for tokens in texts]
-    if reads:
-        return await distil(game, trajectory, turn, texts)
-    share = (
-        config.sys2_context // config.max_turns
-    )  # of System 2's context, for one turn's raw text
-    return [tokens[: share // len(texts)] for tokens in texts]
+    if distilled and config.system1 != "none":
+        return await distil(game, trajectory, turn, texts, capacity)
+    # Raw text gets one turn's part of System 2's context.
+    part = config.sys2_context // config.max_turns // len(texts)
+    return [tokens[:part] for tokens in texts]
 
 
 async def distil(
-    game: Game, trajectory: Trajectory, turn: Turn, texts: list[list[int]]
+    game: Game, trajectory: Trajectory, turn: Turn, texts: list[list[int]], capacity: int
 ) -> list[list[int]]:
-    """Formula (2): the documents' token ids are packed into chunks; one note (token ids) for
-    each chunk.
+    """Formula (2): the documents' ids are packed into chunks; System 1 writes a note for each.
+
+    `capacity`: tokens of documents that fit beside System 1's wording and the purpose.
     """
-    config = game.config
-    call = turn.action.call
-    capacity = chunk_capacity(game, trajectory, call)
     bins = [[index] for index in range(len(texts))]
-    if config.packing:
+    if game.config.packing:
         bins = pack_documents(turn.lengths, capacity)
 
     async def read(number: int, indices: list[int]) -> list[int]:
+        """The note of one chunk."""
         chunk = [token for index in indices for token in texts[index][:capacity]]
         truncated = any(turn.lengths[index] > capacity for index in indices)
         async with Context(game, trajectory, "sys1") as system1:
             system1.chunk = Chunk(indices, len(chunk), capacity, truncated)
             turn.readers.append(system1)
-            prompt = system1_prompt(game, trajectory, call, chunk)
-            turn_number = len(trajectory.turns)
-            note = await system1.write(prompt, config.sys1_response, turn_number, number)
-        game.on_event("system 1", game.chat.decode(note.tokens))
-        return game.chat.note(note.tokens)
+            prompt = system1_prompt(game, trajectory, turn.action.call, chunk)
+            name = (len(trajectory.turns), number)
+            response = await system1.write(prompt, game.config.sys1_response, *name)
+        game.on_event("system 1", game.chat.decode(response.tokens))
+        return game.chat.note(response.tokens)
 
     return await asyncio.gather(*(read(n, indices) for n, indices in enumerate(bins, 1)))
 
@@ -301,17 +259,11 @@ def system1_prompt(game: Game, trajectory: Trajectory, call: Call, chunk: list[i
     return game.chat.prompt("sys1", chunk=chunk, purpose=purpose, question=question)
 
 
-def chunk_capacity(game: Game, trajectory: Trajectory, call: Call) -> int:
-    """Tokens of documents that fit into System 1's prompt beside the wording and the purpose."""
-    return game.config.sys1_prompt - len(system1_prompt(game, trajectory, call, []))
+def extend(game: Game, system2: Context, notes: list[list[int]]) -> tuple[list[int], bool]:
+    """Formula (3): the ids that follow System 2's step, and whether they demand an answer.
 
-
-def extend(game: Game, system2: Context, notes: list[list[int]] | str) -> tuple[list[int], bool]:
-    """Formula (3): the ids that follow System 2's step in its context, and whether they demand
-    an answer.
-
-    The step stands in the context already, so these are the notes in their wrapping. They end
-    in the demand at the last turn, or when the context is nearly full.
+    The step stands in the context already, so these are the notes in their wrapping. They end in
+    the demand at the last turn, or when the context is nearly full.
     """
     config = game.config
     chat = game.chat
@@ -319,54 +271,40 @@ def extend(game: Game, system2: Context, notes: list[list[int]] | str) -> tuple[
     if system2.turns[-1].sampled[-1] not in chat.stop_ids:
         close = chat.close_step()
     room = config.sys2_context - len(system2.sample.tokens) - len(close)
-
-    def wrap(final: bool) -> list[int]:
-        if isinstance(notes, str):
-            return chat.message(notes, final=final)
-        return chat.observation(notes, final=final)
-
     final = len(system2.turns) >= config.max_turns - 1
-    given = wrap(final)
+    given = chat.observation(notes, final=final)
     # Without room for one token of a step and a demand after it, the demand must come now.
-    if len(given) > room - reserve(config, chat) - 1:
+    if len(given) >= room - reserve(config, chat):
         final = True
-        given = wrap(final)
-    too_many = len(given) - (room - config.answer_tokens)
-    if too_many > 0:
+        given = chat.observation(notes, final=True)
+    excess = len(given) - (room - config.answer_tokens)
+    if excess > 0:
         # There is room for the bare demand: `reserve` kept it. So the notes are cut.
-        joined = []
-        if not isinstance(notes, str):
-            joined = [token for note in notes for token in note]
-        given = chat.observation([joined[: max(0, len(joined) - too_many)]], final=True)
+        joined = [token for note in notes for token in note]
+        given = chat.observation([joined[: max(0, len(joined) - excess)]], final=True)
     return close + given, final
 
 
 def reserve(config: MarsConfig, chat: Format) -> int:
-    """Tokens of System 2's context kept free at every step, so that a demand and the answer to
-    it always fit.
-    """
+    """Tokens kept free in System 2's context, so that a demand and its answer always fit."""
     demand = chat.close_step() + chat.observation([[]], final=True)
     return config.answer_tokens + len(demand)
 
 
 def fits(config: MarsConfig, chat: Format, question: Question) -> None:
-    """UserError if the question leaves no room for a step, a demand and an answer, or no room
-    for documents.
-    """
+    """UserError if a question leaves no room for a step, a demand and an answer, or documents."""
     length = len(chat.prompt("sys2", question=question.text))
     if length + config.step_tokens + reserve(config, chat) > config.sys2_context:
         raise UserError(
             f"question {question.id} takes {length} tokens and leaves no room in --sys2_context "
             f"{config.sys2_context}: raise it"
         )
-    if config.system1 == "none":
-        return
-    frame = len(chat.prompt("sys1", chunk=[], purpose="", question=question.text))
-    frame += config.step_tokens  # a purpose is part of a step
-    if frame >= config.sys1_prompt:
+    frame = chat.prompt("sys1", chunk=[], purpose="", question=question.text)
+    taken = len(frame) + config.step_tokens  # a purpose is part of a step
+    if config.system1 != "none" and taken >= config.sys1_prompt:
         raise UserError(
             f"--sys1_prompt {config.sys1_prompt} leaves no room for documents: instructions and a "
-            f"purpose of --step_tokens {config.step_tokens} take up to {frame}; raise it"
+            f"purpose of --step_tokens {config.step_tokens} take up to {taken}; raise it"
         )
 
 
@@ -378,39 +316,76 @@ def credit(
 ) -> dict[str, list[Sample]]:
     """Rewards → advantages → how often each sample stands in the loss. L = L_sys2 + L_sys1.
 
-    Each role's samples of a question are a group of their own. System 1's are then drawn anew
-    so that they are as many as System 2's, after the advantages, which saw all of them.
+    Each role's samples of a question are a group of their own. System 1's are then drawn anew so
+    that they are as many as System 2's, after the advantages, which saw all of them.
     """
     sys2 = [sample for t in trajectories for sample in t.samples("sys2")]
     sys1 = [sample for t in trajectories for sample in t.samples("sys1")]
     for samples in (sys2, sys1):
         rewards = torch.tensor([sample.reward for sample in samples])
-        advantages = grpo.group_advantages(rewards, [sample.question for sample in samples])
+        advantages = grpo.group_advantages(rewards, [sample.place for sample in samples])
         for sample, advantage in zip(samples, advantages.tolist()):
             sample.advantage = advantage
+            sample.copies = 1
     if config.shared_group:
-        inherited = {(sample.question, sample.attempt): sample.advantage for sample in sys2}
+        inherited = {(sample.place, sample.attempt): sample.advantage for sample in sys2}
         for sample in sys1:
-            sample.advantage = inherited[sample.question, sample.attempt]
-
-    for sample in sys2:
-        sample.copies = 1
+            sample.advantage = inherited[sample.place, sample.attempt]
     if config.system1 != "train":
         return {"sys2": sys2, "sys1": []}
-    if not config.balance:
-        for sample in sys1:
-            sample.copies = 1
-        return {"sys2": sys2, "sys1": sys1}
-    for question in {sample.question for sample in sys1}:
-        members = [sample for sample in sys1 if sample.question == question]
-        target = sum(sample.question == question for sample in sys2)
-        # The generator is the question's own, so that any number of ranks draws the same samples.
-        seed = random.Random(f"{config.seed} {step} {question}").getrandbits(63)
-        generator = torch.Generator().manual_seed(seed)
-        for index in grpo.balance(range(len(members)), target, generator):
-            members[index].copies += 1
+    if config.balance:
+        balance(config, sys2, sys1, step)
     return {"sys2": sys2, "sys1": sys1}
 
+
+def balance(config: MarsConfig, sys2: list[Sample], sys1: list[Sample], step: int) -> None:
+    """Sets System 1's copies: for each question as many as System 2 has samples."""
+    for place in {sample.place for sample in sys1}:
+        members = [sample for sample in sys1 if sample.place == place]
+        target = sum(sample.place == place for sample in sys2)
+        # The generator is the question's own, so that any number of ranks draws the same samples.
+        seed = random.Random(f"{config.seed} {step} {place}").getrandbits(63)
+        generator = torch.Generator().manual_seed(seed)
+        drawn = grpo.balance(range(len(members)), target, generator)
+        for index, sample in enumerate(members):
+            sample.copies = drawn.count(index)
+
+
+# ----------------------------------------------------------------------- the method and its command
+
+# What the paper uses, where it differs from the toy. † = one secondary digest of v2's PDF;
+# "ours" = no source found.
+PAPER = {
+    "name": "paper",
+    "model": "Qwen/Qwen3-8B",  # v2; v1 used Qwen2.5-7B-Instruct
+    "data": "",
+    "search": "serper",
+    "pages": "jina",
+    "grader": "judge",  # † Qwen2.5-72B-Instruct with HLE's prompt
+    "steps": 150,  # ours
+    "questions": 32,  # †
+    "group": 16,  # †
+    # † 0.95 throughout. Here it is for evaluation only: the loss needs the full distribution.
+    "top_p": 0.95,
+    "lr": 1e-6,  # †; λ = 0 and an entropy coefficient of 0 as well
+    "warmup": 10,  # ours
+    "max_turns": 10,  # †
+    "sys2_context": 3072 + 28672,  # † prompt and response
+    "sys1_prompt": 23552,  # †
+    "sys1_response": 8192,  # †
+    "step_tokens": 8192,  # ours
+    "answer_tokens": 2048,  # ours
+    "top_k": 10,  # ours
+    "distill": "search,scholar,python",  # formula (2) makes no exception for Python
+    "question_in_system1": True,  # ours: MATPO found it crucial for its workers
+    "passage_words": 0,  # † a long page is cut at the chunk's end
+    "fsdp": True,
+    "recompute_activations": True,
+    "micro_tokens": 16384,
+    "kv_tokens": 120_000,  # what the memory plan leaves on 80 GB
+    "eval_questions": 512,
+    "eval_every": 10,
+}
 
 METHOD = Method(
     name="mars",

@@ -9,22 +9,24 @@
 
 Tokens, masks and log-probs are stored as they arise and never remade: no context is decoded and
 encoded again. An episode is a straight-line coroutine, and a new multi-agent method is a new
-`async def`. plumbing/driver.py runs hundreds of them over one sampler.
+`async def`. driver.py runs hundreds of them over one sampler.
 
 Tests: pytest tests/test_rollout.py
 """
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from config import Config
-from plumbing.driver import Driver
+from driver import Driver
 from sampler import Completion, Conversation, Sampler
+from tasks.chat import Words
+from tasks.format import Action, Format
 from tasks.questions import Question
-from tools import Document, ToolError
+from tools import Document, Tool, ToolError
 
 # ---------------------------------------------------------------------------------- what is written
 
@@ -34,7 +36,7 @@ class Sample:
     """What one role wrote in one context. The three lists have one entry per token."""
 
     role: str
-    question: int  # the question's place in the step's batch: the key of its advantage groups
+    place: int  # of the question in the step's batch: the key of its advantage groups
     attempt: int  # k of the question's G attempts
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)  # True: sampled by this role, carries loss
@@ -54,32 +56,6 @@ class Sample:
         self.tokens += completion.tokens
         self.mask += [True] * len(completion.tokens)
         self.logprobs += completion.logprobs
-
-
-@dataclass(frozen=True)
-class Call:
-    """One tool call, (t_i, p_i) of the paper: `purpose` says what to look for in the result."""
-
-    tool: str
-    argument: str
-    purpose: str = ""
-
-
-@dataclass(frozen=True)
-class Action:
-    """What one sampled step turned out to be; exactly one of the three is set.
-
-    `error` is one sentence that says what was wrong. It goes back to the role as the
-    observation, and the run counts the step as malformed.
-    """
-
-    call: Call | None = None
-    answer: str | None = None
-    error: str | None = None
-
-    def __post_init__(self):
-        if [self.call, self.answer, self.error].count(None) != 2:
-            raise ValueError("an Action is exactly one of: a call, an answer, an error")
 
 
 @dataclass
@@ -181,26 +157,6 @@ class Context:
 # ----------------------------------------------------------------------------- what an episode uses
 
 
-class Format(Protocol):
-    """How roles speak, as token ids: tasks.chat.ChatFormat, or toy.language.ToyFormat for the
-    toy.
-    """
-
-    stop_ids: tuple[int, ...]
-
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, tokens: list[int]) -> str: ...
-    def prompt(self, role: str, **slots: Any) -> list[int]: ...  # a role's first tokens
-    def parse(self, tokens: list[int], *, final: bool = False) -> Action: ...
-    def observation(self, notes: list[list[int]], *, final: bool = False) -> list[int]: ...
-    def message(self, text: str, *, final: bool = False) -> list[int]: ...  # our own words
-    def close_step(self) -> list[int]: ...  # ends a step that was cut before its stop token
-    def document(self, document: Document) -> list[int]: ...
-    def note(
-        self, tokens: list[int]
-    ) -> list[int]: ...  # sampled ids -> what others may read of them
-
-
 @dataclass
 class Game:
     """Everything that the episodes of one batch may use."""
@@ -217,9 +173,7 @@ class Game:
     on_event: Callable[[str, str], None] = lambda kind, text: None  # for somebody who watches
 
     def seed(self, trajectory: Trajectory, *name: int | str) -> int:
-        """The seed of one draw: a hash of its name, so that no draw depends on what was drawn
-        before.
-        """
+        """The seed of one draw: a hash of its name, whatever else was drawn before."""
         names = (self.config.seed, self.step, trajectory.question.id, trajectory.attempt, *name)
         digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
@@ -264,14 +218,12 @@ class Game:
         return trajectory
 
     async def reward(self, trajectory: Trajectory) -> float | None:
-        """1 or 0. A judge that cannot be reached or read is no reward rather than 0."""
+        """1 or 0; None if the judge cannot be reached or read, so that the attempt has no group."""
         if trajectory.answer is None:
             return 0.0
-        question, answer = trajectory.question, trajectory.answer
+        grade = functools.partial(self.grade, trajectory.question, trajectory.answer)
         try:
-            return await self.driver.call(
-                lambda: self.grade(question, answer), self.config.tool_seconds
-            )
+            return await self.driver.call(grade, self.config.tool_seconds)
         except ToolError as error:
             trajectory.turns[-1].problem = f"judge failed: {error}"
             return None
@@ -285,11 +237,9 @@ class Method:
     roles: dict[str, str]  # role -> caption on pages and curves; the first role answers
     config: type[Config]
     episode: Callable[[Game, Trajectory], Coroutine]
-    # (options, graded trajectories, step) -> the samples of each term of the loss, with their
-    # advantages and copies set. The loss is the sum of the terms, and each term is a mean over
-    # its samples.
+    # Options, graded trajectories and step become the samples of each term of the loss, with their
+    # advantages and copies set. The loss is the sum of the terms, each a mean over its samples.
     credit: Callable[[Config, list[Trajectory], int], dict[str, list[Sample]]]
-    # (options, tools) -> tasks.chat.Words: how the roles are addressed in a chat model.
-    words: Callable
+    words: Callable[[Config, list[Tool]], Words]  # how a chat model is addressed
     fits: Callable[[Config, Format, Question], None]  # UserError if a question leaves no room
     presets: dict[str, dict] = field(default_factory=dict)

@@ -24,7 +24,7 @@ import kernels
 import trainer
 from config import MAY_CHANGE, Config, UserError
 from plumbing import files
-from plumbing.driver import Driver
+from driver import Driver
 from rollout import Format, Game, Method, Trajectory
 from sampler import Sampler
 from tasks import grading

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from rollout import Trajectory
+from rollout import Sample, Trajectory
+from trainer import MicroBatch
 
 
 def reduced(sums: dict[str, float]) -> dict[str, float]:
@@ -77,4 +78,52 @@ def rollout_metrics(trajectories: list[Trajectory], roles: Iterable[str], second
         metrics[f"{role}_samples"] = int(s[f"{role}_samples"])
         metrics[f"{role}_tokens"] = int(s[f"{role}_tokens"])
         metrics[f"{role}_length"] = share(s[f"{role}_tokens"], s[f"{role}_samples"])
+    return metrics
+
+
+def batch_sums(
+    batch: MicroBatch, numbers: dict, samples: list[Sample], roles: Iterable[str], *, mismatch: bool
+) -> dict[str, float]:
+    """What one micro-batch adds to the step's sums.
+
+    `numbers` are the loss's stats, `samples` those that `batch.owner` points into. With `mismatch`
+    the gap between the trainer's and the sampler's log-probs counts.
+    """
+    tokens = len(batch.target)
+    drift = torch.zeros(0)
+    if mismatch:
+        drift = numbers["logprob"] - batch.sampler_logprob  # [N]
+    sums = {
+        "loss": float(numbers["loss"]),
+        "tokens": tokens,
+        "clipped": float(numbers["clip_share"]) * tokens,
+        "kl": float(numbers["kl"]) * tokens,
+        "drift": float((torch.expm1(drift) - drift).sum()),
+        "drifted": len(drift),
+    }
+    for role in roles:
+        owners = [index for index, sample in enumerate(samples) if sample.role == role]
+        owned = torch.isin(batch.owner, torch.tensor(owners, device=batch.owner.device))  # [N]
+        sums[f"{role}_entropy"] = float(numbers["entropy"][owned].sum())
+        sums[f"{role}_trained"] = int(owned.sum())
+    return sums
+
+
+def update_metrics(sums: dict[str, float], roles: Iterable[str]) -> dict:
+    """The step's line in metrics.jsonl, as far as the update tells, from this rank's sums.
+
+    A role's entropy is that of the distributions that its trained tokens were drawn from; None if
+    it had none.
+    """
+    totals = reduced(dict(sums))
+    metrics = {
+        "loss": totals["loss"],
+        "clip_share": share(totals["clipped"], totals["tokens"]),
+        "kl": share(totals["kl"], totals["tokens"]),
+        "mismatch_kl": share(totals["drift"], totals["drifted"]),
+        "trained_tokens": int(totals["tokens"]),
+    }
+    for role in roles:
+        trained = totals[f"{role}_trained"]
+        metrics[f"{role}_entropy"] = totals[f"{role}_entropy"] / trained if trained else None
     return metrics

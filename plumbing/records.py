@@ -2,7 +2,8 @@
 and reward.
 """
 
-from rollout import Context, Format, Sample, Trajectory, Turn
+from rollout import Context, Sample, Trajectory, Turn
+from tasks.format import Format
 
 
 def record(trajectory: Trajectory, chat: Format, step: int, split: str) -> dict:

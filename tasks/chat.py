@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from config import UserError
-from rollout import Action, Call
+from tasks.format import Action, Call
 from tools import Document, Tool
 
 # ------------------------------------------------------------------------------------------ wording
@@ -406,9 +406,9 @@ class ChatFormat:
             joined += self._separator + block
         return self._result_head + joined + self._result_tail
 
-    def message(self, text: str, *, final: bool = False) -> list[int]:
-        """The same for a text of ours: a correction, a tool's failure, "no results"."""
-        return self.observation([self.encode(text.strip())], final=final)
+    def message(self, text: str) -> list[int]:
+        """A note in our own words: a correction, a tool's failure, "no results"."""
+        return self.encode(text.strip())
 
     def close_step(self) -> list[int]:
         """The ids that end a step which was cut before its stop token: given, never trained."""

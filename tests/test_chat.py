@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 import mars
 from config import UserError
-from rollout import Action, Call
+from tasks.format import Action, Call
 from tasks.chat import ChatFormat, read_action
 from tools import KNOWN, Document, Tool
 

@@ -79,7 +79,7 @@ def play(**options) -> tuple[SimpleNamespace, list[Trajectory], list[Sample], li
 
 
 def of(samples: list[Sample], group: int) -> list[Sample]:
-    return [s for s in samples if s.question == group]
+    return [s for s in samples if s.place == group]
 
 
 def test_each_role_has_its_own_group_and_an_unjudged_trajectory_none():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plumbing.driver import Driver
+from driver import Driver
 from sampler import Sampler
 from tools import ToolError
 from toy import base_model, language
@@ -216,7 +216,7 @@ def test_a_failing_sampler_ends_the_run_at_once(sampler):
 def test_ctrl_c_ends_a_run_in_seconds_while_a_tool_hangs(tmp_path):
     program = """
 import threading, time
-from plumbing.driver import Driver
+from driver import Driver
 driver = Driver([], deterministic=True)
 print("started", flush=True)
 driver.run([driver.call(lambda: time.sleep(1000), 1000)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_mars import SMALL
 
-from rollout import Call
+from tasks.format import Call
 from toy import base_model as toy_base
 
 REPO = Path(__file__).parent.parent

@@ -8,7 +8,7 @@ import pytest
 
 import mars
 import rollout
-from plumbing.driver import Driver
+from driver import Driver
 from plumbing.records import record
 from rollout import Game, Sample
 from sampler import Completion

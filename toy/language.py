@@ -18,7 +18,7 @@ from collections.abc import Collection
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollout import Action, Call
+from tasks.format import Action, Call
 from tools import Document
 from toy import world
 
@@ -127,13 +127,12 @@ class ToyFormat:
             wrapped.append(self.control["<answer>"])
         return wrapped
 
-    def message(self, text: str, *, final: bool = False) -> list[int]:
-        """Our own words to System 2.
+    def message(self, text: str) -> list[int]:
+        """A note in our own words.
 
         The toy has two: "none ." says that there are no results, "error" says all else.
         """
-        words = "none ." if text.startswith("no results") else "error"
-        return self.observation([self.encode(words)], final=final)
+        return self.encode("none ." if text.startswith("no results") else "error")
 
     def close_step(self) -> list[int]:
         """The ids that end a step of System 2 which was cut."""

@@ -1,0 +1,133 @@
+"""What a run writes: its folder, a line a step, records of trajectories, the last words.
+
+Rank 0 writes for all.
+"""
+
+import dataclasses
+import json
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+import trainer
+import view
+from config import UserError
+from plumbing import files
+from plumbing.build import Run
+
+
+def open_folder(run: Run) -> int:
+    """Fills the run's folder, or takes up its newest whole state; returns the first step to do."""
+    state = trainer.newest(run.folder) if run.config.resume else None
+    first = state[0] if state else 0
+    finished = first >= run.config.steps
+    if run.rank == 0 and not finished:
+        settings(run)
+        take_back(run, first)
+    if run.ranks > 1:
+        dist.barrier()
+    return first
+
+
+def settings(run: Run) -> None:
+    """Writes the run's options, and how its roles are called."""
+    (run.folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    files.write_json(run.folder / "config.json", dataclasses.asdict(run.config))
+    method = {"name": run.method.name, "roles": run.method.roles}
+    files.write_json(run.folder / "method.json", method)
+
+
+def take_back(run: Run, first: int) -> None:
+    """Takes back what steps have written that will be done again."""
+    path = run.folder / "metrics.jsonl"
+    lines = files.read_lines(path) if path.exists() else []
+    kept = [json.dumps(line) + "\n" for line in lines if line.get("step", first) < first]
+    files.write_whole(path, "".join(kept).encode())
+    for file in (run.folder / "rollouts").glob("step_*.jsonl"):
+        number = file.stem.removeprefix("step_")
+        if number.isdecimal() and int(number) >= first:
+            file.unlink()
+
+
+def write(run: Run, records: list[dict], metrics: dict | None = None) -> None:
+    """Appends to rollouts/step_N.jsonl, and to metrics.jsonl."""
+    if run.ranks > 1:
+        gathered = [None] * run.ranks if run.rank == 0 else None
+        dist.gather_object(records, gathered)
+        records = [one for part in gathered or [] for one in part]
+    if run.rank:
+        return
+    if records:
+        name = f"step_{records[0]['step']}.jsonl"
+        files.append_lines(run.folder / "rollouts" / name, records)
+    if metrics is not None:
+        files.append_lines(run.folder / "metrics.jsonl", [metrics])
+
+
+def report(run: Run, bar: tqdm, metrics: dict) -> None:
+    """One line a step, or the end of the progress bar."""
+    if run.rank:
+        return
+    entropies = []
+    for role in run.method.roles:
+        entropy = metrics[f"{role}_entropy"]
+        entropies.append("-" if entropy is None else f"{entropy:.2f}")
+    line = (
+        f"reward {metrics['reward']:.3f}  calls {metrics['calls_per_question']:.2f}  "
+        f"malformed {metrics['malformed_share']:.3f}  entropy {'/'.join(entropies)}  "
+        f"{metrics['seconds_rollout']:.1f}+{metrics['seconds_train']:.1f} s"
+    )
+    if metrics["judge_failures"]:
+        line += f"  not judged {metrics['judge_failures']}"
+    if bar.disable:
+        print(f"step {metrics['step']}/{run.config.steps}  {line}", flush=True)
+    else:
+        bar.set_postfix_str(line)
+
+
+def report_scores(run: Run, scores: dict) -> None:
+    """One line an evaluation."""
+    if run.rank:
+        return
+    line = (
+        f"after {scores['eval_step']} steps: held-out accuracy {scores['eval_accuracy']:.3f} at "
+        f"temperature {run.config.temperature:g}, {scores['eval_greedy']:.3f} greedy "
+        f"({len(run.eval_questions)} questions)"
+    )
+    if scores["eval_judge_failures"]:
+        line += f"; {scores['eval_judge_failures']} answers could not be judged"
+    tqdm.write(line)
+
+
+def stop_if_blind(run: Run, metrics: dict) -> None:
+    """UserError when too many tool calls or judgements of a step, or its evaluation, failed."""
+    for kind, name in (("tool calls", "tool_error_share"), ("judgements", "judge_failure_share")):
+        failed = max(metrics[name], metrics.get(f"eval_{name}", 0.0))
+        if failed > run.config.max_tool_error_share:
+            raise UserError(
+                f"{failed:.0%} of the {kind} of step {metrics['step']} failed, more than "
+                "--max_tool_error_share; see the run's rollouts for the reasons, then --resume"
+            )
+
+
+def summary(run: Run) -> None:
+    """The last lines: held-out accuracy before and after, and where to look."""
+    if run.rank:
+        return
+    path = run.folder / "metrics.jsonl"
+    lines = files.read_lines(path) if path.exists() else []
+    ends = [line for line in lines if "eval_accuracy" in line]
+    names = {"accuracy": f"temperature {run.config.temperature:g}", "greedy": "greedy"}
+    if not ends or ends[-1].get("eval_step") != run.config.steps:
+        names = {}  # a damaged metrics.jsonl: nothing is said rather than something wrong
+    for name, label in names.items():
+        before = ends[0].get(f"eval_{name}_before", ends[0][f"eval_{name}"])
+        after = ends[-1][f"eval_{name}"]
+        print(
+            f"held-out accuracy, {label}: {before:.3f} before, {after:.3f} after "
+            f"{run.config.steps} steps"
+        )
+    if lines:
+        print(f"{'curves':<14}{view.curves(run.folder)}")
+    print(f"{'trajectories':<14}{view.page(run.folder)}")
+    print(f"{'checkpoint':<14}{run.folder / 'checkpoint'}")
