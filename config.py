@@ -1,15 +1,14 @@
-"""The options that all methods share, each with its default for the toy and its reason; the
-command line that sets them.
+"""The options that all methods share, and the command line that sets them.
 
-A method adds its own options in a subclass (mars.MarsConfig). What is given on the command line
-wins over a preset, which wins over the defaults. An unknown or ill-typed option is one sentence
-and exit code 2.
+Each has its default for the toy and its reason, on one line: the reason is its help. A method
+adds its own options in a subclass (mars.MarsConfig). What is given on the command line wins
+over a preset, which wins over the defaults. An unknown or ill-typed option is one sentence and
+exit code 2.
 """
 
 import argparse
 import dataclasses
 import inspect
-import math
 import re
 import sys
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ class UserError(Exception):
 class Config:
     """Any field is an option of the same name: `--lr 3e-4`, `--fsdp`, `--no-fsdp`."""
 
-    preset: Literal["toy", "paper"] = "toy"  # where the other defaults come from
+    preset: str = "toy"  # where the other defaults come from: toy, or one of the method's
     # the run
     name: str = ""  # runs/NAME/; empty: toy, toy-2, … whichever is free
     runs: str = "runs"  # folder of all runs
@@ -44,41 +43,27 @@ class Config:
     grader: Literal["em", "judge"] = "em"  # reward 1: exact match, or an LLM judge says yes
     search: Literal["local", "serper", "retriever"] = "local"  # where search and scholar look
     docs: str = ""  # --search local: a file or a folder of documents; empty: the toy's world
-    pages: Literal["none", "jina", "fetch"] = (
-        "none"  # read the pages behind serper's results, and how
-    )
-    passage_words: int = (
-        200  # long documents are cut into passages of so many words; 0: cut off at the chunk's end
-    )
-    block: str = (
-        ""  # hosts whose results are dropped, separated by commas: those that publish the answers
-    )
+    pages: Literal["none", "jina", "fetch"] = "none"  # how pages behind serper's results are read
+    passage_words: int = 200  # long documents are cut into passages of so many words; 0: none are
+    block: str = ""  # hosts, by commas, whose results are dropped: those that publish the answers
     top_k: int = 3  # results per call: about 100 words in the toy
     tools: str = "search,scholar,python"  # what may be called
     tool_seconds: float = 600.0  # a call that takes longer has failed
-    max_tool_error_share: float = (
-        0.5  # more failed calls or judgements than this in a step: the run stops
-    )
+    max_tool_error_share: float = 0.5  # the run stops if more calls or judgements of a step fail
     cache: str = ".cache"  # base model, search index, search answers
     # reinforcement learning
     questions: int = 16  # per step
     group: int = 8  # G: attempts per question
     temperature: float = 1.0  # of sampling, and so of the distribution that the loss differentiates
-    top_p: float = (
-        1.0  # nucleus of the sampled evaluation; training always draws from the whole distribution
-    )
-    lr: float = (
-        5e-4  # a 474k model wants much; 1e-3 is faster, but slipped late on one seed of three
-    )
+    top_p: float = 1.0  # nucleus of the sampled evaluation; training draws from everything
+    lr: float = 5e-4  # a 474k model wants much; 1e-3 slipped late on one seed of three
     warmup: int = 1  # steps of linear warm-up, then constant
     weight_decay: float = 0.0  # of AdamW
     clip_grad: float = 1.0  # the gradient's largest norm; 0: no limit
     clip_low: float = 0.2  # ε; the paper's is unknown (our choice)
     clip_high: float = 0.2  # ε upwards; a larger one is DAPO's "clip higher"
     kl_beta: float = 0.0  # λ; needs a reference model in memory
-    inner_steps: int = (
-        1  # optimizer steps per batch of rollouts, each on its share of the questions
-    )
+    inner_steps: int = 1  # optimizer steps per batch of rollouts, each on a part of the questions
     importance_cap: float = 0.0  # cap of a truncated importance weight trainer/sampler; 0: none
     # the machine
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is one
@@ -88,109 +73,78 @@ class Config:
     micro_tokens: int = 8192  # tokens per micro-batch of the trainer
     kv_tokens: int = 65536  # tokens in the sampler's KV pool
     max_sequences: int = 256  # decoded together at most
-    deterministic: bool | None = (
-        None  # bit-equal reruns despite tools of varying speed; unset: on CPU
-    )
+    deterministic: bool | None = None  # bit-equal reruns, however slow a tool is; unset: on CPU
 
     def longest(self) -> int:
         """Tokens of the longest sample."""
         raise NotImplementedError("a method's options say how long its samples get")
+
+    def reading(self) -> int:
+        """Tokens of documents that a role reads at once."""
+        return self.longest()
 
     def frozen(self) -> set[str]:
         """Roles that the start's weights play."""
         return set()
 
     def at_least(self, least: int, *names: str) -> None:
-        """UserError unless the named options are."""
+        """UserError if one of the named options is below `least`."""
         for name in names:
             if getattr(self, name) < least:
                 raise UserError(f"--{name} must be at least {least}, got {getattr(self, name)}")
 
     def check(self, training: bool) -> None:
         """Refuses values that contradict each other: UserError with one sentence."""
-        counts = "steps questions group save_every eval_every inner_steps micro_tokens kv_tokens"
-        self.at_least(1, *counts.split(), "max_sequences", "top_k", "threads")
+        counts = (
+            "steps questions save_every eval_every inner_steps micro_tokens kv_tokens "
+            "max_sequences top_k threads group tool_seconds"
+        )
+        self.at_least(1, *counts.split())
         self.at_least(0, "eval_questions", "passage_words", "seed")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is float and not 0 <= value <= 1e30:
-                raise UserError(
-                    f"--{field.name} must be a finite number of at least 0, got {value}"
-                )
-            if field.type is int and abs(value) >= 2**53:
+                raise UserError(f"--{field.name} must be finite and at least 0, got {value}")
+            if field.type is int and abs(value) >= 2**40:
                 raise UserError(f"--{field.name} {value} is too large")
         if self.max_sequences > 65536:
-            raise UserError(
-                f"--max_sequences {self.max_sequences} is more than any machine decodes "
-                f"together; at most 65536"
-            )
-        if self.tool_seconds < 1:
-            raise UserError("--tool_seconds must be at least 1")
-        if self.temperature > 100 or (self.temperature != 0 and self.temperature < 1e-3):
-            raise UserError(
-                f"--temperature must be 0 (in evaluation) or between 0.001 and 100, got "
-                f"{self.temperature}"
-            )
-        if training and self.temperature == 0:
-            raise UserError(
-                "--temperature must be above 0 in training: all attempts at a question would "
-                "be the same"
-            )
+            raise UserError(f"--max_sequences {self.max_sequences}: give at most 65536")
+        if self.temperature > 100 or 0 < self.temperature < 1e-3:
+            raise UserError(f"--temperature {self.temperature}: give 0, or from 0.001 to 100")
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top_p must be in (0, 1], got {self.top_p}")
-        if (
-            not set(self.name).isdisjoint("/\\\0")
-            or self.name in (".", "..")
-            or len(self.name.encode()) > 200
-        ):
-            raise UserError(
-                "--name must be a plain folder name of at most 200 bytes; --runs says where it lies"
-            )
+        plain = set(self.name).isdisjoint("/\\\0") and self.name not in (".", "..")
+        if not plain or len(self.name.encode("utf-8", "replace")) > 200:
+            raise UserError("--name is one plain folder name; --runs says where the folder lies")
         if self.data == "toy" and self.eval_data:
-            raise UserError(
-                "--eval_data belongs to questions of your own; leave it out, or name --data as well"
-            )
+            raise UserError("--eval_data belongs to questions of your own: name --data as well")
         if self.pages != "none" and self.search != "serper":
-            raise UserError(
-                f"--pages {self.pages} reads the pages that --search serper finds; add that, "
-                f"or leave it out"
-            )
+            raise UserError(f"--pages {self.pages} reads what --search serper finds: add that")
         if self.docs and self.search != "local":
-            raise UserError(
-                f"--docs is searched by --search local, not by {self.search}; leave one of them out"
-            )
-        if not training:
-            return
+            raise UserError(f"--docs is searched by --search local, not by {self.search}")
+        if training:
+            self.check_training()
+
+    def check_training(self) -> None:
+        """Refuses what cannot be trained with."""
+        if self.temperature == 0:
+            raise UserError("--temperature 0 makes all attempts at a question the same")
         if self.eval_questions < 1:
-            raise UserError(
-                "--eval_questions must be at least 1: a run measures itself on held-out questions"
-            )
+            raise UserError("--eval_questions must be at least 1: a run measures itself on them")
         if self.group < 2:
-            raise UserError(
-                "--group must be at least 2: the advantage compares attempts at one question"
-            )
+            raise UserError("--group must be at least 2: attempts at one question are compared")
         if self.inner_steps > self.questions:
             raise UserError(
-                f"--inner_steps {self.inner_steps} is more than --questions {self.questions}: "
-                f"each step needs a question"
+                f"--inner_steps {self.inner_steps} is more than --questions {self.questions}: each "
+                "needs a question"
             )
 
 
 # What --resume may change: the method stays the same, the last bits of a float may not.
-MAY_CHANGE = {
-    *(
-        "name",
-        "runs",
-        "steps",
-        "resume",
-        "save_every",
-        "eval_every",
-        "cache",
-        "threads",
-        "max_tool_error_share",
-    ),
-    *("tool_seconds", "micro_tokens", "kv_tokens", "max_sequences", "recompute_activations"),
-}
+MAY_CHANGE = set(
+    "name runs steps resume save_every eval_every cache threads max_tool_error_share tool_seconds "
+    "micro_tokens kv_tokens max_sequences recompute_activations".split()
+)
 
 # Spellings that were given up, and what to write today.
 RENAMED = {
@@ -233,7 +187,7 @@ def parser(config: type[Config], description: str) -> OneLineParser:
 
 
 def comments(config: type[Config]) -> dict[str, str]:
-    """field name -> the comment behind it in the source."""
+    """field name -> the comment behind it, on the same line of the source."""
     found = {}
     for part in reversed(config.__mro__[:-1]):
         found |= re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(part), re.MULTILINE)
@@ -266,20 +220,20 @@ def resolve(
     saved: dict | None = None,
     training: bool = True,
 ) -> Config:
-    """Defaults, then a preset, then a saved run's settings, then what was given on the command
-    line; checked.
-    """
+    """Defaults < preset < a saved run's settings < the command line; checked."""
     names = {field.name for field in dataclasses.fields(config)}
-    values = dict(presets.get(given.get("preset"), {}))
+    preset = given.get("preset", "toy")
+    if preset not in ("toy", *presets):
+        raise UserError(f"--preset {preset}: choose from {', '.join(['toy', *presets])}")
+    values = dict(presets.get(preset, {}))
     values |= {name: value for name, value in (saved or {}).items() if name in names}
     values |= {name: value for name, value in given.items() if name in names}
     made = config(**values)
     for field in dataclasses.fields(config):
         if not is_a(getattr(made, field.name), field.type):
             raise UserError(
-                f"the saved setting {field.name}={getattr(made, field.name)!r} is not one of "
-                f"this version's; "
-                f"set it with --{field.name}"
+                f"the saved setting {field.name}={getattr(made, field.name)!r} is not one of this "
+                f"version's; set it with --{field.name}"
             )
     made.check(training)
     return made
@@ -289,12 +243,6 @@ def is_a(value, kind) -> bool:
     """Whether a value has a field's type."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
-    if kind is float:
-        return (
-            isinstance(value, (int, float))
-            and not isinstance(value, bool)
-            and not math.isnan(value)
-        )
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
     return isinstance(value, kind)

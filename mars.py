@@ -80,6 +80,10 @@ class MarsConfig(Config):
         """Tokens of the longest sample."""
         return max(self.sys2_context, self.sys1_prompt + self.sys1_response)
 
+    def reading(self) -> int:
+        """Tokens of documents that a role reads at once."""
+        return self.sys1_prompt
+
     def frozen(self) -> set[str]:
         """Roles that the start's weights play."""
         return {"sys1"} if self.system1 == "frozen" else set()

@@ -157,6 +157,10 @@ class Context:
 # ----------------------------------------------------------------------------- what an episode uses
 
 
+def ignore(kind: str, text: str) -> None:
+    """Nobody watches."""
+
+
 @dataclass
 class Game:
     """Everything that the episodes of one batch may use."""
@@ -170,7 +174,7 @@ class Game:
     step: int | str  # names the draws: the training step, or "eval"
     temperature: float = 1.0
     top_p: float = 1.0
-    on_event: Callable[[str, str], None] = lambda kind, text: None  # for somebody who watches
+    on_event: Callable[[str, str], None] = ignore  # for somebody who watches
 
     def seed(self, trajectory: Trajectory, *name: int | str) -> int:
         """The seed of one draw: a hash of its name, whatever else was drawn before."""

@@ -22,7 +22,7 @@ import grpo
 import trainer
 from config import UserError, fail, parse, parser, resolve
 from plumbing import evaluation, logbook
-from plumbing.build import Run, build
+from plumbing.build import build
 from plumbing.metrics import (
     batch_sums,
     reduced,
@@ -32,6 +32,7 @@ from plumbing.metrics import (
     update_metrics,
 )
 from plumbing.records import record
+from plumbing.run import Run
 from rollout import Method, Sample, Trajectory
 from tasks.questions import Question
 
@@ -247,7 +248,7 @@ def evaluate(run: Run, updates: int) -> dict:
 def main(method: Method, arguments: list[str], description: str, **additions) -> int:
     """Trains, or evaluates or asks what was trained; returns the exit code.
 
-    `[options]` trains; `eval CKPT …` and `ask CKPT "question"` use a checkpoint. `additions` are
+    `[options]` trains, `eval CKPT …` and `ask CKPT "question"` use a checkpoint. `additions` are
     those of `build`: tools, questions or a grader of one's own.
     """
     command = "train"

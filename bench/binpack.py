@@ -1,4 +1,5 @@
-"""First-fit decreasing: seconds for n items, tournament tree against the textbook's scan of all bins.
+"""First-fit decreasing: seconds for n items, tournament tree against the textbook's scan of all
+bins.
 
 python -m bench.binpack            writes bench/results/binpack.json
 """

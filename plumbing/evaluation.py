@@ -13,17 +13,18 @@ Written: runs/NAME/ with predictions.json (HLE's format), table.json, rollouts/ 
 trajectories.html; `ask` writes one page.
 """
 
-import dataclasses
 import os
 import time
 from pathlib import Path
 
+import trainer
 import view
 from config import Config, UserError, parse, parser, resolve
-from plumbing import files
-from plumbing.build import Run, build
+from plumbing import files, logbook
+from plumbing.build import build
 from plumbing.metrics import rollout_sums, share
 from plumbing.records import record
+from plumbing.run import Run
 from plumbing.statistics import calibration_error, wilson_interval
 from rollout import Method, Trajectory
 from tasks import grading
@@ -32,39 +33,19 @@ from tasks.questions import Question
 
 # What a plain model takes over from the paper's preset.
 LIMITS = (
-    *("max_turns", "sys2_context", "step_tokens", "answer_tokens", "sys1_prompt", "sys1_response"),
-    *("top_k", "distill", "question_in_system1"),
+    "max_turns sys2_context step_tokens answer_tokens sys1_prompt sys1_response top_k distill "
+    "question_in_system1".split()
 )
 # Options that only training reads.
-TRAINING = {
-    *(
-        "steps",
-        "resume",
-        "save_every",
-        "eval_every",
-        "model",
-        "eval_data",
-        "questions",
-        "group",
-        "lr",
-        "warmup",
-    ),
-    *(
-        "weight_decay",
-        "clip_grad",
-        "clip_low",
-        "clip_high",
-        "kl_beta",
-        "inner_steps",
-        "importance_cap",
-        "fsdp",
-    ),
-    *("recompute_activations", "micro_tokens", "balance", "shared_group", "max_tool_error_share"),
-}
+TRAINING = set(
+    "steps resume save_every eval_every model eval_data questions group lr warmup weight_decay "
+    "clip_grad clip_low clip_high kl_beta inner_steps importance_cap fsdp recompute_activations "
+    "micro_tokens balance shared_group preset".split()
+)
 
 
-def main(method: Method, arguments: list[str]) -> int:
-    """`eval CKPT [options]` or `ask CKPT "question" [options]`."""
+def main(method: Method, arguments: list[str], **additions) -> int:
+    """`eval CKPT [options]` or `ask CKPT "question" [options]`; `additions` are build's."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("eval and ask run in one process: start them without torchrun")
     asking = arguments[0] == "ask"
@@ -78,8 +59,8 @@ def main(method: Method, arguments: list[str]) -> int:
     refuse_ignored(given, asking)
     config = settings(method, given, asking)
     if asking:
-        return ask(method, config, given["question"], Path(given["checkpoint"]))
-    return evaluate(method, config)
+        return ask(method, config, given["question"], Path(given["checkpoint"]), **additions)
+    return evaluate(method, config, **additions)
 
 
 def refuse_ignored(given: dict, asking: bool) -> None:
@@ -109,9 +90,9 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
         refuse_training_questions(given, saved)
     if saved.get("system1") == "frozen" and "system1" not in given:
         raise UserError(
-            "System 1 was the start's model in this run, and only the trained one is saved: "
-            "add --system1 train to "
-            "let it play both roles, or see eval_accuracy in the run's metrics.jsonl"
+            "System 1 was the start's model in this run, and only the trained one is saved: add "
+            "--system1 train to let it play both roles, or see eval_accuracy in the run's "
+            "metrics.jsonl"
         )
     saved |= {"model": str(model), "name": "", "resume": False, "kl_beta": 0.0, "fsdp": False}
     if given.get("search", "local") != "local" and "docs" not in given:
@@ -130,7 +111,7 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
 
 def plain_model_settings(method: Method, given: dict, asking: bool) -> dict:
     """For a model that no run made: the paper's limits."""
-    paper = method.presets["paper"]
+    paper = method.presets.get("paper", {})
     saved = {name: paper[name] for name in LIMITS if name in paper}
     if asking:
         saved["kv_tokens"] = 2 * saved["sys2_context"]
@@ -154,15 +135,14 @@ def refuse_training_questions(given: dict, saved: dict) -> None:
     own_data = "data" not in given and saved.get("data") != "toy"
     if not own_data:
         return
-    if given.get("seed", saved["seed"]) != saved["seed"]:
+    if given.get("seed", saved.get("seed")) != saved.get("seed"):
         raise UserError(
-            "another --seed would draw other held-out questions, and the run was trained on "
-            "some of them; leave it "
-            "out, or name other questions with --data"
+            "another --seed would draw other held-out questions, and the run was trained on some "
+            "of them; leave it out, or name other questions with --data"
         )
     if saved.get("eval_data"):
         return
-    held_out = saved["eval_questions"]
+    held_out = saved.get("eval_questions")
     if given.get("eval_questions", held_out) != held_out:
         # A smaller number is another draw, not a part of the larger one.
         raise UserError(
@@ -183,38 +163,39 @@ def find_checkpoint(name: str) -> tuple[Path | str, dict | None]:
             return name, None  # a name on the hub
         raise UserError(f"there is no checkpoint at {name}")
     model = path
-    if (path / "checkpoint").exists():
-        model = path / "checkpoint"
-    if not (model / "config.json").exists() or "model_type" not in files.read_json(
-        model / "config.json"
-    ):
+    if (path / "method.json").exists():
+        # The newest whole state: the link checkpoint/ may point at a damaged one.
+        state = trainer.newest(path)
+        model = state[1] / "model" if state else path / "checkpoint"
+    settings = model / "config.json"
+    if not settings.exists() or "model_type" not in files.read_json(settings):
         raise UserError(
             f"{name} holds no checkpoint: name a run that has written one (after --save_every "
-            f"steps), its "
-            "checkpoint folder, or a model's folder"
+            "steps), its checkpoint folder, or a model's folder"
         )
-    # runs/NAME/config.json, seen from the run, from its checkpoint or from one of its states.
+    run = run_of(path)
+    if run is None:
+        return model, None
+    return model, files.read_json(run / "config.json")
+
+
+def run_of(path: Path) -> Path | None:
+    """The run's folder, seen from the run, from its checkpoint or from the model of a state."""
     for folder in (path, path.parent, path.parent.parent.parent):
         if (folder / "config.json").exists() and (folder / "method.json").exists():
-            return model, files.read_json(folder / "config.json")
-    return model, None
+            return folder
+    return None
 
 
 # --------------------------------------------------------------------------------------------- eval
 
 
-def evaluate(method: Method, config: Config) -> int:
-    """Answers every held-out question once; prints and writes the table, predictions, records
-    and page.
-    """
-    if not config.name:
-        path = Path(config.model)
-        config.name = first_free(
-            config, f"eval-{path.parent.name if path.name == 'checkpoint' else path.name}"
-        )
-    run = build(method, config, training=False)
+def evaluate(method: Method, config: Config, **additions) -> int:
+    """Answers every held-out question once; prints and writes table, predictions and page."""
+    base = f"eval-{(run_of(Path(config.model)) or Path(config.model)).name}"
+    run = build(method, config, training=False, base=base, **additions)
     confidences = {}
-    if config.grader == "judge":
+    if config.grader == "judge" and "grade" not in additions:
         run.grade = judge_with_confidence(confidences)
     start = time.perf_counter()
     trajectories = run.rollouts(
@@ -239,20 +220,10 @@ def evaluate(method: Method, config: Config) -> int:
         failed = max(line[kind] for line in rows)
         if failed > config.max_tool_error_share:
             raise UserError(
-                f"{kind} is {failed:.0%}, so the table says little about the model; see the "
-                f"page for the reasons"
+                f"{kind} is {failed:.0%}, so the table says little about the model; see the page "
+                "for the reasons"
             )
     return 0
-
-
-def first_free(config: Config, base: str) -> str:
-    """base, base-2, base-3, …: a name under which no folder lies. The claim follows in build."""
-    number = 1
-    name = base
-    while (Path(config.runs) / name).exists():
-        number += 1
-        name = f"{base}-{number}"
-    return name
 
 
 def judge_with_confidence(confidences: dict[str, float | None]):
@@ -269,11 +240,7 @@ def judge_with_confidence(confidences: dict[str, float | None]):
 
 def write(run: Run, trajectories: list[Trajectory], rows: list[dict]) -> None:
     """The evaluation's files."""
-    (run.folder / "rollouts").mkdir(parents=True, exist_ok=True)
-    files.write_json(run.folder / "config.json", dataclasses.asdict(run.config))
-    files.write_json(
-        run.folder / "method.json", {"name": run.method.name, "roles": run.method.roles}
-    )
+    logbook.settings(run)
     predictions = {}
     for trajectory in trajectories:
         usage = {
@@ -344,9 +311,7 @@ def row(
 
 
 def table(run: Run, rows: list[dict]) -> str:
-    """The rows as text: shares in percent, the interval in brackets; calls and tokens are means
-    per question.
-    """
+    """The rows as text: shares in percent, with intervals; calls and tokens per question."""
     roles = list(run.method.roles)
     head = f"{'set':<14}{'n':>6}  {'accuracy (95 %)':<22}{'EM':>6}{'F1':>7}{'cover':>7}{'calls':>7}"
     head += "".join(f"{role + ' tok':>10}" for role in roles) + f"{'malformed':>11}{'seconds':>9}"
@@ -378,11 +343,9 @@ def table(run: Run, rows: list[dict]) -> str:
 # ---------------------------------------------------------------------------------------------- ask
 
 
-def ask(method: Method, config: Config, text: str, checkpoint: Path) -> int:
-    """Answers one question and shows how, line by line as it happens; the trajectory's page is
-    written at the end.
-    """
-    run = build(method, config, training=False, folder=checkpoint)
+def ask(method: Method, config: Config, text: str, checkpoint: Path, **additions) -> int:
+    """Answers one question, showing how as it happens; writes the trajectory's page at the end."""
+    run = build(method, config, training=False, folder=checkpoint, **additions)
     run.grade = lambda question, answer: 0.0  # nobody knows the right answer here
     question = Question("asked", text, (), "asked")
     method.fits(config, run.chat, question)

@@ -13,7 +13,7 @@ import trainer
 import view
 from config import UserError
 from plumbing import files
-from plumbing.build import Run
+from plumbing.run import Run
 
 
 def open_folder(run: Run) -> int:

@@ -1,5 +1,6 @@
-"""A method of your own: a writer drafts, a critic reads the draft, the writer answers.   python
--m recipes.own_protocol
+"""A method of your own: a writer drafts, a critic reads the draft, the writer answers.
+
+    python -m recipes.own_protocol
 
 It shares MARS's options and words, and so runs on the toy, whose model has never learned to
 write a draft.
@@ -25,10 +26,12 @@ async def draft_and_critique(game: Game, trajectory: Trajectory) -> None:
             task = "what is wrong with this draft"
             prompt = game.chat.prompt("sys1", chunk=draft, purpose=task, question=question)
             note = await critic.write(prompt, game.config.sys1_response)
-        notes = [game.chat.note(note.tokens)]
-        end = await mars.act(game, writer, game.chat.observation(notes, final=True), final=True)
+        given = game.chat.observation([game.chat.note(note.tokens)], final=True)
+        if turn.sampled[-1] not in game.chat.stop_ids:  # the draft was cut
+            given = game.chat.close_step() + given
+        end = await mars.act(game, writer, given, final=True)
     trajectory.answer = end.action.answer
-    trajectory.ended = "answer on demand"
+    trajectory.ended = "answer on demand" if end.action.answer else "no answer"
 
 
 # Credit, loss, records and pages stay as they are.

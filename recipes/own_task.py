@@ -1,5 +1,6 @@
-"""A task of your own: questions by number, held-out questions, a reward.   python -m
-recipes.own_task --steps 20
+"""A task of your own: questions by number, held-out questions, a reward.
+
+    python -m recipes.own_task --steps 20
 
 These answers are invented and rarely true in the toy's world, so the reward stays low: put in
 your own.
@@ -20,7 +21,7 @@ def question(i: int) -> Question:
 
 
 def grade(question: Question, answer: str) -> float:
-    """The reward."""
+    """1 if the answer is a golden one, else 0."""
     return float(answer in question.golden_answers)
 
 

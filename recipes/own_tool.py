@@ -1,4 +1,6 @@
-"""A tool of your own: any function from text to documents.   python -m recipes.own_tool --steps 20
+"""A tool of your own: any function from text to documents.
+
+    python -m recipes.own_tool --steps 20
 
 The toy's base model has never seen this one and will hardly call it; a chat model reads of it
 in its system prompt.
@@ -24,5 +26,5 @@ ARCHIVE = Tool("archive", "query", "searches the town's archive", archive)
 
 if __name__ == "__main__":
     # System 1 reads what the tools named by --distill return.
-    arguments = ["--distill", "search,scholar,archive", *sys.argv[1:]]
+    arguments = [*sys.argv[1:], "--distill", "search,scholar,archive"]
     sys.exit(train.main(mars.METHOD, arguments, __doc__, more_tools=[ARCHIVE]))

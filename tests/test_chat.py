@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerFast
 
 import mars
 from config import UserError
-from tasks.format import Action, Call
 from tasks.chat import ChatFormat, read_action
+from tasks.format import Action, Call
 from tools import KNOWN, Document, Tool
 
 TOOLS = [Tool(name, *KNOWN[name], call=None) for name in KNOWN]
@@ -296,7 +296,7 @@ def test_thinking_switch_reaches_the_step():
     ):
         format = formats(kind)
         assert format.decode(format.prompt("sys2", question="Q")).endswith(tail)
-        assert format.decode(format.message("m")).endswith(tail)
+        assert format.decode(format.observation([format.message("m")])).endswith(tail)
         assert format.decode(format.prompt("sys1", chunk=[], purpose="p", question="q")).endswith(
             tail
         )
@@ -315,11 +315,9 @@ def test_observation_joins_notes_and_demands():
     )
     final = format.decode(format.observation([one], final=True))
     assert f"first\n\n{mars.FINAL}\n</tool_response>" in final and mars.FINAL not in text
-    assert format.message(" too long ", final=True) == format.observation(
-        [format.encode("too long")], final=True
-    )
+    assert format.message(" too long ") == format.encode("too long")
     assert mars.NO_NOTE in format.decode(format.observation([[], []]))
-    assert format.observation([[]], final=True) == format.message(mars.FINAL)
+    assert format.observation([[]], final=True) == format.observation([format.message(mars.FINAL)])
     assert format.decode(format.observation([[], one])) == format.decode(format.observation([one]))
 
 

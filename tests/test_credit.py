@@ -61,7 +61,7 @@ def play(**options) -> tuple[SimpleNamespace, list[Trajectory], list[Sample], li
         config=config,
         method=mars.METHOD,
         rank=0,
-        world=1,
+        ranks=1,
         device=CPU,
         reference=None,
         policy=None,
@@ -148,7 +148,7 @@ def test_ranks_share_out_the_questions_in_runs_so_that_inner_steps_stay_even():
         run = SimpleNamespace(
             config=mars.MarsConfig(questions=5),
             rank=rank,
-            world=2,
+            ranks=2,
             question=lambda i: Question(f"q{i}", "?", ("x",), "own"),
         )
         batch = train.questions_of(run, 3)
@@ -161,7 +161,7 @@ def test_a_question_that_comes_twice_in_a_step_is_drawn_anew():
     run = SimpleNamespace(
         config=mars.MarsConfig(questions=6),
         rank=0,
-        world=1,
+        ranks=1,
         question=lambda i: Question(f"q{i % 4}", "?", ("x",), "own"),
     )
     ids = [question.id for _, question in train.questions_of(run, 0)]

@@ -724,7 +724,7 @@ def test_too_many_failing_tools_stop_the_run_with_its_state_whole(
 ):
     import mars as program
     import trainer
-    from plumbing import build
+    from plumbing import surroundings
     from tools import ToolError
 
     monkeypatch.chdir(tmp_path)
@@ -744,7 +744,7 @@ def test_too_many_failing_tools_stop_the_run_with_its_state_whole(
     def broken(query):
         raise ToolError("no route to the service")
 
-    monkeypatch.setattr(build.search, "local", lambda *a: broken)
+    monkeypatch.setattr(surroundings.search, "local", lambda *a: broken)
     assert program.main([*arguments, "--steps", "3", "--resume"]) == 2
     assert "of the tool calls of step 1 failed" in capsys.readouterr().err
     line = metrics(tmp_path / "runs/broken")[1]
@@ -755,7 +755,7 @@ def test_too_many_failing_tools_stop_the_run_with_its_state_whole(
 def test_tools_that_fail_in_the_evaluation_stop_the_run_too(base, tmp_path, monkeypatch, capsys):
     """Else an expired key would look like a low held-out accuracy."""
     import mars as program
-    from plumbing import build
+    from plumbing import surroundings
     from tools import ToolError
 
     monkeypatch.chdir(tmp_path)
@@ -763,12 +763,12 @@ def test_tools_that_fail_in_the_evaluation_stop_the_run_too(base, tmp_path, monk
     def broken(query):
         raise ToolError("no route to the service")
 
-    real = build.make_call
+    real = surroundings.make_call
 
     def make_call(config, split, name):
         return real(config, split, name) if split == "train" else broken
 
-    monkeypatch.setattr(build, "make_call", make_call)
+    monkeypatch.setattr(surroundings, "make_call", make_call)
     assert program.main(["--model", str(base), "--name", "eval", "--steps", "2", *SMALL]) == 2
     assert "of the tool calls of step 0 failed" in capsys.readouterr().err
     (line,) = metrics(tmp_path / "runs/eval")
@@ -829,10 +829,10 @@ def test_a_judge_that_is_away_stops_the_run(base, tmp_path, monkeypatch, capsys)
 
 def test_a_tool_that_hangs_is_given_up(base, tmp_path, monkeypatch, capsys):
     import mars as program
-    from plumbing import build
+    from plumbing import surroundings
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(build.search, "local", lambda *a: lambda query: time.sleep(1000))
+    monkeypatch.setattr(surroundings.search, "local", lambda *a: lambda query: time.sleep(1000))
     arguments = ["--model", str(base), "--name", "hangs", "--steps", "1", *SMALL]
     start = time.monotonic()
     assert program.main([*arguments, "--eval_questions", "2", "--tool_seconds", "1"]) == 2
@@ -853,3 +853,14 @@ def test_importing_the_program_draws_nothing():
     check = "import sys, mars; print(sorted({'matplotlib', 'bm25s'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", check], cwd=REPO, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_every_option_has_its_reason_behind_it():
+    """The help is read from the source: a reason that the formatter moved would be lost."""
+    import dataclasses
+
+    import config
+    import mars as program
+
+    names = {field.name for field in dataclasses.fields(program.MarsConfig)}
+    assert config.comments(program.MarsConfig).keys() == names

@@ -251,8 +251,8 @@ def test_what_system_2_reads(form):
     assert form.decode(form.observation(notes)) == "<resp> ada baker born 1968 . none . <eot>"
     demanded = form.observation(notes, final=True)
     assert form.decode(demanded).endswith("none . <eot> <answer>")
-    assert form.decode(form.message("no results")) == "<resp> none . <eot>"
-    failed = form.message("error: the tool failed (x)", final=True)
+    assert form.decode(form.message("no results")) == "none ."
+    failed = form.observation([form.message("error: the tool failed (x)")], final=True)
     assert form.decode(failed) == "<resp> error <eot> <answer>"
     assert form.close_step() == [form.eot] and form.eot in form.stop_ids
 

@@ -1,0 +1,149 @@
+"""What the options name in the world outside: tools, questions, and how the roles speak.
+
+The only file, beside build.py's base model, that knows both the toy and the real world.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from config import Config, UserError
+from rollout import Method
+from tasks.chat import ChatFormat
+from tasks.format import Format
+from tasks.questions import Question, load_questions, split
+from tools import KNOWN, Tool, python, search
+from toy import language, world
+
+
+@dataclass
+class Questions:
+    """Training questions 0, 1, 2, …: each once an epoch, every epoch in an order of its own."""
+
+    loaded: list[Question]
+    seed: int
+
+    def __call__(self, i: int) -> Question:
+        epoch, place = divmod(i, len(self.loaded))
+        return self.loaded[epoch_order(len(self.loaded), self.seed, epoch)[place]]
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of range(count)."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(count, generator=generator).tolist()
+
+
+def load_tokenizer(start: Path | str):
+    """The model's tokenizer."""
+    try:
+        return AutoTokenizer.from_pretrained(start, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"cannot load a tokenizer from {start}: {reason}") from None
+
+
+def make_format(method: Method, config: Config, tokenizer, tools: list[Tool]) -> Format:
+    """How the roles speak: the toy's language if the tokenizer knows it, else a chat template."""
+    if "<s2>" in tokenizer.get_vocab():
+        return language.ToyFormat(tokenizer, [tool.name for tool in tools])
+    return ChatFormat(tokenizer, method.words(config, tools), tools)
+
+
+def usable_tools(config: Config, rank: int, more_tools: Sequence[Tool] = ()) -> list[str]:
+    """The names of --tools.
+
+    Where Python can't be jailed the toy goes on without it; a real run is refused.
+    """
+    added = [tool.name for tool in more_tools]
+    names = list(dict.fromkeys(name for name in config.tools.split(",") if name))
+    listed = getattr(config, "distill", "").split(",")
+    for option, given in (("tools", names), ("distill", listed)):
+        known = [*KNOWN, *added]
+        unknown = [name for name in given if name and name not in known]
+        if unknown:
+            raise UserError(
+                f"--{option}: unknown tool '{unknown[0]}'; choose from {', '.join(known)}, "
+                "separated by commas"
+            )
+    names = [name for name in names if name not in added]
+    if not names and not added:
+        raise UserError("--tools is empty: at least one of search, scholar, python is needed")
+    reason = python.available() if "python" in names else None
+    others = ",".join(name for name in names if name != "python")
+    if reason and (config.data != "toy" or not others):
+        advice = f"leave it out with --tools {others}" if others else "name others with --tools"
+        raise UserError(f"{reason}; {advice}")
+    if reason and rank == 0:
+        print(f"{reason}; going on without Python and its questions", flush=True)
+    return [name for name in names if name != "python" or not reason]
+
+
+def searches_toy(config: Config) -> bool:
+    """Whether search and scholar look into the toy's world."""
+    return config.data == "toy" and not config.docs and config.search == "local"
+
+
+def make_tools(config: Config, split: str, names: list[str]) -> list[Tool]:
+    """The tools of --tools. The toy searches the world of `split`; everything else its backend."""
+    return [Tool(name, *KNOWN[name], make_call(config, split, name)) for name in names]
+
+
+def make_call(config: Config, split: str, name: str) -> Callable:
+    """The function behind a tool."""
+    if name == "python":
+        return python.tool
+    if searches_toy(config):
+        return search.local(world.world(split, config.seed).documents[name], config.top_k)
+    return search.make(
+        config.search,
+        scholar=name == "scholar",
+        k=config.top_k,
+        docs=config.docs or None,
+        cache=config.cache,
+        pages=config.pages,
+        passage_words=config.passage_words,
+        # A page may fill what is read at once, at about 0.6 words a token.
+        page_words=max(1, int(0.6 * config.reading())),
+        block=[host for host in config.block.split(",") if host],
+    )
+
+
+def training_and_held_out(
+    config: Config, names: list[str], training: bool
+) -> tuple[Callable[[int], Question] | None, list[Question]]:
+    """The endless stream of training questions, and the held-out ones.
+
+    Held out are --eval_data, or else questions drawn from --data, whose others are trained on.
+    Without training there are only the held-out ones.
+    """
+    if config.data == "toy":
+        # --tools takes tools away, not questions: so an arm shows what it loses.
+        # Without a jail both go.
+        kinds = world.TOOLS
+        if "python" not in names and python.available() is not None:
+            kinds = ("search", "scholar")
+        numbers = range(config.eval_questions)
+        held_out = [world.question("eval", config.seed, i, kinds) for i in numbers]
+        return lambda i: world.question("train", config.seed, i, kinds), held_out
+    if not config.data:
+        raise UserError(
+            "no questions: name them with --data (a JSONL file, hub:OWNER/REPO/file.jsonl, or a "
+            "mix like nq/train:2,own.jsonl:1)"
+        )
+    limit = config.eval_questions or None
+    if not training:
+        source = config.eval_data or config.data
+        return None, load_questions(source, limit=limit, seed=config.seed)
+    loaded, held_out = split(config.data, config.eval_data, held_out=limit, seed=config.seed)
+    if len(loaded) < config.questions:
+        raise UserError(
+            f"{config.data} leaves {len(loaded)} training questions, fewer than --questions "
+            f"{config.questions} a step; give more, or lower --eval_questions or --questions"
+        )
+    return Questions(loaded, config.seed), held_out
