@@ -122,6 +122,11 @@ class Config:
             raise UserError(f"--pages {self.pages} reads what --search serper finds: add that")
         if self.docs and self.search != "local":
             raise UserError(f"--docs is searched by --search local, not by {self.search}")
+        if self.longest() > self.kv_tokens:
+            raise UserError(
+                f"--kv_tokens {self.kv_tokens} is smaller than one context of {self.longest()} tokens; "
+                "raise it, or lower the episode's limits"
+            )
         if training:
             self.check_training()
 

@@ -59,6 +59,7 @@ class Additions:
 class Outside:
     """What comes from outside the model."""
 
+    start: Path | str  # the model to start from
     memory: str  # the plan, in one line
     grade: Callable[[Question, str], float]
     question: Callable[[int], Question] | None
@@ -107,8 +108,8 @@ def assemble(
     additions: Additions,
 ) -> Run:
     """What `build` builds when the folder is ours."""
-    start = start_model(config, machine)
-    outside = environment(config, start, machine, training, additions)
+    outside = environment(config, machine, training, additions)
+    start = outside.start
     tokenizer = surroundings.load_tokenizer(start)
     chat = surroundings.make_format(method, config, tokenizer, outside.tools)
     asked = list(outside.eval_questions)
@@ -189,11 +190,11 @@ def introduce(run: Run, start: Path | str, memory: str) -> None:
     )
 
 
-def environment(
-    config: Config, start: Path | str, machine: Machine, training: bool, additions: Additions
-) -> Outside:
+def environment(config: Config, machine: Machine, training: bool, additions: Additions) -> Outside:
     """All that comes from outside. UserError lists all that is missing."""
     problems = []
+    start = config.model
+    memory = ""
 
     def attempt(function, *arguments, **options):
         try:
@@ -202,15 +203,6 @@ def environment(
             problems.append(str(error))
 
     attempt(check_machine, config, machine)
-    memory = attempt(
-        trainer.memory_plan,
-        start,
-        config=config,
-        longest=config.longest(),
-        world=machine.ranks,
-        device=machine.device,
-        training=training,
-    )
     grade = additions.grade or attempt(grading.grader, config.grader)
     names = attempt(surroundings.usable_tools, config, machine.rank, additions.more_tools) or []
     question = additions.question
@@ -226,6 +218,18 @@ def environment(
         problems.append(
             "JINA_API_KEY is not set either: export it, or read pages with --pages fetch"
         )
+    # The toy's model takes two minutes to make: not for a run that cannot start.
+    if not problems or config.model != "toy":
+        start = start_model(config, machine)
+        memory = attempt(
+            trainer.memory_plan,
+            start,
+            config=config,
+            longest=config.longest(),
+            world=machine.ranks,
+            device=machine.device,
+            training=training,
+        )
     problems = list(dict.fromkeys(problems))  # both splits miss the same
     if len(problems) == 1:
         raise UserError(problems[0])
@@ -233,7 +237,7 @@ def environment(
         listed = "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1))
         raise UserError(f"cannot start, {len(problems)} things are missing: {listed}")
     more = list(additions.more_tools)
-    return Outside(memory, grade, question, held_out, tools + more, eval_tools + more)
+    return Outside(start, memory, grade, question, held_out, tools + more, eval_tools + more)
 
 
 # ------------------------------------------------------------------------------- the machine

@@ -56,7 +56,8 @@ QWEN3 = """{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.rol
 {{ m.content }}
 </tool_response><|im_end|>
 {% elif m.role == 'assistant' %}
-{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') if '</think>' in m.content else '' %}
+{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n')
+    if '</think>' in m.content else '' %}
 {%- set said = m.content.split('</think>')[-1].lstrip('\\n') %}<|im_start|>assistant
 {% if loop.index0 > ns.last and (thought or loop.last) %}<think>
 {{ thought }}
@@ -74,10 +75,12 @@ QWEN3 = """{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.rol
 
 ALWAYS_THINKING = QWEN25.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
 
-LLAMA = """<|begin|>{%- for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}\
+LLAMA = """<|begin|>{%- for m in messages %}<|start_header_id|>{{
+    'ipython' if m.role == 'tool' else m.role }}\
 <|end_header_id|>
 
-{{ m.content | trim }}<|eot_id|>{%- endfor %}{%- if add_generation_prompt %}<|start_header_id|>assistant\
+{{ m.content | trim }}<|eot_id|>{%- endfor %}{%- if add_generation_prompt %}<|start_header_id|>\
+assistant\
 <|end_header_id|>
 
 {% endif %}"""
@@ -182,7 +185,7 @@ def ask(format, question):
     return format._open(format.words.prompts["sys2"].system, question)
 
 
-# ------------------------------------------------------------------------------------- contexts only grow
+# ------------------------------------------------------------------------------- contexts only grow
 
 
 @pytest.mark.parametrize("kind", ["qwen2.5", "llama", "strict"])
@@ -302,7 +305,7 @@ def test_thinking_switch_reaches_the_step():
         )
 
 
-# --------------------------------------------------------------------------------- what stands in a prompt
+# -------------------------------------------------------------------------- what stands in a prompt
 
 
 def test_observation_joins_notes_and_demands():
@@ -439,7 +442,7 @@ def test_half_a_surrogate_pair_does_not_stop_the_run():
     assert formats("qwen2.5").decode(formats("qwen2.5").encode("a\ud800b")) == "a?b"
 
 
-# ------------------------------------------------------------------------------------------------ notes
+# -------------------------------------------------------------------------------------------- notes
 
 
 def as_ids(format, text):
@@ -478,7 +481,7 @@ def test_a_note_is_a_subsequence_without_marks(tokens):
     assert not set(note) & set(format._control)
 
 
-# ---------------------------------------------------------------------------------------------- parsing
+# ------------------------------------------------------------------------------------------ parsing
 
 
 def call(name="search", arguments=None, **more):
@@ -502,7 +505,8 @@ def test_the_three_good_steps():
     assert read_action(inside, tools) == Action(call=Call("search", "q", "why"))
     assert read_action(call(), tools, purpose=False) == Action(call=Call("search", "ada baker", ""))
     assert read_action(GOOD, tools, purpose=False).call.purpose == ""
-    code = '<tool_call>{"name": "python", "arguments": {"code": "a = 1\nprint(a)"}, "purpose": "a"}</tool_call>'
+    body = '{"name": "python", "arguments": {"code": "a = 1\nprint(a)"}, "purpose": "a"}'
+    code = f"<tool_call>{body}</tool_call>"
     assert read_action(code, tools).call.argument == "a = 1\nprint(a)"
     assert read_action("So: <answer> 1968 </answer>\nConfidence: 80", tools) == Action(
         answer="1968"

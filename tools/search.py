@@ -125,7 +125,8 @@ def _check(backend, scholar, k, docs, pages) -> None:
         )
     if backend == "retriever" and scholar:
         raise UserError(
-            "the retriever has no scholar search: choose serper, or local with papers as documents"
+            "the retriever has no scholar search: leave it out with --tools search,python, or "
+            "choose serper, or local with papers as documents"
         )
 
 
