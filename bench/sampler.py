@@ -1,17 +1,20 @@
-"""The sampler against transformers' own engines, on the same work, in useful tokens per second.
+"""The sampler against other engines, on the same work, in useful tokens per second.
 
     python -m bench.sampler                  what this machine can run (with a GPU: its part alone)
     python -m bench.sampler --only cpu       one part of: cpu, grpo, growth, gpu
     python -m bench.sampler --quick          small shapes, to see that it works; writes no file
+    python -m bench.sampler --only cpu --engines-python FOLDER/bin/python [more of them]
+                                             engines of other environments beside ours
 
 cpu     Random Qwen3 with 4 layers, hidden 256, 8/4 heads of 32, vocabulary 4,096; fp32, one thread.
         64 prompts of 16 to 256 tokens with 16, 32, 64 or 128 new ones each, greedy.
         A useful token is one that was asked for: a row that `generate` carries past its wanted
         length costs time and counts nothing. Peers, whose tokens are compared with ours:
         - `generate`, left-padded (goal: 2.5 times its speed);
-        - `generate`, sorted by wanted length in batches of 16, which knows the lengths (1.6 times);
+        - `generate`, sorted by wanted length in batches of 16, so it knows the lengths (1.6 times);
         - transformers' continuous batching with each request's own limit (3.5 times), at 512
-          tokens a batch, its best of 256 to 2,048.
+          tokens a batch, its best of 256 to 2,048;
+        - OpenVINO GenAI and vLLM, where an environment has them (engines.py: how to install them).
         Engines take turns; the clock counts CPU seconds.
 grpo    The same model on rollouts: 8 questions × 16 trajectories, a prompt of 512 tokens, three
         turns of 48 new tokens with a tool result of 200 in between. With and without sharing the
@@ -33,23 +36,23 @@ import logging
 import os
 import random
 import statistics
+import sys
+import tempfile
 import time
 from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
-from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
-
-from bench.common import (  # noqa: E402
-    copy_rate,
-    fits,
-    interleaved,
-    save,
-    spread,
-    table,
-    why,
+from transformers import (  # noqa: E402
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
+
+from bench.common import copy_rate, fits, interleaved, save, spread, table, why  # noqa: E402
+from bench.engines import start_engines  # noqa: E402
 from sampler import Sampler, hashed  # noqa: E402
 
 SMALL = dict(
@@ -62,7 +65,6 @@ SMALL = dict(
     head_dim=32,
     max_position_embeddings=32768,
 )
-UNMEASURED = "not yet measured"
 QWEN3_8B = dict(
     vocab_size=151936,
     hidden_size=4096,
@@ -74,20 +76,27 @@ QWEN3_8B = dict(
     max_position_embeddings=40960,
     tie_word_embeddings=False,
 )
+UNMEASURED = "not yet measured"
+COMMAND = "python -m bench.sampler --only {}"
 
 
 def make_model(shape, dtype=torch.float32, device="cpu"):
     """A random Qwen3 that never stops by itself."""
     torch.manual_seed(0)
+    no_specials = dict(eos_token_id=None, bos_token_id=None, pad_token_id=None)
     with torch.device(device):
-        config = Qwen3Config(
-            **shape, eos_token_id=None, bos_token_id=None, pad_token_id=None, dtype=dtype
-        )
+        config = Qwen3Config(**shape, **no_specials, dtype=dtype)
         return Qwen3ForCausalLM(config).to(dtype).eval()
 
 
-def random_tokens(rng, count, vocabulary):
+def random_tokens(rng, count, vocabulary=SMALL["vocab_size"]):
     return [rng.randrange(vocabulary) for _ in range(count)]
+
+
+def speeds(tokens, seconds):
+    """Columns of a table: tokens a second in the median round, the slowest and the fastest."""
+    measured = spread([tokens / each for each in seconds])
+    return {f"tokens/s, {name}": round(speed) for name, speed in measured.items()}
 
 
 # ---------------------------------------------------------------- peers
@@ -108,19 +117,19 @@ def generate(model, prompts, wanted):
         do_sample=False,
         pad_token_id=0,
     )
-    return [row[longest : longest + count] for row, count in zip(out.tolist(), wanted)]
+    answers = out[:, longest:].tolist()
+    return [answer[:count] for answer, count in zip(answers, wanted)]
 
 
 def generate_sorted(model, prompts, wanted, size=16):
     """`generate` on batches of similar wanted length."""
-    order, out = sorted(range(len(prompts)), key=lambda i: wanted[i]), [None] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda i: wanted[i])
+    answers = {}
     for begin in range(0, len(order), size):
         batch = order[begin : begin + size]
-        for i, tokens in zip(
-            batch, generate(model, [prompts[i] for i in batch], [wanted[i] for i in batch])
-        ):
-            out[i] = tokens
-    return out
+        done = generate(model, [prompts[i] for i in batch], [wanted[i] for i in batch])
+        answers.update(zip(batch, done))
+    return [answers[i] for i in range(len(prompts))]
 
 
 def batching_config(**options):
@@ -132,19 +141,21 @@ def batching_config(**options):
 
 def generate_batch(model, prompts, wanted, **options):
     """transformers' continuous batching as `generate_batch` runs it, with each request's limit."""
-    blocks = sum((len(p) + w) // 256 + 1 for p, w in zip(prompts, wanted)) + 8
-    engine = batching_config(num_blocks=blocks, **options)
+    lengths = [len(prompt) + count for prompt, count in zip(prompts, wanted)]
+    blocks = sum(length // 256 + 1 for length in lengths) + 8
     greedy = GenerationConfig(
         do_sample=False, max_new_tokens=max(wanted), eos_token_id=-1, pad_token_id=0
     )
     done = {}
     with model.continuous_batching_context_manager(
-        generation_config=greedy, continuous_batching_config=engine, block=True, timeout=5
+        generation_config=greedy,
+        continuous_batching_config=batching_config(num_blocks=blocks, **options),
+        block=True,
+        timeout=5,
     ) as manager:
-        names = [
-            manager.add_request(prompt, max_new_tokens=count)
-            for prompt, count in zip(prompts, wanted)
-        ]
+        names = []
+        for prompt, count in zip(prompts, wanted):
+            names.append(manager.add_request(prompt, max_new_tokens=count))
         while len(done) < len(names):
             result = manager.get_result(timeout=1)
             if result is not None and result.is_finished():
@@ -156,121 +167,157 @@ def generate_batch(model, prompts, wanted, **options):
 
 # ---------------------------------------------------------------- cpu
 
+GOALS = {"generate, left-padded": 2.5, "generate, sorted": 1.6, "generate_batch": 3.5}
 
-def cpu(quick):
-    """Rows of the table; see the head of this file."""
-    rng, count = random.Random(0), 8 if quick else 64
-    prompts = [random_tokens(rng, rng.randint(16, 256), SMALL["vocab_size"]) for _ in range(count)]
-    wanted = [
-        ((4, 8) if quick else (16, 32, 64, 128))[i % (2 if quick else 4)] for i in range(count)
-    ]
+
+def workload(quick):
+    """Prompts, and how many new tokens each one wants."""
+    rng = random.Random(0)
+    count = 8 if quick else 64
+    lengths = (4, 8) if quick else (16, 32, 64, 128)
+    prompts = [random_tokens(rng, rng.randint(16, 256)) for _ in range(count)]
+    wanted = [lengths[i % len(lengths)] for i in range(count)]
+    return prompts, wanted
+
+
+def cpu(quick, pythons):
+    """Rows of the table; see the head of this file. pythons: of environments with engines."""
+    prompts, wanted = workload(quick)
     model = make_model(SMALL)
-    sampler, answers = Sampler(model, max_tokens=32768), {}
+    sampler = Sampler(model, max_tokens=32768)
 
     def ours():
-        answers["MARS"] = [
-            c.tokens for c in sampler.generate(prompts, max_new_tokens=wanted, temperature=0)
-        ]
+        done = sampler.generate(prompts, max_new_tokens=wanted, temperature=0)
+        return [completion.tokens for completion in done]
 
-    def peer(name, function, **options):
-        def call():
-            answers[name] = function(model, prompts, wanted, **options)
-
-        return call
-
-    engines = {
+    peers = {
         "MARS": ours,
-        "generate, left-padded": peer("generate, left-padded", generate),
-        "generate, sorted": peer("generate, sorted", generate_sorted),
-        "generate_batch": peer("generate_batch", generate_batch, max_batch_tokens=512),
+        "generate, left-padded": partial(generate, model, prompts, wanted),
+        "generate, sorted": partial(generate_sorted, model, prompts, wanted),
+        "generate_batch": partial(generate_batch, model, prompts, wanted, max_batch_tokens=512),
     }
-    seconds = interleaved(engines, rounds=1 if quick else 5)
-    rows, goals = [], {"generate, left-padded": 2.5, "generate, sorted": 1.6, "generate_batch": 3.5}
-    for name in engines:
-        speed = spread([sum(wanted) / s for s in seconds[name]])
-        ratio = statistics.median(
-            theirs / our for theirs, our in zip(seconds[name], seconds["MARS"])
-        )
-        equal = sum(a == b for a, b in zip(answers[name], answers["MARS"]))
-        rows.append(
-            {
-                "engine": name,
-                **{f"tokens/s, {k}": round(v) for k, v in speed.items()},
-                "MARS is × faster": round(ratio, 2),
-                "goal": goals.get(name, ""),
-                "rows equal": equal,
-            }
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        engines, absent = start_engines(pythons, folder, prompts, wanted)
+        for name, engine in engines.items():
+            peers[name] = engine.run
+        try:
+            seconds, answers = race(peers, engines.values(), rounds=1 if quick else 5)
+        finally:
+            for engine in engines.values():
+                engine.close()
+
+    rows = [engine_row(name, sum(wanted), seconds, answers) for name in peers]
+    for row in rows:
+        if row["engine"] in engines:
+            row["version"] = engines[row["engine"]].version
+    for name, reason in absent.items():
+        rows.append({"engine": name, "tokens/s, median": reason})
     return rows
+
+
+def race(peers, engines, rounds):
+    """Lets all peers do the work in turn. Returns CPU seconds by round and tokens, by name.
+
+    Some peers are `engines` of other processes, so the clock adds the seconds that those report.
+    """
+    answers = {}
+
+    def keep(name, run):
+        answers[name] = run()
+
+    def clock():
+        return time.process_time() + sum(engine.seconds for engine in engines)
+
+    functions = {name: partial(keep, name, run) for name, run in peers.items()}
+    return interleaved(functions, rounds, clock), answers
+
+
+def engine_row(name, tokens, seconds, answers):
+    """A line of the CPU table. A ratio is of two measurements of one round."""
+    ratios = [theirs / ours for theirs, ours in zip(seconds[name], seconds["MARS"])]
+    equal = [theirs == ours for theirs, ours in zip(answers[name], answers["MARS"])]
+    return {
+        "engine": name,
+        **speeds(tokens, seconds[name]),
+        "MARS is × faster": round(statistics.median(ratios), 2),
+        "× min": round(min(ratios), 2),
+        "× max": round(max(ratios), 2),
+        "goal": GOALS.get(name, ""),
+        "rows equal": sum(equal),
+    }
 
 
 # ---------------------------------------------------------------- grpo
 
 
-def rollouts(sampler, questions, results, group, new, keep):
+def rollouts(sampler, prompts, results, group, new, keep):
     """Runs all trajectories to their end. keep=False gives pages back between the turns."""
-    running = {}
+    running = {}  # request -> (question, trajectory, turn)
 
-    def ask(conversation, tokens, *names):
-        running[sampler.submit(conversation, tokens, max_new_tokens=new, seed=hashed(*names))] = (
-            names
-        )
+    def ask(conversation, tokens, *place):
+        request = sampler.submit(conversation, tokens, max_new_tokens=new, seed=hashed(*place))
+        running[request] = place
 
-    for question, prompt in enumerate(questions):
-        for k in range(group):
-            ask(sampler.open(), prompt, question, k, 0)
+    for question, prompt in enumerate(prompts):
+        for trajectory in range(group):
+            ask(sampler.open(), prompt, question, trajectory, 0)
     while sampler.busy:
         for request in sampler.step():
-            question, k, turn = running.pop(request)
-            conversation, result = request.conversation, results[question][turn]
-            if turn == len(results[question]) - 1:
+            question, trajectory, turn = running.pop(request)
+            conversation = request.conversation
+            tokens = results[question][turn]
+            last = turn == len(results[question]) - 1
+            if last or not keep:
                 sampler.close(conversation)
-            elif keep:
-                ask(conversation, result, question, k, turn + 1)
-            else:
-                sampler.close(conversation)
-                ask(sampler.open(), conversation.tokens + result, question, k, turn + 1)
+            if last:
+                continue
+            if not keep:
+                tokens = conversation.tokens + tokens
+                conversation = sampler.open()
+            ask(conversation, tokens, question, trajectory, turn + 1)
 
 
 def grpo(quick):
-    questions, group, prompt, result, new = (2, 3, 40, 10, 4) if quick else (8, 16, 512, 200, 48)
-    rng, model, turns = random.Random(0), make_model(SMALL), 3
-    texts = [random_tokens(rng, prompt, SMALL["vocab_size"]) for _ in range(questions)]
-    results = [
-        [random_tokens(rng, result, SMALL["vocab_size"]) for _ in range(turns)]
-        for _ in range(questions)
-    ]
-    pool = 2 * questions * group * (prompt + turns * (result + new))
-    least = questions * (prompt - 1) + questions * group * (turns - 1) * result
-    rows, samplers, functions, prefilled = [], {}, {}, {}
+    """Rows of the table; see the head of this file."""
+    questions, group, length, result, new = (2, 3, 40, 10, 4) if quick else (8, 16, 512, 200, 48)
+    turns = 3
+    rng = random.Random(0)
+    model = make_model(SMALL)
+    prompts = [random_tokens(rng, length) for _ in range(questions)]
+    results = []
+    for _ in range(questions):
+        results.append([random_tokens(rng, result) for _ in range(turns)])
+    pool = 2 * questions * group * (length + turns * (result + new))
+    least = questions * (length - 1) + questions * group * (turns - 1) * result
+
+    functions = {}
+    prefilled = {}
     for share in (True, False):
         for keep in (True, False):
-            samplers[share, keep] = Sampler(model, max_tokens=pool, share_prompts=share)
+            sampler = Sampler(model, max_tokens=pool, share_prompts=share)
 
-            def run(share=share, keep=keep):
-                sampler = samplers[share, keep]
+            def run(sampler=sampler, share=share, keep=keep):
                 before = sampler.stats["prefilled_tokens"]
-                rollouts(sampler, texts, results, group, new, keep)
+                rollouts(sampler, prompts, results, group, new, keep)
                 prefilled[share, keep] = sampler.stats["prefilled_tokens"] - before
 
             functions[share, keep] = run
     seconds = interleaved(functions, rounds=1 if quick else 5)
+
     useful = questions * group * turns * new
     best = statistics.median(seconds[True, True])
+    rows = []
     for (share, keep), times in seconds.items():
-        rows.append(
-            {
-                "prompt shared": share,
-                "pages kept": keep,
-                **{
-                    f"tokens/s, {k}": round(v)
-                    for k, v in spread([useful / s for s in times]).items()
-                },
-                "× time of both": round(statistics.median(times) / best, 2),
-                "prefilled": prefilled[share, keep],
-                "× least": round(prefilled[share, keep] / least, 2),
-            }
-        )
+        row = {
+            "prompt shared": share,
+            "pages kept": keep,
+            **speeds(useful, times),
+            "× time of both": round(statistics.median(times) / best, 2),
+            "prefilled": prefilled[share, keep],
+            "× least": round(prefilled[share, keep] / least, 2),
+        }
+        rows.append(row)
     return rows
 
 
@@ -282,46 +329,40 @@ def growth(quick):
 
     Requests have 32 tokens and 16 new ones; decode has 4 rows and 32 new tokens.
     """
+    layers = 2
     rng = random.Random(0)
-    model = make_model({**SMALL, "num_hidden_layers": 2, "hidden_size": 128})
+    model = make_model({**SMALL, "num_hidden_layers": layers, "hidden_size": 128})
     rows = []
     for count in (16, 64) if quick else (16, 64, 256, 1024, 4096):
         sampler = Sampler(model, max_tokens=16384)
-        prompts = [random_tokens(rng, 32, SMALL["vocab_size"]) for _ in range(count)]
-        options = dict(max_new_tokens=16, temperature=0)
-        run = {"": partial(sampler.generate, prompts, **options)}
-        seconds = statistics.median(interleaved(run, 1 if quick else 5)[""])
-        rows.append(
-            {
-                "requests": count,
-                "context": 32,
-                "tokens/s": round(16 * count / seconds),
-                "µs a token": round(1e6 * seconds / (16 * count), 1),
-                "KV GB/s": "",
-            }
-        )
+        prompts = [random_tokens(rng, 32) for _ in range(count)]
+        job = partial(sampler.generate, prompts, max_new_tokens=16, temperature=0)
+        times = interleaved({"job": job}, rounds=1 if quick else 5)["job"]
+        rows.append(growth_row(count, 32, 16 * count, statistics.median(times)))
     for context in (256, 1024) if quick else (256, 1024, 4096, 16384):
         sampler = Sampler(model, max_tokens=4 * (context + 64))
-        start_together(
-            sampler, [random_tokens(rng, context, SMALL["vocab_size"]) for _ in range(4)], 32
-        )
-        before, start = sampler.stats["decoded_tokens"], time.process_time()
+        start_together(sampler, [random_tokens(rng, context) for _ in range(4)], 32)
+        before = sampler.stats["decoded_tokens"]
+        start = time.process_time()
         while sampler.busy:
             sampler.step()
-        seconds, tokens = time.process_time() - start, sampler.stats["decoded_tokens"] - before
-        read = (
-            tokens * context * 2 * 2 * SMALL["num_key_value_heads"] * SMALL["head_dim"] * 4
-        )  # 2 layers, fp32
-        rows.append(
-            {
-                "requests": 4,
-                "context": context,
-                "tokens/s": round(tokens / seconds),
-                "µs a token": round(1e6 * seconds / tokens, 1),
-                "KV GB/s": round(read / seconds / 1e9, 1),
-            }
-        )
+        seconds = time.process_time() - start
+        tokens = sampler.stats["decoded_tokens"] - before
+        row = growth_row(4, context, tokens, seconds)
+        key_bytes = layers * SMALL["num_key_value_heads"] * SMALL["head_dim"] * 4  # fp32
+        row["KV GB/s"] = round(tokens * context * 2 * key_bytes / seconds / 1e9, 1)
+        rows.append(row)
     return rows
+
+
+def growth_row(requests, context, tokens, seconds):
+    return {
+        "requests": requests,
+        "context": context,
+        "tokens/s": round(tokens / seconds),
+        "µs a token": round(1e6 * seconds / tokens, 1),
+        "KV GB/s": "",
+    }
 
 
 def start_together(sampler, prompts, new):
@@ -341,13 +382,17 @@ def start_together(sampler, prompts, new):
 
 def step_bytes(rows, context):
     """Bytes of the weights, and of the keys and values, that one decode step reads."""
-    s = QWEN3_8B
-    layers = s["num_hidden_layers"]
-    kv_heads = s["num_key_value_heads"]
-    heads = s["num_attention_heads"] + kv_heads
-    layer = s["hidden_size"] * (2 * heads * s["head_dim"] + 3 * s["intermediate_size"])
-    weights = 2 * (layers * layer + s["vocab_size"] * s["hidden_size"])
-    cache = rows * context * 2 * layers * kv_heads * s["head_dim"] * 2
+    shape = QWEN3_8B
+    layers = shape["num_hidden_layers"]
+    hidden = shape["hidden_size"]
+    kv_heads = shape["num_key_value_heads"]
+    head_dim = shape["head_dim"]
+    # The query and output projections have all heads, those of keys and values the few.
+    attention = 2 * hidden * (shape["num_attention_heads"] + kv_heads) * head_dim
+    mlp = 3 * hidden * shape["intermediate_size"]
+    head = hidden * shape["vocab_size"]
+    weights = 2 * (layers * (attention + mlp) + head)
+    cache = rows * context * 2 * layers * kv_heads * head_dim * 2
     return weights, cache
 
 
@@ -369,7 +414,12 @@ def decode_speed(sampler, prompts, steps):
     conversations = start_together(sampler, prompts, steps + 16)
     for _ in range(8):
         sampler.step()
-    seconds = wall(lambda: [sampler.step() for _ in range(steps)])
+
+    def decode():
+        for _ in range(steps):
+            sampler.step()
+
+    seconds = wall(decode)
     for conversation in conversations:
         sampler.close(conversation)
     sampler.step()
@@ -377,19 +427,18 @@ def decode_speed(sampler, prompts, steps):
 
 
 def gpu(quick):
-    """Rows of the table. Each is saved as soon as it is measured: a call may be cut."""
-    cases = [(rows, context) for rows in (64, 1, 128) for context in (4096, 1024)]
-    if quick:
-        cases = cases[:2]
+    """Rows of the table; see the head of this file.
+
+    Each one is saved here as soon as it is measured, for a call may be cut.
+    """
+    sizes = (64,) if quick else (64, 1, 128)
+    cases = [{"rows": rows, "context": context} for rows in sizes for context in (4096, 1024)]
     if not torch.cuda.is_available():
-        return [
-            {"rows": rows, "context": context, "MARS decode": UNMEASURED} for rows, context in cases
-        ]
+        return [row | {"MARS decode": UNMEASURED} for row in cases]
     rate = copy_rate()
     model = make_model(QWEN3_8B, torch.bfloat16, "cuda")
     measured = []
-    for rows, context in cases:
-        row = {"rows": rows, "context": context}
+    for row in cases:
         measured.append(row)
         try:
             gpu_row(row, model, rate, new=64, rounds=1 if quick else 5)
@@ -415,10 +464,9 @@ def gpu_row(row, model, rate, new, rounds):
     tokens = rows * (context + 320)
     weights, cache = step_bytes(rows, context + 320)
     # The sampler has a copy of the weights of its own.
-    if not fits(weights + cache):
-        row["MARS decode"] = (
-            f"needs {(weights + cache) / 2**30:.0f} GiB more than this card has free"
-        )
+    needed = weights + cache
+    if not fits(needed):
+        row["MARS decode"] = f"needs {needed / 2**30:.0f} GiB more than this card has free"
         return
     sampler = Sampler(model, max_tokens=tokens, max_sequences=rows)
     speed = statistics.median(decode_speed(sampler, prompts, new) for _ in range(rounds))
@@ -432,7 +480,7 @@ def gpu_row(row, model, rate, new, rounds):
 
     wall(job)
     row["MARS whole job"] = round(new * rows / wall(job))
-    sampler = None  # the pool makes room for the peers
+    sampler = None  # The pool makes room for the peers.
     torch.cuda.empty_cache()
 
     def decode_only():
@@ -458,29 +506,30 @@ def gpu_peer(measure):
         return why(error)
 
 
-COMMAND = "python -m bench.sampler --only {}"
 PARTS = {"cpu": cpu, "grpo": grpo, "growth": growth, "gpu": gpu}
 
 
 def main():
-    parser = argparse.ArgumentParser(description="The sampler against transformers' engines.")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=PARTS,
-        default=["gpu"] if torch.cuda.is_available() else list(PARTS),
-    )
+    parser = argparse.ArgumentParser(description="The sampler against other engines.")
+    default = ["gpu"] if torch.cuda.is_available() else list(PARTS)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=default)
     parser.add_argument("--quick", action="store_true", help="small shapes; writes no file")
+    parser.add_argument(
+        "--engines-python",
+        nargs="+",
+        default=[sys.executable],
+        metavar="PYTHON",
+        help="of environments that have OpenVINO GenAI or vLLM (default: this one)",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     for part in options.only:
-        rows = PARTS[part](options.quick)
+        more = [options.engines_python] if part == "cpu" else []
+        rows = PARTS[part](options.quick, *more)
         print(f"\n{part}\n{table(rows)}", flush=True)
-        if not options.quick and (part != "gpu" or torch.cuda.is_available()):
-            print(
-                "written:", save(f"sampler_{part}", f"python -m bench.sampler --only {part}", rows)
-            )
+        if part != "gpu" and not options.quick:
+            print("written:", save(f"sampler_{part}", COMMAND.format(part), rows))
 
 
 if __name__ == "__main__":

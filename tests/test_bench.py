@@ -1,7 +1,7 @@
 """The long benches without long runs.
 
-Tables of invented runs, resumption, the cost's arithmetic, the soak's eye. Run:
-pytest tests/test_bench.py
+Tables of invented runs, resumption, the cost's arithmetic, the soak's eye, stand-ins for the
+sampler's rivals. Run: pytest tests/test_bench.py
 """
 
 import argparse
@@ -9,6 +9,7 @@ import ctypes
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import random
 import re
@@ -27,7 +28,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import mars
 import sampler
-from bench import ablations, common, cost, soak
+from bench import ablations, common, cost, engines, soak
+from bench import sampler as sampler_bench
 from binpack import pack_documents
 from config import UserError, resolve
 from plumbing import build
@@ -668,3 +670,229 @@ def test_matplotlib_waits_for_a_picture():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ablations.ROOT)
     assert done.returncode == 0
+
+
+# ---------------------------------------------------------------- the sampler's rivals
+
+# What bench/engines.py uses of each package. A stand-in's answer is the prompt's first token.
+STAND_INS = {
+    "vllm.py": """
+from types import SimpleNamespace as Result
+print("a word of the engine")
+__version__ = "1.2"
+
+class SamplingParams:
+    def __init__(self, *, temperature, max_tokens, min_tokens, ignore_eos, detokenize):
+        assert temperature == 0 and min_tokens == max_tokens and ignore_eos
+        self.count = max_tokens
+
+class LLM:
+    def __init__(self, *, model, dtype, max_model_len, enforce_eager, enable_prefix_caching, **_):
+        assert dtype == "float32" and not enable_prefix_caching
+
+    def generate(self, inputs, options, use_tqdm):
+        print("another word")
+        answers = []
+        for given, option in zip(inputs, options, strict=True):
+            tokens = (given["prompt_token_ids"][0],) * option.count
+            answers.append(Result(outputs=[Result(token_ids=tokens)]))
+        return answers
+""",
+    "openvino.py": """
+class Tensor:
+    def __init__(self, array):
+        assert array.ndim == 2
+        self.first = int(array[0, 0])
+""",
+    "openvino_genai.py": """
+import os
+from types import SimpleNamespace as Result
+__version__ = "3.4"
+
+class SchedulerConfig:
+    pass
+
+class GenerationConfig:
+    def __init__(self, *, max_new_tokens, ignore_eos, eos_token_id, do_sample):
+        assert ignore_eos and not do_sample
+        self.count = max_new_tokens
+
+class ContinuousBatchingPipeline:
+    def __init__(self, folder, scheduler, device, properties):
+        assert os.path.exists(folder) and device == "CPU"
+        assert not scheduler.enable_prefix_caching
+        assert properties["INFERENCE_NUM_THREADS"] == 1
+
+    def generate(self, inputs, options):
+        print("a word of the engine")
+        answers = []
+        for given, option in zip(inputs, options, strict=True):
+            answers.append(Result(m_generation_ids=[[given.first] * option.count]))
+        return answers
+""",
+    "optimum/__init__.py": "",
+    "optimum/intel.py": """
+import os
+
+class OVModelForCausalLM:
+    @classmethod
+    def from_pretrained(cls, folder, *, export, compile, load_in_8bit):
+        assert export and not load_in_8bit
+        return cls()
+
+    def save_pretrained(self, folder):
+        os.mkdir(folder)
+""",
+}
+
+
+@pytest.fixture
+def stand_ins(tmp_path, monkeypatch):
+    packages = tmp_path / "packages"
+    for name, text in STAND_INS.items():
+        path = packages / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    return packages
+
+
+@pytest.fixture
+def bare_python(tmp_path):
+    """A Python that sees no installed package."""
+    path = tmp_path / "python"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def start_engines(tmp_path, *pythons):
+    """All engines on two prompts that want two tokens and one."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    return engines.start_engines(pythons, str(folder), [[5, 6], [7]], [2, 1])
+
+
+def test_other_engines_work_in_processes_of_their_own(stand_ins, tmp_path):
+    running, absent = start_engines(tmp_path, sys.executable)
+    assert list(running) == ["OpenVINO GenAI", "vLLM, compiled", "vLLM, eager"]
+    assert absent == {}
+    versions = [engine.version for engine in running.values()]
+    assert versions == ["3.4", "1.2", "1.2"]
+    for name, engine in running.items():
+        before = engine.seconds
+        assert engine.run() == [[5, 5], [7]], "what the engine prints is not its answer"
+        assert 0 < before < engine.seconds
+        if name.startswith("vLLM"):
+            assert "another word" in engine.log.read_text()
+        engine.close()
+        assert engine.process.returncode is not None
+
+
+def test_engines_that_no_environment_has_are_not_installed(bare_python, tmp_path):
+    running, absent = start_engines(tmp_path, bare_python)
+    assert running == {}
+    assert absent == dict.fromkeys(engines.ENGINES, "not installed")
+
+
+def test_each_engine_takes_the_first_environment_that_has_it(stand_ins, bare_python, tmp_path):
+    # -S hides installed packages, numpy too, but not those of PYTHONPATH.
+    running, absent = start_engines(tmp_path, bare_python, sys.executable)
+    assert absent == {}
+    assert running["vLLM, eager"].process.args[0] == bare_python
+    assert running["OpenVINO GenAI"].process.args[0] == sys.executable
+    for engine in running.values():
+        engine.close()
+
+
+@pytest.mark.parametrize("where", ["at its start", "at its work"])
+def test_an_engine_that_fails_says_why_in_its_row(where, stand_ins, tmp_path):
+    broken = stand_ins / "vllm.py"
+    failure = 'raise ValueError("no such CPU")'
+    if where == "at its start":
+        broken.write_text(failure)
+    else:
+        broken.write_text(STAND_INS["vllm.py"].replace('print("another word")', failure))
+    running, absent = start_engines(tmp_path, sys.executable)
+    running["OpenVINO GenAI"].close()
+    assert list(running) == ["OpenVINO GenAI"]
+    assert set(absent.values()) == {"failed: ValueError: no such CPU"}
+
+
+def test_a_python_that_is_not_there_is_a_cell_of_the_table(tmp_path):
+    running, absent = start_engines(tmp_path, str(tmp_path / "nothing"))
+    assert running == {}
+    assert all(reason.startswith("failed: ") for reason in absent.values())
+
+
+def test_the_clock_counts_the_seconds_of_other_processes():
+    engine = SimpleNamespace(seconds=3.0)
+
+    def work():
+        engine.seconds += 100
+        return [[1], [2]]
+
+    peers = {"MARS": lambda: [[1], [3]], "other": work}
+    seconds, answers = sampler_bench.race(peers, [engine], rounds=2)
+    assert seconds["other"] == pytest.approx([100, 100], abs=1)
+    assert seconds["MARS"] == pytest.approx([0, 0], abs=1)
+    row = sampler_bench.engine_row("other", 500, {**seconds, "MARS": [50, 200]}, answers)
+    assert row["tokens/s, median"] == 5 and row["rows equal"] == 1
+    assert row["× min"] == pytest.approx(0.5, abs=0.01)
+    assert row["× max"] == pytest.approx(2, abs=0.02)
+
+
+def test_the_cpu_table_has_a_line_for_every_engine(stand_ins, tmp_path, monkeypatch):
+    (stand_ins / "openvino_genai.py").write_text('raise OSError("no such library")')
+    monkeypatch.setattr(sampler_bench, "workload", lambda quick: ([[5, 6], [7]], [2, 1]))
+    rows = sampler_bench.cpu(quick=True, pythons=[sys.executable])
+    by_name = {row["engine"]: row for row in rows}
+    for name in ("MARS", "generate, left-padded", "generate, sorted", "generate_batch"):
+        assert by_name[name]["rows equal"] == 2, name
+    for name in ("vLLM, compiled", "vLLM, eager"):
+        assert by_name[name]["version"] == "1.2"
+        assert by_name[name]["tokens/s, median"] > 0
+    failed = by_name["OpenVINO GenAI"]
+    assert failed["tokens/s, median"] == "failed: OSError: no such library"
+    assert len(by_name) == len(rows) == 7
+
+
+def run_main(monkeypatch, *arguments):
+    """bench.sampler's main, whose settings end with the test."""
+    logger = logging.getLogger("transformers")
+    monkeypatch.setattr(logger, "level", logger.level)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(sys, "argv", ["bench.sampler", *arguments])
+    sampler_bench.main()
+
+
+def test_environments_of_engines_are_an_option(tmp_path, monkeypatch):
+    given = []
+
+    def cpu(quick, pythons):
+        given.append((quick, pythons))
+        return [{"engine": "MARS"}]
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setitem(sampler_bench.PARTS, "cpu", cpu)
+    run_main(monkeypatch, "--only", "cpu")
+    run_main(monkeypatch, "--only", "cpu", "--quick", "--engines-python", "a", "b")
+    assert given == [(False, [sys.executable]), (True, ["a", "b"])]
+    saved = json.loads((tmp_path / "sampler_cpu.json").read_text())
+    assert saved["rows"] == [{"engine": "MARS"}]
+
+
+def test_the_gpu_parts_file_keeps_the_copy_rate(tmp_path, monkeypatch):
+    """Its shares of the ceiling cannot be checked without it."""
+
+    def gpu(quick):
+        common.save("sampler_gpu", "command", [{"rows": 1}], copy_bytes_a_second=4e12)
+        return [{"rows": 1}]
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setitem(sampler_bench.PARTS, "gpu", gpu)
+    run_main(monkeypatch, "--only", "gpu")
+    saved = json.loads((tmp_path / "sampler_gpu.json").read_text())
+    assert saved["copy_bytes_a_second"] == 4e12

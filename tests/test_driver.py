@@ -227,9 +227,14 @@ driver.run([driver.call(lambda: time.sleep(1000), 1000)])
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(REPO)},
+        # A background job ignores the signal, and hands that on to its children.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
-    assert child.stdout.readline() == b"started\n"
-    time.sleep(0.3)
-    child.send_signal(signal.SIGINT)
-    assert child.wait(timeout=5) != 0
-    assert b"KeyboardInterrupt" in child.stderr.read()
+    try:
+        assert child.stdout.readline() == b"started\n"
+        time.sleep(0.3)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(timeout=10) != 0
+        assert b"KeyboardInterrupt" in child.stderr.read()
+    finally:
+        child.kill()
