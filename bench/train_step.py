@@ -80,7 +80,7 @@ def draw_samples(count: int, scale: float, vocabulary: int, seed: int = 0) -> li
         for i in range(count):
             length = min(rng.lognormvariate(math.log(median), sigma), LONGEST) * scale / steps
             advantage = rng.choice((-1.0, 1.0))
-            sample = Sample(role, question=0, attempt=i, advantage=advantage, copies=1)
+            sample = Sample(role, place=0, attempt=i, advantage=advantage, copies=1)
             sampled = max(1, int(length * share))
             given = max(2, int(length) - sampled)
             for _ in range(steps):

@@ -143,7 +143,7 @@ def full_batch():
     """2,000 tokens in four samples; half of them carry loss."""
     samples = []
     for k in range(4):
-        sample = Sample("sys2", question=0, attempt=k, advantage=1.0)
+        sample = Sample("sys2", place=0, attempt=k, advantage=1.0)
         sample.append_given([1] * 250)
         sample.tokens += [2] * 251
         sample.mask += [True] * 251
