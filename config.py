@@ -124,8 +124,8 @@ class Config:
             raise UserError(f"--docs is searched by --search local, not by {self.search}")
         if self.longest() > self.kv_tokens:
             raise UserError(
-                f"--kv_tokens {self.kv_tokens} is smaller than one context of {self.longest()} tokens; "
-                "raise it, or lower the episode's limits"
+                f"--kv_tokens {self.kv_tokens} is smaller than one context of {self.longest()} "
+                "tokens; raise it, or lower the episode's limits"
             )
         if training:
             self.check_training()

@@ -330,13 +330,14 @@ def credit(
         advantages = grpo.group_advantages(rewards, [sample.place for sample in samples])
         for sample, advantage in zip(samples, advantages.tolist()):
             sample.advantage = advantage
-            sample.copies = 1
     if config.shared_group:
         inherited = {(sample.place, sample.attempt): sample.advantage for sample in sys2}
         for sample in sys1:
             sample.advantage = inherited[sample.place, sample.attempt]
     if config.system1 != "train":
-        return {"sys2": sys2, "sys1": []}
+        sys1 = []
+    for sample in sys2 + sys1:
+        sample.copies = 1
     if config.balance:
         balance(config, sys2, sys1, step)
     return {"sys2": sys2, "sys1": sys1}

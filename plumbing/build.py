@@ -16,7 +16,7 @@ import kernels
 import trainer
 from config import Config, UserError
 from driver import Driver
-from plumbing import files, surroundings
+from plumbing import surroundings
 from plumbing.claims import claim_folder
 from plumbing.run import Run
 from rollout import Method
@@ -85,17 +85,17 @@ def build(
     UserError lists everything that is missing.
     """
     machine = join(config)
-    lock = None
+    claim = None
     if folder is None:
         base = base or Path(config.model).name
-        folder, lock = claim_folder(config, machine.rank, base)
+        folder, claim = claim_folder(config, machine.rank, base)
     try:
         run = assemble(method, config, machine, folder, training, Additions(**additions))
     except BaseException:
-        if lock:
-            files.release(folder, lock)
+        if claim:
+            claim.release()
         raise
-    run.lock = lock
+    run.claim = claim
     return run
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -105,29 +106,37 @@ def without_nan(value):
     return value
 
 
-def claim(folder: Path) -> IO | None:
-    """Makes a folder ours: the lock on its file .lock, held until the process ends.
+@dataclass
+class Claim:
+    """A folder that is ours: the lock on its file .lock, held until the process ends."""
 
-    None if another process has it.
-    """
+    folder: Path
+    file: IO
+    made: list[Path]  # folders that did not exist before, the deepest first
+
+    def release(self) -> None:
+        """Gives the folder back; folders that were made for it go, if nothing was written."""
+        if not set(os.listdir(self.folder)) - {".lock"}:
+            (self.folder / ".lock").unlink()
+            for folder in self.made:
+                if not os.listdir(folder):
+                    folder.rmdir()
+        self.file.close()
+
+
+def claim(folder: Path) -> Claim | None:
+    """Makes a folder ours; None if another process has it."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a")
+        file = open(folder / ".lock", "a")
     except OSError as error:
         raise UserError(
             f"cannot write to {folder} ({error.strerror}); choose another folder with --runs"
         ) from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        lock.close()
+        file.close()
         return None
-    return lock
-
-
-def release(folder: Path, lock: IO) -> None:
-    """Gives a claimed folder back, and removes it if nothing was written into it."""
-    if list(folder.iterdir()) == [folder / ".lock"]:
-        (folder / ".lock").unlink()
-        folder.rmdir()
-    lock.close()
+    return Claim(folder, file, made)

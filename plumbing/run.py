@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 from tqdm import tqdm
 
 from config import Config
 from driver import Driver
+from plumbing.files import Claim
 from rollout import Game, Method, Trajectory, ignore
 from sampler import Sampler
 from tasks.format import Format
@@ -45,7 +45,7 @@ class Run:
     optimizer: torch.optim.Optimizer | None = None
     reference: torch.nn.Module | None = None
     skipped: int = 0  # updates in a row without a finite gradient
-    lock: IO | None = None  # keeps other processes out of the folder
+    claim: Claim | None = None  # keeps other processes out of the folder, to the end
 
     def rollouts(
         self,

@@ -32,7 +32,7 @@ from bench import ablations, common, cost, engines, soak
 from bench import sampler as sampler_bench
 from binpack import pack_documents
 from config import UserError, resolve
-from plumbing import build
+from plumbing import surroundings
 from tools import search
 from toy import base_model, language, world
 from trainer import memory_plan
@@ -284,14 +284,14 @@ def test_taking_a_tool_away_takes_no_question_away(monkeypatch):
     config = mars.MarsConfig(eval_questions=40)
 
     def load(*names):
-        stream, held_out = build.training_and_held_out(config, list(names), True)
+        stream, held_out = surroundings.training_and_held_out(config, list(names), True)
         return [stream(i) for i in range(40)], held_out
 
-    monkeypatch.setattr(build.python, "available", lambda: None)
+    monkeypatch.setattr(surroundings.python, "available", lambda: None)
     assert load("search", "scholar", "python") == load("search")
     kinds = {"toy-one", "toy-two", "toy-age", "toy-scholar"}
     assert {question.source for question in load("search")[1]} == kinds
-    monkeypatch.setattr(build.python, "available", lambda: "no jail here")
+    monkeypatch.setattr(surroundings.python, "available", lambda: "no jail here")
     for names in (["search", "scholar"], ["search"]):
         assert {question.source for question in load(*names)[1]} == kinds - {"toy-age"}
 
