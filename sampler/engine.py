@@ -282,7 +282,7 @@ class Sampler:
     # ---- a call that is cut short
 
     def _begin(self) -> None:
-        """From here on, until `interrupted` is False again, the state may be half changed."""
+        """Marks the state as half changed, until the caller sets `interrupted` to False."""
         self._repair()
         self.interrupted = True
 

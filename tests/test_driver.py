@@ -35,9 +35,7 @@ async def say(driver, sampler, conversation, tokens, count, seed):
 
 
 def test_tool_waits_cost_nothing(sampler):
-    """12 chains of tool waits run side by side: the wall time is the slowest chain's, not the
-    sum.
-    """
+    """12 chains of tool waits run side by side, so they take as long as the slowest chain."""
     driver = Driver([sampler], deterministic=False)
     order = []
 
@@ -81,9 +79,7 @@ def test_deterministic_batches_do_not_depend_on_the_tools_speed(sampler):
 
 
 def test_more_calls_than_threads_are_handed_over_together(sampler):
-    """80 calls with at most 8 at once: none is lost, and a deterministic driver waits for all
-    of them.
-    """
+    """Of 80 calls, at most 8 at once, none is lost; a deterministic driver waits for all."""
     driver = Driver([sampler], deterministic=True, max_calls=8)
     most = 0
     running = 0

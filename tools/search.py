@@ -76,14 +76,16 @@ def make(
 ) -> Search:
     """The search tool of a backend: search(query) -> at most k documents, best first.
 
-    An empty query finds nothing. docs: the local backend's files. cache: folder for the index and
-    for answers; None keeps neither. passage_words: local documents are cut into passages of so many
-    words, and a page of more than page_words words is shortened to those of its passages that match
-    the query; 0 leaves all documents whole (then System 1 reads their beginning, as in the paper).
-    block: hosts from which no result is taken, such as those that publish a benchmark's answers.
-    offline: answer from the cache alone, no key needed. timeout, tries, pause, parallel: see
-    web.Client; a page gets at most 2 tries. resolve: which addresses a page may be fetched from
-    (only tests change it). UserError for what is missing or makes no sense, before any search.
+    An empty query finds nothing. UserError for what is missing or makes no sense, before any
+    search.
+
+    docs: the local backend's files. cache: folder for the index and for answers; None keeps
+    neither. passage_words: local documents are cut into passages of so many words, and a page of
+    more than page_words words is shortened to those of its passages that match the query. With 0
+    all documents stay whole, and System 1 reads their beginning, as in the paper. block: hosts from
+    which no result is taken, such as those that publish a benchmark's answers. offline: answer from
+    the cache alone, no key needed. timeout, tries, pause, parallel: see web.Client; a page gets at
+    most 2 tries. resolve: which addresses a page may be fetched from (only tests change it).
     """
     _check(backend, scholar, k, docs, pages)
     if passage_words < 0 or page_words < 1:
