@@ -82,7 +82,8 @@ class Buckets:
             memory = graph.pool()
 
     def capture(self, static: Batch, memory) -> tuple:
-        """(graph, its hidden states) for the buffers `static`; two runs before it compile."""
+        """(graph, its hidden states) over the buffers `static`."""
+        # Two runs compile the kernels, which a capture cannot do.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad(), torch.cuda.stream(stream):
