@@ -1,5 +1,4 @@
-"""Runs many episodes at once: what they ask of a sampler shares one running batch, their tools
-run in threads.
+"""Runs many episodes at once: one running batch in the sampler, tools in threads.
 
 An episode is a coroutine. When every episode waits, the event loop would sleep; at that moment,
 and only then, `Driver` decodes one token for each open request. So no episode is ever late for
