@@ -54,6 +54,13 @@ def rope_parameters(config) -> list[dict]:
     return nested or [parameters]
 
 
+def position_limit(model) -> int | None:
+    """How many positions a model with a table of positions has; None for rotations, which go on."""
+    if any(name.endswith("inv_freq") for name, _ in model.named_buffers()):
+        return None
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 @torch.no_grad()
 def check_architecture(model, forward) -> None:
     """ValueError unless `forward` gives the logits of `model` itself.

@@ -177,6 +177,7 @@ class OwnForward:
     """A layer is four products, attention and four small operations."""
 
     path = "own forward"
+    positions = None  # rotations have no end
 
     def __init__(self, model, dtype: torch.dtype, device: torch.device):
         config = model.config

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from sampler.architectures import check_architecture, check_config
+from sampler.architectures import check_architecture, check_config, position_limit
 from sampler.attention import Batch, attention, cache_dtype, store
 from sampler.decoder import gather_full
 
@@ -62,6 +62,18 @@ def stock_attention(
 AttentionInterface.register(IMPLEMENTATION, stock_attention)
 
 
+def copy_of(model, dtype: torch.dtype, device: torch.device):
+    """A copy of the model on `device`, with parameters of type `dtype` and buffers of their own.
+
+    Inverse frequencies rounded to bf16 would turn the last of a few thousand tokens by radians.
+    """
+    copied = copy.deepcopy(model).to(device, dtype).eval().requires_grad_(False)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        owner, _, own_name = name.rpartition(".")
+        setattr(copied.get_submodule(owner), own_name, buffer.to(device, copy=True))
+    return copied
+
+
 class StockForward:
     """A copy of the model's own modules; ValueError where they would be wrong over pages."""
 
@@ -69,7 +81,7 @@ class StockForward:
 
     def __init__(self, model, dtype: torch.dtype, device: torch.device):
         check_config(model)
-        self.model = copy.deepcopy(model).to(device, dtype).eval().requires_grad_(False)
+        self.model = copy_of(model, dtype, device)
         try:
             self.model.set_attn_implementation(IMPLEMENTATION)
         except ValueError as error:
@@ -85,6 +97,7 @@ class StockForward:
         self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
         self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.vocabulary = self.model.get_input_embeddings().num_embeddings
+        self.positions = position_limit(model)
         self.dtype = dtype
         self.device = device
         self.cache_dtype = cache_dtype(dtype, device)

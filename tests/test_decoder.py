@@ -180,6 +180,36 @@ def test_the_probe_leaves_no_trace(own):
     assert model.config._attn_implementation == attention
 
 
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("GPT2", dict(EXACT["GPT2"], max_position_embeddings=ABSENT, n_positions=64)),
+        ("OPT", dict(EXACT["OPT"], max_position_embeddings=64)),
+    ],
+)
+def test_no_request_passes_a_table_of_positions(kind, options):
+    """The last new token is not fed, so 60 tokens and 5 new ones fill 64 positions."""
+    sampler = Sampler(build(kind, **options), max_tokens=256, page_size=4)
+    conversation = sampler.open()
+    with pytest.raises(ValueError, match="60 tokens and 6 new ones .* 64 positions"):
+        sampler.submit(conversation, [1] * 60, max_new_tokens=6)
+    with pytest.raises(ValueError, match="64 positions"):
+        sampler.generate([[1], [1] * 60], max_new_tokens=6)
+    assert len(sampler.generate([[1] * 60], max_new_tokens=5)[0].tokens) == 5
+    sampler.submit(conversation, [1] * 50, max_new_tokens=2)
+    while sampler.busy:
+        sampler.step()
+    with pytest.raises(ValueError, match="62 tokens and 4 new ones"):
+        sampler.submit(conversation, [1] * 10, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("kind", ["Cohere", "GPTNeoX", "Phi", "Gemma3 text"])
+def test_rotations_have_no_last_position(kind):
+    options = dict(EXACT[kind], max_position_embeddings=48)
+    sampler = Sampler(build(kind, **options), max_tokens=256, page_size=4)
+    assert len(sampler.generate([[1] * 60], max_new_tokens=5)[0].tokens) == 5
+
+
 # ---------------------------------------------------------------- exact on every path
 
 
@@ -231,6 +261,28 @@ def test_a_bf16_model_on_a_cpu_keeps_its_cache_and_head_in_fp32():
         got = torch.tensor(completion.logprobs)
         assert (got - expected[:, 0]).abs().max() < 0.5
         assert (got - expected[:, 0]).abs().mean() < 0.1
+
+
+@torch.no_grad()
+def test_stock_modules_in_bf16_turn_keys_by_the_model_s_own_angles():
+    """Only weights are rounded: the buffers keep their type, so distant positions stay put."""
+    model = build("Mistral", sliding_window=None, head_dim=64, max_position_embeddings=4096)
+    sampler = Sampler(model, max_tokens=4096, dtype=torch.bfloat16)
+    copied = sampler.forward.model
+    assert sampler.path == "stock modules"
+    assert {parameter.dtype for parameter in copied.parameters()} == {torch.bfloat16}
+    buffers = dict(copied.named_buffers())
+    for name, buffer in model.named_buffers():
+        assert buffers[name] is not buffer
+        assert torch.equal(buffers[name], buffer)
+    prompt = torch.arange(2000) % 90
+    completion = sampler.generate([prompt], max_new_tokens=1, temperature=0)[0]
+    rounded = build("Mistral", sliding_window=None, head_dim=64, max_position_embeddings=4096)
+    for parameter in rounded.parameters():
+        parameter.copy_(parameter.bfloat16())
+    logits = rounded(prompt[None]).logits[0, -1]
+    expected = logits.log_softmax(-1)[completion.tokens[0]].item()
+    assert completion.logprobs[0] == pytest.approx(expected, abs=0.1)
 
 
 # ---------------------------------------------------------------- paths that only CUDA takes

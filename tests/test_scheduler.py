@@ -32,6 +32,7 @@ class ExactForward:
     why_stock = None
     cache_dtype = torch.float64
     vocabulary = V
+    positions = None
     layers = 1
     kv_heads = 1
     head_size = 1
