@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from sampler.architectures import check_architecture, check_config, position_limit
+from sampler.architectures import (
+    check_architecture,
+    check_config,
+    check_same,
+    computation,
+    named_tensors,
+    position_limit,
+    refusal,
+)
 from sampler.attention import Batch, attention, cache_dtype, store
 from sampler.decoder import gather_full
 
@@ -38,6 +46,8 @@ def stock_attention(
     """
     if sampler_batch is None:
         raise ValueError("its modules do not hand their arguments on to attention")
+    if attention_mask is not None:
+        raise ValueError("its layers make masks of their own")
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(f"its attention uses {name}")
@@ -85,13 +95,11 @@ class StockForward:
         try:
             self.model.set_attn_implementation(IMPLEMENTATION)
         except ValueError as error:
-            raise ValueError(f"the sampler cannot run {type(model).__name__}: {error}") from error
+            raise refusal(model, str(error)) from error
         config = self.model.config.get_text_config()
         # transformers only logs a warning where a model has an attention of its own.
         if config._attn_implementation != IMPLEMENTATION:
-            raise ValueError(
-                f"the sampler cannot run {type(model).__name__}: its attention cannot be replaced"
-            )
+            raise refusal(model, "its attention cannot be replaced")
         self.layers = config.num_hidden_layers
         self.heads = config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
@@ -101,13 +109,18 @@ class StockForward:
         self.dtype = dtype
         self.device = device
         self.cache_dtype = cache_dtype(dtype, device)
+        self.computation = computation(model)
         check_architecture(model, self)
+
+    def check(self, model) -> None:
+        """As OwnForward.check."""
+        check_same(self.computation, model)
 
     @torch.no_grad()
     def load(self, model) -> None:
-        """Copies the weights in."""
-        source = dict(model.named_parameters())
-        for name, value in self.model.named_parameters():
+        """Copies the weights and buffers in."""
+        source = dict(named_tensors(model))
+        for name, value in named_tensors(self.model):
             value.copy_(gather_full(source[name]))
 
     def run(self, module, batch: Batch, pool: Tensor):

@@ -58,6 +58,9 @@ class ExactForward:
             values.append(self.write(batch, row, row, pool))
         return LOGITS[[int(value) % len(LOGITS) for value in values]]
 
+    def check(self, model):
+        pass
+
     def load(self, model):
         pass
 
