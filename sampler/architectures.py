@@ -14,7 +14,9 @@ hand it on to attention. docs/architectures.md lists what was found exact and wh
 Tests: pytest tests/test_decoder.py
 """
 
+import json
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -25,6 +27,22 @@ LONG = 40  # tokens of the probe's first row
 SHORT = 25  # tokens of its second row
 STEPS = 3  # the last tokens of each row, which are decoded one by one
 PAGE_SIZE = 8
+
+
+# What a config says of files, types and training. A model computes the same whatever it is.
+NEUTRAL = (
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "initializer_range",
+    "return_dict",
+    "id2label",
+    "label2id",
+)
+NEUTRAL_BEGINNINGS = ("_", "output_")
+NEUTRAL_ENDINGS = ("_token_id", "dropout", "_pdrop", "_drop")
 
 
 def refusal(model, reason: str) -> ValueError:
@@ -52,6 +70,45 @@ def rope_parameters(config) -> list[dict]:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     return nested or [parameters]
+
+
+def position_limit(model) -> int | None:
+    """How many positions a model with a table of positions has; None for rotations, which go on."""
+    if any(name.endswith("inv_freq") for name, _ in model.named_buffers()):
+        return None
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def named_tensors(model) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers; those that are one are named once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def computation(model) -> dict[str, object]:
+    """What decides a model's logits beside its weights: class, config, names and shapes."""
+    told = {"class": type(model).__name__.removeprefix("FSDP")}
+    config = model.config.get_text_config().to_dict()
+    # As in a file, where tuples are lists.
+    config = json.loads(json.dumps(config, default=str))
+    for name, value in config.items():
+        neutral = name in NEUTRAL or name.startswith(NEUTRAL_BEGINNINGS)
+        if not neutral and not name.endswith(NEUTRAL_ENDINGS):
+            told[name] = value
+    for name, tensor in named_tensors(model):
+        told[f"the shape of {name}"] = list(tensor.shape)
+    return told
+
+
+def check_same(built: dict[str, object], model) -> None:
+    """ValueError unless the model computes what one of the computation `built` does."""
+    given = computation(model)
+    for name in sorted(built.keys() | given.keys()):
+        if built.get(name) != given.get(name):
+            raise ValueError(
+                "these are not weights of the sampler's model: "
+                f"{name} is {given.get(name)}, not {built.get(name)}"
+            )
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 It runs over an inference copy of the weights, with one product for queries, keys and values and one
 for gate and up. `unsupported` says, strictly, for which models it would be wrong; those run on the
-stock modules of stock.py, which has the same interface (`load`, `fill`, `decode`).
+stock modules of stock.py, which has the same interface (`check`, `load`, `fill`, `decode`).
 
 Departure from the textbook: `fill` computes no output. The sampler prefills all tokens of a
 context but the last and lets the decode step feed the last one. So a prefill needs no logits,
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
-from sampler.architectures import check_architecture
+from sampler.architectures import check_architecture, check_same, computation
 from sampler.attention import Batch, attention, cache_dtype, store
 
 FAMILY = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
@@ -47,11 +47,19 @@ def unsupported(model) -> str | None:
         return f"head size {head_size}, no power of two"
     for name, module in model.named_modules():
         is_product = name.endswith(("_proj", "lm_head"))
-        if is_product and type(module).__name__.removeprefix("FSDP") != "Linear":
+        if is_product and own_class(module) is not nn.Linear:
             return f"{name} of type {type(module).__name__}"
     if model.lm_head.bias is not None:
         return "a biased output layer"
     return None
+
+
+def own_class(module) -> type:
+    """A module's class, or what it was before FSDP2 made a class of it and FSDPModule."""
+    kind = type(module)
+    if kind.__name__.startswith("FSDP"):
+        return kind.__bases__[-1]
+    return kind
 
 
 # ---------------------------------------------------------------- weights
@@ -180,6 +188,7 @@ class OwnForward:
     """A layer is four products, attention and four small operations."""
 
     path = "own forward"
+    positions = None  # rotations have no end
 
     def __init__(self, model, dtype: torch.dtype, device: torch.device):
         config = model.config
@@ -194,6 +203,7 @@ class OwnForward:
         self.dtype = dtype
         self.device = device
         self.cache_dtype = cache_dtype(dtype, device)
+        self.computation = computation(model)
         self.tied = model.lm_head.weight is model.model.embed_tokens.weight
         self.weights: dict[str, Tensor | None] = {}
         self.packed: dict[str, Tensor] = {}
@@ -202,6 +212,10 @@ class OwnForward:
         # The probe runs the model itself. Elsewhere that may be slow, and in shards all ranks must.
         if model.device == device and not sharded:
             check_architecture(model, self)
+
+    def check(self, model) -> None:
+        """ValueError unless `load` may take the model's weights."""
+        check_same(self.computation, model)
 
     @torch.no_grad()
     def load(self, model) -> None:

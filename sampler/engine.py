@@ -189,6 +189,7 @@ class Sampler:
             conversation,
             tokens,
             vocabulary=self.forward.vocabulary,
+            positions=self.forward.positions,
             pool=self.pages.count * self.pages.size,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -244,6 +245,7 @@ class Sampler:
                 Conversation(temporary=True),
                 prompt,
                 vocabulary=self.forward.vocabulary,
+                positions=self.forward.positions,
                 pool=self.pages.count * self.pages.size,
                 max_new_tokens=new,
                 temperature=temperature,
@@ -271,8 +273,11 @@ class Sampler:
     def load_weights(self, model) -> None:
         """Copies the weights in. All pages are forgotten, and recomputed when they are next used.
 
-        An exception may leave some weights old and some new: load them again then.
+        ValueError, and nothing has changed, unless `model` is the one that the sampler was built
+        from but for its weights. Another exception may leave some weights old and some new: load
+        them again then.
         """
+        self.forward.check(model)
         self._begin()
         self._postprocess()
         self.scheduler.release_all()

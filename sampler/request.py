@@ -99,6 +99,7 @@ def make_request(
     tokens,
     *,
     vocabulary: int,
+    positions: int | None,
     pool: int,
     max_new_tokens: int,
     temperature: float,
@@ -108,7 +109,8 @@ def make_request(
 ) -> Request:
     """A checked request of plain Python values; the conversation is only looked at.
 
-    vocabulary: tokens the model knows. pool: tokens that the KV pool holds.
+    vocabulary: tokens the model knows. positions: where its table of positions ends, if it has
+    one. pool: tokens that the KV pool holds.
     """
     if conversation.closed:
         raise ValueError("the conversation is closed")
@@ -128,6 +130,11 @@ def make_request(
         raise ValueError(
             f"{context} tokens and {max_new_tokens} new ones can never fit the KV pool of {pool} "
             "tokens; raise max_tokens or ask for less"
+        )
+    if positions is not None and context + max_new_tokens - 1 > positions:
+        raise ValueError(
+            f"{context} tokens and {max_new_tokens} new ones pass the model's table of {positions} "
+            "positions; ask for less"
         )
     temperature = real(temperature, "temperature")
     if temperature != 0 and not COLDEST <= temperature <= HOTTEST:

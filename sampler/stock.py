@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from sampler.architectures import check_architecture, check_config
+from sampler.architectures import (
+    check_architecture,
+    check_config,
+    check_same,
+    computation,
+    named_tensors,
+    position_limit,
+    refusal,
+)
 from sampler.attention import Batch, attention, cache_dtype, store
 from sampler.decoder import gather_full
 
@@ -38,6 +46,8 @@ def stock_attention(
     """
     if sampler_batch is None:
         raise ValueError("its modules do not hand their arguments on to attention")
+    if attention_mask is not None:
+        raise ValueError("its layers make masks of their own")
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(f"its attention uses {name}")
@@ -62,6 +72,18 @@ def stock_attention(
 AttentionInterface.register(IMPLEMENTATION, stock_attention)
 
 
+def copy_of(model, dtype: torch.dtype, device: torch.device):
+    """A copy of the model on `device`, with parameters of type `dtype` and buffers of their own.
+
+    Inverse frequencies rounded to bf16 would turn the last of a few thousand tokens by radians.
+    """
+    copied = copy.deepcopy(model).to(device, dtype).eval().requires_grad_(False)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        owner, _, own_name = name.rpartition(".")
+        setattr(copied.get_submodule(owner), own_name, buffer.to(device, copy=True))
+    return copied
+
+
 class StockForward:
     """A copy of the model's own modules; ValueError where they would be wrong over pages."""
 
@@ -69,32 +91,36 @@ class StockForward:
 
     def __init__(self, model, dtype: torch.dtype, device: torch.device):
         check_config(model)
-        self.model = copy.deepcopy(model).to(device, dtype).eval().requires_grad_(False)
+        self.model = copy_of(model, dtype, device)
         try:
             self.model.set_attn_implementation(IMPLEMENTATION)
         except ValueError as error:
-            raise ValueError(f"the sampler cannot run {type(model).__name__}: {error}") from error
+            raise refusal(model, str(error)) from error
         config = self.model.config.get_text_config()
         # transformers only logs a warning where a model has an attention of its own.
         if config._attn_implementation != IMPLEMENTATION:
-            raise ValueError(
-                f"the sampler cannot run {type(model).__name__}: its attention cannot be replaced"
-            )
+            raise refusal(model, "its attention cannot be replaced")
         self.layers = config.num_hidden_layers
         self.heads = config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
         self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.vocabulary = self.model.get_input_embeddings().num_embeddings
+        self.positions = position_limit(model)
         self.dtype = dtype
         self.device = device
         self.cache_dtype = cache_dtype(dtype, device)
+        self.computation = computation(model)
         check_architecture(model, self)
+
+    def check(self, model) -> None:
+        """As OwnForward.check."""
+        check_same(self.computation, model)
 
     @torch.no_grad()
     def load(self, model) -> None:
-        """Copies the weights in."""
-        source = dict(model.named_parameters())
-        for name, value in self.model.named_parameters():
+        """Copies the weights and buffers in."""
+        source = dict(named_tensors(model))
+        for name, value in named_tensors(self.model):
             value.copy_(gather_full(source[name]))
 
     def run(self, module, batch: Batch, pool: Tensor):

@@ -180,6 +180,123 @@ def test_the_probe_leaves_no_trace(own):
     assert model.config._attn_implementation == attention
 
 
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("GPT2", dict(EXACT["GPT2"], max_position_embeddings=ABSENT, n_positions=64)),
+        ("OPT", dict(EXACT["OPT"], max_position_embeddings=64)),
+    ],
+)
+def test_no_request_passes_a_table_of_positions(kind, options):
+    """The last new token is not fed, so 60 tokens and 5 new ones fill 64 positions."""
+    sampler = Sampler(build(kind, **options), max_tokens=256, page_size=4)
+    conversation = sampler.open()
+    with pytest.raises(ValueError, match="60 tokens and 6 new ones .* 64 positions"):
+        sampler.submit(conversation, [1] * 60, max_new_tokens=6)
+    with pytest.raises(ValueError, match="64 positions"):
+        sampler.generate([[1], [1] * 60], max_new_tokens=6)
+    assert len(sampler.generate([[1] * 60], max_new_tokens=5)[0].tokens) == 5
+    sampler.submit(conversation, [1] * 50, max_new_tokens=2)
+    while sampler.busy:
+        sampler.step()
+    with pytest.raises(ValueError, match="62 tokens and 4 new ones"):
+        sampler.submit(conversation, [1] * 10, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("kind", ["Cohere", "GPTNeoX", "Phi", "Gemma3 text"])
+def test_rotations_have_no_last_position(kind):
+    options = dict(EXACT[kind], max_position_embeddings=48)
+    sampler = Sampler(build(kind, **options), max_tokens=256, page_size=4)
+    assert len(sampler.generate([[1] * 60], max_new_tokens=5)[0].tokens) == 5
+
+
+def test_a_mask_of_the_layers_own_is_refused():
+    with pytest.raises(ValueError, match="DogeForCausalLM: its layers make masks of their own"):
+        Sampler(build("Doge", keep_window_size=64), max_tokens=256)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        (dict(num_hidden_layers=1), "num_hidden_layers is 1, not 2"),
+        (dict(num_hidden_layers=3), "num_hidden_layers is 3, not 2"),
+        (dict(rms_norm_eps=0.5), "rms_norm_eps is 0.5"),
+        (dict(rope_parameters=dict(rope_type="default", rope_theta=7.0)), "rope_parameters"),
+        (dict(num_attention_heads=2), "num_attention_heads"),
+        (dict(intermediate_size=40), "intermediate_size"),
+        (dict(attention_bias=True), "attention_bias"),
+    ],
+)
+def test_weights_of_another_model_are_refused(own, options, word):
+    """In one sentence, before any of them is copied, and running requests go on."""
+    model = build("Llama")
+    sampler = Sampler(model, max_tokens=256, page_size=4, own_forward=own)
+    prompt = list(range(3, 20))
+    expected = sampler.generate([prompt], max_new_tokens=6, temperature=0)[0].tokens
+    request = sampler.submit(sampler.open(), prompt, max_new_tokens=6, temperature=0)
+    sampler.step()
+    with pytest.raises(ValueError, match=word) as error:
+        sampler.load_weights(build("Llama", **options))
+    assert "\n" not in str(error.value)
+    while sampler.busy:
+        sampler.step()
+    assert request.tokens == expected
+
+
+def test_weights_of_a_model_with_adapters_are_refused():
+    """A class of a LoRA may be called Linear too; it is no product of the own forward."""
+
+    class Linear(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+            self.down = torch.nn.Parameter(torch.ones(2, base.in_features))
+
+        @property
+        def weight(self):
+            return self.base.weight
+
+        @property
+        def bias(self):
+            return self.base.bias
+
+        def forward(self, x):
+            return self.base(x)
+
+    model = build("Llama")
+    sampler = Sampler(model, max_tokens=256)
+    assert sampler.path == "own forward"
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = Linear(mlp.down_proj)
+    assert "down_proj of type Linear" in decoder.unsupported(model)
+    with pytest.raises(ValueError, match="down_proj"):
+        sampler.load_weights(model)
+
+
+def test_weights_that_were_saved_and_read_are_taken(tmp_path):
+    """Names, types and paths in a config do not matter."""
+    model = build("Qwen3")
+    sampler = Sampler(model, max_tokens=256)
+    model.save_pretrained(tmp_path)
+    saved = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    saved.config.use_cache = False
+    saved.config.pad_token_id = 3
+    sampler.load_weights(saved)
+    sampler.load_weights(model)
+
+
+def test_buffers_are_loaded_with_the_weights():
+    """What a mixture of experts routes by may be a buffer."""
+    sampler = Sampler(build("Gemma"), max_tokens=256)
+    other = build("Gemma")
+    other.model.rotary_emb.inv_freq.mul_(2)
+    sampler.load_weights(other)
+    assert torch.equal(
+        sampler.forward.model.model.rotary_emb.inv_freq, other.model.rotary_emb.inv_freq
+    )
+
+
 # ---------------------------------------------------------------- exact on every path
 
 
@@ -231,6 +348,28 @@ def test_a_bf16_model_on_a_cpu_keeps_its_cache_and_head_in_fp32():
         got = torch.tensor(completion.logprobs)
         assert (got - expected[:, 0]).abs().max() < 0.5
         assert (got - expected[:, 0]).abs().mean() < 0.1
+
+
+@torch.no_grad()
+def test_stock_modules_in_bf16_turn_keys_by_the_model_s_own_angles():
+    """Only weights are rounded: the buffers keep their type, so distant positions stay put."""
+    model = build("Mistral", sliding_window=None, head_dim=64, max_position_embeddings=4096)
+    sampler = Sampler(model, max_tokens=4096, dtype=torch.bfloat16)
+    copied = sampler.forward.model
+    assert sampler.path == "stock modules"
+    assert {parameter.dtype for parameter in copied.parameters()} == {torch.bfloat16}
+    buffers = dict(copied.named_buffers())
+    for name, buffer in model.named_buffers():
+        assert buffers[name] is not buffer
+        assert torch.equal(buffers[name], buffer)
+    prompt = torch.arange(2000) % 90
+    completion = sampler.generate([prompt], max_new_tokens=1, temperature=0)[0]
+    rounded = build("Mistral", sliding_window=None, head_dim=64, max_position_embeddings=4096)
+    for parameter in rounded.parameters():
+        parameter.copy_(parameter.bfloat16())
+    logits = rounded(prompt[None]).logits[0, -1]
+    expected = logits.log_softmax(-1)[completion.tokens[0]].item()
+    assert completion.logprobs[0] == pytest.approx(expected, abs=0.1)
 
 
 # ---------------------------------------------------------------- paths that only CUDA takes

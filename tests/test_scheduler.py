@@ -32,6 +32,7 @@ class ExactForward:
     why_stock = None
     cache_dtype = torch.float64
     vocabulary = V
+    positions = None
     layers = 1
     kv_heads = 1
     head_size = 1
@@ -56,6 +57,9 @@ class ExactForward:
         for row in range(len(batch.spans)):
             values.append(self.write(batch, row, row, pool))
         return LOGITS[[int(value) % len(LOGITS) for value in values]]
+
+    def check(self, model):
+        pass
 
     def load(self, model):
         pass
