@@ -105,6 +105,8 @@ class Config:
             value = getattr(self, field.name)
             if field.type is float and not 0 <= value <= 1e30:
                 raise UserError(f"--{field.name} must be finite and at least 0, got {value}")
+            if isinstance(value, str) and not value.isprintable():
+                raise UserError(f"--{field.name} holds a character that cannot be printed")
             if field.type is int and abs(value) >= 2**40:
                 raise UserError(f"--{field.name} {value} is too large")
         if self.max_sequences > 65536:
@@ -114,7 +116,7 @@ class Config:
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top_p must be in (0, 1], got {self.top_p}")
         plain = set(self.name).isdisjoint("/\\\0") and self.name not in (".", "..")
-        if not plain or len(self.name.encode("utf-8", "replace")) > 200:
+        if not plain or len(self.name.encode()) > 200:
             raise UserError("--name is one plain folder name; --runs says where the folder lies")
         if self.data == "toy" and self.eval_data:
             raise UserError("--eval_data belongs to questions of your own: name --data as well")

@@ -9,6 +9,7 @@ Run by a method's file: python mars.py. Tests: pytest tests/test_credit.py tests
 """
 
 import dataclasses
+import itertools
 import math
 import sys
 import time
@@ -77,11 +78,15 @@ def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
     """
     count = run.config.questions
     batch = [run.question(step * count + place) for place in range(count)]
-    seen = Counter()
+    taken = {question.id for question in batch}
+    seen = set()
     for place, question in enumerate(batch):
-        seen[question.id] += 1
-        if seen[question.id] > 1:
-            batch[place] = dataclasses.replace(question, id=f"{question.id}#{seen[question.id]}")
+        name = question.id
+        if name in seen:
+            name = next(f"{name}#{n}" for n in itertools.count(2) if f"{name}#{n}" not in taken)
+            batch[place] = dataclasses.replace(question, id=name)
+        seen.add(name)
+        taken.add(name)
     first = count * run.rank // run.ranks
     end = count * (run.rank + 1) // run.ranks
     return list(enumerate(batch))[first:end]
@@ -223,6 +228,7 @@ def evaluate(run: Run, updates: int) -> dict:
     scores = {"eval_step": updates}
     failed = []
     unjudged = []
+    unjudged_share = []
     for name, (temperature, top_p) in draws.items():
         trajectories = run.rollouts(
             batch, 1, step="eval", tools=run.eval_tools, temperature=temperature, top_p=top_p
@@ -232,11 +238,12 @@ def evaluate(run: Run, updates: int) -> dict:
         scores[f"eval_{name}"] = share(sums["reward"], sums["trajectories"])
         failed.append(share(sums["failed"], sums["calls"]))
         unjudged.append(int(sums["trajectories"] - sums["graded"]))
+        unjudged_share.append(share(unjudged[-1], sums["answered"]))
         if name == "accuracy":
             logbook.write(run, [record(t, run.chat, updates, "eval") for t in trajectories[:8]])
     scores["eval_tool_error_share"] = max(failed)
     scores["eval_judge_failures"] = max(unjudged)
-    scores["eval_judge_failure_share"] = max(unjudged) / len(run.eval_questions)
+    scores["eval_judge_failure_share"] = max(unjudged_share)
     scores["seconds_eval"] = time.perf_counter() - start
     logbook.report_scores(run, scores)
     return scores

@@ -87,8 +87,8 @@ def build(
     machine = join(config)
     claim = None
     if folder is None:
-        base = base or Path(config.model).name
-        folder, claim = claim_folder(config, machine.rank, base)
+        base = base or Path(config.model).resolve().name
+        folder, claim = claim_folder(config, method.name, machine.rank, base)
     try:
         run = assemble(method, config, machine, folder, training, Additions(**additions))
     except BaseException:
@@ -245,9 +245,11 @@ def environment(config: Config, machine: Machine, training: bool, additions: Add
 
 def join(config: Config) -> Machine:
     """This process's device and rank; joins the process group when there are several."""
-    rank = int(os.environ.get("RANK", 0))
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    local = int(os.environ.get("LOCAL_RANK", 0))
+    rank = number_from("RANK", 0)
+    ranks = number_from("WORLD_SIZE", 1)
+    local = number_from("LOCAL_RANK", 0)
+    if not 0 <= rank < ranks:
+        raise UserError(f"RANK is {rank} of WORLD_SIZE {ranks}: start with torchrun, or unset both")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cuda" and not gpus:
         raise UserError(
@@ -275,6 +277,14 @@ def join(config: Config) -> Machine:
     elif ranks == 1 and device.type == "cpu":
         torch.set_num_threads(min(config.threads, os.cpu_count() or 1))
     return Machine(device, rank, ranks)
+
+
+def number_from(variable: str, default: int) -> int:
+    """A whole number from the environment, as torchrun sets it."""
+    try:
+        return int(os.environ.get(variable, default))
+    except ValueError:
+        raise UserError(f"{variable} is no number: start with torchrun, or unset it") from None
 
 
 def check_machine(config: Config, machine: Machine) -> None:

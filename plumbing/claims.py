@@ -11,7 +11,7 @@ from plumbing import files
 from plumbing.files import Claim
 
 
-def claim_folder(config: Config, rank: int, base: str) -> tuple[Path, Claim | None]:
+def claim_folder(config: Config, method: str, rank: int, base: str) -> tuple[Path, Claim | None]:
     """runs/NAME/, ours from this moment on, and the claim that holds it; rank 0 claims it for all.
 
     Without --name it is called after `base`. UserError if another process has it, if it exists and
@@ -21,7 +21,7 @@ def claim_folder(config: Config, rank: int, base: str) -> tuple[Path, Claim | No
     claim = None
     if rank == 0:
         try:
-            claim = claim_name(config, base)
+            claim = claim_name(config, method, base)
             claimed = [config.name, None]
         except UserError as error:
             claimed = [None, str(error)]
@@ -34,13 +34,13 @@ def claim_folder(config: Config, rank: int, base: str) -> tuple[Path, Claim | No
     return Path(config.runs) / name, claim
 
 
-def claim_name(config: Config, base: str) -> Claim:
+def claim_name(config: Config, method: str, base: str) -> Claim:
     """Claims the folder of config.name, or else the first free one of base, base-2, base-3, …"""
     runs = Path(config.runs)
     if config.resume:
         if not config.name:
             raise UserError("--resume needs the run's --name")
-        return claim_again(config, runs / config.name)
+        return claim_again(config, method, runs / config.name)
     if config.name:
         folder = runs / config.name
         check_writable(folder)
@@ -61,16 +61,27 @@ def claim_name(config: Config, base: str) -> Claim:
 
 def claim_new(folder: Path) -> Claim | None:
     """The claim of a folder that holds nothing yet, or None."""
-    if folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - {".lock"}):
+    if not is_free(folder):
         return None
     claim = files.claim(folder)
-    if claim and set(os.listdir(folder)) != {".lock"}:  # another start was here in between
+    if claim and not is_free(folder):  # another start was here in between
         claim.file.close()
         return None
     return claim
 
 
-def claim_again(config: Config, folder: Path) -> Claim:
+def is_free(folder: Path) -> bool:
+    """Whether nothing lies there. What a start leaves that ended before it began does not count."""
+    try:
+        inside = set(os.listdir(folder))
+    except FileNotFoundError:
+        return True
+    except OSError:  # a file, or not ours to read
+        return False
+    return not [name for name in inside if name != ".lock" and not name.endswith(".part")]
+
+
+def claim_again(config: Config, method: str, folder: Path) -> Claim:
     """The claim of the run that is resumed."""
     if not (folder / "config.json").exists():
         raise UserError(f"nothing to resume: there is no run at {folder}")
@@ -85,11 +96,25 @@ def claim_again(config: Config, folder: Path) -> Claim:
             f"the run at {folder} was started with other settings: {', '.join(changed)}; "
             "resume with the same ones"
         )
+    made_by = method
+    if (folder / "method.json").exists():
+        made_by = files.read_json(folder / "method.json").get("name")
+    if made_by != method:
+        raise UserError(f"{folder} was made by the method {made_by}: resume it with its own file")
+    if (folder / "table.json").exists():
+        raise UserError(f"{folder} is an evaluation, not a run to resume")
     check_writable(folder)
     claim = files.claim(folder)
     if claim is None:
         raise UserError(f"another process works on {folder}; wait until it has ended")
     state = trainer.newest(folder)
+    # The link is made with the first state, and never taken away.
+    if state is None and os.path.lexists(folder / "checkpoint"):
+        claim.file.close()
+        raise UserError(
+            f"{folder} holds results but no whole state to go on from; start a new run with "
+            "another --name"
+        )
     if state and state[0] > config.steps:
         claim.file.close()
         raise UserError(
@@ -101,6 +126,10 @@ def claim_again(config: Config, folder: Path) -> Claim:
 
 def check_writable(folder: Path) -> None:
     """UserError if the folder cannot be made or written."""
-    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"--runs cannot be used ({reason}); choose another folder") from None
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"cannot write to {parent}; choose another folder with --runs")

@@ -13,7 +13,6 @@ Written: runs/NAME/ with predictions.json (HLE's format), table.json, rollouts/ 
 trajectories.html; `ask` writes one page.
 """
 
-import os
 import time
 from pathlib import Path
 
@@ -21,11 +20,12 @@ import trainer
 import view
 from config import Config, UserError, parse, parser, resolve
 from plumbing import files, logbook
-from plumbing.build import build
+from plumbing.build import build, number_from
 from plumbing.metrics import rollout_sums, share
 from plumbing.records import record
 from plumbing.run import Run
 from plumbing.statistics import calibration_error, wilson_interval
+from plumbing.surroundings import fingerprints
 from rollout import Method, Trajectory
 from tasks import grading
 from tasks.judge import Judge
@@ -46,7 +46,7 @@ TRAINING = set(
 
 def main(method: Method, arguments: list[str], **additions) -> int:
     """`eval CKPT [options]` or `ask CKPT "question" [options]`; `additions` are build's."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if number_from("WORLD_SIZE", 1) > 1:
         raise UserError("eval and ask run in one process: start them without torchrun")
     asking = arguments[0] == "ask"
     options = parser(method.config, __doc__)
@@ -83,7 +83,7 @@ def refuse_ignored(given: dict, asking: bool) -> None:
 
 def settings(method: Method, given: dict, asking: bool) -> Config:
     """The checkpoint's own settings (or the paper's limits), then what was given."""
-    model, saved = find_checkpoint(given["checkpoint"])
+    model, saved = find_checkpoint(method, given["checkpoint"])
     if saved is None:
         saved = plain_model_settings(method, given, asking)
     elif not asking:
@@ -127,6 +127,22 @@ def plain_model_settings(method: Method, given: dict, asking: bool) -> dict:
     return saved
 
 
+def refuse_trained_questions(run: Run) -> None:
+    """UserError if a question was among those that the checkpoint was trained on."""
+    made = run_of(Path(run.config.model))
+    if made is None or not (made / "questions.json").exists():
+        return
+    trained = set(files.read_json(made / "questions.json").get("trained", []))
+    asked = fingerprints(run.eval_questions)
+    known = sum(mark in trained for mark in asked)
+    if known:
+        run.claim.release()
+        raise UserError(
+            f"{made} was trained on {known} of these {len(asked)} questions: name others with "
+            "--data, or the file that it was trained with, unchanged, by leaving --data out"
+        )
+
+
 def refuse_training_questions(given: dict, saved: dict) -> None:
     """UserError if a run would be asked what it was trained on.
 
@@ -151,7 +167,7 @@ def refuse_training_questions(given: dict, saved: dict) -> None:
         )
 
 
-def find_checkpoint(name: str) -> tuple[Path | str, dict | None]:
+def find_checkpoint(method: Method, name: str) -> tuple[Path | str, dict | None]:
     """(model folder or hub name, the settings of the run that made it if there is one)."""
     path = Path(name)
     try:
@@ -176,6 +192,9 @@ def find_checkpoint(name: str) -> tuple[Path | str, dict | None]:
     run = run_of(path)
     if run is None:
         return model, None
+    made_by = files.read_json(run / "method.json").get("name")
+    if made_by != method.name:
+        raise UserError(f"{run} was made by the method {made_by}: use that method's own file")
     return model, files.read_json(run / "config.json")
 
 
@@ -192,8 +211,10 @@ def run_of(path: Path) -> Path | None:
 
 def evaluate(method: Method, config: Config, **additions) -> int:
     """Answers every held-out question once; prints and writes table, predictions and page."""
-    base = f"eval-{(run_of(Path(config.model)) or Path(config.model)).name}"
+    made = run_of(Path(config.model)) or Path(config.model)
+    base = f"eval-{made.resolve().name}"
     run = build(method, config, training=False, base=base, **additions)
+    refuse_trained_questions(run)
     confidences = {}
     if config.grader == "judge" and "grade" not in additions:
         run.grade = judge_with_confidence(confidences)
@@ -296,7 +317,7 @@ def row(
         "f1": sum(grading.f1(*gold) for gold in golds) / n,
         "cover": sum(grading.cover_match(*gold) for gold in golds) / n,
         "judge_failures": int(sums["trajectories"] - sums["graded"]),
-        "judge_failure_share": share(sums["trajectories"] - sums["graded"], n),
+        "judge_failure_share": share(sums["trajectories"] - sums["graded"], sums["answered"]),
         "calibration_error": calibration_error(*zip(*sure)) if sure else None,
         "calls": sums["calls"] / n,
         "malformed": share(sums["malformed"], sums["steps"]),
@@ -349,6 +370,10 @@ def ask(method: Method, config: Config, text: str, checkpoint: Path, **additions
     run.grade = lambda question, answer: 0.0  # nobody knows the right answer here
     question = Question("asked", text, (), "asked")
     method.fits(config, run.chat, question)
+    folder = Path(config.runs)
+    if (checkpoint / "rollouts").is_dir():
+        folder = checkpoint
+    files.make_folder(folder)
     (trajectory,) = run.rollouts(
         [(0, question)],
         1,
@@ -359,11 +384,9 @@ def ask(method: Method, config: Config, text: str, checkpoint: Path, **additions
         on_event=say,
     )
     trajectory.reward = None
-    folder = Path(config.runs)
-    if (checkpoint / "rollouts").is_dir():
-        folder = checkpoint
-    folder.mkdir(parents=True, exist_ok=True)
-    page = view.trajectory_page([record(trajectory, run.chat, 0, "eval")], folder / "ask.html")
+    captions = view.Method(method.name, method.roles)
+    line = record(trajectory, run.chat, 0, "eval")
+    page = view.trajectory_page([line], folder / "ask.html", captions)
     say("page", str(page))
     return 0
 

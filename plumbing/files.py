@@ -1,5 +1,6 @@
 """Files that are read record by record and written whole; a folder that a run claims."""
 
+import contextlib
 import fcntl
 import json
 import math
@@ -53,7 +54,7 @@ def read_json(path: Path) -> dict:
 
 def write_whole(path: Path, content: bytes) -> Path:
     """Writes beside the target, to the disk, then renames: nobody ever opens half a file."""
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
             file.write(content)
@@ -75,6 +76,15 @@ def write_json(path: Path, value) -> Path:
     """A JSON file, written whole."""
     text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
     return write_whole(path, text.encode("utf-8", "replace"))
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder with its parents."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"cannot make {folder} ({reason}): name another one with --runs") from None
 
 
 def append_lines(path: Path, records: list[dict]) -> None:
@@ -116,16 +126,16 @@ class Claim:
         """Gives the folder back; folders that were made for it go, if nothing was written."""
         if not set(os.listdir(self.folder)) - {".lock"}:
             (self.folder / ".lock").unlink()
-            for folder in self.made:
-                if not os.listdir(folder):
+            with contextlib.suppress(OSError):  # somebody else is in there already
+                for folder in self.made:
                     folder.rmdir()
         self.file.close()
 
 
 def claim(folder: Path) -> Claim | None:
     """Makes a folder ours; None if another process has it."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "a")
     except OSError as error:
@@ -134,7 +144,11 @@ def claim(folder: Path) -> Claim | None:
         ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Between open and lock another start may have released the folder, and this file with it.
+        ours = os.path.samestat(os.fstat(file.fileno()), os.stat(folder / ".lock"))
     except OSError:
+        ours = False
+    if not ours:
         file.close()
         return None
     return Claim(folder, file, made)

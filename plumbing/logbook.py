@@ -14,6 +14,7 @@ import view
 from config import UserError
 from plumbing import files
 from plumbing.run import Run
+from plumbing.surroundings import Questions
 
 
 def open_folder(run: Run) -> int:
@@ -31,10 +32,14 @@ def open_folder(run: Run) -> int:
 
 def settings(run: Run) -> None:
     """Writes the run's options, and how its roles are called."""
-    (run.folder / "rollouts").mkdir(parents=True, exist_ok=True)
     files.write_json(run.folder / "config.json", dataclasses.asdict(run.config))
+    files.make_folder(run.folder / "rollouts")
     method = {"name": run.method.name, "roles": run.method.roles}
     files.write_json(run.folder / "method.json", method)
+    if isinstance(run.question, Questions):
+        files.write_json(
+            run.folder / "questions.json", run.question.fingerprints(run.eval_questions)
+        )
 
 
 def take_back(run: Run, first: int) -> None:
@@ -45,7 +50,9 @@ def take_back(run: Run, first: int) -> None:
     files.write_whole(path, "".join(kept).encode())
     for file in (run.folder / "rollouts").glob("step_*.jsonl"):
         number = file.stem.removeprefix("step_")
-        if number.isdecimal() and int(number) >= first:
+        # The last evaluation of a run that goes on stays, unless it will be made again.
+        final = number == str(first) and first % run.config.eval_every
+        if number.isdecimal() and int(number) >= first and not final:
             file.unlink()
 
 
@@ -68,12 +75,9 @@ def report(run: Run, bar: tqdm, metrics: dict) -> None:
     """One line a step, or the end of the progress bar."""
     if run.rank:
         return
-    entropies = []
-    for role in run.method.roles:
-        entropy = metrics[f"{role}_entropy"]
-        entropies.append("-" if entropy is None else f"{entropy:.2f}")
+    entropies = [shown(metrics[f"{role}_entropy"], 2) for role in run.method.roles]
     line = (
-        f"reward {metrics['reward']:.3f}  calls {metrics['calls_per_question']:.2f}  "
+        f"reward {shown(metrics['reward'], 3)}  calls {metrics['calls_per_question']:.2f}  "
         f"malformed {metrics['malformed_share']:.3f}  entropy {'/'.join(entropies)}  "
         f"{metrics['seconds_rollout']:.1f}+{metrics['seconds_train']:.1f} s"
     )
@@ -83,6 +87,11 @@ def report(run: Run, bar: tqdm, metrics: dict) -> None:
         print(f"step {metrics['step']}/{run.config.steps}  {line}", flush=True)
     else:
         bar.set_postfix_str(line)
+
+
+def shown(value: float | None, digits: int) -> str:
+    """A number, or a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def report_scores(run: Run, scores: dict) -> None:

@@ -29,13 +29,14 @@ def share(part: float, whole: float) -> float:
 def rollout_sums(trajectories: list[Trajectory], roles: Iterable[str]) -> dict[str, float]:
     """What a batch of trajectories adds up to, over all ranks."""
     names = "trajectories graded reward steps calls demanded malformed empty failed cut"
-    names = [*names.split(), "groups", "flat"]
+    names = [*names.split(), "answered", "groups", "flat"]
     names += [f"{role}_{what}" for role in roles for what in ("samples", "tokens")]
     sums = Counter(dict.fromkeys(names, 0))
     rewards: dict[int, set[float]] = {}  # question -> the rewards of its attempts
     for trajectory in trajectories:
         sums["trajectories"] += 1
         sums["demanded"] += trajectory.ended != "answer"
+        sums["answered"] += trajectory.answer is not None
         if trajectory.reward is not None:
             sums["graded"] += 1
             sums["reward"] += trajectory.reward
@@ -60,14 +61,14 @@ def rollout_metrics(trajectories: list[Trajectory], roles: Iterable[str], second
     """The step's line in metrics.jsonl, as far as the rollouts tell."""
     s = rollout_sums(trajectories, roles)
     metrics = {
-        "reward": share(s["reward"], s["graded"]),
+        "reward": s["reward"] / s["graded"] if s["graded"] else None,
         "calls_per_question": share(s["calls"], s["trajectories"]),
         "malformed_share": share(s["malformed"], s["steps"]),
         "tool_error_share": share(s["failed"], s["calls"]),
         "empty_share": share(s["empty"], s["calls"]),
         "demanded_share": share(s["demanded"], s["trajectories"]),
         "judge_failures": int(s["trajectories"] - s["graded"]),
-        "judge_failure_share": share(s["trajectories"] - s["graded"], s["trajectories"]),
+        "judge_failure_share": share(s["trajectories"] - s["graded"], s["answered"]),
         "truncated_chunks": int(s["cut"]),
         "zero_variance_share": share(s["flat"], s["groups"]),
         "tokens_per_second": sum(s[f"{role}_tokens"] for role in roles) / seconds,

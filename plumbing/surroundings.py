@@ -4,6 +4,7 @@ It chooses between the toy and the real world; build.py does so for the model.
 """
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from rollout import Method
 from tasks import questions
 from tasks.chat import ChatFormat
 from tasks.format import Format
-from tasks.questions import Question
+from tasks.questions import Question, same_question
 from tools import KNOWN, Tool, python, search
 from toy import language, world
 
@@ -31,6 +32,16 @@ class Questions:
     def __call__(self, i: int) -> Question:
         epoch, place = divmod(i, len(self.loaded))
         return self.loaded[epoch_order(len(self.loaded), self.seed, epoch)[place]]
+
+    def fingerprints(self, held_out: list[Question]) -> dict[str, list[str]]:
+        """What a run's questions.json holds, so that nobody is asked what it was trained on."""
+        return {"trained": fingerprints(self.loaded), "held_out": fingerprints(held_out)}
+
+
+def fingerprints(questions: list[Question]) -> list[str]:
+    """A short hash of each question's text, as tasks.questions compares texts."""
+    texts = [same_question(question.text) for question in questions]
+    return [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts]
 
 
 @functools.lru_cache(maxsize=2)

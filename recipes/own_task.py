@@ -6,6 +6,7 @@ These answers are invented and rarely true in the toy's world, so the reward sta
 your own.
 """
 
+import dataclasses
 import sys
 
 import mars
@@ -15,9 +16,13 @@ from tasks.questions import Question
 
 def question(i: int) -> Question:
     """The i-th of an endless stream: called with 0, 1, 2, …"""
-    return Question(
-        f"sum-{i}", f"how old was ada baker in {1970 + i % 25} ?", (str(i % 25),), "own"
-    )
+    return about(1970 + i % 25)
+
+
+def about(year: int) -> Question:
+    """How old somebody was in a year."""
+    text = f"how old was ada baker in {year} ?"
+    return Question(f"year-{year}", text, (str(year - 1970),), "own")
 
 
 def grade(question: Question, answer: str) -> float:
@@ -26,6 +31,8 @@ def grade(question: Question, answer: str) -> float:
 
 
 if __name__ == "__main__":
-    held_out = [question(i) for i in range(1000, 1020)]
+    held_out = [about(year) for year in range(1995, 2010)]  # years that nobody is trained on
     task = {"question": question, "eval_questions": held_out, "grade": grade}
-    sys.exit(train.main(mars.METHOD, sys.argv[1:], __doc__, **task))
+    # A name of its own, so that nobody goes on with such a run on other questions.
+    method = dataclasses.replace(mars.METHOD, name="own-task")
+    sys.exit(train.main(method, sys.argv[1:], __doc__, **task))

@@ -24,6 +24,7 @@ Tests: pytest tests/test_chat.py
 
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -147,9 +148,7 @@ def is_text(value) -> bool:
 # A line before each document of a chunk, and one after the last. No document can write them.
 DOCUMENT = "[document]"
 END = "[end of the documents]"
-FORGED = re.compile(
-    r"^(\W*)\[(?=\s*(?:document|end of the documents)\b)", re.MULTILINE | re.IGNORECASE
-)
+FORGED = re.compile(r"\W*\[\s*(document|end\s+of\s+the\s+documents)\b", re.IGNORECASE)
 
 # Contents of probe messages. They are cut out of the rendered template again.
 QUESTION, STEP_A, RESULT_A, STEP_B, RESULT_B = (f"slot-{n}-of-the-template" for n in range(1, 6))
@@ -419,7 +418,7 @@ class ChatFormat:
             header = f"{header} ({document.url})"
         header = " ".join(header.split())
         lines = document.text.strip().splitlines()  # at every kind of line break
-        text = FORGED.sub(r"\1(", "\n".join(lines))
+        text = "\n".join(defused(line) for line in lines)
         return self.encode(f"{header}\n{text}\n\n")
 
     def note(self, tokens: list[int]) -> list[int]:
@@ -445,3 +444,10 @@ def slots(user: str) -> list[str]:
 def bare(piece: str) -> str:
     """A piece of a template without the opening of a thought at its end."""
     return PREFILL.sub("", piece)
+
+
+def defused(line: str) -> str:
+    """A document's line without a mark of ours, also one that a tokenizer would make of it."""
+    if not FORGED.match(unicodedata.normalize("NFKC", line)):
+        return line
+    return line.replace("[", "(", 1).replace("［", "(", 1)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from config import UserError
 from tasks.questions import Question
 from tools import ToolError
-from tools.web import Client
+from tools.web import Client, hide
 
 # ------------------------------------------------------------------------------------ the question
 
@@ -311,7 +311,9 @@ class Judge:
             # A yes in a reply that was cut may be the last line of an unfinished quotation.
             if verdict.correct is False or (verdict.correct and whole):
                 return verdict
-        raise ToolError(f"judge's reply could not be read: {one_line(reply) or '(empty)'}")
+        raise ToolError(
+            f"judge's reply could not be read: {one_line(hide(reply, [self.key])) or '(empty)'}"
+        )
 
     def ask(self, prompt: str, attempt: int) -> tuple[str, bool]:
         """(the reply, whether it ended by itself). A further attempt draws another reply."""

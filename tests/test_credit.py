@@ -162,3 +162,7 @@ def test_a_question_that_comes_twice_in_a_step_is_drawn_anew():
     )
     ids = [question.id for _, question in train.questions_of(run, 0)]
     assert ids == ["q0", "q1", "q2", "q3", "q0#2", "q1#2"]
+    run.question = lambda i: Question(["a", "a", "a#2", "a"][i % 4], "?", ("x",), "own")
+    run.config.questions = 4
+    ids = [question.id for _, question in train.questions_of(run, 0)]
+    assert len(set(ids)) == 4 and ids[2] == "a#2"

@@ -630,7 +630,13 @@ def test_ones_own_questions_and_documents(trained, base):
     for more in (["--eval_questions", 7], ["--eval_questions", 3], ["--seed", 1]):
         refused = mars("eval", "runs/own", *more, cwd=folder)
         assert refused.returncode == 2 and "trained on" in refused.stderr, more
-    assert mars("eval", "runs/own", "--data", "own.jsonl", cwd=folder).returncode == 0
+    refused = mars("eval", "runs/own", "--data", "own.jsonl", cwd=folder)
+    assert refused.returncode == 2 and "was trained on 6 of these 12" in refused.stderr
+    lines = (folder / "own.jsonl").read_text().split("\n")
+    (folder / "own.jsonl").write_text("\n".join(reversed(lines)))  # another draw from the same
+    refused = mars("eval", "runs/own", cwd=folder)
+    assert refused.returncode == 2 and "was trained on" in refused.stderr
+    assert not (folder / "runs" / "eval-own-2").exists()
 
 
 def test_a_chat_model_trains_answers_and_is_evaluated(tmp_path, monkeypatch, capsys):
@@ -858,3 +864,65 @@ def test_every_option_has_its_reason_behind_it():
 
     names = {field.name for field in dataclasses.fields(program.MarsConfig)}
     assert config.comments(program.MarsConfig).keys() == names
+
+
+def test_a_run_whose_states_are_gone_is_not_begun_anew(trained, base):
+    """Its results would be wiped; another method's run and an evaluation are not resumed either."""
+    folder, _ = trained
+    run = folder / "runs" / "stateless"
+    shutil.copytree(folder / "runs/whole", run, symlinks=True)
+    options = ["--model", base, "--name", "stateless", "--save_every", 2, *SMALL, "--steps", 6]
+    before = (run / "metrics.jsonl").read_bytes()
+    (run / "method.json").write_text(json.dumps({"name": "another", "roles": {}}))
+    done = mars(*options, "--resume", cwd=folder)
+    assert done.returncode == 2 and "method another" in done.stderr
+    done = mars("eval", "runs/stateless", cwd=folder)
+    assert done.returncode == 2 and "method another" in done.stderr
+    (run / "method.json").unlink()
+    shutil.rmtree(run / "state")
+    done = mars(*options, "--resume", cwd=folder)
+    assert done.returncode == 2 and "no whole state" in done.stderr
+    (run / "table.json").write_text("[]")
+    done = mars(*options, "--resume", cwd=folder)
+    assert done.returncode == 2 and "is an evaluation" in done.stderr
+    assert (run / "metrics.jsonl").read_bytes() == before and (run / "rollouts").is_dir()
+
+
+def test_claims_of_one_folder_never_overlap(tmp_path):
+    """Processes claim and release the same folder as fast as they can: one holder at a time."""
+    program = """
+import os, sys, time
+from pathlib import Path
+from plumbing import claims
+folder, log = Path(sys.argv[1]), open(sys.argv[2], "a")
+end = time.monotonic() + 3
+while time.monotonic() < end:
+    claim = claims.claim_new(folder)
+    if claim is None:
+        continue
+    os.write(log.fileno(), b"in\\n")
+    os.write(log.fileno(), b"out\\n")
+    claim.release()
+"""
+    command_line = [sys.executable, "-c", program, tmp_path / "runs" / "x", tmp_path / "log"]
+    children = [subprocess.Popen(command_line, cwd=REPO) for _ in range(3)]
+    assert [child.wait(timeout=60) for child in children] == [0, 0, 0]
+    log = (tmp_path / "log").read_text().split()
+    assert log[::2] == ["in"] * (len(log) // 2) and log[1::2] == ["out"] * (len(log) // 2)
+    assert len(log) > 20
+
+
+def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
+    """Attempts without an answer need no judge: they would hide that it is gone."""
+    from types import SimpleNamespace
+
+    from plumbing.metrics import rollout_metrics
+
+    def attempt(answer, reward):
+        return SimpleNamespace(
+            answer=answer, reward=reward, ended="answer", place=0, contexts=[], turns=[]
+        )
+
+    attempts = [attempt("x", None), attempt(None, 0.0), attempt(None, 0.0), attempt(None, 0.0)]
+    assert rollout_metrics(attempts, [], 1.0)["judge_failure_share"] == 1.0
+    assert rollout_metrics([attempt("x", None)], [], 1.0)["reward"] is None

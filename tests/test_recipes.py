@@ -39,10 +39,10 @@ def test_example(base, tmp_path, name):
     records = [json.loads(line) for line in open(tmp_path / name / "rollouts" / "step_0.jsonl")]
     if name == "own_task":
         assert {r["question_id"] for r in records if r["split"] == "train"} == {
-            "sum-0",
-            "sum-1",
-            "sum-2",
-            "sum-3",
+            "year-1970",
+            "year-1971",
+            "year-1972",
+            "year-1973",
         }
     if name == "own_protocol":
         assert all(len(r["turns"]) == 2 and len(r["turns"][0]["chunks"]) == 1 for r in records)
