@@ -122,7 +122,12 @@ def check_architecture(model, forward) -> None:
     shape = (LONG + SHORT,)
     tokens = torch.randint(forward.vocabulary, shape, generator=generator)
     rows = list(tokens.split([LONG, SHORT]))
-    expected = stock_logits(model, rows)
+    try:
+        expected = stock_logits(model, rows)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise refusal(model, f"it fails on its own ({type(error).__name__})") from error
     try:
         logits, layers_seen = paged_logits(forward, rows)
     except torch.cuda.OutOfMemoryError:
@@ -146,15 +151,17 @@ def stock_logits(model, rows: list[Tensor]) -> Tensor:
     The plainest attention is asked, since a model in training has the trainer's.
     """
     device = next(model.parameters()).device
-    training = model.training
+    training = [(module, module.training) for module in model.modules()]
     implementation = model.config._attn_implementation
     model.eval()
     model.set_attn_implementation("eager")
     try:
-        logits = [model(row[None].to(device), use_cache=False).logits[0] for row in rows]
+        with torch.autocast(device.type, enabled=False):
+            logits = [model(row[None].to(device), use_cache=False).logits[0] for row in rows]
     finally:
         model.set_attn_implementation(implementation)
-        model.train(training)
+        for module, mode in training:
+            module.training = mode
     return torch.cat([row[-STEPS:].float() for row in logits])
 
 
@@ -253,4 +260,6 @@ def relative_error(logits: Tensor, expected: Tensor) -> float:
         return 0.0
     spread = (expected - expected.nanmean(-1, keepdim=True))[finite]
     difference = (logits - expected)[finite]
+    if not difference.any():
+        return 0.0  # a head that begins as zeros has no spread
     return (difference.norm() / spread.norm()).item()

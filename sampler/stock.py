@@ -100,11 +100,16 @@ class StockForward:
         # transformers only logs a warning where a model has an attention of its own.
         if config._attn_implementation != IMPLEMENTATION:
             raise refusal(model, "its attention cannot be replaced")
-        self.layers = config.num_hidden_layers
-        self.heads = config.num_attention_heads
-        self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
-        self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.vocabulary = self.model.get_input_embeddings().num_embeddings
+        try:
+            self.layers = config.num_hidden_layers
+            self.heads = config.num_attention_heads
+            self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
+            self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+            self.vocabulary = self.model.get_input_embeddings().num_embeddings
+        except Exception as error:
+            # Such as a config whose layers have heads of different sizes.
+            reason = f"its config does not tell one shape of all layers ({type(error).__name__})"
+            raise refusal(model, reason) from error
         self.positions = position_limit(model)
         self.dtype = dtype
         self.device = device
