@@ -229,6 +229,11 @@ def check_layers(model, forward, layers_seen: dict[int, int | None]) -> None:
     if set(layers_seen) != set(range(forward.layers)):
         reason = f"{len(layers_seen)} of its {forward.layers} layers use transformers' attention"
         raise refusal(model, reason)
+    for layer, window in sorted(layers_seen.items()):
+        if forward.mask_windows and window not in forward.mask_windows:
+            masks = " or ".join(str(other) for other in forward.mask_windows)
+            reason = f"the window of its layer {layer} is {window}, but {masks} in its mask"
+            raise refusal(model, reason)
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)

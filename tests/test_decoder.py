@@ -66,6 +66,7 @@ EXACT = {
     "Exaone4": WINDOW,
     "Glm4": dict(pad_token_id=0),
     "OPT": dict(ffn_dim=48, word_embed_proj_dim=32, num_key_value_heads=4),
+    "Olmoe": dict(num_experts=4, num_experts_per_tok=2),
 }
 
 # What it would get wrong, with a word of the reason that it must give.
@@ -100,6 +101,28 @@ WRONG = {
             pad_token_id=0,
         ),
         "chunked",
+    ),
+    "Olmoe": (
+        dict(num_experts=4, num_experts_per_tok=2, sliding_window=200),
+        "layer 0 is 200, but None in its mask",
+    ),
+    "Phimoe": (
+        dict(
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=200,
+            use_sliding_window=False,
+        ),
+        "layer 0 is None, but 200 in its mask",
+    ),
+    "Phimoe full": (
+        dict(
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=200,
+            layer_types=["full_attention"] * 2,
+        ),
+        "layer 0 is None, but 200 in its mask",
     ),
     "Qwen2Moe windows": (
         dict(
