@@ -9,7 +9,8 @@ Two kinds of checks, made when a forward is built:
 The probe catches whatever mixes tokens outside attention (convolutions, recurrent states),
 reads a mask that the sampler does not build, or counts positions of its own. It cannot see what
 only begins after its 40 tokens, such as a window of 4,096; so each layer must have passed its
-window on. docs/architectures.md lists what was found exact and what is refused.
+window on, and it must be a window of the model's own masks. docs/architectures.md lists what was
+found exact and what is refused.
 
 Tests: pytest tests/test_decoder.py
 """

@@ -1038,6 +1038,20 @@ def test_nan_ends_one_request_and_no_other(options):
     assert nothing_leaked(sampler)
 
 
+@pytest.mark.parametrize("kind", ["qwen3 grouped tied", "qwen2 windows"])
+def test_what_a_page_held_before_reaches_nobody(kind):
+    """A row that is closed while it prefills may leave NaN behind."""
+    prompts = prompts_of()
+    expected = make(kind).generate(prompts, max_new_tokens=8, seed=3)
+    sampler = make(kind, prefill_chunk=5)
+    sampler.pool.fill_(math.nan)
+    for completion, other in zip(
+        sampler.generate(prompts, max_new_tokens=8, seed=3), expected, strict=True
+    ):
+        assert completion.tokens == other.tokens
+        assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
 def test_idle_conversations_give_way_to_those_that_run():
     """A pool full of talks that wait for their tools does not make new requests run in a row."""
     kind = "llama grouped"
