@@ -1,5 +1,4 @@
-"""Runs many episodes at once: what they ask of a sampler shares one running batch, their tools
-run in threads.
+"""Runs many episodes at once: one running batch in the sampler, tools in threads.
 
 An episode is a coroutine. When every episode waits, the event loop would sleep; at that moment,
 and only then, `Driver` decodes one token for each open request. So no episode is ever late for
@@ -15,20 +14,22 @@ import selectors
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
-from sampler import Completion, Conversation, Sampler
+from sampler import Completion, Conversation, Request, Sampler
 from tools import ToolError
 
 
 class ToolCall:
-    """A function that runs in a daemon thread of its own, and the future that waits for its
-    outcome.
+    """A function in a daemon thread of its own, and the future that waits for its outcome.
 
     A thread that never returns is given up at its deadline. It cannot keep the process from ending.
     """
 
     def __init__(self, function: Callable, seconds: float, future: asyncio.Future):
+        if not seconds > 0:
+            raise ValueError(f"a call needs a time limit above 0 seconds, not {seconds}")
         self.function = function
         self.seconds = seconds
         self.future = future
@@ -45,7 +46,7 @@ class ToolCall:
                 outcome = (None, error)
             except BaseException as error:
                 outcome = (None, RuntimeError(f"a tool raised {error!r}"))
-            if self.outcome is None:
+            if not self.over():  # past the deadline it stays a failure
                 self.outcome = outcome
             finished.put(self)
 
@@ -91,25 +92,46 @@ class IdleSelector(selectors.DefaultSelector):
         return super().select(0)
 
 
-class Driver:
-    """Runs episodes over samplers: all open requests share a running batch, and tools run in
-    threads.
+@dataclass
+class Waiting:
+    """An open request and the episode that waits for it."""
 
-    When every episode waits, the driver decodes one token for each open request.
-    `deterministic`: a tool's result is handed over only when nothing is left to decode and
-    every tool has returned. So the batches, and with them the last bits of every log-prob, do
-    not depend on how long a tool took. Without it a result is handed over at once, and waiting
-    for tools costs nothing.
+    sampler: Sampler
+    conversation: Conversation
+    request: Request
+    future: asyncio.Future
+
+    def answer(self) -> None:
+        """Wakes the episode, if it still waits."""
+        if self.future.done():  # cancelled
+            return
+        if self.request.error:
+            self.future.set_exception(FloatingPointError(self.request.error))
+        else:
+            self.future.set_result(self.request.completion)
+
+
+class Driver:
+    """Runs episodes over samplers: open requests share a running batch, tools run in threads.
+
+    `deterministic`: a tool's result is handed over only when nothing is left to decode and every
+    tool has returned. So the batches, and with them the last bits of every log-prob, do not depend
+    on how long a tool took. Without it a result is handed over at once, and waiting for tools costs
+    nothing.
     """
 
     def __init__(self, samplers: list[Sampler], *, deterministic: bool, max_calls: int = 32):
+        if max_calls < 1:
+            raise ValueError(f"max_calls must be at least 1, got {max_calls}")
         self.samplers = samplers
         self.deterministic = deterministic
         self.max_calls = max_calls
+        self.active = False
         self._clear()
 
     def _clear(self) -> None:
-        self.requests: dict[int, asyncio.Future] = {}  # id of an open request -> who waits for it
+        self.ending = False
+        self.waiting: dict[int, Waiting] = {}  # by the id of the request
         self.queued: collections.deque[ToolCall] = collections.deque()
         self.running: list[ToolCall] = []
         self.finished: queue.SimpleQueue[ToolCall] = queue.SimpleQueue()
@@ -118,19 +140,24 @@ class Driver:
         self, sampler: Sampler, conversation: Conversation, tokens: list[int], **options
     ) -> Completion:
         """Appends `tokens` to the conversation and samples; see Sampler.submit."""
-        future = asyncio.get_running_loop().create_future()
+        if sampler not in self.samplers:
+            raise ValueError("this sampler is not one of the driver's")
+        future = self._new_future()
         request = sampler.submit(conversation, tokens, **options)
-        self.requests[id(request)] = future
+        self.waiting[id(request)] = Waiting(sampler, conversation, request, future)
         return await future
 
     async def call(self, function: Callable[[], Any], seconds: float) -> Any:
-        """The result of a blocking function of the outside world; ToolError after `seconds`
-        seconds.
-        """
-        future = asyncio.get_running_loop().create_future()
+        """The result of a blocking function of the outside world; ToolError after `seconds`."""
+        future = self._new_future()
         self.queued.append(ToolCall(function, seconds, future))
         self._start_calls()
         return await future
+
+    def _new_future(self) -> asyncio.Future:
+        if self.ending:
+            raise asyncio.CancelledError("the run is ending: nobody would answer")
+        return asyncio.get_running_loop().create_future()
 
     def run(
         self, episodes: list[Coroutine], on_progress: Callable[[int], None] | None = None
@@ -139,28 +166,28 @@ class Driver:
 
         An error in one episode ends all. `on_progress` is told how many are done.
         """
+        if self.active:
+            raise RuntimeError("the driver runs already: an episode cannot run others")
         tasks: list[asyncio.Task] = []
-        ending = False
 
         def on_idle() -> None:
-            nonlocal ending
-            if ending:
+            if self.ending:
+                self._give_up()
                 return
             try:
                 self._advance()
             except BaseException:
-                ending = True
+                self.ending = True
                 raise
             if on_progress:
                 on_progress(sum(task.done() for task in tasks))
 
         async def play_all() -> list:
-            nonlocal ending
             tasks.extend(asyncio.ensure_future(episode) for episode in episodes)
             try:
                 return await asyncio.gather(*tasks)
             finally:
-                ending = True
+                self.ending = True
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -168,14 +195,17 @@ class Driver:
         def new_loop() -> asyncio.AbstractEventLoop:
             return asyncio.SelectorEventLoop(IdleSelector(on_idle))
 
+        self.active = True
         try:
             with asyncio.Runner(loop_factory=new_loop) as runner:
                 return runner.run(play_all())
         finally:
-            ending = True
             for episode in episodes:
                 episode.close()
+            for open_request in self.waiting.values():
+                open_request.sampler.close(open_request.conversation)
             self._clear()
+            self.active = False
 
     def _advance(self) -> None:
         """Every episode waits: decode one token for each open request, or wait for the tools."""
@@ -185,10 +215,14 @@ class Driver:
                 self._answer(request)
         if self.deterministic and busy:
             return
+        if not busy and not self.running and not self.queued:
+            self._answer_closed()
+            return
         if self.running and not busy:
             self._wait_for_calls()
-        pending = self.queued or not all(call.over() for call in self.running)
-        if self.deterministic and pending:
+        # Deterministic: results are handed over only when no call is under way any more.
+        under_way = self.queued or not all(call.over() for call in self.running)
+        if self.deterministic and under_way:
             return
         for call in self.running:
             if call.over():
@@ -196,15 +230,26 @@ class Driver:
         self.running = [call for call in self.running if not call.future.done()]
         self._start_calls()
 
-    def _answer(self, request) -> None:
-        """Wakes the episode that waits for a finished request."""
-        future = self.requests.pop(id(request))
-        if future.done():  # cancelled
-            return
-        if request.error:
-            future.set_exception(FloatingPointError(request.error))
-        else:
-            future.set_result(request.completion)
+    def _answer(self, request: Request) -> None:
+        """Wakes the episode that waits for a finished request, if one of ours does."""
+        waiting = self.waiting.pop(id(request), None)
+        if waiting:
+            waiting.answer()
+
+    def _answer_closed(self) -> None:
+        """Nothing is under way: only requests whose conversation was closed can still end."""
+        closed = [waiting.request for waiting in self.waiting.values() if waiting.request.done]
+        if not closed:
+            raise RuntimeError("every episode waits, and nothing is under way that could wake one")
+        for request in closed:
+            self._answer(request)
+
+    def _give_up(self) -> None:
+        """The run ends: whoever still waits is told that nothing will come."""
+        futures = [waiting.future for waiting in self.waiting.values()]
+        futures += [call.future for call in (*self.queued, *self.running)]
+        for future in futures:
+            future.cancel()
 
     def _start_calls(self) -> None:
         """Starts queued calls. Those that were given up at their deadline no longer count."""
@@ -216,15 +261,12 @@ class Driver:
             under_way += 1
 
     def _wait_for_calls(self) -> None:
-        """Waits until a call has returned or a moment has passed, so that Ctrl-C is heard in
-        time.
-        """
+        """Waits for a call to return, at most a moment, so that Ctrl-C is heard in time."""
         if any(call.over() for call in self.running) and not self.deterministic:
             return
         try:
             self.finished.get(timeout=0.1)
         except queue.Empty:
             pass
-        # A queue of more than `max_calls` calls goes on while the first ones wait to be handed
-        # over.
+        # Later calls of a long queue start while the first ones wait to be handed over.
         self._start_calls()

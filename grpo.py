@@ -125,7 +125,8 @@ def grpo_loss(
     if ref_logprob is not None:
         d = torch.where(live, ref_logprob, 0.0) - logprob
         kl = torch.expm1(d) - d
-        loss = loss + kl_beta * kl
+        if kl_beta:  # else a hopeless reference would make 0 · inf
+            loss = loss + kl_beta * kl
     with torch.no_grad():
         tokens = live.sum().clamp(min=1)
         stats = {

@@ -26,9 +26,10 @@ __all__ = ["Method", "curves", "page", "plain", "read_method", "trajectory_page"
 
 
 def read_method(run: Path) -> Method:
-    """The method of a run, from its method.json: {"name": …, "roles": {role: what it is called}}.
+    """The method of a run, from its method.json: {"name": …, "roles": {role: its caption}}.
 
-    A run without the file is one of MARS. A damaged file is told on stderr and taken for MARS's.
+    A run without the file is one of MARS. A damaged file is reported on standard error, and the
+    roles are called as MARS's are.
     """
     path = Path(run) / "method.json"
     if not path.exists():

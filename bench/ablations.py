@@ -429,8 +429,11 @@ def report(rows: list[dict], steps: int) -> str:
 
 
 def plot(rows: list[dict], path: Path) -> Path:
-    """One panel a question: mean held-out accuracy at temperature 1, a band from the worst seed
-    to the best, and at the right edge the greedy accuracy at the end."""
+    """One panel a question, of held-out accuracy over the steps.
+
+    A line is the mean at temperature 1, with a band from the worst seed to the best. The diamond at
+    the right edge is the greedy accuracy at the end.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to load
     from matplotlib.figure import Figure
 

@@ -1,5 +1,4 @@
-"""First-fit decreasing: seconds for n items, tournament tree against the textbook's scan of all
-bins.
+"""Seconds of first-fit decreasing: our tournament tree beside the textbook's scan of all bins.
 
 python -m bench.binpack            writes bench/results/binpack.json
 """

@@ -55,8 +55,9 @@ def children(pid: int) -> list[int]:
 
 
 def look(pid: int, temporary: Path) -> dict | None:
-    """What a process holds: resident MiB now and at most, open files, threads, children,
-    temporary files. None when it has ended.
+    """What a process holds: memory, open files, threads, children, temporary files.
+
+    Memory is in MiB, resident now and at most. None when the process has ended.
     """
     try:
         status = {}

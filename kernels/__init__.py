@@ -30,7 +30,7 @@ __all__ = [
 
 
 def __getattr__(name):
-    """Says what to do where transformers, seeing the hub's package installed, asks ours for it."""
+    """Says what to do when transformers takes this folder for the hub's package."""
     if name.startswith("_"):
         raise AttributeError(f"module 'kernels' has no attribute {name!r}")
     raise ImportError(

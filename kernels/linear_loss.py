@@ -20,9 +20,9 @@ the logits or make them a second time: a fourth product.
 Precision. Logits leave the tensor cores as fp32: rounded to bf16 they would put an error of 1e-2 on
 a log-prob, enough to flip clip decisions. dz is rounded to hidden's type, as the products need it;
 ∂L/∂W is summed over chunks in fp32.
-Memory. One chunk's logits in fp32 (dz takes their place) and ∂L/∂W in fp32; beside ∂L/∂h and a few
-numbers per token nothing grows with N.
-Reproducible bit by bit: a row belongs to one program, nothing is added atomically.
+Memory. One chunk's logits in fp32 (dz takes their place) and ∂L/∂W in fp32 are held. Only ∂L/∂h and
+a few numbers per token grow with N.
+Reproducible bit by bit: a row belongs to one program, and nothing is added atomically.
 
 The Triton form is two kernels around the loss, one program per row, one sweep over the vocabulary
 each: `stats_kernel` gives log-prob, entropy and lse, `gradient_kernel` dz. The products are cuBLAS.
@@ -40,13 +40,14 @@ import torch
 import grpo
 from kernels.backend import check_clip, jit, misfit, tl, triton, use_triton
 
-# Tokens per chunk. Each chunk but the first reads and writes the whole fp32 ∂L/∂W (2.5 GB at
-# V = 152k, D = 4k: by arithmetic 1.2 ms on an H200, beside 17 ms of products for 3,584 tokens), so
-# few chunks; but chunk and ∂L/∂W together should stay under 5 GB. On CPU a chunk's logits should
-# stay in the cache (and below malloc's limit for fresh pages), again not too few tokens.
+# Tokens per chunk on CUDA. Each chunk but the first reads and writes the whole fp32 ∂L/∂W (2.5 GB
+# at V = 152k, D = 4k: by arithmetic 1.2 ms on an H200, beside 17 ms of products for 3,584 tokens).
+# So there should be few chunks, but chunk and ∂L/∂W together should stay under 5 GB.
 CHUNK_TOKENS_CUDA = 3584
-CHUNK_TOKENS_CPU = 128  # at least, and as many as have this many bytes of logits:
+# On a CPU a chunk's logits should stay in the cache, and below malloc's limit for fresh pages. So a
+# chunk has as many tokens as make this many bytes of logits, but at least CHUNK_TOKENS_CPU.
 CHUNK_BYTES_CPU = 16 << 20
+CHUNK_TOKENS_CPU = 128
 CUDA_TILE = 128  # rows of a tile of the products
 STATS_CONFIG = {"BLOCK": 4096, "num_warps": 16}
 GRADIENT_CONFIG = {"BLOCK": 4096, "num_warps": 8}

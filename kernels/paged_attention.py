@@ -13,8 +13,8 @@ keep the memory busy:
 
       top = max_s m_s ,   out = Σ_s exp(m_s − top)·acc_s / Σ_s exp(m_s − top)·l_s
 
-* packed query heads: the query heads that share one key head are the rows of one matrix product, so
-  a key is read once.
+* packed query heads: the query heads that share one key head are the rows of one matrix product.
+  So a key is read once.
 * double buffers: while one block of keys and values is multiplied, the next one is on its way.
 * whole waves: the number of pieces is chosen so that the last wave of programs fills the GPU too.
 * nothing depends on a value on the GPU: the launch follows from shapes alone, so a CUDA graph can

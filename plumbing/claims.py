@@ -1,4 +1,4 @@
-"""A run's folder belongs to one process from the moment in which that process looks for it."""
+"""Who owns a run's folder: one process, from the moment in which that process looks for it."""
 
 import os
 from pathlib import Path
@@ -14,15 +14,15 @@ from plumbing.files import Claim
 def claim_folder(config: Config, rank: int, base: str) -> tuple[Path, Claim | None]:
     """runs/NAME/, ours from this moment on, and the claim that holds it; rank 0 claims it for all.
 
-    Without --name it is called after `base`. UserError if it is somebody else's, if it exists
-    without --resume or the other way round, or if settings differ.
+    Without --name it is called after `base`. UserError if another process has it, if it exists and
+    --resume was not given, if it does not exist and --resume was given, or if settings differ.
     """
-    claimed = [None, ""]
+    claimed = [None, None]  # the name, or what is wrong
     claim = None
     if rank == 0:
         try:
             claim = claim_name(config, base)
-            claimed = [config.name, ""]
+            claimed = [config.name, None]
         except UserError as error:
             claimed = [None, str(error)]
     if dist.is_initialized():
@@ -93,8 +93,8 @@ def claim_again(config: Config, folder: Path) -> Claim:
     if state and state[0] > config.steps:
         claim.file.close()
         raise UserError(
-            f"the run at {folder} has done {state[0]} steps already; give --steps {state[0]} or "
-            "more"
+            f"the run at {folder} has done {state[0]} steps already; "
+            f"give --steps {state[0]} or more"
         )
     return claim
 

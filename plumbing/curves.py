@@ -24,7 +24,7 @@ BLUE = "#0072b2"
 ORANGE = "#d55e00"
 GREY = "#777777"
 GREEN = "#009e73"
-# What tells the roles of a method apart: the first is the second system in MARS.
+# What tells the roles of a method apart, in their order.
 ROLE_STYLES = [(BLUE, "-"), (ORANGE, "--"), (GREEN, ":"), (GREY, "-.")]
 
 
@@ -59,7 +59,7 @@ HEADLINE = [
 
 
 def diagnostics(roles: dict[str, str]) -> list[Panel]:
-    """The other panels, for a method whose roles are called so."""
+    """The other panels. `roles`: a method's roles and what each is called."""
     return [
         Panel("Tool calls per trajectory", [Line("calls_per_question")]),
         Panel("Tokens per sample", by_role("length", roles)),
@@ -135,7 +135,8 @@ def draw_panel(ax: Axes, panel: Panel, steps: np.ndarray, values: dict[str, np.n
         return
     drawn = [line for line in panel.lines if line.key in values]
     if panel.stacked:
-        lowest, highest = 0.0, draw_stack(ax, drawn, steps, values)
+        lowest = 0.0
+        highest = draw_stack(ax, drawn, steps, values)
     else:
         for line in drawn:
             draw_line(ax, line, steps, values[line.key])

@@ -326,7 +326,7 @@ def table(run: Run, rows: list[dict]) -> str:
         if r["judge_failures"]:
             notes.append(
                 f"{r['set']}: {r['judge_failures']} answers could not be judged, counted as "
-                f"not right"
+                "not right"
             )
         if r["tool_errors"]:
             notes.append(
@@ -335,7 +335,7 @@ def table(run: Run, rows: list[dict]) -> str:
         if r["truncated_chunks"]:
             notes.append(
                 f"{r['set']}: {r['truncated_chunks']} chunks held a document that was cut off "
-                f"at their end"
+                "at their end"
             )
     return "\n".join(lines + notes)
 

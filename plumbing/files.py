@@ -1,6 +1,4 @@
-"""Files that are read record by record and written whole or not at all, and the folder that a
-run claims.
-"""
+"""Files that are read record by record and written whole; a folder that a run claims."""
 
 import fcntl
 import json
@@ -91,7 +89,7 @@ def append_lines(path: Path, records: list[dict]) -> None:
     except OSError as error:
         raise UserError(
             f"cannot write {path} ({error.strerror}): make room or choose another --runs, then "
-            f"--resume"
+            "--resume"
         ) from error
 
 

@@ -1,6 +1,6 @@
-"""What a run writes: its folder, a line a step, records of trajectories, the last words.
+"""What a run writes: its folder's files, a line a step, records of trajectories, a summary.
 
-Rank 0 writes for all.
+Rank 0 writes for all ranks.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def settings(run: Run) -> None:
 
 
 def take_back(run: Run, first: int) -> None:
-    """Takes back what steps have written that will be done again."""
+    """Removes what was written by steps that will be done again."""
     path = run.folder / "metrics.jsonl"
     lines = files.read_lines(path) if path.exists() else []
     kept = [json.dumps(line) + "\n" for line in lines if line.get("step", first) < first]
@@ -50,7 +50,7 @@ def take_back(run: Run, first: int) -> None:
 
 
 def write(run: Run, records: list[dict], metrics: dict | None = None) -> None:
-    """Appends to rollouts/step_N.jsonl, and to metrics.jsonl."""
+    """Appends records to rollouts/step_N.jsonl, and a line of metrics to metrics.jsonl."""
     if run.ranks > 1:
         gathered = [None] * run.ranks if run.rank == 0 else None
         dist.gather_object(records, gathered)
@@ -119,7 +119,7 @@ def summary(run: Run) -> None:
     ends = [line for line in lines if "eval_accuracy" in line]
     names = {"accuracy": f"temperature {run.config.temperature:g}", "greedy": "greedy"}
     if not ends or ends[-1].get("eval_step") != run.config.steps:
-        names = {}  # a damaged metrics.jsonl: nothing is said rather than something wrong
+        names = {}  # metrics.jsonl is damaged: better to say nothing than something wrong
     for name, label in names.items():
         before = ends[0].get(f"eval_{name}_before", ends[0][f"eval_{name}"])
         after = ends[-1][f"eval_{name}"]

@@ -1,6 +1,4 @@
-"""What a batch of trajectories and an update add up to, over all ranks: the numbers of
-metrics.jsonl.
-"""
+"""What trajectories and updates add up to, over all ranks: the numbers of metrics.jsonl."""
 
 from collections import Counter
 from collections.abc import Iterable

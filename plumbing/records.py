@@ -1,6 +1,4 @@
-"""A trajectory as one JSON line of rollouts/step_N.jsonl: every message, call, document, note
-and reward.
-"""
+"""A trajectory as one JSON line of rollouts/step_N.jsonl."""
 
 from rollout import Context, Sample, Trajectory, Turn
 from tasks.format import Format
@@ -53,9 +51,7 @@ def turn_record(turn: Turn, chat: Format) -> dict:
 
 
 def reader_record(reader: Context, chat: Format) -> dict:
-    """A context that a turn opened: what it was given, what it wrote, and its own turns if it
-    had any.
-    """
+    """A context that a turn opened: what it was given and wrote, and its turns if any."""
     sample = reader.sample
     prompt = sample.mask.index(True)
     made = {

@@ -37,13 +37,15 @@ class Run:
     grade: Callable[[Question, str], float]
     tools: list[Tool]
     eval_tools: list[Tool]  # the toy's held-out world has a corpus of its own
-    question: Callable[[int], Question] | None  # the i-th, without end; None unless training
+    # The i-th training question, for every i; None unless training.
+    question: Callable[[int], Question] | None
     eval_questions: list[Question]
-    policy: torch.nn.Module | None = None  # these three only in training
+    # These three are there in training only; the reference only if there is a KL term.
+    policy: torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
     reference: torch.nn.Module | None = None
     skipped: int = 0  # updates in a row without a finite gradient
-    claim: Claim | None = None  # of the folder, held to the end
+    claim: Claim | None = None  # keeps other processes out of the folder, to the end
 
     def rollouts(
         self,
@@ -81,7 +83,7 @@ class Run:
             return self.driver.run(episodes, self.show_progress(bar))
 
     def show_progress(self, bar: tqdm) -> Callable[[int], None]:
-        """What tells a progress bar how many episodes are done, and what the sampler does."""
+        """A function that shows on the bar how many episodes are done and what the sampler does."""
         stats = self.sampler.stats
         start = time.perf_counter()
         before = stats["decoded_tokens"]

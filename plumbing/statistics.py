@@ -1,4 +1,4 @@
-"""Statistics of an evaluation: how sure is an accuracy, and how honest are stated confidences.
+"""Statistics of an evaluation: how sure an accuracy is, and how honest stated confidences are.
 
 Test: pytest tests/test_statistics.py
 """

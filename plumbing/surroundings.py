@@ -1,6 +1,6 @@
 """What the options name in the world outside: tools, questions, and how the roles speak.
 
-The only file, beside build.py's base model, that knows both the toy and the real world.
+It chooses between the toy and the real world; build.py does so for the model.
 """
 
 import functools
@@ -13,9 +13,10 @@ from transformers import AutoTokenizer
 
 from config import Config, UserError
 from rollout import Method
+from tasks import questions
 from tasks.chat import ChatFormat
 from tasks.format import Format
-from tasks.questions import Question, load_questions, split
+from tasks.questions import Question
 from tools import KNOWN, Tool, python, search
 from toy import language, world
 
@@ -56,14 +57,14 @@ def make_format(method: Method, config: Config, tokenizer, tools: list[Tool]) ->
 
 
 def usable_tools(config: Config, rank: int, more_tools: Sequence[Tool] = ()) -> list[str]:
-    """The names of --tools.
+    """The names of --tools that are not among `more_tools`; UserError for one that nobody knows.
 
     Where Python can't be jailed the toy goes on without it; a real run is refused.
     """
     added = [tool.name for tool in more_tools]
     names = list(dict.fromkeys(name for name in config.tools.split(",") if name))
-    listed = getattr(config, "distill", "").split(",")
-    for option, given in (("tools", names), ("distill", listed)):
+    distilled = getattr(config, "distill", "").split(",")
+    for option, given in (("tools", names), ("distill", distilled)):
         known = [*KNOWN, *added]
         unknown = [name for name in given if name and name not in known]
         if unknown:
@@ -95,7 +96,7 @@ def make_tools(config: Config, split: str, names: list[str]) -> list[Tool]:
 
 
 def make_call(config: Config, split: str, name: str) -> Callable:
-    """The function behind a tool."""
+    """The function behind a tool. `split`: whose world the toy's search knows."""
     if name == "python":
         return python.tool
     if searches_toy(config):
@@ -123,8 +124,8 @@ def training_and_held_out(
     Without training there are only the held-out ones.
     """
     if config.data == "toy":
-        # --tools takes tools away, not questions: so an arm shows what it loses.
-        # Without a jail both go.
+        # --tools takes tools away and leaves the questions, so an arm shows what it loses. Where
+        # Python cannot be jailed, its questions go as well.
         kinds = world.TOOLS
         if "python" not in names and python.available() is not None:
             kinds = ("search", "scholar")
@@ -139,8 +140,10 @@ def training_and_held_out(
     limit = config.eval_questions or None
     if not training:
         source = config.eval_data or config.data
-        return None, load_questions(source, limit=limit, seed=config.seed)
-    loaded, held_out = split(config.data, config.eval_data, held_out=limit, seed=config.seed)
+        return None, questions.load_questions(source, limit=limit, seed=config.seed)
+    loaded, held_out = questions.split(
+        config.data, config.eval_data, held_out=limit, seed=config.seed
+    )
     if len(loaded) < config.questions:
         raise UserError(
             f"{config.data} leaves {len(loaded)} training questions, fewer than --questions "

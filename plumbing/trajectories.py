@@ -319,8 +319,7 @@ def raw_document(document: dict, detail: Detail) -> str:
 def inner_context(
     chunk: dict, index: int, documents: list[dict], learns: bool, layout: Layout, depth: int
 ) -> str:
-    """What a context below the trajectory was given, what it made of that, and whether balancing
-    let it into the training batch."""
+    """A context below the trajectory: what it was given, what it wrote, how often it was drawn."""
     detail = layout.detail
     drawn = quantity(chunk, "drawn")
     fate = ""
@@ -363,9 +362,11 @@ def chunk_bar(chunk: dict, documents: list[dict]) -> str:
     ]
     words = " + ".join(names) or "documents unknown"
     if chunk.get("truncated"):
-        # The document was longer than the chunk, so it fills what was used of it.
         words += ", ✂ cut to fit"
-        held, lengths = held[:1], [used][: len(held)]
+        if held:
+            # The document was longer than the chunk, so it fills all that was used.
+            held = held[:1]
+            lengths = [used]
     whole = max(1.0, capacity, sum(lengths))
     blocks = ""
     for i, length in zip(held, lengths, strict=True):
@@ -378,7 +379,7 @@ def chunk_bar(chunk: dict, documents: list[dict]) -> str:
 
 
 def card(record: dict, layout: Layout, *, opened: bool, told: bool = True) -> str:
-    """One trajectory, foldable. Untold it is its head alone, which is enough to compare it."""
+    """One trajectory, foldable. Unless `told` it is its head alone, enough to compare it."""
     turns = entries(record, "turns")
     learns = bool(record.get("trained"))
     tools = Counter()
@@ -537,7 +538,7 @@ def render(title: str, sections: list[tuple[str, list]], method: Method = MARS) 
     """The whole page. Texts get shorter until it fits MAX_BYTES, then questions are left out."""
     for detail in DETAILS:
         parts, left = fill(sections, Layout(detail, method))
-        if not left:
+        if left == 0:
             break
     if left:
         parts.append(dim(f"{count(left, 'question')} left out, to keep this page small."))

@@ -1,4 +1,7 @@
-"""Sampling with a paged KV cache: engine.py, then scheduler.py, pages.py, draws.py, forward.py."""
+"""Sampling with a paged KV cache.
+
+Read engine.py first, then scheduler.py, pages.py, draws.py and forward.py.
+"""
 
 from sampler.draws import greedy, hashed, sample_token, uniform
 from sampler.engine import Sampler

@@ -3,14 +3,14 @@
 Two kinds of checks, made when a forward is built:
 
     check_config         what a config says outright: kinds of layers and of rotations
-    check_architecture   a probe: random tokens through the given model and through `fill` and
-    `decode`
+    check_architecture   a probe: random tokens through the given model, and the same tokens
+                         through `fill` and `decode`
 
 The probe catches whatever mixes tokens outside attention (convolutions, recurrent states),
 reads a mask that the sampler does not build, or counts positions of its own. It cannot see what
-only begins after its 40 tokens, such as a window of 4,096; so each layer must have passed its
-window on, and it must be a window of the model's own masks. docs/architectures.md lists what was
-found exact and what is refused.
+only begins after its 40 tokens, such as a window of 4,096. So each layer that has a window must
+hand it on to attention, and it must be a window of the masks that the model would build.
+docs/architectures.md lists what was found exact and what is refused.
 
 Tests: pytest tests/test_decoder.py
 """
@@ -140,9 +140,10 @@ def check_architecture(model, forward) -> None:
         reason = f"its forward fails over paged keys and values ({type(error).__name__})"
         raise refusal(model, reason) from error
     check_layers(model, forward, layers_seen)
-    error = relative_error(logits, expected.to(logits.device))
-    if not error <= tolerance(model, forward):
-        reason = f"over paged keys and values its logits are wrong by {100 * error:.2g} %"
+    difference = relative_error(logits, expected.to(logits.device))
+    # Written so that NaN is refused as well.
+    if not difference <= tolerance(model, forward):
+        reason = f"over paged keys and values its logits are wrong by {100 * difference:.2g} %"
         raise refusal(model, reason)
 
 
@@ -167,7 +168,7 @@ def stock_logits(model, rows: list[Tensor]) -> Tensor:
 
 
 def paged_logits(forward, rows: list[Tensor]) -> tuple[Tensor, dict | None]:
-    """The same logits from `fill` and `decode`, and what stock layers were seen with."""
+    """The same logits from `fill` and `decode`, and the window that each stock layer asked for."""
     pages_of_row = math.ceil(LONG / PAGE_SIZE)
     # Page 0 stays unused, and the rows' pages alternate: nobody's pages lie side by side.
     table = 1 + torch.arange(pages_of_row * len(rows)).view(pages_of_row, len(rows)).T
@@ -226,7 +227,7 @@ def probe_batch(rows, table, begin: list[int], end: list[int], device) -> Batch:
 def check_layers(model, forward, layers_seen: dict[int, int | None]) -> None:
     """ValueError if stock layers do not attend through us, or keep their window to themselves."""
     if not layers_seen:
-        return  # our own forward
+        return  # Our own forward notes no layers.
     if set(layers_seen) != set(range(forward.layers)):
         reason = f"{len(layers_seen)} of its {forward.layers} layers use transformers' attention"
         raise refusal(model, reason)

@@ -2,11 +2,10 @@
 
 Each device gets the form that moves the fewest bytes there:
 
-    decode, CUDA     kernels.paged_attention (Triton), or flash-attn where it is installed
-    decode, CPU      `sparse_decode`: two sparse products over the whole pool, so nothing is
-    gathered prefill, CUDA    `packed_attention`: one variable-length launch over the gathered
-    rows everything else  `row_attention`: one SDPA a row, for any device, type, head size and
-    window
+    decode, CUDA      kernels.paged_attention (Triton), or flash-attn where it is installed
+    decode, CPU       `sparse_decode`: two sparse products over the whole pool, without a copy
+    prefill, CUDA     `packed_attention`: one variable-length launch over the gathered rows
+    everything else   `row_attention`: one SDPA a row, for any device, type, head size and window
 
 Decoding is a prefill of one token a row, so the last two serve both. The plain decode attention
 that the Triton kernel is tested against is `reference` in kernels/paged_attention.py.
@@ -32,7 +31,7 @@ try:
 except ImportError:
     flash_attn_with_kvcache = None
 
-# torch says once in a process that CSR tensors are in beta; it says it here, unheard.
+# The first CSR tensor of a process brings a warning that they are in beta. It is silenced here.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor([0, 0], [], [], (1, 1))
@@ -97,7 +96,7 @@ def attention(
 ) -> Tensor:
     """Causal attention of q [T, Hq, Dh] over its rows' pages -> [T, Hq, Dh].
 
-    window: a token sees so many last tokens only, itself included.
+    window: how many of the last tokens a token sees, itself included; None is all of them.
     """
     decoding = batch.starts is None
     size = q.shape[2]
@@ -158,8 +157,8 @@ def sparse_plan(batch: Batch, heads: int, k_pages: Tensor, window: int | None) -
     page_size, kv_heads = k_pages.shape[1:3]
     vectors = k_pages.shape[0] * page_size * kv_heads
     kv_head = torch.arange(heads) // (heads // kv_heads)
-    # Numbers half as wide are read faster. 2^31 key vectors would be more than any memory holds.
-    index = torch.int32
+    # Indices of half the width are read faster. No memory holds 2^31 key vectors.
+    index_type = torch.int32
     groups = []
     for begin, end in group_by_length(batch.spans):
         longest = max(batch.spans[begin], 1)
@@ -171,11 +170,11 @@ def sparse_plan(batch: Batch, heads: int, k_pages: Tensor, window: int | None) -
         if window is not None:
             valid &= position >= lengths - window
         slots = torch.where(valid, slots, slots[:, :1])
-        columns = (slots[:, None] * kv_heads + kv_head[:, None]).flatten().to(index)
+        columns = (slots[:, None] * kv_heads + kv_head[:, None]).flatten().to(index_type)
         bias = torch.where(valid, 0.0, float("-inf"))[:, None].expand(-1, heads, -1)
         bias = bias.reshape(-1, longest)
         pattern = torch.sparse_csr_tensor(
-            torch.arange(0, len(columns) + 1, longest, dtype=index),
+            torch.arange(0, len(columns) + 1, longest, dtype=index_type),
             columns,
             torch.zeros(len(columns), dtype=k_pages.dtype),
             (len(bias), vectors),
@@ -213,7 +212,7 @@ def sparse_decode(q, k_pages, v_pages, batch, scale, window=None):
     return out.to(q.dtype)
 
 
-# ---------------------------------------------------------------- prefill, and all that is odd
+# ---------------------------------------------------------------- prefill, and everything else
 
 
 def bounds(batch: Batch) -> list[int]:
@@ -290,7 +289,9 @@ def packed_attention(q, k_pages, v_pages, batch, scale, window=None):
         keys = keys.repeat_interleave(repeats, 1)
         values = values.repeat_interleave(repeats, 1)
         options = {}
-    left = -1 if window is None else window - 1
+    tokens_before = -1  # all of them
+    if window is not None:
+        tokens_before = window - 1
     return varlen_attn(
         q,
         keys,
@@ -300,6 +301,6 @@ def packed_attention(q, k_pages, v_pages, batch, scale, window=None):
         longest,
         max(batch.spans),
         scale=scale,
-        window_size=(left, 0),
+        window_size=(tokens_before, 0),
         **options,
     )

@@ -109,10 +109,12 @@ def named_weights(model) -> Iterator[tuple[str, Tensor | None]]:
 
 # ---------------------------------------------------------------- the small operations on a CPU
 #
-# The kernels' plain forms are written to be read; these take fewer passes over memory, in fp32.
+# The kernels' plain forms are written to be read. These do the same in fp32 with fewer passes over
+# memory.
 
 
 def plain_fp32(x: Tensor) -> bool:
+    """Whether the operations below have a form of their own for x."""
     return x.dtype == torch.float32 and not x.is_cuda
 
 
@@ -161,10 +163,11 @@ def rotate_and_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages,
 
 
 def rotate_and_widen(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps):
-    """The same for a cache of a wider type, which holds the values of the model's type."""
+    """`rotate_and_store` for pages of a wider type; the values are rounded to qkv's type first."""
+    # Pages of one token each take keys and values in qkv's type.
     scratch = qkv.new_empty(2, len(qkv), 1, *k_pages.shape[2:])
-    own = torch.arange(len(qkv))
-    q = kernels.qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, own, *scratch, eps)
+    places = torch.arange(len(qkv))
+    q = kernels.qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, places, *scratch, eps)
     slots = without_padding(slots)
     store(scratch[0, :, 0], k_pages, slots)
     store(scratch[1, :, 0], v_pages, slots)
@@ -216,7 +219,7 @@ class OwnForward:
 
     @torch.no_grad()
     def load(self, model) -> None:
-        """Copies the weights in; later in place, because CUDA graphs keep their addresses.
+        """Copies the weights in, and in place after the first time: CUDA graphs keep addresses.
 
         Matrices are kept as [in, out]. On a CPU that layout is up to twice as fast for few
         rows, so they are really transposed there, and a second copy is packed for many rows. On
@@ -233,17 +236,20 @@ class OwnForward:
             matrix = value.dim() == 2 and name != "embed"
             if matrix:
                 value = value.t()
-            if name in self.weights:
-                self.weights[name].copy_(value)
-            else:
-                dtype = self.type_of(name)
-                shape = value.t().shape if matrix and cuda else value.shape
-                new = torch.empty(shape, dtype=dtype, device=self.device)
-                if matrix and cuda:
-                    new = new.t()
-                self.weights[name] = new.copy_(value)
+            if name not in self.weights:
+                self.weights[name] = self.empty_weight(name, value.shape, viewed=matrix and cuda)
+            self.weights[name].copy_(value)
             if matrix and not cuda:
                 self.pack(name)
+
+    def empty_weight(self, name: str, shape: torch.Size, *, viewed: bool) -> Tensor:
+        """Memory for a weight of this shape; `viewed`: it is a transposed view of its memory."""
+        if viewed:
+            shape = reversed(shape)
+        weight = torch.empty(*shape, dtype=self.type_of(name), device=self.device)
+        if viewed:
+            return weight.t()
+        return weight
 
     def type_of(self, name: str) -> torch.dtype:
         """The type in which a weight is kept."""

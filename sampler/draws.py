@@ -2,8 +2,9 @@
 
 The t-th new token of a request is drawn with a uniform number that is hashed from the request's
 seed and t. A random generator with a state would make a draw depend on which rows ran before it.
-Departure from the textbook: the token is found in the cumulative distribution with one uniform
-(inverse transform) instead of V exponential ones, which makes the draw a plain function of it.
+Departure from the usual implementation: the token is found in the cumulative distribution with one
+uniform number (inverse transform) and not with V exponential ones. So a draw is a plain function of
+that number.
 
 Shapes: B rows, V vocabulary. Test: pytest tests/test_sampler.py -k "draw or uniform or top_p"
 """

@@ -2,9 +2,9 @@
 
 The keys and values of all conversations live in one pool of pages. A conversation owns a table of
 pages and keeps it between its turns; conversations that start with the same prompt share its full
-pages. One step is three plain parts: schedule (scheduler.py: who gets rows and pages, in plain
+pages. One step has three parts: schedule (scheduler.py: who gets rows and pages, in plain
 integers), run (here: a packed prefill, then one token for every row that is ready) and postprocess
-(append tokens, find the finished).
+(append the tokens, find the finished requests).
 
 Two invariants carry the code:
   cached   Pages hold the keys and values of a conversation's first `num_cached_tokens` tokens. A
@@ -18,8 +18,8 @@ Two invariants carry the code:
 On CUDA the choice of a token stays on the GPU, and the host reads it one step later (`overlap`): it
 launches step n + 1 and then reads the tokens of step n. If a row turns out to have stopped at n,
 the token that it computed in n + 1 is discarded. Batches are padded to a bucket's size, and a CUDA
-graph of that bucket is replayed (`buckets`). Both can be switched on anywhere, off CUDA without
-the graph.
+graph of that bucket is replayed (`buckets`). Both can be switched on anywhere. Off CUDA `buckets`
+pads the batches and replays no graph.
 
 An exception, a Ctrl-C included, may cut a call short at any line. The next call then makes the
 state whole again: conversations and open requests stay, and their pages are recomputed.
@@ -34,8 +34,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sampler.attention import Batch
 from sampler.draws import greedy, hashed, sample_token, uniform
-from sampler.forward import Batch, Buckets, make_forward
+from sampler.forward import make_forward
+from sampler.graphs import Buckets
 from sampler.plan import Copies, Decode, Plan, Prefill
 from sampler.request import Completion, Conversation, Request, integer, make_request, token_ids
 from sampler.scheduler import Scheduler
@@ -299,7 +301,7 @@ class Sampler:
     # ---- a call that is cut short
 
     def _begin(self) -> None:
-        """From here on, until `interrupted` is False again, the state may be half changed."""
+        """Marks the state as half changed, until the caller sets `interrupted` to False."""
         self._repair()
         self.interrupted = True
 

@@ -32,7 +32,10 @@ class Buckets:
             self.capture_all()
 
     def may_capture(self) -> bool:
-        """The plain forms and the stock modules look at values on the host, and a graph cannot."""
+        """Whether decoding can be captured.
+
+        The plain forms and the stock modules look at values on the host, which a graph cannot do.
+        """
         own = isinstance(self.forward, OwnForward)
         return own and self.pool.is_cuda and kernels.use_triton(self.pool)
 
@@ -79,7 +82,8 @@ class Buckets:
             memory = graph.pool()
 
     def capture(self, static: Batch, memory) -> tuple:
-        """One graph over a bucket's buffers; two runs before it compile the kernels."""
+        """(graph, its hidden states) over the buffers `static`."""
+        # Two runs compile the kernels, which a capture cannot do.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad(), torch.cuda.stream(stream):

@@ -11,8 +11,10 @@ import numpy as np
 from sampler.draws import hashed
 from sampler.request import Request
 
-Copies = list[tuple[int, int]]  # (source, target) pages; a later source may be an earlier target
-Chunk = tuple[Request, int, int]  # tokens begin:end of its conversation are to be prefilled
+# (source, target) pages, to be copied in order: a later source may be an earlier target.
+Copies = list[tuple[int, int]]
+# (request, begin, end): the tokens begin:end of its conversation are to be prefilled.
+Chunk = tuple[Request, int, int]
 
 
 class Rows:

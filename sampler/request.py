@@ -58,8 +58,8 @@ class Request:
     """One answer to be sampled. When step() returns it, `completion` or `error` is set.
 
     given: the tokens that it appends to its conversation. num_context_tokens: the conversation's
-    length with them, so that the context is whole with the sampled `tokens` behind it. row: its
-    place among the running sequences, while it runs.
+    length with them; the sampled `tokens` stand behind. row: its place among the running sequences,
+    while it runs.
     """
 
     conversation: Conversation

@@ -350,8 +350,12 @@ class Scheduler:
         """Rows that have drawn all their tokens leave the decoding ones."""
         drawn = self.rows.drawn
         decoding = self.decoding
-        self.decoding = [r for r in decoding if drawn[r.row] < r.max_new_tokens]
-        self.ending += [r for r in decoding if drawn[r.row] == r.max_new_tokens]
+        self.decoding = []
+        for request in decoding:
+            if drawn[request.row] == request.max_new_tokens:
+                self.ending.append(request)
+            else:
+                self.decoding.append(request)
 
     # ---- postprocess
 
@@ -377,7 +381,8 @@ class Scheduler:
                 self._deliver(request)
                 spoiled += self._release(conversation)
                 continue
-            conversation.num_cached_tokens = len(conversation.tokens)  # the fed one is in its page
+            # The token that was fed is in its page now.
+            conversation.num_cached_tokens = len(conversation.tokens)
             conversation.tokens.append(token)
             request.tokens.append(token)
             request.logprobs.append(logprob)
@@ -443,7 +448,7 @@ class Scheduler:
         conversation = request.conversation
         request.row = None
         if request.number not in self.requests:
-            if not request.done:  # its submit was cut short: it was never taken
+            if not request.done:  # Its submit was cut short, so it was never taken.
                 del conversation.tokens[request.num_context_tokens - len(request.given) :]
             if not conversation.tokens:
                 conversation.prompt = ()

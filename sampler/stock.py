@@ -1,7 +1,7 @@
 """The stock modules of any other decoder, with our attention in place of theirs.
 
 transformers lets attention be swapped by name (AttentionInterface). A model qualifies if
-nothing else than attention mixes tokens and if attention gets all it needs as arguments.
+nothing but attention mixes tokens and if attention gets all that it needs as arguments.
 architectures.py checks both, since transformers itself refuses nothing.
 
 Tests: pytest tests/test_decoder.py
@@ -152,7 +152,7 @@ class StockForward:
         )
 
     def fill(self, batch: Batch, pool: Tensor) -> None:
-        """As OwnForward.fill; only the output layer is spared here."""
+        """Does what OwnForward.fill does, but leaves out the output layer only."""
         self.run(self.model.base_model, batch, pool)
 
     def decode(self, batch: Batch, pool: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
-"""How roles speak through a chat model's own template: prompts, the call syntax, and what lies
-between turns, as ids.
+"""How roles speak through a chat model's own template.
+
+Prompts, the call syntax, and what lies between turns: all of it as ids.
 
 `ChatFormat` is the form of rollout.Format for any model with a chat template and a byte-level
 tokenizer; the toy has a format of its own. A method brings the wording (`Words`), this file the
@@ -135,9 +136,7 @@ def read_call(body: str, tools: Sequence[Tool], purpose: bool) -> Action:
 
 
 def is_text(value) -> bool:
-    """A text that says something and can be sent: JSON lets half of a surrogate pair through,
-    UTF-8 does not.
-    """
+    """A text that says something, and that UTF-8 can send: JSON lets lone surrogates in."""
     if not isinstance(value, str) or not value.strip():
         return False
     return not re.search("[\ud800-\udfff]", value)
@@ -207,9 +206,7 @@ class ChatFormat:
         self._inside_mark = re.compile("|".join(cuts) or r"(?!)")
 
     def _find_roles(self) -> None:
-        """Some templates refuse the system or the tool role, or drop what it says: then the
-        user speaks for it.
-        """
+        """Lets the user speak for a role that the template refuses or whose words it drops."""
 
         def knows(*messages) -> bool:
             try:
@@ -223,9 +220,7 @@ class ChatFormat:
         self._tool_role = knows(user, step, {"role": "tool", "content": RESULT_A})
 
     def _find_frame_of_turns(self, prompt: Prompt) -> None:
-        """Two renderings give every fixed piece of a context: the bare question, and the same
-        with two tool rounds.
-        """
+        """The fixed pieces of a context, from two renderings: a question, and two tool rounds."""
         (slot,) = slots(prompt.user)
         opening = self._open(prompt.system, prompt.user.replace(f"{{{slot}}}", QUESTION))
         before, after = self._render(opening, QUESTION)
@@ -391,8 +386,7 @@ class ChatFormat:
         return read_action(self.decode(said), self.tools, purpose=self.words.purpose, final=final)
 
     def observation(self, notes: list[list[int]], *, final: bool = False) -> list[int]:
-        """The ids after a step's stop token, up to where the next step starts: the notes,
-        wrapped as a tool result.
+        """The ids between a step's stop token and the next step: notes, as a tool result.
 
         `final` adds the demand to answer now. Without any note it is the bare demand.
         """

@@ -1,6 +1,7 @@
-"""What roles say and how: the actions that a step can be, and the form of every chat format.
+"""How roles speak: the actions that a step can be, and the methods that every format has.
 
-tasks/chat.py speaks through a chat model's template, toy/language.py in the toy's words.
+There are two formats: tasks/chat.py speaks through a chat model's template, toy/language.py in the
+toy's words.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Action:
 
 
 class Format(Protocol):
-    """How roles speak. Everything is token ids; text is read only by `parse` and for pictures."""
+    """How roles speak. Everything is token ids; only `parse`, records and pages read text."""
 
     stop_ids: tuple[int, ...]
 
@@ -50,7 +51,7 @@ class Format(Protocol):
         """A role's first tokens."""
 
     def parse(self, tokens: list[int], *, final: bool = False) -> Action:
-        """What a sampled step says. `final`: an answer had been demanded."""
+        """What a sampled step says. `final`: an answer was demanded before it."""
 
     def observation(self, notes: list[list[int]], *, final: bool = False) -> list[int]:
         """What stands between two steps: notes in their wrapping; `final` demands an answer."""

@@ -105,11 +105,11 @@ class Verdict:
     reply: str
 
 
-# The lines that the prompt asks for before the verdict, in its order. One comes after it.
+# The lines that the prompt asks for before the verdict, in this order. `confidence` comes after it.
 BEFORE_THE_VERDICT = ["extracted_final_answer", "reasoning"]
 
 YES = re.compile(r"(yes|true)\b")
-# "No doubt" and "no difference" are no no.
+# "No doubt" and "no difference" do not say no.
 NO = re.compile(
     r"(no|false|incorrect|wrong)\b"
     r"(?! +(doubt|question|idea|difference|discrepancy|mismatch|contradiction|issue|problem)\b)"
@@ -258,7 +258,7 @@ def read_line(text: str) -> Line:
     name = name.lstrip(EDGES + string.digits).rstrip(EDGES).replace(" ", "_")
     value = value.strip(EDGES)
     if name in BEFORE_THE_VERDICT and not value:
-        introduces = False  # a field that is empty
+        introduces = False  # An empty field introduces nothing.
     return Line(name, value, quoted, introduces)
 
 

@@ -100,11 +100,11 @@ def load_questions(
 def read_item(item: str) -> tuple[str, Fraction | None]:
     """One item of a mix: (the set's name, its weight or None)."""
     name, colon, weight = item.strip().rpartition(":")
-    weighted = colon and re.fullmatch(r"\d+(\.\d+)?", weight) and not os.path.isfile(item)
-    if not weighted:
+    is_weight = re.fullmatch(r"\d+(\.\d+)?", weight)
+    if not colon or not is_weight or os.path.isfile(item):
         name = item.strip()
         weight = None
-    if not name or (weighted and not Fraction(weight)):
+    if not name or (weight is not None and not Fraction(weight)):
         raise UserError(
             f"'{item}' is no part of a mix: write NAME:WEIGHT, the weight above 0, "
             "parts joined by commas"

@@ -1,6 +1,4 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before
-any kernel is defined.
-"""
+"""Chooses Triton's interpreter where there is no GPU, before any kernel is defined."""
 
 import os
 

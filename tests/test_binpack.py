@@ -1,5 +1,6 @@
-"""First-fit decreasing: laws (hypothesis), the textbook form as reference, the 11/9 bound
-against exact search.
+"""First-fit decreasing: laws, the textbook's form as reference, the 11/9 bound.
+
+The laws are checked by hypothesis, the bound against exact search.
 """
 
 from collections import Counter

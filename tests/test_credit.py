@@ -1,6 +1,4 @@
-"""Credit and the first half of an update: who gets which advantage, who stands in the loss how
-often, what each weighs.
-"""
+"""Who gets which advantage, who stands in the loss how often, what each weighs."""
 
 import math
 from types import SimpleNamespace
@@ -42,9 +40,7 @@ def trajectory(place: int, attempt: int, reward, readers: int) -> Trajectory:
 
 
 def play(**options) -> tuple[SimpleNamespace, list[Trajectory], list[Sample], list[Sample]]:
-    """train_step over PLAN with the update left out: (run, trajectories, System 2's samples,
-    System 1's).
-    """
+    """train_step over PLAN without the update: run, trajectories, both roles' samples."""
     trajectories = [
         trajectory(place, k, *attempt)
         for place, attempts in PLAN.items()

@@ -458,8 +458,10 @@ def test_a_long_page_is_shortened_to_the_passages_that_match():
 
 
 def test_a_fact_planted_in_long_notes_is_in_the_passage_that_is_read(tmp_path):
-    """30 notes, three of 30,000 words, ten facts in them: at least nine are within the first three
-    passages that a question finds."""
+    """30 notes, three of them of 30,000 words, hold ten facts.
+
+    At least nine of the facts are within the first three passages that their question finds.
+    """
     facts = bench_search.write_notes(tmp_path)
     find = search.local(tmp_path, 3)
     seen = [any(fact in part.text for part in find(question)) for question, fact in facts]

@@ -35,9 +35,7 @@ async def say(driver, sampler, conversation, tokens, count, seed):
 
 
 def test_tool_waits_cost_nothing(sampler):
-    """12 chains of tool waits run side by side: the wall time is the slowest chain's, not the
-    sum.
-    """
+    """12 chains of tool waits run side by side, so they take as long as the slowest chain."""
     driver = Driver([sampler], deterministic=False)
     order = []
 
@@ -81,9 +79,7 @@ def test_deterministic_batches_do_not_depend_on_the_tools_speed(sampler):
 
 
 def test_more_calls_than_threads_are_handed_over_together(sampler):
-    """80 calls with at most 8 at once: none is lost, and a deterministic driver waits for all
-    of them.
-    """
+    """Of 80 calls, at most 8 at once, none is lost; a deterministic driver waits for all."""
     driver = Driver([sampler], deterministic=True, max_calls=8)
     most = 0
     running = 0
@@ -119,7 +115,7 @@ def test_however_deep_an_episode_waits_it_is_in_the_first_batch(sampler, depth):
         sampler.close(conversation)
         return completion.tokens
 
-    sampler.step = lambda: seen.append(len(driver.requests)) or step()
+    sampler.step = lambda: seen.append(len(driver.waiting)) or step()
     try:
         driver.run([nested(depth * (k % 2), 5 + k) for k in range(6)])
     finally:
@@ -211,6 +207,109 @@ def test_a_failing_sampler_ends_the_run_at_once(sampler):
     finally:
         del sampler.step
     assert sampler.pages_in_use == 0
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("what", ["call", "sample"])
+def test_an_episode_that_tidies_up_through_the_driver_does_not_hold_the_end(
+    sampler, deterministic, what
+):
+    """Another episode's error ends the run; what is asked for after that is refused at once."""
+    driver = Driver([sampler], deterministic=deterministic)
+
+    async def tidying():
+        conversation = sampler.open()
+        try:
+            await say(driver, sampler, conversation, [5], 200, 0)
+        finally:
+            sampler.close(conversation)
+            if what == "call":
+                await driver.call(lambda: "tidied up", 1)
+            else:
+                await say(driver, sampler, sampler.open(), [5], 1, 0)
+
+    async def failing():
+        await driver.call(lambda: 1 / 0, 10)
+
+    start = time.perf_counter()
+    with pytest.raises(ZeroDivisionError):
+        driver.run([tidying(), failing()])
+    assert time.perf_counter() - start < 5 and not sampler.busy
+
+
+def test_an_episode_without_a_finally_leaves_no_open_request(sampler):
+    driver = Driver([sampler], deterministic=True)
+
+    async def careless():
+        await say(driver, sampler, sampler.open(), [5], 200, 0)
+
+    async def failing():
+        await say(driver, sampler, sampler.open(), [5], 2, 0)
+        raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        driver.run([careless(), failing()])
+    assert not sampler.busy
+
+    async def good():
+        return await say(driver, sampler, sampler.open(), [5], 2, 0)
+
+    (completion,) = driver.run([good()])
+    assert len(completion.tokens) == 2
+    sampler.load_weights(base_model.new_model(len(language.make_tokenizer())))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_late_answer_is_a_failure_however_busy_the_others_are(sampler, deterministic):
+    """The neighbour decodes all the while, so that nobody looks at the deadline in time."""
+    driver = Driver([sampler], deterministic=deterministic)
+    slow = threading.Event()
+
+    async def late():
+        with pytest.raises(ToolError, match="no answer within 0.1 seconds"):
+            await driver.call(lambda: slow.wait(0.3), 0.1)
+
+    async def neighbour():
+        conversation = sampler.open()
+        start = time.perf_counter()
+        while time.perf_counter() - start < 0.6:
+            await say(driver, sampler, conversation, [5], 2, 0)
+        sampler.close(conversation)
+
+    driver.run([late(), neighbour()])
+
+
+def test_waits_that_nobody_can_end_are_an_error(sampler):
+    driver = Driver([sampler], deterministic=True)
+    conversation = sampler.open()
+
+    async def waits():
+        await say(driver, sampler, conversation, [5], 50, 0)
+
+    async def closes():
+        await say(driver, sampler, sampler.open(), [5], 2, 0)
+        sampler.close(conversation)
+
+    with pytest.raises(FloatingPointError, match="closed"):
+        driver.run([waits(), closes()])
+
+    async def waits_for_nobody():
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(RuntimeError, match="nothing is under way"):
+        driver.run([waits_for_nobody()])
+
+    async def nested():
+        driver.run([])
+
+    with pytest.raises(RuntimeError, match="runs already"):
+        driver.run([nested()])
+    with pytest.raises(ValueError, match="max_calls"):
+        Driver([sampler], deterministic=True, max_calls=0)
+    with pytest.raises(ValueError, match="time limit"):
+        driver.run([driver.call(lambda: 1, float("nan"))])
+    with pytest.raises(ValueError, match="not one of the driver's"):
+        driver.run([say(driver, object(), conversation, [5], 2, 0)])
 
 
 def test_ctrl_c_ends_a_run_in_seconds_while_a_tool_hangs(tmp_path):

@@ -54,8 +54,9 @@ def test_order_of_samples_changes_nothing(pairs, rng):
 
 
 def test_the_two_roles_have_their_own_normalisers():
-    """G = 2 trajectories, rewards 1 and 0, with 3 and 1 System 1 samples: mean 3/4 over M, 1/2
-    over G.
+    """The mean reward is 1/2 over the G = 2 trajectories and 3/4 over the M = 4 System 1 samples.
+
+    The right trajectory has three of the samples, the wrong one has one.
     """
     assert grpo.group_advantages(torch.tensor([1.0, 0.0]), ["q", "q"]).tolist() == [1.0, -1.0]
     sys1 = grpo.group_advantages(torch.tensor([1.0, 1.0, 1.0, 0.0]), ["q"] * 4)
@@ -130,9 +131,7 @@ def by_hand(logprob, old, advantage, weight, ref, low=0.2, high=0.3, beta=0.05):
 
 
 def agrees(loss_function) -> bool:
-    """True if a loss equals the hand computation in value and gradient: the check that mutants
-    must fail.
-    """
+    """Whether a loss equals the hand computation in value and gradient. Mutants must not."""
     for seed in range(3):
         logprob, old, advantage, weight, ref = batch(seed=seed)
         hidden = weight == 0

@@ -158,9 +158,7 @@ def test_resume_gives_the_numbers_of_an_uninterrupted_run(trained, base):
 
 
 def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained, base):
-    """Kills a real run with SIGKILL several times, whenever it has just written something; the
-    end is the uninterrupted one.
-    """
+    """Kills a run whenever it has just written something; the end is the uninterrupted one."""
     folder, _ = trained
     run, options = (
         folder / "runs" / "killed",
@@ -202,9 +200,7 @@ def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained
 
 
 def test_two_ranks_walk_the_same_path(trained, base):
-    """torchrun with 2 processes: the same first rollouts, so the same reward; loss and gradient
-    equal to rounding.
-    """
+    """torchrun with 2 processes: the same rollouts; loss and gradient equal to rounding."""
     folder, _ = trained
     done = mars(
         "--model",
@@ -810,9 +806,7 @@ def test_steps_without_a_finite_gradient_are_skipped_and_three_stop_the_run(
 
 
 def test_a_judge_that_is_away_stops_the_run(base, tmp_path, monkeypatch, capsys):
-    """It would train on nothing to its end; in the evaluation its failures would look like
-    wrong answers.
-    """
+    """Else it would train on nothing, and its failures would look like wrong answers."""
     import mars as program
 
     monkeypatch.chdir(tmp_path)

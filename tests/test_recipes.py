@@ -58,9 +58,7 @@ def test_a_recipe_is_short(name):
 
 
 def test_a_tool_of_ones_own_can_be_called():
-    """In the toy a tool's name must be a word of the toy's vocabulary; an unknown one is a
-    malformed call.
-    """
+    """The toy must know a tool's name as a word; a call of an unknown one is malformed."""
     from recipes.own_tool import archive
     from toy import language
 

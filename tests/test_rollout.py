@@ -1,6 +1,4 @@
-"""The episode with scripted roles: every way a trajectory can go, and what is written down
-where it arises.
-"""
+"""The episode with scripted roles: every way it can go, and what is written down."""
 
 from types import SimpleNamespace
 
@@ -28,9 +26,7 @@ CALL = "<call> search ada baker <purpose> birth of ada baker <eot>"
 
 
 class Script:
-    """Stands in for the sampler: answers requests of a role, in order, with the given texts;
-    remembers what it was asked.
-    """
+    """Stands in for the sampler: answers a role with the given texts, remembers requests."""
 
     def __init__(self, system2: list[str] | str, system1: str = "ada baker born 1968 . <eot>"):
         self.always = (
@@ -210,9 +206,7 @@ def test_the_last_turn_must_answer():
 @pytest.mark.parametrize("context", [36, 37, 38, 40, 43, 47, 52, 58, 65, 73, 82, 99])
 @pytest.mark.parametrize("step", [CALL, "when was <eot>", CALL.replace("<eot>", "ada") * 3])
 def test_a_full_context_ends_in_a_demand_that_always_fits(context, step):
-    """Calls, malformed steps and cut steps without end, at every size of the context: an answer
-    is always reached.
-    """
+    """Calls, malformed and cut steps without end, at any size: an answer is always reached."""
     trajectory, asked = play(step, sys2_context=context, max_turns=50)
     assert len(sys2_of(trajectory).tokens) <= context
     assert (trajectory.ended, trajectory.reward) == ("answer on demand", 1.0)
@@ -302,9 +296,7 @@ def test_a_context_that_fails_gives_its_pages_back():
 
 
 def test_a_role_may_write_several_times_and_read_in_between():
-    """A context is all that another method's worker needs: here two turns of its own inside one
-    episode.
-    """
+    """A context is all that another method's worker needs: here two turns of its own."""
 
     async def worker(game, trajectory):
         async with rollout.Context(game, trajectory, "sys2") as context:

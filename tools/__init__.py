@@ -1,4 +1,4 @@
-"""What System 2 can call.
+"""What System 2 can call: the form of a tool, of its results and of its failures.
 
 A tool is a blocking, thread-safe function `call(argument: str) -> list[Document]`. An empty
 list means that it ran and found nothing. A failure of the outside world raises ToolError, so

@@ -1,12 +1,13 @@
-"""BM25 over documents, in memory or in an index on disk that every process of a machine loads
-by mmap.
+"""BM25 over documents, in memory or in an index on disk.
 
-Lucene's variant by bm25s: k1 = 1.5, b = 0.75, scores computed once, at indexing.
-Departures: our words keep single letters and stop words, which bm25s drops, so that
-"vitamin c" and "the who" can be found (common words weigh little in BM25 anyway), and equal
-scores come in the order of the ids.
+It is Lucene's variant by bm25s (k1 = 1.5, b = 0.75), whose scores are computed once, at indexing.
+Every process of a machine loads the index on disk by mmap.
 
-Tests: pytest tests/test_search.py; timing: python -m bench.search.
+Departures: our words keep the single letters and stop words that bm25s drops, so that "vitamin c"
+and "the who" can be found (common words weigh little in BM25 anyway). Equal scores come in the
+order of the ids.
+
+Tests: pytest tests/test_search.py. Speed: python -m bench.search
 """
 
 import fcntl
@@ -34,7 +35,7 @@ Search = Callable[[str], list[Document]]
 
 
 def library():
-    """bm25s, imported where it is used: the toy's machine without search does not need it."""
+    """The package bm25s. It is imported here, so that a run without search does not need it."""
     try:
         import bm25s
     except ImportError:
@@ -60,7 +61,7 @@ def _search(index, document: Callable[[int], Document], k: int, query: str) -> l
         return []
     scores = index.get_scores_from_ids(tokens)  # [documents]
     kth = np.partition(scores, -k)[-k]
-    # All that tie with the k-th take part. Documents lie sorted by id, so their positions decide.
+    # All documents that tie with the k-th take part. They lie sorted by id, so positions decide.
     found = np.flatnonzero((scores >= kth) & (scores > 0))
     best = np.lexsort((found, -scores[found]))[:k]
     return [document(i) for i in found[best].tolist()]
@@ -89,8 +90,8 @@ def on_disk(path: Path, k: int, cache: Path, passage_words: int) -> Search:
     place of the old one, so that what was deleted does not live on in the cache.
     """
     library()
-    name = hashlib.sha256(repr((str(path.resolve()), passage_words)).encode("utf-8", "replace"))
-    prefix = f"index-{name.hexdigest()[:16]}"
+    which = repr((str(path.resolve()), passage_words)).encode("utf-8", "replace")
+    prefix = f"index-{hashlib.sha256(which).hexdigest()[:16]}"
     folder = cache / f"{prefix}-{_fingerprint(path)}"
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -1,15 +1,14 @@
-"""Documents of your own: read from a JSONL file, a folder or a single file, and cut into
-passages.
+"""Documents of your own: read from a JSONL file, a folder or one file, and cut into passages.
 
-A passage is what System 1 reads at once: `passage_words` words, of which the last `overlap`
-begin the next passage, so that no sentence falls between two. A passage knows its place:
-its title names the heading it stands under, its url the file and the lines (or the page of
-a PDF), so that a note can say where it found something. A document that fits is one passage
-and stays as it is.
+A passage is what System 1 reads at once: `passage_words` words, of which the last `overlap` begin
+the next passage, so that no sentence falls between two. A passage knows its place: its title names
+the heading it stands under, its url the file and the lines (or the page of a PDF), so that a note
+can say where it found something. A document that fits is one passage and stays as it is.
 
-A file that cannot be read is skipped and listed; it does not refuse the folder. Links that
-lead out of the folder are not followed, for a cloned folder may link to anything. Tests:
-pytest tests/test_documents.py.
+A file that cannot be read is skipped and listed; it does not refuse the folder. Links that lead out
+of the folder are not followed, for a cloned folder may link to anything.
+
+Tests: pytest tests/test_documents.py
 """
 
 import bisect
@@ -58,7 +57,7 @@ def one_line(text: str, longest: int) -> str:
 
 
 def make_document(id: str, title: str, url: str, text: str) -> Document:
-    """A Document that is safe to show: title and url are one line, and all can be written as UTF-8.
+    """A Document that is safe to show: title and url are one line, and UTF-8 can hold every field.
 
     The outside world sends halves of surrogate pairs, and titles that pretend to be several lines.
     """
@@ -160,8 +159,8 @@ def _why_skipped(file: Path, home: Path) -> str | None:
 
 def _read_folder(folder: Path, skipped: dict[str, list[str]]) -> list[Document]:
     files = files_below(folder, skipped)
-    for reason in skipped.values():
-        reason.sort()
+    for names in skipped.values():
+        names.sort()
     return _read_files(files, folder, skipped)
 
 
@@ -178,9 +177,9 @@ def _read_files(files: list[Path], folder: Path, skipped: dict[str, list[str]]) 
             return None, f"cannot be opened ({error.strerror})"
 
     documents = []
-    several = os.cpu_count() or 1  # HTML and PDF are read in child processes
-    for start in range(0, len(files), several):
-        batch = files[start : start + several]
+    at_once = os.cpu_count() or 1  # HTML and PDF are read in child processes.
+    for start in range(0, len(files), at_once):
+        batch = files[start : start + at_once]
         if any(KINDS[file.suffix.lower()] != "text" for file in batch):
             results = in_threads(attempt, batch)
         else:
@@ -225,7 +224,8 @@ def _parse_line(line: bytes) -> Document:
     for field in ("title", "url"):
         if not isinstance(row.get(field) or "", str):
             raise ValueError(f"the {field} is not text")
-    title, text = row.get("title"), row["contents"]
+    title = row.get("title")
+    text = row["contents"]
     if not title:
         title, text = split_title(text)
     return make_document(str(row["id"]), title, row.get("url") or "", text)

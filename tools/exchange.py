@@ -1,20 +1,18 @@
-"""One HTTP exchange under one deadline: with a service of the operator's, or for a page of the
-open web.
+"""One HTTP exchange under one deadline, with a service of the operator's or a page of the open web.
 
-The deadline covers all of it: looking the name up, dialling, TLS, the head, the body. A
-socket's own time-out holds for a single wait only, so a server that drips one byte a second
-is never late by it; here the sockets shorten every wait to what is left until the deadline.
-Looking a name up cannot be interrupted, so it runs in a daemon thread, which is left behind
-when the deadline passes.
+The deadline covers all of it: looking the name up, dialling, TLS, the head, the body. A socket's
+own time-out holds for a single wait only, and a server that drips one byte a second never exceeds
+it. So the sockets here shorten every wait to what is left until the deadline. Looking a name up
+cannot be interrupted, so it runs in a daemon thread, which is left behind when the deadline passes.
 
-Services come from the operator's environment: they may sit on any address, loopback
-included, and the environment's proxies hold for them. Redirects are not followed, for our
-key would go along. Pages come from search results, so a stranger chooses them: http and
-https only, public addresses only, judged again on every redirect. The connection goes to
-the very address that was judged, so that a second answer of the name server cannot move it.
-Proxies are not used.
+Services come from the operator's environment. They may sit on any address, loopback included, and
+the environment's proxies hold for them. Redirects are not followed, for our key would go along.
 
-Tests: pytest tests/test_web.py (loopback servers that misbehave).
+Pages come from search results, so a stranger chooses them. Only http and https are read, and only
+public addresses, which are judged again on every redirect. The connection goes to the very address
+that was judged, so that a second answer of the name server cannot move it. Proxies are not used.
+
+Tests: pytest tests/test_web.py (loopback servers that misbehave)
 """
 
 import base64
@@ -49,11 +47,11 @@ Resolve = Callable[[str, int], list[str]]
 
 @dataclass(eq=False)
 class Refused(Exception):
-    """The server answered with a status that is no success. `body`: its beginning, for services."""
+    """The server answered with a status that is no success."""
 
     status: int
     headers: http.client.HTTPMessage
-    body: bytes = b""  # of a page: none
+    body: bytes = b""  # the beginning of a service's answer; a page's is dropped
 
 
 # Threads -----------------------------------------------------------------------------------------
@@ -271,7 +269,7 @@ def _open_tunnel(sock: socket.socket, host: str, port: int, headers: dict) -> No
 
 
 def _ask(sock, url: str, method: str, target: str, data: bytes | None, headers: dict):
-    """Sends one request over `sock`; the response, of which the head has been read."""
+    """Sends one request over `sock`. Returns the response, of which the head has been read."""
     parts = urllib.parse.urlsplit(url)
     host, port = host_and_port(parts)
     kind = http.client.HTTPConnection
@@ -316,7 +314,7 @@ def read_body(response: http.client.HTTPResponse, limit: int) -> bytes:
         if not piece:
             break
         raw += piece
-    if len(raw) < limit and response.length:  # of the promised length so much is missing
+    if len(raw) < limit and response.length:  # so many of the promised bytes are missing
         raise ConnectionError("the connection ended before the body did")
     return bytes(raw)
 

@@ -9,7 +9,9 @@ A step that fails ends the child, and the parent refuses output that does not be
 nothing ever runs half locked. docs/jail.md says what each lock stops and what is left open.
 
 Imports are few on purpose: a start takes 10 to 15 ms, and `ast` or `traceback` at the top would
-add 5 to 8 ms. Tests: pytest tests/test_python_tool.py.
+add 5 to 8 ms.
+
+Tests: pytest tests/test_python_tool.py
 """
 
 import _thread

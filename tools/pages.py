@@ -2,11 +2,13 @@
 
 HTML and PDF are read by tools/reader.py in a child process, because strangers write them.
 
-Why lxml for HTML: it is small (one wheel, no dependency), well kept for twenty years, and
-knows real pages. Parsers that build the full tree of the HTML5 standard are easier to kill:
-there one megabyte can ask for billions of elements. trafilatura would bring 16 packages.
-pypdf is plain Python, without dependencies. Both are optional: pip install -r
-requirements-documents.txt. Tests: pytest tests/test_pages.py.
+HTML is read by lxml, which is small (one wheel, no dependency), has been well kept for twenty years
+and knows real pages. Parsers that build the full tree of the HTML5 standard are easier to kill:
+there one megabyte can ask for billions of elements. trafilatura would bring 16 packages. PDF is
+read by pypdf, which is plain Python without dependencies. Both packages are optional:
+pip install -r requirements-documents.txt
+
+Tests: pytest tests/test_documents.py
 """
 
 import codecs
@@ -52,7 +54,10 @@ def page_text(raw: bytes, headers) -> str:
 
 
 def kind_of(raw: bytes, content_type: str) -> str:
-    """ "html", "pdf" or "text"; NotText for all else. A missing Content-Type is made up for."""
+    """ "html", "pdf" or "text"; NotText for all else.
+
+    Without a telling Content-Type the bytes decide.
+    """
     kind = content_type.partition(";")[0].strip().lower()
     if raw.startswith(b"%PDF-") or kind == "application/pdf":
         return "pdf"

@@ -1,8 +1,8 @@
 """The Python tool: runs a program that a model wrote and returns what it printed.
 
-Such a program counts as hostile. It runs in a child that locks itself in (tools/jail.py) and that
-gets nothing from us: no environment, no open file, no working folder, a session of its own.
-Its output goes to one nameless file in memory, which the program can only append to.
+Such a program counts as hostile. It runs in a child that locks itself in (tools/jail.py). The child
+gets nothing of ours, no environment, no open file and no working folder, and has a session of its
+own. Its output goes to one nameless file in memory, which the program can only append to.
 
 Output that does not begin with the jail's word `locked` is refused with ToolError: there is no
 plain subprocess to fall back to. The only other backend is a SandboxFusion server, when

@@ -1,20 +1,21 @@
-"""Reads an HTML page or a PDF on standard input, prints its text. A child process with limits.
+"""Reads an HTML page or a PDF on standard input and prints its text.
 
-Strangers write what is read here, and both formats allow files of a few kilobytes that keep
-a parser busy for hours or take all the memory. So the parent (tools/pages.py) sets a
-deadline, and this file limits its own processor time and memory. It imports nothing of the
-project.
+It runs as a child process with limits. Strangers write what is read here, and both formats allow
+files of a few kilobytes that keep a parser busy for hours or take all the memory. So the parent
+(tools/pages.py) sets a deadline, and this file limits its own processor time and memory. It imports
+nothing of the project.
 
-HTML, by lxml. Facts must survive: "10<sup>28</sup>" becomes 10^28 and not 1028, an empty
-table cell leaves a bar, <pre> keeps its indentation and its empty lines. What a reader of
-the page would not see (hidden elements, scripts, templates) is dropped, for there
-instructions to language models are hidden. Only attributes and inline styles are looked at,
-no style sheets. Navigation, footers and cookie banners are dropped too, unless the page
-consists of nothing else.
+HTML is read by lxml. Facts must survive: "10<sup>28</sup>" becomes 10^28 and not 1028, an empty
+table cell leaves a bar, <pre> keeps its indentation and its empty lines. What a reader of the page
+would not see (hidden elements, scripts, templates) is dropped, for there instructions to language
+models are hidden. Only attributes and inline styles are looked at, no style sheets. Navigation,
+footers and cookie banners are dropped too, unless the page consists of nothing else.
 
-PDF, by pypdf: the text of the pages, a form feed between two of them.
+PDF is read by pypdf: the text of the pages, with a form feed between two of them.
 
-    python tools/reader.py html|pdf < FILE        Tests: pytest tests/test_pages.py
+    python tools/reader.py html|pdf < FILE
+
+Tests: pytest tests/test_documents.py
 """
 
 import contextlib
@@ -64,7 +65,8 @@ def html_to_text(html: str) -> str:
     """
     from lxml import etree
 
-    html = re.sub(r"\A\s*<\?xml[^>]*>", "", html)  # the encoding it names is no longer true
+    # The encoding that an XML declaration names is no longer true.
+    html = re.sub(r"\A\s*<\?xml[^>]*>", "", html)
     html = html.replace("\0", "\N{REPLACEMENT CHARACTER}")
     parser = etree.HTMLParser(encoding="utf-8", huge_tree=True, no_network=True)
     try:

@@ -1,5 +1,4 @@
-"""Search: what System 2's `search` and `scholar` calls reach, and `python -m tools.search` by
-hand.
+"""Search: what System 2's `search` and `scholar` calls reach.
 
 local      BM25 over your own documents, cut into passages. No key, no network.
 serper     Google and Google Scholar: POST {MARS_SERPER_URL}/search or /scholar, key SERPER_API_KEY.
@@ -8,11 +7,14 @@ serper     Google and Google Scholar: POST {MARS_SERPER_URL}/search or /scholar,
            GET {MARS_JINA_URL}/{page}, key JINA_API_KEY. Only pages that a search returned are read.
 retriever  A Search-R1 server: POST {MARS_RETRIEVER_URL}/retrieve.
 
-The MARS_*_URL hold scheme, host and port, no path; they come from the operator and may name
-any machine, loopback too. A search that fails raises ToolError; [] means that it ran and
-found nothing. A page that cannot be read leaves its result with the snippet and says so in
-the text; only when no page at all could be read has the search failed. Tests: pytest
-tests/test_search.py.
+The MARS_*_URL hold scheme, host and port, and no path. They come from the operator and may name any
+machine, loopback too. A search that fails raises ToolError; [] means that it ran and found nothing.
+A result whose page cannot be read keeps its snippet and says so in the text. Only when no page at
+all could be read has the search failed.
+
+    python -m tools.search --backend local --docs FOLDER "query"        by hand
+
+Tests: pytest tests/test_search.py
 """
 
 import argparse
@@ -74,14 +76,16 @@ def make(
 ) -> Search:
     """The search tool of a backend: search(query) -> at most k documents, best first.
 
-    An empty query finds nothing. docs: the local backend's files. cache: folder for the index and
-    for answers; None keeps neither. passage_words: local documents are cut into passages of so many
-    words, and a page of more than page_words words is shortened to those of its passages that match
-    the query; 0 leaves all documents whole (then System 1 reads their beginning, as in the paper).
-    block: hosts from which no result is taken, such as those that publish a benchmark's answers.
-    offline: answer from the cache alone, no key needed. timeout, tries, pause, parallel: see
-    web.Client; a page gets at most 2 tries. resolve: which addresses a page may be fetched from
-    (only tests change it). UserError for what is missing or makes no sense, before any search.
+    An empty query finds nothing. UserError for what is missing or makes no sense, before any
+    search.
+
+    docs: the local backend's files. cache: folder for the index and for answers; None keeps
+    neither. passage_words: local documents are cut into passages of so many words, and a page of
+    more than page_words words is shortened to those of its passages that match the query. With 0
+    all documents stay whole, and System 1 reads their beginning, as in the paper. block: hosts from
+    which no result is taken, such as those that publish a benchmark's answers. offline: answer from
+    the cache alone, no key needed. timeout, tries, pause, parallel: see web.Client; a page gets at
+    most 2 tries. resolve: which addresses a page may be fetched from (only tests change it).
     """
     _check(backend, scholar, k, docs, pages)
     if passage_words < 0 or page_words < 1:
@@ -183,8 +187,7 @@ def _serper(client, url, headers, k, query: str) -> list[Document]:
     if not query.strip():
         return []
     body = {"q": query, "num": k}
-    check = serper_documents
-    answer = client.call(url, _decode_json, body=body, headers=headers, check=check)
+    answer = client.call(url, _decode_json, body=body, headers=headers, check=serper_documents)
     return serper_documents(answer)[:k]
 
 
@@ -239,8 +242,8 @@ def _retriever(client, base, k, query: str) -> list[Document]:
     if not query.strip():
         return []
     body = {"queries": [query], "topk": k, "return_scores": True}
-    check = retriever_documents
-    answer = client.call(f"{base}/retrieve", _decode_json, body=body, check=check)
+    url = f"{base}/retrieve"
+    answer = client.call(url, _decode_json, body=body, check=retriever_documents)
     return retriever_documents(answer)[:k]
 
 
@@ -268,7 +271,8 @@ def _retrieved_document(row) -> Document:
         contents = found.get("contents", found.get("text"))
     if not isinstance(contents, str):
         raise ValueError("a result has no contents")
-    title, text = _text(found.get("title")), contents
+    title = _text(found.get("title"))
+    text = contents
     if not title:
         title, text = split_title(contents)
     name = _text(found.get("id"))
@@ -303,9 +307,8 @@ def _is_below(host: str, block: tuple[str, ...]) -> bool:
 
 def _reader(kind: str, client: web.Client, block, resolve) -> Callable[[str], str]:
     """read(url) -> the page's text, or ToolError."""
-    client = replace(
-        client, tries=min(client.tries, 2)
-    )  # dead pages are common, and have a snippet
+    # Dead pages are common, and their results have a snippet.
+    client = replace(client, tries=min(client.tries, 2))
     if kind == "jina":
         key = {"Authorization": f"Bearer {_key('JINA_API_KEY', client.offline)}"}
         return functools.partial(_read_by_jina, client, base_url("MARS_JINA_URL"), key)
@@ -386,7 +389,9 @@ def _decode_jina(raw: bytes, _headers) -> str:
     head, _, body = text.partition("Markdown Content:")
     if "Warning: Target URL returned error" in head:
         status = re.search(r"returned error (\d{3})", head)
-        raise ToolError(f"the page answered HTTP {status[1]}" if status else "the page is an error")
+        if status is None:
+            raise ToolError("the page is an error")
+        raise ToolError(f"the page answered HTTP {status[1]}")
     if not head.startswith("Title:"):
         body = text
     if not body.strip():
@@ -444,7 +449,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(_as_json(document), flush=True)
     except (UserError, ToolError) as error:
         print(error, file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
+        if isinstance(error, UserError):
+            return 2
+        return 1
     except BrokenPipeError:  # as in `… | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -1,22 +1,20 @@
-"""The client of all web calls: a cache on disk, retries, and messages that are safe to pass
-on.
+"""The client of all web calls: a cache on disk, retries, and messages that are safe to pass on.
 
-A call returns an answer or raises ToolError and nothing else, whatever the other side sent:
-a failure must never be taken for an empty answer, and no stranger's page may end a run.
-What may pass (a time-out, a dropped or cut connection, 408, 429, 5xx, an answer of another
-shape) is tried again after a growing, jittered pause, no sooner than Retry-After asks.
-Other refusals are final.
+A call returns an answer or raises ToolError and nothing else, whatever the other side sent: a
+failure must never be taken for an empty answer, and no stranger's page may end a run. A failure
+that may pass (a time-out, a dropped or cut connection, 408, 429, 5xx, an answer of another shape)
+is tried again after a growing, jittered pause, no sooner than Retry-After asks. Other refusals are
+final.
 
-Good answers are kept on disk under sha256(url, body), without any key; failures are not
-kept. Equal requests that are under way at the same time (a group's first searches) are sent
-once and share their outcome. Offline, only the cache answers.
+Good answers are kept on disk under sha256(url, body), without any key; failures are not kept. Equal
+requests that are under way at the same time (a group's first searches) are sent once and share
+their outcome. Offline, only the cache answers.
 
-What a ToolError says reaches System 2, the rollout records and the operator's terminal. It
-is one line of at most 200 characters, without our keys and without control characters.
-About a page it says nothing that the page wrote, for a stranger must not speak to System 2
-past System 1.
+What a ToolError says reaches System 2, the rollout records and the operator's terminal. It is one
+line of at most 200 characters, without our keys and without control characters. About a page it
+says nothing that the page wrote, for a stranger must not speak to System 2 past System 1.
 
-The exchanges themselves stand in tools/exchange.py. Tests: pytest tests/test_web.py.
+The exchanges themselves stand in tools/exchange.py. Tests: pytest tests/test_web.py
 """
 
 import contextlib

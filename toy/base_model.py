@@ -1,8 +1,8 @@
 """The toy's base model: a tiny Qwen3 that speaks the toy's language, imperfectly.
 
-It plays the part of the pretrained instruct model that the paper starts from. The RL on top is
-"zero RL", as in the paper. Random weights are trained in two stages, on texts of invented worlds
-that no run asks about:
+It plays the part of the pretrained instruct model that the paper starts from; what a run adds is RL
+alone, as in the paper. Random weights are trained in two stages, on texts of invented worlds that
+no run asks about:
 
   A, skills: right use of the language. The texts are dense in targets: each chunk has six
      requests, and many of these ask for what the chunk does not tell ("none .").
@@ -132,15 +132,15 @@ def trajectory(library: Library, rng: random.Random, habits: Habits) -> Pieces:
     """One episode of System 2, trained on what System 2 says."""
     plan = world.draw_plan(library.world, rng)
     pieces = [(f"<s2> {plan.text} <eot>", False)]
-    found = rng.random() >= habits.guess
-    if found:
-        found = look_up(library, rng, habits, plan, pieces)
-    if found and plan.expression:
-        found = rng.random() < habits.compute
-        if found:
+    knows = rng.random() >= habits.guess
+    if knows:
+        knows = look_up(library, rng, habits, plan, pieces)
+    if knows and plan.expression:
+        knows = rng.random() < habits.compute
+        if knows:
             add_call(pieces, rng, f"python {plan.expression}", plan.answer)
     answer = plan.answer
-    if not found or rng.random() >= habits.faithful:
+    if not knows or rng.random() >= habits.faithful:
         answer = wild_guess(plan, library.world, rng)
     pieces.append((f"<answer> {answer} <eot>", True))
     return pieces
@@ -402,9 +402,9 @@ def build(
 ) -> Path:
     """The base model's Hugging Face folder: from the cache, or made in about 2 minutes of one core.
 
-    steps: of the two stages. threads: PyTorch's while building; None leaves its setting. The name
-    of the folder is a hash of seed, steps and the files that make the model. A build that is cut
-    short leaves no folder of that name. Raises UserError when the cache cannot be written.
+    steps: training steps of either stage. threads: how many PyTorch uses meanwhile; None leaves its
+    setting. The folder's name has a hash of seed, steps and the files that make the model. A build
+    that is cut short leaves no folder of that name. UserError when the cache cannot be written.
     """
     folder = Path(cache) / f"toy-base-{recipe(seed, steps)}"
     if folder.exists():

@@ -235,9 +235,11 @@ def draw_plan(world: World, rng: random.Random, tools: Collection[str] = TOOLS) 
 
 def draw_one(world: World, rng: random.Random, person: str) -> Plan:
     """One look-up about the person or about some company."""
-    name, attributes = person, PERSONAL
+    name = person
+    attributes = PERSONAL
     if rng.random() >= 0.57:
-        name, attributes = rng.choice(world.companies), CORPORATE
+        name = rng.choice(world.companies)
+        attributes = CORPORATE
     attribute = rng.choice(attributes)
     hops = (("search", name, attribute),)
     return Plan("one", ASK[attribute].format(name), hops, world.facts[name, attribute])

@@ -21,9 +21,9 @@ try:
 except ImportError:  # it is optional everywhere: requirements-gpu.txt
     flash_attn_varlen_func = None
 
-# What some models ask of their attention beside a scale, and this one does not do.
+# What some models ask of their attention, and this one does not do.
 NOT_DONE = ("softcap", "s_aux", "position_bias")
-# torch 2.11 has no such option: there keys and values are repeated for each head of the queries.
+# torch 2.11 lacks this option. There keys and values are repeated for each head of the queries.
 VARLEN_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -45,7 +45,7 @@ def packed_attention(
 
     q [1, Hq, T, Dh], k and v [1, Hkv, T, Dh] -> ([1, T, Hq, Dh], None). `lengths` are the samples'
     tokens (they sum to T), `cu_seqlens` [samples + 1] int32 their boundaries on the device.
-    UserError for what it does not do.
+    UserError for what this attention does not do.
     """
     for name in NOT_DONE:
         if options.get(name) is not None:
@@ -59,12 +59,14 @@ def packed_attention(
         )
     if q.is_cuda:
         return cuda_attention(q, k, v, scaling, max(lengths), cu_seqlens), None
-    out = [
-        scaled_dot_product_attention(
-            *sample, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+    grouped = q.shape[1] != k.shape[1]
+    samples = zip(q.split(lengths, 2), k.split(lengths, 2), v.split(lengths, 2), strict=True)
+    out = []
+    for queries, keys, values in samples:
+        mixed = scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped
         )
-        for sample in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
-    ]
+        out.append(mixed)
     return cat(out, dim=2).transpose(1, 2), None
 
 

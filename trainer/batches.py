@@ -35,10 +35,11 @@ class MicroBatch:
 
 
 def micro_batches(samples: list, weights: list[Tensor], capacity: int, device) -> list[MicroBatch]:
-    """Packs samples (rollout.Sample) into micro-batches of at most `capacity` tokens by FFD.
+    """Packs samples (rollout.Sample) into micro-batches of at most `capacity` tokens.
 
-    A sample that is longer stands alone. `weights` are grpo.token_weights of the samples.
-    Samples without a sampled token are left out. ValueError if a sample's lists do not fit.
+    The packing is first-fit decreasing. A sample that is longer stands alone, and one without a
+    sampled token is left out. `weights` are grpo.token_weights of the samples. ValueError if a
+    sample's lists differ in length.
     """
     lengths = [
         input_length(sample, weight) for sample, weight in zip(samples, weights, strict=True)
@@ -83,12 +84,17 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Lays samples end to end, the first `lengths[i]` tokens of each.
 
-    Without samples it is one token that nothing is learned from: it keeps ranks in step whose
-    shares make fewer micro-batches than others'. `owners` are 0, 1, 2, … unless given.
+    Without samples it is one token that nothing is learned from. A rank whose share makes fewer
+    micro-batches than another's fills up with these. `owners` are 0, 1, 2, … unless given.
     """
     if owners is None:
         owners = range(len(samples))
-    tokens, loss_positions, owner, target, logprob, advantage = [], [], [], [], [], []
+    tokens = []
+    loss_positions = []
+    owner = []
+    target = []
+    logprob = []
+    advantage = []
     for sample, length, index in zip(samples, lengths, owners, strict=True):
         start = len(tokens)
         sampled = [i for i in range(1, length + 1) if sample.mask[i]]

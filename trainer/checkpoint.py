@@ -123,8 +123,8 @@ def write_state(folder: Path, step: int, model, weights: dict, moments: dict, to
     if problem:
         raise OSError(errno.EIO, f"{problem} right after it was written")
     if final.exists():
-        # It was damaged, or the run would not have come here again. Two renames, so that no
-        # state is ever half removed under its own name.
+        # It was damaged, or the run would not have come here again. It is renamed before it is
+        # removed, so that no state is ever half removed under its own name.
         shutil.rmtree(states / REPLACED, ignore_errors=True)
         os.replace(final, states / REPLACED)
     os.replace(temporary, final)
@@ -205,7 +205,10 @@ def damage(state: Path, step: int) -> str | None:
 
 
 def newest(folder: Path) -> tuple[int, Path] | None:
-    """(step, its folder) of a run's newest whole state, or None. Stderr names those passed over."""
+    """(step, folder) of a run's newest whole state, or None if it has none.
+
+    Damaged states are passed over; standard error names them.
+    """
     for step, path in sorted(listed(folder / "state"), reverse=True):
         problem = damage(path, step)
         if problem is None:

@@ -1,11 +1,11 @@
 """A model as the trainer gets it: loaded whole, and refused if packed training would be wrong.
 
 Packed training is exact for models whose layers mix tokens through attention alone, and call it
-through transformers' AttentionInterface. Others run as well and give wrong gradients without a
-word: state-space and convolution layers carry one sample's tokens into the next, older attention
-never sees the samples' boundaries, scaled or capped logits are not what the objective
-differentiates. `check_exact` finds them by what the model says of itself, and by a probe of about
-40 tokens through packed attention and through the model's own eager attention.
+through transformers' AttentionInterface. Other models run as well and give wrong gradients without
+a word. State-space and convolution layers carry one sample's tokens into the next. Older attention
+never sees the samples' boundaries. Scaled or capped logits are not what the objective
+differentiates. `check_exact` finds such models by what they say of themselves, and by a probe: 40
+tokens through packed attention and through the model's own eager attention.
 
 Tests: `pytest tests/test_loading.py`.
 """
@@ -21,7 +21,8 @@ from config import UserError
 from trainer.attention import packed_attention
 
 PROBE_LENGTHS = [17, 23]  # tokens of the probe's two samples
-LAYER_TYPES = ("full_attention", "sliding_attention")  # of those that transformers names
+# Of the types of layers that transformers names, those that mix tokens through attention alone.
+LAYER_TYPES = ("full_attention", "sliding_attention")
 BENT_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 # How far the probe's logits may differ, relative to their own size. Rounding stays far below it.
 TOLERANCE_FP32 = 1e-3
@@ -145,7 +146,7 @@ def probe_reason(model: nn.Module, longest: int | None) -> str | None:
 def set_attention(model: nn.Module, name: str) -> None:
     """Exchanges the attention of all layers; a model that cannot keeps its own."""
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # it would warn, where the caller looks itself
+    transformers.logging.set_verbosity_error()  # No warning: the caller looks what became of it.
     try:
         model.set_attn_implementation(name)
     finally:
@@ -227,8 +228,14 @@ def logits_reason(packed: Tensor, alone: Tensor, fp32: bool) -> str | None:
         return "its logits are not finite"
     size = (alone - alone.mean(-1, keepdim=True)).norm(dim=-1)  # [T]
     errors = (packed - alone).norm(dim=-1) / size
-    # Rounded to bf16, a token may go to another expert and differ much. A leak moves most tokens.
-    error = errors.max().item() if fp32 else errors.median().item()
-    if not error < (TOLERANCE_FP32 if fp32 else TOLERANCE_BF16):
+    if fp32:
+        error = errors.max().item()
+        tolerance = TOLERANCE_FP32
+    else:
+        # A token that is rounded to bf16 may go to another expert and differ much. A leak moves
+        # most tokens.
+        error = errors.median().item()
+        tolerance = TOLERANCE_BF16
+    if not error < tolerance:
         return f"packed samples change its logits (by {error:.1g} of their size)"
     return None

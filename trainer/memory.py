@@ -21,8 +21,8 @@ from config import UserError
 from trainer.loading import load_shape
 
 GIB = 2**30
-# Estimates, not measured here: a CUDA context with its libraries, NCCL's buffers, and the
-# sampler's CUDA graphs with the workspaces of prefill and drawing.
+# These three are estimates and were not measured: a CUDA context with its libraries, NCCL's
+# buffers, and the sampler's CUDA graphs with the workspaces of prefill and drawing.
 CUDA_CONTEXT = 0.6 * GIB
 NCCL = 1.0 * GIB
 GRAPHS = 1.0 * GIB
@@ -38,12 +38,14 @@ def memory_plan(
     shape = load_shape(model)
     parameters = count_parameters(shape)
     cuda = device.type == "cuda"
-    options = {"config": config, "world": world, "cuda": cuda, "training": training}
-    parts = memory_parts(shape, parameters, **options)
+    parts = memory_parts(
+        shape, parameters, config=config, world=world, cuda=cuda, training=training
+    )
     lasting = sum(parts.values())
     if training:
-        options = {"config": config, "longest": longest, "cuda": cuda}
-        parts["micro-batch"] = micro_batch_bytes(shape, parameters, **options)
+        parts["micro-batch"] = micro_batch_bytes(
+            shape, parameters, config=config, longest=longest, cuda=cuda
+        )
     total = sum(parts.values())
     have = memory_of(device)
     items = [f"{name} {part / GIB:.2f}" for name, part in parts.items() if part > GIB / 200]
@@ -53,16 +55,16 @@ def memory_plan(
             f"memory per process, GiB: {listed}; {lasting / GIB:.2f} before activations, "
             f"{total / GIB:.2f} in all, of {have / GIB:.1f}"
         )
-    advice = what_would_fit(config, parts["KV pool"], have - total, training)
+    advice = what_would_fit(config, parts["KV pool"], total - have, training)
     raise UserError(
         f"{total / GIB:.1f} GiB per process are needed ({listed}) and {have / GIB:.1f} are there: "
         f"{advice}"
     )
 
 
-def what_would_fit(config, pool: float, missing: float, training: bool) -> str:
-    """Advice for a plan whose total is above what is there by -`missing` bytes."""
-    room = pool + missing  # for the KV pool, beside everything else
+def what_would_fit(config, pool: float, excess: float, training: bool) -> str:
+    """Advice for a plan that is `excess` bytes too large, of which the KV pool takes `pool`."""
+    room = pool - excess  # what everything else leaves to the KV pool
     if room > 0.1 * pool:
         return f"--kv_tokens {int(config.kv_tokens * room / pool)} would fit"
     if training and not config.recompute_activations:
@@ -100,11 +102,11 @@ def memory_parts(
 ) -> dict[str, float]:
     """Bytes per process by purpose, before activations.
 
-    `shape` is a transformers config, `parameters` the model's number.
+    `shape` is the model's transformers config, `parameters` the number of its parameters.
 
-    copies: the weights that a micro-batch computes with. Autocast keeps a bf16 copy of all. FSDP
-    gathers what lies outside the layers (embedding and head) and two layers, since the next one
-    is under way.
+    The part "copies" is the weights that a micro-batch computes with. Autocast keeps a bf16 copy of
+    all. FSDP gathers what lies outside the layers (embedding and head) and two layers, since the
+    next one is under way.
     """
     size = 2 if cuda else 4  # bytes of a number outside the master weights
     models = 2 if config.frozen() else 1  # a role that the start's weights play has its own
@@ -172,8 +174,8 @@ def head_size(shape) -> int:
 def micro_batch_bytes(shape, parameters: int, *, config, longest: int, cuda: bool) -> float:
     """Bytes that the largest micro-batch adds at its worst moment, if every token carries loss.
 
-    Recomputing, each layer keeps its input, and one layer at a time all that its backward pass
-    needs. Else all layers keep everything.
+    Without recomputation every layer keeps all that its backward pass needs. With it every layer
+    keeps its input, and only the layer that goes backward holds the rest.
     """
     tokens = max(config.micro_tokens, longest)  # a longer sample stands alone
     size = 2 if cuda else 4

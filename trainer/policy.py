@@ -33,7 +33,7 @@ from trainer.batches import MicroBatch
 class Policy(nn.Module):
     """The language model with the objective as its forward pass.
 
-    So DDP and FSDP, which hook only forward, see one call a micro-batch.
+    DDP and FSDP hook only `forward`. This way they see one call a micro-batch.
     """
 
     def __init__(self, model, *, bf16: bool, recompute_activations: bool = False):
@@ -166,8 +166,8 @@ def backward(
     kernels.linear_grpo_loss, `loss` among them.
 
     DDP adds the gradients up over the ranks once, with the last micro-batch. FSDP2 does so with
-    every one: to wait would keep the whole model's fp32 gradients on each GPU (8B: 33 GB by
-    arithmetic). The sum is the same.
+    every micro-batch, because waiting would keep the whole model's fp32 gradients on each GPU (8B:
+    33 GB by arithmetic). The sum is the same.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     stats = []
@@ -200,7 +200,7 @@ def make_optimizer(policy: nn.Module, lr: float, weight_decay: float) -> torch.o
 
 
 def say_dropout_is_off(model: nn.Module) -> None:
-    """One line, if this model is to be trained and was made to be trained with dropout."""
+    """Prints one line if the model that is trained has dropout in its config."""
     rates = {
         name: rate
         for name, rate in vars(model.config.get_text_config()).items()
