@@ -38,7 +38,7 @@ import math
 import torch
 
 import grpo
-from kernels.backend import jit, misfit, tl, triton, use_triton
+from kernels.backend import check_clip, jit, misfit, tl, triton, use_triton
 
 # Tokens per chunk on CUDA. Each chunk but the first reads and writes the whole fp32 ∂L/∂W (2.5 GB
 # at V = 152k, D = 4k: by arithmetic 1.2 ms on an H200, beside 17 ms of products for 3,584 tokens).
@@ -128,7 +128,7 @@ def cut_into_chunks(N, V, on_cuda):
     limit = CHUNK_TOKENS_CUDA
     tile = CUDA_TILE
     if not on_cuda:
-        limit = max(CHUNK_TOKENS_CPU, CHUNK_BYTES_CPU // (4 * V))
+        limit = max(CHUNK_TOKENS_CPU, CHUNK_BYTES_CPU // (4 * max(V, 1)))
         tile = 1
     count = max(1, math.ceil(N / limit))
     tiles = max(1, math.ceil(math.ceil(N / count) / tile))  # of one chunk; one where N is 0
@@ -275,6 +275,8 @@ def check(hidden, weight, target, temperature):
     """ValueError for shapes, types and numbers that the functions below do not take."""
     N, D = hidden.shape
     fits = weight.dim() == 2 and weight.shape[1] == D and target.shape == (N,)
+    # The products take fp64 with fp64 only.
+    fits &= (hidden.dtype == torch.float64) == (weight.dtype == torch.float64)
     if not fits or target.dtype != torch.int64:
         raise misfit("linear_loss", hidden=hidden, weight=weight, target=target)
     if hidden.dtype not in (torch.bfloat16, torch.float32, torch.float64):
@@ -387,8 +389,9 @@ def linear_grpo_loss(
     may be bf16 with an fp32 weight, whose gradient is fp32 then.
 
     Returns (loss, stats), detached: loss; clip_share and kl, means over the unmasked tokens;
-    logprob [N] of the targets and entropy [N] of the softmax, both 0 where masked. ValueError if
-    shapes or types do not fit, or an unmasked target is outside the vocabulary.
+    logprob [N] of the targets and entropy [N] of the softmax, both 0 where masked. An entropy is
+    NaN where a logit leaves fp32's range. ValueError if shapes or types do not fit, a clip is NaN,
+    or an unmasked target is outside the vocabulary.
     """
     N = len(hidden)
     tokens = {
@@ -401,6 +404,7 @@ def linear_grpo_loss(
     if target.shape != (N,) or any(x.shape != (N,) for x in tokens.values()):
         raise misfit("linear_grpo_loss", hidden=hidden, target=target, **tokens)
     options = {"clip_low": clip_low, "clip_high": clip_high, "kl_beta": kl_beta}
+    check_clip(clip_low, clip_high)
 
     live = token_weight.nonzero()[:, 0]
     if len(live) < N:
@@ -429,8 +433,8 @@ def linear_grpo_loss(
 def linear_logprob(hidden, weight, target, *, temperature=1.0):
     """(log-prob [N] of target, entropy [N]) under softmax(hidden @ weight.T / temperature).
 
-    fp32, no gradient. Shapes and errors as in `linear_grpo_loss`. The logits are made a chunk at a
-    time and dropped.
+    fp32, no gradient. Shapes, errors and the entropy of infinite logits as in `linear_grpo_loss`.
+    The logits are made a chunk at a time and dropped.
     """
     hidden = cast_as_autocast(hidden).contiguous()
     target = target.contiguous()

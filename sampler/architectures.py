@@ -9,7 +9,8 @@ Two kinds of checks, made when a forward is built:
 The probe catches whatever mixes tokens outside attention (convolutions, recurrent states),
 reads a mask that the sampler does not build, or counts positions of its own. It cannot see what
 only begins after its 40 tokens, such as a window of 4,096. So each layer that has a window must
-hand it on to attention. docs/architectures.md lists what was found exact and what is refused.
+hand it on to attention, and it must be a window of the masks that the model would build.
+docs/architectures.md lists what was found exact and what is refused.
 
 Tests: pytest tests/test_decoder.py
 """
@@ -122,7 +123,12 @@ def check_architecture(model, forward) -> None:
     shape = (LONG + SHORT,)
     tokens = torch.randint(forward.vocabulary, shape, generator=generator)
     rows = list(tokens.split([LONG, SHORT]))
-    expected = stock_logits(model, rows)
+    try:
+        expected = stock_logits(model, rows)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise refusal(model, f"it fails on its own ({type(error).__name__})") from error
     try:
         logits, layers_seen = paged_logits(forward, rows)
     except torch.cuda.OutOfMemoryError:
@@ -147,15 +153,17 @@ def stock_logits(model, rows: list[Tensor]) -> Tensor:
     The plainest attention is asked, since a model in training has the trainer's.
     """
     device = next(model.parameters()).device
-    training = model.training
+    training = [(module, module.training) for module in model.modules()]
     implementation = model.config._attn_implementation
     model.eval()
     model.set_attn_implementation("eager")
     try:
-        logits = [model(row[None].to(device), use_cache=False).logits[0] for row in rows]
+        with torch.autocast(device.type, enabled=False):
+            logits = [model(row[None].to(device), use_cache=False).logits[0] for row in rows]
     finally:
         model.set_attn_implementation(implementation)
-        model.train(training)
+        for module, mode in training:
+            module.training = mode
     return torch.cat([row[-STEPS:].float() for row in logits])
 
 
@@ -223,6 +231,11 @@ def check_layers(model, forward, layers_seen: dict[int, int | None]) -> None:
     if set(layers_seen) != set(range(forward.layers)):
         reason = f"{len(layers_seen)} of its {forward.layers} layers use transformers' attention"
         raise refusal(model, reason)
+    for layer, window in sorted(layers_seen.items()):
+        if forward.mask_windows and window not in forward.mask_windows:
+            masks = " or ".join(str(other) for other in forward.mask_windows)
+            reason = f"the window of its layer {layer} is {window}, but {masks} in its mask"
+            raise refusal(model, reason)
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -254,4 +267,6 @@ def relative_error(logits: Tensor, expected: Tensor) -> float:
         return 0.0
     spread = (expected - expected.nanmean(-1, keepdim=True))[finite]
     difference = (logits - expected)[finite]
+    if not difference.any():
+        return 0.0  # a head that begins as zeros has no spread
     return (difference.norm() / spread.norm()).item()

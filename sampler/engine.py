@@ -107,7 +107,8 @@ class Sampler:
                 f"max_tokens ({max_tokens}) is smaller than one page of {page_size}; "
                 "raise max_tokens"
             )
-        self.forward = make_forward(model, dtype, self.device, own_forward)
+        with self._full_precision():
+            self.forward = make_forward(model, dtype, self.device, own_forward)
         self.path = self.forward.path
         self.why_stock = self.forward.why_stock
         if buckets is None:
@@ -132,7 +133,8 @@ class Sampler:
         self.pool = torch.zeros(shape, dtype=self.forward.cache_dtype, device=self.device)
         self.decoder = self.forward
         if buckets:
-            self.decoder = Buckets(self.forward, self.pool, max_sequences)
+            with self._full_precision():
+                self.decoder = Buckets(self.forward, self.pool, max_sequences)
         self.newest = torch.zeros(max_sequences, dtype=torch.int64, device=self.device)  # per row
         self.overlap = overlap
         self.steps = 0
@@ -158,8 +160,10 @@ class Sampler:
     def close(self, conversation: Conversation) -> None:
         """Gives a conversation's pages back; its open request, if any, ends with an error.
 
-        Closing twice is allowed.
+        Closing twice is allowed. ValueError, and nothing has changed, for one of another sampler.
         """
+        self._repair()
+        self._check_own(conversation)
         self._begin()
         self.scheduler.close(conversation)
         self.interrupted = False
@@ -182,9 +186,7 @@ class Sampler:
         nothing has changed then, and the call can be repeated.
         """
         self._repair()
-        if conversation.tokens and conversation not in self.scheduler.live:
-            if not conversation.closed:
-                raise ValueError("the conversation belongs to another sampler")
+        self._check_own(conversation)
         request = make_request(
             conversation,
             tokens,
@@ -204,7 +206,10 @@ class Sampler:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Some prefill, then one new token for every ready row. Returns the finished requests."""
+        """Some prefill, then one new token for every ready row. Returns the finished requests.
+
+        A Ctrl-C while the call returns can lose them; each request still tells that it is `done`.
+        """
         self._begin()
         self._step()
         self.interrupted = False
@@ -284,6 +289,15 @@ class Sampler:
         self.forward.load(model)
         self.interrupted = False
 
+    def _check_own(self, conversation: Conversation) -> None:
+        """TypeError or ValueError for what is no conversation of this sampler."""
+        if not isinstance(conversation, Conversation):
+            raise TypeError(f"not a conversation: {conversation!r}")
+        if conversation.closed or not conversation.tokens:
+            return
+        if conversation not in self.scheduler.live:
+            raise ValueError("the conversation belongs to another sampler")
+
     # ---- a call that is cut short
 
     def _begin(self) -> None:
@@ -302,12 +316,17 @@ class Sampler:
 
     # ---- one step
 
+    def _full_precision(self) -> torch.autocast:
+        """A caller's autocast would round the model's products."""
+        return torch.autocast(self.device.type, enabled=False)
+
     def _step(self) -> None:
         self.steps += 1
         if self.unread is not None and self.scheduler.lacks_slots():
             self._postprocess()  # who gives way must have all its tokens on the host
         plan = self.scheduler.schedule(unread=self.unread is not None)
-        unread = self._run(plan)
+        with self._full_precision():
+            unread = self._run(plan)
         self._postprocess()  # of the step before, while the device computes this one
         self.unread = unread
         if not self.overlap:

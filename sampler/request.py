@@ -112,11 +112,13 @@ def make_request(
     vocabulary: tokens the model knows. positions: where its table of positions ends, if it has
     one. pool: tokens that the KV pool holds.
     """
+    # Iterators may themselves submit or close, so they are read first.
+    given = token_ids(tokens, "tokens")
+    stop_ids = frozenset(token_ids(stop_ids, "stop_ids"))
     if conversation.closed:
         raise ValueError("the conversation is closed")
     if conversation.request is not None:
         raise ValueError("the conversation has an open request")
-    given = token_ids(tokens, "tokens")
     if not given:
         raise ValueError("tokens is empty; a request needs at least one token")
     for token in given:
@@ -151,7 +153,7 @@ def make_request(
         max_new_tokens,
         temperature,
         top_p,
-        frozenset(token_ids(stop_ids, "stop_ids")),
+        stop_ids,
         integer(seed, "seed"),
         num_context_tokens=context,
     )
@@ -182,4 +184,7 @@ def real(value, name: str) -> float:
     """Any Python or numpy number as a float; TypeError for anything else, bools included."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is beyond every float") from None

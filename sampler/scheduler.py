@@ -362,8 +362,9 @@ class Scheduler:
     def collect(self, decode: Decode, tokens, logprobs, step: int) -> list[int]:
         """Appends a step's tokens and ends the requests that are complete.
 
-        A row whose log-prob is NaN ends with an error. Returns the pages that such rows gave back:
-        their contents must be cleared, because NaN must not reach the pages' next holder.
+        A row whose log-prob is NaN ends with an error. Returns the pages that such rows gave back,
+        to be cleared. NaN may still stay in a page of a row that gave way, or was closed, while it
+        prefilled. It reaches nobody: each form of attention reads the tokens of its own row only.
         """
         spoiled = []
         ended = len(self.finished)

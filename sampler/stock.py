@@ -11,7 +11,7 @@ import copy
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from sampler.architectures import (
     check_architecture,
@@ -26,6 +26,7 @@ from sampler.attention import Batch, attention, cache_dtype, store
 from sampler.decoder import gather_full
 
 IMPLEMENTATION = "mars_paged"
+PROBED = "mars_paged_probed"
 
 
 def stock_attention(
@@ -70,6 +71,7 @@ def stock_attention(
 
 # No mask function has this name, so transformers builds no mask.
 AttentionInterface.register(IMPLEMENTATION, stock_attention)
+AttentionInterface.register(PROBED, stock_attention)
 
 
 def copy_of(model, dtype: torch.dtype, device: torch.device):
@@ -100,17 +102,34 @@ class StockForward:
         # transformers only logs a warning where a model has an attention of its own.
         if config._attn_implementation != IMPLEMENTATION:
             raise refusal(model, "its attention cannot be replaced")
-        self.layers = config.num_hidden_layers
-        self.heads = config.num_attention_heads
-        self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
-        self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.vocabulary = self.model.get_input_embeddings().num_embeddings
+        try:
+            self.layers = config.num_hidden_layers
+            self.heads = config.num_attention_heads
+            self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
+            self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+            self.vocabulary = self.model.get_input_embeddings().num_embeddings
+        except Exception as error:
+            # Such as a config whose layers have heads of different sizes.
+            reason = f"its config does not tell one shape of all layers ({type(error).__name__})"
+            raise refusal(model, reason) from error
         self.positions = position_limit(model)
         self.dtype = dtype
         self.device = device
         self.cache_dtype = cache_dtype(dtype, device)
         self.computation = computation(model)
+        self.mask_windows: set[int | None] = set()
+        self.probe(model)
+
+    def probe(self, model) -> None:
+        """check_architecture, while the windows of the masks that the model asks for are noted."""
+
+        def note(*args, local_size: int | None = None, **options) -> None:
+            self.mask_windows.add(local_size)
+
+        AttentionMaskInterface.register(PROBED, note)
+        self.model.set_attn_implementation(PROBED)
         check_architecture(model, self)
+        self.model.set_attn_implementation(IMPLEMENTATION)
 
     def check(self, model) -> None:
         """As OwnForward.check."""

@@ -1,5 +1,6 @@
 """The forward over pages: which models it takes, and that each form of attention is exact."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -65,6 +66,7 @@ EXACT = {
     "Exaone4": WINDOW,
     "Glm4": dict(pad_token_id=0),
     "OPT": dict(ffn_dim=48, word_embed_proj_dim=32, num_key_value_heads=4),
+    "Olmoe": dict(num_experts=4, num_experts_per_tok=2),
 }
 
 # What it would get wrong, with a word of the reason that it must give.
@@ -100,6 +102,28 @@ WRONG = {
         ),
         "chunked",
     ),
+    "Olmoe": (
+        dict(num_experts=4, num_experts_per_tok=2, sliding_window=200),
+        "layer 0 is 200, but None in its mask",
+    ),
+    "Phimoe": (
+        dict(
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=200,
+            use_sliding_window=False,
+        ),
+        "layer 0 is None, but 200 in its mask",
+    ),
+    "Phimoe full": (
+        dict(
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=200,
+            layer_types=["full_attention"] * 2,
+        ),
+        "layer 0 is None, but 200 in its mask",
+    ),
     "Qwen2Moe windows": (
         dict(
             EXPERTS,
@@ -119,6 +143,7 @@ WRONG = {
     "DeepseekV3": (dict(LATENT, n_routed_experts=4, n_group=2, topk_group=1), ""),
     "StableLm": ({}, ""),
     "GptOss": (dict(num_local_experts=4, sliding_window=6), "s_aux"),
+    "Gemma4Unified text": (dict(pad_token_id=0), "one shape of all layers"),
     # Rotations that depend on the longest row of a batch.
     "Llama dynamic": (
         dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
@@ -178,6 +203,31 @@ def test_the_probe_leaves_no_trace(own):
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert model.config._attn_implementation == attention
+
+
+def test_layers_that_are_frozen_stay_in_evaluation():
+    model = build("Llama").train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    Sampler(model, max_tokens=256)
+    assert [module.training for module in model.modules()] == modes
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_head_that_begins_as_zeros_passes_the_probe(own):
+    model = build("Llama")
+    torch.nn.init.zeros_(model.lm_head.weight)
+    sampler = Sampler(model, max_tokens=256, own_forward=own)
+    logprobs = sampler.generate([[1, 2]], max_new_tokens=1)[0].logprobs
+    assert logprobs == pytest.approx([-math.log(SMALL["vocab_size"])])
+
+
+def test_a_model_that_fails_itself_is_refused_in_one_sentence():
+    """Its table of positions is shorter than the probe."""
+    model = build("GPT2", **EXACT["GPT2"])
+    model.transformer.wpe = torch.nn.Embedding(8, 32)
+    with pytest.raises(ValueError, match="GPT2LMHeadModel: it fails on its own .IndexError.$"):
+        Sampler(model, max_tokens=256)
 
 
 @pytest.mark.parametrize(

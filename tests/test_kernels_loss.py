@@ -518,6 +518,8 @@ def test_gradient_of_a_hopeless_reference_is_beta(ref, form):
         dict(advantage=torch.zeros(5)),
         dict(weight=torch.zeros(507, 4)),
         dict(hidden=torch.zeros(37, 123).half()),
+        dict(hidden=torch.zeros(37, 123).double()),
+        dict(weight=torch.zeros(507, 123).double()),
     ],
 )
 def test_misuse_is_refused(change):
@@ -525,6 +527,32 @@ def test_misuse_is_refused(change):
     case |= {name: x.to(DEVICE) for name, x in change.items()}
     with pytest.raises(ValueError, match="linear|fp16"):
         kernels.linear_grpo_loss(**case)
+
+
+def test_fp64_and_fp32_are_not_mixed():
+    target = torch.tensor([1, 2], device=DEVICE)
+    for hidden, weight in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
+        hidden = torch.randn(2, 3, dtype=hidden, device=DEVICE)
+        weight = torch.randn(5, 3, dtype=weight, device=DEVICE)
+        with pytest.raises(ValueError, match="linear"):
+            kernels.linear_logprob(hidden, weight, target)
+
+
+@pytest.mark.parametrize("clip", ["clip_low", "clip_high"])
+def test_a_clip_that_is_nan_is_refused(clip, form):
+    tokens = [torch.zeros(2, device=DEVICE)] * 4
+    with pytest.raises(ValueError, match=f"a clip is NaN.*{clip} nan"):
+        kernels.grpo_loss(*tokens, **{clip: math.nan})
+    with pytest.raises(ValueError, match=f"a clip is NaN.*{clip} nan"):
+        run(kernels.linear_grpo_loss, make_case() | {clip: math.nan})
+
+
+def test_no_token_and_no_vocabulary():
+    """Nothing is asked of an empty head."""
+    hidden = torch.zeros(0, 3, device=DEVICE)
+    target = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    logprob, entropy = kernels.linear_logprob(hidden, hidden, target)
+    assert logprob.shape == entropy.shape == (0,)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf, 1e-9, 1e29])

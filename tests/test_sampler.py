@@ -820,6 +820,8 @@ def test_small_operations_equal_the_kernels():
 # ---------------------------------------------------------------- what submit takes and refuses
 
 REFUSED = [
+    (dict(temperature=10**400), ValueError, "temperature is beyond every float"),
+    (dict(top_p=10**400), ValueError, "top_p is beyond every float"),
     (dict(tokens=[]), ValueError, "tokens is empty"),
     (dict(tokens=[1, V]), ValueError, f"token id {V} is outside the model's vocabulary of {V}"),
     (dict(tokens=[-1]), ValueError, "token id -1 is outside"),
@@ -884,6 +886,36 @@ def test_bad_requests_are_refused_and_leave_no_trace(options, kind, sentence):
     assert not sampler.busy
     assert sampler.pages_in_use == pages
     assert len(sampler.generate([[2]], max_new_tokens=2)[0].tokens) == 2
+
+
+def test_tokens_that_submit_are_read_before_the_conversation_is_looked_at():
+    sampler = make("llama grouped")
+    conversation = sampler.open()
+
+    def tokens():
+        sampler.submit(conversation, [5, 6], max_new_tokens=2)
+        yield 7
+
+    with pytest.raises(ValueError, match="open request"):
+        sampler.submit(conversation, tokens(), max_new_tokens=2)
+    finish(sampler)
+    assert conversation.tokens[:2] == [5, 6]
+    assert len(conversation.tokens) == 4
+
+
+@pytest.mark.parametrize("kind", ["qwen3 grouped tied", "gemma"])
+def test_a_caller_s_autocast_rounds_nothing(kind):
+    """Neither while the sampler is built and probed nor in a step."""
+    prompts = prompts_of()
+    expected = make(kind).generate(prompts, max_new_tokens=4, seed=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        sampler = make(kind)
+        assert sampler.generate(prompts, max_new_tokens=4, seed=3) == expected
+        talk = sampler.open()
+        request = sampler.submit(talk, prompts[5], max_new_tokens=4, seed=hashed(3, 5))
+        finish(sampler)
+    assert request.completion.tokens == expected[5].tokens
+    assert request.completion.logprobs == pytest.approx(expected[5].logprobs, abs=1e-4)
 
 
 def test_integers_of_every_kind_are_accepted():
@@ -953,6 +985,12 @@ def test_misuse_of_a_conversation_is_refused():
     finish(elsewhere)
     with pytest.raises(ValueError, match="belongs to another sampler"):
         sampler.submit(conversation, [3], max_new_tokens=3)
+    with pytest.raises(ValueError, match="belongs to another sampler"):
+        sampler.close(conversation)
+    with pytest.raises(TypeError, match="not a conversation: None"):
+        sampler.close(None)
+    elsewhere.submit(conversation, [3], max_new_tokens=1)
+    finish(elsewhere)
     with pytest.raises(ValueError, match="is smaller than one page of 4; raise max_tokens"):
         make("llama grouped", max_tokens=PAGE - 1)
     with pytest.raises(ValueError, match="2 prompts, but 1 values"):
@@ -998,6 +1036,20 @@ def test_nan_ends_one_request_and_no_other(options):
         sampler.generate(prompts, max_new_tokens=6)
     assert torch.isfinite(sampler.pool).all()
     assert nothing_leaked(sampler)
+
+
+@pytest.mark.parametrize("kind", ["qwen3 grouped tied", "qwen2 windows"])
+def test_what_a_page_held_before_reaches_nobody(kind):
+    """A row that is closed while it prefills may leave NaN behind."""
+    prompts = prompts_of()
+    expected = make(kind).generate(prompts, max_new_tokens=8, seed=3)
+    sampler = make(kind, prefill_chunk=5)
+    sampler.pool.fill_(math.nan)
+    for completion, other in zip(
+        sampler.generate(prompts, max_new_tokens=8, seed=3), expected, strict=True
+    ):
+        assert completion.tokens == other.tokens
+        assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
 def test_idle_conversations_give_way_to_those_that_run():
