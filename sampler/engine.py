@@ -407,8 +407,8 @@ class Sampler:
         tokens, logprobs = unread.result.tolist()
         tokens = [int(token) for token in tokens]
         spoiled = self.scheduler.collect(unread.decode, tokens, logprobs, unread.step)
-        if spoiled:
-            self.pool[:, :, spoiled] = 0
+        for page in spoiled:
+            self.pool[:, :, page] = 0
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
