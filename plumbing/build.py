@@ -338,6 +338,12 @@ def make_sampler(config: Config, model, machine: Machine) -> Sampler:
         )
     except ValueError as error:
         raise UserError(str(error)) from None
+    positions = sampler.forward.positions
+    if positions is not None and config.longest() > positions:
+        raise UserError(
+            f"the model knows {positions} positions, fewer than one context of "
+            f"{config.longest()}; lower the episode's limits"
+        )
     room = sampler.pages.count * sampler.pages.size
     if config.longest() > room:
         raise UserError(
