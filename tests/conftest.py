@@ -1,9 +1,12 @@
 """Chooses Triton's interpreter where there is no GPU, before any kernel is defined."""
 
 import os
+import signal
 
 import torch
 
+# A background job ignores Ctrl-C and hands that on; tests of Ctrl-C need the ordinary handler.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
