@@ -138,6 +138,8 @@ def claim(folder: Path) -> Claim | None:
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "a")
+    except FileNotFoundError:  # another start has just given the folder back
+        return None
     except OSError as error:
         raise UserError(
             f"cannot write to {folder} ({error.strerror}); choose another folder with --runs"
