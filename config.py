@@ -122,6 +122,8 @@ class Config:
             raise UserError("--eval_data belongs to questions of your own: name --data as well")
         if self.pages != "none" and self.search != "serper":
             raise UserError(f"--pages {self.pages} reads what --search serper finds: add that")
+        if self.block and self.search == "local":
+            raise UserError("--block drops what the web finds: it has no use with --search local")
         if self.docs and self.search != "local":
             raise UserError(f"--docs is searched by --search local, not by {self.search}")
         if self.longest() > self.kv_tokens:

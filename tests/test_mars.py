@@ -319,6 +319,7 @@ BAD = {
     "infinitely hot": (["--temperature", "inf"], "--temperature"),
     "no temperature": (["--temperature", "nan"], "--temperature"),
     "hardly warm": (["--temperature", "1e-40"], "--temperature"),
+    "hosts blocked where nothing is asked": (["--block", "hf.co"], "--block"),
     "held-out questions without own ones": (["--eval_data", "some.jsonl"], "--eval_data"),
     "pages of no search": (["--pages", "fetch"], "--pages"),
     "no tool at all": (["--tools", ","], "--tools"),
