@@ -233,6 +233,11 @@ class Game:
             return None
 
 
+def no_shares(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
+    """A method without numbers of its own."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Method:
     """A method: words, `episode` and `credit`, with the options that are its own."""
@@ -247,3 +252,6 @@ class Method:
     words: Callable[[Config, list[Tool]], Words]  # how a chat model is addressed
     fits: Callable[[Config, Format, Question], None]  # UserError if a question leaves no room
     presets: dict[str, dict] = field(default_factory=dict)
+    # Numbers of the method's own, for metrics.jsonl: of a batch, name -> (part, whole). Both are
+    # summed over the ranks, and the quotient is written; an evaluation's as eval_NAME.
+    shares: Callable[[list[Trajectory]], dict[str, tuple[float, float]]] = no_shares

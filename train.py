@@ -26,6 +26,7 @@ from plumbing import evaluation, logbook
 from plumbing.build import build
 from plumbing.metrics import (
     batch_sums,
+    method_shares,
     reduced,
     rollout_metrics,
     rollout_sums,
@@ -55,7 +56,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
         temperature=config.temperature,
     )
     seconds_rollout = time.perf_counter() - start
-    metrics = rollout_metrics(trajectories, run.method.roles, seconds_rollout)
+    metrics = rollout_metrics(trajectories, run.method, seconds_rollout)
     # 0 unless an episode left a context open. New weights empty the pool.
     metrics["pages_in_use"] = sum(sampler.pages_in_use for sampler in run.driver.samplers)
 
@@ -194,8 +195,11 @@ def skip(run: Run, step: int, samples: list[Sample]) -> None:
 # ------------------------------------------------------------------------------------------ the run
 
 
-def train(run: Run) -> None:
-    """The whole run: steps, evaluations, states on disk, pictures."""
+def train(run: Run, one_step=train_step) -> None:
+    """The whole run: steps, evaluations, states on disk, pictures.
+
+    `one_step`: for a method whose batches are not G attempts at each question.
+    """
     config = run.config
     first = logbook.open_folder(run)
     quiet = run.rank > 0 or not sys.stderr.isatty()
@@ -204,7 +208,7 @@ def train(run: Run) -> None:
         scores = {}
         if step % config.eval_every == 0:
             scores = evaluate(run, step)
-        metrics, trajectories = train_step(run, step)
+        metrics, trajectories = one_step(run, step)
         if step == config.steps - 1:
             # No later line will come, so the last one carries the end result.
             scores = {f"{key}_before": value for key, value in scores.items()}
@@ -240,6 +244,8 @@ def evaluate(run: Run, updates: int) -> dict:
         unjudged.append(int(sums["trajectories"] - sums["graded"]))
         unjudged_share.append(share(unjudged[-1], sums["answered"]))
         if name == "accuracy":
+            shares = method_shares(trajectories, run.method)
+            scores |= {f"eval_{key}": value for key, value in shares.items()}
             logbook.write(run, [record(t, run.chat, updates, "eval") for t in trajectories[:8]])
     scores["eval_tool_error_share"] = max(failed)
     scores["eval_judge_failures"] = max(unjudged)
@@ -252,11 +258,13 @@ def evaluate(run: Run, updates: int) -> dict:
 # --------------------------------------------------------------------------------- the command line
 
 
-def main(method: Method, arguments: list[str], description: str, **additions) -> int:
+def main(
+    method: Method, arguments: list[str], description: str, *, one_step=train_step, **additions
+) -> int:
     """Trains, or evaluates or asks what was trained; returns the exit code.
 
     `[options]` trains, `eval CKPT …` and `ask CKPT "question"` use a checkpoint. `additions` are
-    those of `build`: tools, questions or a grader of one's own.
+    those of `build`: tools, questions, a grader, a base model or a language of one's own.
     """
     command = "train"
     if arguments[:1] in (["eval"], ["ask"]):
@@ -266,7 +274,7 @@ def main(method: Method, arguments: list[str], description: str, **additions) ->
             return evaluation.main(method, arguments, **additions)
         given = parse(parser(method.config, description), arguments)
         config = resolve(method.config, given, presets=method.presets)
-        train(build(method, config, training=True, **additions))
+        train(build(method, config, training=True, **additions), one_step)
         return 0
     # FloatingPointError: the sampler met logits that are no numbers.
     except (UserError, FloatingPointError) as error:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from rollout import Sample, Trajectory
+from rollout import Method, Sample, Trajectory
 from trainer import MicroBatch
 
 
@@ -57,8 +57,9 @@ def rollout_sums(trajectories: list[Trajectory], roles: Iterable[str]) -> dict[s
     return reduced(dict(sums))
 
 
-def rollout_metrics(trajectories: list[Trajectory], roles: Iterable[str], seconds: float) -> dict:
+def rollout_metrics(trajectories: list[Trajectory], method: Method, seconds: float) -> dict:
     """The step's line in metrics.jsonl, as far as the rollouts tell."""
+    roles = method.roles
     s = rollout_sums(trajectories, roles)
     metrics = {
         "reward": s["reward"] / s["graded"] if s["graded"] else None,
@@ -77,7 +78,15 @@ def rollout_metrics(trajectories: list[Trajectory], roles: Iterable[str], second
         metrics[f"{role}_samples"] = int(s[f"{role}_samples"])
         metrics[f"{role}_tokens"] = int(s[f"{role}_tokens"])
         metrics[f"{role}_length"] = share(s[f"{role}_tokens"], s[f"{role}_samples"])
-    return metrics
+    return metrics | method_shares(trajectories, method)
+
+
+def method_shares(trajectories: list[Trajectory], method: Method) -> dict[str, float]:
+    """The method's own numbers of a batch, over all ranks."""
+    counted = method.shares(trajectories)
+    parts = reduced({name: part for name, (part, _) in counted.items()})
+    wholes = reduced({name: whole for name, (_, whole) in counted.items()})
+    return {name: share(parts[name], wholes[name]) for name in counted}
 
 
 def batch_sums(

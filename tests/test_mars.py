@@ -915,9 +915,13 @@ while time.monotonic() < end:
 
 def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
     """Attempts without an answer need no judge: they would hide that it is gone."""
+    import dataclasses
     from types import SimpleNamespace
 
+    import mars
     from plumbing.metrics import rollout_metrics
+
+    method = dataclasses.replace(mars.METHOD, roles={})
 
     def attempt(answer, reward):
         return SimpleNamespace(
@@ -925,5 +929,5 @@ def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
         )
 
     attempts = [attempt("x", None), attempt(None, 0.0), attempt(None, 0.0), attempt(None, 0.0)]
-    assert rollout_metrics(attempts, [], 1.0)["judge_failure_share"] == 1.0
-    assert rollout_metrics([attempt("x", None)], [], 1.0)["reward"] is None
+    assert rollout_metrics(attempts, method, 1.0)["judge_failure_share"] == 1.0
+    assert rollout_metrics([attempt("x", None)], method, 1.0)["reward"] is None
