@@ -36,6 +36,7 @@ class Config:
     save_every: int = 10  # steps between states on disk: what a kill can cost
     eval_every: int = 20  # steps between evaluations on held-out questions, sampled and greedy
     eval_questions: int = 200  # 200 questions: a standard error of at most 3.5 points
+    eval_samples: int = 1  # k of eval's avg@k and pass@k; a run's own evaluations make one attempt
     # model, questions, tools
     model: str = "toy"  # "toy", or anything that transformers loads (a folder, a hub name)
     data: str = "toy"  # training questions: "toy", or what tasks.questions.load_questions reads
@@ -97,7 +98,7 @@ class Config:
         """Refuses values that contradict each other: UserError with one sentence."""
         counts = (
             "steps questions save_every eval_every inner_steps micro_tokens kv_tokens "
-            "max_sequences top_k threads group tool_seconds"
+            "max_sequences top_k threads group tool_seconds eval_samples"
         )
         self.at_least(1, *counts.split())
         self.at_least(0, "eval_questions", "passage_words", "seed")
@@ -113,6 +114,8 @@ class Config:
             raise UserError(f"--max_sequences {self.max_sequences}: give at most 65536")
         if self.temperature > 100 or 0 < self.temperature < 1e-3:
             raise UserError(f"--temperature {self.temperature}: give 0, or from 0.001 to 100")
+        if self.eval_samples > 1 and self.temperature == 0:
+            raise UserError("--eval_samples: at --temperature 0 all attempts are the same; give 1")
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top_p must be in (0, 1], got {self.top_p}")
         plain = set(self.name).isdisjoint("/\\\0") and self.name not in (".", "..")
@@ -140,6 +143,8 @@ class Config:
             raise UserError("--temperature 0 makes all attempts at a question the same")
         if self.eval_questions < 1:
             raise UserError("--eval_questions must be at least 1: a run measures itself on them")
+        if self.eval_samples > 1:
+            raise UserError("--eval_samples is for the command eval: a run makes one attempt")
         if self.group < 2:
             raise UserError("--group must be at least 2: attempts at one question are compared")
         if self.inner_steps > self.questions:
@@ -151,8 +156,8 @@ class Config:
 
 # What --resume may change: the method stays the same, the last bits of a float may not.
 MAY_CHANGE = set(
-    "name runs steps resume save_every eval_every cache threads max_tool_error_share tool_seconds "
-    "micro_tokens kv_tokens max_sequences recompute_activations".split()
+    "name runs steps resume save_every eval_every eval_samples cache threads max_tool_error_share "
+    "tool_seconds micro_tokens kv_tokens max_sequences recompute_activations".split()
 )
 
 # Spellings that were given up, and what to write today.

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from plumbing.statistics import average_interval, wilson_interval
 from toy import base_model as toy_base
 
 REPO = Path(__file__).parent.parent
@@ -335,6 +336,9 @@ BAD = {
     "a rate beyond all numbers": (["--lr", "1e300"], "--lr"),
     "too many sequences": (["--max_sequences", "2000000000"], "--max_sequences"),
     "ask with a training option": (["ask", "runs/x", "who ?", "--lr", "1"], "--lr"),
+    "ask several times": (["ask", "runs/x", "who ?", "--eval_samples", "2"], "--eval_samples"),
+    "no attempt": (["--eval_samples", "0"], "--eval_samples"),
+    "several attempts of a run": (["--eval_samples", "2"], "--eval_samples is for"),
     "eval with another model": (["eval", "runs/x", "--model", "y"], "--model"),
     "eval with the start's model": (["eval", "runs/x", "--system1", "frozen"], "--system1"),
     "negative": (["--lr", "-1"], "--lr"),
@@ -581,6 +585,49 @@ def test_eval_and_ask(trained):
     assert done.returncode == 2 and "leaves no room in --sys2_context" in done.stderr
     done = mars("eval", "runs/whole", ranks=2, cwd=folder)
     assert done.returncode and "without torchrun" in done.stderr
+
+
+def test_several_attempts_at_each_question(trained):
+    """The first is the one that a single evaluation makes; the table's numbers are those of all."""
+    folder, _ = trained
+    asked = ["--eval_questions", 12]
+    for name, more in (("once", []), ("thrice", ["--eval_samples", 3])):
+        done = mars("eval", "runs/whole", "--name", name, *asked, *more, cwd=folder)
+        assert done.returncode == 0, done.stderr
+    assert "avg@3 (95 %)" in done.stdout and "pass@3 (95 %)" in done.stdout
+    assert "accuracy" not in done.stdout
+    once = json.loads((folder / "runs/once/predictions.json").read_text())
+    thrice = json.loads((folder / "runs/thrice/predictions.json").read_text())
+    further = {name: prediction.pop("further") for name, prediction in thrice.items()}
+    assert thrice == once
+    assert all(len(predictions) == 2 for predictions in further.values())
+
+    rewards = {}
+    for line in open(folder / "runs/thrice/rollouts/step_0.jsonl"):
+        record = json.loads(line)
+        rewards.setdefault(record["question_id"], {})[record["trajectory"]] = record["reward"]
+        answers = [prediction["answer"] for prediction in further[record["question_id"]]]
+        answers.insert(0, once[record["question_id"]]["answer"])
+        assert record["answer"] == answers[record["trajectory"]]
+    rewards = [list(attempts.values()) for attempts in rewards.values()]
+    assert len(rewards) == 12 and {len(attempts) for attempts in rewards} == {3}
+    *parts, row = json.loads((folder / "runs/thrice/table.json").read_text())
+    assert sum(part["questions"] for part in parts) == row["questions"] == 12
+    assert row["attempts"] == 3
+    assert row["accuracy"] == pytest.approx(row["pass_at"]["1"])
+    assert row["accuracy"] == sum(map(sum, rewards)) / 36
+    assert row["pass_at"]["3"] == sum(map(max, rewards)) / 12
+    right = [int(sum(attempts)) for attempts in rewards]
+    assert len(set(right)) > 1, "the questions differ, so that the intervals are worth a look"
+    assert (row["low"], row["high"]) == average_interval(right, 3)
+    assert (row["pass_low"], row["pass_high"]) == wilson_interval(sum(map(bool, right)), 12)
+
+    row = json.loads((folder / "runs/once/table.json").read_text())[-1]
+    assert not {"attempts", "pass_at"} & row.keys()
+    first = sum(attempts[0] for attempts in rewards)
+    assert (row["low"], row["high"]) == wilson_interval(int(first), 12)
+    greedy = mars("eval", "runs/whole", "--temperature", 0, "--eval_samples", 2, cwd=folder)
+    assert greedy.returncode == 2 and "at --temperature 0 all attempts" in greedy.stderr
 
 
 def test_ones_own_questions_and_documents(trained, base):
