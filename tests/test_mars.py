@@ -240,7 +240,11 @@ def test_two_ranks_walk_the_same_path(trained, base):
     [
         ["--system1", "frozen"],
         ["--system1", "none"],
-        ["--no-balance"],
+        ["--balance", "none"],
+        ["--balance", "advantage"],
+        ["--advantage", "mean"],
+        ["--loss_mean", "token"],
+        ["--refill", "1"],
         ["--no-packing"],
         ["--no-purpose"],
         ["--tools", "search,scholar"],
@@ -289,7 +293,7 @@ def test_arms(base, tmp_path, monkeypatch, arm):
         assert line["sys1_samples"] == 0
     if arm[1:] == ["frozen"]:
         assert not any(chunk["drawn"] for chunk in chunks)
-    if arm[0] == "--no-balance":
+    if arm == ["--balance", "none"]:
         assert all(chunk["drawn"] == 1 for chunk in chunks)
     if arm[0] == "--no-packing":
         assert all(len(chunk["documents"]) == 1 for chunk in chunks)
@@ -315,7 +319,10 @@ BAD = {
     "no group": (["--group", "1"], "--group"),
     "a nucleus of nothing": (["--top_p", "0"], "--top_p"),
     "an old spelling": (["--rows", "8"], "--max_sequences"),
-    "an old boolean": (["--balance", "off"], "--no-balance"),
+    "an old boolean": (["--packing", "off"], "--no-packing"),
+    "what was a boolean": (["--no-balance"], "uniform, advantage or none"),
+    "weights that KL lacks": (["--balance", "advantage", "--kl_beta", "0.1"], "--kl_beta"),
+    "less than no refill": (["--refill", "-1"], "--refill"),
     "infinitely hot": (["--temperature", "inf"], "--temperature"),
     "no temperature": (["--temperature", "nan"], "--temperature"),
     "hardly warm": (["--temperature", "1e-40"], "--temperature"),
@@ -844,7 +851,7 @@ def test_help_shows_every_options_reason():
     done = mars("--help", cwd=REPO)
     assert done.returncode == 0
     said = " ".join(done.stdout.split())
-    for text in ("--no-balance", "bring System 1's samples", "slipped late on one seed of three"):
+    for text in ("--balance", "to System 2's number", "slipped late on one seed of three"):
         assert text in said, text
 
 
@@ -928,5 +935,5 @@ def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
         )
 
     attempts = [attempt("x", None), attempt(None, 0.0), attempt(None, 0.0), attempt(None, 0.0)]
-    assert rollout_metrics(attempts, method, 1.0)["judge_failure_share"] == 1.0
-    assert rollout_metrics([attempt("x", None)], method, 1.0)["reward"] is None
+    assert rollout_metrics(attempts, [], method, 1.0)["judge_failure_share"] == 1.0
+    assert rollout_metrics([attempt("x", None)], [], method, 1.0)["reward"] is None
