@@ -62,7 +62,7 @@ class MarsConfig(Config):
 
     # arms for study
     system1: Literal["train", "frozen", "none"] = "train"  # frozen: start's weights; none: raw text
-    balance: bool = True  # bring System 1's samples to System 2's number
+    balance: Literal["uniform", "advantage", "none"] = "uniform"  # to System 2's number, drawn so
     packing: bool = True  # without: one document per chunk
     purpose: bool = True  # without: System 1 is not told what to look for
     shared_group: bool = False  # System 1 inherits System 2's advantage, without a group of its own
@@ -95,6 +95,11 @@ class MarsConfig(Config):
         self.at_least(2, "max_turns")  # a step that calls a tool, and one that answers
         if self.step_tokens + 2 * self.answer_tokens > self.sys2_context:
             raise UserError("--sys2_context leaves no room for a step and an answer; raise it")
+        if self.balance == "advantage" and self.kl_beta:
+            raise UserError(
+                "--balance advantage reweights samples by their advantage, which the KL term does "
+                "not have: leave --kl_beta out, or use --balance uniform"
+            )
         if self.system1 != "train" and self.shared_group:
             raise UserError("--shared_group trains System 1; leave it out or use --system1 train")
 
@@ -327,7 +332,9 @@ def credit(
     sys1 = [sample for t in trajectories for sample in t.samples("sys1")]
     for samples in (sys2, sys1):
         rewards = torch.tensor([sample.reward for sample in samples])
-        advantages = grpo.group_advantages(rewards, [sample.place for sample in samples])
+        groups = [sample.place for sample in samples]
+        divide = config.advantage == "std"
+        advantages = grpo.group_advantages(rewards, groups, divide=divide)
         for sample, advantage in zip(samples, advantages.tolist()):
             sample.advantage = advantage
     if config.shared_group:
@@ -338,22 +345,33 @@ def credit(
         sys1 = []
     for sample in sys2 + sys1:
         sample.copies = 1
-    if config.balance:
+    if config.balance != "none":
         balance(config, sys2, sys1, step)
     return {"sys2": sys2, "sys1": sys1}
 
 
 def balance(config: MarsConfig, sys2: list[Sample], sys1: list[Sample], step: int) -> None:
-    """Sets System 1's copies: for each question as many as System 2 has samples."""
+    """Sets System 1's copies: for each question as many as System 2 has samples.
+
+    Drawn in proportion to |A|, samples also get the advantage that keeps the estimate unbiased.
+    """
     for place in {sample.place for sample in sys1}:
         members = [sample for sample in sys1 if sample.place == place]
         target = sum(sample.place == place for sample in sys2)
         # The generator is the question's own, so that any number of ranks draws the same samples.
         seed = random.Random(f"{config.seed} {step} {place}").getrandbits(63)
         generator = torch.Generator().manual_seed(seed)
-        drawn = grpo.balance(range(len(members)), target, generator)
-        for index, sample in enumerate(members):
-            sample.copies = drawn.count(index)
+        if config.balance == "uniform":
+            drawn = grpo.balance(range(len(members)), target, generator)
+            for index, sample in enumerate(members):
+                sample.copies = drawn.count(index)
+            continue
+        advantages = torch.tensor([sample.advantage for sample in members])
+        copies, size = grpo.balance_by_advantage(advantages, target, generator)
+        signs = advantages.sign().tolist()
+        for sample, number, sign in zip(members, copies, signs):
+            sample.copies = number
+            sample.advantage = sign * size
 
 
 # ----------------------------------------------------------------------- the method and its command

@@ -26,6 +26,7 @@ from plumbing import evaluation, logbook
 from plumbing.build import build
 from plumbing.metrics import (
     batch_sums,
+    flat_questions,
     method_shares,
     reduced,
     rollout_metrics,
@@ -48,15 +49,10 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     """
     config = run.config
     start = time.perf_counter()
-    trajectories = run.rollouts(
-        questions_of(run, step),
-        config.group,
-        step=step,
-        tools=run.tools,
-        temperature=config.temperature,
-    )
+    trajectories = attempts(run, step, questions_of(run, step))
+    replaced = refill(run, step, trajectories)
     seconds_rollout = time.perf_counter() - start
-    metrics = rollout_metrics(trajectories, run.method, seconds_rollout)
+    metrics = rollout_metrics(trajectories, replaced, run.method, seconds_rollout)
     # 0 unless an episode left a context open. New weights empty the pool.
     metrics["pages_in_use"] = sum(sampler.pages_in_use for sampler in run.driver.samplers)
 
@@ -67,18 +63,55 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     run.sampler.load_weights(trainer.unwrap(run.policy).model)
     metrics["seconds_rollout"] = seconds_rollout
     metrics["seconds_train"] = time.perf_counter() - start
-    return metrics, trajectories
+    return metrics, replaced + trajectories
 
 
-def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
+def attempts(run: Run, step: int, batch: list[tuple[int, Question]]) -> list[Trajectory]:
+    """G trajectories for each (place, question)."""
+    return run.rollouts(
+        batch,
+        run.config.group,
+        step=step,
+        tools=run.tools,
+        temperature=run.config.temperature,
+    )
+
+
+def refill(run: Run, step: int, trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Bounded dynamic sampling (DAPO): other questions for those that teach nothing.
+
+    Where all G attempts earned the same, they leave `trajectories` for attempts at another
+    question, --refill times at most. Returns those that left. A rank refills its own places, so
+    nothing is communicated.
+    """
+    left = []
+    for again in range(1, run.config.refill + 1):
+        ids = flat_questions(trajectories)
+        if not ids:
+            break
+        flat = [t for t in trajectories if t.question.id in ids]
+        places = {t.place for t in flat}
+        batch = [asked for asked in questions_of(run, step, again) if asked[0] in places]
+        kept = [t for t in trajectories if t.place not in places]
+        kept += attempts(run, step, batch)
+        trajectories[:] = sorted(kept, key=lambda t: (t.place, t.attempt))
+        left += flat
+    return left
+
+
+def questions_of(run: Run, step: int, again: int = 0) -> list[tuple[int, Question]]:
     """This rank's questions of a step with their places in its batch.
 
     A rank gets whole questions, so that advantage groups need no communication. Across the end of
     an epoch a question can come twice. Draws are named by its id, so the second one gets an id of
-    its own.
+    its own. The `again`-th refill asks what stands far ahead in the stream, in an order of its
+    own, so that what a step asks does not depend on what earlier steps have used up.
     """
     count = run.config.questions
-    batch = [run.question(step * count + place) for place in range(count)]
+    first = again * 2**40 + step * count
+    batch = [run.question(first + place) for place in range(count)]
+    if again:
+        batch = [dataclasses.replace(q, id=f"{q.id}, refill {again}") for q in batch]
     taken = {question.id for question in batch}
     seen = set()
     for place, question in enumerate(batch):
@@ -145,7 +178,11 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
     no gradient, so it is left out unless there is a KL term.
     """
     config = run.config
-    counts = {role: sum(sample.copies for sample in samples) for role, samples in terms.items()}
+    per_token = config.loss_mean == "token"
+    counts = dict.fromkeys(terms, 0)
+    for role, samples in terms.items():
+        for sample in samples:
+            counts[role] += sample.copies * (sum(sample.mask) if per_token else 1)
     counts = reduced(counts)
     kept = []
     weights = []
@@ -155,7 +192,8 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         samples = [sample for sample in samples if sample.copies]
         masks = [torch.tensor(sample.mask) for sample in samples]  # [T] each
         kept += samples
-        for sample, weight in zip(samples, grpo.token_weights(masks, int(counts[role]))):
+        shares = grpo.token_weights(masks, int(counts[role]), mean=config.loss_mean)
+        for sample, weight in zip(samples, shares):
             weights.append(weight * sample.copies)
     batches = trainer.micro_batches(kept, weights, config.micro_tokens, run.device)
     # Every rank needs as many, at least one: the collectives of `backward` pair up.
