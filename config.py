@@ -34,6 +34,7 @@ class Config:
     steps: int = 120  # rollout batches; the toy's curve is flat after this
     resume: bool = False  # go on from the newest whole state of runs/NAME
     save_every: int = 10  # steps between states on disk: what a kill can cost
+    track: Literal["none", "tensorboard", "trackio", "wandb"] = "none"  # a live view of the metrics
     eval_every: int = 20  # steps between evaluations on held-out questions, sampled and greedy
     eval_questions: int = 200  # 200 questions: a standard error of at most 3.5 points
     eval_samples: int = 1  # k of eval's avg@k and pass@k; a run's own evaluations make one attempt
@@ -159,8 +160,8 @@ class Config:
 
 # What --resume may change: the method stays the same, the last bits of a float may not.
 MAY_CHANGE = set(
-    "name runs steps resume save_every eval_every eval_samples cache threads max_tool_error_share "
-    "tool_seconds micro_tokens kv_tokens max_sequences recompute_activations".split()
+    "name runs steps resume track save_every eval_every eval_samples cache threads micro_tokens "
+    "max_tool_error_share tool_seconds kv_tokens max_sequences recompute_activations".split()
 )
 
 # Spellings that were given up, and what to write today.

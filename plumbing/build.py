@@ -16,7 +16,7 @@ import kernels
 import trainer
 from config import Config, UserError
 from driver import Driver
-from plumbing import surroundings
+from plumbing import surroundings, tracker
 from plumbing.claims import claim_folder
 from plumbing.run import Run
 from rollout import Method
@@ -210,6 +210,8 @@ def environment(config: Config, machine: Machine, training: bool, additions: Add
             problems.append(str(error))
 
     attempt(check_machine, config, machine)
+    if training and config.track != "none":
+        attempt(tracker.library, config.track)
     grade = additions.grade or attempt(grading.grader, config.grader)
     names = attempt(surroundings.usable_tools, config, machine.rank, additions.more_tools) or []
     question = additions.question

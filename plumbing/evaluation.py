@@ -40,9 +40,9 @@ LIMITS = (
 )
 # Options that only training reads.
 TRAINING = set(
-    "steps resume save_every eval_every model eval_data questions group lr warmup weight_decay "
-    "clip_grad clip_low clip_high kl_beta inner_steps importance_cap fsdp recompute_activations "
-    "micro_tokens balance shared_group preset".split()
+    "steps resume track save_every eval_every model eval_data questions group lr warmup "
+    "weight_decay clip_grad clip_low clip_high kl_beta inner_steps importance_cap advantage "
+    "loss_mean refill fsdp recompute_activations micro_tokens balance shared_group preset".split()
 )
 
 
