@@ -256,6 +256,7 @@ def train(run: Run, one_step=train_step) -> None:
         records = [record(trajectory, run.chat, step, "train") for trajectory in trajectories]
         logbook.write(run, records, metrics)
         logbook.report(run, bar, metrics)
+        logbook.warn(run)
         logbook.stop_if_blind(run, metrics)
         if (step + 1) % config.save_every == 0 or step == config.steps - 1:
             trainer.save(run.folder, step + 1, run.policy, run.optimizer, run.tokenizer)
