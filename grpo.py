@@ -111,16 +111,17 @@ def balance_by_advantage(
     return copies.tolist(), float(size.mean())
 
 
-def token_weights(masks: list[Tensor], counts: int, *, mean: str = "sample") -> list[Tensor]:
+def token_weights(masks: list[Tensor], counts: float, *, mean: str = "sample") -> list[Tensor]:
     """Each token's weight in the loss, fp32, one [T] a sample.
 
     It is 1/|y| · 1/`counts` where the mask is set, else 0.
-    `counts` is the number of samples of this role in the whole step, over all ranks. The
-    divisor is global, so losses can simply be summed over micro-batches and ranks: however they
-    are cut, the sum is the same mean. With `mean` "token" the weight is 1/`counts`, and `counts`
-    the number of this role's tokens that carry loss.
+    `counts` is the number of samples of this role in the whole step, over all ranks; if they
+    weigh differently, it is the sum of their weights. The divisor is global, so losses can simply
+    be summed over micro-batches and ranks: however they are cut, the sum is the same mean. With
+    `mean` "token" the weight is 1/`counts`, and `counts` the number of this role's tokens that
+    carry loss.
     """
-    if masks and counts < 1:
+    if masks and not counts > 0:
         raise ValueError(f"{len(masks)} samples cannot be {counts} of all {mean}s")
     if mean == "token":
         return [mask.float() / counts for mask in masks]

@@ -44,6 +44,7 @@ class Sample:
     reward: float | None = None
     advantage: float = 0.0
     copies: int = 0  # how often it stands in the loss; `credit` decides
+    weight: float = 1.0  # of each copy in its term's mean
 
     def append_given(self, tokens: Sequence[int]) -> None:
         """Appends tokens that this role only reads: its prompt, documents, notes."""

@@ -182,7 +182,8 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
     counts = dict.fromkeys(terms, 0)
     for role, samples in terms.items():
         for sample in samples:
-            counts[role] += sample.copies * (sum(sample.mask) if per_token else 1)
+            size = sum(sample.mask) if per_token else 1
+            counts[role] += sample.copies * sample.weight * size
     counts = reduced(counts)
     kept = []
     weights = []
@@ -192,9 +193,9 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         samples = [sample for sample in samples if sample.copies]
         masks = [torch.tensor(sample.mask) for sample in samples]  # [T] each
         kept += samples
-        shares = grpo.token_weights(masks, int(counts[role]), mean=config.loss_mean)
-        for sample, weight in zip(samples, shares):
-            weights.append(weight * sample.copies)
+        shares = grpo.token_weights(masks, counts[role], mean=config.loss_mean)
+        for sample, share_of_copy in zip(samples, shares):
+            weights.append(share_of_copy * sample.copies * sample.weight)
     batches = trainer.micro_batches(kept, weights, config.micro_tokens, run.device)
     # Every rank needs as many, at least one: the collectives of `backward` pair up.
     number = torch.tensor(max(1, len(batches)), device=run.device)
@@ -255,6 +256,7 @@ def train(run: Run, one_step=train_step) -> None:
         records = [record(trajectory, run.chat, step, "train") for trajectory in trajectories]
         logbook.write(run, records, metrics)
         logbook.report(run, bar, metrics)
+        logbook.warn(run)
         logbook.stop_if_blind(run, metrics)
         if (step + 1) % config.save_every == 0 or step == config.steps - 1:
             trainer.save(run.folder, step + 1, run.policy, run.optimizer, run.tokenizer)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 import trainer
 import view
 from config import UserError
-from plumbing import files, tracker
+from plumbing import collapse, files, tracker
 from plumbing.run import Run
 from plumbing.surroundings import Questions
 
@@ -90,6 +90,15 @@ def report(run: Run, bar: tqdm, metrics: dict) -> None:
         print(f"step {metrics['step']}/{run.config.steps}  {line}", flush=True)
     else:
         bar.set_postfix_str(line)
+
+
+def warn(run: Run) -> None:
+    """One line for each sign of a collapse that this step has brought beyond its limit."""
+    if run.rank:
+        return
+    lines = files.read_lines(run.folder / "metrics.jsonl")
+    for sign in collapse.warnings(lines, run.method.roles):
+        tqdm.write(f"warning: {sign}; see diagnostics.png, and docs/running.md on what to do")
 
 
 def shown(value: float | None, digits: int) -> str:
