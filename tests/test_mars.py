@@ -33,7 +33,7 @@ SMALL = [
     "--kv_tokens",
     "16384",
 ]
-TIMES = {"seconds_rollout", "seconds_train", "seconds_eval", "tokens_per_second"}
+TIMES = {"seconds_rollout", "seconds_sync", "seconds_train", "seconds_eval", "tokens_per_second"}
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +247,7 @@ def test_two_ranks_walk_the_same_path(trained, base):
         ["--shared_group"],
         ["--inner_steps", "2"],
         ["--kl_beta", "0.01"],
-        ["--importance_cap", "2"],
+        ["--is", "token", "--importance_cap", "2"],
     ],
     ids=" ".join,
 )
