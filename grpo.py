@@ -128,6 +128,24 @@ def token_weights(masks: list[Tensor], counts: float, *, mean: str = "sample") -
     return [mask.float() / (mask.sum().clamp(min=1) * counts) for mask in masks]
 
 
+def importance_weights(gap: Tensor, cap: float, owner: Tensor | None = None) -> Tensor:
+    """Factors [N] for the weights of tokens that a sampler drew which is not quite π_old.
+
+    `gap` [N] is the trainer's log-prob less the sampler's: a token's ratio π_old / π_sampler
+    is exp(gap). Without `owner` the factor is this ratio, cut at `cap` (truncated importance
+    sampling). `owner` [N] says which sample a token belongs to. With it the factor is the product
+    of all ratios of the sample, and 0 above `cap`, which leaves the sample out (sequence_mask in
+    TRL, Seq-MIS in verl).
+    """
+    if owner is None:
+        return torch.exp(gap).clamp(max=cap)
+    samples = int(owner.max()) + 1 if len(owner) else 0
+    total = torch.zeros(samples, dtype=torch.float64, device=gap.device)
+    total.index_add_(0, owner, gap.double())
+    ratio = torch.exp(total)
+    return torch.where(ratio <= cap, ratio, 0.0)[owner].float()
+
+
 def grpo_loss(
     logprob: Tensor,
     old_logprob: Tensor,
