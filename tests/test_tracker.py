@@ -1,6 +1,5 @@
 """Trackers: the real packages where they are installed, and stand-ins for what goes wrong."""
 
-import importlib
 import json
 import sys
 import types
@@ -154,8 +153,7 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(monkeypatch, tmp_path, na
 
 
 def test_tensorboard(tmp_path):
-    pytest.importorskip("tensorboard")
-    events = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = start("tensorboard", tmp_path)
     for step in range(4):
         run.log(line(step))
@@ -176,8 +174,7 @@ def test_tensorboard(tmp_path):
 
 def test_trackio(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "kept"))
-    pytest.importorskip("trackio")
-    storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
     run = start("trackio", tmp_path)
     for step in range(4):
         run.log(line(step))
