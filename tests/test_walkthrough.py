@@ -16,7 +16,7 @@ import grpo
 import mars
 import train
 from bench import walkthrough
-from config import UserError
+from config import UserError, parser
 from plumbing.build import build
 from plumbing.records import record
 from toy import base_model as toy_base
@@ -87,6 +87,9 @@ def test_the_step_is_one_of_the_loop(walked, cache):
     assert walk.metrics.items() <= metrics.items()
     for ours, theirs in zip(walk.trajectories, trajectories, strict=True):
         assert ours.samples() == theirs.samples()
+    again = train.attempts(run, walk.step, train.questions_of(run, walk.step))
+    for ours, theirs in zip(walk.again, again, strict=True):
+        assert ours.samples() == theirs.samples(), "the sampler has the new weights"
     assert all(
         torch.equal(ours, theirs)
         for ours, theirs in zip(walked[0].policy.parameters(), run.policy.parameters(), strict=True)
@@ -234,6 +237,6 @@ def test_files_and_options_that_the_pages_name_exist():
     choices = (REPO / "docs" / "choices.md").read_text()
     for file in re.findall(r"`([\w/]+\.(?:py|md))`", COMMITTED + choices):
         assert (REPO / file).exists(), file
-    options = {f"--{name}" for name in vars(mars.MarsConfig())}
+    options = parser(mars.MarsConfig, "").format_help().split()
     for option in re.findall(r"`(--\w+)", COMMITTED + choices):
-        assert option in options, option
+        assert option in options or f"{option}," in options, option
