@@ -39,7 +39,7 @@ LIMITS = (
 # Options that only training reads.
 TRAINING = set(
     "steps resume save_every eval_every model eval_data questions group lr warmup weight_decay "
-    "clip_grad clip_low clip_high kl_beta inner_steps importance_cap fsdp recompute_activations "
+    "clip_grad clip_low clip_high kl_beta lora_rank inner_steps importance_cap fsdp recompute_activations "
     "micro_tokens balance shared_group preset".split()
 )
 
@@ -95,6 +95,7 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
             "metrics.jsonl"
         )
     saved |= {"model": str(model), "name": "", "resume": False, "kl_beta": 0.0, "fsdp": False}
+    saved |= {"lora_rank": 0}  # the checkpoint has the adapters merged in
     if given.get("search", "local") != "local" and "docs" not in given:
         saved["docs"] = ""
     if asking:  # needs neither questions nor a judge
@@ -182,7 +183,9 @@ def find_checkpoint(method: Method, name: str) -> tuple[Path | str, dict | None]
     if (path / "method.json").exists():
         # The newest whole state: the link checkpoint/ may point at a damaged one.
         state = trainer.newest(path)
-        model = state[1] / "model" if state else path / "checkpoint"
+        model = path / "checkpoint"
+        if state and (state[1] / "model").exists():
+            model = state[1] / "model"
     settings = model / "config.json"
     if not settings.exists() or "model_type" not in files.read_json(settings):
         raise UserError(

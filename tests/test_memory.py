@@ -68,6 +68,8 @@ def settings(**given):
         "kv_tokens": 4096,
         "frozen": set,
         "kl_beta": 0.0,
+        "bf16": "auto",
+        "lora_rank": 0,
         "micro_tokens": 2000,
         "recompute_activations": False,
     }
