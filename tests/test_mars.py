@@ -33,7 +33,7 @@ SMALL = [
     "--kv_tokens",
     "16384",
 ]
-TIMES = {"seconds_rollout", "seconds_train", "seconds_eval", "tokens_per_second"}
+TIMES = {"seconds_rollout", "seconds_sync", "seconds_train", "seconds_eval", "tokens_per_second"}
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +235,31 @@ def test_two_ranks_walk_the_same_path(trained, base):
     )
 
 
+def test_refills_are_the_same_on_two_ranks_and_after_a_resume(base, tmp_path):
+    options = ["--model", base, "--refill", 2, "--save_every", 1, *SMALL]
+    for name, ranks, steps in (("one", 1, [2]), ("two", 2, [2]), ("halves", 1, [1, 2])):
+        for count in steps:
+            more = ["--resume"] if count == 2 and len(steps) == 2 else []
+            done = mars(
+                *options, "--name", name, "--steps", count, *more, ranks=ranks, cwd=tmp_path
+            )
+            assert done.returncode == 0, done.stderr
+    one, two, halves = [metrics(tmp_path / "runs" / name) for name in ("one", "two", "halves")]
+    assert sum(line["replaced_questions"] for line in one) > 0
+    for whole, ranks, resumed in zip(one, two, halves, strict=True):
+        for key in ("replaced_questions", "sys2_samples", "reward", "trained_tokens"):
+            assert whole[key] == ranks[key], key
+        assert whole["sys2_samples"] == 16 + 4 * whole["replaced_questions"]
+        for key in whole:
+            if not key.startswith("eval_"):
+                assert whole[key] == resumed[key], key
+    lines = (tmp_path / "runs/one/rollouts/step_0.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines if json.loads(line)["split"] == "train"]
+    assert len(records) == one[0]["sys2_samples"]
+    again = {r["question_id"] for r in records if "refill" in r["question_id"]}
+    assert len(again) == one[0]["replaced_questions"]
+
+
 @pytest.mark.parametrize(
     "arm",
     [
@@ -251,7 +276,7 @@ def test_two_ranks_walk_the_same_path(trained, base):
         ["--shared_group"],
         ["--inner_steps", "2"],
         ["--kl_beta", "0.01"],
-        ["--importance_cap", "2"],
+        ["--is", "token", "--importance_cap", "2"],
     ],
     ids=" ".join,
 )

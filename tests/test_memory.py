@@ -70,6 +70,7 @@ def settings(**given):
         "kl_beta": 0.0,
         "bf16": "auto",
         "lora_rank": 0,
+        "server": "",
         "micro_tokens": 2000,
         "recompute_activations": False,
     }

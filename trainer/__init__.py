@@ -10,7 +10,7 @@ memory.py      what a process will hold
 """
 
 from trainer.batches import MicroBatch, make_micro_batch, micro_batches
-from trainer.checkpoint import load_optimizer, newest, save
+from trainer.checkpoint import load_optimizer, newest, save, write_model
 from trainer.loading import check_exact, load_model
 from trainer.lora import add_adapters, read_adapters, reference, write_adapters
 from trainer.memory import memory_plan
@@ -45,4 +45,5 @@ __all__ = [
     "save",
     "unwrap",
     "write_adapters",
+    "write_model",
 ]

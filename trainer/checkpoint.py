@@ -27,12 +27,12 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_state_dict,
+    get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 
 from config import UserError
-from trainer.lora import adapted, adapter_weights, merged_weights, write_adapters
+from trainer.lora import adapter_weights, merged_weights, write_adapters
 from trainer.policy import unwrap
 
 STATE_NAME = re.compile(r"step_(\d{6,})")
@@ -55,16 +55,10 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer, keep:
         )
     # Gathered on rank 0 and named as without shards.
     model = unwrap(policy).model
-    with_adapters = bool(adapted(model))
-    options = StateDictOptions(
-        full_state_dict=True, cpu_offload=True, ignore_frozen_params=with_adapters
-    )
-    weights, moments = get_state_dict(policy, optimizer, options=options)
-    weights = {name.removeprefix("model."): weight for name, weight in weights.items()}
-    adapters = {}
-    if with_adapters:
-        weights = merged_weights(model)
-        adapters = adapter_weights(model)
+    weights = merged_weights(model)
+    adapters = adapter_weights(model)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    moments = get_optimizer_state_dict(policy, optimizer, options=options)
     problem = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -119,7 +113,7 @@ def write_state(
 ) -> None:
     """Writes a whole state and points checkpoint/ at its model.
 
-    With `adapters` these are the state's, and the model stands beside the states.
+    If there are `adapters`, the state has these, and the model stands beside the states.
     """
     states = folder / "state"
     temporary = begin(states)
@@ -183,6 +177,43 @@ def save_model(folder: Path, model, weights: dict, tokenizer) -> None:
     """A folder that transformers and vLLM load."""
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
+
+
+def write_model(folder: Path, model, dtype: torch.dtype) -> str:
+    """Writes the weights as a new model folder below `folder`, for servers; returns its full path.
+
+    Every rank must call it; rank 0 writes. The newest two stay, since a server may still be reading
+    the former one. UserError on all ranks if the disk does not take it.
+    """
+    weights = merged_weights(model)
+    path = ""
+    problem = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        weights = {name: weight.to(dtype) for name, weight in weights.items()}
+        try:
+            path = write_next(folder, model, weights)
+        except Exception as error:  # safetensors has errors of its own kind
+            problem = f"cannot write the weights to {folder} ({reason(error, folder.parent)})"
+    path, problem = from_first_rank((path, problem))
+    if problem:
+        raise UserError(f"{problem}: make room and go on with --resume")
+    return path
+
+
+def write_next(folder: Path, model, weights: dict) -> str:
+    """The next numbered folder with these weights, whole before it has its name."""
+    temporary = folder / WRITING
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary, state_dict=weights)
+    sync_tree(temporary)
+    older = sorted(path for path in folder.iterdir() if path.name.isdecimal())
+    number = int(older[-1].name) + 1 if older else 1
+    final = folder / f"{number:06d}"
+    os.replace(temporary, final)
+    sync(folder)
+    for path in older[:-1]:
+        shutil.rmtree(path, ignore_errors=True)
+    return str(final.resolve())
 
 
 def sync(path: Path) -> None:

@@ -127,7 +127,7 @@ def reference(policy: nn.Module):
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of the model with its adapters merged in, by name, on the CPU of rank 0.
+    """All weights by name, with the adapters merged in where there are some, on rank 0's CPU.
 
     Each has the type of the weight that it was; those that are one are named once. Every rank must
     call it.

@@ -119,7 +119,8 @@ def memory_parts(
     adapters off they are the reference.
     """
     size = 2 if uses_bf16(config, cuda) else 4  # bytes of a number outside the master weights
-    models = 2 if config.frozen() else 1  # a role that the start's weights play has its own
+    # A role that the start's weights play has a sampler of its own; servers take one away.
+    models = (not config.server) + bool(config.frozen())
     pool = kv_bytes(shape, 2 if cuda else 4) * config.kv_tokens  # on a CPU it is always fp32
     parts = {}
     if training:
@@ -133,7 +134,7 @@ def memory_parts(
     if training and config.kl_beta and not adapters:
         parts["reference"] = size * parameters
     if cuda:
-        parts["CUDA"] = CUDA_CONTEXT + GRAPHS + (NCCL if world > 1 else 0)
+        parts["CUDA"] = CUDA_CONTEXT + (GRAPHS if models else 0) + (NCCL if world > 1 else 0)
     return parts
 
 
