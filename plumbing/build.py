@@ -322,14 +322,14 @@ def number_from(variable: str, default: int) -> int:
 
 def check_machine(config: Config, machine: Machine) -> None:
     """What the options and the environment ask of the machine."""
+    if config.bf16 == "off" and machine.cuda:
+        raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
     kernels.use_triton(torch.zeros(0, device=machine.device))  # UserError for a bad MARS_KERNELS
     if config.preset == "paper" and not machine.cuda:
         raise UserError(
             "--preset paper needs CUDA GPUs and PyTorch finds none; 8 of 80 GB train Qwen3-8B, one "
             "trains a 0.6B model (--model Qwen/Qwen3-0.6B --no-fsdp)"
         )
-    if config.bf16 == "off" and machine.cuda:
-        raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
     if config.fsdp and not dist.is_initialized():
         raise UserError(
             "--fsdp shards over processes; start them with torchrun --nproc_per_node=N mars.py "

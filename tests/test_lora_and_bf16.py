@@ -9,13 +9,14 @@ from safetensors.torch import load_file
 
 import mars
 import train
+from config import UserError, uses_bf16
+from plumbing.build import Machine, check_machine
 from toy import base_model
 
 SMALL = (
     "--questions 4 --group 4 --eval_questions 6 --eval_every 2 --save_every 2 --lr 5e-3 "
     "--threads 1 --kv_tokens 16384"
 ).split()
-TIMES = {"seconds_rollout", "seconds_train", "seconds_eval", "tokens_per_second"}
 ADAPTERS = ["--lora_rank", "4", "--kl_beta", "0.05", "--system1", "frozen"]
 
 
@@ -34,7 +35,7 @@ def start(base, folder, name, *arguments, one_step=train.train_step):
     given = ["--model", str(base), "--runs", str(folder), "--name", name, *SMALL, *arguments]
     assert train.main(mars.METHOD, given, "", grade=grade, one_step=one_step) == 0
     lines = [json.loads(line) for line in open(folder / name / "metrics.jsonl")]
-    return [{key: line[key] for key in line.keys() - TIMES} for line in lines]
+    return [{key: line[key] for key in line if "second" not in key} for line in lines]
 
 
 def sampler_weights(run, role):
@@ -104,3 +105,84 @@ def test_the_checkpoint_of_a_run_with_adapters_is_what_its_sampler_had(adapted, 
     assert train.main(mars.METHOD, command, "", grade=grade) == 0
     for name, value in sampler_weights(made[0], "sys2").items():
         assert torch.equal(value, weights[-1]["sys2"][name])
+
+
+# ---------------------------------------------------------------- bf16 on a CPU
+
+
+def types(run):
+    """The types of what is trained, of what is frozen, and of each role's sampler."""
+    parameters = list(train.trainer.unwrap(run.policy).parameters())
+    told = {role: run.samplers[role].forward.weights["0.qkv"].dtype for role in run.samplers}
+    told["trained"] = {p.dtype for p in parameters if p.requires_grad}
+    told["frozen"] = {p.dtype for p in parameters if not p.requires_grad}
+    told["autocast"] = train.trainer.unwrap(run.policy).bf16
+    return told
+
+
+def in_bf16(base, folder, *arguments):
+    """(metrics, types) of two steps in bf16."""
+    found = []
+
+    def watched(run, step):
+        found.append(types(run))
+        return train.train_step(run, step)
+
+    lines = start(
+        base, folder, "bf16", "--steps", "2", "--bf16", "on", *arguments, one_step=watched
+    )
+    return lines, found[0]
+
+
+def test_a_run_in_bf16_on_a_cpu_keeps_its_masters_in_fp32(base, tmp_path):
+    lines, told = in_bf16(base, tmp_path)
+    assert told == {
+        "sys1": torch.bfloat16,
+        "sys2": torch.bfloat16,
+        "trained": {torch.float32},
+        "frozen": set(),
+        "autocast": True,
+    }
+    for line in lines:
+        assert line["grad_norm"] > 0
+        assert 0 < line["mismatch_kl"] < 1e-3
+    weights = load_file(tmp_path / "bf16/checkpoint/model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert any(not torch.equal(w, w.bfloat16().float()) for w in weights.values())
+    # Its evaluation is in bf16 as well.
+    command = ["eval", str(tmp_path / "bf16"), "--runs", str(tmp_path)]
+    assert train.main(mars.METHOD, command, "", grade=grade) == 0
+    assert json.loads((tmp_path / "eval-bf16/config.json").read_text())["bf16"] == "on"
+
+
+def test_under_adapters_the_frozen_weights_are_in_bf16_too(base, tmp_path):
+    lines, told = in_bf16(base, tmp_path, *ADAPTERS)
+    assert told["trained"] == {torch.float32}
+    assert told["frozen"] == {told["sys1"], told["sys2"]} == {torch.bfloat16}
+    for line in lines:
+        assert line["grad_norm"] > 0
+        assert 0 < line["mismatch_kl"] < 1e-3
+    assert lines[0]["kl"] == 0
+
+
+def test_off_is_what_a_cpu_does_by_itself(base, tmp_path):
+    auto = start(base, tmp_path, "auto", "--steps", "1")
+    off = start(base, tmp_path, "off", "--steps", "1", "--bf16", "off")
+    assert auto == off
+    first, second = (
+        load_file(tmp_path / name / "checkpoint/model.safetensors") for name in ("auto", "off")
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_who_computes_in_bf16():
+    def asked(bf16):
+        config = mars.MarsConfig(bf16=bf16)
+        return [uses_bf16(config, cuda) for cuda in (False, True)]
+
+    assert asked("auto") == [False, True]
+    assert asked("on") == [True, True]
+    assert asked("off") == [False, False]
+    machine = Machine(torch.device("cuda"), rank=0, ranks=1, bf16=False)
+    with pytest.raises(UserError, match="--bf16 off: attention on CUDA takes bf16 only"):
+        check_machine(mars.MarsConfig(bf16="off"), machine)

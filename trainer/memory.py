@@ -68,6 +68,8 @@ def what_would_fit(config, pool: float, excess: float, training: bool) -> str:
         return f"--kv_tokens {int(config.kv_tokens * room / pool)} would fit"
     if training and not config.recompute_activations:
         return "use --recompute_activations, and --fsdp over more processes"
+    if training and not config.fsdp and not config.lora_rank:
+        return "use --lora_rank 16, or --fsdp over more processes"
     if training and not config.fsdp:
         return "use --fsdp over more processes"
     if training:
