@@ -69,6 +69,7 @@ class Config:
     clip_high: float = 0.2  # ε upwards; a larger one is DAPO's "clip higher"
     kl_beta: float = 0.0  # λ; needs a reference model in memory
     inner_steps: int = 1  # optimizer steps per batch of rollouts, each on a part of the questions
+    lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: all weights
     importance: Literal["auto", "token", "sequence", "off"] = "auto"  # --is; auto: with --server
     importance_cap: float = 3.0  # of the weight trainer/sampler: cuts a token's, masks a sequence
     # rollouts on serving engines: docs/engines.md
@@ -77,6 +78,7 @@ class Config:
     max_mismatch_kl: float = 0.01  # a run stops if a server's log-probs are further off than this
     # the machine
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is one
+    bf16: Literal["auto", "on", "off"] = "auto"  # arithmetic of sampler and trainer; auto: on CUDA
     threads: int = 1  # PyTorch's, on CPU, one process; a second one hardly pays for the toy
     fsdp: bool = False  # shard the trainer's state (needed from about 3B parameters on)
     recompute_activations: bool = False  # in the backward pass, instead of keeping them
@@ -110,7 +112,7 @@ class Config:
             "max_sequences top_k threads group tool_seconds eval_samples"
         )
         self.at_least(1, *counts.split())
-        self.at_least(0, "eval_questions", "passage_words", "seed", "refill")
+        self.at_least(0, "eval_questions", "passage_words", "seed", "refill", "lora_rank")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is float and not 0 <= value <= 1e30:
@@ -168,6 +170,11 @@ class Config:
                 f"--inner_steps {self.inner_steps} is more than --questions {self.questions}: each "
                 "needs a question"
             )
+
+
+def uses_bf16(config: Config, cuda: bool) -> bool:
+    """Whether sampler and trainer compute in bf16. Weights that are trained stay fp32 beside it."""
+    return config.bf16 == "on" or (config.bf16 == "auto" and cuda)
 
 
 # What --resume may change: the method stays the same, the last bits of a float may not.

@@ -41,7 +41,7 @@ LIMITS = (
 # Options that only training reads.
 TRAINING = set(
     "steps resume track save_every eval_every model eval_data questions group lr warmup "
-    "weight_decay clip_grad clip_low clip_high kl_beta inner_steps importance importance_cap fsdp "
+    "weight_decay clip_grad clip_low clip_high kl_beta lora_rank inner_steps importance importance_cap fsdp "
     "max_mismatch_kl advantage loss_mean refill recompute_activations micro_tokens balance "
     "shared_group preset".split()
 )
@@ -100,6 +100,7 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
             "metrics.jsonl"
         )
     saved |= {"model": str(model), "name": "", "resume": False, "kl_beta": 0.0, "fsdp": False}
+    saved["lora_rank"] = 0  # the checkpoint has the adapters merged in
     saved["server"] = ""  # the run's servers may hold anything now
     if given.get("search", "local") != "local" and "docs" not in given:
         saved["docs"] = ""
@@ -188,7 +189,9 @@ def find_checkpoint(method: Method, name: str) -> tuple[Path | str, dict | None]
     if (path / "method.json").exists():
         # The newest whole state: the link checkpoint/ may point at a damaged one.
         state = trainer.newest(path)
-        model = state[1] / "model" if state else path / "checkpoint"
+        model = path / "checkpoint"
+        if state and (state[1] / "model").exists():
+            model = state[1] / "model"
     settings = model / "config.json"
     if not settings.exists() or "model_type" not in files.read_json(settings):
         raise UserError(
