@@ -85,11 +85,12 @@ def claim_again(config: Config, method: str, folder: Path) -> Claim:
     """The claim of the run that is resumed."""
     if not (folder / "config.json").exists():
         raise UserError(f"nothing to resume: there is no run at {folder}")
-    saved = files.read_json(folder / "config.json")
+    # What an older version did not know, it did as the default does.
+    saved = vars(type(config)()) | files.read_json(folder / "config.json")
     changed = [
-        f"{name} ({saved.get(name)} -> {value})"
+        f"{name} ({saved[name]} -> {value})"
         for name, value in vars(config).items()
-        if name not in MAY_CHANGE and saved.get(name) != value
+        if name not in MAY_CHANGE and saved[name] != value
     ]
     if changed:
         raise UserError(

@@ -41,9 +41,9 @@ LIMITS = (
 # Options that only training reads.
 TRAINING = set(
     "steps resume track save_every eval_every model eval_data questions group lr warmup "
-    "weight_decay clip_grad clip_low clip_high kl_beta lora_rank inner_steps importance importance_cap fsdp "
-    "max_mismatch_kl advantage loss_mean refill recompute_activations micro_tokens balance "
-    "shared_group preset".split()
+    "weight_decay clip_grad clip_low clip_high kl_beta lora_rank inner_steps importance "
+    "importance_cap fsdp max_mismatch_kl advantage loss_mean refill recompute_activations "
+    "micro_tokens balance shared_group preset".split()
 )
 
 

@@ -354,9 +354,9 @@ def test_arms(base, tmp_path, monkeypatch, arm):
         for turn in r["turns"]
         for chunk in turn["chunks"]
     ]
-    if arm[1:] == ["none"]:
+    if arm == ["--system1", "none"]:
         assert line["sys1_samples"] == 0
-    if arm[1:] == ["frozen"]:
+    if arm == ["--system1", "frozen"]:
         assert not any(chunk["drawn"] for chunk in chunks)
     if arm == ["--balance", "none"]:
         assert all(chunk["drawn"] == 1 for chunk in chunks)
