@@ -40,7 +40,8 @@ LIMITS = (
 TRAINING = set(
     "steps resume save_every eval_every model eval_data questions group lr warmup weight_decay "
     "clip_grad clip_low clip_high kl_beta lora_rank inner_steps importance importance_cap fsdp "
-    "max_mismatch_kl recompute_activations micro_tokens balance shared_group preset".split()
+    "max_mismatch_kl recompute_activations micro_tokens balance shared_group advantage loss_mean "
+    "refill preset".split()
 )
 
 
