@@ -4,9 +4,9 @@
     python -m bench.bf16 --model F  the model in folder F, whose mismatch says more
     python -m bench.bf16 --quick    a tiny model, to see that it works; no file
 
-prefill   4 prompts of 192 tokens, one new token each: tokens of the prompts a second.
-decode    16 prompts of 8 tokens, 24 new ones each, at temperature 1: new tokens a second.
-step      One micro-batch of 768 tokens in 6 samples of which the last quarter carries loss,
+prefill   2 prompts of 192 tokens, one new token each: tokens of the prompts a second.
+decode    16 prompts of 8 tokens, 12 new ones each, at temperature 1: new tokens a second.
+step      One micro-batch of 3 samples of 128 tokens of which the last quarter carries loss,
           forward and backward, no optimizer step: tokens a second.
 mismatch  Of what was decoded, sampler's against trainer's log-probs, for each pair of types: the
           mean k3 estimate of the KL (the metric `mismatch_kl`) and the largest difference.
@@ -71,11 +71,11 @@ def packed(sequences: list[tuple[list[int], list[int], list[float]]]) -> trainer
 def measure(model, rounds: int, scale: int) -> tuple[list[dict], list[dict]]:
     """Rows of speeds and rows of mismatches; `scale` divides the work."""
     vocabulary = model.config.vocab_size
-    long_prompts = random_prompts(4, 192 // scale, vocabulary)
+    long_prompts = random_prompts(2, 192 // scale, vocabulary)
     short_prompts = random_prompts(16, 8, vocabulary)
-    new = 24 // scale
-    given = random_prompts(6, 96 // scale, vocabulary)
-    sampled = random_prompts(6, 32 // scale, vocabulary)
+    new = 12 // scale
+    given = random_prompts(3, 96 // scale, vocabulary)
+    sampled = random_prompts(3, 32 // scale, vocabulary)
     batch = packed([(g, s, [-10.0] * len(s)) for g, s in zip(given, sampled, strict=True)])
     samplers = {name: Sampler(model, max_tokens=4096, dtype=dtype) for name, dtype in TYPES.items()}
     policies = {name: trainer.Policy(model, bf16=name == "bf16") for name in TYPES}

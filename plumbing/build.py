@@ -182,6 +182,9 @@ def assemble(
     if not training:
         return run
     if config.lora_rank:
+        for role in config.frozen():
+            if not config.fsdp:  # which would cut the sampler's copy up
+                samplers[role].share_weights(model)
         trainer.add_adapters(model, config.lora_rank, config.seed)
         if state:
             trainer.read_adapters(state[1] / "adapter", model)

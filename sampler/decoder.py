@@ -82,11 +82,30 @@ def whole(module: nn.Module, kind: str) -> Tensor:
     return gather_full(getattr(module, kind))
 
 
+def share(module: nn.Module, copied: Tensor) -> None:
+    """Puts a copy of a module's weight in its place, unless it is of another type or device."""
+    weight = module.weight
+    if (weight.dtype, weight.device) == (copied.dtype, copied.device):
+        weight.data = copied
+
+
 def concat_weights(modules: list[nn.Linear], kind: str) -> Tensor | None:
     """Weights or biases of several products of one input, as one; None if the modules have none."""
     if getattr(modules[0], kind) is None:
         return None
     return torch.cat([whole(module, kind) for module in modules])
+
+
+def products(layer) -> dict[str, list[nn.Linear]]:
+    """A layer's products by name; those of one input are one."""
+    attn = layer.self_attn
+    mlp = layer.mlp
+    return {
+        "qkv": [attn.q_proj, attn.k_proj, attn.v_proj],
+        "o": [attn.o_proj],
+        "gate_up": [mlp.gate_proj, mlp.up_proj],
+        "down": [mlp.down_proj],
+    }
 
 
 def named_weights(model) -> Iterator[tuple[str, Tensor | None]]:
@@ -96,20 +115,12 @@ def named_weights(model) -> Iterator[tuple[str, Tensor | None]]:
     yield "norm", gather_full(model.model.norm.weight)
     yield "inv_freq", model.model.rotary_emb.inv_freq
     for i, layer in enumerate(model.model.layers):
-        attn = layer.self_attn
-        mlp = layer.mlp
         yield f"{i}.norm1", gather_full(layer.input_layernorm.weight)
         yield f"{i}.norm2", gather_full(layer.post_attention_layernorm.weight)
         for name in ("q_norm", "k_norm"):
-            norm = getattr(attn, name, None)
+            norm = getattr(layer.self_attn, name, None)
             yield f"{i}.{name}", None if norm is None else gather_full(norm.weight)
-        products = {
-            "qkv": [attn.q_proj, attn.k_proj, attn.v_proj],
-            "o": [attn.o_proj],
-            "gate_up": [mlp.gate_proj, mlp.up_proj],
-            "down": [mlp.down_proj],
-        }
-        for name, modules in products.items():
+        for name, modules in products(layer).items():
             yield f"{i}.{name}", concat_weights(modules, "weight")
             yield f"{i}.{name}.bias", concat_weights(modules, "bias")
 
@@ -248,6 +259,18 @@ class OwnForward:
             self.weights[name].copy_(value)
             if matrix and not cuda:
                 self.pack(name)
+
+    def share(self, model) -> None:
+        """Makes the model's matrices views of this copy's, so that they are in memory once."""
+        share(model.model.embed_tokens, self.weights["embed"])
+        if not self.tied:
+            share(model.lm_head, self.weights["head"].t())
+        for i, layer in enumerate(model.model.layers):
+            for name, modules in products(layer).items():
+                rows = self.weights[f"{i}.{name}"].t()  # [out, in]
+                parts = rows.split([module.out_features for module in modules])
+                for module, part in zip(modules, parts, strict=True):
+                    share(module, part)
 
     def empty_weight(self, name: str, shape: torch.Size, *, viewed: bool) -> Tensor:
         """Memory for a weight of this shape; `viewed`: it is a transposed view of its memory."""

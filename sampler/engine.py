@@ -291,6 +291,13 @@ class Sampler:
         self.forward.load(model)
         self.interrupted = False
 
+    def share_weights(self, model) -> None:
+        """Frees the memory of the model's matrices: they become views of the sampler's copy.
+
+        For a model of the same weights, which nobody may change from now on.
+        """
+        self.forward.share(model)
+
     def _check_own(self, conversation: Conversation) -> None:
         """TypeError or ValueError for what is no conversation of this sampler."""
         if not isinstance(conversation, Conversation):

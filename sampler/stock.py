@@ -23,7 +23,7 @@ from sampler.architectures import (
     refusal,
 )
 from sampler.attention import Batch, attention, cache_dtype, store
-from sampler.decoder import whole
+from sampler.decoder import share, whole
 
 IMPLEMENTATION = "mars_paged"
 PROBED = "mars_paged_probed"
@@ -141,6 +141,12 @@ class StockForward:
         for name, value in named_tensors(self.model):
             owner, _, kind = name.rpartition(".")
             value.copy_(whole(model.get_submodule(owner), kind))
+
+    def share(self, model) -> None:
+        """As OwnForward.share."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+                share(model.get_submodule(name), module.weight.detach())
 
     def run(self, module, batch: Batch, pool: Tensor):
         return module(

@@ -7,6 +7,7 @@ import torch
 from helpers import ranks
 from helpers.tiny import CPU, KINDS, OBJECTIVE, Tokenizer, make_samples, model, saved, weigh
 from safetensors.torch import load_file
+from test_checkpoint import TOUCHES, Killed
 from test_memory import SHAPE, settings, size
 from transformers import (
     AutoModelForCausalLM,
@@ -215,6 +216,34 @@ def test_the_sampler_takes_up_the_merged_weights(build):
     assert mismatch.abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("build", [lambda: model("qwen2"), mistral], ids=["own", "stock"])
+def test_a_frozen_roles_sampler_shares_its_memory_with_the_frozen_weights(build, tmp_path):
+    """All matrices lie there once, and nothing else changes, on either side."""
+    plain = build()
+    frozen = Sampler(plain, max_tokens=2048)
+    (batch,) = pack()
+    expected = trainer.logprob(trainer.Policy(build(), bf16=False), batch, 1.0)
+    prompts = [list(range(3, 20))]
+    written = frozen.generate(prompts, max_new_tokens=20)
+    frozen.share_weights(plain)
+    trainer.add_adapters(plain, RANK, seed=0)
+    policy = trainer.Policy(plain, bf16=False)
+    held = frozen.forward.weights if frozen.path == "own forward" else frozen.forward.model
+    tensors = held.values() if isinstance(held, dict) else held.parameters()
+    places = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
+    for name, parameter in plain.named_parameters():
+        shared = parameter.untyped_storage().data_ptr() in places
+        assert shared == (parameter.dim() == 2 and not parameter.requires_grad), name
+    found = trainer.logprob(trainer.reference(policy), batch, 1.0)
+    assert (found - expected).abs().max() < 1e-5
+    optimizer = learn(policy)
+    assert frozen.generate(prompts, max_new_tokens=20) == written
+    trainer.save(tmp_path, 1, policy, optimizer, Tokenizer())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    found = trainer.logprob(trainer.Policy(loaded, bf16=False), batch, 1.0)
+    assert (found - trainer.logprob(policy, batch, 1.0)).abs().max() < 1e-5
+
+
 def test_adapters_on_other_weights_are_still_refused():
     """The base's shapes count, not only the adapters'."""
     sampler = Sampler(model("qwen3"), max_tokens=256)
@@ -276,6 +305,55 @@ def test_the_checkpoint_has_the_adapters_merged_in(run, tmp_path):
     expected = trainer.logprob(policy, batch, 1.0)
     found = trainer.logprob(trainer.Policy(loaded, bf16=False), batch, 1.0)
     assert (found - expected).abs().max() < 1e-5
+
+
+def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
+    run, tmp_path, monkeypatch
+):
+    """And a whole checkpoint; the next save goes on from there."""
+    policy, optimizer, _ = run
+
+    def save(folder, step):
+        trainer.save(folder, step, policy, optimizer, Tokenizer())
+
+    def patched(patch, on_touch):
+        for name, holder in TOUCHES.items():
+            real = getattr(holder, name)
+
+            def touched(*args, real=real, **options):
+                on_touch()
+                return real(*args, **options)
+
+            patch.setattr(holder, name, touched)
+
+    touches = []
+    save(tmp_path / "whole", 1)
+    with monkeypatch.context() as patch:
+        patched(patch, lambda: touches.append(1))
+        save(tmp_path / "whole", 2)
+    ends = []
+    for place in range(len(touches)):
+        folder = tmp_path / str(place)
+        save(folder, 1)
+        left = [place]
+
+        def count_down(left=left):
+            if left[0] == 0:
+                raise Killed
+            left[0] -= 1
+
+        with monkeypatch.context() as patch:
+            patched(patch, count_down)
+            with pytest.raises(Killed):
+                save(folder, 2)
+        ends.append(trainer.newest(folder)[0])
+        AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
+        save(folder, 2)
+        assert trainer.newest(folder)[0] == 2
+        assert (folder / "checkpoint").resolve() == folder.resolve() / "merged" / "step_000002"
+        assert [path.name for path in (folder / "merged").iterdir()] == ["step_000002"]
+    assert ends == sorted(ends)
+    assert set(ends) == {1, 2}
 
 
 def test_the_adapters_folder_is_laid_out_as_peft_lays_it_out(run, tmp_path):
@@ -376,3 +454,24 @@ def test_the_plan_counts_what_a_step_with_adapters_holds(kl_beta):
         "KV pool": size([sampler.pool]),
     }
     assert parts == pytest.approx(held, rel=1e-3)  # so there is no reference
+
+
+def test_the_plan_counts_a_frozen_roles_weights_once():
+    """Beside the trained role's sampler: what the storages of both samplers and the model hold."""
+    torch.manual_seed(0)
+    plain = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+    config = settings(lora_rank=8, frozen=lambda: {"sys1"})
+    parameters, adapters = memory.count_parameters(plain.config, 8)
+    parts = memory.memory_parts(
+        plain.config, parameters, config=config, world=1, cuda=False, adapters=adapters
+    )
+    trained, frozen = (Sampler(plain, max_tokens=4096) for _ in range(2))
+    frozen.share_weights(plain)
+    trainer.add_adapters(plain, 8, seed=0)
+    tensors = [*plain.parameters()]
+    for sampler in (trained, frozen):
+        tensors += [weight for weight in sampler.forward.weights.values() if weight is not None]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    planned = parts["weights"] + parts["sampler"]
+    assert planned == pytest.approx(sum(storages.values()), rel=0.01)
+    assert parts["KV pool"] == size([trained.pool, frozen.pool])

@@ -149,7 +149,7 @@ def write_state(
     sync(folder)
     if adapters:
         for path in set(merged.iterdir()) - {target}:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def begin(parent: Path) -> Path:

@@ -146,7 +146,7 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
         if owner in found and kind == "weight":
             merged = found[owner].merged_weight().to(value.dtype)
         if first:
-            weights[name] = merged.cpu()
+            weights[name] = merged.cpu().contiguous()
     return weights
 
 

@@ -123,6 +123,9 @@ def memory_parts(
     size = 2 if uses_bf16(config, cuda) else 4  # bytes of a number outside the master weights
     # A role that the start's weights play has a sampler of its own; servers take one away.
     models = (not config.server) + bool(config.frozen())
+    copies = models
+    if training and adapters and config.frozen() and not config.fsdp:
+        copies -= 1  # the frozen role's sampler and the trainer share the frozen weights
     pool = kv_bytes(shape, 2 if cuda else 4) * config.kv_tokens  # on a CPU it is always fp32
     parts = {}
     if training:
@@ -131,7 +134,7 @@ def memory_parts(
         )
     elif not cuda:  # a GPU gets the sampler's copy only
         parts["weights"] = size * parameters
-    parts["sampler"] = size * parameters * models
+    parts["sampler"] = size * parameters * copies
     parts["KV pool"] = pool * models
     if training and config.kl_beta and not adapters:
         parts["reference"] = size * parameters
