@@ -57,7 +57,7 @@ class MatpoConfig(Config):
     own_groups: bool = False  # MARS's credit: workers compare with workers, and have their own mean
     balance: Literal["uniform", "advantage", "none"] = "none"  # with --own_groups, as MARS does
     format_share: float = 0.0  # of the reward: well-formed turns, the planner's and the workers'
-    steps: int = 60  # rollout batches; the toy learns little after this
+    steps: int = 60  # rollout batches; the toy's curve is flat after this
     questions: int = 8  # per step
     eval_every: int = 20  # steps between evaluations on held-out questions
     # an episode's limits, in tokens where not said otherwise
