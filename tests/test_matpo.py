@@ -462,7 +462,8 @@ def test_a_flawless_planner_earns_the_reward():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return delegation.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
+    """A base model that has learned to call and to delegate, and little else."""
+    return delegation.build(tmp_path_factory.mktemp("base"), threads=1, steps=(40, 30))
 
 
 def command(*arguments, cwd: Path) -> subprocess.CompletedProcess:
