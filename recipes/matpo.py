@@ -56,14 +56,15 @@ class MatpoConfig(Config):
     workers: Literal["train", "frozen"] = "train"  # frozen: the start's weights play them
     own_groups: bool = False  # MARS's credit: workers compare with workers, and have their own mean
     balance: Literal["uniform", "advantage", "none"] = "none"  # with --own_groups, as MARS does
-    format_share: float = 0.1  # of the reward: well-formed turns, the planner's and the workers'
+    format_share: float = 0.0  # of the reward: well-formed turns, the planner's and the workers'
     steps: int = 60  # rollout batches; the toy's curve is flat after this
-    eval_every: int = 10  # steps between evaluations on held-out questions
+    questions: int = 8  # per step
+    eval_every: int = 20  # steps between evaluations on held-out questions
     # an episode's limits, in tokens where not said otherwise
-    max_turns: int = 5  # the planner's; the last one must answer
+    max_turns: int = 4  # the planner's; the last one must answer
     worker_turns: int = 3  # a worker's; the last one is the summary
-    sys2_context: int = 176  # of any context: the planner's, a worker's, the single agent's
-    step_tokens: int = 18  # one turn
+    sys2_context: int = 152  # of any context: the planner's, a worker's, the single agent's
+    step_tokens: int = 14  # one turn
     answer_tokens: int = 10  # kept free for an answer or a summary on demand
 
     def longest(self) -> int:
@@ -198,20 +199,18 @@ async def work(game: Game, trajectory: Trajectory, assigned: Turn) -> list[int]:
     """A worker from its subtask to its summary, as the planner sees it."""
     config = game.config
     question = trajectory.question.text if config.recap else ""
-    turns = config.worker_turns - (not config.summary)
     async with Context(game, trajectory, "worker") as worker:
         assigned.readers.append(worker)
         given = game.chat.prompt("worker", question=question, task=assigned.action.call.argument)
         final = False
         while True:
             turn = await act(game, worker, given, final, len(trajectory.turns))
-            done = turn.action.answer is not None
-            if final or (not config.summary and (done or len(worker.turns) == turns)):
+            said = turn.action.answer is not None
+            over = said or len(worker.turns) == config.worker_turns - 1
+            if final or (over and not config.summary):
                 break
-            seen = [] if done else await look(game, turn)
-            given, final = mars.extend(
-                game, worker, seen, final=done or len(worker.turns) == turns - 1
-            )
+            seen = [] if said else await look(game, turn)
+            given, final = mars.extend(game, worker, seen, over)
     if not config.summary:
         return game.chat.note(turn.sampled)
     if turn.action.answer is None:
@@ -224,8 +223,8 @@ async def act(game: Game, context: Context, given: list[int], final: bool, *name
     turn = await mars.act(game, context, given, final, *name)
     delegates = game.config.delegate and context.role == "planner"
     if turn.action.call and (turn.action.call.tool == WORK) != delegates:
-        tools = WORK if delegates else ", ".join(name for name in game.tools if name != WORK)
-        turn.action = Action(error=f"{turn.action.call.tool} is not your tool; yours: {tools}")
+        yours = WORK if delegates else ", ".join(name for name in game.tools if name != WORK)
+        turn.action = Action(error=f"{turn.action.call.tool} is not your tool; yours: {yours}")
         turn.problem = f"malformed: {turn.action.error}"
     return turn
 
@@ -349,6 +348,7 @@ PAPER = {
     "questions": 256,
     "group": 8,
     "lr": 1e-5,
+    "format_share": 0.1,
     "loss_mean": "token",  # of the code; the paper's formula is --loss_mean sample
     "max_turns": 10,  # ours
     "worker_turns": 10,  # ours

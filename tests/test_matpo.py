@@ -19,10 +19,11 @@ from driver import Driver
 from recipes import matpo
 from rollout import Game, Sample, Trajectory, Turn
 from sampler import Completion
-from tasks.format import Action
+from tasks.chat import ChatFormat
+from tasks.format import Action, Call
 from tasks.grading import exact_match
 from tasks.questions import Question
-from tools import Document, ToolError
+from tools import KNOWN, Document, Tool, ToolError
 from toy import delegation, world
 
 REPO = Path(__file__).parent.parent
@@ -152,6 +153,8 @@ def test_without_a_summary_the_last_message_goes_up_as_it_stands():
         "<resp> ada baker born 1968 . bob cohen wrote about ada baker . <eot> "
         "<resp> search acro corp <eot>"
     )
+    for worker in trajectory.samples("worker"):
+        assert not text(worker, False).endswith("<answer>"), "nobody demands"
 
 
 def test_a_single_agent_reads_everything_itself():
@@ -322,7 +325,8 @@ def test_the_last_token_of_a_worker_is_trained_however_short_its_planner():
     live = torch.zeros(len(samples), dtype=torch.long)
     for made in batches:
         live += torch.bincount(made.owner[made.weight > 0], minlength=len(samples))
-    assert live.tolist() == [sum(made.mask) for made in samples]
+    written = [sum(made.mask) for t in batch() for made in t.samples()]
+    assert live.tolist() == written
     assert len(samples) == 13 and all(made.advantage for made in samples)
 
 
@@ -375,7 +379,7 @@ def test_the_share_of_form_reaches_the_advantages_but_not_the_accuracy():
     trajectories[0].contexts[0].turns[0].action = Action(error="malformed")
     for trajectory in trajectories:
         trajectory.reward = 1.0
-    matpo.credit(matpo.MatpoConfig(), trajectories, 0)
+    matpo.credit(matpo.MatpoConfig(format_share=0.1), trajectories, 0)
     assert [t.contexts[0].sample.advantage for t in trajectories] == pytest.approx([-1.0, 1.0])
     assert [t.reward for t in trajectories] == [1.0, 1.0]
 
@@ -458,7 +462,8 @@ def test_a_flawless_planner_earns_the_reward():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return delegation.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
+    """A base model that has learned to call and to delegate, and little else."""
+    return delegation.build(tmp_path_factory.mktemp("base"), threads=1, steps=(40, 30))
 
 
 def command(*arguments, cwd: Path) -> subprocess.CompletedProcess:
@@ -513,6 +518,53 @@ def test_eval_and_ask(trained, tmp_path):
     done = command("ask", trained, QUESTION.text, "--runs", tmp_path, cwd=REPO)
     assert done.returncode == 0, done.stderr
     assert "answer |" in done.stdout
+
+
+def test_a_chat_model_is_told_who_it_is():
+    from test_chat import QWEN3, tokenizer
+
+    tools = [Tool(name, *KNOWN[name], call=None) for name in KNOWN] + [matpo.WORKER_TOOL]
+    chat = ChatFormat(tokenizer(QWEN3), matpo.words(matpo.MatpoConfig(), tools), tools)
+    planner = chat.decode(chat.prompt("planner", question="Who was it?"))
+    assert "- work" in planner and "- search" not in planner and "Who was it?" in planner
+    worker = chat.decode(chat.prompt("worker", question="Who was it?", task="find her"))
+    assert "- search" in worker and "- work" not in worker and "find her" in worker
+    assert "Who was it?" in worker
+    alone = chat.decode(chat.prompt("worker", question="", task="find her"))
+    assert "larger question" not in alone
+    agent = chat.decode(chat.prompt("agent", question="Who was it?"))
+    assert "- search" in agent and "- work" not in agent
+    call = {"name": "work", "arguments": {"subtask": "find her"}}
+    said = f"<tool_call>{json.dumps(call)}</tool_call>"
+    action = chat.parse(chat.tokenizer.encode(said, add_special_tokens=False))
+    assert action.call == Call("work", "find her")
+
+
+def test_a_chat_model_trains_and_answers(tmp_path, monkeypatch, capsys):
+    """Random weights: every step is malformed, and nothing breaks."""
+    from test_chat import QWEN3, tokenizer
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    words = tokenizer(QWEN3)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    more = {"vocab_size": len(words), "max_position_embeddings": 8192}
+    config = Qwen3Config(**shape, **heads, **more)
+    Qwen3ForCausalLM(config).save_pretrained("chat")
+    words.save_pretrained("chat")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.md").write_text("Ada Baker was born in 1968.")
+    asked = [{"question": f"Who is number {i}?", "answer": "Ada"} for i in range(12)]
+    (tmp_path / "own.jsonl").write_text("\n".join(json.dumps(one) for one in asked))
+    limits = ["--sys2_context", "3000", "--step_tokens", "24", "--answer_tokens", "16"]
+    limits += ["--docs", "notes", "--kv_tokens", "60000"]
+    line = ["--model", "chat", "--name", "chat", "--steps", "1", "--data", "own.jsonl"]
+    assert matpo.main([*line, *SMALL[:-2], *limits]) == 0
+    assert lines(tmp_path / "runs" / "chat")[0]["malformed_share"] > 0.5
+    assert matpo.main(["ask", "runs/chat", "Who is Ada Baker?", *limits]) == 0
+    assert "planner |" in capsys.readouterr().out
 
 
 def test_bad_options_are_one_sentence():

@@ -39,9 +39,9 @@ from toy.language import ToyFormat
 
 
 def draw_plan(asked: world.World, rng: random.Random, python: bool = True) -> world.Plan:
-    """A random question of two steps."""
+    """A random question of two steps; three in ten end in a subtraction."""
     person = rng.choice(asked.people)
-    if python and rng.random() < 0.4:
+    if python and rng.random() < 0.3:
         return world.draw_age(asked, rng, person)
     return world.draw_two(asked, rng, person)
 
@@ -76,10 +76,14 @@ class DelegationFormat(ToyFormat):
         return prompt
 
     def parse(self, tokens: list[int], *, final: bool = False) -> Action:
-        """One step; what stands before <call> or <answer> is thought."""
-        starts = [self.control["<call>"], self.control["<answer>"]]
-        begin = next((i for i, token in enumerate(tokens) if token in starts), 0)
-        return super().parse(tokens if final else tokens[begin:], final=final)
+        """One step; what stands before <call> or <answer> is thought, also after a demand."""
+        answer = self.control["<answer>"]
+        if final:
+            begin = tokens.index(answer) + 1 if answer in tokens else 0
+        else:
+            starts = [self.control["<call>"], answer]
+            begin = next((i for i, token in enumerate(tokens) if token in starts), 0)
+        return super().parse(tokens[begin:], final=final)
 
     def read_call(self, words: list[str]) -> Action:
         """What follows <call>: a tool and its argument, without a purpose."""
@@ -163,12 +167,10 @@ def planner(library: Library, rng: random.Random, habits: Habits) -> Pieces:
         specific = rng.random() < habits.specific
         right = subtask.tool == "python" or rng.random() < habits.summary
         told = subtask.right if right else sentences[0]
-        if rng.random() < 0.1:  # a worker's raw message has a second sentence
-            told = " ".join(rng.sample([told, rng.choice(sentences)], 2))
         request = subtask.specific if specific else subtask.vague
         pieces.append((f"<call> work {request} <eot>", True))
         pieces.append((f"<resp> {told} <eot>", False))
-        knows = subtask.right in told
+        knows = told == subtask.right
     return [*pieces, answer(library, rng, habits, plan, knows)]
 
 
@@ -221,9 +223,9 @@ def worker(library: Library, rng: random.Random, habits: Habits, more: int = 0) 
         pieces.append((f"<call> {subtask.tool} {subtask.argument} <eot>", True))
         pieces.append((f"<resp> {' '.join(documents.split()[:20])}", False))
     else:
-        # What it says of its own accord: it thinks aloud, and may or may not tell what matters.
-        message = rng.sample([rng.choice(sentences), rng.choice([right, sentences[0]])], 2)
-        pieces.append((f"<answer> {' '.join(message)} <eot>", True))
+        # What it says of its own accord may or may not be what matters.
+        message = rng.choice([right, sentences[0], rng.choice(sentences)])
+        pieces.append((f"<answer> {message} <eot>", True))
         pieces.append(("<resp>", False))
     summary = right
     if subtask.tool != "python" and rng.random() >= habits.summary:
@@ -294,6 +296,9 @@ def build(
     threads: int | None = None,
     steps: tuple[int, int] = STEPS,
 ) -> Path:
-    """The base model's folder, from the cache or made in about 3 minutes of one core."""
+    """The base model's folder: from the cache, or made in about 2 minutes of one core.
+
+    As base_model.build; the folder's name also has a hash of this file.
+    """
     folder = Path(cache) / f"toy-delegation-{base_model.recipe(seed, steps, __file__)}"
     return base_model.cached(folder, lambda: make_base(seed, *steps), threads)
