@@ -41,20 +41,26 @@ from tasks.questions import Question
 # ----------------------------------------------------------------------------------------- one step
 
 
-def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
+def attempts(run: Run, step: int) -> list[Trajectory]:
+    """A step's rollouts: G attempts at each of this rank's questions."""
+    return run.rollouts(
+        questions_of(run, step),
+        run.config.group,
+        step=step,
+        tools=run.tools,
+        temperature=run.config.temperature,
+    )
+
+
+def train_step(run: Run, step: int, rollouts=attempts) -> tuple[dict, list[Trajectory]]:
     """One step: rollouts with rewards, credit, an update, new weights in the sampler.
 
-    Returns the step's metrics and this rank's trajectories.
+    Returns the step's metrics and this rank's trajectories. `rollouts`: for a method whose batches
+    are not G attempts at each question.
     """
     config = run.config
     start = time.perf_counter()
-    trajectories = run.rollouts(
-        questions_of(run, step),
-        config.group,
-        step=step,
-        tools=run.tools,
-        temperature=config.temperature,
-    )
+    trajectories = rollouts(run, step)
     seconds_rollout = time.perf_counter() - start
     metrics = rollout_metrics(trajectories, run.method, seconds_rollout)
     # 0 unless an episode left a context open. New weights empty the pool.

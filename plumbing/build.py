@@ -54,6 +54,9 @@ class Additions:
     more_tools: Sequence[Tool] = ()
     question: Callable[[int], Question] | None = None
     eval_questions: list[Question] | None = None
+    # Instead of the two above, where they follow from the options: (options, names of the tools,
+    # whether to train) -> both.
+    questions: Callable[[Config, list[str], bool], tuple] | None = None
     grade: Callable[[Question, str], float] | None = None
     base_model: Callable[[str, int], Path] | None = None  # cache, seed -> what --model toy means
     # The tokenizer and the tools' names -> how the roles speak, for such a base model.
@@ -215,7 +218,8 @@ def environment(config: Config, machine: Machine, training: bool, additions: Add
     question = additions.question
     held_out = additions.eval_questions
     if held_out is None:
-        pair = attempt(surroundings.training_and_held_out, config, names, training)
+        questions = additions.questions or surroundings.training_and_held_out
+        pair = attempt(questions, config, names, training)
         question, held_out = pair or (None, [])
     tools = attempt(surroundings.make_tools, config, "train", names) or []
     eval_tools = attempt(surroundings.make_tools, config, "eval", names) or []
