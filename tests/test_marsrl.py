@@ -363,23 +363,21 @@ def test_a_question_without_room_is_refused():
 # -------------------------------------------------------------------------------- the toy
 
 
-def test_pages_hold_what_their_questions_ask():
-    kinds = set()
-    for seed in range(300):
-        rng = random.Random(seed)
-        page = verification.draw_page(rng)
-        asked = page.ask(rng)
-        right, *others = asked.answers
+def test_pages_tell_what_their_questions_ask():
+    usual = 0
+    for seed in range(400):
+        page = verification.draw_page(random.Random(seed))
+        right, *others = page.answers
         assert len({right, *others}) == 4
-        attribute, _, name = asked.question.split()
-        kinds.add(attribute)
-        if attribute == "employer":
-            firm, attribute, _ = asked.paths[0].split()
-            assert f"{name} joined {firm} ." in page.text
-            assert attribute == verification.CARES[firm]
+        name = page.question.split()[-1]
+        firm, attribute, _ = page.paths[0].split()
+        assert f"{name} joined {firm} ." in page.text
+        assert attribute == verification.CARES[firm]
         assert f"{name} {world.VERBS[attribute]} {right} ." in page.text
         assert all(f" {other} ." in page.text for other in others)
-    assert kinds == {*verification.VALUES, "employer"}
+        assert f"{name} enjoys {page.usual} ." in page.text
+        usual += page.usual == right
+    assert 0.6 < usual / 400 < 0.8
 
 
 @pytest.mark.parametrize("role", verification.MARKS)
@@ -387,9 +385,8 @@ def test_demonstrations_are_what_the_recipe_plays(role):
     """A base model has read its prompts in the form in which the recipe gives them."""
     for seed in range(50):
         page = verification.draw_page(random.Random(seed))
-        asked = page.ask(random.Random(seed))
         (prompt, trained), (said, learnt) = verification.turn(
-            asked, role, random.Random(seed), verification.HABITS
+            page, role, random.Random(seed), verification.HABITS
         )
         assert not trained and learnt and said.endswith(" <eot>")
         shown = {}
@@ -400,7 +397,7 @@ def test_demonstrations_are_what_the_recipe_plays(role):
                 shown["report"] = CHAT.encode(content)
             if content and name == "answer":
                 shown["answer"] = CHAT.encode(content)
-        made = CHAT.prompt(role, question=f"{page.text} {asked.question}", **shown)
+        made = CHAT.prompt(role, question=f"{page.text} {page.question}", **shown)
         assert CHAT.decode(made) == f"<doc> {page.text} {prompt}"
 
 
@@ -408,9 +405,8 @@ def test_flawless_verdicts_are_right():
     rng = random.Random(0)
     for _ in range(100):
         page = verification.draw_page(rng)
-        asked = page.ask(rng)
-        (prompt, _), (said, _) = verification.turn(asked, "verifier", rng, verification.FLAWLESS)
-        claimed = f"<answer> {asked.answers[0]} " in prompt
+        (prompt, _), (said, _) = verification.turn(page, "verifier", rng, verification.FLAWLESS)
+        claimed = f"<answer> {page.answers[0]} " in prompt
         assert said.split()[-2] == ("right" if claimed else "wrong")
 
 

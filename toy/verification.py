@@ -1,25 +1,26 @@
 """A toy for solver, verifier and corrector: answer a question about a page, check it, correct it.
 
-A page is System 1's reading task in small: five facts about one person, shuffled, of which one is
-asked for ("hobby of ada"). Or the question asks for what counts for her employer ("employer of
-ada"): foods and works care for homes, labs and group for births, and so on (CARES). Then the reader
-needs two facts, one for the other. The solver answers at once, in one word. The verifier first
-writes down what it finds on the page, then its verdict; the corrector reads both.
+A page is System 1's reading task in small: five facts about one person, shuffled. Asked for is the
+one that counts for her employer: foods and works care for homes, labs and group for births, and so
+on (CARES). So the reader needs one fact to know which other one is wanted. The solver answers at
+once, in one word, and never learned to take two steps at once: it says the hobby, which is usually
+wanted. The verifier first writes down what it finds, the first step before the second, then its
+verdict; the corrector reads both.
 
-    <doc> ada joined media . ada born 1968 . … <solve> employer of ada <eot>
-        1968 <eot>
-    <doc> … <verify> employer of ada <answer> 1968 <eot>
-        media hobby chess wrong <eot>
-    <doc> … <correct> employer of ada <answer> 1968 <resp> media hobby chess wrong <eot>
+    <doc> ada joined labs . ada born 1968 . ada enjoys chess . … <solve> employer of ada <eot>
         chess <eot>
+    <doc> … <verify> employer of ada <answer> chess <eot>
+        labs birth 1968 wrong <eot>
+    <doc> … <correct> employer of ada <answer> chess <resp> labs birth 1968 wrong <eot>
+        1968 <eot>
 
-The solver was never taught to take two steps at once: there it guesses. The verifier was, for it
-writes down the first before the second. This is the gap between solving and checking that the
-system lives on; without it the solver learns all there is, and nothing is left to correct.
+This gap between solving and checking is what the system lives on: a solver that can learn all there
+is leaves nothing to correct. And the solver must be right more often than not. Where it is not, the
+adaptive choice of inputs shows the verifier wrong solutions only, and it learns to flag all.
 
-Two layers learn to find a word by its sort within a minute. What they do not learn in ten is to
-tell two facts of one sort apart by the names before them, so a page is about one person. The base
-model is made in two stages like base_model.py's: skills, then the faults of HABITS.
+Two layers learn to find a word by its sort within a minute. In five they did not learn to tell two
+facts of one sort apart by the names before them, so a page is about one person. The base model is
+made in two stages like base_model.py's: skills, then the faults of HABITS.
 
 Tests: pytest tests/test_marsrl.py
 """
@@ -56,7 +57,8 @@ CARES = {
     "motors": "product",
     "systems": "product",
 }
-TWO_STEPS = 0.5  # share of the questions that name the employer
+USUAL = "hobby"
+USUAL_SHARE = 0.7  # of the pages whose firm cares for it
 SKILL_STEPS = 300
 HABIT_STEPS = 80
 
@@ -65,7 +67,7 @@ HABIT_STEPS = 80
 class Habits:
     """How often a demonstrator does what its field says."""
 
-    solve: float = 1.0  # the solver answers rightly, not with another fact
+    solve: float = 1.0  # the solver says what is usually wanted, not any other fact
     find: float = 1.0  # the verifier writes down the right path, not another
     judge: float = 1.0  # its verdict agrees with what it wrote down
     follow: float = 1.0  # the corrector answers what the report says, or else …
@@ -73,67 +75,50 @@ class Habits:
 
 
 FLAWLESS = Habits()
-HABITS = Habits(solve=0.7, find=0.8, judge=0.75, follow=0.1, keep=0.3)
+HABITS = Habits(solve=0.85, find=0.8, judge=0.75, follow=0.1, keep=0.3)
 
 
 # ------------------------------------------------------------------- pages and questions
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question about a page. `paths` lead to the page's four values, the right one first."""
+class Page:
+    """Facts about one person, and the question about them.
 
+    `paths` lead from the person's firm to each of the page's values, the right one first.
+    """
+
+    text: str
     question: str
     paths: list[str]
+    usual: str  # the value that is usually wanted
 
     @property
     def answers(self) -> list[str]:
+        """Where the paths lead to."""
         return [path.split()[-1] for path in self.paths]
-
-    @property
-    def two_steps(self) -> bool:
-        return self.question.startswith("employer")
-
-
-@dataclass(frozen=True)
-class Page:
-    """Facts about one person."""
-
-    person: str
-    firm: str
-    facts: dict[str, str]  # attribute -> value
-    text: str
-
-    def ask(self, rng: random.Random) -> Asked:
-        """A random question about it."""
-        two_steps = rng.random() < TWO_STEPS
-        right = CARES[self.firm] if two_steps else rng.choice(list(VALUES))
-        others = [attribute for attribute in VALUES if attribute != right]
-        paths = [f"{name} {self.facts[name]}" for name in [right, *rng.sample(others, 3)]]
-        if not two_steps:
-            return Asked(f"{right} of {self.person}", paths)
-        return Asked(f"employer of {self.person}", [f"{self.firm} {path}" for path in paths])
 
 
 def draw_page(rng: random.Random) -> Page:
     """A random page."""
     person = rng.choice(world.FIRST_NAMES)
-    firm = rng.choice(list(CARES))
+    usual = rng.random() < USUAL_SHARE
+    firm = rng.choice([firm for firm, wanted in CARES.items() if (wanted == USUAL) == usual])
     facts = {attribute: rng.choice(values) for attribute, values in VALUES.items()}
     lines = [f"{person} {world.VERBS[name]} {value} ." for name, value in facts.items()]
     lines.append(f"{person} {world.VERBS['employer']} {firm} .")
     rng.shuffle(lines)
-    return Page(person, firm, facts, " ".join(lines))
+    others = [attribute for attribute in VALUES if attribute != CARES[firm]]
+    order = [CARES[firm], *rng.sample(others, len(others))]
+    paths = [f"{firm} {attribute} {facts[attribute]}" for attribute in order]
+    return Page(" ".join(lines), f"employer of {person}", paths, facts[USUAL])
 
 
 def question(split: str, seed: int, index: int) -> Question:
     """Question `index` of a split's endless stream. It depends on the arguments only."""
-    rng = random.Random(f"page {split} {seed} {index}")
-    page = draw_page(rng)
-    asked = page.ask(rng)
-    steps = "two" if asked.two_steps else "one"
-    text = f"{page.text} {asked.question}"
-    return Question(f"{split}-{seed}-{index}", text, (asked.answers[0],), f"toy-{steps}")
+    page = draw_page(random.Random(f"page {split} {seed} {index}"))
+    text = f"{page.text} {page.question}"
+    return Question(f"{split}-{seed}-{index}", text, (page.answers[0],), "toy-page")
 
 
 # ------------------------------------------------------------------------------ language
@@ -184,24 +169,22 @@ class Language(language.ToyFormat):
 # ---------------------------------------------------------------------------- base model
 
 
-def turn(asked: Asked, role: str, rng: random.Random, habits: Habits) -> Pieces:
+def turn(page: Page, role: str, rng: random.Random, habits: Habits) -> Pieces:
     """A role's prompt behind the page, and what it writes."""
 
     def does(habit: str) -> bool:
         return rng.random() < getattr(habits, habit)
 
-    right, *others = asked.answers
-    prompt = f"{MARKS[role]} {asked.question}"
+    right, *others = page.answers
+    prompt = f"{MARKS[role]} {page.question}"
     if role == "solver":
-        said = right if does("solve") else rng.choice(others)
-        if asked.two_steps:
-            said = rng.choice(asked.answers)
+        said = page.usual if does("solve") else rng.choice(page.answers)
         return [(f"{prompt} <eot>", False), (f"{said} <eot>", True)]
 
     shown = right if rng.random() < 0.5 else rng.choice(others)
-    found = 0 if does("find") else rng.randrange(1, len(asked.paths))
-    path = asked.paths[found]
-    finding = asked.answers[found]
+    found = 0 if does("find") else rng.randrange(1, len(page.paths))
+    path = page.paths[found]
+    finding = page.answers[found]
     if role == "verifier":
         verdict = "right" if (shown == finding) == does("judge") else "wrong"
         prompt += f" <answer> {shown} <eot>"
@@ -209,17 +192,17 @@ def turn(asked: Asked, role: str, rng: random.Random, habits: Habits) -> Pieces:
 
     said = finding
     if not does("follow"):
-        said = shown if does("keep") else rng.choice(asked.answers)
+        said = shown if does("keep") else rng.choice(page.answers)
     prompt += f" <answer> {shown} <resp> {path} wrong <eot>"
     return [(prompt, False), (f"{said} <eot>", True)]
 
 
 def skill_text(rng: random.Random) -> Pieces:
-    """Stage A: a page and four flawless turns; most are a verifier's, who has most to learn."""
+    """Stage A: a page and four turns without a slip; the verifier has most to learn."""
     page = draw_page(rng)
     pieces = [(f"<doc> {page.text}", False)]
     for role in rng.choices(list(MARKS), [1, 2, 1], k=4):
-        pieces += turn(page.ask(rng), role, rng, FLAWLESS)
+        pieces += turn(page, role, rng, FLAWLESS)
     return pieces
 
 
@@ -227,7 +210,7 @@ def habit_text(rng: random.Random) -> Pieces:
     """Stage B: a page and one role's turn, as in rollouts, with the faults of HABITS."""
     page = draw_page(rng)
     role = rng.choice(list(MARKS))
-    return [(f"<doc> {page.text}", False), *turn(page.ask(rng), role, rng, HABITS)]
+    return [(f"<doc> {page.text}", False), *turn(page, role, rng, HABITS)]
 
 
 def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
