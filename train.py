@@ -26,6 +26,7 @@ from plumbing import evaluation, logbook
 from plumbing.build import build
 from plumbing.metrics import (
     batch_sums,
+    flat_questions,
     method_shares,
     reduced,
     rollout_metrics,
@@ -41,18 +42,14 @@ from tasks.questions import Question
 # ----------------------------------------------------------------------------------------- one step
 
 
-def attempts(run: Run, step: int) -> list[Trajectory]:
-    """A step's rollouts: G attempts at each of this rank's questions."""
-    return run.rollouts(
-        questions_of(run, step),
-        run.config.group,
-        step=step,
-        tools=run.tools,
-        temperature=run.config.temperature,
-    )
+def all_attempts(run: Run, step: int) -> tuple[list[Trajectory], list[Trajectory]]:
+    """A step's rollouts: G attempts at each of its questions, and those that --refill replaced."""
+    trajectories = attempts(run, step, questions_of(run, step))
+    replaced = refill(run, step, trajectories)
+    return trajectories, replaced
 
 
-def train_step(run: Run, step: int, rollouts=attempts) -> tuple[dict, list[Trajectory]]:
+def train_step(run: Run, step: int, rollouts=all_attempts) -> tuple[dict, list[Trajectory]]:
     """One step: rollouts with rewards, credit, an update, new weights in the sampler.
 
     Returns the step's metrics and this rank's trajectories. `rollouts`: for a method whose batches
@@ -60,9 +57,9 @@ def train_step(run: Run, step: int, rollouts=attempts) -> tuple[dict, list[Traje
     """
     config = run.config
     start = time.perf_counter()
-    trajectories = rollouts(run, step)
+    trajectories, replaced = rollouts(run, step)
     seconds_rollout = time.perf_counter() - start
-    metrics = rollout_metrics(trajectories, run.method, seconds_rollout)
+    metrics = rollout_metrics(trajectories, replaced, run.method, seconds_rollout)
     # 0 unless an episode left a context open. New weights empty the pool.
     metrics["pages_in_use"] = sum(sampler.pages_in_use for sampler in run.driver.samplers)
 
@@ -70,21 +67,60 @@ def train_step(run: Run, step: int, rollouts=attempts) -> tuple[dict, list[Traje
     graded = [trajectory for trajectory in trajectories if trajectory.reward is not None]
     terms = run.method.credit(config, graded, step)
     metrics |= update(run, terms, step)
+    start_sync = time.perf_counter()
     run.sampler.load_weights(trainer.unwrap(run.policy).model)
+    metrics["seconds_sync"] = time.perf_counter() - start_sync
     metrics["seconds_rollout"] = seconds_rollout
     metrics["seconds_train"] = time.perf_counter() - start
-    return metrics, trajectories
+    return metrics, replaced + trajectories
 
 
-def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
+def attempts(run: Run, step: int, batch: list[tuple[int, Question]]) -> list[Trajectory]:
+    """G trajectories for each (place, question)."""
+    return run.rollouts(
+        batch,
+        run.config.group,
+        step=step,
+        tools=run.tools,
+        temperature=run.config.temperature,
+    )
+
+
+def refill(run: Run, step: int, trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Bounded dynamic sampling (DAPO): other questions for those that teach nothing.
+
+    Where all G attempts earned the same, they leave `trajectories` for attempts at another
+    question, --refill times at most. Returns those that left. A rank refills its own places, so
+    nothing is communicated.
+    """
+    left = []
+    for again in range(1, run.config.refill + 1):
+        ids = flat_questions(trajectories)
+        if not ids:
+            break
+        flat = [t for t in trajectories if t.question.id in ids]
+        places = {t.place for t in flat}
+        batch = [asked for asked in questions_of(run, step, again) if asked[0] in places]
+        kept = [t for t in trajectories if t.place not in places]
+        kept += attempts(run, step, batch)
+        trajectories[:] = sorted(kept, key=lambda t: (t.place, t.attempt))
+        left += flat
+    return left
+
+
+def questions_of(run: Run, step: int, again: int = 0) -> list[tuple[int, Question]]:
     """This rank's questions of a step with their places in its batch.
 
     A rank gets whole questions, so that advantage groups need no communication. Across the end of
     an epoch a question can come twice. Draws are named by its id, so the second one gets an id of
-    its own.
+    its own. The `again`-th refill asks what stands far ahead in the stream, in an order of its
+    own, so that what a step asks does not depend on what earlier steps have used up.
     """
     count = run.config.questions
-    batch = [run.question(step * count + place) for place in range(count)]
+    first = again * 2**40 + step * count
+    batch = [run.question(first + place) for place in range(count)]
+    if again:
+        batch = [dataclasses.replace(q, id=f"{q.id}, refill {again}") for q in batch]
     taken = {question.id for question in batch}
     seen = set()
     for place, question in enumerate(batch):
@@ -125,6 +161,8 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         run.optimizer.zero_grad(set_to_none=True)
         # -> Policy.forward -> kernels.linear_grpo_loss -> grpo.grpo_loss
         stats = trainer.backward(run.policy, batches, references, **objective)
+        if inner == 0 and config.server:
+            logbook.stop_if_mismatched(run, batches, stats, samples)
         norms.append(trainer.gradient_norm(run.policy, config.clip_grad))
         loss = sum(float(numbers["loss"]) for numbers in stats)
         if math.isfinite(norms[-1]) and math.isfinite(reduced({"loss": loss})["loss"]):
@@ -151,7 +189,12 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
     no gradient, so it is left out unless there is a KL term.
     """
     config = run.config
-    counts = {role: sum(sample.copies for sample in samples) for role, samples in terms.items()}
+    per_token = config.loss_mean == "token"
+    counts = dict.fromkeys(terms, 0)
+    for role, samples in terms.items():
+        for sample in samples:
+            size = sum(sample.mask) if per_token else 1
+            counts[role] += sample.copies * sample.weight * size
     counts = reduced(counts)
     kept = []
     weights = []
@@ -161,8 +204,9 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         samples = [sample for sample in samples if sample.copies]
         masks = [torch.tensor(sample.mask) for sample in samples]  # [T] each
         kept += samples
-        for sample, weight in zip(samples, grpo.token_weights(masks, int(counts[role]))):
-            weights.append(weight * sample.copies)
+        shares = grpo.token_weights(masks, counts[role], mean=config.loss_mean)
+        for sample, share_of_copy in zip(samples, shares):
+            weights.append(share_of_copy * sample.copies * sample.weight)
     batches = trainer.micro_batches(kept, weights, config.micro_tokens, run.device)
     # Every rank needs as many, at least one: the collectives of `backward` pair up.
     number = torch.tensor(max(1, len(batches)), device=run.device)
@@ -170,12 +214,16 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         dist.all_reduce(number, dist.ReduceOp.MAX)
     while len(batches) < number:
         batches.append(trainer.make_micro_batch([], [], [], run.device))
-    if config.importance_cap:
+    importance = config.importance
+    if importance == "auto":
+        importance = "sequence" if config.server else "off"
+    if importance != "off":
         # The trainer's log-probs become the old ones; the gap to the sampler's enters the weight.
         for batch in batches:
             batch.old_logprob = trainer.logprob(run.policy, batch, config.temperature)
-            ratio = torch.exp(batch.old_logprob - batch.sampler_logprob)
-            batch.weight = batch.weight * ratio.clamp(max=config.importance_cap)
+            gap = batch.old_logprob - batch.sampler_logprob
+            owner = batch.owner if importance == "sequence" else None
+            batch.weight = batch.weight * grpo.importance_weights(gap, config.importance_cap, owner)
     references = [None] * len(batches)
     if run.reference:
         references = [trainer.logprob(run.reference, b, config.temperature) for b in batches]
@@ -223,6 +271,7 @@ def train(run: Run, one_step=train_step) -> None:
         records = [record(trajectory, run.chat, step, "train") for trajectory in trajectories]
         logbook.write(run, records, metrics)
         logbook.report(run, bar, metrics)
+        logbook.warn(run)
         logbook.stop_if_blind(run, metrics)
         if (step + 1) % config.save_every == 0 or step == config.steps - 1:
             trainer.save(run.folder, step + 1, run.policy, run.optimizer, run.tokenizer)
@@ -239,6 +288,7 @@ def evaluate(run: Run, updates: int) -> dict:
     failed = []
     unjudged = []
     unjudged_share = []
+    lost = []
     for name, (temperature, top_p) in draws.items():
         trajectories = run.rollouts(
             batch, 1, step="eval", tools=run.eval_tools, temperature=temperature, top_p=top_p
@@ -247,7 +297,8 @@ def evaluate(run: Run, updates: int) -> dict:
         # An answer that nobody could grade is not right; how many there were stands beside it.
         scores[f"eval_{name}"] = share(sums["reward"], sums["trajectories"])
         failed.append(share(sums["failed"], sums["calls"]))
-        unjudged.append(int(sums["trajectories"] - sums["graded"]))
+        unjudged.append(int(sums["unjudged"]))
+        lost.append(share(sums["lost"], sums["trajectories"]))
         unjudged_share.append(share(unjudged[-1], sums["answered"]))
         if name == "accuracy":
             shares = method_shares(trajectories, run.method)
@@ -256,6 +307,7 @@ def evaluate(run: Run, updates: int) -> dict:
     scores["eval_tool_error_share"] = max(failed)
     scores["eval_judge_failures"] = max(unjudged)
     scores["eval_judge_failure_share"] = max(unjudged_share)
+    scores["eval_lost_share"] = max(lost)
     scores["seconds_eval"] = time.perf_counter() - start
     logbook.report_scores(run, scores)
     return scores

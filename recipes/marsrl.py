@@ -93,6 +93,8 @@ class MarsrlConfig(Config):
             raise UserError("a verdict is graded by --grader em, and so is a solution: leave it")
         if self.rollouts != "linear" and self.credit != "own":
             raise UserError(f"--credit {self.credit} needs whole systems: add --rollouts linear")
+        if self.rollouts != "linear" and self.refill:
+            raise UserError("--refill replaces whole systems: add --rollouts linear")
 
 
 # ------------------------------------------------------------------------- inputs and rewards
@@ -210,25 +212,25 @@ def show_below(trajectory: Trajectory) -> None:
 # --------------------------------------------------------------------- training on groups by input
 
 
-def grouped(run: Run, step: int) -> list[Trajectory]:
-    """A step's rollouts: stage by stage, each on outputs of the one before."""
+def grouped(run: Run, step: int) -> tuple[list[Trajectory], list[Trajectory]]:
+    """A step's rollouts: stage by stage, each on outputs of the one before; nothing is replaced."""
     trajectories = []
     tasks = solver_tasks(run, step)
     while tasks:
         played = play(run, tasks, step)
         trajectories += played
         tasks = next_tasks(run, played, step)
-    return trajectories
+    return trajectories, []
 
 
-def pipelined(run: Run, step: int, *, waiting: list) -> list[Trajectory]:
+def pipelined(run: Run, step: int, *, waiting: list) -> tuple[list[Trajectory], list[Trajectory]]:
     """A step's rollouts: all stages at once, each on outputs of the step before.
 
     `waiting`: the tasks that this step leaves to the next one.
     """
     played = play(run, solver_tasks(run, step) + waiting, step)
     waiting[:] = next_tasks(run, played, step)
-    return played
+    return played, []
 
 
 def solver_tasks(run: Run, step: int) -> list[tuple[int, Task]]:
@@ -330,10 +332,11 @@ def credit(
             samples.append(context.sample)
             rewards.append(reward)
             groups.append(group)
+    divide = config.advantage == "std"
     if config.credit == "attempt":
-        advantages = inherited(trajectories)
+        advantages = inherited(trajectories, divide)
     else:
-        advantages = grpo.group_advantages(torch.tensor(rewards), groups).tolist()
+        advantages = grpo.group_advantages(torch.tensor(rewards), groups, divide=divide).tolist()
     for sample, reward, advantage in zip(samples, rewards, advantages, strict=True):
         sample.reward = reward
         sample.advantage = advantage
@@ -342,10 +345,11 @@ def credit(
     return {"all": samples}
 
 
-def inherited(trajectories: list[Trajectory]) -> list[float]:
+def inherited(trajectories: list[Trajectory], divide: bool) -> list[float]:
     """Each sample's advantage: that of its attempt among the question's attempts."""
     rewards = torch.tensor([trajectory.reward for trajectory in trajectories])
-    advantages = grpo.group_advantages(rewards, [trajectory.place for trajectory in trajectories])
+    places = [trajectory.place for trajectory in trajectories]
+    advantages = grpo.group_advantages(rewards, places, divide=divide)
     spread = []
     for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True):
         spread += [advantage] * len(trajectory.contexts)

@@ -208,7 +208,7 @@ def groups_of(trajectories: list[Trajectory]) -> dict[tuple, list[Trajectory]]:
 def test_a_group_is_one_input(choice):
     """Its members were given the same tokens, other groups other ones; at most 8 + 4 · 2 · 8."""
     run = scripted(careless, questions=3, group=8, choice=choice)
-    played = marsrl.grouped(run, 0)
+    played = marsrl.grouped(run, 0)[0]
     groups = groups_of(played)
     assert {key[1] for key in groups} == set(STAGES)
     prompts = {}
@@ -235,7 +235,7 @@ def test_a_group_is_one_input(choice):
 def test_correctors_are_given_alarms_only():
     run = scripted(careless, questions=3, group=8, choice="random")
     seen = 0
-    for trajectory in marsrl.grouped(run, 0):
+    for trajectory in marsrl.grouped(run, 0)[0]:
         if trajectory.contexts[0].role == "corrector":
             seen += 1
             assert given(trajectory.contexts[0]).endswith("wrong <eot>")
@@ -246,7 +246,7 @@ def test_nothing_is_corrected_when_nobody_flags():
     def trusting(role, prompt, seed):
         return "lamps right" if role == "verifier" else careless(role, prompt, seed)
 
-    played = marsrl.grouped(scripted(trusting), 0)
+    played = marsrl.grouped(scripted(trusting), 0)[0]
     assert {trajectory.question.stage for trajectory in played} == {"solver", "verifier1"}
 
 
@@ -309,7 +309,7 @@ def test_the_pipeline_shifts_each_stage_by_a_batch():
     run = scripted(careless, group=8, choice="random")
     waiting = []
     for step in range(7):
-        played = marsrl.pipelined(run, step, waiting=waiting)
+        played, _ = marsrl.pipelined(run, step, waiting=waiting)
         seen = {(t.question.stage, t.question.asked.id) for t in played}
         wanted = {(stage, f"q{step - i}") for i, stage in enumerate(STAGES) if i <= step}
         assert seen == wanted
@@ -319,11 +319,11 @@ def test_the_pipeline_shifts_each_stage_by_a_batch():
 
 def test_one_agent_s_samples_only():
     run = scripted(careless, learners="checkers")
-    terms = METHOD.credit(run.config, marsrl.grouped(run, 0), 0)
+    terms = METHOD.credit(run.config, marsrl.grouped(run, 0)[0], 0)
     copies = {(sample.role, sample.copies) for sample in terms["all"]}
     assert copies == {("solver", 0), ("verifier", 1), ("corrector", 1)}
     run = scripted(careless, learners="solver")
-    assert {t.question.stage for t in marsrl.grouped(run, 0)} == {"solver"}
+    assert {t.question.stage for t in marsrl.grouped(run, 0)[0]} == {"solver"}
 
 
 # ------------------------------------------------------------------------------ numbers
@@ -348,7 +348,7 @@ def test_shares_by_hand():
 
 
 def test_settings_that_contradict_each_other_are_one_sentence():
-    for options in (["--credit", "role"], ["--grader", "judge"], ["--inputs", "0"]):
+    for options in (["--credit", "role"], ["--grader", "judge"], ["--refill", "1"]):
         given = parse(parser(MarsrlConfig, ""), options)
         with pytest.raises(UserError):
             resolve(MarsrlConfig, given, presets={})
