@@ -95,7 +95,7 @@ def train(options: argparse.Namespace) -> None:
                 continue
             line = ["-m", "recipes.marsrl", "--name", name, "--runs", str(options.runs)]
             line += ["--cache", str(options.cache), "--seed", str(seed), "--threads", "1"]
-            line += ["--steps", str(options.steps), "--eval_every", "10", *ARMS[arm]]
+            line += ["--steps", str(options.steps), "--eval_every", "15", *ARMS[arm]]
             if (options.runs / name / "config.json").exists():
                 line.append("--resume")
             commands.append((name, line))
@@ -227,18 +227,17 @@ def main() -> int:
     reader.add_argument("--seeds", type=int, nargs="+")
     reader.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
     reader.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
-    reader.add_argument("--steps", type=int, default=40)
+    reader.add_argument("--steps", type=int, default=60)
     reader.add_argument("--runs", type=Path, default=ROOT / "runs" / "credit")
     reader.add_argument("--cache", type=Path, default=ROOT / ".cache", help="of the base models")
     reader.add_argument("--table", action="store_true", help="run nothing")
     options = reader.parse_args()
     options.runs = options.runs.resolve()
     options.cache = options.cache.resolve()
-    options.listed = []
-    for seed in options.seeds or [0, 1, 2]:
-        for arm in options.arms:
-            if options.seeds or seed == 0 or arm in RULES:
-                options.listed.append((arm, seed))
+    rules = [arm for arm in options.arms if arm in RULES]
+    others = [arm for arm in options.arms if arm in OTHERS]
+    options.listed = [(arm, seed) for seed in options.seeds or [0, 1, 2] for arm in rules]
+    options.listed += [(arm, seed) for seed in options.seeds or [0] for arm in others]
     try:
         if not options.table:
             train(options)

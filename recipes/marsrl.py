@@ -69,7 +69,7 @@ class MarsrlConfig(Config):
 
     steps: int = 60
     questions: int = 8
-    tools: str = "search"  # nobody calls one
+    tools: str = ""  # nobody calls one
     # arms for study
     rollouts: Literal["grouped", "pipelined", "linear"] = "grouped"  # linear: G whole systems
     credit: Literal["own", "role", "attempt", "pooled"] = "own"  # see `credit`
@@ -164,7 +164,8 @@ async def speak(game: Game, trajectory: Trajectory, task: Task) -> Said:
     if written.finish != "length":
         action = game.chat.parse(written.tokens, final=True)
     if action.answer and role == "verifier":
-        action = Action(answer=action.answer.split()[-1])  # behind its report
+        # The verdict is the last word, behind the report.
+        action = Action(answer=action.answer.split()[-1].strip(".").lower())
     own = 0.0
     if action.answer:
         own = game.grade(task, action.answer)
@@ -430,6 +431,9 @@ def questions(config: MarsrlConfig, tools: list[str], training: bool) -> tuple:
     return lambda i: verification.question("train", config.seed, i), held_out
 
 
+# The loop wants a tool to name.
+NO_TOOL = Tool("none", "argument", "nobody calls it", lambda argument: [])
+
 METHOD = Method(
     name="marsrl",
     roles={"solver": "Solver", "verifier": "Verifier", "corrector": "Corrector"},
@@ -462,6 +466,7 @@ def main(arguments: list[str]) -> int:
         base_model=verification.build,
         language=verification.Language,
         questions=questions,
+        more_tools=[NO_TOOL],
     )
 
 

@@ -18,6 +18,7 @@ from recipes import marsrl
 from recipes.marsrl import METHOD, STAGES, MarsrlConfig
 from rollout import Trajectory
 from sampler import Completion
+from tasks.chat import ChatFormat
 from tasks.grading import grader
 from tasks.questions import Question
 from toy import verification, world
@@ -358,6 +359,19 @@ def test_a_question_without_room_is_refused():
     marsrl.fits(MarsrlConfig(), CHAT, verification.question("train", 0, 0))
     with pytest.raises(UserError, match="--context 50"):
         marsrl.fits(MarsrlConfig(context=50), CHAT, verification.question("train", 0, 0))
+
+
+def test_a_chat_model_is_shown_the_solution_and_the_report():
+    from test_chat import QWEN3, tokenizer
+
+    chat = ChatFormat(tokenizer(QWEN3), METHOD.words(MarsrlConfig(), []), [])
+    shown = {"answer": chat.encode("It is Ada."), "report": chat.encode("It is Bob.")}
+    for role, seen in (("solver", []), ("verifier", ["Ada"]), ("corrector", ["Ada", "Bob"])):
+        prompt = chat.decode(chat.prompt(role, question="Who is it?", **shown))
+        assert "Who is it?" in prompt
+        assert [name for name in ("Ada", "Bob") if f"It is {name}." in prompt] == seen
+    said = chat.encode("It is Bob. <answer>wrong</answer>")
+    assert chat.parse(said, final=True).answer == "wrong"
 
 
 # -------------------------------------------------------------------------------- the toy

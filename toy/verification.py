@@ -75,7 +75,7 @@ class Habits:
 
 
 FLAWLESS = Habits()
-HABITS = Habits(solve=0.85, find=0.8, judge=0.75, follow=0.3, keep=0.3)
+HABITS = Habits(solve=0.93, find=0.8, judge=0.75, follow=0.3, keep=0.3)
 
 
 # ------------------------------------------------------------------- pages and questions
