@@ -42,15 +42,22 @@ from tasks.questions import Question
 # ----------------------------------------------------------------------------------------- one step
 
 
-def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
+def all_attempts(run: Run, step: int) -> tuple[list[Trajectory], list[Trajectory]]:
+    """A step's rollouts: G attempts at each of its questions, and those that --refill replaced."""
+    trajectories = attempts(run, step, questions_of(run, step))
+    replaced = refill(run, step, trajectories)
+    return trajectories, replaced
+
+
+def train_step(run: Run, step: int, rollouts=all_attempts) -> tuple[dict, list[Trajectory]]:
     """One step: rollouts with rewards, credit, an update, new weights in the sampler.
 
-    Returns the step's metrics and this rank's trajectories.
+    Returns the step's metrics and this rank's trajectories. `rollouts`: for a method whose batches
+    are not G attempts at each question.
     """
     config = run.config
     start = time.perf_counter()
-    trajectories = attempts(run, step, questions_of(run, step))
-    replaced = refill(run, step, trajectories)
+    trajectories, replaced = rollouts(run, step)
     seconds_rollout = time.perf_counter() - start
     metrics = rollout_metrics(trajectories, replaced, run.method, seconds_rollout)
     # 0 unless an episode left a context open. New weights empty the pool.

@@ -120,7 +120,7 @@ def plain_model_settings(method: Method, given: dict, asking: bool) -> dict:
     """For a model that no run made: the paper's limits."""
     paper = method.presets.get("paper", {})
     saved = {name: paper[name] for name in LIMITS if name in paper}
-    if asking:
+    if asking and "sys2_context" in saved:
         saved["kv_tokens"] = 2 * saved["sys2_context"]
     if not asking and "data" not in given:
         raise UserError(

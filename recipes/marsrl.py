@@ -1,0 +1,474 @@
+"""MarsRL: solver, verifier and corrector are one model, each with a reward of its own.
+
+arXiv 2511.11373. A solver answers, a verifier checks, a corrector answers again having read the
+verifier's report, and so once more (`episode`); it ends when the verifier finds no error. Let c(x)
+be 1 if solution x is right. The rewards are the agents' own:
+
+    r(solver: x) = c(x)      r(corrector: x) = c(x)
+    r(verifier on x) = 1 if it says "wrong" and c(x) = 0, or "right" and c(x) = 1; else 0
+
+In training every agent answers the same input G times, and the group of an advantage is one input:
+
+    A_i = (r_i − mean_g r) / std_g r,      g = (question, stage, input)
+
+The solver's input is the question. Each later stage takes two outputs of the stage before it for
+its inputs (`choose`); a corrector takes reports that say "wrong" and no others. So a question has
+at most 8 + 4 · 2 · 8 = 72 samples, all in one mean of the loss.
+
+    python -m recipes.marsrl                            the arm that the paper proposes, on a toy
+    python -m recipes.marsrl --choice random            inputs drawn blindly, or balanced
+    python -m recipes.marsrl --rollouts pipelined       step t trains the solver on batch t, the
+                                                        first verifier on batch t − 1, …
+    python -m recipes.marsrl --rollouts linear --credit own        no groups by input
+    python -m recipes.marsrl --rollouts linear --credit role       MARS's rule: a shared outcome
+    python -m recipes.marsrl --learners solver          the others stay; or: checkers
+
+From the paper: the stages, the rewards, the groups, the three choices, the pipeline over agents.
+Ours: two inputs are meant per question and stage, and equal outputs count once, so that two groups
+never have the same input; clipping at 0.2 and no KL term, of which it says nothing. Left out: the
+pipeline within an agent (segments of 16k tokens), which would not be on policy.
+
+In the pipeline only an input is old. What is trained was sampled in the same step, so ρ stays 1. A
+resumed run refills the pipe: its first four steps train fewer stages.
+
+The toy is toy/verification.py. Tests: pytest tests/test_marsrl.py
+"""
+
+import functools
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+import grpo
+import train
+from config import Config, UserError
+from plumbing import surroundings
+from plumbing.run import Run
+from rollout import Context, Game, Method, Sample, Trajectory, Turn
+from tasks.chat import Prompt, Words
+from tasks.format import Action, Format
+from tasks.questions import Question
+from tools import Tool
+from toy import verification
+
+STAGES = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
+
+
+def role_of(stage: str) -> str:
+    """The two verifiers are one agent, and so are the correctors."""
+    return stage.rstrip("12")
+
+
+@dataclass
+class MarsrlConfig(Config):
+    """MarsRL's own options. Those of all methods have defaults for its toy."""
+
+    steps: int = 60
+    questions: int = 8
+    tools: str = ""  # nobody calls one
+    # arms for study
+    rollouts: Literal["grouped", "pipelined", "linear"] = "grouped"  # linear: G whole systems
+    credit: Literal["own", "role", "attempt", "pooled"] = "own"  # see `credit`
+    choice: Literal["adaptive", "balanced", "random"] = "adaptive"  # of a stage's inputs
+    inputs: int = 2  # of a question, at each stage behind the solver
+    learners: Literal["all", "solver", "checkers"] = "all"  # checkers: verifier and corrector
+    # limits in tokens
+    context: int = 112  # the longest sample; the toy's are shorter than 100
+    solution_tokens: int = 4
+    report_tokens: int = 16
+
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return self.context
+
+    def check(self, training: bool) -> None:
+        """Refuses values that contradict each other, MarsRL's own included."""
+        super().check(training)
+        self.at_least(1, "inputs", "solution_tokens", "report_tokens")
+        if self.grader != "em":
+            raise UserError("a verdict is graded by --grader em, and so is a solution: leave it")
+        if self.rollouts != "linear" and self.credit != "own":
+            raise UserError(f"--credit {self.credit} needs whole systems: add --rollouts linear")
+        if self.rollouts != "linear" and self.refill:
+            raise UserError("--refill replaces whole systems: add --rollouts linear")
+
+
+# ------------------------------------------------------------------------- inputs and rewards
+
+
+@dataclass(frozen=True)
+class Task(Question):
+    """What one agent is asked at one stage. Its golden answer makes its reward.
+
+    A question for the loop like any other, so that G attempts at it are an advantage group.
+    """
+
+    asked: Question  # by the user
+    stage: str
+    number: int  # of the stage's inputs at this question
+    answer: tuple[int, ...] | None = None  # the solution that is shown, as ids
+    report: tuple[int, ...] | None = None
+
+    @property
+    def key(self) -> tuple:
+        """Of the advantage group: (question, stage, input)."""
+        return self.asked.id, self.stage, self.number
+
+
+def make_task(
+    asked: Question,
+    stage: str,
+    number: int = 0,
+    answer: list[int] | None = None,
+    report: list[int] | None = None,
+    right: float | None = None,
+) -> Task:
+    """A task. `right`: c of the shown solution, which a verifier has to find out."""
+    golden = asked.golden_answers
+    if role_of(stage) == "verifier":
+        golden = ("right",) if right else ("wrong",)
+    shown = [tuple(ids) if ids is not None else None for ids in (answer, report)]
+    name = f"{asked.id}/{stage}/{number}"
+    return Task(name, asked.text, golden, asked.source, asked, stage, number, *shown)
+
+
+@dataclass(kw_only=True)
+class Said(Turn):
+    """What an agent said of its task, and what that earns by itself."""
+
+    task: Task
+    own: float  # the reward of the table above
+
+    @property
+    def flags(self) -> bool:
+        """Whether a verifier says that the solution is wrong."""
+        return self.action.answer == "wrong"
+
+
+# ---------------------------------------------------------------------------------- the episode
+
+
+async def speak(game: Game, trajectory: Trajectory, task: Task) -> Said:
+    """One agent reads its task and writes."""
+    role = role_of(task.stage)
+    config = game.config
+    limit = config.report_tokens if role == "verifier" else config.solution_tokens
+    async with Context(game, trajectory, role) as agent:
+        given = game.chat.prompt(role, question=task.text, answer=task.answer, report=task.report)
+        written = await agent.write(given, limit, STAGES.index(task.stage))
+    action = Action(error="it was cut")
+    if written.finish != "length":
+        action = game.chat.parse(written.tokens, final=True)
+    if action.answer and role == "verifier":
+        # The verdict is the last word, behind the report.
+        action = Action(answer=action.answer.split()[-1].strip(".").lower())
+    own = 0.0
+    if action.answer:
+        own = game.grade(task, action.answer)
+    said = Said(written.tokens, action, task=task, own=own)
+    if action.error:
+        said.problem = f"malformed: {action.error}"
+    agent.turns.append(said)
+    game.on_event(task.stage, game.chat.decode(written.tokens))
+    return said
+
+
+async def episode(game: Game, trajectory: Trajectory) -> None:
+    """The whole system answers a question; of a Task only its agent speaks."""
+    asked = trajectory.question
+    if isinstance(asked, Task):
+        solution = await speak(game, trajectory, asked)
+    else:
+        solution = await solve(game, trajectory, asked)
+    trajectory.answer = solution.action.answer
+    trajectory.ended = "no answer" if solution.action.error else "answer"
+
+
+async def solve(game: Game, trajectory: Trajectory, asked: Question) -> Said:
+    """The solution that the system ends with."""
+    solution = await speak(game, trajectory, make_task(asked, "solver"))
+    for verifier, corrector in (STAGES[1:3], STAGES[3:5]):
+        answer = game.chat.note(solution.sampled)
+        task = make_task(asked, verifier, answer=answer, right=solution.own)
+        checked = await speak(game, trajectory, task)
+        show_below(trajectory)
+        if not checked.flags:
+            break
+        report = game.chat.note(checked.sampled)
+        task = make_task(asked, corrector, answer=answer, report=report)
+        solution = await speak(game, trajectory, task)
+        show_below(trajectory)
+    return solution
+
+
+def show_below(trajectory: Trajectory) -> None:
+    """On pages the newest agent stands below the solver."""
+    trajectory.contexts[0].turns[0].readers.append(trajectory.contexts[-1])
+
+
+# --------------------------------------------------------------------- training on groups by input
+
+
+def grouped(run: Run, step: int) -> tuple[list[Trajectory], list[Trajectory]]:
+    """A step's rollouts: stage by stage, each on outputs of the one before; nothing is replaced."""
+    trajectories = []
+    tasks = solver_tasks(run, step)
+    while tasks:
+        played = play(run, tasks, step)
+        trajectories += played
+        tasks = next_tasks(run, played, step)
+    return trajectories, []
+
+
+def pipelined(run: Run, step: int, *, waiting: list) -> tuple[list[Trajectory], list[Trajectory]]:
+    """A step's rollouts: all stages at once, each on outputs of the step before.
+
+    `waiting`: the tasks that this step leaves to the next one.
+    """
+    played = play(run, solver_tasks(run, step) + waiting, step)
+    waiting[:] = next_tasks(run, played, step)
+    return played, []
+
+
+def solver_tasks(run: Run, step: int) -> list[tuple[int, Task]]:
+    """The step's questions with their places, as the solver's tasks."""
+    return [(place, make_task(asked, "solver")) for place, asked in train.questions_of(run, step)]
+
+
+def play(run: Run, tasks: list[tuple[int, Task]], step: int) -> list[Trajectory]:
+    """G outputs for each task."""
+    temperature = run.config.temperature
+    return run.rollouts(tasks, run.config.group, step=step, tools=[], temperature=temperature)
+
+
+def next_tasks(run: Run, played: list[Trajectory], step: int) -> list[tuple[int, Task]]:
+    """The tasks that follow from some outputs, with their places."""
+    config = run.config
+    outputs: dict[tuple, list[Trajectory]] = {}
+    for trajectory in played:
+        task = trajectory.question
+        outputs.setdefault((task.asked.id, task.stage), []).append(trajectory)
+    tasks = []
+    for (name, stage), candidates in outputs.items():
+        if stage == STAGES[-1] or config.learners == "solver":
+            continue
+        follower = STAGES[STAGES.index(stage) + 1]
+        rng = random.Random(f"{config.seed} {step} {name} {follower}")
+        for number, output in enumerate(choose(config, candidates, follower, rng)):
+            # A place of its own for each input. Modulo the number of questions it is the
+            # question's, so that --inner_steps keeps a question's groups together.
+            place = output.place % config.questions
+            place += config.questions * (STAGES.index(follower) * config.inputs + number)
+            tasks.append((place, follow(run.chat, output, follower, number)))
+    return tasks
+
+
+def choose(
+    config: MarsrlConfig, outputs: list[Trajectory], follower: str, rng: random.Random
+) -> list[Trajectory]:
+    """The outputs of a question's stage that the following stage gets for its inputs.
+
+    adaptive: wrong solutions for a verifier, true alarms for a corrector, as long as there are any.
+    balanced: as many of these as of the others. random: any.
+    """
+    correcting = role_of(follower) == "corrector"
+    distinct = {}
+    for output in rng.sample(outputs, len(outputs)):
+        said = output.turns[0]
+        if said.flags or not correcting:
+            distinct.setdefault((said.task.answer, tuple(said.sampled)), output)
+    candidates = list(distinct.values())
+    count = config.inputs
+    if config.choice == "random":
+        return candidates[:count]
+    wanted = [output for output in candidates if output.turns[0].own == float(correcting)]
+    others = [output for output in candidates if output.turns[0].own != float(correcting)]
+    if config.choice == "adaptive":
+        return (wanted + others)[:count]
+    half = count // 2
+    rest = count - half
+    return (wanted[:half] + others[:rest] + wanted[half:] + others[rest:])[:count]
+
+
+def follow(chat: Format, output: Trajectory, follower: str, number: int) -> Task:
+    """The task to check a solution, or to correct what a report finds wrong."""
+    said = output.turns[0]
+    written = chat.note(said.sampled)
+    if role_of(follower) == "verifier":
+        return make_task(said.task.asked, follower, number, answer=written, right=said.own)
+    return make_task(said.task.asked, follower, number, answer=said.task.answer, report=written)
+
+
+# --------------------------------------------------------------------------------------- credit
+
+
+def credit(
+    config: MarsrlConfig, trajectories: list[Trajectory], step: int
+) -> dict[str, list[Sample]]:
+    """Advantages by one of four rules; all agents' samples share one mean.
+
+    own      an agent's own reward, among the samples of its input. Where whole systems were played
+             inputs are not repeated: among the question's samples of its stage
+    role     the system's reward, among the question's samples of its role: MARS
+    attempt  the system's reward, among the question's attempts, whose samples inherit it: MATPO
+    pooled   the system's reward, among all samples of the question
+    """
+    samples = []
+    rewards = []
+    groups = []
+    for trajectory in trajectories:
+        for context in trajectory.contexts:
+            said = context.turns[0]
+            reward = trajectory.reward
+            group = (trajectory.place,)
+            if config.credit == "own":
+                reward = said.own
+                group = said.task.key
+            elif config.credit == "role":
+                group = (trajectory.place, context.role)
+            samples.append(context.sample)
+            rewards.append(reward)
+            groups.append(group)
+    divide = config.advantage == "std"
+    if config.credit == "attempt":
+        advantages = inherited(trajectories, divide)
+    else:
+        advantages = grpo.group_advantages(torch.tensor(rewards), groups, divide=divide).tolist()
+    for sample, reward, advantage in zip(samples, rewards, advantages, strict=True):
+        sample.reward = reward
+        sample.advantage = advantage
+        solves = sample.role == "solver"
+        sample.copies = int(config.learners == "all" or solves == (config.learners == "solver"))
+    return {"all": samples}
+
+
+def inherited(trajectories: list[Trajectory], divide: bool) -> list[float]:
+    """Each sample's advantage: that of its attempt among the question's attempts."""
+    rewards = torch.tensor([trajectory.reward for trajectory in trajectories])
+    places = [trajectory.place for trajectory in trajectories]
+    advantages = grpo.group_advantages(rewards, places, divide=divide)
+    spread = []
+    for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True):
+        spread += [advantage] * len(trajectory.contexts)
+    return spread
+
+
+def shares(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
+    """Accuracies, and what a verifier says of right and of wrong solutions."""
+    part = Counter()
+    whole = Counter()
+
+    def count(name: str, value: float) -> None:
+        part[name] += value
+        whole[name] += 1
+
+    for trajectory in trajectories:
+        if not isinstance(trajectory.question, Task):
+            count("system", trajectory.reward)
+        for context in trajectory.contexts:
+            said = context.turns[0]
+            if context.role != "verifier":
+                count(context.role, said.own)
+                continue
+            count("verifier_accuracy", said.own)
+            shown_right = said.task.golden_answers == ("right",)
+            count("false_alarm_share" if shown_right else "recall", said.flags)
+    names = ("solver", "corrector", "system", "verifier_accuracy", "recall", "false_alarm_share")
+    return {name: (part[name], whole[name]) for name in names}
+
+
+# ------------------------------------------------------------------------ words and the command
+
+SOLVER = "Solve the problem. Think first, then give your solution: <answer>the solution</answer>"
+VERIFIER = """You check a solution to a problem. Find out by yourself what is right and say where \
+the solution errs. Then give your verdict, <answer>right</answer> or <answer>wrong</answer>."""
+CORRECTOR = """You are shown a problem, a solution and a report on its errors. The report may be \
+mistaken. Solve the problem and end with <answer>the solution</answer>"""
+
+
+def words(config: MarsrlConfig, tools: list[Tool]) -> Words:
+    """How a chat model is addressed in each role."""
+    shown = "The problem:\n\n{question}\n\nThe solution:\n\n{answer}"
+
+    def fill(question: str, answer=None, report=None) -> dict:
+        slots = {"question": question.strip(), "answer": answer, "report": report}
+        return {name: content for name, content in slots.items() if content is not None}
+
+    prompts = {
+        "solver": Prompt(SOLVER, "{question}", fill),
+        "verifier": Prompt(VERIFIER, shown, fill),
+        "corrector": Prompt(CORRECTOR, shown + "\n\nThe report:\n\n{report}", fill),
+    }
+    return Words(prompts, "Give your answer now.", "(nothing)")
+
+
+def fits(config: MarsrlConfig, chat: Format, question: Question) -> None:
+    """UserError if a question leaves no room for its solution and a report on it."""
+    solution = [0] * config.solution_tokens
+    report = [0] * config.report_tokens
+    shown = {"question": question.text, "answer": solution}
+    longest = max(
+        len(chat.prompt("verifier", **shown)) + config.report_tokens,
+        len(chat.prompt("corrector", report=report, **shown)) + config.solution_tokens,
+    )
+    if longest > config.context:
+        raise UserError(
+            f"question {question.id} with a solution and a report takes up to {longest} tokens, "
+            f"more than --context {config.context}: raise it"
+        )
+
+
+def questions(config: MarsrlConfig, tools: list[str], training: bool) -> tuple:
+    """Training questions and held-out ones: the toy's pages, or those of --data."""
+    if config.data != "toy":
+        return surroundings.training_and_held_out(config, tools, training)
+    numbers = range(config.eval_questions)
+    held_out = [verification.question("eval", config.seed, i) for i in numbers]
+    return lambda i: verification.question("train", config.seed, i), held_out
+
+
+# The loop wants a tool to name.
+NO_TOOL = Tool("none", "argument", "nobody calls it", lambda argument: [])
+
+METHOD = Method(
+    name="marsrl",
+    roles={"solver": "Solver", "verifier": "Verifier", "corrector": "Corrector"},
+    config=MarsrlConfig,
+    episode=episode,
+    credit=credit,
+    words=words,
+    fits=fits,
+    shares=shares,
+)
+
+
+def main(arguments: list[str]) -> int:
+    """The command line; returns the exit code."""
+    pipe = functools.partial(pipelined, waiting=[])
+
+    def one_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
+        if run.config.rollouts == "linear":
+            return train.train_step(run, step)
+        rollouts = {"grouped": grouped, "pipelined": pipe}[run.config.rollouts]
+        metrics, trajectories = train.train_step(run, step, rollouts)
+        del metrics["system"]  # no whole system was played
+        return metrics, trajectories
+
+    return train.main(
+        METHOD,
+        arguments,
+        __doc__,
+        one_step=one_step,
+        base_model=verification.build,
+        language=verification.Language,
+        questions=questions,
+        more_tools=[NO_TOOL],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

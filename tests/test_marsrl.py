@@ -1,0 +1,490 @@
+"""MarsRL: the reward table, groups by input, choice of inputs, the pipeline, a whole run."""
+
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_mars import SMALL
+
+from config import UserError, parse, parser, resolve
+from driver import Driver
+from plumbing.run import Run
+from recipes import marsrl
+from recipes.marsrl import METHOD, STAGES, MarsrlConfig
+from rollout import Trajectory
+from sampler import Completion
+from tasks.chat import ChatFormat
+from tasks.grading import grader
+from tasks.questions import Question
+from toy import verification, world
+
+REPO = Path(__file__).parent.parent
+CHAT = verification.Language(verification.make_tokenizer())
+PAGE = "ada enjoys chess . ada born 1968 . ada makes lamps . "
+QUESTION = Question("q0", f"{PAGE}hobby of ada", ("chess",), "own")
+
+
+class Script:
+    """Stands in for the sampler: `say(role, prompt, seed)` is what an agent writes."""
+
+    busy = property(lambda self: bool(self.queue))
+    pages_in_use = 0
+
+    def __init__(self, say):
+        self.say = say
+        self.queue = []
+
+    def open(self):
+        return SimpleNamespace()
+
+    def close(self, conversation):
+        pass
+
+    def load_weights(self, model):
+        pass
+
+    def submit(self, conversation, tokens, *, max_new_tokens, seed, **options):
+        (role,) = [
+            role for role, mark in verification.MARKS.items() if CHAT.control[mark] in tokens
+        ]
+        words = self.say(role, CHAT.decode(tokens), seed)
+        new = CHAT.tokenizer.encode(f"{words} <eot>", add_special_tokens=False)
+        completion = Completion(new[:max_new_tokens], [-0.5] * len(new[:max_new_tokens]), "stop")
+        self.queue.append(SimpleNamespace(error=None, completion=completion))
+        return self.queue[-1]
+
+    def step(self):
+        done, self.queue = self.queue, []
+        return done
+
+
+def scripted(say, **options) -> Run:
+    """A run whose sampler is a script. It can roll out and cannot update."""
+    config = MarsrlConfig(**{"questions": 1, "group": 4, **options})
+    script = Script(say)
+    return Run(
+        method=METHOD,
+        config=config,
+        folder=None,
+        device=None,
+        rank=0,
+        ranks=1,
+        tokenizer=CHAT.tokenizer,
+        chat=CHAT,
+        driver=Driver([script], deterministic=True),
+        sampler=script,
+        samplers=dict.fromkeys(METHOD.roles, script),
+        grade=grader("em"),
+        tools=[],
+        eval_tools=[],
+        question=lambda i: Question(f"q{i}", QUESTION.text, ("chess",), "own"),
+        eval_questions=[],
+    )
+
+
+def given(context) -> str:
+    """What an agent was given, as text."""
+    sample = context.sample
+    return CHAT.decode([token for token, own in zip(sample.tokens, sample.mask) if not own])
+
+
+def system(*said: str, **options) -> Trajectory:
+    """One attempt of the whole system in which the agents say these things, one after the other."""
+    lines = list(said)
+    run = scripted(lambda role, prompt, seed: lines.pop(0), **options)
+    (trajectory,) = run.rollouts([(0, QUESTION)], 1, step=0, tools=[])
+    assert not lines
+    return trajectory
+
+
+# ---------------------------------------------------------------------------- rewards
+
+# what is said -> the agents' own rewards, and the system's
+TABLE = {
+    ("chess", "chess right"): ([1, 1], 1),
+    ("lamps", "lamps right"): ([0, 0], 0),
+    # The case of the paper's section 3.2: a false alarm, and the corrector is right all the same.
+    ("chess", "lamps wrong", "chess", "chess right"): ([1, 0, 1, 1], 1),
+    ("chess", "lamps wrong", "lamps", "chess right"): ([1, 0, 0, 0], 0),
+    ("lamps", "chess wrong", "chess", "chess right"): ([0, 1, 1, 1], 1),
+    ("lamps", "chess wrong", "1968", "chess wrong", "chess"): ([0, 1, 0, 1, 1], 1),
+    ("lamps", "chess wrong", "chess", "1968 wrong", "1968"): ([0, 1, 1, 0, 0], 0),
+}
+
+
+@pytest.mark.parametrize("said", TABLE, ids=" / ".join)
+def test_each_agent_earns_its_own_reward(said):
+    own, outcome = TABLE[said]
+    trajectory = system(*said)
+    assert [context.turns[0].own for context in trajectory.contexts] == own
+    assert trajectory.reward == outcome
+    METHOD.credit(MarsrlConfig(), [trajectory], 0)
+    assert [sample.reward for sample in trajectory.samples()] == own
+    METHOD.credit(MarsrlConfig(rollouts="linear", credit="role"), [trajectory], 0)
+    assert [sample.reward for sample in trajectory.samples()] == [outcome] * len(own)
+
+
+def test_what_cannot_be_read_earns_nothing_and_ends_the_system():
+    """A verifier without a verdict flags nothing; a solver without a word is wrong."""
+    trajectory = system("", "chess")
+    assert [context.turns[0].own for context in trajectory.contexts] == [0, 0]
+    assert (trajectory.answer, trajectory.ended) == (None, "no answer")
+    assert trajectory.contexts[0].turns[0].problem.startswith("malformed")
+
+
+def test_agents_read_what_the_paper_lets_them_read():
+    trajectory = system("lamps", "chess wrong", "1968", "chess wrong", "chess")
+    page = f"<doc> {PAGE}"
+    assert [given(context) for context in trajectory.contexts] == [
+        f"{page}<solve> hobby of ada <eot>",
+        f"{page}<verify> hobby of ada <answer> lamps <eot>",
+        f"{page}<correct> hobby of ada <answer> lamps <resp> chess wrong <eot>",
+        f"{page}<verify> hobby of ada <answer> 1968 <eot>",
+        f"{page}<correct> hobby of ada <answer> 1968 <resp> chess wrong <eot>",
+    ]
+
+
+def test_the_four_rules_of_credit():
+    """Two attempts at a question: a true alarm that helps, and a false alarm that does not."""
+
+    def advantages(rule):
+        said = ("lamps", "chess wrong", "chess", "chess right"), ("chess", "lamps wrong", "lamps")
+        played = [system(*said[0]), system(*said[1], "lamps right")]
+        samples = METHOD.credit(MarsrlConfig(rollouts="linear", credit=rule), played, 0)["all"]
+        assert [sample.copies for sample in samples] == [1] * 8
+        return [round(sample.advantage, 4) for sample in samples]
+
+    # lamps 0, true alarm 1, corrected 1, accepted 1 | chess 1, false alarm 0, spoilt 0, accepted 0
+    assert advantages("own") == [-1, 1, 1, 1, 1, -1, -1, -1]
+    assert advantages("role") == [1] * 4 + [-1] * 4
+    assert advantages("attempt") == [1] * 4 + [-1] * 4
+    assert advantages("pooled") == [1] * 4 + [-1] * 4
+
+
+def test_rules_differ_where_attempts_have_different_lengths():
+    """The right attempt has two samples, the wrong one five."""
+
+    def advantages(rule):
+        right = system("chess", "chess right")
+        wrong = system("lamps", "1968 wrong", "1968", "lamps wrong", "lamps")
+        samples = METHOD.credit(MarsrlConfig(rollouts="linear", credit=rule), [right, wrong], 0)
+        return [sample.advantage for sample in samples["all"]]
+
+    inherited = [1.0] * 2 + [-1.0] * 5
+    assert advantages("attempt") == pytest.approx(inherited)
+    mean = 2 / 7
+    spread = math.sqrt(mean * (1 - mean))
+    pooled = [(1 - mean) / spread] * 2 + [-mean / spread] * 5
+    assert advantages("pooled") == pytest.approx(pooled)
+    # solvers 1, 0; verifiers 1, 0, 0; correctors 0, 0
+    a, b = math.sqrt(2), -1 / math.sqrt(2)
+    assert advantages("role") == pytest.approx([1, a, -1, b, 0, b, 0])
+
+
+# ----------------------------------------------------------------------------- groups
+
+
+def careless(role: str, prompt: str, seed: int) -> str:
+    """Every agent draws one of its outputs by the seed."""
+    rng = random.Random(seed)
+    word = rng.choice(["chess", "lamps", "1968"])
+    if role != "verifier":
+        return word
+    return f"{word} {rng.choice(['right', 'wrong'])}"
+
+
+def groups_of(trajectories: list[Trajectory]) -> dict[tuple, list[Trajectory]]:
+    found = {}
+    for trajectory in trajectories:
+        found.setdefault(trajectory.question.key, []).append(trajectory)
+    return found
+
+
+@pytest.mark.parametrize("choice", ["adaptive", "balanced", "random"])
+def test_a_group_is_one_input(choice):
+    """Its members were given the same tokens, other groups other ones; at most 8 + 4 · 2 · 8."""
+    run = scripted(careless, questions=3, group=8, choice=choice)
+    played = marsrl.grouped(run, 0)[0]
+    groups = groups_of(played)
+    assert {key[1] for key in groups} == set(STAGES)
+    prompts = {}
+    for key, members in groups.items():
+        assert len(members) == 8
+        assert len({member.place for member in members}) == 1
+        (prompts[key],) = {given(member.contexts[0]) for member in members}
+    for name in ("q0", "q1", "q2"):
+        mine = [prompt for key, prompt in prompts.items() if key[0] == name]
+        assert len(mine) <= 1 + 4 * 2
+        # Both correctors may be shown the same; within a stage no two groups are.
+        staged = {(key[1], prompt) for key, prompt in prompts.items() if key[0] == name}
+        assert len(staged) == len(mine)
+    assert len({members[0].place for members in groups.values()}) == len(groups)
+
+    METHOD.credit(run.config, played, 0)
+    for members in groups.values():
+        advantages = [member.contexts[0].sample.advantage for member in members]
+        assert sum(advantages) == pytest.approx(0, abs=1e-5)
+        rewards = {member.reward for member in members}
+        assert any(advantages) == (len(rewards) == 2)
+
+
+def test_correctors_are_given_alarms_only():
+    run = scripted(careless, questions=3, group=8, choice="random")
+    seen = 0
+    for trajectory in marsrl.grouped(run, 0)[0]:
+        if trajectory.contexts[0].role == "corrector":
+            seen += 1
+            assert given(trajectory.contexts[0]).endswith("wrong <eot>")
+    assert seen
+
+
+def test_nothing_is_corrected_when_nobody_flags():
+    def trusting(role, prompt, seed):
+        return "lamps right" if role == "verifier" else careless(role, prompt, seed)
+
+    played = marsrl.grouped(scripted(trusting), 0)[0]
+    assert {trajectory.question.stage for trajectory in played} == {"solver", "verifier1"}
+
+
+# ------------------------------------------------------------------- the choice of inputs
+
+
+def outputs(run: Run, stage: str, said: list[str]) -> list[Trajectory]:
+    """Outputs of a stage, in this order. Its task shows the solution "lamps"."""
+    shown = {"answer": CHAT.encode("lamps"), "report": CHAT.encode("chess wrong")}
+    task = marsrl.make_task(QUESTION, stage, right=0.0, **shown)
+    lines = list(said)
+    run.sampler.say = lambda role, prompt, seed: lines.pop(0)
+    return run.rollouts([(0, task)], len(said), step=0, tools=[])
+
+
+def chosen(
+    choice: str, follower: str, said: list[str], inputs: int = 2, seed: int = 0
+) -> list[str]:
+    run = scripted(None, choice=choice, inputs=inputs)
+    stage = STAGES[STAGES.index(follower) - 1]
+    picked = marsrl.choose(run.config, outputs(run, stage, said), follower, random.Random(seed))
+    return [CHAT.decode(CHAT.note(output.turns[0].sampled)) for output in picked]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_adaptive_picks_every_wrong_solution_before_any_right_one(seed):
+    said = ["chess", "lamps", "chess", "1968", "dover", "chess", "lamps"]
+    assert set(chosen("adaptive", "verifier1", said, 3, seed)) == {"lamps", "1968", "dover"}
+    assert set(chosen("adaptive", "verifier2", said, 4, seed)) == {*said}
+    assert chosen("adaptive", "verifier1", ["chess", "chess"], 2, seed) == ["chess"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_correctors_get_true_alarms(seed):
+    """The solution is wrong, so every alarm is true, whatever the report found."""
+    said = ["1968 right", "chess wrong", "1968 wrong", "chess right"]
+    assert set(chosen("adaptive", "corrector1", said, 2, seed)) == {"chess wrong", "1968 wrong"}
+    assert chosen("adaptive", "corrector1", ["1968 right"] * 3, 2, seed) == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_balanced_takes_one_of_each(seed):
+    said = ["chess", "lamps", "1968", "dover", "lamps"]
+    picked = chosen("balanced", "verifier1", said, 2, seed)
+    assert picked.count("chess") == 1 and len(set(picked)) == 2
+    assert len(chosen("balanced", "verifier1", said[1:], 2, seed)) == 2
+
+
+def test_random_takes_any():
+    said = ["chess", "lamps", "1968", "dover"]
+    seen = {tuple(sorted(chosen("random", "verifier1", said, 2, seed))) for seed in range(40)}
+    assert len(seen) == 6
+
+
+# ----------------------------------------------------------------------------- pipeline
+
+
+def test_the_pipeline_shifts_each_stage_by_a_batch():
+    """Step t: the solver on batch t, the first verifier on batch t − 1, and so on."""
+    run = scripted(careless, group=8, choice="random")
+    waiting = []
+    for step in range(7):
+        played, _ = marsrl.pipelined(run, step, waiting=waiting)
+        seen = {(t.question.stage, t.question.asked.id) for t in played}
+        wanted = {(stage, f"q{step - i}") for i, stage in enumerate(STAGES) if i <= step}
+        assert seen == wanted
+        places = {t.place: t.question.key for t in played}
+        assert len(places) == len(groups_of(played))
+
+
+def test_one_agent_s_samples_only():
+    run = scripted(careless, learners="checkers")
+    terms = METHOD.credit(run.config, marsrl.grouped(run, 0)[0], 0)
+    copies = {(sample.role, sample.copies) for sample in terms["all"]}
+    assert copies == {("solver", 0), ("verifier", 1), ("corrector", 1)}
+    run = scripted(careless, learners="solver")
+    assert {t.question.stage for t in marsrl.grouped(run, 0)[0]} == {"solver"}
+
+
+# ------------------------------------------------------------------------------ numbers
+
+
+def test_shares_by_hand():
+    played = [
+        system("chess", "chess right"),
+        system("chess", "lamps wrong", "chess", "chess right"),
+        system("lamps", "chess wrong", "1968", "1968 right"),
+        system("lamps", "lamps right"),
+    ]
+    # shown right: right, wrong (false alarm), right; shown wrong: wrong (found), right, right
+    assert METHOD.shares(played) == {
+        "solver": (2, 4),
+        "corrector": (1, 2),
+        "system": (2, 4),
+        "verifier_accuracy": (3, 6),
+        "recall": (1, 3),
+        "false_alarm_share": (1, 3),
+    }
+
+
+def test_settings_that_contradict_each_other_are_one_sentence():
+    for options in (["--credit", "role"], ["--grader", "judge"], ["--refill", "1"]):
+        given = parse(parser(MarsrlConfig, ""), options)
+        with pytest.raises(UserError):
+            resolve(MarsrlConfig, given, presets={})
+
+
+def test_a_question_without_room_is_refused():
+    marsrl.fits(MarsrlConfig(), CHAT, verification.question("train", 0, 0))
+    with pytest.raises(UserError, match="--context 50"):
+        marsrl.fits(MarsrlConfig(context=50), CHAT, verification.question("train", 0, 0))
+
+
+def test_a_chat_model_is_shown_the_solution_and_the_report():
+    from test_chat import QWEN3, tokenizer
+
+    chat = ChatFormat(tokenizer(QWEN3), METHOD.words(MarsrlConfig(), []), [])
+    shown = {"answer": chat.encode("It is Ada."), "report": chat.encode("It is Bob.")}
+    for role, seen in (("solver", []), ("verifier", ["Ada"]), ("corrector", ["Ada", "Bob"])):
+        prompt = chat.decode(chat.prompt(role, question="Who is it?", **shown))
+        assert "Who is it?" in prompt
+        assert [name for name in ("Ada", "Bob") if f"It is {name}." in prompt] == seen
+    said = chat.encode("It is Bob. <answer>wrong</answer>")
+    assert chat.parse(said, final=True).answer == "wrong"
+
+
+# -------------------------------------------------------------------------------- the toy
+
+
+def test_pages_tell_what_their_questions_ask():
+    usual = 0
+    for seed in range(400):
+        page = verification.draw_page(random.Random(seed))
+        right, *others = page.answers
+        assert len({right, *others}) == 4
+        name = page.question.split()[-1]
+        firm, attribute, _ = page.paths[0].split()
+        assert f"{name} joined {firm} ." in page.text
+        assert attribute == verification.CARES[firm]
+        assert f"{name} {world.VERBS[attribute]} {right} ." in page.text
+        assert all(f" {other} ." in page.text for other in others)
+        assert f"{name} enjoys {page.usual} ." in page.text
+        usual += page.usual == right
+    assert 0.6 < usual / 400 < 0.8
+
+
+@pytest.mark.parametrize("role", verification.MARKS)
+def test_demonstrations_are_what_the_recipe_plays(role):
+    """A base model has read its prompts in the form in which the recipe gives them."""
+    for seed in range(50):
+        page = verification.draw_page(random.Random(seed))
+        (prompt, trained), (said, learnt) = verification.turn(
+            page, role, random.Random(seed), verification.HABITS
+        )
+        assert not trained and learnt and said.endswith(" <eot>")
+        shown = {}
+        words = prompt.removesuffix(" <eot>")
+        for name, mark in (("report", " <resp> "), ("answer", " <answer> ")):
+            words, _, content = words.partition(mark)
+            if content and name == "report":
+                shown["report"] = CHAT.encode(content)
+            if content and name == "answer":
+                shown["answer"] = CHAT.encode(content)
+        made = CHAT.prompt(role, question=f"{page.text} {page.question}", **shown)
+        assert CHAT.decode(made) == f"<doc> {page.text} {prompt}"
+
+
+def test_flawless_verdicts_are_right():
+    rng = random.Random(0)
+    for _ in range(100):
+        page = verification.draw_page(rng)
+        (prompt, _), (said, _) = verification.turn(page, "verifier", rng, verification.FLAWLESS)
+        claimed = f"<answer> {page.answers[0]} " in prompt
+        assert said.split()[-2] == ("right" if claimed else "wrong")
+
+
+# ------------------------------------------------------------------------------ whole runs
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return verification.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
+
+
+def command(base, folder, name, *more) -> list[dict]:
+    """The metrics of a run of the command."""
+    line = [sys.executable, "-m", "recipes.marsrl", "--model", base, "--runs", folder]
+    line += ["--name", name, *SMALL, *more]
+    done = subprocess.run(
+        [str(word) for word in line], cwd=REPO, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(text) for text in open(folder / name / "metrics.jsonl")]
+
+
+SECONDS = ("seconds_", "tokens_per_second")
+
+
+def steady(line: dict) -> dict:
+    """What a rerun must repeat to the last bit."""
+    return {key: value for key, value in line.items() if not key.startswith((*SECONDS, "eval_"))}
+
+
+def test_a_run_leaves_its_folder_and_resumes_to_the_same_bits(base, tmp_path):
+    whole = command(base, tmp_path, "whole", "--steps", "2", "--save_every", "1")
+    for key in ("solver", "verifier_accuracy", "recall", "false_alarm_share", "corrector"):
+        assert 0 <= whole[0][key] <= 1
+    assert "system" not in whole[0]
+    for key in ("eval_solver", "eval_system", "eval_verifier_accuracy", "eval_false_alarm_share"):
+        assert 0 <= whole[0][key] <= 1
+    assert whole[0]["eval_system"] == whole[0]["eval_accuracy"]
+    assert all(line["mismatch_kl"] < 1e-8 for line in whole)
+    assert "Corrector" in (tmp_path / "whole" / "trajectories.html").read_text()
+
+    command(base, tmp_path, "halves", "--steps", "1", "--save_every", "1")
+    halves = command(base, tmp_path, "halves", "--steps", "2", "--save_every", "1", "--resume")
+    assert [steady(line) for line in halves] == [steady(line) for line in whole]
+
+
+def test_the_pipeline_stays_on_policy(base, tmp_path):
+    lines = command(base, tmp_path, "pipe", "--steps", "3", "--rollouts", "pipelined")
+    assert all(line["mismatch_kl"] < 1e-8 for line in lines)
+    assert lines[0]["verifier_samples"] == 0
+    assert lines[1]["verifier_samples"] > 0 and lines[1]["solver_samples"] == 16
+
+
+def test_whole_systems_are_trained_too(base, tmp_path):
+    (line,) = command(base, tmp_path, "x", "--steps", "1", "--rollouts", "linear")
+    assert 0 <= line["system"] <= 1
+    assert line["reward"] == line["system"]
+
+
+def test_the_core_names_no_recipe():
+    """Nothing that all methods share knows of this one."""
+    core = [path for path in REPO.glob("*.py")]
+    for folder in ("plumbing", "trainer", "sampler", "kernels", "tasks", "tools"):
+        core += (REPO / folder).glob("*.py")
+    assert len(core) > 30
+    for path in core:
+        assert "marsrl" not in path.read_text().lower()

@@ -1,0 +1,243 @@
+"""A toy for solver, verifier and corrector: answer a question about a page, check it, correct it.
+
+A page is System 1's reading task in small: five facts about one person, shuffled. Asked for is the
+one that counts for her employer: foods and works care for homes, labs and group for births, and so
+on (CARES). So the reader needs one fact to know which other one is wanted. The solver answers at
+once, in one word, and never learned to take two steps at once: it says the hobby, which is usually
+wanted. The verifier first writes down what it finds, the first step before the second, then its
+verdict; the corrector reads both.
+
+    <doc> ada joined labs . ada born 1968 . ada enjoys chess . … <solve> employer of ada <eot>
+        chess <eot>
+    <doc> … <verify> employer of ada <answer> chess <eot>
+        labs birth 1968 wrong <eot>
+    <doc> … <correct> employer of ada <answer> chess <resp> labs birth 1968 wrong <eot>
+        1968 <eot>
+
+This gap between solving and checking is what the system lives on: a solver that can learn all there
+is leaves nothing to correct. And the solver must be right more often than not. Where it is not, the
+adaptive choice of inputs shows the verifier wrong solutions only, and it learns to flag all.
+
+Two layers learn to find a word by its sort within a minute. In five they did not learn to tell two
+facts of one sort apart by the names before them, so a page is about one person. The base model is
+made in two stages like base_model.py's: skills, then the faults of HABITS.
+
+Tests: pytest tests/test_marsrl.py
+"""
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AddedToken
+
+from tasks.format import Action
+from tasks.questions import Question
+from toy import base_model, language, world
+from toy.base_model import Pieces
+
+MARKS = {"solver": "<solve>", "verifier": "<verify>", "corrector": "<correct>"}
+VALUES = {
+    "birth": world.YEARS,
+    "home": world.CITIES,
+    "hobby": world.HOBBIES,
+    "product": world.PRODUCTS,
+}
+# What a firm cares for: known by heart, as no page tells it.
+CARES = {
+    "labs": "birth",
+    "group": "birth",
+    "foods": "home",
+    "works": "home",
+    "media": "hobby",
+    "corp": "hobby",
+    "motors": "product",
+    "systems": "product",
+}
+USUAL = "hobby"
+USUAL_SHARE = 0.7  # of the pages whose firm cares for it
+SKILL_STEPS = 300
+HABIT_STEPS = 80
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How often a demonstrator does what its field says."""
+
+    solve: float = 1.0  # the solver says what is usually wanted, not any other fact
+    find: float = 1.0  # the verifier writes down the right path, not another
+    judge: float = 1.0  # its verdict agrees with what it wrote down
+    follow: float = 1.0  # the corrector answers what the report says, or else …
+    keep: float = 0.0  # … the old answer again; if neither, anything from the page
+
+
+FLAWLESS = Habits()
+HABITS = Habits(solve=0.93, find=0.8, judge=0.75, follow=0.3, keep=0.3)
+
+
+# ------------------------------------------------------------------- pages and questions
+
+
+@dataclass(frozen=True)
+class Page:
+    """Facts about one person, and the question about them.
+
+    `paths` lead from the person's firm to each of the page's values, the right one first.
+    """
+
+    text: str
+    question: str
+    paths: list[str]
+    usual: str  # the value that is usually wanted
+
+    @property
+    def answers(self) -> list[str]:
+        """Where the paths lead to."""
+        return [path.split()[-1] for path in self.paths]
+
+
+def draw_page(rng: random.Random) -> Page:
+    """A random page."""
+    person = rng.choice(world.FIRST_NAMES)
+    usual = rng.random() < USUAL_SHARE
+    firm = rng.choice([firm for firm, wanted in CARES.items() if (wanted == USUAL) == usual])
+    facts = {attribute: rng.choice(values) for attribute, values in VALUES.items()}
+    lines = [f"{person} {world.VERBS[name]} {value} ." for name, value in facts.items()]
+    lines.append(f"{person} {world.VERBS['employer']} {firm} .")
+    rng.shuffle(lines)
+    others = [attribute for attribute in VALUES if attribute != CARES[firm]]
+    order = [CARES[firm], *rng.sample(others, len(others))]
+    paths = [f"{firm} {attribute} {facts[attribute]}" for attribute in order]
+    return Page(" ".join(lines), f"employer of {person}", paths, facts[USUAL])
+
+
+def question(split: str, seed: int, index: int) -> Question:
+    """Question `index` of a split's endless stream. It depends on the arguments only."""
+    page = draw_page(random.Random(f"page {split} {seed} {index}"))
+    text = f"{page.text} {page.question}"
+    return Question(f"{split}-{seed}-{index}", text, (page.answers[0],), "toy-page")
+
+
+# ------------------------------------------------------------------------------ language
+
+
+def make_tokenizer():
+    """The toy's tokenizer; behind its words stand the two verdicts and the roles' marks."""
+    tokenizer = language.make_tokenizer()
+    tokenizer.add_tokens([AddedToken(word, single_word=True) for word in ("right", "wrong")])
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS.values())})
+    return tokenizer
+
+
+class Language(language.ToyFormat):
+    """How the three roles speak."""
+
+    def __init__(self, tokenizer, tools: Sequence[str] = ()):
+        super().__init__(tokenizer, tools)
+        for mark in MARKS.values():
+            self.control[mark] = tokenizer.convert_tokens_to_ids(mark)
+        self.stop = self.encode(".")[0]
+
+    def prompt(
+        self,
+        role: str,
+        *,
+        question: str,
+        answer: Sequence[int] | None = None,
+        report: Sequence[int] | None = None,
+    ) -> list[int]:
+        """The page, the role's mark, the question, then what the role is shown."""
+        tokens = self.encode(question)
+        page = 0  # its length; the question is what stands behind the last full stop
+        if self.stop in tokens:
+            page = len(tokens) - tokens[::-1].index(self.stop)
+        made = [self.control["<doc>"], *tokens[:page], self.control[MARKS[role]], *tokens[page:]]
+        if role != "solver":
+            made += [self.control["<answer>"], *answer]
+        if role == "corrector":
+            made += [self.control["<resp>"], *report]
+        return [*made, self.eot]
+
+    def parse(self, tokens: list[int], *, final: bool = False) -> Action:
+        """What a role says is all answer; a verifier's last word is its verdict."""
+        return self.read_answer(self.decode(self.note(tokens)).split())
+
+
+# ---------------------------------------------------------------------------- base model
+
+
+def turn(page: Page, role: str, rng: random.Random, habits: Habits) -> Pieces:
+    """A role's prompt behind the page, and what it writes."""
+
+    def does(habit: str) -> bool:
+        return rng.random() < getattr(habits, habit)
+
+    right, *others = page.answers
+    prompt = f"{MARKS[role]} {page.question}"
+    if role == "solver":
+        said = page.usual if does("solve") else rng.choice(page.answers)
+        return [(f"{prompt} <eot>", False), (f"{said} <eot>", True)]
+
+    shown = right if rng.random() < 0.5 else rng.choice(others)
+    found = 0 if does("find") else rng.randrange(1, len(page.paths))
+    path = page.paths[found]
+    finding = page.answers[found]
+    if role == "verifier":
+        verdict = "right" if (shown == finding) == does("judge") else "wrong"
+        prompt += f" <answer> {shown} <eot>"
+        return [(prompt, False), (f"{path} {verdict} <eot>", True)]
+
+    said = finding
+    if not does("follow"):
+        said = shown if does("keep") else rng.choice(page.answers)
+    prompt += f" <answer> {shown} <resp> {path} wrong <eot>"
+    return [(prompt, False), (f"{said} <eot>", True)]
+
+
+def skill_text(rng: random.Random) -> Pieces:
+    """Stage A: a page and four turns without a slip; the verifier has most to learn."""
+    page = draw_page(rng)
+    pieces = [(f"<doc> {page.text}", False)]
+    for role in rng.choices(list(MARKS), [1, 2, 1], k=4):
+        pieces += turn(page, role, rng, FLAWLESS)
+    return pieces
+
+
+def habit_text(rng: random.Random) -> Pieces:
+    """Stage B: a page and one role's turn, as in rollouts, with the faults of HABITS."""
+    page = draw_page(rng)
+    role = rng.choice(list(MARKS))
+    return [(f"<doc> {page.text}", False), *turn(page, role, rng, HABITS)]
+
+
+def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
+    """(model, tokenizer) after both stages. It draws from random numbers of its own only."""
+    tokenizer = make_tokenizer()
+    ids = tokenizer.get_vocab()
+    rng = random.Random(f"verification {seed}")
+
+    def batches(size: int, demonstrate: Callable) -> Callable:
+        return lambda: [base_model.encode(demonstrate(rng), ids) for _ in range(size)]
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = base_model.new_model(len(tokenizer))
+        skills = (batches(48, skill_text),)
+        base_model.train(model, "base model 1/2, skills", skills, skill_steps, lr=5e-3, warmup=30)
+        habits = (batches(48, habit_text),)
+        base_model.train(model, "base model 2/2, habits", habits, habit_steps, lr=2e-3, warmup=10)
+    return model, tokenizer
+
+
+def build(
+    cache: str | os.PathLike,
+    seed: int = 0,
+    threads: int | None = None,
+    steps: tuple[int, int] = (SKILL_STEPS, HABIT_STEPS),
+) -> Path:
+    """The base model's folder, as base_model.build makes it."""
+    name = f"toy-verification-{base_model.recipe(seed, steps, __file__)}"
+    return base_model.cached(Path(cache) / name, lambda: make_base(seed, *steps), threads)
