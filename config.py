@@ -60,6 +60,9 @@ class Config:
     warmup: int = 1  # steps of linear warm-up, then constant
     weight_decay: float = 0.0  # of AdamW
     clip_grad: float = 1.0  # the gradient's largest norm; 0: no limit
+    advantage: Literal["std", "mean"] = "std"  # r − mean, over std or not (Dr. GRPO)
+    loss_mean: Literal["sample", "token"] = "sample"  # a role's loss is a mean over (DAPO: tokens)
+    refill: int = 0  # times that a question whose G rewards are equal is replaced by another
     clip_low: float = 0.2  # ε; the paper's is unknown (our choice)
     clip_high: float = 0.2  # ε upwards; a larger one is DAPO's "clip higher"
     kl_beta: float = 0.0  # λ; needs a reference model in memory
@@ -105,7 +108,7 @@ class Config:
             "max_sequences top_k threads group tool_seconds"
         )
         self.at_least(1, *counts.split())
-        self.at_least(0, "eval_questions", "passage_words", "seed")
+        self.at_least(0, "eval_questions", "passage_words", "seed", "refill")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is float and not 0 <= value <= 1e30:
@@ -222,7 +225,9 @@ def parse(made: OneLineParser, arguments: list[str]) -> dict:
         name = argument.removeprefix("--").split("=")[0].replace("-", "_")
         if argument.startswith("--") and name in RENAMED:
             raise UserError(f"--{name} is now written {RENAMED[name]}")
-        if argument in ("--balance", "--packing", "--purpose") and value in ("on", "off", "ffd"):
+        if name == "no_balance" or (argument == "--balance" and value in ("on", "off")):
+            raise UserError("--balance takes a value now: uniform, advantage or none")
+        if argument in ("--packing", "--purpose") and value in ("on", "off", "ffd"):
             written = argument.replace("--", "--no-") if value == "off" else argument
             raise UserError(f"{argument} takes no value: write {written}")
     return vars(made.parse_args(arguments))

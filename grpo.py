@@ -6,18 +6,22 @@ Each System 1 sample takes its attempt's reward. In this order:
     A_sys2 = (r − mean over the G) / std over the G      `group_advantages` on System 2's samples
     A_sys1 = (r − mean over the M) / std over the M      the same on System 1's: its own group
     System 1's samples are brought from M to G           `balance`, after the advantages saw all
+                                                         (or `balance_by_advantage`)
     L = L_sys2 + L_sys1                                  `grpo_loss`: −min(…) + λ·KL
         each a mean over its samples of                  `token_weights` makes both means
         −(1/|y|) Σ_t min(ρ_t A, clip(ρ_t, 1−ε, 1+ε) A)
 
-As in GRPO, advantages are z-scores and the loss is a mean per sequence, unlike DAPO's per token.
+As in GRPO, advantages are z-scores and the loss is a mean per sequence. Two arms for study differ:
+without the division by std (Dr. GRPO, arXiv 2503.20783), and with a mean over all tokens of a role
+(DAPO, arXiv 2503.14476).
 System 2's sequence spans all turns of its attempt. On policy, with one optimizer step per batch,
 ρ is 1 and the gradient is the plain policy gradient.
 
 Our choices where the paper is silent. The standard deviation is the population's, without an
 epsilon: so one sample, or equal rewards, give advantage 0, and the rewards' scale does not matter.
-Balancing draws uniformly, for the abstract's "advantage-weighted" comes without a weighting. |y|
-counts the tokens that carry loss. KL is the k3 estimator.
+Balancing draws uniformly, for the abstract's "advantage-weighted" comes without a weighting; our
+reading of it is `balance_by_advantage`. |y| counts the tokens that carry loss. KL is the k3
+estimator.
 
 Tests: pytest tests/test_grpo.py
 """
@@ -28,12 +32,12 @@ import torch
 from torch import Tensor
 
 
-def group_advantages(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor:
+def group_advantages(rewards: Tensor, groups: Sequence[Hashable], *, divide: bool = True) -> Tensor:
     """Normalises rewards, one per sample, within their groups: (r − mean) / std, fp32.
 
-    `groups[i]` names the group of sample i (any hashable key, so groups may have any size and
-    order). A group whose rewards are all equal gets 0. Raises ValueError if a reward is not
-    finite or the lengths differ.
+    Without `divide` it is r − mean. `groups[i]` names the group of sample i (any hashable key, so
+    groups may have any size and order). A group whose rewards are all equal gets 0. Raises
+    ValueError if a reward is not finite or the lengths differ.
 
     >>> group_advantages(torch.tensor([1., 0., 0., 1.]), ["a", "a", "b", "a"])    # "b" stands alone
     tensor([ 0.7071, -1.4142,  0.0000,  0.7071])
@@ -51,7 +55,8 @@ def group_advantages(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor:
     for indices in members.values():
         reward = rewards[indices].double()
         if reward.min() < reward.max():
-            advantages[indices] = ((reward - reward.mean()) / reward.std(correction=0)).float()
+            spread = reward.std(correction=0) if divide else 1.0
+            advantages[indices] = ((reward - reward.mean()) / spread).float()
     return advantages
 
 
@@ -76,16 +81,50 @@ def balance(
     return [sys1_indices[i] for i in drawn]
 
 
-def token_weights(masks: list[Tensor], counts: int) -> list[Tensor]:
+def balance_by_advantage(
+    advantages: Tensor, target: int, generator: torch.Generator | None
+) -> tuple[list[int], float]:
+    """Brings M samples to `target`, drawing sample i in proportion to |A_i|.
+
+    Returns how often each stands among the `target`, and mean |A|, which takes the place of |A_i|
+    in the loss: (1/target) Σ_drawn sign(A_i)·mean|A|·∇ has the expectation (1/M) Σ_i A_i·∇, so the
+    estimate stays unbiased. With a binary reward the |A| of the right ones and those of the wrong
+    ones have equal sums, and so half of the drawn are right, half wrong: PODS (arXiv 2504.13818).
+
+    Drawing is systematic: the samples lie in a row, the wrong ones first, else in random order,
+    each as long as its share of `target`. A comb with a tooth at every unit is laid over the row at
+    a random offset, and a sample is drawn once for each tooth on it. If all A are 0, `balance`
+    draws.
+    """
+    size = advantages.abs().double()
+    m = len(size)
+    if not size.sum() > 0:
+        drawn = balance(range(m), target, generator)
+        return [drawn.count(i) for i in range(m)], 0.0
+    order = torch.randperm(m, generator=generator)
+    order = order[advantages[order].sign().argsort(stable=True)]
+    ends = size[order].cumsum(0) / size.sum() * target  # where each sample's piece of the row ends
+    offset = torch.rand((), generator=generator, dtype=torch.float64)
+    teeth = torch.arange(target, dtype=torch.float64) + offset
+    hit = torch.searchsorted(ends, teeth, right=True).clamp(max=m - 1)
+    copies = torch.bincount(order[hit], minlength=m)
+    return copies.tolist(), float(size.mean())
+
+
+def token_weights(masks: list[Tensor], counts: float, *, mean: str = "sample") -> list[Tensor]:
     """Each token's weight in the loss, fp32, one [T] a sample.
 
     It is 1/|y| · 1/`counts` where the mask is set, else 0.
-    `counts` is the number of samples of this role in the whole step, over all ranks. The
-    divisor is global, so losses can simply be summed over micro-batches and ranks: however they
-    are cut, the sum is the same mean.
+    `counts` is the number of samples of this role in the whole step, over all ranks; if they
+    weigh differently, it is the sum of their weights. The divisor is global, so losses can simply
+    be summed over micro-batches and ranks: however they are cut, the sum is the same mean. With
+    `mean` "token" the weight is 1/`counts`, and `counts` the number of this role's tokens that
+    carry loss.
     """
-    if masks and counts < 1:
-        raise ValueError(f"{len(masks)} samples cannot be {counts} of all samples")
+    if masks and not counts > 0:
+        raise ValueError(f"{len(masks)} samples cannot be {counts} of all {mean}s")
+    if mean == "token":
+        return [mask.float() / counts for mask in masks]
     return [mask.float() / (mask.sum().clamp(min=1) * counts) for mask in masks]
 
 

@@ -62,7 +62,7 @@ class MarsConfig(Config):
 
     # arms for study
     system1: Literal["train", "frozen", "none"] = "train"  # frozen: start's weights; none: raw text
-    balance: bool = True  # bring System 1's samples to System 2's number
+    balance: Literal["uniform", "advantage", "none"] = "uniform"  # to System 2's number, drawn so
     packing: bool = True  # without: one document per chunk
     purpose: bool = True  # without: System 1 is not told what to look for
     shared_group: bool = False  # System 1 inherits System 2's advantage, without a group of its own
@@ -95,6 +95,11 @@ class MarsConfig(Config):
         self.at_least(2, "max_turns")  # a step that calls a tool, and one that answers
         if self.step_tokens + 2 * self.answer_tokens > self.sys2_context:
             raise UserError("--sys2_context leaves no room for a step and an answer; raise it")
+        if self.balance == "advantage" and self.kl_beta:
+            raise UserError(
+                "--balance advantage reweights samples by their advantage, which the KL term does "
+                "not have: leave --kl_beta out, or use --balance uniform"
+            )
         if self.system1 != "train" and self.shared_group:
             raise UserError("--shared_group trains System 1; leave it out or use --system1 train")
 
@@ -177,17 +182,18 @@ async def episode(game: Game, trajectory: Trajectory) -> None:
                 given, final = extend(game, system2, notes)  # (3)
 
 
-async def act(game: Game, system2: Context, given: list[int], final: bool) -> Turn:
+async def act(game: Game, system2: Context, given: list[int], final: bool, *name: int) -> Turn:
     """Formula (1): one step of System 2.
 
-    `given` completes its context c_i; `final` says that `given` demands an answer.
+    `given` completes its context c_i; `final` says that `given` demands an answer. `name` tells
+    its draws from those of other such contexts in the same attempt.
     """
     room = game.config.sys2_context - len(system2.sample.tokens) - len(given)
     if not final:
         room -= reserve(game.config, game.chat)
     limit = min(room, game.config.step_tokens)
-    step = await system2.write(given, limit, len(system2.turns))
-    game.on_event("system 2", game.chat.decode(step.tokens))
+    step = await system2.write(given, limit, *name, len(system2.turns))
+    game.on_event(system2.role, game.chat.decode(step.tokens))
     if step.finish == "length":
         action = Action(error=f"the step was cut after {len(step.tokens)} tokens; be shorter")
     else:
@@ -250,7 +256,7 @@ async def distil(
             prompt = system1_prompt(game, trajectory, turn.action.call, chunk)
             name = (len(trajectory.turns), number)
             response = await system1.write(prompt, game.config.sys1_response, *name)
-        game.on_event("system 1", game.chat.decode(response.tokens))
+        game.on_event(system1.role, game.chat.decode(response.tokens))
         return game.chat.note(response.tokens)
 
     return await asyncio.gather(*(read(n, indices) for n, indices in enumerate(bins, 1)))
@@ -263,11 +269,13 @@ def system1_prompt(game: Game, trajectory: Trajectory, call: Call, chunk: list[i
     return game.chat.prompt("sys1", chunk=chunk, purpose=purpose, question=question)
 
 
-def extend(game: Game, system2: Context, notes: list[list[int]]) -> tuple[list[int], bool]:
+def extend(
+    game: Game, system2: Context, notes: list[list[int]], final: bool = False
+) -> tuple[list[int], bool]:
     """Formula (3): the ids that follow System 2's step, and whether they demand an answer.
 
     The step stands in the context already, so these are the notes in their wrapping. They end in
-    the demand at the last turn, or when the context is nearly full.
+    the demand if it is `final`, at the last turn, or when the context is nearly full.
     """
     config = game.config
     chat = game.chat
@@ -275,7 +283,7 @@ def extend(game: Game, system2: Context, notes: list[list[int]]) -> tuple[list[i
     if system2.turns[-1].sampled[-1] not in chat.stop_ids:
         close = chat.close_step()
     room = config.sys2_context - len(system2.sample.tokens) - len(close)
-    final = len(system2.turns) >= config.max_turns - 1
+    final = final or len(system2.turns) >= config.max_turns - 1
     given = chat.observation(notes, final=final)
     # Without room for one token of a step and a demand after it, the demand must come now.
     if len(given) >= room - reserve(config, chat):
@@ -327,7 +335,9 @@ def credit(
     sys1 = [sample for t in trajectories for sample in t.samples("sys1")]
     for samples in (sys2, sys1):
         rewards = torch.tensor([sample.reward for sample in samples])
-        advantages = grpo.group_advantages(rewards, [sample.place for sample in samples])
+        groups = [sample.place for sample in samples]
+        divide = config.advantage == "std"
+        advantages = grpo.group_advantages(rewards, groups, divide=divide)
         for sample, advantage in zip(samples, advantages.tolist()):
             sample.advantage = advantage
     if config.shared_group:
@@ -338,22 +348,33 @@ def credit(
         sys1 = []
     for sample in sys2 + sys1:
         sample.copies = 1
-    if config.balance:
+    if config.balance != "none":
         balance(config, sys2, sys1, step)
     return {"sys2": sys2, "sys1": sys1}
 
 
 def balance(config: MarsConfig, sys2: list[Sample], sys1: list[Sample], step: int) -> None:
-    """Sets System 1's copies: for each question as many as System 2 has samples."""
+    """Sets System 1's copies: for each question as many as System 2 has samples.
+
+    Drawn in proportion to |A|, samples also get the advantage that keeps the estimate unbiased.
+    """
     for place in {sample.place for sample in sys1}:
         members = [sample for sample in sys1 if sample.place == place]
         target = sum(sample.place == place for sample in sys2)
         # The generator is the question's own, so that any number of ranks draws the same samples.
         seed = random.Random(f"{config.seed} {step} {place}").getrandbits(63)
         generator = torch.Generator().manual_seed(seed)
-        drawn = grpo.balance(range(len(members)), target, generator)
-        for index, sample in enumerate(members):
-            sample.copies = drawn.count(index)
+        if config.balance == "uniform":
+            drawn = grpo.balance(range(len(members)), target, generator)
+            for index, sample in enumerate(members):
+                sample.copies = drawn.count(index)
+            continue
+        advantages = torch.tensor([sample.advantage for sample in members])
+        copies, size = grpo.balance_by_advantage(advantages, target, generator)
+        signs = advantages.sign().tolist()
+        for sample, number, sign in zip(members, copies, signs):
+            sample.copies = number
+            sample.advantage = sign * size
 
 
 # ----------------------------------------------------------------------- the method and its command

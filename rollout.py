@@ -45,6 +45,7 @@ class Sample:
     reward: float | None = None
     advantage: float = 0.0
     copies: int = 0  # how often it stands in the loss; `credit` decides
+    weight: float = 1.0  # of each copy in its term's mean
 
     def append_given(self, tokens: Sequence[int]) -> None:
         """Appends tokens that this role only reads: its prompt, documents, notes."""
@@ -241,6 +242,11 @@ class Game:
             return None
 
 
+def no_shares(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
+    """A method without numbers of its own."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Method:
     """A method: words, `episode` and `credit`, with the options that are its own."""
@@ -255,3 +261,6 @@ class Method:
     words: Callable[[Config, list[Tool]], Words]  # how a chat model is addressed
     fits: Callable[[Config, Format, Question], None]  # UserError if a question leaves no room
     presets: dict[str, dict] = field(default_factory=dict)
+    # Numbers of the method's own, for metrics.jsonl: of a batch, name -> (part, whole). Both are
+    # summed over the ranks, and the quotient is written; an evaluation's as eval_NAME.
+    shares: Callable[[list[Trajectory]], dict[str, tuple[float, float]]] = no_shares

@@ -26,6 +26,8 @@ from plumbing import evaluation, logbook
 from plumbing.build import build
 from plumbing.metrics import (
     batch_sums,
+    flat_questions,
+    method_shares,
     reduced,
     rollout_metrics,
     rollout_sums,
@@ -47,15 +49,10 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     """
     config = run.config
     start = time.perf_counter()
-    trajectories = run.rollouts(
-        questions_of(run, step),
-        config.group,
-        step=step,
-        tools=run.tools,
-        temperature=config.temperature,
-    )
+    trajectories = attempts(run, step, questions_of(run, step))
+    replaced = refill(run, step, trajectories)
     seconds_rollout = time.perf_counter() - start
-    metrics = rollout_metrics(trajectories, run.method.roles, seconds_rollout)
+    metrics = rollout_metrics(trajectories, replaced, run.method, seconds_rollout)
     # 0 unless an episode left a context open. New weights empty the pool.
     metrics["pages_in_use"] = sum(sampler.pages_in_use for sampler in run.driver.samplers)
 
@@ -68,18 +65,55 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     metrics["seconds_sync"] = time.perf_counter() - start_sync
     metrics["seconds_rollout"] = seconds_rollout
     metrics["seconds_train"] = time.perf_counter() - start
-    return metrics, trajectories
+    return metrics, replaced + trajectories
 
 
-def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
+def attempts(run: Run, step: int, batch: list[tuple[int, Question]]) -> list[Trajectory]:
+    """G trajectories for each (place, question)."""
+    return run.rollouts(
+        batch,
+        run.config.group,
+        step=step,
+        tools=run.tools,
+        temperature=run.config.temperature,
+    )
+
+
+def refill(run: Run, step: int, trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Bounded dynamic sampling (DAPO): other questions for those that teach nothing.
+
+    Where all G attempts earned the same, they leave `trajectories` for attempts at another
+    question, --refill times at most. Returns those that left. A rank refills its own places, so
+    nothing is communicated.
+    """
+    left = []
+    for again in range(1, run.config.refill + 1):
+        ids = flat_questions(trajectories)
+        if not ids:
+            break
+        flat = [t for t in trajectories if t.question.id in ids]
+        places = {t.place for t in flat}
+        batch = [asked for asked in questions_of(run, step, again) if asked[0] in places]
+        kept = [t for t in trajectories if t.place not in places]
+        kept += attempts(run, step, batch)
+        trajectories[:] = sorted(kept, key=lambda t: (t.place, t.attempt))
+        left += flat
+    return left
+
+
+def questions_of(run: Run, step: int, again: int = 0) -> list[tuple[int, Question]]:
     """This rank's questions of a step with their places in its batch.
 
     A rank gets whole questions, so that advantage groups need no communication. Across the end of
     an epoch a question can come twice. Draws are named by its id, so the second one gets an id of
-    its own.
+    its own. The `again`-th refill asks what stands far ahead in the stream, in an order of its
+    own, so that what a step asks does not depend on what earlier steps have used up.
     """
     count = run.config.questions
-    batch = [run.question(step * count + place) for place in range(count)]
+    first = again * 2**40 + step * count
+    batch = [run.question(first + place) for place in range(count)]
+    if again:
+        batch = [dataclasses.replace(q, id=f"{q.id}, refill {again}") for q in batch]
     taken = {question.id for question in batch}
     seen = set()
     for place, question in enumerate(batch):
@@ -148,7 +182,12 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
     no gradient, so it is left out unless there is a KL term.
     """
     config = run.config
-    counts = {role: sum(sample.copies for sample in samples) for role, samples in terms.items()}
+    per_token = config.loss_mean == "token"
+    counts = dict.fromkeys(terms, 0)
+    for role, samples in terms.items():
+        for sample in samples:
+            size = sum(sample.mask) if per_token else 1
+            counts[role] += sample.copies * sample.weight * size
     counts = reduced(counts)
     kept = []
     weights = []
@@ -158,8 +197,9 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         samples = [sample for sample in samples if sample.copies]
         masks = [torch.tensor(sample.mask) for sample in samples]  # [T] each
         kept += samples
-        for sample, weight in zip(samples, grpo.token_weights(masks, int(counts[role]))):
-            weights.append(weight * sample.copies)
+        shares = grpo.token_weights(masks, counts[role], mean=config.loss_mean)
+        for sample, share_of_copy in zip(samples, shares):
+            weights.append(share_of_copy * sample.copies * sample.weight)
     batches = trainer.micro_batches(kept, weights, config.micro_tokens, run.device)
     # Every rank needs as many, at least one: the collectives of `backward` pair up.
     number = torch.tensor(max(1, len(batches)), device=run.device)
@@ -202,8 +242,11 @@ def skip(run: Run, step: int, samples: list[Sample]) -> None:
 # ------------------------------------------------------------------------------------------ the run
 
 
-def train(run: Run) -> None:
-    """The whole run: steps, evaluations, states on disk, pictures."""
+def train(run: Run, one_step=train_step) -> None:
+    """The whole run: steps, evaluations, states on disk, pictures.
+
+    `one_step`: for a method whose batches are not G attempts at each question.
+    """
     config = run.config
     first = logbook.open_folder(run)
     quiet = run.rank > 0 or not sys.stderr.isatty()
@@ -212,7 +255,7 @@ def train(run: Run) -> None:
         scores = {}
         if step % config.eval_every == 0:
             scores = evaluate(run, step)
-        metrics, trajectories = train_step(run, step)
+        metrics, trajectories = one_step(run, step)
         if step == config.steps - 1:
             # No later line will come, so the last one carries the end result.
             scores = {f"{key}_before": value for key, value in scores.items()}
@@ -221,6 +264,7 @@ def train(run: Run) -> None:
         records = [record(trajectory, run.chat, step, "train") for trajectory in trajectories]
         logbook.write(run, records, metrics)
         logbook.report(run, bar, metrics)
+        logbook.warn(run)
         logbook.stop_if_blind(run, metrics)
         if (step + 1) % config.save_every == 0 or step == config.steps - 1:
             trainer.save(run.folder, step + 1, run.policy, run.optimizer, run.tokenizer)
@@ -250,6 +294,8 @@ def evaluate(run: Run, updates: int) -> dict:
         lost.append(share(sums["lost"], sums["trajectories"]))
         unjudged_share.append(share(unjudged[-1], sums["answered"]))
         if name == "accuracy":
+            shares = method_shares(trajectories, run.method)
+            scores |= {f"eval_{key}": value for key, value in shares.items()}
             logbook.write(run, [record(t, run.chat, updates, "eval") for t in trajectories[:8]])
     scores["eval_tool_error_share"] = max(failed)
     scores["eval_judge_failures"] = max(unjudged)
@@ -263,11 +309,13 @@ def evaluate(run: Run, updates: int) -> dict:
 # --------------------------------------------------------------------------------- the command line
 
 
-def main(method: Method, arguments: list[str], description: str, **additions) -> int:
+def main(
+    method: Method, arguments: list[str], description: str, *, one_step=train_step, **additions
+) -> int:
     """Trains, or evaluates or asks what was trained; returns the exit code.
 
     `[options]` trains, `eval CKPT …` and `ask CKPT "question"` use a checkpoint. `additions` are
-    those of `build`: tools, questions or a grader of one's own.
+    those of `build`: tools, questions, a grader, a base model or a language of one's own.
     """
     command = "train"
     if arguments[:1] in (["eval"], ["ask"]):
@@ -277,7 +325,7 @@ def main(method: Method, arguments: list[str], description: str, **additions) ->
             return evaluation.main(method, arguments, **additions)
         given = parse(parser(method.config, description), arguments)
         config = resolve(method.config, given, presets=method.presets)
-        train(build(method, config, training=True, **additions))
+        train(build(method, config, training=True, **additions), one_step)
         return 0
     # FloatingPointError: the sampler met logits that are no numbers.
     except (UserError, FloatingPointError) as error:

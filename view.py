@@ -64,7 +64,7 @@ def curves(run: Path) -> Path:
     name = trajectories.shorten(run.resolve().name, 60)
     title = f"Run {name}: {trajectories.count(len(rows), 'step')}"
     others = drawing.diagnostics(read_method(run).roles)
-    write_whole(run / "diagnostics.png", drawing.draw(title, rows, others, columns=4))
+    write_whole(run / "diagnostics.png", drawing.draw(title, rows, others, columns=3))
     return write_whole(run / "curves.png", drawing.draw(title, rows, drawing.HEADLINE, columns=2))
 
 

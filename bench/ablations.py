@@ -20,7 +20,7 @@ A run is `python mars.py …` in RUNS/ARM-SEED. Beside it lie its log (.log) and
   - half a run is resumed
   - a failed run is tried again, and listed as failed if it fails again
 
-Results: bench/results/ablations.json and .png, with --quick in RUNS.
+Results: bench/results/ablations.json and .png, or other names with --out; with --quick in RUNS.
 Tests: pytest tests/test_bench.py
 """
 
@@ -29,6 +29,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import signal
 import subprocess
@@ -51,7 +52,11 @@ ARMS = {
     "replica": ["--micro_tokens", "4096"],
     "system1_frozen": ["--system1", "frozen"],
     "system1_none": ["--system1", "none"],
-    "balance_off": ["--no-balance"],
+    "balance_off": ["--balance", "none"],
+    "balance_advantage": ["--balance", "advantage"],
+    "advantage_mean": ["--advantage", "mean"],
+    "loss_mean_token": ["--loss_mean", "token"],
+    "refill_1": ["--refill", "1"],
     "packing_off": ["--no-packing"],
     "purpose_off": ["--no-purpose"],
     "shared_group": ["--shared_group"],
@@ -70,7 +75,11 @@ PANELS = {
         "system1_frozen": "frozen start",
         "system1_none": "nobody",
     },
-    "Balance the two roles?": {"full": "yes", "balance_off": "no"},
+    "Balance the two roles?": {
+        "full": "uniform",
+        "balance_advantage": "by advantage",
+        "balance_off": "no",
+    },
     "Pack documents?": {"full": "FFD", "packing_off": "one per chunk"},
     "Tell System 1 the purpose?": {"full": "yes", "purpose_off": "no"},
     "System 1's advantage": {"full": "own group", "shared_group": "System 2's"},
@@ -81,6 +90,9 @@ PANELS = {
         "no_python": "python",
     },
     "Attempts per question, G": {"full": "8", "group_4": "4", "group_16": "16"},
+    "Advantage": {"full": "(r − mean) / std", "advantage_mean": "r − mean"},
+    "A role's loss is a mean over": {"full": "samples", "loss_mean_token": "tokens"},
+    "Questions that teach nothing": {"full": "stay", "refill_1": "replaced once"},
     "Optimizer steps per batch": {"full": "1", "inner_steps_4": "4"},
     "KL term, λ": {"full": "0", "kl_0.01": "0.01", "replica": "0, other rounding"},
 }
@@ -438,10 +450,14 @@ def plot(rows: list[dict], path: Path) -> Path:
     from matplotlib.figure import Figure
 
     found = {row["arm"]: row for row in rows if row["seeds"]}
-    figure = Figure(figsize=(10, 9.4), dpi=150, layout="constrained")
+    panels = [panel for panel in PANELS.items() if found.keys() & panel[1].keys() - {"full"}]
+    lines = max(1, math.ceil(len(panels) / 3))
+    figure = Figure(figsize=(10, 0.4 + 3 * lines), dpi=150, layout="constrained")
     figure.get_layout_engine().set(h_pad=0.1, w_pad=0.08)
-    axes = figure.subplots(3, 3, sharey=True)
-    for ax, (question, arms) in zip(axes.flat, PANELS.items(), strict=True):
+    axes = figure.subplots(lines, 3, sharey=True, squeeze=False)
+    for ax in list(axes.flat)[len(panels) :]:
+        ax.set_axis_off()
+    for ax, (question, arms) in zip(axes.flat, panels, strict=False):
         plot_panel(ax, question, arms, found)
     for ax in axes[-1]:
         ax.set_xlabel("RL steps", fontsize=10)
@@ -534,8 +550,8 @@ def tabulate(options: argparse.Namespace) -> int:
     else:
         line = " ".join(["python -m bench.ablations", *sys.argv[1:]])
         about = [run.about() for run in runs]
-        print(common.save("ablations", line, rows, steps=options.steps, runs=about))
-        print(plot(rows, common.RESULTS / "ablations.png"))
+        print(common.save(options.out, line, rows, steps=options.steps, runs=about))
+        print(plot(rows, common.RESULTS / f"{options.out}.png"))
     return 0 if all(run.state == "complete" for run in runs) else 1
 
 
@@ -555,6 +571,7 @@ def main() -> int:
     reader.add_argument("--steps", type=int, default=80)
     reader.add_argument("--runs", type=Path, help="folder of the runs [runs/ablations]")
     reader.add_argument("--cache", type=Path, default=ROOT / ".cache", help="of the base models")
+    reader.add_argument("--out", default="ablations", help="name of the results' files")
     reader.add_argument("--table", action="store_true", help="run nothing")
     reader.add_argument("--quick", action="store_true", help="4 steps of 4 questions: a try")
     options = reader.parse_args()

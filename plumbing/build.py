@@ -22,9 +22,11 @@ from plumbing.run import Run
 from rollout import Method
 from sampler import Sampler, remote
 from tasks import grading
+from tasks.format import Format
 from tasks.questions import Question
 from tools import Tool
 from toy import base_model
+from toy.language import ToyFormat
 
 
 @dataclass
@@ -52,7 +54,13 @@ class Additions:
     more_tools: Sequence[Tool] = ()
     question: Callable[[int], Question] | None = None
     eval_questions: list[Question] | None = None
+    # Instead of the two above, where they follow from the options: (options, names of the tools,
+    # whether to train) -> both.
+    questions: Callable[[Config, list[str], bool], tuple] | None = None
     grade: Callable[[Question, str], float] | None = None
+    base_model: Callable[[str, int], Path] | None = None  # cache, seed -> what --model toy means
+    # The tokenizer and the tools' names -> how the roles speak, for such a base model.
+    language: Callable[[object, list[str]], Format] | None = None
 
 
 @dataclass
@@ -112,7 +120,9 @@ def assemble(
     outside = environment(config, machine, training, additions)
     start = outside.start
     tokenizer = surroundings.load_tokenizer(start)
-    chat = surroundings.make_format(method, config, tokenizer, outside.tools)
+    chat = surroundings.make_format(
+        method, config, tokenizer, outside.tools, additions.language or ToyFormat
+    )
     asked = list(outside.eval_questions)
     if isinstance(outside.question, surroundings.Questions):
         asked += outside.question.loaded
@@ -213,7 +223,8 @@ def environment(config: Config, machine: Machine, training: bool, additions: Add
     question = additions.question
     held_out = additions.eval_questions
     if held_out is None:
-        pair = attempt(surroundings.training_and_held_out, config, names, training)
+        questions = additions.questions or surroundings.training_and_held_out
+        pair = attempt(questions, config, names, training)
         question, held_out = pair or (None, [])
     tools = attempt(surroundings.make_tools, config, "train", names) or []
     eval_tools = attempt(surroundings.make_tools, config, "eval", names) or []
@@ -229,7 +240,7 @@ def environment(config: Config, machine: Machine, training: bool, additions: Add
         servers = attempt(remote.connect, urls, config.engine, config.tool_seconds)
     # The toy's model takes two minutes to make: not for a run that cannot start.
     if not problems or config.model != "toy":
-        start = start_model(config, machine)
+        start = start_model(config, machine, additions.base_model or base_model.build)
         memory = attempt(
             trainer.memory_plan,
             start,
@@ -316,15 +327,15 @@ def check_machine(config: Config, machine: Machine) -> None:
 # ------------------------------------------------------------------------------- the models
 
 
-def start_model(config: Config, machine: Machine) -> Path | str:
+def start_model(config: Config, machine: Machine, make: Callable[[str, int], Path]) -> Path | str:
     """The model to start from; the toy's is made at the first use, by rank 0."""
     if config.model != "toy":
         return config.model
     if machine.rank == 0:
-        base_model.build(config.cache, config.seed)
+        make(config.cache, config.seed)
     if dist.is_initialized():
         dist.barrier()
-    return base_model.build(config.cache, config.seed)
+    return make(config.cache, config.seed)
 
 
 def load_model(config: Config, origin: Path | str, machine: Machine, training: bool):

@@ -64,6 +64,8 @@ def diagnostics(roles: dict[str, str]) -> list[Panel]:
         Panel("Tool calls per trajectory", [Line("calls_per_question")]),
         Panel("Tokens per sample", by_role("length", roles)),
         Panel("Entropy, nats per token", by_role("entropy", roles)),
+        Panel("Log-prob per token, right attempts", by_role("logprob_right", roles)),
+        Panel("Log-prob per token, wrong attempts", by_role("logprob_wrong", roles)),
         Panel("Sampler–trainer mismatch, KL", [Line("mismatch_kl")]),
         Panel("Share of clipped tokens", [Line("clip_share")]),
         Panel(
@@ -72,6 +74,8 @@ def diagnostics(roles: dict[str, str]) -> list[Panel]:
                 Line("zero_variance_share", "zero variance", GREY),
                 Line("malformed_share", "malformed", ORANGE, "--"),
                 Line("tool_error_share", "tool failed", BLUE, ":"),
+                Line("unaided_share", "no call", GREEN, "-."),
+                Line("repeated_share", "repeated", "#cc79a7", "-"),
             ],
             share=True,
         ),

@@ -383,7 +383,7 @@ def ask(method: Method, config: Config, text: str, checkpoint: Path, **additions
         tools=run.eval_tools,
         temperature=config.temperature,
         top_p=config.top_p,
-        on_event=say,
+        on_event=lambda kind, text: say(method.roles.get(kind, kind).lower(), text),
     )
     trajectory.reward = None
     captions = view.Method(method.name, method.roles)

@@ -13,7 +13,8 @@ from tqdm import tqdm
 import trainer
 import view
 from config import UserError
-from plumbing import files, metrics
+from plumbing import collapse, files
+from plumbing.metrics import reduced, share
 from plumbing.run import Run
 from plumbing.surroundings import Questions
 from rollout import Sample
@@ -91,6 +92,15 @@ def report(run: Run, bar: tqdm, metrics: dict) -> None:
         bar.set_postfix_str(line)
 
 
+def warn(run: Run) -> None:
+    """One line for each sign of a collapse that this step has brought beyond its limit."""
+    if run.rank:
+        return
+    lines = files.read_lines(run.folder / "metrics.jsonl")
+    for sign in collapse.warnings(lines, run.method.roles):
+        tqdm.write(f"warning: {sign}; see diagnostics.png, and docs/running.md on what to do")
+
+
 def shown(value: float | None, digits: int) -> str:
     """A number, or a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
@@ -144,11 +154,12 @@ def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list
             gap = (numbers["logprob"] - batch.sampler_logprob)[mine]
             sums[f"kl {server.url}"] += float((torch.expm1(gap) - gap).sum())
             sums[f"tokens {server.url}"] += len(gap)
-    totals = metrics.reduced(sums)
+    totals = reduced(sums)
     # What rounding makes: below 1e-12 in fp32, and 1e-4 to 1e-3 where either side rounds to bf16.
-    most = run.config.max_mismatch_kl or (0.01 if run.device.type == "cuda" else 1e-6)
+    rounding = 0.01 if run.device.type == "cuda" else 1e-6
+    most = run.config.max_mismatch_kl or rounding
     for server in run.sampler.servers:
-        kl = metrics.share(totals[f"kl {server.url}"], totals[f"tokens {server.url}"])
+        kl = share(totals[f"kl {server.url}"], totals[f"tokens {server.url}"])
         if kl > most:
             raise UserError(
                 f"{server.url} does not sample what is trained: mismatch_kl {kl:.2g} in the first "

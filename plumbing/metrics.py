@@ -1,12 +1,13 @@
 """What trajectories and updates add up to, over all ranks: the numbers of metrics.jsonl."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
-from rollout import Sample, Trajectory
+from rollout import Method, Sample, Trajectory
 from trainer import MicroBatch
 
 
@@ -29,10 +30,10 @@ def share(part: float, whole: float) -> float:
 def rollout_sums(trajectories: list[Trajectory], roles: Iterable[str]) -> dict[str, float]:
     """What a batch of trajectories adds up to, over all ranks."""
     names = "trajectories graded unjudged lost reward steps calls demanded malformed empty failed"
-    names = [*names.split(), "cut", "answered", "groups", "flat"]
-    names += [f"{role}_{what}" for role in roles for what in ("samples", "tokens")]
+    names = [*names.split(), "cut", "answered", "unaided", "repeated", "groups", "flat"]
+    whats = "samples tokens right_tokens right_logprob wrong_tokens wrong_logprob".split()
+    names += [f"{role}_{what}" for role in roles for what in whats]
     sums = Counter(dict.fromkeys(names, 0))
-    rewards: dict[int, set[float]] = {}  # question -> the rewards of its attempts
     for trajectory in trajectories:
         sums["trajectories"] += 1
         sums["demanded"] += trajectory.ended != "answer"
@@ -41,10 +42,19 @@ def rollout_sums(trajectories: list[Trajectory], roles: Iterable[str]) -> dict[s
         if trajectory.reward is not None:
             sums["graded"] += 1
             sums["reward"] += trajectory.reward
-            rewards.setdefault(trajectory.place, set()).add(trajectory.reward)
+        called = any(turn.action.call for context in trajectory.contexts for turn in context.turns)
+        sums["unaided"] += trajectory.answer is not None and not called
         for context in trajectory.contexts:
+            sample = context.sample
+            tokens = sum(sample.mask)
             sums[f"{context.role}_samples"] += 1
-            sums[f"{context.role}_tokens"] += sum(context.sample.mask)
+            sums[f"{context.role}_tokens"] += tokens
+            if trajectory.reward is not None:
+                kind = "right" if trajectory.reward > 0.5 else "wrong"
+                sums[f"{context.role}_{kind}_tokens"] += tokens
+                sums[f"{context.role}_{kind}_logprob"] += math.fsum(sample.logprobs)
+            calls = [turn.action.call for turn in context.turns if turn.action.call]
+            sums["repeated"] += sum(call in calls[:i] for i, call in enumerate(calls))
             sums["cut"] += bool(context.chunk and context.chunk.truncated)
             for turn in context.turns:
                 problem = turn.problem or ""
@@ -54,14 +64,31 @@ def rollout_sums(trajectories: list[Trajectory], roles: Iterable[str]) -> dict[s
                 sums["empty"] += problem == "no results"
                 sums["failed"] += problem.startswith("tool failed")
     sums["unjudged"] = sums["trajectories"] - sums["graded"] - sums["lost"]
-    sums["groups"] = len(rewards)
-    sums["flat"] = sum(len(seen) == 1 for seen in rewards.values())
+    sums["groups"] = len({t.question.id for t in trajectories if t.reward is not None})
+    sums["flat"] = len(flat_questions(trajectories))
     return reduced(dict(sums))
 
 
-def rollout_metrics(trajectories: list[Trajectory], roles: Iterable[str], seconds: float) -> dict:
-    """The step's line in metrics.jsonl, as far as the rollouts tell."""
-    s = rollout_sums(trajectories, roles)
+def flat_questions(trajectories: list[Trajectory]) -> set[str]:
+    """The ids of questions whose attempts all earned the same, so that nothing is learned."""
+    rewards: dict[str, set[float]] = {}
+    for trajectory in trajectories:
+        if trajectory.reward is not None:
+            rewards.setdefault(trajectory.question.id, set()).add(trajectory.reward)
+    return {question for question, seen in rewards.items() if len(seen) == 1}
+
+
+def rollout_metrics(
+    trajectories: list[Trajectory], replaced: list[Trajectory], method: Method, seconds: float
+) -> dict:
+    """The step's line in metrics.jsonl, as far as the rollouts tell.
+
+    `replaced` are the attempts at questions that --refill replaced. They count in everything: the
+    reward is that of the questions as they come, not of those that teach something.
+    """
+    roles = method.roles
+    s = rollout_sums(replaced + trajectories, roles)
+    s |= reduced({"replaced": len({t.question.id for t in replaced})})
     metrics = {
         "reward": s["reward"] / s["graded"] if s["graded"] else None,
         "calls_per_question": share(s["calls"], s["trajectories"]),
@@ -72,15 +99,30 @@ def rollout_metrics(trajectories: list[Trajectory], roles: Iterable[str], second
         "judge_failures": int(s["unjudged"]),
         "judge_failure_share": share(s["unjudged"], s["answered"]),
         "lost_share": share(s["lost"], s["trajectories"]),
+        "unaided_share": share(s["unaided"], s["answered"]),
+        "repeated_share": share(s["repeated"], s["calls"]),
         "truncated_chunks": int(s["cut"]),
         "zero_variance_share": share(s["flat"], s["groups"]),
+        "replaced_questions": int(s["replaced"]),
         "tokens_per_second": sum(s[f"{role}_tokens"] for role in roles) / seconds,
     }
     for role in roles:
+        for kind in ("right", "wrong"):
+            tokens = s[f"{role}_{kind}_tokens"]
+            mean = s[f"{role}_{kind}_logprob"] / tokens if tokens else None
+            metrics[f"{role}_logprob_{kind}"] = mean
         metrics[f"{role}_samples"] = int(s[f"{role}_samples"])
         metrics[f"{role}_tokens"] = int(s[f"{role}_tokens"])
         metrics[f"{role}_length"] = share(s[f"{role}_tokens"], s[f"{role}_samples"])
-    return metrics
+    return metrics | method_shares(trajectories, method)
+
+
+def method_shares(trajectories: list[Trajectory], method: Method) -> dict[str, float]:
+    """The method's own numbers of a batch, over all ranks."""
+    counted = method.shares(trajectories)
+    parts = reduced({name: part for name, (part, _) in counted.items()})
+    wholes = reduced({name: whole for name, (_, whole) in counted.items()})
+    return {name: share(parts[name], wholes[name]) for name in counted}
 
 
 def batch_sums(

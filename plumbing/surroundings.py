@@ -19,7 +19,7 @@ from tasks.chat import ChatFormat
 from tasks.format import Format
 from tasks.questions import Question, same_question
 from tools import KNOWN, Tool, python, search
-from toy import language, world
+from toy import world
 
 
 @dataclass
@@ -60,10 +60,16 @@ def load_tokenizer(start: Path | str):
         raise UserError(f"cannot load a tokenizer from {start}: {reason}") from None
 
 
-def make_format(method: Method, config: Config, tokenizer, tools: list[Tool]) -> Format:
-    """How the roles speak: the toy's language if the tokenizer knows it, else a chat template."""
+def make_format(
+    method: Method,
+    config: Config,
+    tokenizer,
+    tools: list[Tool],
+    toy_language: Callable[[object, list[str]], Format],
+) -> Format:
+    """How the roles speak: a toy's language if the tokenizer knows it, else a chat template."""
     if "<s2>" in tokenizer.get_vocab():
-        return language.ToyFormat(tokenizer, [tool.name for tool in tools])
+        return toy_language(tokenizer, [tool.name for tool in tools])
     return ChatFormat(tokenizer, method.words(config, tools), tools)
 
 

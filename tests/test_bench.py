@@ -54,6 +54,7 @@ def options(tmp_path, monkeypatch):
         seeds=[0, 1],
         arms=["full", "balance_off"],
         table=True,
+        out="ablations",
     )
 
 

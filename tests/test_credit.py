@@ -106,7 +106,7 @@ def test_system1_is_balanced_to_system2s_number_a_question():
     assert all(s.copies == 1 for s in sys2)
     assert [sum(s.copies for s in of(sys1, g)) for g in PLAN] == [3, 4, 4]
     assert max(s.copies for s in of(sys1, 0)) == 1 and min(s.copies for s in of(sys1, 2)) >= 1
-    assert all(s.copies == 1 for s in play(balance=False)[3])
+    assert all(s.copies == 1 for s in play(balance="none")[3])
     assert not any(s.copies for s in play(system1="frozen")[3])
 
 
@@ -131,6 +131,90 @@ def test_a_sample_weighs_its_copies_over_those_of_its_term():
         for batch in batches:
             owners = [samples[i] for i in batch.owner.tolist()]
             assert batch.advantage.tolist() == pytest.approx([s.advantage for s in owners])
+
+
+def test_a_mean_over_tokens_weighs_every_token_of_a_role_alike():
+    run, _, sys2, sys1 = play(loss_mean="token")
+    samples, batches, _ = train.prepare(run, {"sys2": sys2, "sys1": sys1})
+    tokens = {"sys2": sum(5 * s.copies for s in sys2)}
+    tokens["sys1"] = sum(sum(s.mask) * s.copies for s in sys1)
+    for batch in batches:
+        owners = [samples[i] for i in batch.owner.tolist()]
+        expected = [owner.copies / tokens[owner.role] for owner in owners]
+        assert batch.weight.tolist() == pytest.approx(expected)
+
+
+def test_drawn_by_advantage_system1_has_as_many_and_the_sign_of_its_advantage():
+    _, _, sys2, sys1 = play(balance="advantage")
+    uniform = play()[3]
+    assert [sum(s.copies for s in of(sys1, g)) for g in PLAN] == [3, 4, 4]
+    sizes = {abs(s.advantage) for s in of(sys1, 0)}
+    assert len(sizes) == 1
+    mean = sum(abs(s.advantage) for s in of(uniform, 0)) / len(of(uniform, 0))
+    assert sizes.pop() == pytest.approx(mean)
+    for mine, theirs in zip(sys1, uniform):
+        assert math.copysign(1, mine.advantage) == math.copysign(1, theirs.advantage)
+
+
+def test_advantages_without_the_division():
+    _, _, sys2, sys1 = play(advantage="mean")
+    assert [s.advantage for s in of(sys2, 0)] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    assert [s.advantage for s in of(sys1, 0)] == pytest.approx([0.25] * 3 + [-0.75])
+
+
+# ------------------------------------------------------------------------------------------ refills
+
+HARD = {1: 0, 3: 1, 5: 5}  # place: how many refills it takes until its attempts differ
+
+
+def asked(rank: int, ranks: int, refill: int, seen: list) -> tuple[list, list]:
+    """train.refill on a batch of 6 questions: what stays, and what was replaced."""
+
+    def rollouts(batch, attempts, **_):
+        made = []
+        for place, question in batch:
+            seen.append(question.id)
+            again = question.text.startswith("again")
+            rounds = int(question.text.split()[1]) if again else 0
+            flat = place in HARD and rounds <= HARD[place]
+            for k in range(attempts):
+                one = Trajectory(question, place, k, ended="answer")
+                one.reward = 1.0 if flat or k else 0.0
+                made.append(one)
+        return made
+
+    def question(i):
+        again, place = divmod(i, 2**40)
+        text = f"again {again}" if again else "first"
+        return Question(f"q{place % 4}", text, ("x",), "own")  # ids come twice in a batch
+
+    config = mars.MarsConfig(questions=6, group=3, refill=refill)
+    run = SimpleNamespace(
+        config=config, rank=rank, ranks=ranks, tools=[], question=question, rollouts=rollouts
+    )
+    trajectories = train.attempts(run, 7, train.questions_of(run, 7))
+    return trajectories, train.refill(run, 7, trajectories)
+
+
+@pytest.mark.parametrize("refill", [0, 1, 2, 9])
+def test_questions_that_teach_nothing_are_replaced_so_many_times(refill):
+    seen = []
+    kept, left = asked(0, 1, refill, seen)
+    assert [(t.place, t.attempt) for t in kept] == [(p, k) for p in range(6) for k in range(3)]
+    replaced = sum(min(refill, rounds + 1) for rounds in HARD.values())
+    assert len(left) == 3 * replaced
+    assert len(seen) == len(set(seen)) == 6 + replaced  # no draw has the name of another
+    still_flat = {t.place for t in kept if {u.reward for u in kept if u.place == t.place} == {1.0}}
+    assert still_flat == {place for place, rounds in HARD.items() if rounds >= refill}
+
+
+def test_ranks_refill_as_one_process_does():
+    whole = asked(0, 1, 2, [])
+    parts = [asked(rank, 3, 2, []) for rank in range(3)]
+    for i in range(2):
+        ids = [(t.place, t.question.id, t.attempt) for t in whole[i]]
+        shared = [(t.place, t.question.id, t.attempt) for part in parts for t in part[i]]
+        assert sorted(ids) == sorted(shared)
 
 
 def test_a_step_without_any_graded_trajectory_has_an_empty_update():

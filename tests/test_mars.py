@@ -235,12 +235,41 @@ def test_two_ranks_walk_the_same_path(trained, base):
     )
 
 
+def test_refills_are_the_same_on_two_ranks_and_after_a_resume(base, tmp_path):
+    options = ["--model", base, "--refill", 2, "--save_every", 1, *SMALL]
+    for name, ranks, steps in (("one", 1, [2]), ("two", 2, [2]), ("halves", 1, [1, 2])):
+        for count in steps:
+            more = ["--resume"] if count == 2 and len(steps) == 2 else []
+            done = mars(
+                *options, "--name", name, "--steps", count, *more, ranks=ranks, cwd=tmp_path
+            )
+            assert done.returncode == 0, done.stderr
+    one, two, halves = [metrics(tmp_path / "runs" / name) for name in ("one", "two", "halves")]
+    assert sum(line["replaced_questions"] for line in one) > 0
+    for whole, ranks, resumed in zip(one, two, halves, strict=True):
+        for key in ("replaced_questions", "sys2_samples", "reward", "trained_tokens"):
+            assert whole[key] == ranks[key], key
+        assert whole["sys2_samples"] == 16 + 4 * whole["replaced_questions"]
+        for key in whole:
+            if not key.startswith("eval_"):
+                assert whole[key] == resumed[key], key
+    lines = (tmp_path / "runs/one/rollouts/step_0.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines if json.loads(line)["split"] == "train"]
+    assert len(records) == one[0]["sys2_samples"]
+    again = {r["question_id"] for r in records if "refill" in r["question_id"]}
+    assert len(again) == one[0]["replaced_questions"]
+
+
 @pytest.mark.parametrize(
     "arm",
     [
         ["--system1", "frozen"],
         ["--system1", "none"],
-        ["--no-balance"],
+        ["--balance", "none"],
+        ["--balance", "advantage"],
+        ["--advantage", "mean"],
+        ["--loss_mean", "token"],
+        ["--refill", "1"],
         ["--no-packing"],
         ["--no-purpose"],
         ["--tools", "search,scholar"],
@@ -289,7 +318,7 @@ def test_arms(base, tmp_path, monkeypatch, arm):
         assert line["sys1_samples"] == 0
     if arm[1:] == ["frozen"]:
         assert not any(chunk["drawn"] for chunk in chunks)
-    if arm[0] == "--no-balance":
+    if arm == ["--balance", "none"]:
         assert all(chunk["drawn"] == 1 for chunk in chunks)
     if arm[0] == "--no-packing":
         assert all(len(chunk["documents"]) == 1 for chunk in chunks)
@@ -315,7 +344,10 @@ BAD = {
     "no group": (["--group", "1"], "--group"),
     "a nucleus of nothing": (["--top_p", "0"], "--top_p"),
     "an old spelling": (["--rows", "8"], "--max_sequences"),
-    "an old boolean": (["--balance", "off"], "--no-balance"),
+    "an old boolean": (["--packing", "off"], "--no-packing"),
+    "what was a boolean": (["--no-balance"], "uniform, advantage or none"),
+    "weights that KL lacks": (["--balance", "advantage", "--kl_beta", "0.1"], "--kl_beta"),
+    "less than no refill": (["--refill", "-1"], "--refill"),
     "infinitely hot": (["--temperature", "inf"], "--temperature"),
     "no temperature": (["--temperature", "nan"], "--temperature"),
     "hardly warm": (["--temperature", "1e-40"], "--temperature"),
@@ -844,7 +876,7 @@ def test_help_shows_every_options_reason():
     done = mars("--help", cwd=REPO)
     assert done.returncode == 0
     said = " ".join(done.stdout.split())
-    for text in ("--no-balance", "bring System 1's samples", "slipped late on one seed of three"):
+    for text in ("--balance", "to System 2's number", "slipped late on one seed of three"):
         assert text in said, text
 
 
@@ -914,9 +946,13 @@ while time.monotonic() < end:
 
 def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
     """Attempts without an answer need no judge: they would hide that it is gone."""
+    import dataclasses
     from types import SimpleNamespace
 
+    import mars
     from plumbing.metrics import rollout_metrics
+
+    method = dataclasses.replace(mars.METHOD, roles={})
 
     def attempt(answer, reward):
         return SimpleNamespace(
@@ -924,5 +960,5 @@ def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
         )
 
     attempts = [attempt("x", None), attempt(None, 0.0), attempt(None, 0.0), attempt(None, 0.0)]
-    assert rollout_metrics(attempts, [], 1.0)["judge_failure_share"] == 1.0
-    assert rollout_metrics([attempt("x", None)], [], 1.0)["reward"] is None
+    assert rollout_metrics(attempts, [], method, 1.0)["judge_failure_share"] == 1.0
+    assert rollout_metrics([attempt("x", None)], [], method, 1.0)["reward"] is None

@@ -222,6 +222,8 @@ def fake_metrics(steps: int) -> list[dict]:
             "sys2_length": 14 + 8 * done,
             "sys1_entropy": 0.5 - 0.4 * done,
             "sys2_entropy": 0.4 - 0.25 * done,
+            "sys1_logprob_right": -0.5 + 0.4 * done,
+            "sys2_logprob_wrong": -0.6 + 0.1 * done,
             "malformed_share": 0.02 * (1 - done),
             "tool_error_share": 0.0,
             "zero_variance_share": 0.3 + 0.4 * done,
@@ -628,8 +630,8 @@ def panels(monkeypatch):
 def test_curves_draw_all_that_was_logged(tmp_path, panels):
     picture = view.curves(fake_run(tmp_path))
     assert picture == tmp_path / "curves.png" and picture_size(picture) == (1260, 495)
-    assert picture_size(tmp_path / "diagnostics.png") == (2520, 900)
-    assert len(panels) == 9 and all(panels.values())
+    assert picture_size(tmp_path / "diagnostics.png") == (1890, 1305)
+    assert len(panels) == 11 and all(panels.values())
     assert list(panels)[-2:] == ["Held-out accuracy", "Reward in training"]
 
 

@@ -1,0 +1,58 @@
+"""What a method may bring beside words, episode and credit."""
+
+import dataclasses
+import json
+
+import pytest
+from test_mars import SMALL
+
+import mars
+import train
+from plumbing.metrics import method_shares
+from toy import base_model
+from toy.language import ToyFormat
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return base_model.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
+
+
+def test_a_method_brings_numbers_a_model_a_language_and_a_step_of_its_own(base, tmp_path):
+    """All of them reach the run's folder."""
+    seen = []
+
+    def shares(trajectories):
+        answered = sum(t.answer is not None for t in trajectories)
+        return {"answered_share": (answered, len(trajectories))}
+
+    def make(cache, seed):
+        seen.append((cache, seed))
+        return base
+
+    class Language(ToyFormat):
+        def prompt(self, role, **slots):
+            seen.append(role)
+            return super().prompt(role, **slots)
+
+    def one_step(run, step):
+        metrics, trajectories = train.train_step(run, step)
+        return {**metrics, "own": 7}, trajectories
+
+    method = dataclasses.replace(mars.METHOD, name="own", shares=shares)
+    options = ["--runs", str(tmp_path), "--name", "x", "--steps", "1", *SMALL]
+    options += ["--cache", str(tmp_path)]
+    done = train.main(method, options, "", one_step=one_step, base_model=make, language=Language)
+    assert done == 0
+    assert (str(tmp_path), 0) in seen
+    assert "sys1" in seen and "sys2" in seen
+    line = json.loads((tmp_path / "x" / "metrics.jsonl").read_text().splitlines()[0])
+    assert line["own"] == 7
+    assert 0 <= line["answered_share"] <= 1
+    assert 0 <= line["eval_answered_share"] <= 1
+
+
+def test_shares_of_nothing_are_zero():
+    method = dataclasses.replace(mars.METHOD, shares=lambda trajectories: {"a": (0, 0)})
+    assert method_shares([], method) == {"a": 0.0}
+    assert method_shares([], mars.METHOD) == {}
