@@ -1,10 +1,16 @@
 """Servers in the sampler's place: protocols, weights, faults, what is never trained on."""
 
+import asyncio
+import dataclasses
 import json
 import math
+import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +18,14 @@ from helpers import tiny
 from helpers.engine import Engine
 
 import driver
+import mars
+import train
 import trainer
 from config import UserError
+from rollout import Context, Turn
 from sampler import Lost, Sampler, remote
+from tasks.format import Action
+from toy import base_model, language
 
 REPO = Path(__file__).parent.parent
 STOPS = (3, 7, 11, 19, 23, 31)
@@ -414,3 +425,315 @@ def test_closing_a_conversation_ends_its_request(engine, folder):
     assert request.done and not sampler.busy and sampler.pages_in_use == 0
     assert sampler.step() == []
     assert one(sampler).tokens
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+async def episode(game, trajectory):
+    """Two turns and a reader, none of which a random model can get wrong."""
+
+    async def read(number):
+        async with Context(game, trajectory, "sys1") as reader:
+            await reader.write([7 + number, 12], 5, number)
+            return reader.sample.tokens[-1]
+
+    async with Context(game, trajectory, "sys2") as system2:
+        given = game.chat.prompt("sys2", question=trajectory.question.text)
+        for turn in range(2):
+            step = await system2.write(given, 6, turn)
+            system2.turns.append(Turn(step.tokens, Action(error="none")))
+            given = list(await asyncio.gather(*(read(number) for number in range(2))))
+        trajectory.answer = game.chat.decode(step.tokens)
+        trajectory.ended = "answer"
+
+
+METHOD = dataclasses.replace(mars.METHOD, episode=episode)
+SMALL = "--questions 2 --group 4 --eval_questions 2 --eval_every 9 --steps 3 --tool_seconds 60"
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A random model that speaks the toy's language."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("toy")
+    tokenizer = language.make_tokenizer()
+    base_model.new_model(len(tokenizer)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def play(toy, *options, grade=lambda question, answer: float(len(answer) % 2)):
+    """The exit code of a run in this process."""
+    given = ["--model", str(toy), *SMALL.split(), *map(str, options)]
+    return train.main(METHOD, given, "", grade=grade)
+
+
+def lines_of(run):
+    return [json.loads(line) for line in open(Path(run) / "metrics.jsonl")]
+
+
+def weights_in(folder):
+    return trainer.load_model(folder, torch.device("cpu"), training=False).state_dict()
+
+
+@pytest.fixture(scope="module")
+def own(toy, tmp_path_factory):
+    """A run in the process."""
+    folder = tmp_path_factory.mktemp("own")
+    assert play(toy, "--runs", folder, "--name", "own") == 0
+    return folder / "own"
+
+
+@pytest.fixture
+def server(toy, tmp_path, monkeypatch):
+    """A stand-in with the random model, before which the run's folder lies in tmp_path."""
+    monkeypatch.chdir(tmp_path)
+    made = Engine(toy)
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_run_on_a_server_ends_with_the_weights_of_a_run_in_the_process(toy, own, server, kind):
+    options = ["--name", "served", "--server", server.url, "--engine", kind, "--is", "off"]
+    assert play(toy, *options) == 0
+    served = Path("runs/served")
+    for step in range(3):
+        texts = [segments_of(run, step) for run in (own, served)]
+        assert texts[0] == texts[1], "the same draws"
+    moved = 0.0
+    for name, start in weights_in(toy).items():
+        end = weights_in(own / "checkpoint")[name]
+        # Batches differ, and so may the last bits of a log-prob.
+        assert torch.allclose(weights_in(served / "checkpoint")[name], end, atol=1e-4), name
+        moved = max(moved, float((end - start).abs().max()))
+    assert moved > 1e-3, "three steps of up to 5e-4 each"
+    for line in lines_of(served):
+        assert line["mismatch_kl"] < 1e-10 and line["lost_share"] == line["pages_in_use"] == 0
+        assert line["trained_tokens"] > 0 < line["seconds_sync"]
+    # The start's weights, and those after each step from the run's folder.
+    assert [Path(path).name for path in server.loaded[1:]] == ["000001", "000002", "000003"]
+
+
+def segments_of(run, step):
+    lines = (run / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
+    return [json.loads(line)["segments"] for line in lines]
+
+
+def test_killed_in_the_middle_and_brought_back_the_run_goes_on(toy, own, tmp_path, monkeypatch):
+    """A server process dies in the second step's rollouts; it comes back with its start's weights.
+
+    The run ends with the weights of one that nothing happened to.
+    """
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [serve(toy, port)]
+    asked = []
+    ask = remote.VLLM.ask
+
+    def kill_once(server, *arguments):
+        asked.append(server)
+        if len(asked) == 24 + 48 + 20:  # the evaluation, a step, a part of the next one
+            processes[0].kill()
+            processes[0].wait()
+            processes.append(serve(toy, port))
+        return ask(server, *arguments)
+
+    monkeypatch.setattr(remote.VLLM, "ask", kill_once)
+    try:
+        options = ["--name", "served", "--server", f"http://127.0.0.1:{port}", "--is", "off"]
+        options += ["--tool_seconds", "250"]
+        assert play(toy, *options) == 0
+    finally:
+        for process in processes:
+            process.kill()
+    assert len(processes) == 2
+    for name, end in weights_in(own / "checkpoint").items():
+        assert torch.allclose(weights_in("runs/served/checkpoint")[name], end, atol=1e-4), name
+    assert all(line["lost_share"] == 0 for line in lines_of("runs/served"))
+
+
+def serve(folder, port):
+    """A stand-in as a process of its own, once it answers."""
+    command = [sys.executable, str(REPO / "tests/helpers/engine.py"), str(folder), str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def test_a_lost_trajectory_is_counted_and_not_trained_on(toy, server):
+    """Of the first step's eight attempts three are refused for good, after the evaluation."""
+    server.faults += [None] * 24 + [status(400)] * 3
+    assert play(toy, "--name", "served", "--server", server.url) == 0
+    first, *later = lines_of("runs/served")
+    assert first["lost_share"] == 3 / 8 and all(line["lost_share"] == 0 for line in later)
+    assert first["judge_failures"] == first["judge_failure_share"] == 0, "nobody was asked"
+    lines = open("runs/served/rollouts/step_0.jsonl")
+    records = [line for line in map(json.loads, lines) if line["split"] == "train"]
+    lost = [line for line in records if "HTTP 400" in line["ended"]]
+    assert len(records) == 8 and len(lost) == 3
+    assert all(line["reward"] is None and not line["trained"] for line in lost)
+
+
+def test_too_many_lost_trajectories_stop_the_run(toy, server, capsys):
+    server.faults += [status(400)] * 10**6
+    options = ["--name", "served", "--server", server.url]
+    assert play(toy, *options) == 2
+    assert "100% of the trajectories of step 0 failed" in capsys.readouterr().err
+    (record, *_) = map(json.loads, open("runs/served/rollouts/step_0.jsonl"))
+    assert "HTTP 400" in record["ended"] and record["reward"] is None
+
+
+# ---------------------------------------------------------------- never trust a sync
+
+
+def raw_logprobs(engine, temperature):
+    """Log-probs that leave the temperature out, as vLLM's are by default."""
+    plain = engine.sample
+
+    def sample(ids, **options):
+        made = plain(ids, **options)
+        model = engine.model
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + made.tokens])).logits[0].log_softmax(-1)
+        places = range(len(ids) - 1, len(ids) + len(made.tokens) - 1)
+        made.logprobs = [float(logits[i, t]) for i, t in zip(places, made.tokens)]
+        return made
+
+    return sample
+
+
+def cut_distribution(engine):
+    """A generation_config's nucleus, with the log-probs of the nucleus."""
+    plain = engine.sample
+
+    def sample(ids, **options):
+        made = plain(ids, **options | {"top_p": 0.8})
+        made.logprobs = [logprob - math.log(0.8) * 0.9 for logprob in made.logprobs]
+        made.logprobs = [min(0.0, logprob) for logprob in made.logprobs]
+        return made
+
+    return sample
+
+
+def test_log_probs_without_the_temperature_stop_the_run(toy, server, capsys):
+    server.sample = raw_logprobs(server, 0.5)
+    options = ["--name", "served", "--server", server.url, "--temperature", "0.5"]
+    assert play(toy, *options) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith(f"mars: {server.url} does not sample what is")
+    assert "--logprobs-mode processed_logprobs" in said
+    assert not Path("runs/served/state").exists(), "nothing was trained"
+
+
+def test_a_cut_distribution_stops_the_run(toy, server, capsys):
+    server.sample = cut_distribution(server)
+    assert play(toy, "--name", "served", "--server", server.url) == 2
+    assert "--generation-config vllm" in capsys.readouterr().err
+
+
+def test_weights_that_a_reload_did_not_change_stop_the_run_at_the_next_step(toy, server, capsys):
+    """The server says that it has loaded, and still samples with the start's weights."""
+    load = server.load
+    server.load = lambda folder: load(toy)
+    assert play(toy, "--name", "served", "--server", server.url) == 2
+    assert f"{server.url} does not sample what is trained" in capsys.readouterr().err
+    assert len(lines_of("runs/served")) == 1, "the first step was sound"
+
+
+def test_the_server_at_fault_is_named_among_sound_ones(toy, server, capsys):
+    """Seven sound servers would hide one that is stale in the mean."""
+    stale = Engine(toy)
+    load = stale.load
+    stale.load = lambda folder: load(toy)
+    options = ["--name", "served", "--server", f"{server.url},{stale.url}"]
+    assert play(toy, *options) == 2
+    said = capsys.readouterr().err
+    assert f"{stale.url} does not sample" in said and f"{server.url} does" not in said
+    stale.stop()
+
+
+def test_the_threshold_is_an_option(toy, server):
+    server.sample = cut_distribution(server)
+    options = ["--name", "served", "--server", server.url, "--max_mismatch_kl", "10"]
+    assert play(toy, *options) == 0
+    assert all(line["mismatch_kl"] > 1e-3 for line in lines_of("runs/served"))
+
+
+# ---------------------------------------------------------------- importance weights
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence", "off"])
+def test_what_is_trained_is_weighed_by_the_gap_to_the_sampler(kind):
+    """`prepare`, beside each sample scored by itself with the stock model."""
+    model = tiny.model("qwen3")
+    samples = tiny.make_samples()
+    config = mars.MarsConfig(importance=kind, importance_cap=1.5, micro_tokens=60)
+    run = SimpleNamespace(
+        config=config,
+        policy=trainer.Policy(tiny.model("qwen3"), bf16=False),
+        reference=None,
+        ranks=1,
+        device=tiny.CPU,
+    )
+    gaps = []
+    for sample in samples:
+        ids = torch.tensor([sample.tokens])
+        with torch.no_grad():
+            logits = model(ids).logits[0].log_softmax(-1)
+        sampled = [i for i, own in enumerate(sample.mask) if own]
+        scored = torch.tensor([float(logits[i - 1, sample.tokens[i]]) for i in sampled])
+        drawn = scored - 0.3 * torch.randn(len(sampled))  # what a sampler that is off would say
+        for i, logprob in zip(sampled, drawn.tolist()):
+            sample.logprobs[i] = logprob
+        gaps.append(scored - drawn)
+    terms = {role: [s for s in samples if s.role == role] for role in ("sys2", "sys1")}
+    kept, batches, _ = train.prepare(run, terms)
+    plain = {role: 1 / len(members) for role, members in terms.items()}
+    masked = 0
+    for batch in batches:
+        for owner in set(batch.owner.tolist()):
+            mine = batch.owner == owner
+            sample = kept[owner]
+            gap = gaps[samples.index(sample)]
+            ratio = float(gap.sum().exp())
+            factor = {
+                "token": gap.exp().clamp(max=1.5),
+                "sequence": torch.full_like(gap, ratio if ratio <= 1.5 else 0.0),
+                "off": torch.ones_like(gap),
+            }[kind]
+            masked += float(factor.sum()) == 0
+            want = factor * plain[sample.role] / len(gap)
+            assert torch.allclose(batch.weight[mine], want, rtol=1e-4)
+            old = batch.sampler_logprob[mine]
+            if kind != "off":
+                old = old + gap
+            assert torch.allclose(batch.old_logprob[mine], old, atol=1e-5)
+    assert masked == 0 or kind == "sequence"
+    assert masked or kind != "sequence", "some sample leaves the bound"
+
+
+# ---------------------------------------------------------------- options
+
+
+BAD = {
+    "--server ftp://x": "--server is 'ftp://x': give http",
+    "--server http://127.0.0.1:9": "--server http://127.0.0.1:9 is no vllm server: Connection ref",
+    "--server URL --deterministic": "--deterministic cannot be had with --server",
+    "--server URL --sys2_context 600": "a server takes contexts of 512 tokens",
+    "--is token --importance_cap 0": "--importance_cap 0 leaves nothing to train on",
+    "--importance_cap 2": "--importance_cap is read with --is token or --is sequence",
+}
+
+
+@pytest.mark.parametrize("given", BAD)
+def test_bad_options_are_one_sentence_and_nothing_is_written(toy, server, capsys, given):
+    given_now = given.replace("URL", server.url).split()
+    assert play(toy, "--name", "bad", *given_now) == 2
+    said = capsys.readouterr().err
+    assert BAD[given] in said and said.count("\n") == 1
+    assert not Path("runs/bad").exists()

@@ -18,7 +18,7 @@ LOADING = threading.Lock()  # transformers loads one model at a time
 
 
 class Engine(ThreadingHTTPServer):
-    """faults: functions of (handler, answer), each used up by one request for a sample."""
+    """faults: a function of (handler, answer) or None, each used up by one request for a sample."""
 
     daemon_threads = True
     request_queue_size = 512
