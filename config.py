@@ -75,7 +75,7 @@ class Config:
     # rollouts on serving engines: docs/engines.md
     server: str = ""  # URLs, by commas, of servers (or of their router) that sample instead
     engine: Literal["vllm", "sglang"] = "vllm"  # what they run
-    max_mismatch_kl: float = 0.01  # a run stops if a server's log-probs are further off than this
+    max_mismatch_kl: float = 0.0  # a run stops if a server is further off; 0: fp32 1e-6, bf16 0.01
     # the machine
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is one
     bf16: Literal["auto", "on", "off"] = "auto"  # arithmetic of sampler and trainer; auto: on CUDA

@@ -14,11 +14,15 @@ as everywhere:
                 (`flat_share`, 0 unless set).
     memory      what a run plans before it starts, without activations
 
+With servers (docs/engines.md) rollouts and training have GPUs of their own and take turns, so a
+step is rollouts + training + new weights. These are written once and read once a machine.
+
 Times are floors and not measured: operations / peak product, bytes / peak copy, of the ceilings
 below. There is no communication, no launch, and no wait for tools or for the longest attempt.
 What has no source is our assumption and says so; change it with --set.
 
     python -m bench.cost                            toy, 0.6B, 1.7B, 8B on 1 and 8 GPUs
+                                                    and trainers with servers
                                                     -> bench/results/cost.json
     python -m bench.cost --set note_tokens=2048     another assumption for the paper's workload
                                                     (writes nothing)
@@ -31,6 +35,7 @@ Tests: pytest tests/test_bench.py
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +49,10 @@ from plumbing.files import read_lines
 # Of one H200. Both were measured elsewhere, not by this repository.
 PEAK_FLOPS = 790e12  # bf16 product
 PEAK_BYTES = 4.3e12  # copy, bytes a second
+# Ways that new weights go, bytes a second: our assumptions.
+DISK = 2e9  # of the storage that trainers and servers share, whoever writes or reads
+NETWORK = 40e9  # of one GPU's port, at four fifths of 400 Gbit/s
+MACHINE = 8  # GPUs, whose servers share what was read from disk
 
 
 @dataclass(frozen=True)
@@ -90,13 +99,16 @@ class Shape:
         return products + attention + 2 * self.head * logits
 
 
-# The toy: toy.base_model.new_model. The others: config.json of Qwen/Qwen3-0.6B, -1.7B, -8B.
+# The toy: toy.base_model.new_model. The others: config.json of Qwen/Qwen3-0.6B, -1.7B, -8B, -32B.
 SHAPES = [
     Shape("toy", 2, 128, 4, 4, 32, 384, 370, True),
     Shape("0.6B", 28, 1024, 16, 8, 128, 3072, 151936, True),
     Shape("1.7B", 28, 2048, 16, 8, 128, 6144, 151936, True),
     Shape("8B", 36, 4096, 32, 8, 128, 12288, 151936, False),
+    Shape("32B", 64, 5120, 64, 8, 128, 25600, 151936, False),
 ]
+# Model, GPUs that train, GPUs that serve, one server each.
+FLEETS = [("8B", 8, 8), ("8B", 8, 24), ("32B", 16, 16), ("32B", 8, 24)]
 
 
 @dataclass(frozen=True)
@@ -237,7 +249,28 @@ def floors(shape: Shape, w: Workload, gpus: int) -> dict[str, float]:
     }
 
 
-def memory(shape: Shape, w: Workload, gpus: int) -> dict[str, float]:
+def fleet(shape: Shape, w: Workload, trainers: int, servers: int) -> dict[str, float]:
+    """The least seconds of a step in which `servers` GPUs sample and then `trainers` GPUs train."""
+    sampling = floors(shape, w, servers)
+    rollouts = sampling["prefill"] + sampling["decode"]
+    train = floors(shape, w, trainers)["train"]
+    weights = 2 * shape.parameters  # bf16
+    disk = (1 + math.ceil(servers / MACHINE)) * weights / DISK
+    return {
+        "rollouts s": rollouts,
+        "train s": train,
+        "GB a sync": weights / 1e9,
+        "sync s, disk": disk,
+        "sync s, NCCL": weights / NETWORK,  # one broadcast
+        "step s, disk": rollouts + train + disk,
+        "trainers work": train / (rollouts + train + disk),
+        # With as many, sampling would take as long as training.
+        "servers to match": math.ceil(servers * rollouts / train),
+        "GiB a trainer": sum(memory(shape, w, trainers, server="elsewhere").values()) / 2**30,
+    }
+
+
+def memory(shape: Shape, w: Workload, gpus: int, server: str = "") -> dict[str, float]:
     """Bytes a GPU by purpose, before activations: what a run plans before it starts."""
     from trainer.memory import memory_parts  # loads torch
 
@@ -252,7 +285,7 @@ def memory(shape: Shape, w: Workload, gpus: int) -> dict[str, float]:
     )
     # `set` makes an empty set: no role is frozen.
     config = SimpleNamespace(
-        bf16="auto", frozen=set, kl_beta=0, server="", fsdp=w.fsdp, kv_tokens=w.kv_tokens
+        bf16="auto", frozen=set, kl_beta=0, server=server, fsdp=w.fsdp, kv_tokens=w.kv_tokens
     )
     return memory_parts(described, shape.parameters, config=config, world=gpus, cuda=True)
 
@@ -350,6 +383,16 @@ def rows_of(pairs: list[tuple[Shape, Workload]]) -> list[dict]:
     return rows
 
 
+def fleet_rows(w: Workload) -> list[dict]:
+    """One row for each of FLEETS."""
+    shapes = {shape.name: shape for shape in SHAPES}
+    rows = []
+    for name, trainers, servers in FLEETS:
+        row = {"model": name, "trainers": trainers, "servers": servers}
+        rows.append(row | fleet(shapes[name], w, trainers, servers))
+    return rows
+
+
 def workload_table(workloads: dict[str, Workload]) -> str:
     """The tokens of a step, one column a workload."""
     counts = {name: tokens(w) for name, w in workloads.items()}
@@ -404,6 +447,12 @@ def main() -> int:
         "Memory before activations."
     )
     print(common.table(rows))
+    fleets = fleet_rows(paper)
+    print(
+        f"\nTrainers and servers take turns. New weights: {DISK / 1e9:g} GB/s of shared disk, "
+        f"{NETWORK / 1e9:g} GB/s of a port, both assumed"
+    )
+    print(common.table(fleets))
     if checked:
         print(f"\nThe toy as predicted, no look-up failing, and {options.check}, last steps")
         print(common.table(checked))
@@ -414,7 +463,8 @@ def main() -> int:
             described[name] = dataclasses.asdict(w) | {"a step": tokens(w)}
         shapes = [dataclasses.asdict(shape) for shape in SHAPES]
         line = "python -m bench.cost"
-        print(common.save("cost", line, rows, workloads=described, shapes=shapes))
+        more = {"workloads": described, "shapes": shapes, "fleets": fleets}
+        print(common.save("cost", line, rows, **more))
     return 0
 
 

@@ -459,6 +459,27 @@ def test_recomputing_costs_one_more_forward_pass():
     assert 3 * more < cost.operations(shape, kept)["train"]
 
 
+def test_trainers_and_servers_take_turns():
+    """A step is rollouts, training and new weights; two bytes a parameter go to each machine."""
+    shape, w = cost.SHAPES[3], cost.PAPER
+    few = cost.fleet(shape, w, trainers=8, servers=8)
+    many = cost.fleet(shape, w, trainers=8, servers=24)
+    assert few["GB a sync"] == 2 * shape.parameters / 1e9
+    assert few["sync s, disk"] == pytest.approx(2 * 2 * shape.parameters / cost.DISK)
+    assert many["sync s, disk"] == pytest.approx(2 * few["sync s, disk"]), "three machines read"
+    both = cost.floors(shape, w, 8)
+    assert few["rollouts s"] == pytest.approx(both["prefill"] + both["decode"])
+    assert few["train s"] == many["train s"] == both["train"]
+    parts = ("rollouts s", "train s", "sync s, disk")
+    assert few["step s, disk"] == pytest.approx(sum(few[part] for part in parts))
+    # The number of servers at which sampling takes as long as training, or a little less.
+    match = few["servers to match"]
+    assert cost.fleet(shape, w, 8, match)["rollouts s"] <= few["train s"]
+    assert cost.fleet(shape, w, 8, match - 1)["rollouts s"] > few["train s"]
+    alone = sum(cost.memory(shape, w, 8).values()) / 2**30
+    assert few["GiB a trainer"] < alone - 2 * shape.parameters / 2**30, "no sampler beside it"
+
+
 @pytest.mark.parametrize(
     "shape, gpus", [(cost.SHAPES[1], 1), (cost.SHAPES[3], 8)], ids=["0.6B on 1", "8B on 8"]
 )

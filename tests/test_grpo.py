@@ -303,3 +303,69 @@ def test_no_tokens_at_all():
     loss, stats = grpo.grpo_loss(empty, torch.zeros(0), torch.zeros(0), torch.zeros(0))
     loss.backward()
     assert loss.item() == 0 and all(float(v) == 0 for v in stats.values())
+
+
+# ---------------------------------------------------------------- importance weights
+
+# Log-probs of trainer and sampler, and whose tokens they are. Ratios by hand:
+#   sample 0: 2 · 0.5 · 1.5 = 1.5   sample 1: 4 · 1 = 4   sample 2: 1/8   sample 3: 2 · 1.5 = 3
+RATIOS = [2.0, 4.0, 0.5, 0.125, 1.0, 1.5, 2.0, 1.5]
+OWNERS = [0, 1, 0, 2, 1, 0, 3, 3]
+TOKEN = [2.0, 3.0, 0.5, 0.125, 1.0, 1.5, 2.0, 1.5]  # cut at 3
+SEQUENCE = [1.5, 0.0, 1.5, 0.125, 0.0, 1.5, 3.0, 3.0]  # sample 1 is masked
+
+
+def weighs_by_hand(weights) -> bool:
+    """Whether both kinds of weights are those above, and keep for a gap of 0 what stands there."""
+    gap = torch.tensor(RATIOS, dtype=torch.float64).log()
+    owner = torch.tensor(OWNERS)
+    cap = 3.0 + 1e-9  # a logarithm and back rounds
+    empty = torch.zeros(0)
+    return (
+        weights(gap, cap).tolist() == pytest.approx(TOKEN)
+        and weights(gap, cap, owner).tolist() == pytest.approx(SEQUENCE)
+        and weights(0 * gap, 1.0, owner).tolist() == [1.0] * 8
+        and weights(empty, 3.0, empty.long()).shape == (0,)
+    )
+
+
+IMPORTANCE_MUTANTS = {
+    "cut": (".clamp(max=cap)", ""),
+    "cut from below": (".clamp(max=cap)", ".clamp(min=cap)"),
+    "mask": ("torch.where(ratio <= cap, ratio, 0.0)", "ratio"),
+    "cut for mask": ("torch.where(ratio <= cap, ratio, 0.0)", "ratio.clamp(max=cap)"),
+    "mask without weight": ("ratio <= cap, ratio, 0.0", "ratio <= cap, 1.0 + 0 * ratio, 0.0"),
+    "mean for sum": ("torch.exp(total)", "torch.exp(total / owner.bincount())"),
+    "sign": ("gap.double()", "-gap.double()"),
+    "everybody's": ("[owner].float()", "[0 * owner].float()"),
+}
+
+
+def test_importance_weights_are_those_by_hand():
+    assert weighs_by_hand(grpo.importance_weights)
+
+
+@pytest.mark.parametrize("name", IMPORTANCE_MUTANTS)
+def test_a_mutant_of_the_importance_weights_is_caught(name):
+    source = textwrap.dedent(inspect.getsource(grpo.importance_weights))
+    old, new = IMPORTANCE_MUTANTS[name]
+    assert source.count(old) == 1, "the mutation no longer fits the source"
+    scope = dict(vars(grpo))
+    exec(source.replace(old, new), scope)
+    assert not weighs_by_hand(scope["importance_weights"])
+
+
+@given(st.integers(0, 10**6))
+def test_below_the_cap_a_weighted_mean_over_the_samplers_draws_is_the_trainers(seed):
+    """Of all sequences of three tokens, Σ p_sampler · weight · f = Σ p_trainer · f, whatever f."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+    trainer, sampler = logits.log_softmax(-1)  # [3, 4] each
+    sequences = torch.cartesian_prod(*[torch.arange(4)] * 3)  # [64, 3]
+    places = torch.arange(3).expand(64, 3)
+    gap = (trainer - sampler)[places, sequences].flatten()
+    owner = torch.arange(64).repeat_interleave(3)
+    weight = grpo.importance_weights(gap, 1e30, owner)[::3].double()
+    drawn = sampler[places, sequences].sum(1).exp()
+    wanted = trainer[places, sequences].sum(1).exp()
+    assert torch.allclose(drawn * weight, wanted, rtol=1e-5)

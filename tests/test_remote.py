@@ -1,7 +1,16 @@
 """Servers in the sampler's place: protocols, weights, faults, what is never trained on."""
 
+import asyncio
+import dataclasses
 import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +18,14 @@ from helpers import tiny
 from helpers.engine import Engine
 
 import driver
-from sampler import Sampler, remote
+import mars
+import train
+import trainer
+from config import UserError
+from rollout import Context, Turn
+from sampler import Lost, Sampler, remote
+from tasks.format import Action
+from toy import base_model, language
 
 REPO = Path(__file__).parent.parent
 STOPS = (3, 7, 11, 19, 23, 31)
@@ -68,18 +84,20 @@ def converse(sampler, count=12, turns=3, **options):
     async def talk(k):
         conversation = sampler.open()
         got = []
-        for turn in range(turns):
-            given = [5 + (k + 3 * turn + i) % 50 for i in range(3 + k % 4)]
-            completion = await runner.sample(
-                sampler,
-                conversation,
-                given,
-                max_new_tokens=4 + k % 5,
-                seed=1000 * k + turn,
-                **OPTIONS | options,
-            )
-            got.append(completion)
-        sampler.close(conversation)
+        try:
+            for turn in range(turns):
+                given = [5 + (k + 3 * turn + i) % 50 for i in range(3 + k % 4)]
+                completion = await runner.sample(
+                    sampler,
+                    conversation,
+                    given,
+                    max_new_tokens=4 + k % 5,
+                    seed=1000 * k + turn,
+                    **OPTIONS | options,
+                )
+                got.append(completion)
+        finally:
+            sampler.close(conversation)
         return got
 
     runner = driver.Driver([sampler], deterministic=False)
@@ -96,7 +114,7 @@ def one(sampler, **options):
     return completion
 
 
-# ------------------------------------------------------------ the same answers as in the process
+# ---------------------------------------------------------------- answers as in the process
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -112,3 +130,610 @@ def test_answers_are_those_of_a_sampler_in_the_process(engine, folder, kind, tem
     assert {c.finish for c in sum(local, [])} == {"stop", "length"}, "both ends occur"
     asked = [body for path, body in engine.seen if path in ("/v1/completions", "/generate")]
     assert len(asked) == 36 and "text" not in json.dumps(asked), "ids only, each asked for once"
+
+
+def test_a_request_tells_all_that_a_server_would_fill_in_by_itself(engine, folder):
+    """Nothing is left to a generation_config: top-k and penalties are off in every request."""
+    for kind in ("vllm", "sglang"):
+        one(connected(engine, kind=kind, folder=folder), temperature=0.7)
+    vllm = next(body for path, body in engine.seen if path == "/v1/completions")
+    sglang = next(body for path, body in engine.seen if path == "/generate")["sampling_params"]
+    for body in (vllm, sglang):
+        assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (-1, 0.0, 1.0)
+        assert (body["temperature"], body["top_p"]) == (0.7, 1.0)
+        assert body["stop_token_ids"] == sorted(STOPS)
+    assert vllm["ignore_eos"], "only our stop tokens stop"
+    assert "ignore_eos" not in sglang, "there it would switch off our stop tokens too"
+
+
+def test_it_refuses_what_a_sampler_refuses(engine, folder):
+    sampler = connected(engine, folder=folder)
+    talk = sampler.open()
+    for ids, options, said in (
+        ([61], {}, "outside the model's vocabulary"),
+        ([], {}, "at least one token"),
+        ([5] * 500, {"max_new_tokens": 20}, "can never fit"),
+        ([5], {"top_p": 0.0}, "top_p"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            sampler.submit(talk, ids, **{"max_new_tokens": 4} | options)
+    assert not sampler.busy and not talk.tokens
+
+
+# ---------------------------------------------------------------- new weights
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_new_weights_reach_every_server_and_their_answers(engine, folder, other, kind):
+    second = Engine(folder)
+    sampler = connected(engine, second, kind=kind, folder=folder)
+    before = tokens(converse(sampler, temperature=0.0))
+    sampler.load_weights(other)
+    after = tokens(converse(sampler, temperature=0.0))
+    model = trainer.load_model(other, torch.device("cpu"), training=False)
+    assert after == tokens(converse(Sampler(model, max_tokens=8192), temperature=0.0)) != before
+    versions = [server.version for server in sampler.servers]
+    assert versions == [engine.version, second.version]
+    assert len(set(versions)) == 2, "every load has a version of its own"
+    assert [made.loaded for made in (engine, second)] == [[str(folder), str(other)]] * 2
+    asked = [
+        sum("o" in path and "prompt" in body or "input_ids" in body for path, body in e.seen)
+        for e in (engine, second)
+    ]
+    assert min(asked) > 20, "conversations are shared out"
+    second.stop()
+
+
+def test_vllm_pauses_before_it_reloads_and_forgets_its_prefixes_before_it_resumes(engine, folder):
+    connected(engine, folder=folder)
+    commands = [path for path, _ in engine.seen]
+    start = commands.index("/pause")
+    assert commands[start:] == [
+        "/pause",
+        "/collective_rpc",
+        "/reset_prefix_cache",
+        "/update_weight_version",
+        "/resume",
+        "/weight_info",
+    ]
+
+
+def test_a_model_folder_is_written_whole_and_the_newest_two_stay(tmp_path):
+    model = tiny.model("qwen3")
+    written = [trainer.write_model(tmp_path / "weights", model, torch.bfloat16) for _ in range(4)]
+    assert [Path(path).name for path in written] == ["000001", "000002", "000003", "000004"]
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["000003", "000004"]
+    loaded = trainer.load_model(written[-1], torch.device("cpu"), training=False)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name].float(), weight.bfloat16().float()), name
+
+
+def test_weights_that_the_disk_does_not_take_are_one_sentence(tmp_path):
+    (tmp_path / "weights").write_text("a file where the folder should be")
+    with pytest.raises(UserError, match="cannot write the weights .*--resume"):
+        trainer.write_model(tmp_path / "weights", tiny.model("qwen3"), torch.float32)
+
+
+def test_a_router_is_asked_for_its_servers(engine, folder):
+    """New weights must reach each of them, so they are spoken to directly."""
+    router = Engine(folder)
+    router.workers = [engine.url]
+    sampler = connected(router, folder=folder)
+    assert [server.url for server in sampler.servers] == [engine.url]
+    assert one(sampler).server == engine.url
+    router.stop()
+
+
+# ---------------------------------------------------------------- faults
+
+
+def status(code, **headers):
+    return lambda handler, answer: handler.says({"error": "planted"}, code, **headers)
+
+
+def drop(handler, answer):
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def close_in_the_middle(handler, answer):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "100000")
+    handler.end_headers()
+    handler.wfile.write(json.dumps(answer).encode()[:40])
+
+
+def hang(handler, answer):
+    time.sleep(3)
+
+
+def changed(change):
+    """A fault that spoils a vLLM answer."""
+
+    def fault(handler, answer):
+        change(answer["choices"][0])
+        handler.says(answer)
+
+    return fault
+
+
+def put(name, value):
+    def change(choice):
+        choice["logprobs"]["token_logprobs"][-1:] = [value] if name == "logprob" else []
+        if name == "token":
+            choice["logprobs"]["token_logprobs"].append(-1.0)
+            choice["token_ids"][-1] = value
+
+    return changed(change)
+
+
+def cut(choice):
+    choice["token_ids"].pop()
+    choice["logprobs"]["token_logprobs"].pop()
+
+
+def goes_on(choice):
+    choice["token_ids"].insert(0, STOPS[0])
+    choice["logprobs"]["token_logprobs"].insert(0, -1.0)
+
+
+FAULTS = {
+    "429": status(429, Retry_After="0"),
+    "500": status(500),
+    "503": status(503),
+    "dropped": drop,
+    "closed in the middle": close_in_the_middle,
+    "slow": hang,
+    "no JSON": lambda handler, answer: handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n<html>"),
+    "another shape": lambda handler, answer: handler.says({"choices": []}),
+    "fewer log-probs": put("fewer", None),
+    "log-prob null": put("logprob", None),
+    "log-prob NaN": put("logprob", math.nan),
+    "log-prob above 0": put("logprob", 0.5),
+    "id above the vocabulary": put("token", 61),
+    "id below 0": put("token", -1),
+    "id that is no integer": put("token", 5.0),
+    "cut": changed(cut),
+    "empty": changed(
+        lambda choice: (choice["token_ids"].clear(), choice["logprobs"]["token_logprobs"].clear())
+    ),
+    "goes on after a stop token": changed(goes_on),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_tried_again_and_leaves_no_trace(engine, folder, name):
+    sampler = connected(engine, folder=folder, seconds=4.0)
+    want = converse(sampler, count=3)
+    engine.faults += [FAULTS[name], FAULTS[name]]
+    got = converse(sampler, count=3)
+    assert tokens(got) == tokens(want)
+    assert sampler.stats["failures"] == 2 and not engine.faults
+    assert not sampler.busy and sampler.pages_in_use == 0
+
+
+@pytest.mark.parametrize("name", ["500", "cut", "fewer log-probs", "slow"])
+def test_a_fault_that_lasts_is_one_sentence_at_the_deadline(engine, folder, name):
+    sampler = connected(engine, folder=folder, seconds=1.0)
+    engine.faults += [FAULTS[name]] * 1000
+    start = time.perf_counter()
+    with pytest.raises(Lost, match="no answer within 1 seconds; the last failure, http"):
+        one(sampler)
+    assert 0.5 < time.perf_counter() - start < 2
+    assert not sampler.busy and sampler.pages_in_use == 0
+
+
+def test_a_request_that_is_refused_is_not_repeated(engine, folder):
+    sampler = connected(engine, folder=folder)
+    engine.faults += [status(400)]
+    with pytest.raises(Lost, match="HTTP 400"):
+        one(sampler)
+    assert sum(path == "/v1/completions" for path, _ in engine.seen) == 1
+
+
+def test_a_lost_server_leaves_its_conversations_to_the_others(engine, folder):
+    second = Engine(folder)
+    sampler = connected(engine, second, folder=folder)
+    want = tokens(converse(sampler))
+    second.stop()
+    got = converse(sampler)
+    assert tokens(got) == want
+    assert {completion.server for completion in sum(got, [])} == {engine.url}
+
+
+def test_a_server_that_was_started_anew_loads_the_weights_before_it_counts(engine, folder, other):
+    """It comes back with the weights of its start; no sample of theirs is handed out."""
+    sampler = connected(engine, folder=folder)
+    sampler.load_weights(other)
+    want = tokens(converse(sampler, temperature=0.0))
+    port = engine.server_port
+    engine.stop()
+    again = Engine(folder, port)
+    assert tokens(converse(sampler, temperature=0.0)) == want
+    assert again.loaded == [str(other)]
+    again.stop()
+
+
+def test_an_answer_from_before_a_reload_does_not_count(engine, folder, other):
+    """Both loads are of the same weights, but what was drawn in between may not be."""
+    sampler = connected(engine, folder=other)
+
+    def reloaded_meanwhile(handler, answer):
+        engine.version = f"{sampler.version}.another"
+        handler.says(answer)
+
+    engine.faults.append(reloaded_meanwhile)
+    one(sampler)
+    assert sampler.stats["failures"] == 1
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_that_dies_during_the_reload_loads_again(engine, folder, other, kind, monkeypatch):
+    sampler = connected(engine, kind=kind, folder=folder)
+    load = engine.load
+    deaths = [1, 1]
+
+    def dies(path):
+        if deaths:
+            deaths.pop()
+            raise OSError("planted")  # the handler ends without an answer
+        load(path)
+
+    monkeypatch.setattr(engine, "load", dies)
+    sampler.load_weights(other)
+    assert engine.loaded[-1] == str(other) and not deaths
+
+
+def test_a_reload_that_changes_nothing_is_noticed(engine, folder, other, monkeypatch):
+    sampler = connected(engine, folder=folder, seconds=2.0)
+    monkeypatch.setattr(Engine, "version", "default", raising=False)
+    monkeypatch.setattr(type(sampler.servers[0]), "held", lambda *_: "default")
+    with pytest.raises(UserError, match="were not loaded .* holds 'default' after loading"):
+        sampler.load_weights(other)
+
+
+def test_servers_that_are_away_are_one_sentence(engine, folder, other):
+    sampler = connected(engine, folder=folder, seconds=1.5)
+    engine.stop()
+    with pytest.raises(UserError, match=f"{engine.url}: Connection refused.*--resume"):
+        sampler.load_weights(other)
+
+
+def test_one_server_that_is_away_does_not_hold_the_others_up(engine, folder, other):
+    second = Engine(folder)
+    sampler = connected(engine, second, folder=folder)
+    second.stop()
+    sampler.load_weights(other)
+    assert engine.loaded[-1] == str(other)
+    assert one(sampler).server == engine.url
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:9", "ftp://x", "http://me@127.0.0.1:9", "127.0.0.1"]
+)
+def test_what_is_no_server_is_one_sentence(url):
+    with pytest.raises(UserError, match="--server"):
+        remote.connect([url], "vllm", 2.0)
+
+
+def test_closing_a_conversation_ends_its_request(engine, folder):
+    sampler = connected(engine, folder=folder)
+    engine.faults.append(hang)
+    talk = sampler.open()
+    request = sampler.submit(talk, [5, 6], max_new_tokens=4)
+    sampler.close(talk)
+    sampler.close(talk)
+    assert request.done and not sampler.busy and sampler.pages_in_use == 0
+    assert sampler.step() == []
+    assert one(sampler).tokens
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+async def episode(game, trajectory):
+    """Two turns and a reader, none of which a random model can get wrong."""
+
+    async def read(number):
+        async with Context(game, trajectory, "sys1") as reader:
+            await reader.write([7 + number, 12], 5, number)
+            return reader.sample.tokens[-1]
+
+    async with Context(game, trajectory, "sys2") as system2:
+        given = game.chat.prompt("sys2", question=trajectory.question.text)
+        for turn in range(2):
+            step = await system2.write(given, 6, turn)
+            system2.turns.append(Turn(step.tokens, Action(error="none")))
+            given = list(await asyncio.gather(*(read(number) for number in range(2))))
+        trajectory.answer = game.chat.decode(step.tokens)
+        trajectory.ended = "answer"
+
+
+METHOD = dataclasses.replace(mars.METHOD, episode=episode)
+SMALL = "--questions 2 --group 4 --eval_questions 2 --eval_every 9 --steps 3 --tool_seconds 60"
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A random model that speaks the toy's language."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("toy")
+    tokenizer = language.make_tokenizer()
+    base_model.new_model(len(tokenizer)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def play(toy, *options, grade=lambda question, answer: float(len(answer) % 2)):
+    """The exit code of a run in this process."""
+    given = ["--model", str(toy), *SMALL.split(), *map(str, options)]
+    return train.main(METHOD, given, "", grade=grade)
+
+
+def lines_of(run):
+    return [json.loads(line) for line in open(Path(run) / "metrics.jsonl")]
+
+
+def weights_in(folder):
+    return trainer.load_model(folder, torch.device("cpu"), training=False).state_dict()
+
+
+@pytest.fixture(scope="module")
+def own(toy, tmp_path_factory):
+    """A run in the process."""
+    folder = tmp_path_factory.mktemp("own")
+    assert play(toy, "--runs", folder, "--name", "own") == 0
+    return folder / "own"
+
+
+@pytest.fixture
+def server(toy, tmp_path, monkeypatch):
+    """A stand-in with the random model, before which the run's folder lies in tmp_path."""
+    monkeypatch.chdir(tmp_path)
+    made = Engine(toy)
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_run_on_a_server_ends_with_the_weights_of_a_run_in_the_process(toy, own, server, kind):
+    options = ["--name", "served", "--server", server.url, "--engine", kind, "--is", "off"]
+    assert play(toy, *options) == 0
+    served = Path("runs/served")
+    for step in range(3):
+        texts = [segments_of(run, step) for run in (own, served)]
+        assert texts[0] == texts[1], "the same draws"
+    moved = 0.0
+    for name, start in weights_in(toy).items():
+        end = weights_in(own / "checkpoint")[name]
+        # Batches differ, and so may the last bits of a log-prob.
+        assert torch.allclose(weights_in(served / "checkpoint")[name], end, atol=1e-4), name
+        moved = max(moved, float((end - start).abs().max()))
+    assert moved > 1e-3, "three steps of up to 5e-4 each"
+    for line in lines_of(served):
+        assert line["mismatch_kl"] < 1e-10 and line["lost_share"] == line["pages_in_use"] == 0
+        assert line["trained_tokens"] > 0 < line["seconds_sync"]
+    # The start's weights, and those after each step from the run's folder.
+    assert [Path(path).name for path in server.loaded[1:]] == ["000001", "000002", "000003"]
+
+
+def segments_of(run, step):
+    lines = (run / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
+    return [json.loads(line)["segments"] for line in lines]
+
+
+def test_killed_in_the_middle_and_brought_back_the_run_goes_on(toy, own, tmp_path, monkeypatch):
+    """A server process dies in the second step's rollouts; it comes back with its start's weights.
+
+    The run ends with the weights of one that nothing happened to.
+    """
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [serve(toy, port)]
+    asked = []
+    ask = remote.VLLM.ask
+
+    def kill_once(server, *arguments):
+        asked.append(server)
+        if len(asked) == 24 + 48 + 20:  # the evaluation, a step, a part of the next one
+            processes[0].kill()
+            processes[0].wait()
+            processes.append(serve(toy, port))
+        return ask(server, *arguments)
+
+    monkeypatch.setattr(remote.VLLM, "ask", kill_once)
+    try:
+        options = ["--name", "served", "--server", f"http://127.0.0.1:{port}", "--is", "off"]
+        options += ["--tool_seconds", "250"]
+        assert play(toy, *options) == 0
+    finally:
+        for process in processes:
+            process.kill()
+    assert len(processes) == 2
+    for name, end in weights_in(own / "checkpoint").items():
+        assert torch.allclose(weights_in("runs/served/checkpoint")[name], end, atol=1e-4), name
+    assert all(line["lost_share"] == 0 for line in lines_of("runs/served"))
+
+
+def serve(folder, port):
+    """A stand-in as a process of its own, once it answers."""
+    command = [sys.executable, str(REPO / "tests/helpers/engine.py"), str(folder), str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def test_a_lost_trajectory_is_counted_and_not_trained_on(toy, server):
+    """Of the first step's eight attempts three are refused for good, after the evaluation."""
+    server.faults += [None] * 24 + [status(400)] * 3
+    assert play(toy, "--name", "served", "--server", server.url) == 0
+    first, *later = lines_of("runs/served")
+    assert first["lost_share"] == 3 / 8 and all(line["lost_share"] == 0 for line in later)
+    assert first["judge_failures"] == first["judge_failure_share"] == 0, "nobody was asked"
+    lines = open("runs/served/rollouts/step_0.jsonl")
+    records = [line for line in map(json.loads, lines) if line["split"] == "train"]
+    lost = [line for line in records if "HTTP 400" in line["ended"]]
+    assert len(records) == 8 and len(lost) == 3
+    assert all(line["reward"] is None and not line["trained"] for line in lost)
+
+
+def test_too_many_lost_trajectories_stop_the_run(toy, server, capsys):
+    server.faults += [status(400)] * 10**6
+    options = ["--name", "served", "--server", server.url]
+    assert play(toy, *options) == 2
+    assert "100% of the trajectories of step 0 failed" in capsys.readouterr().err
+    (record, *_) = map(json.loads, open("runs/served/rollouts/step_0.jsonl"))
+    assert "HTTP 400" in record["ended"] and record["reward"] is None
+
+
+# ---------------------------------------------------------------- never trust a sync
+
+
+def raw_logprobs(engine, temperature):
+    """Log-probs that leave the temperature out, as vLLM's are by default."""
+    plain = engine.sample
+
+    def sample(ids, **options):
+        made = plain(ids, **options)
+        model = engine.model
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + made.tokens])).logits[0].log_softmax(-1)
+        places = range(len(ids) - 1, len(ids) + len(made.tokens) - 1)
+        made.logprobs = [float(logits[i, t]) for i, t in zip(places, made.tokens)]
+        return made
+
+    return sample
+
+
+def cut_distribution(engine):
+    """A generation_config's nucleus, with the log-probs of the nucleus."""
+    plain = engine.sample
+
+    def sample(ids, **options):
+        made = plain(ids, **options | {"top_p": 0.8})
+        made.logprobs = [logprob - math.log(0.8) * 0.9 for logprob in made.logprobs]
+        made.logprobs = [min(0.0, logprob) for logprob in made.logprobs]
+        return made
+
+    return sample
+
+
+def test_log_probs_without_the_temperature_stop_the_run(toy, server, capsys):
+    server.sample = raw_logprobs(server, 0.5)
+    options = ["--name", "served", "--server", server.url, "--temperature", "0.5"]
+    assert play(toy, *options) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith(f"mars: {server.url} does not sample what is")
+    assert "--logprobs-mode processed_logprobs" in said
+    assert not Path("runs/served/state").exists(), "nothing was trained"
+
+
+def test_a_cut_distribution_stops_the_run(toy, server, capsys):
+    server.sample = cut_distribution(server)
+    assert play(toy, "--name", "served", "--server", server.url) == 2
+    assert "--generation-config vllm" in capsys.readouterr().err
+
+
+def test_weights_that_a_reload_did_not_change_stop_the_run_at_the_next_step(toy, server, capsys):
+    """The server says that it has loaded, and still samples with the start's weights."""
+    load = server.load
+    server.load = lambda folder: load(toy)
+    assert play(toy, "--name", "served", "--server", server.url) == 2
+    assert f"{server.url} does not sample what is trained" in capsys.readouterr().err
+    assert len(lines_of("runs/served")) == 1, "the first step was sound"
+
+
+def test_the_server_at_fault_is_named_among_sound_ones(toy, server, capsys):
+    """Seven sound servers would hide one that is stale in the mean."""
+    stale = Engine(toy)
+    load = stale.load
+    stale.load = lambda folder: load(toy)
+    options = ["--name", "served", "--server", f"{server.url},{stale.url}"]
+    assert play(toy, *options) == 2
+    said = capsys.readouterr().err
+    assert f"{stale.url} does not sample" in said and f"{server.url} does" not in said
+    stale.stop()
+
+
+def test_the_threshold_is_an_option(toy, server):
+    server.sample = cut_distribution(server)
+    options = ["--name", "served", "--server", server.url, "--max_mismatch_kl", "10"]
+    assert play(toy, *options) == 0
+    assert all(line["mismatch_kl"] > 1e-3 for line in lines_of("runs/served"))
+
+
+# ---------------------------------------------------------------- importance weights
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence", "off"])
+def test_what_is_trained_is_weighed_by_the_gap_to_the_sampler(kind):
+    """`prepare`, beside each sample scored by itself with the stock model."""
+    model = tiny.model("qwen3")
+    samples = tiny.make_samples()
+    config = mars.MarsConfig(importance=kind, importance_cap=1.5, micro_tokens=60)
+    run = SimpleNamespace(
+        config=config,
+        policy=trainer.Policy(tiny.model("qwen3"), bf16=False),
+        reference=None,
+        ranks=1,
+        device=tiny.CPU,
+    )
+    gaps = []
+    for sample in samples:
+        ids = torch.tensor([sample.tokens])
+        with torch.no_grad():
+            logits = model(ids).logits[0].log_softmax(-1)
+        sampled = [i for i, own in enumerate(sample.mask) if own]
+        scored = torch.tensor([float(logits[i - 1, sample.tokens[i]]) for i in sampled])
+        drawn = scored - 0.3 * torch.randn(len(sampled))  # what a sampler that is off would say
+        for i, logprob in zip(sampled, drawn.tolist()):
+            sample.logprobs[i] = logprob
+        gaps.append(scored - drawn)
+    terms = {role: [s for s in samples if s.role == role] for role in ("sys2", "sys1")}
+    kept, batches, _ = train.prepare(run, terms)
+    plain = {role: 1 / len(members) for role, members in terms.items()}
+    masked = 0
+    for batch in batches:
+        for owner in set(batch.owner.tolist()):
+            mine = batch.owner == owner
+            sample = kept[owner]
+            gap = gaps[samples.index(sample)]
+            ratio = float(gap.sum().exp())
+            factor = {
+                "token": gap.exp().clamp(max=1.5),
+                "sequence": torch.full_like(gap, ratio if ratio <= 1.5 else 0.0),
+                "off": torch.ones_like(gap),
+            }[kind]
+            masked += float(factor.sum()) == 0
+            want = factor * plain[sample.role] / len(gap)
+            assert torch.allclose(batch.weight[mine], want, rtol=1e-4)
+            old = batch.sampler_logprob[mine]
+            if kind != "off":
+                old = old + gap
+            assert torch.allclose(batch.old_logprob[mine], old, atol=1e-5)
+    assert masked == 0 or kind == "sequence"
+    assert masked or kind != "sequence", "some sample leaves the bound"
+
+
+# ---------------------------------------------------------------- options
+
+
+BAD = {
+    "--server ftp://x": "--server is 'ftp://x': give http",
+    "--server http://127.0.0.1:9": "--server http://127.0.0.1:9 is no vllm server: Connection ref",
+    "--server URL --deterministic": "--deterministic cannot be had with --server",
+    "--server URL --sys2_context 600": "a server takes contexts of 512 tokens",
+    "--is token --importance_cap 0": "--importance_cap 0 leaves nothing to train on",
+    "--importance_cap 2": "--importance_cap is read with --is token or --is sequence",
+}
+
+
+@pytest.mark.parametrize("given", BAD)
+def test_bad_options_are_one_sentence_and_nothing_is_written(toy, server, capsys, given):
+    given_now = given.replace("URL", server.url).split()
+    assert play(toy, "--name", "bad", *given_now) == 2
+    said = capsys.readouterr().err
+    assert BAD[given] in said and said.count("\n") == 1
+    assert not Path("runs/bad").exists()

