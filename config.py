@@ -37,7 +37,7 @@ class Config:
     eval_every: int = 20  # steps between evaluations on held-out questions, sampled and greedy
     eval_questions: int = 200  # 200 questions: a standard error of at most 3.5 points
     # model, questions, tools
-    model: str = "toy"  # "toy", or anything that transformers loads (a folder, a hub name)
+    model: str = "toy"  # "toy", "smollm2", or what transformers loads (a folder, a hub name)
     data: str = "toy"  # training questions: "toy", or what tasks.questions.load_questions reads
     eval_data: str = ""  # held-out questions; empty: the toy's other world, or the head of `data`
     grader: Literal["em", "judge"] = "em"  # reward 1: exact match, or an LLM judge says yes

@@ -19,7 +19,7 @@ from pathlib import Path
 import trainer
 import view
 from config import Config, UserError, parse, parser, resolve
-from plumbing import files, logbook
+from plumbing import files, logbook, smollm2
 from plumbing.build import build, number_from
 from plumbing.metrics import rollout_sums, share
 from plumbing.records import record
@@ -169,6 +169,8 @@ def refuse_training_questions(given: dict, saved: dict) -> None:
 
 def find_checkpoint(method: Method, name: str) -> tuple[Path | str, dict | None]:
     """(model folder or hub name, the settings of the run that made it if there is one)."""
+    if name == smollm2.NAME:
+        return name, None
     path = Path(name)
     try:
         exists = path.exists()
