@@ -67,7 +67,12 @@ class Config:
     clip_high: float = 0.2  # ε upwards; a larger one is DAPO's "clip higher"
     kl_beta: float = 0.0  # λ; needs a reference model in memory
     inner_steps: int = 1  # optimizer steps per batch of rollouts, each on a part of the questions
-    importance_cap: float = 0.0  # cap of a truncated importance weight trainer/sampler; 0: none
+    importance: Literal["auto", "token", "sequence", "off"] = "auto"  # --is; auto: with --server
+    importance_cap: float = 3.0  # of the weight trainer/sampler: cuts a token's, masks a sequence
+    # rollouts on serving engines: docs/engines.md
+    server: str = ""  # URLs, by commas, of servers (or of their router) that sample instead
+    engine: Literal["vllm", "sglang"] = "vllm"  # what they run
+    max_mismatch_kl: float = 0.01  # a run stops if a server's log-probs are further off than this
     # the machine
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is one
     threads: int = 1  # PyTorch's, on CPU, one process; a second one hardly pays for the toy
@@ -127,7 +132,9 @@ class Config:
             raise UserError(f"--pages {self.pages} reads what --search serper finds: add that")
         if self.docs and self.search != "local":
             raise UserError(f"--docs is searched by --search local, not by {self.search}")
-        if self.longest() > self.kv_tokens:
+        if self.server and self.deterministic:
+            raise UserError("--deterministic cannot be had with --server: a server batches anew")
+        if self.longest() > self.kv_tokens and not self.server:
             raise UserError(
                 f"--kv_tokens {self.kv_tokens} is smaller than one context of {self.longest()} "
                 "tokens; raise it, or lower the episode's limits"
@@ -143,6 +150,11 @@ class Config:
             raise UserError("--eval_questions must be at least 1: a run measures itself on them")
         if self.group < 2:
             raise UserError("--group must be at least 2: attempts at one question are compared")
+        if self.importance in ("token", "sequence") and not self.importance_cap:
+            raise UserError("--importance_cap 0 leaves nothing to train on: give one above 0")
+        corrected = self.server or self.importance in ("token", "sequence")
+        if self.importance_cap != type(self).importance_cap and not corrected:
+            raise UserError("--importance_cap is read with --is token or --is sequence: add one")
         if self.inner_steps > self.questions:
             raise UserError(
                 f"--inner_steps {self.inner_steps} is more than --questions {self.questions}: each "
@@ -153,13 +165,14 @@ class Config:
 # What --resume may change: the method stays the same, the last bits of a float may not.
 MAY_CHANGE = set(
     "name runs steps resume save_every eval_every cache threads max_tool_error_share tool_seconds "
-    "micro_tokens kv_tokens max_sequences recompute_activations".split()
+    "micro_tokens kv_tokens max_sequences recompute_activations server engine "
+    "max_mismatch_kl".split()
 )
 
 # Spellings that were given up, and what to write today.
 RENAMED = {
     "rows": "--max_sequences N",
-    "tis": "--importance_cap X",
+    "tis": "--is token --importance_cap X",
     "lockstep": "--deterministic or --no-deterministic",
     "checkpointing": "--recompute_activations",
     "eval_top_p": "--top_p X",
@@ -185,6 +198,8 @@ def parser(config: type[Config], description: str) -> OneLineParser:
     for field in dataclasses.fields(config):
         # --shared_group or --shared-group
         names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
+        if field.name == "importance":
+            names["--is"] = None  # which Python keeps from being the field's name
         if field.type in (bool, bool | None):
             kind = {"action": argparse.BooleanOptionalAction}
         elif get_origin(field.type) is Literal:

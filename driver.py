@@ -106,7 +106,7 @@ class Waiting:
         if self.future.done():  # cancelled
             return
         if self.request.error:
-            self.future.set_exception(FloatingPointError(self.request.error))
+            self.future.set_exception(self.sampler.failure(self.request.error))
         else:
             self.future.set_result(self.request.completion)
 

@@ -111,20 +111,39 @@ def balance_by_advantage(
     return copies.tolist(), float(size.mean())
 
 
-def token_weights(masks: list[Tensor], counts: int, *, mean: str = "sample") -> list[Tensor]:
+def token_weights(masks: list[Tensor], counts: float, *, mean: str = "sample") -> list[Tensor]:
     """Each token's weight in the loss, fp32, one [T] a sample.
 
     It is 1/|y| · 1/`counts` where the mask is set, else 0.
-    `counts` is the number of samples of this role in the whole step, over all ranks. The
-    divisor is global, so losses can simply be summed over micro-batches and ranks: however they
-    are cut, the sum is the same mean. With `mean` "token" the weight is 1/`counts`, and `counts`
-    the number of this role's tokens that carry loss.
+    `counts` is the number of samples of this role in the whole step, over all ranks; if they
+    weigh differently, it is the sum of their weights. The divisor is global, so losses can simply
+    be summed over micro-batches and ranks: however they are cut, the sum is the same mean. With
+    `mean` "token" the weight is 1/`counts`, and `counts` the number of this role's tokens that
+    carry loss.
     """
-    if masks and counts < 1:
+    if masks and not counts > 0:
         raise ValueError(f"{len(masks)} samples cannot be {counts} of all {mean}s")
     if mean == "token":
         return [mask.float() / counts for mask in masks]
     return [mask.float() / (mask.sum().clamp(min=1) * counts) for mask in masks]
+
+
+def importance_weights(gap: Tensor, cap: float, owner: Tensor | None = None) -> Tensor:
+    """Factors [N] for the weights of tokens that a sampler drew which is not quite π_old.
+
+    `gap` [N] is the trainer's log-prob less the sampler's: a token's ratio π_old / π_sampler
+    is exp(gap). Without `owner` the factor is this ratio, cut at `cap` (truncated importance
+    sampling). `owner` [N] says which sample a token belongs to. With it the factor is the product
+    of all ratios of the sample, and 0 above `cap`, which leaves the sample out (sequence_mask in
+    TRL, Seq-MIS in verl).
+    """
+    if owner is None:
+        return torch.exp(gap).clamp(max=cap)
+    samples = int(owner.max()) + 1 if len(owner) else 0
+    total = torch.zeros(samples, dtype=torch.float64, device=gap.device)
+    total.index_add_(0, owner, gap.double())
+    ratio = torch.exp(total)
+    return torch.where(ratio <= cap, ratio, 0.0)[owner].float()
 
 
 def grpo_loss(

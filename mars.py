@@ -182,17 +182,18 @@ async def episode(game: Game, trajectory: Trajectory) -> None:
                 given, final = extend(game, system2, notes)  # (3)
 
 
-async def act(game: Game, system2: Context, given: list[int], final: bool) -> Turn:
+async def act(game: Game, system2: Context, given: list[int], final: bool, *name: int) -> Turn:
     """Formula (1): one step of System 2.
 
-    `given` completes its context c_i; `final` says that `given` demands an answer.
+    `given` completes its context c_i; `final` says that `given` demands an answer. `name` tells
+    its draws from those of other such contexts in the same attempt.
     """
     room = game.config.sys2_context - len(system2.sample.tokens) - len(given)
     if not final:
         room -= reserve(game.config, game.chat)
     limit = min(room, game.config.step_tokens)
-    step = await system2.write(given, limit, len(system2.turns))
-    game.on_event("system 2", game.chat.decode(step.tokens))
+    step = await system2.write(given, limit, *name, len(system2.turns))
+    game.on_event(system2.role, game.chat.decode(step.tokens))
     if step.finish == "length":
         action = Action(error=f"the step was cut after {len(step.tokens)} tokens; be shorter")
     else:
@@ -255,7 +256,7 @@ async def distil(
             prompt = system1_prompt(game, trajectory, turn.action.call, chunk)
             name = (len(trajectory.turns), number)
             response = await system1.write(prompt, game.config.sys1_response, *name)
-        game.on_event("system 1", game.chat.decode(response.tokens))
+        game.on_event(system1.role, game.chat.decode(response.tokens))
         return game.chat.note(response.tokens)
 
     return await asyncio.gather(*(read(n, indices) for n, indices in enumerate(bins, 1)))
@@ -268,11 +269,13 @@ def system1_prompt(game: Game, trajectory: Trajectory, call: Call, chunk: list[i
     return game.chat.prompt("sys1", chunk=chunk, purpose=purpose, question=question)
 
 
-def extend(game: Game, system2: Context, notes: list[list[int]]) -> tuple[list[int], bool]:
+def extend(
+    game: Game, system2: Context, notes: list[list[int]], final: bool = False
+) -> tuple[list[int], bool]:
     """Formula (3): the ids that follow System 2's step, and whether they demand an answer.
 
     The step stands in the context already, so these are the notes in their wrapping. They end in
-    the demand at the last turn, or when the context is nearly full.
+    the demand if it is `final`, at the last turn, or when the context is nearly full.
     """
     config = game.config
     chat = game.chat
@@ -280,7 +283,7 @@ def extend(game: Game, system2: Context, notes: list[list[int]]) -> tuple[list[i
     if system2.turns[-1].sampled[-1] not in chat.stop_ids:
         close = chat.close_step()
     room = config.sys2_context - len(system2.sample.tokens) - len(close)
-    final = len(system2.turns) >= config.max_turns - 1
+    final = final or len(system2.turns) >= config.max_turns - 1
     given = chat.observation(notes, final=final)
     # Without room for one token of a step and a demand after it, the demand must come now.
     if len(given) >= room - reserve(config, chat):

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from config import Config
 from driver import Driver
-from sampler import Completion, Conversation, Sampler
+from sampler import Completion, Conversation, Lost, Sampler
 from tasks.chat import Words
 from tasks.format import Action, Format
 from tasks.questions import Question
@@ -41,9 +41,11 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)  # True: sampled by this role, carries loss
     logprobs: list[float] = field(default_factory=list)  # the sampler's; 0 where given
+    server: str = ""  # the last that sampled for it, where it was not this process
     reward: float | None = None
     advantage: float = 0.0
     copies: int = 0  # how often it stands in the loss; `credit` decides
+    weight: float = 1.0  # of each copy in its term's mean
 
     def append_given(self, tokens: Sequence[int]) -> None:
         """Appends tokens that this role only reads: its prompt, documents, notes."""
@@ -56,6 +58,7 @@ class Sample:
         self.tokens += completion.tokens
         self.mask += [True] * len(completion.tokens)
         self.logprobs += completion.logprobs
+        self.server = completion.server
 
 
 @dataclass
@@ -91,8 +94,9 @@ class Trajectory:
     attempt: int
     contexts: list["Context"] = field(default_factory=list)  # in the order of their opening
     answer: str | None = None
-    ended: str = ""  # "answer", "answer on demand", "no answer"
-    reward: float | None = None  # None: nobody could grade it, so it leaves its group
+    ended: str = ""  # "answer", "answer on demand", "no answer", "lost: …"
+    # None: nobody could grade it, or no server answered; so it leaves its group.
+    reward: float | None = None
 
     @property
     def turns(self) -> list[Turn]:
@@ -214,7 +218,12 @@ class Game:
     ) -> Trajectory:
         """One attempt from the question to its reward."""
         trajectory = Trajectory(question, place, attempt)
-        await method.episode(self, trajectory)
+        try:
+            await method.episode(self, trajectory)
+        except Lost as error:
+            trajectory.ended = f"lost: {error}"
+            self.on_event("lost", str(error))
+            return trajectory
         self.on_event("answer", trajectory.answer or "")
         trajectory.reward = await self.reward(trajectory)
         for sample in trajectory.samples():

@@ -60,7 +60,9 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     graded = [trajectory for trajectory in trajectories if trajectory.reward is not None]
     terms = run.method.credit(config, graded, step)
     metrics |= update(run, terms, step)
+    start_sync = time.perf_counter()
     run.sampler.load_weights(trainer.unwrap(run.policy).model)
+    metrics["seconds_sync"] = time.perf_counter() - start_sync
     metrics["seconds_rollout"] = seconds_rollout
     metrics["seconds_train"] = time.perf_counter() - start
     return metrics, replaced + trajectories
@@ -152,6 +154,8 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         run.optimizer.zero_grad(set_to_none=True)
         # -> Policy.forward -> kernels.linear_grpo_loss -> grpo.grpo_loss
         stats = trainer.backward(run.policy, batches, references, **objective)
+        if inner == 0 and config.server:
+            logbook.stop_if_mismatched(run, batches, stats, samples)
         norms.append(trainer.gradient_norm(run.policy, config.clip_grad))
         loss = sum(float(numbers["loss"]) for numbers in stats)
         if math.isfinite(norms[-1]) and math.isfinite(reduced({"loss": loss})["loss"]):
@@ -182,7 +186,8 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
     counts = dict.fromkeys(terms, 0)
     for role, samples in terms.items():
         for sample in samples:
-            counts[role] += sample.copies * (sum(sample.mask) if per_token else 1)
+            size = sum(sample.mask) if per_token else 1
+            counts[role] += sample.copies * sample.weight * size
     counts = reduced(counts)
     kept = []
     weights = []
@@ -192,9 +197,9 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         samples = [sample for sample in samples if sample.copies]
         masks = [torch.tensor(sample.mask) for sample in samples]  # [T] each
         kept += samples
-        shares = grpo.token_weights(masks, int(counts[role]), mean=config.loss_mean)
-        for sample, weight in zip(samples, shares):
-            weights.append(weight * sample.copies)
+        shares = grpo.token_weights(masks, counts[role], mean=config.loss_mean)
+        for sample, share_of_copy in zip(samples, shares):
+            weights.append(share_of_copy * sample.copies * sample.weight)
     batches = trainer.micro_batches(kept, weights, config.micro_tokens, run.device)
     # Every rank needs as many, at least one: the collectives of `backward` pair up.
     number = torch.tensor(max(1, len(batches)), device=run.device)
@@ -202,12 +207,16 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         dist.all_reduce(number, dist.ReduceOp.MAX)
     while len(batches) < number:
         batches.append(trainer.make_micro_batch([], [], [], run.device))
-    if config.importance_cap:
+    importance = config.importance
+    if importance == "auto":
+        importance = "sequence" if config.server else "off"
+    if importance != "off":
         # The trainer's log-probs become the old ones; the gap to the sampler's enters the weight.
         for batch in batches:
             batch.old_logprob = trainer.logprob(run.policy, batch, config.temperature)
-            ratio = torch.exp(batch.old_logprob - batch.sampler_logprob)
-            batch.weight = batch.weight * ratio.clamp(max=config.importance_cap)
+            gap = batch.old_logprob - batch.sampler_logprob
+            owner = batch.owner if importance == "sequence" else None
+            batch.weight = batch.weight * grpo.importance_weights(gap, config.importance_cap, owner)
     references = [None] * len(batches)
     if run.reference:
         references = [trainer.logprob(run.reference, b, config.temperature) for b in batches]
@@ -255,6 +264,7 @@ def train(run: Run, one_step=train_step) -> None:
         records = [record(trajectory, run.chat, step, "train") for trajectory in trajectories]
         logbook.write(run, records, metrics)
         logbook.report(run, bar, metrics)
+        logbook.warn(run)
         logbook.stop_if_blind(run, metrics)
         if (step + 1) % config.save_every == 0 or step == config.steps - 1:
             trainer.save(run.folder, step + 1, run.policy, run.optimizer, run.tokenizer)
@@ -271,6 +281,7 @@ def evaluate(run: Run, updates: int) -> dict:
     failed = []
     unjudged = []
     unjudged_share = []
+    lost = []
     for name, (temperature, top_p) in draws.items():
         trajectories = run.rollouts(
             batch, 1, step="eval", tools=run.eval_tools, temperature=temperature, top_p=top_p
@@ -279,7 +290,8 @@ def evaluate(run: Run, updates: int) -> dict:
         # An answer that nobody could grade is not right; how many there were stands beside it.
         scores[f"eval_{name}"] = share(sums["reward"], sums["trajectories"])
         failed.append(share(sums["failed"], sums["calls"]))
-        unjudged.append(int(sums["trajectories"] - sums["graded"]))
+        unjudged.append(int(sums["unjudged"]))
+        lost.append(share(sums["lost"], sums["trajectories"]))
         unjudged_share.append(share(unjudged[-1], sums["answered"]))
         if name == "accuracy":
             shares = method_shares(trajectories, run.method)
@@ -288,6 +300,7 @@ def evaluate(run: Run, updates: int) -> dict:
     scores["eval_tool_error_share"] = max(failed)
     scores["eval_judge_failures"] = max(unjudged)
     scores["eval_judge_failure_share"] = max(unjudged_share)
+    scores["eval_lost_share"] = max(lost)
     scores["seconds_eval"] = time.perf_counter() - start
     logbook.report_scores(run, scores)
     return scores

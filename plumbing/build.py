@@ -20,7 +20,7 @@ from plumbing import smollm2, surroundings
 from plumbing.claims import claim_folder
 from plumbing.run import Run
 from rollout import Method
-from sampler import Sampler
+from sampler import Sampler, remote
 from tasks import grading
 from tasks.format import Format
 from tasks.questions import Question
@@ -54,6 +54,9 @@ class Additions:
     more_tools: Sequence[Tool] = ()
     question: Callable[[int], Question] | None = None
     eval_questions: list[Question] | None = None
+    # Instead of the two above, where they follow from the options: (options, names of the tools,
+    # whether to train) -> both.
+    questions: Callable[[Config, list[str], bool], tuple] | None = None
     grade: Callable[[Question, str], float] | None = None
     base_model: Callable[[str, int], Path] | None = None  # cache, seed -> what --model toy means
     # The tokenizer and the tools' names -> how the roles speak, for such a base model.
@@ -71,6 +74,7 @@ class Outside:
     eval_questions: list[Question]
     tools: list[Tool]
     eval_tools: list[Tool]
+    servers: list[remote.Server]
 
 
 def build(
@@ -141,13 +145,17 @@ def assemble(
     if config.frozen() or (training and config.kl_beta):
         device = machine.device if config.kl_beta else "cpu"
         base = trainer.load_model(start, device, dtype=machine.dtype, training=False)
-    sampler = make_sampler(config, model, machine)
+    if config.server:
+        sampler = make_remote(config, outside.servers, model, machine, folder)
+        sampler.load_folder(str(Path(origin).resolve()) if Path(origin).exists() else str(origin))
+    else:
+        sampler = make_sampler(config, model, machine)
     samplers = dict.fromkeys(method.roles, sampler)
     if config.frozen():
         samplers |= dict.fromkeys(config.frozen(), make_sampler(config, base, machine))
     deterministic = config.deterministic
     if deterministic is None:
-        deterministic = not machine.cuda
+        deterministic = not machine.cuda and not config.server
     run = Run(
         method=method,
         config=config,
@@ -215,7 +223,8 @@ def environment(config: Config, machine: Machine, training: bool, additions: Add
     question = additions.question
     held_out = additions.eval_questions
     if held_out is None:
-        pair = attempt(surroundings.training_and_held_out, config, names, training)
+        questions = additions.questions or surroundings.training_and_held_out
+        pair = attempt(questions, config, names, training)
         question, held_out = pair or (None, [])
     tools = attempt(surroundings.make_tools, config, "train", names) or []
     eval_tools = attempt(surroundings.make_tools, config, "eval", names) or []
@@ -225,6 +234,10 @@ def environment(config: Config, machine: Machine, training: bool, additions: Add
         problems.append(
             "JINA_API_KEY is not set either: export it, or read pages with --pages fetch"
         )
+    servers = []
+    if config.server:
+        urls = [url for url in config.server.split(",") if url]
+        servers = attempt(remote.connect, urls, config.engine, config.tool_seconds)
     # The toy's model takes two minutes to make: not for a run that cannot start.
     if not problems or config.model != "toy":
         start = attempt(start_model, config, machine, additions.base_model or base_model.build)
@@ -245,7 +258,9 @@ def environment(config: Config, machine: Machine, training: bool, additions: Add
         listed = "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1))
         raise UserError(f"cannot start, {len(problems)} things are missing: {listed}")
     more = list(additions.more_tools)
-    return Outside(start, memory, grade, question, held_out, tools + more, eval_tools + more)
+    tools += more
+    eval_tools += more
+    return Outside(start, memory, grade, question, held_out, tools, eval_tools, servers)
 
 
 # ------------------------------------------------------------------------------- the machine
@@ -359,5 +374,24 @@ def make_sampler(config: Config, model, machine: Machine) -> Sampler:
         raise UserError(
             f"--kv_tokens {config.kv_tokens} makes whole pages of {room} tokens, fewer than one "
             f"context of {config.longest()}; raise it, or lower the episode's limits"
+        )
+    return sampler
+
+
+def make_remote(
+    config: Config, servers: list[remote.Server], model, machine: Machine, folder: Path
+) -> remote.Remote:
+    """The servers as a sampler. They must take the longest context, and read the run's folder."""
+    sampler = remote.Remote(
+        servers,
+        vocabulary=model.get_input_embeddings().num_embeddings,
+        seconds=config.tool_seconds,
+        parallel=config.max_sequences,
+        write=lambda model: trainer.write_model(folder / "weights", model, machine.dtype),
+    )
+    if config.longest() > sampler.positions:
+        raise UserError(
+            f"a server takes contexts of {sampler.positions} tokens, fewer than one of "
+            f"{config.longest()}; raise its limit (vLLM: --max-model-len)"
         )
     return sampler

@@ -39,8 +39,8 @@ LIMITS = (
 # Options that only training reads.
 TRAINING = set(
     "steps resume save_every eval_every model eval_data questions group lr warmup weight_decay "
-    "clip_grad clip_low clip_high kl_beta inner_steps importance_cap fsdp recompute_activations "
-    "micro_tokens balance shared_group preset".split()
+    "clip_grad clip_low clip_high kl_beta inner_steps importance importance_cap fsdp "
+    "max_mismatch_kl recompute_activations micro_tokens balance shared_group preset".split()
 )
 
 
@@ -95,6 +95,7 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
             "metrics.jsonl"
         )
     saved |= {"model": str(model), "name": "", "resume": False, "kl_beta": 0.0, "fsdp": False}
+    saved["server"] = ""  # the run's servers may hold anything now
     if given.get("search", "local") != "local" and "docs" not in given:
         saved["docs"] = ""
     if asking:  # needs neither questions nor a judge
@@ -239,7 +240,7 @@ def evaluate(method: Method, config: Config, **additions) -> int:
     print(f"{'predictions':<14}{run.folder / 'predictions.json'}")
     print(f"{'table':<14}{run.folder / 'table.json'}")
     print(f"{'trajectories':<14}{view.page(run.folder, questions=12)}")
-    for kind in ("tool_error_share", "judge_failure_share"):
+    for kind in ("tool_error_share", "judge_failure_share", "lost_share"):
         failed = max(line[kind] for line in rows)
         if failed > config.max_tool_error_share:
             raise UserError(
@@ -318,8 +319,9 @@ def row(
         "em": sum(grading.exact_match(*gold) for gold in golds) / n,
         "f1": sum(grading.f1(*gold) for gold in golds) / n,
         "cover": sum(grading.cover_match(*gold) for gold in golds) / n,
-        "judge_failures": int(sums["trajectories"] - sums["graded"]),
-        "judge_failure_share": share(sums["trajectories"] - sums["graded"], sums["answered"]),
+        "judge_failures": int(sums["unjudged"]),
+        "judge_failure_share": share(sums["unjudged"], sums["answered"]),
+        "lost_share": sums["lost"] / n,
         "calibration_error": calibration_error(*zip(*sure)) if sure else None,
         "calls": sums["calls"] / n,
         "malformed": share(sums["malformed"], sums["steps"]),
@@ -383,7 +385,7 @@ def ask(method: Method, config: Config, text: str, checkpoint: Path, **additions
         tools=run.eval_tools,
         temperature=config.temperature,
         top_p=config.top_p,
-        on_event=say,
+        on_event=lambda kind, text: say(method.roles.get(kind, kind).lower(), text),
     )
     trajectory.reward = None
     captions = view.Method(method.name, method.roles)

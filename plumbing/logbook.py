@@ -6,15 +6,18 @@ Rank 0 writes for all ranks.
 import dataclasses
 import json
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 import trainer
 import view
 from config import UserError
-from plumbing import files
+from plumbing import collapse, files
+from plumbing.metrics import reduced, share
 from plumbing.run import Run
 from plumbing.surroundings import Questions
+from rollout import Sample
 
 
 def open_folder(run: Run) -> int:
@@ -89,6 +92,15 @@ def report(run: Run, bar: tqdm, metrics: dict) -> None:
         bar.set_postfix_str(line)
 
 
+def warn(run: Run) -> None:
+    """One line for each sign of a collapse that this step has brought beyond its limit."""
+    if run.rank:
+        return
+    lines = files.read_lines(run.folder / "metrics.jsonl")
+    for sign in collapse.warnings(lines, run.method.roles):
+        tqdm.write(f"warning: {sign}; see diagnostics.png, and docs/running.md on what to do")
+
+
 def shown(value: float | None, digits: int) -> str:
     """A number, or a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
@@ -109,13 +121,50 @@ def report_scores(run: Run, scores: dict) -> None:
 
 
 def stop_if_blind(run: Run, metrics: dict) -> None:
-    """UserError when too many tool calls or judgements of a step, or its evaluation, failed."""
-    for kind, name in (("tool calls", "tool_error_share"), ("judgements", "judge_failure_share")):
+    """UserError when too many tool calls, judgements or rollouts of a step failed.
+
+    Those of its evaluation count as well.
+    """
+    kinds = {
+        "tool calls": "tool_error_share",
+        "judgements": "judge_failure_share",
+        "trajectories": "lost_share",
+    }
+    for kind, name in kinds.items():
         failed = max(metrics[name], metrics.get(f"eval_{name}", 0.0))
         if failed > run.config.max_tool_error_share:
             raise UserError(
                 f"{failed:.0%} of the {kind} of step {metrics['step']} failed, more than "
                 "--max_tool_error_share; see the run's rollouts for the reasons, then --resume"
+            )
+
+
+def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list[Sample]) -> None:
+    """UserError if what a server says that it drew from is not the distribution that is trained.
+
+    Each step's batch is the first one after new weights. It is scored before the optimizer moves:
+    `stats` are those of `batches`, and `samples` what their owners point into.
+    """
+    sums = {}
+    for server in run.sampler.servers:  # every rank brings the same keys
+        own = [index for index, sample in enumerate(samples) if sample.server == server.url]
+        sums |= {f"kl {server.url}": 0.0, f"tokens {server.url}": 0.0}
+        for batch, numbers in zip(batches, stats):
+            mine = torch.isin(batch.owner, torch.tensor(own, device=batch.owner.device))  # [N]
+            gap = (numbers["logprob"] - batch.sampler_logprob)[mine]
+            sums[f"kl {server.url}"] += float((torch.expm1(gap) - gap).sum())
+            sums[f"tokens {server.url}"] += len(gap)
+    totals = reduced(sums)
+    most = run.config.max_mismatch_kl
+    for server in run.sampler.servers:
+        kl = share(totals[f"kl {server.url}"], totals[f"tokens {server.url}"])
+        if kl > most:
+            raise UserError(
+                f"{server.url} does not sample what is trained: mismatch_kl {kl:.2g} in the first "
+                f"batch after new weights, above --max_mismatch_kl {most:g}. Likely its log-probs "
+                "leave the temperature out (vLLM: --logprobs-mode processed_logprobs), it cuts the "
+                "distribution (--generation-config vllm), it holds other weights or another "
+                "vocabulary, or its dtype is coarser"
             )
 
 

@@ -29,8 +29,8 @@ def share(part: float, whole: float) -> float:
 
 def rollout_sums(trajectories: list[Trajectory], roles: Iterable[str]) -> dict[str, float]:
     """What a batch of trajectories adds up to, over all ranks."""
-    names = "trajectories graded reward steps calls demanded malformed empty failed cut"
-    names = [*names.split(), "answered", "unaided", "repeated", "groups", "flat"]
+    names = "trajectories graded unjudged lost reward steps calls demanded malformed empty failed"
+    names = [*names.split(), "cut", "answered", "unaided", "repeated", "groups", "flat"]
     whats = "samples tokens right_tokens right_logprob wrong_tokens wrong_logprob".split()
     names += [f"{role}_{what}" for role in roles for what in whats]
     sums = Counter(dict.fromkeys(names, 0))
@@ -38,6 +38,7 @@ def rollout_sums(trajectories: list[Trajectory], roles: Iterable[str]) -> dict[s
         sums["trajectories"] += 1
         sums["demanded"] += trajectory.ended != "answer"
         sums["answered"] += trajectory.answer is not None
+        sums["lost"] += trajectory.ended.startswith("lost")
         if trajectory.reward is not None:
             sums["graded"] += 1
             sums["reward"] += trajectory.reward
@@ -62,6 +63,7 @@ def rollout_sums(trajectories: list[Trajectory], roles: Iterable[str]) -> dict[s
                 sums["malformed"] += problem.startswith("malformed")
                 sums["empty"] += problem == "no results"
                 sums["failed"] += problem.startswith("tool failed")
+    sums["unjudged"] = sums["trajectories"] - sums["graded"] - sums["lost"]
     sums["groups"] = len({t.question.id for t in trajectories if t.reward is not None})
     sums["flat"] = len(flat_questions(trajectories))
     return reduced(dict(sums))
@@ -94,8 +96,9 @@ def rollout_metrics(
         "tool_error_share": share(s["failed"], s["calls"]),
         "empty_share": share(s["empty"], s["calls"]),
         "demanded_share": share(s["demanded"], s["trajectories"]),
-        "judge_failures": int(s["trajectories"] - s["graded"]),
-        "judge_failure_share": share(s["trajectories"] - s["graded"], s["answered"]),
+        "judge_failures": int(s["unjudged"]),
+        "judge_failure_share": share(s["unjudged"], s["answered"]),
+        "lost_share": share(s["lost"], s["trajectories"]),
         "unaided_share": share(s["unaided"], s["answered"]),
         "repeated_share": share(s["repeated"], s["calls"]),
         "truncated_chunks": int(s["cut"]),
@@ -137,6 +140,7 @@ def batch_sums(
     sums = {
         "loss": float(numbers["loss"]),
         "tokens": tokens,
+        "masked": int((batch.weight == 0).sum()),
         "clipped": float(numbers["clip_share"]) * tokens,
         "kl": float(numbers["kl"]) * tokens,
         "drift": float((torch.expm1(drift) - drift).sum()),
@@ -163,6 +167,7 @@ def update_metrics(sums: dict[str, float], roles: Iterable[str]) -> dict:
         "kl": share(totals["kl"], totals["tokens"]),
         "mismatch_kl": share(totals["drift"], totals["drifted"]),
         "trained_tokens": int(totals["tokens"]),
+        "masked_share": share(totals["masked"], totals["tokens"]),
     }
     for role in roles:
         trained = totals[f"{role}_trained"]

@@ -53,7 +53,7 @@ def turn_record(turn: Turn, chat: Format) -> dict:
 def reader_record(reader: Context, chat: Format) -> dict:
     """A context that a turn opened: what it was given and wrote, and its turns if any."""
     sample = reader.sample
-    prompt = sample.mask.index(True)
+    prompt = [*sample.mask, True].index(True)  # a reader whose server was lost wrote nothing
     made = {
         "role": reader.role,
         "prompt": chat.decode(sample.tokens[:prompt]),

@@ -14,6 +14,7 @@ from driver import Driver
 from plumbing.files import Claim
 from rollout import Game, Method, Trajectory, ignore
 from sampler import Sampler
+from sampler.remote import Remote
 from tasks.format import Format
 from tasks.questions import Question
 from tools import Tool
@@ -32,8 +33,8 @@ class Run:
     tokenizer: object
     chat: Format
     driver: Driver
-    sampler: Sampler  # plays every role whose weights are trained
-    samplers: dict[str, Sampler]  # role -> who plays it
+    sampler: Sampler | Remote  # plays every role whose weights are trained
+    samplers: dict[str, Sampler | Remote]  # role -> who plays it
     grade: Callable[[Question, str], float]
     tools: list[Tool]
     eval_tools: list[Tool]  # the toy's held-out world has a corpus of its own

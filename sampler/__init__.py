@@ -1,17 +1,19 @@
 """Sampling with a paged KV cache.
 
-Read engine.py first, then scheduler.py, pages.py, draws.py and forward.py.
+Read engine.py first, then scheduler.py, pages.py, draws.py and forward.py. remote.py has the same
+face before vLLM and SGLang servers.
 """
 
 from sampler.draws import greedy, hashed, sample_token, uniform
 from sampler.engine import Sampler
 from sampler.pages import Pages
-from sampler.request import Completion, Conversation, Request
+from sampler.request import Completion, Conversation, Lost, Request
 from sampler.scheduler import Scheduler
 
 __all__ = [
     "Completion",
     "Conversation",
+    "Lost",
     "Pages",
     "Request",
     "Sampler",

@@ -74,6 +74,8 @@ class Sampler:
     why it is not our own. overlap and buckets: see the head of this file; on for CUDA.
     """
 
+    failure = FloatingPointError  # what a request that has failed raises
+
     def __init__(
         self,
         model,

@@ -18,16 +18,22 @@ COLDEST = 1e-4
 HOTTEST = 1e4
 
 
+class Lost(Exception):
+    """No server answered a request; the message says why."""
+
+
 @dataclass
 class Completion:
     """What was sampled: tokens (a stop token included) and the log-prob of each.
 
     Log-probs are those of the full vocabulary at the temperature. finish: 'stop' or 'length'.
+    server: the URL of the server that sampled it, if it was not this process.
     """
 
     tokens: list[int]
     logprobs: list[float]
     finish: str
+    server: str = ""
 
 
 @dataclass(eq=False)

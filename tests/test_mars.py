@@ -33,7 +33,7 @@ SMALL = [
     "--kv_tokens",
     "16384",
 ]
-TIMES = {"seconds_rollout", "seconds_train", "seconds_eval", "tokens_per_second"}
+TIMES = {"seconds_rollout", "seconds_sync", "seconds_train", "seconds_eval", "tokens_per_second"}
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ def test_refills_are_the_same_on_two_ranks_and_after_a_resume(base, tmp_path):
         ["--shared_group"],
         ["--inner_steps", "2"],
         ["--kl_beta", "0.01"],
-        ["--importance_cap", "2"],
+        ["--is", "token", "--importance_cap", "2"],
     ],
     ids=" ".join,
 )

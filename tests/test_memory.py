@@ -68,6 +68,7 @@ def settings(**given):
         "kv_tokens": 4096,
         "frozen": set,
         "kl_beta": 0.0,
+        "server": "",
         "micro_tokens": 2000,
         "recompute_activations": False,
     }

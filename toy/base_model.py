@@ -407,6 +407,11 @@ def build(
     that is cut short leaves no folder of that name. UserError when the cache cannot be written.
     """
     folder = Path(cache) / f"toy-base-{recipe(seed, steps)}"
+    return cached(folder, lambda: make_base(seed, *steps), threads)
+
+
+def cached(folder: Path, make: Callable[[], tuple], threads: int | None = None) -> Path:
+    """The folder with the (model, tokenizer) that `make` makes, made if it is not there."""
     if folder.exists():
         return folder
     unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
@@ -414,12 +419,13 @@ def build(
         unfinished.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"the cache folder {cache} cannot be written ({error.strerror}): name another one"
+            f"the cache folder {folder.parent} cannot be written ({error.strerror}): name another "
+            "one"
         ) from error
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)
     try:
-        model, tokenizer = make_base(seed, *steps)
+        model, tokenizer = make()
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         # Another process may have been faster.
@@ -431,9 +437,9 @@ def build(
     return folder
 
 
-def recipe(seed: int, steps: tuple[int, int]) -> str:
-    """A hash of all that the base model follows from in this folder."""
+def recipe(seed: int, steps: tuple[int, int], *more: str) -> str:
+    """A hash of all that the base model follows from in this folder; `more`: further files."""
     digest = hashlib.sha256(repr((seed, steps)).encode())
-    for file in (world.__file__, language.__file__, __file__):
+    for file in (world.__file__, language.__file__, __file__, *more):
         digest.update(Path(file).read_bytes())
     return digest.hexdigest()[:12]

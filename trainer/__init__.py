@@ -9,7 +9,7 @@ memory.py      what a process will hold
 """
 
 from trainer.batches import MicroBatch, make_micro_batch, micro_batches
-from trainer.checkpoint import load_optimizer, newest, save
+from trainer.checkpoint import load_optimizer, newest, save, write_model
 from trainer.loading import check_exact, load_model
 from trainer.memory import memory_plan
 from trainer.policy import (
@@ -39,4 +39,5 @@ __all__ = [
     "parallel",
     "save",
     "unwrap",
+    "write_model",
 ]

@@ -24,6 +24,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
     set_optimizer_state_dict,
 )
@@ -135,6 +136,44 @@ def write_state(folder: Path, step: int, model, weights: dict, moments: dict, to
     link.symlink_to(Path("state") / final.name / "model", target_is_directory=True)
     os.replace(link, folder / "checkpoint")
     sync(folder)
+
+
+def write_model(folder: Path, model, dtype: torch.dtype) -> str:
+    """Writes the weights as a new model folder below `folder`, for servers; returns its full path.
+
+    Every rank must call it; rank 0 writes. The newest two stay, since a server may still be reading
+    the former one. UserError on all ranks if the disk does not take it.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    path = ""
+    problem = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        weights = {name: weight.to(dtype) for name, weight in weights.items()}
+        try:
+            path = write_next(folder, model, weights)
+        except Exception as error:  # safetensors has errors of its own kind
+            problem = f"cannot write the weights to {folder} ({reason(error, folder.parent)})"
+    path, problem = from_first_rank((path, problem))
+    if problem:
+        raise UserError(f"{problem}: make room and go on with --resume")
+    return path
+
+
+def write_next(folder: Path, model, weights: dict) -> str:
+    """The next numbered folder with these weights, whole before it has its name."""
+    temporary = folder / WRITING
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary, state_dict=weights)
+    sync_tree(temporary)
+    older = sorted(path for path in folder.iterdir() if path.name.isdecimal())
+    number = int(older[-1].name) + 1 if older else 1
+    final = folder / f"{number:06d}"
+    os.replace(temporary, final)
+    sync(folder)
+    for path in older[:-1]:
+        shutil.rmtree(path, ignore_errors=True)
+    return str(final.resolve())
 
 
 def sync(path: Path) -> None:

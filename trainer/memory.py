@@ -109,7 +109,8 @@ def memory_parts(
     next one is under way.
     """
     size = 2 if cuda else 4  # bytes of a number outside the master weights
-    models = 2 if config.frozen() else 1  # a role that the start's weights play has its own
+    # A role that the start's weights play has a sampler of its own; servers take one away.
+    models = (not config.server) + bool(config.frozen())
     pool = kv_bytes(shape, size) * config.kv_tokens
     parts = {}
     if training:
@@ -121,7 +122,7 @@ def memory_parts(
     if training and config.kl_beta:
         parts["reference"] = size * parameters
     if cuda:
-        parts["CUDA"] = CUDA_CONTEXT + GRAPHS + (NCCL if world > 1 else 0)
+        parts["CUDA"] = CUDA_CONTEXT + (GRAPHS if models else 0) + (NCCL if world > 1 else 0)
     return parts
 
 

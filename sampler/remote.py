@@ -1,0 +1,488 @@
+"""Rollouts on serving engines: vLLM or SGLang servers behind the face of `Sampler`.
+
+A conversation lives here as token ids. Each request sends all of them and gets ids and log-probs
+back, never text, so a server holds nothing that could be lost: its prefix cache only spares work.
+Conversations are shared out over the servers and stay where they are until their server fails.
+
+New weights go by way of a model folder that the servers can read. Each server pauses, reloads,
+forgets its prefix cache, takes a version of ours and resumes. An answer counts only if its server
+still holds that version afterwards. So a server that was started anew, with the weights of its
+start, is noticed at its first answer and loads again.
+
+Whatever goes wrong (a lost or slow server, 429, 5xx, an answer that is cut or does not hold what
+was asked for) is tried again, on another server if there is one, within one deadline for a request.
+A try gets half of the time that is left. Then `Lost` ends this trajectory and no other.
+
+Departures from `Sampler`: draws are the engine's own; with top_p below 1 the log-probs are those of
+the nucleus; how requests share batches depends on when they arrive.
+
+Protocols and traps: docs/engines.md. Tests: pytest tests/test_remote.py
+"""
+
+import json
+import math
+import queue
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from config import UserError
+from sampler.request import Completion, Conversation, Lost, Request, make_request
+from tools.documents import one_line
+from tools.exchange import Refused, in_threads, seconds_left, service
+from tools.web import check_base_url, retry_after
+from trainer.checkpoint import from_first_rank
+
+FIRST_REST = 0.25  # seconds that a server is left alone after a failure
+LONGEST_REST = 30.0  # after many in a row
+SLACK = 1e-3  # a log-prob may lie so far above 0: bf16 rounds
+
+# ------------------------------------------------------------------------------------- the servers
+
+
+@dataclass(eq=False)
+class Server:
+    """One server. A subclass speaks an engine's protocol."""
+
+    url: str
+    model: str = ""  # what it calls its model
+    positions: int = 0  # tokens of its longest context
+    version: str = ""  # of the weights that it held when it was last asked
+    conversations: int = 0  # that have it as their home
+    running: int = 0  # requests under way
+    failures: int = 0  # in a row
+    rests_until: float = 0.0  # by time.monotonic
+    loading: threading.Lock = field(default_factory=threading.Lock)
+
+    def get(self, path: str, deadline: float) -> dict:
+        return self.exchange(path, None, deadline)
+
+    def post(self, path: str, body: dict, deadline: float) -> dict:
+        return self.exchange(path, body, deadline)
+
+    def exchange(self, path: str, body: dict | None, deadline: float) -> dict:
+        """The JSON object that the server answers with; some answer a command with nothing."""
+        raw, _ = service(self.url + path, body, {}, seconds_left(deadline))
+        answer = json.loads(raw or b"{}")
+        if not isinstance(answer, dict):
+            raise ValueError("the answer is no JSON object")
+        if answer.get("success") is False:
+            raise ValueError(f"{path} has failed: {answer.get('message', 'no reason given')}")
+        return answer
+
+    def meet(self, deadline: float) -> None:
+        """Asks for the model's name and its longest context."""
+        card = self.get("/v1/models", deadline)["data"][0]
+        self.model = card["id"]
+        self.positions = int(card["max_model_len"])
+
+    def ask(self, context: list[int], request: Request, deadline: float) -> tuple:
+        """(tokens, log-probs, the version of the weights that drew them)."""
+        raise NotImplementedError
+
+    def load(self, path: str, version: str, deadline: float) -> None:
+        """Loads the model folder at `path`; the version is set when all else is done."""
+        raise NotImplementedError
+
+    def held(self, deadline: float) -> str:
+        """The version of the weights that it holds now."""
+        raise NotImplementedError
+
+
+class VLLM(Server):
+    """`vllm serve` with VLLM_SERVER_DEV_MODE=1 (read and run: 0.32)."""
+
+    def ask(self, context, request, deadline):
+        # All that a request omits is filled from the model's generation_config.
+        body = {
+            "model": self.model,
+            "prompt": context,
+            "max_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "seed": request.seed,
+            "stop_token_ids": sorted(request.stop_ids),
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "logprobs": 0,
+        }
+        choice = self.post("/v1/completions", body, deadline)["choices"][0]
+        return choice["token_ids"], choice["logprobs"]["token_logprobs"], self.held(deadline)
+
+    def load(self, path, version, deadline):
+        self.post("/pause?mode=wait", {}, deadline)
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        self.post("/collective_rpc", reload, deadline)
+        self.post("/reset_prefix_cache", {}, deadline)
+        self.post("/update_weight_version", {"new_version": version}, deadline)
+        self.post("/resume", {}, deadline)
+
+    def held(self, deadline):
+        return self.get("/weight_info", deadline)["weight_version"]
+
+
+class SGLang(Server):
+    """`sglang.launch_server` (read: 0.5; not run here). It pauses by itself while it loads."""
+
+    def ask(self, context, request, deadline):
+        # No ignore_eos: with it, stop_token_ids would be ignored as well.
+        parameters = {
+            "max_new_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "sampling_seed": request.seed,
+            "stop_token_ids": sorted(request.stop_ids),
+        }
+        body = {"input_ids": context, "sampling_params": parameters, "return_logprob": True}
+        about = self.post("/generate", body, deadline)["meta_info"]
+        drawn = about["output_token_logprobs"]  # [[log-prob, token, text], …]
+        return [one[1] for one in drawn], [one[0] for one in drawn], about["weight_version"]
+
+    def load(self, path, version, deadline):
+        body = {"model_path": path, "weight_version": version, "flush_cache": True}
+        self.post("/update_weights_from_disk", body, deadline)
+
+    def held(self, deadline):
+        return self.get("/model_info", deadline)["weight_version"]
+
+
+ENGINES = {"vllm": VLLM, "sglang": SGLang}
+
+
+def connect(urls: list[str], engine: str, seconds: float) -> list[Server]:
+    """The servers at these URLs; of a router, those behind it. UserError for one that is away."""
+    deadline = time.monotonic() + seconds
+    servers = []
+    for url in urls:
+        url = check_base_url("--server", url, path=True)
+        try:
+            found = [ENGINES[engine](worker) for worker in workers(url, deadline)]
+            for server in found:
+                server.meet(deadline)
+            servers += found
+        except Exception as error:  # whatever listens there may answer anything
+            raise UserError(f"--server {url} is no {engine} server: {reason(error)}") from None
+    return servers
+
+
+def workers(url: str, deadline: float) -> list[str]:
+    """The URLs of a router's servers, or the URL itself. New weights must reach each of them."""
+    try:
+        listed = Server(url).get("/workers", deadline)["workers"]
+    except Refused:
+        return [url]
+    return [worker["url"].rstrip("/") for worker in listed]
+
+
+def checked(tokens: list, logprobs: list, request: Request, vocabulary: int) -> Completion:
+    """A server's answer as a completion; ValueError unless it is whole and what was asked for."""
+    if len(tokens) != len(logprobs):
+        raise ValueError(f"{len(logprobs)} log-probs for {len(tokens)} tokens")
+    for token, logprob in zip(tokens, logprobs):
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise ValueError(f"the token {token!r} is outside the vocabulary of {vocabulary}")
+        if not isinstance(logprob, (int, float)) or not -math.inf < logprob <= SLACK:
+            raise ValueError(f"{logprob!r} is no log-prob")
+    stops = [place for place, token in enumerate(tokens) if token in request.stop_ids]
+    if tokens and stops == [len(tokens) - 1]:
+        return Completion(tokens, logprobs, "stop")
+    if not stops and len(tokens) == request.max_new_tokens:
+        return Completion(tokens, logprobs, "length")
+    raise ValueError(
+        f"{len(tokens)} tokens that end neither at a stop token of ours nor at the limit of "
+        f"{request.max_new_tokens}"
+    )
+
+
+def reason(error: Exception) -> str:
+    """Why an exchange failed, on one short line."""
+    if isinstance(error, Refused):
+        said = error.body.decode("utf-8", "replace")
+        return one_line(f"HTTP {error.status} {said}", 200)
+    if isinstance(error, TimeoutError):
+        return "it did not answer in time"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return one_line(f"{error} ({type(error).__name__})", 200)
+
+
+def final(error: Exception) -> bool:
+    """Whether trying again would not help: the server understood and refused."""
+    return isinstance(error, Refused) and error.status in (400, 401, 403, 404, 413, 422)
+
+
+# ------------------------------------------------------------------------------------- the sampler
+
+
+class Remote:
+    """Samples on `servers`, with the face that `Sampler` shows the driver.
+
+    vocabulary: token ids are below it. seconds: the deadline of one request, and of one round of
+    new weights. parallel: requests under way at once, at most. write(model): the path of a folder
+    with the model's weights that all servers can read; every rank calls it.
+    """
+
+    failure = Lost  # what a request that has failed raises
+
+    def __init__(
+        self,
+        servers: list[Server],
+        *,
+        vocabulary: int,
+        seconds: float,
+        parallel: int,
+        write: Callable,
+    ):
+        self.servers = servers
+        self.vocabulary = vocabulary
+        self.positions = min(server.positions for server in servers)
+        self.seconds = seconds
+        self.parallel = parallel
+        self.write = write
+        kind = type(servers[0]).__name__
+        self.path = f"{kind} at {', '.join(server.url for server in servers)}"
+        self.folder = ""  # the weights that are to be sampled with
+        self.version = ""
+        names = ("decoded_tokens", "running", "waiting", "pages_in_use", "failures", "loads")
+        self.stats = dict.fromkeys(names, 0)
+        self.homes: dict[Conversation, Server] = {}
+        self.requests: set[Request] = set()  # open ones
+        self.threads = 0
+        self.todo: queue.SimpleQueue = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue = queue.SimpleQueue()
+        self.guard = threading.Lock()  # of `homes` and of what the threads count
+
+    # ---- what callers use
+
+    @property
+    def busy(self) -> bool:
+        """True while a request is open that step() has not returned yet."""
+        return bool(self.requests)
+
+    @property
+    def pages_in_use(self) -> int:
+        """Open conversations that a server was asked to continue; the pages are the servers'."""
+        return len(self.homes)
+
+    def open(self) -> Conversation:
+        """A new, empty conversation."""
+        return Conversation()
+
+    def close(self, conversation: Conversation) -> None:
+        """Ends a conversation; its open request, if any, ends with an error."""
+        request = conversation.request
+        with self.guard:
+            conversation.closed = True
+            self._move(conversation, None)
+        if request:
+            request.error = "the conversation was closed"
+            self.requests.discard(request)
+            conversation.request = None
+
+    def submit(self, conversation: Conversation, tokens, **options) -> Request:
+        """Appends `tokens` to the conversation and asks for an answer; see Sampler.submit."""
+        request = make_request(
+            conversation,
+            tokens,
+            vocabulary=self.vocabulary,
+            positions=self.positions,
+            pool=self.positions,
+            **{"temperature": 1.0, "top_p": 1.0, "stop_ids": (), "seed": 0} | options,
+        )
+        conversation.tokens += request.given
+        conversation.request = request
+        self.requests.add(request)
+        self.todo.put((request, list(conversation.tokens)))
+        if self.threads < min(self.parallel, len(self.requests)):
+            self.threads += 1
+            threading.Thread(target=self._work, daemon=True).start()
+        return request
+
+    def step(self) -> list[Request]:
+        """The requests that have been answered; waits a moment for one if there is none."""
+        done = []
+        try:
+            answer = self.answers.get(timeout=0.01)
+            while True:
+                if answer[0] in self.requests:  # else its conversation was closed
+                    done.append(self._finish(*answer))
+                answer = self.answers.get_nowait()
+        except queue.Empty:
+            pass
+        running = sum(server.running for server in self.servers)
+        waiting = max(0, len(self.requests) - running)
+        self.stats |= {"running": running, "waiting": waiting, "pages_in_use": self.pages_in_use}
+        return done
+
+    def _finish(self, request: Request, completion: Completion | None, error: str | None):
+        self.requests.remove(request)
+        request.conversation.request = None
+        request.completion = completion
+        request.error = error
+        if completion:
+            request.conversation.tokens += completion.tokens
+            self.stats["decoded_tokens"] += len(completion.tokens)
+        return request
+
+    # ---- new weights
+
+    def load_weights(self, model) -> None:
+        """Writes the weights to disk, and returns when the servers hold them."""
+        self.load_folder(self.write(model))
+
+    def load_folder(self, folder: str) -> None:
+        """Has the servers load a model folder. One that is away loads it when it is back.
+
+        UserError, on all ranks, if no server has loaded it within the deadline.
+        """
+        if self.busy:
+            raise RuntimeError("new weights while requests are open")
+        self.folder, self.version = from_first_rank((folder, f"mars-{uuid.uuid4().hex}"))
+        problem = None
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            problem = self._load_all()
+        problem = from_first_rank(problem)
+        if problem:
+            raise UserError(problem)
+
+    def _load_all(self) -> str | None:
+        """Brings the weights to every server that is there; what is wrong if none is."""
+        deadline = time.monotonic() + self.seconds
+
+        def attempt(server: Server) -> Exception | None:
+            try:
+                self._bring(server, time.monotonic() + (deadline - time.monotonic()) / 2)
+            except Exception as error:
+                return error
+
+        while True:
+            errors = in_threads(attempt, self.servers)
+            refused = any(map(final, errors))
+            if None in errors and not refused:
+                return None
+            if refused or time.monotonic() + 1 > deadline:
+                break
+            time.sleep(1)
+        pairs = [(server, error) for server, error in zip(self.servers, errors) if error]
+        listed = "; ".join(f"{server.url}: {reason(error)}" for server, error in pairs)
+        return (
+            f"the weights in {self.folder} were not loaded ({listed}): see to the servers "
+            "(docs/engines.md says how they are started), then --resume"
+        )
+
+    def _bring(self, server: Server, deadline: float) -> str:
+        """The version that a server holds, once it is one of the current weights.
+
+        Every load has a version of its own. So a sample that was drawn before a load is told from
+        one that was drawn after it, also when both loads were of the same weights.
+        """
+        with server.loading:
+            if not self._is_current(server.version):
+                server.version = server.held(deadline)
+            if not self._is_current(server.version):
+                version = f"{self.version}.{uuid.uuid4().hex}"
+                server.load(self.folder, version, deadline)
+                server.version = server.held(deadline)
+                self.stats["loads"] += 1
+                if server.version != version:
+                    raise ValueError(f"it holds {server.version!r} after loading {version!r}")
+            return server.version
+
+    def _is_current(self, version: str) -> bool:
+        return version.partition(".")[0] == self.version
+
+    # ---- in threads
+
+    def _work(self) -> None:
+        """One of the threads that ask the servers, for ever."""
+        while True:
+            request, context = self.todo.get()
+            try:
+                self.answers.put((request, self._sample(request, context), None))
+            except Lost as error:
+                self.answers.put((request, None, str(error)))
+
+    def _sample(self, request: Request, context: list[int]) -> Completion:
+        """The answer to one request, from whichever server gives it; Lost at the deadline."""
+        deadline = time.monotonic() + self.seconds
+        why = "all servers rest after a failure"
+        while (left := deadline - time.monotonic()) > 0 and not request.done:
+            server = self._choose(request.conversation)
+            if server is None:
+                time.sleep(min(0.05, left))
+                continue
+            try:
+                completion = self._ask(server, request, context, time.monotonic() + left / 2)
+                server.failures = 0
+                return completion
+            except Exception as error:  # whatever a server sends reaches the parsers
+                why = f"{server.url}: {reason(error)}"
+                if final(error):
+                    raise Lost(why) from None
+                self._rest(server, error)
+            finally:
+                with self.guard:
+                    server.running -= 1
+        raise Lost(f"no answer within {self.seconds:g} seconds; the last failure, {why}")
+
+    def _ask(
+        self, server: Server, request: Request, context: list[int], deadline: float
+    ) -> Completion:
+        """One try, which counts only if the server held the same current weights throughout."""
+        version = self._bring(server, deadline)
+        tokens, logprobs, after = server.ask(context, request, deadline)
+        if after != version:
+            server.version = after
+            raise ValueError(f"it sampled with the weights {after!r} and not {version!r}")
+        completion = checked(tokens, logprobs, request, self.vocabulary)
+        completion.server = server.url
+        return completion
+
+    def _choose(self, conversation: Conversation) -> Server | None:
+        """Where the conversation was, or the emptiest server; None while all rest."""
+        with self.guard:
+            awake = [server for server in self.servers if server.rests_until <= time.monotonic()]
+            if not awake:
+                return None
+            server = self.homes.get(conversation)
+            if server not in awake:
+                server = min(awake, key=lambda server: server.conversations)
+                if not conversation.closed:
+                    self._move(conversation, server)
+            server.running += 1
+            return server
+
+    def _move(self, conversation: Conversation, server: Server | None) -> None:
+        """Gives a conversation another home, or none."""
+        left = self.homes.pop(conversation, None)
+        if left:
+            left.conversations -= 1
+        if server:
+            self.homes[conversation] = server
+            server.conversations += 1
+
+    def _rest(self, server: Server, error: Exception) -> None:
+        """Leaves a server alone for a while, longer after each failure in a row."""
+        with self.guard:
+            self.stats["failures"] += 1
+            now = time.monotonic()
+            if server.rests_until > now:  # another thread has just met the same failure
+                return
+            server.failures += 1
+            rest = min(LONGEST_REST, FIRST_REST * 2 ** (server.failures - 1))
+            if isinstance(error, Refused):
+                rest = max(rest, retry_after(error.headers.get("Retry-After")))
+            server.rests_until = now + rest
+        if server.failures == 4:  # it may pass at once, and then nobody need know
+            print(f"{server.url} fails: {reason(error)}; trying again", file=sys.stderr, flush=True)

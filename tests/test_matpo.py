@@ -1,0 +1,532 @@
+"""MATPO: who sees what, who gets which credit, and a run of two steps."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.tiny import CPU, OBJECTIVE, model
+from test_mars import SMALL, TIMES
+
+import train
+import trainer
+from config import UserError, resolve
+from driver import Driver
+from recipes import matpo
+from rollout import Game, Sample, Trajectory, Turn
+from sampler import Completion
+from tasks.format import Action
+from tasks.grading import exact_match
+from tasks.questions import Question
+from tools import Document, ToolError
+from toy import delegation, world
+
+REPO = Path(__file__).parent.parent
+FORMAT = delegation.DelegationFormat(delegation.make_tokenizer(), [*world.TOOLS, "work"])
+QUESTION = Question("q", "where is the employer of ada baker based ?", ("dover",), "toy")
+PAGES = [
+    Document("d1", "", "", "ada baker born 1968 . ada baker joined acro corp ."),
+    Document("d2", "", "", "bob cohen wrote about ada baker ."),
+]
+DOCUMENTS = " ".join(f"<doc> {page.text}" for page in PAGES)
+
+
+# -------------------------------------------------------------------------------------- the episode
+
+
+class Script:
+    """Stands in for the sampler: each role says its texts in turn."""
+
+    def __init__(self, planner: list[str], worker: list[str]):
+        self.said = {"planner": list(planner), "worker": list(worker)}
+        self.queue = []
+        self.seeds = []
+        self.opened = 0
+        self.busy = False
+
+    def open(self):
+        self.opened += 1
+        return SimpleNamespace(tokens=[])
+
+    def close(self, conversation):
+        self.opened -= 1
+
+    def submit(self, conversation, tokens, *, max_new_tokens, seed, **options):
+        conversation.tokens += tokens
+        self.seeds.append(seed)
+        role = "worker" if conversation.tokens[0] == FORMAT.control["<s1>"] else "planner"
+        text = self.said[role].pop(0)
+        new = FORMAT.tokenizer.encode(text, add_special_tokens=False)[:max_new_tokens]
+        finish = "stop" if new[-1] == FORMAT.eot else "length"
+        conversation.tokens += new
+        completion = Completion(new, [-0.5] * len(new), finish)
+        self.queue.append(SimpleNamespace(error=None, completion=completion))
+        self.busy = True
+        return self.queue[-1]
+
+    def step(self):
+        done = self.queue
+        self.queue = []
+        self.busy = False
+        return done
+
+
+def play(planner: list[str], worker: list[str], search=lambda query: PAGES, **options):
+    """One scripted episode: the trajectory, and the script."""
+    script = Script(planner, worker)
+    config = matpo.MatpoConfig(**options)
+    tools = {"search": search, "scholar": search, "python": search, "work": matpo.refuse}
+
+    def grade(question, answer):
+        return float(exact_match(answer, question.golden_answers))
+
+    driver = Driver([script], deterministic=True)
+    samplers = {"planner": script, "worker": script}
+    game = Game(driver, samplers, FORMAT, tools, grade, config, step=0)
+    (trajectory,) = driver.run([game.play(matpo.METHOD, QUESTION, 0, 0)])
+    assert script.opened == 0, "every context gives its pages back"
+    assert not any(script.said.values()), f"not said: {script.said}"
+    return trajectory, script
+
+
+def text(sample: Sample, sampled: bool) -> str:
+    return FORMAT.decode([t for t, m in zip(sample.tokens, sample.mask) if m == sampled])
+
+
+PLANNER = [
+    "<call> work anything about ada baker <eot>",
+    "<call> work base of acro corp <eot>",
+    "<answer> dover <eot>",
+]
+WORKERS = [
+    "<call> search ada baker <eot>",
+    "<answer> ada baker born 1968 . bob cohen wrote about ada baker . <eot>",
+    "ada baker joined acro corp . <eot>",
+    "<call> search acro corp <eot>",
+    "<call> search acro corp <eot>",
+    "acro corp occupies dover . <eot>",
+]
+
+
+def test_the_planner_sees_summaries_only_and_nothing_of_a_worker_is_its_own():
+    trajectory, script = play(PLANNER, WORKERS, sys2_context=256)
+    assert (trajectory.answer, trajectory.ended, trajectory.reward) == ("dover", "answer", 1.0)
+    planner, first, second = [context.sample for context in trajectory.contexts]
+    assert text(planner, True) == " ".join(PLANNER)
+    assert text(planner, False) == (
+        f"<s2> {QUESTION.text} <eot> <resp> ada baker joined acro corp . <eot> "
+        "<resp> acro corp occupies dover . <eot>"
+    )
+    assert text(first, True) == " ".join(WORKERS[:3])
+    # The demand for the summary follows the worker's message, or the last search it may make.
+    assert text(first, False) == (
+        f"<s1> {QUESTION.text} <purpose> anything about ada baker <eot> "
+        f"<resp> {DOCUMENTS} <eot> <resp> <eot> <answer>"
+    )
+    assert text(second, False).endswith(
+        f"<resp> {DOCUMENTS} <eot> <resp> {DOCUMENTS} <eot> <answer>"
+    )
+    assert [turn.readers[0].sample for turn in trajectory.turns[:2]] == [first, second]
+    assert len(set(script.seeds)) == len(script.seeds) == 9, "every draw has a name of its own"
+
+
+@pytest.mark.parametrize("recap", [True, False])
+def test_a_worker_is_told_the_question_iff_recap(recap):
+    trajectory, _ = play(PLANNER, WORKERS, sys2_context=256, recap=recap)
+    asked = FORMAT.encode(QUESTION.text)
+    for worker in trajectory.samples("worker"):
+        prompt = worker.tokens[: worker.mask.index(True)]
+        places = range(len(prompt))
+        assert any(prompt[i : i + len(asked)] == asked for i in places) == recap
+
+
+def test_without_a_summary_the_last_message_goes_up_as_it_stands():
+    workers = [*WORKERS[:2], *WORKERS[3:5]]  # nobody is asked for a summary
+    trajectory, _ = play(PLANNER, workers, sys2_context=256, summary=False)
+    assert text(trajectory.contexts[0].sample, False) == (
+        f"<s2> {QUESTION.text} <eot> "
+        "<resp> ada baker born 1968 . bob cohen wrote about ada baker . <eot> "
+        "<resp> search acro corp <eot>"
+    )
+
+
+def test_a_single_agent_reads_everything_itself():
+    said = ["<call> search ada baker <eot>", "ada baker joined acro corp . <answer> dover <eot>"]
+    trajectory, _ = play(said, [], delegate=False)
+    (context,) = trajectory.contexts
+    assert text(context.sample, False) == (
+        f"<s2> <s1> {QUESTION.text} <eot> <resp> {DOCUMENTS} <eot>"
+    )
+    assert trajectory.answer == "dover"
+
+
+def test_nobody_calls_a_tool_that_is_not_its_own():
+    planner = ["<call> search ada baker <eot>", PLANNER[0], "<answer> dover <eot>"]
+    worker = ["<call> work ada baker <eot>", WORKERS[0], WORKERS[2]]
+    trajectory, _ = play(planner, worker)
+    first, second, _ = trajectory.turns
+    assert "search is not your tool; yours: work" in first.problem and not first.documents
+    turns = second.readers[0].turns
+    assert "yours: search, scholar, python" in turns[0].problem
+    assert [turn.problem for turn in turns[1:]] == [None, None]
+    single, _ = play([PLANNER[0], "<answer> dover <eot>"], [], delegate=False)
+    assert "work is not your tool" in single.turns[0].problem
+
+
+def test_what_goes_wrong_stays_within_the_worker():
+    def away(query):
+        raise ToolError("away")
+
+    trajectory, _ = play(
+        [PLANNER[0], "<answer> dover <eot>"],
+        [WORKERS[0], "nothing here", "<eot>"],
+        away,
+    )
+    planner, worker = trajectory.contexts
+    assert text(planner.sample, False).endswith("<resp> error <eot>"), "it gave no summary"
+    problems = [turn.problem.split(":")[0] for turn in worker.turns]
+    assert problems == ["tool failed", "malformed", "malformed"]
+
+
+@pytest.mark.parametrize("context", [60, 90, 160, 256])
+def test_no_context_outgrows_its_limit(context):
+    """However many words a tool returns, and however long anybody goes on."""
+    long = [Document("d", "", "", "ada baker born 1968 . " * 80)]
+    trajectory, _ = play(
+        [PLANNER[0], "<answer> dover <eot>"],
+        [WORKERS[0], WORKERS[2]],
+        lambda query: long,
+        sys2_context=context,
+    )
+    assert all(len(sample.tokens) <= context for sample in trajectory.samples())
+    assert text(trajectory.contexts[0].sample, False).endswith("joined acro corp . <eot>")
+
+
+# ------------------------------------------------------------------------------------------- credit
+
+
+def sample(role: str, place: int, attempt: int, lengths: list[int], seed: int) -> Sample:
+    """Given and sampled stretches by turns; ids that the tiny models know."""
+    generator = torch.Generator().manual_seed(seed)
+    made = Sample(role, place, attempt)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(0, 61, (count,), generator=generator).tolist()
+
+    for length in lengths:
+        made.append_given(draw(3))
+        made.append_sampled(Completion(draw(length), [-4.0] * length, "stop"))
+    return made
+
+
+def context(role: str, made: Sample, *errors: str | None) -> SimpleNamespace:
+    turns = [Turn([], Action(error=error) if error else Action(answer="x")) for error in errors]
+    return SimpleNamespace(role=role, sample=made, chunk=None, turns=turns)
+
+
+def attempt(place: int, number: int, reward: float, workers: list[list[int]]) -> Trajectory:
+    """A planner of two sampled tokens, and workers with turns of these lengths."""
+    question = Question(f"q{place}", "?", ("x",), "own")
+    made = Trajectory(question, place, number, ended="answer", reward=reward)
+    made.contexts = [context("planner", sample("planner", place, number, [1, 1], number), None)]
+    for index, lengths in enumerate(workers):
+        worker = sample("worker", place, number, lengths, 100 * number + index)
+        made.contexts.append(context("worker", worker, None))
+    return made
+
+
+def batch() -> list[Trajectory]:
+    return [
+        attempt(0, 0, 1.0, [[5, 4], [2]]),
+        attempt(0, 1, 0.0, [[3]]),
+        attempt(0, 2, 0.0, []),
+        attempt(1, 3, 1.0, [[9, 2], [1], [4]]),
+        attempt(1, 4, 0.0, [[6], [2, 2]]),
+    ]
+
+
+def credited(**options) -> tuple[list[Trajectory], dict[str, list[Sample]], matpo.MatpoConfig]:
+    config = matpo.MatpoConfig(**{"format_share": 0.0, "questions": 2, **options})
+    trajectories = batch()
+    return trajectories, matpo.credit(config, trajectories, 0), config
+
+
+def prepared(config, terms) -> tuple[list[Sample], list]:
+    run = SimpleNamespace(config=config, ranks=1, device=CPU, reference=None, policy=None)
+    samples, batches, _ = train.prepare(run, terms)
+    return samples, batches
+
+
+def test_workers_inherit_their_planners_advantage():
+    trajectories, _, _ = credited()
+    expected = [math.sqrt(2), -1 / math.sqrt(2), -1 / math.sqrt(2), 1.0, -1.0]
+    for trajectory, advantage in zip(trajectories, expected):
+        for made in trajectory.samples():
+            assert made.advantage == pytest.approx(advantage)
+
+
+def gradient_by_hand(trajectories: list[Trajectory], masked_row: bool) -> dict:
+    """The gradient of the paper's objective at ρ = 1, one plain sum over all tokens.
+
+    With `masked_row` a worker's advantage at token j is the planner's times the planner's mask at
+    token j, as in the official code.
+    """
+    reference = model("qwen3").float()
+    loss = 0.0
+    for trajectory in trajectories:
+        planner = trajectory.contexts[0].sample
+        length = sum(sum(made.mask) for made in trajectory.samples())
+        for made in trajectory.samples():
+            logits = reference(input_ids=torch.tensor([made.tokens])).logits[0]
+            logprob = logits.log_softmax(-1)
+            for j in range(1, len(made.tokens)):
+                advantage = planner.advantage
+                if masked_row:
+                    advantage *= j < len(planner.mask) and planner.mask[j]
+                if made.mask[j]:
+                    loss -= advantage * logprob[j - 1, made.tokens[j]] / length
+    (loss / len(trajectories)).backward()
+    return {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+
+
+def test_the_gradient_is_that_of_the_papers_objective_also_beyond_the_planners_end():
+    """Workers are longer than planners here; the official code leaves their ends untrained."""
+    trajectories, terms, config = credited()
+    samples, _ = prepared(config, terms)
+    sampler = model("qwen3")
+    policy = trainer.Policy(model("qwen3"), bf16=False)
+    for made in samples:  # on policy, ρ is 1
+        logits = sampler(input_ids=torch.tensor([made.tokens])).logits[0].detach()
+        picked = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(made.tokens[1:])[:, None])
+        made.logprobs = [0.0, *picked[:, 0].tolist()]
+    _, batches = prepared(config, terms)
+    trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    found = {name.removeprefix("model."): p.grad for name, p in policy.named_parameters()}
+    wanted = gradient_by_hand(trajectories, masked_row=False)
+    official = gradient_by_hand(trajectories, masked_row=True)
+
+    def distance(other: dict) -> float:
+        return max(float((found[name] - other[name]).abs().max()) for name in other)
+
+    assert distance(wanted) < 1e-5
+    assert distance(official) > 1e-2
+
+
+def test_the_last_token_of_a_worker_is_trained_however_short_its_planner():
+    trajectories, terms, config = credited()
+    samples, batches = prepared(config, terms)
+    live = torch.zeros(len(samples), dtype=torch.long)
+    for made in batches:
+        live += torch.bincount(made.owner[made.weight > 0], minlength=len(samples))
+    assert live.tolist() == [sum(made.mask) for made in samples]
+    assert len(samples) == 13 and all(made.advantage for made in samples)
+
+
+@pytest.mark.parametrize("inner_steps", [1, 2])
+def test_the_weights_of_a_rollout_sum_to_one_in_g(inner_steps):
+    trajectories, terms, config = credited(inner_steps=inner_steps)
+    for part in range(inner_steps):
+        mine = [t for t in trajectories if t.place % inner_steps == part]
+        chosen = [s for s in terms["rollout"] if s.place % inner_steps == part]
+        samples, batches = prepared(config, {"rollout": chosen})
+        weights = torch.zeros(len(samples))
+        for made in batches:
+            weights.index_add_(0, made.owner, made.weight)
+        for trajectory in mine:
+            of = [i for i, s in enumerate(samples) if s.attempt == trajectory.attempt]
+            assert float(weights[of].sum()) == pytest.approx(1 / len(mine))
+            lengths = [sum(samples[i].mask) for i in of]
+            shares = [length / sum(lengths) / len(mine) for length in lengths]
+            assert weights[of].tolist() == pytest.approx(shares)
+
+
+def test_a_mean_over_tokens_weighs_all_tokens_alike():
+    """The official code's default: --loss_mean token."""
+    _, terms, config = credited(loss_mean="token")
+    _, batches = prepared(config, terms)
+    tokens = sum(sum(made.mask) for made in terms["rollout"])
+    for made in batches:
+        assert made.weight.tolist() == pytest.approx([1 / tokens] * len(made.weight))
+
+
+def test_form_by_hand():
+    def score(accuracy, planner, workers, **options):
+        made = attempt(0, 0, accuracy, [])
+        made.contexts = [context("planner", Sample("planner", 0, 0), *planner)]
+        made.contexts += [context("worker", Sample("worker", 0, 0), *turns) for turns in workers]
+        return matpo.reward(matpo.MatpoConfig(**{"format_share": 0.1, **options}), made)
+
+    good = [None, None]
+    bad = [None, "malformed"]
+    assert score(1.0, good, []) == pytest.approx(0.9 + 0.05)  # nobody was asked: half is missing
+    assert score(1.0, good, [good]) == pytest.approx(1.0)
+    assert score(0.0, bad, [good, bad, bad]) == pytest.approx(0.1 * 0.5 / 3)
+    assert score(0.0, good, [bad]) == pytest.approx(0.05)
+    assert score(1.0, bad, [bad], format_share=0.0) == 1.0
+    assert score(0.0, good, [], delegate=False) == pytest.approx(0.1)
+
+
+def test_the_share_of_form_reaches_the_advantages_but_not_the_accuracy():
+    trajectories = batch()[3:]
+    trajectories[0].contexts[0].turns[0].action = Action(error="malformed")
+    for trajectory in trajectories:
+        trajectory.reward = 1.0
+    matpo.credit(matpo.MatpoConfig(), trajectories, 0)
+    assert [t.contexts[0].sample.advantage for t in trajectories] == pytest.approx([-1.0, 1.0])
+    assert [t.reward for t in trajectories] == [1.0, 1.0]
+
+
+def test_frozen_workers_leave_the_mean_to_the_planner():
+    trajectories, terms, config = credited(workers="frozen")
+    assert {made.role for made in terms["rollout"]} == {"planner"}
+    assert [made.weight for made in terms["rollout"]] == [1.0] * 5
+    assert not any(made.copies for t in trajectories for made in t.samples("worker"))
+    assert config.frozen() == {"worker"}
+
+
+def test_mars_groups_compare_workers_with_workers():
+    trajectories, terms, config = credited(own_groups=True)
+    workers = [made for t in trajectories[:3] for made in t.samples("worker")]
+    half = 1 / math.sqrt(2)
+    assert [made.advantage for made in workers] == pytest.approx([half, half, -2 * half])
+    assert all(made.weight == 1.0 for samples in terms.values() for made in samples)
+    assert list(terms) == ["planner", "worker"]
+    _, balanced, _ = credited(own_groups=True, balance="uniform")
+    copies = [[s.copies for s in balanced["worker"] if s.place == place] for place in (0, 1)]
+    assert [sum(drawn) for drawn in copies] == [3, 2]
+
+
+# ------------------------------------------------------------------------------------------ the toy
+
+
+def test_questions_take_two_steps_and_every_role_is_shown_how():
+    import random
+
+    asked = [delegation.question("eval", 0, i) for i in range(60)]
+    assert {question.source for question in asked} == {"toy-two", "toy-age"}
+    assert delegation.question("eval", 0, 7) == asked[7]
+    no_python = [delegation.question("eval", 0, i, ["search"]) for i in range(60)]
+    assert {question.source for question in no_python} == {"toy-two"}
+    library = delegation.Library("test")
+    rng = random.Random(0)
+    ids = FORMAT.tokenizer.get_vocab()
+    for demonstrate in (delegation.planner, delegation.worker, delegation.agent):
+        for habits in (delegation.FLAWLESS, delegation.HABITS):
+            for _ in range(30):
+                pieces = demonstrate(library, rng, habits)
+                words = " ".join(said for said, _ in pieces).split()
+                assert len(words) < 420 and all(word in ids for word in words)
+                for said, trained in pieces:
+                    if not trained:
+                        continue
+                    final = not said.lstrip().startswith("<") and "<" not in said.split("<eot>")[0]
+                    action = FORMAT.parse([ids[word] for word in said.split()], final=final)
+                    assert action.error is None, said
+
+
+def test_a_flawless_planner_earns_the_reward():
+    """What the demonstrations show is what the episode plays."""
+    import random
+
+    rng = random.Random(1)
+    library = delegation.Library("test")
+    for _ in range(20):
+        pieces = delegation.planner(library, rng, delegation.FLAWLESS)
+        plan_text = pieces[0][0].removeprefix("<s2> ").removesuffix(" <eot>")
+        said = [words for words, trained in pieces if trained]
+        told = [words for words, trained in pieces if not trained][1:]
+        summaries = [words.removeprefix("<resp> ") for words in told]
+        workers = [turn for summary in summaries for turn in (WORKERS[0], WORKERS[1], summary)]
+        script = Script(said, workers)
+        config = matpo.MatpoConfig(sys2_context=400)
+        tools = {"search": lambda query: PAGES, "work": matpo.refuse}
+        driver = Driver([script], deterministic=True)
+        samplers = {"planner": script, "worker": script}
+        game = Game(driver, samplers, FORMAT, tools, lambda q, a: 1.0, config, step=0)
+        question = Question("q", plan_text, (), "toy")
+        (trajectory,) = driver.run([game.play(matpo.METHOD, question, 0, 0)])
+        assert trajectory.ended == "answer"
+        assert text(trajectory.contexts[0].sample, True) == " ".join(said)
+
+
+# -------------------------------------------------------------------------------------- the program
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return delegation.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
+
+
+def command(*arguments, cwd: Path) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "recipes.matpo", *map(str, arguments)]
+    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def trained(base, tmp_path_factory):
+    runs = tmp_path_factory.mktemp("runs")
+    line = ["--model", base, "--runs", runs, "--name", "whole", "--steps", 2, *SMALL]
+    done = command(*line, cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    return runs / "whole"
+
+
+def lines(run: Path) -> list[dict]:
+    return [json.loads(line) for line in open(run / "metrics.jsonl")]
+
+
+def test_a_run_leaves_what_every_run_leaves(trained):
+    first, second = lines(trained)
+    assert first["step"] == 0 and second["step"] == 1
+    assert second["eval_step"] == 2 and 0 <= second["eval_accuracy"] <= 1
+    assert first["planner_samples"] == 16 and first["worker_samples"] > 0
+    assert first["mismatch_kl"] < 1e-8
+    for name in ("curves.png", "diagnostics.png", "trajectories.html", "checkpoint"):
+        assert (trained / name).exists(), name
+    page = (trained / "trajectories.html").read_text()
+    assert "Planner" in page and "Worker" in page
+    records = [json.loads(line) for line in open(trained / "rollouts" / "step_0.jsonl")]
+    workers = [chunk for r in records for turn in r["turns"] for chunk in turn["chunks"]]
+    assert workers and all(worker["role"] == "worker" and worker["turns"] for worker in workers)
+
+
+def test_resume_gives_the_numbers_of_an_uninterrupted_run(trained, base):
+    runs = trained.parent
+    line = ["--model", base, "--runs", runs, "--name", "halves", *SMALL, "--save_every", 1]
+    assert command(*line, "--steps", 1, cwd=REPO).returncode == 0
+    done = command(*line, "--steps", 2, "--resume", cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    whole, halves = lines(trained)[1], lines(runs / "halves")[-1]
+    for key in whole.keys() - TIMES:
+        if "before" not in key:
+            assert halves[key] == whole[key], key
+
+
+def test_eval_and_ask(trained, tmp_path):
+    done = command("eval", trained, "--eval_questions", 3, "--runs", tmp_path, cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    assert "planner tok" in done.stdout
+    done = command("ask", trained, QUESTION.text, "--runs", tmp_path, cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    assert "answer |" in done.stdout
+
+
+def test_bad_options_are_one_sentence():
+    for given, word in (
+        ({"balance": "uniform"}, "--own_groups"),
+        ({"workers": "frozen", "own_groups": True}, "--workers train"),
+        ({"format_share": 1.5}, "--format_share"),
+        ({"worker_turns": 1}, "--worker_turns"),
+        ({"worker_turns": 9}, "--max_turns"),
+    ):
+        with pytest.raises(UserError, match=word):
+            resolve(matpo.MatpoConfig, given, presets={})
+    with pytest.raises(UserError, match="--workers train"):
+        resolve(matpo.MatpoConfig, {"workers": "frozen"}, presets={}, training=False)
+    config = matpo.MatpoConfig(sys2_context=70)
+    with pytest.raises(UserError, match="--sys2_context"):
+        matpo.fits(config, FORMAT, Question("q", " ".join(["ada"] * 40), (), "own"))

@@ -1,0 +1,299 @@
+"""The toy for a planner and its workers: its questions, its language, its base model.
+
+The world is the toy's (world.py), and every question needs two steps: two look-ups, or a look-up
+and a subtraction. The planner's only tool is a worker:
+
+    <s2> where is the employer of ada baker based ? <eot> <call> work employer of ada baker <eot>
+    <resp> ada baker joined acro corp . <eot> <call> work base of acro corp <eot> …
+
+A worker sees the question and its subtask, and reads what it finds as it stands:
+
+    <s1> where is … ? <purpose> employer of ada baker <eot> <call> search ada baker <eot>
+    <resp> <doc> … <doc> … <eot> <answer> … <eot> <resp> <eot> <answer> ada baker joined acro corp .
+
+The last <answer> is given: it demands the summary, the one thing that the planner sees. A single
+agent (`<s2> <s1> question <eot>`) has the workers' tools and reads all documents itself.
+
+The base model knows all three roles, with the faults of HABITS. A subtask is often vague
+("anything about ada baker"): a worker that knows the question can still see what is meant, and
+another one tells whatever its documents begin with. Tests: pytest tests/test_matpo.py
+"""
+
+import functools
+import os
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken
+
+from tasks.format import Action, Call
+from tasks.questions import Question
+from toy import base_model, language, world
+from toy.base_model import Library, Pieces
+from toy.language import ToyFormat
+
+# ------------------------------------------------------------------------- questions
+
+
+def draw_plan(asked: world.World, rng: random.Random, python: bool = True) -> world.Plan:
+    """A random question of two steps."""
+    person = rng.choice(asked.people)
+    if python and rng.random() < 0.4:
+        return world.draw_age(asked, rng, person)
+    return world.draw_two(asked, rng, person)
+
+
+def question(split: str, seed: int, index: int, tools: Collection[str] = world.TOOLS) -> Question:
+    """Question `index` of a split's endless stream. It depends on the arguments only."""
+    rng = random.Random(f"delegation {split} {seed} {index}")
+    plan = draw_plan(world.world(split, seed), rng, "python" in tools)
+    return Question(f"{split}-{seed}-{index}", plan.text, (plan.answer,), f"toy-{plan.kind}")
+
+
+# -------------------------------------------------------------------------- language
+
+
+def make_tokenizer():
+    """The toy's, with one more word: the name of the planner's tool."""
+    tokenizer = language.make_tokenizer()
+    tokenizer.add_tokens([AddedToken("work", single_word=True)])
+    return tokenizer
+
+
+class DelegationFormat(ToyFormat):
+    """How planner, worker and single agent speak. A step may begin with a thought."""
+
+    def prompt(self, role: str, *, question: str, task: str = "") -> list[int]:
+        """A role's first context."""
+        if role == "worker":
+            return super().prompt("sys1", chunk=question, purpose=task)
+        prompt = super().prompt("sys2", question=question)
+        if role == "agent":
+            prompt.insert(1, self.control["<s1>"])
+        return prompt
+
+    def parse(self, tokens: list[int], *, final: bool = False) -> Action:
+        """One step; what stands before <call> or <answer> is thought."""
+        starts = [self.control["<call>"], self.control["<answer>"]]
+        begin = next((i for i, token in enumerate(tokens) if token in starts), 0)
+        return super().parse(tokens if final else tokens[begin:], final=final)
+
+    def read_call(self, words: list[str]) -> Action:
+        """What follows <call>: a tool and its argument, without a purpose."""
+        if not words or words[0] not in self.tools:
+            return Action(error=f"unknown tool; the tools are {', '.join(self.tools)}")
+        tool, *argument = words
+        if not self.is_plain(argument):
+            return Action(error="the argument is empty or holds a control word")
+        return Action(call=Call(tool, " ".join(argument)))
+
+
+# -------------------------------------------------------------------- demonstrations
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How often a demonstrator does what its field says. The defaults are flawless."""
+
+    guess: float = 0.0  # the planner answers at once
+    specific: float = 0.7  # its subtask says what to find out, not "anything about …"
+    go_on: float = 1.0  # it goes on to the second step
+    faithful: float = 1.0  # it answers what it found
+    look_again: float = 0.2  # a worker searches once more before it says something
+    summary: float = 1.0  # its summary is what was asked for, not the documents' first sentence
+
+
+FLAWLESS = Habits()
+HABITS = Habits(guess=0.15, specific=0.15, go_on=0.7, faithful=0.9, look_again=0.3, summary=0.4)
+RECAP = 0.75  # share of workers that are told the question
+
+
+@dataclass(frozen=True)
+class Subtask:
+    """One step of a plan."""
+
+    tool: str
+    argument: str
+    specific: str  # the subtask in the planner's words
+    vague: str
+    right: str  # the summary that is wanted
+
+
+def subtasks(asked: world.World, plan: world.Plan) -> list[Subtask]:
+    """A plan's steps."""
+    steps = []
+    for tool, name, attribute in plan.hops:
+        specific = base_model.purpose_of(name, attribute, True)
+        vague = base_model.purpose_of(name, attribute, False)
+        steps.append(Subtask(tool, name, specific, vague, asked.sentence(name, attribute)))
+    if plan.expression:
+        sums = plan.expression
+        steps.append(Subtask("python", sums, sums, sums, f"{plan.answer} ."))
+    return steps
+
+
+@functools.cache
+def found(library: Library, name: str) -> list[str]:
+    """The texts that a search for a name returns."""
+    return [document.text for document in library.search["search"](name)]
+
+
+def raw(library: Library, subtask: Subtask) -> tuple[str, list[str]]:
+    """What a subtask's tool returns, as it stands in a context and as sentences."""
+    if subtask.tool == "python":
+        return f"<doc> {subtask.right.removesuffix(' .')}", [subtask.right]
+    texts = found(library, subtask.argument)
+    return base_model.as_text(texts), base_model.sentences_of(texts)
+
+
+def planner(library: Library, rng: random.Random, habits: Habits) -> Pieces:
+    """One episode of the planner."""
+    plan = draw_plan(library.world, rng)
+    pieces = [(f"<s2> {plan.text} <eot>", False)]
+    knows = rng.random() >= habits.guess
+    for number, subtask in enumerate(subtasks(library.world, plan)):
+        if number > 0:
+            knows = knows and rng.random() < habits.go_on
+        if not knows:
+            break
+        _, sentences = raw(library, subtask)
+        specific = rng.random() < habits.specific
+        right = subtask.tool == "python" or rng.random() < habits.summary
+        told = subtask.right if right else sentences[0]
+        if rng.random() < 0.1:  # a worker's raw message has a second sentence
+            told = " ".join(rng.sample([told, rng.choice(sentences)], 2))
+        request = subtask.specific if specific else subtask.vague
+        pieces.append((f"<call> work {request} <eot>", True))
+        pieces.append((f"<resp> {told} <eot>", False))
+        knows = subtask.right in told
+    return [*pieces, answer(library, rng, habits, plan, knows)]
+
+
+def answer(
+    library: Library, rng: random.Random, habits: Habits, plan: world.Plan, knows: bool
+) -> tuple[str, bool]:
+    """The right answer, or a wild guess of the right sort."""
+    said = plan.answer
+    if not knows or rng.random() >= habits.faithful:
+        said = base_model.wild_guess(plan, library.world, rng)
+    return f"<answer> {said} <eot>", True
+
+
+def agent(library: Library, rng: random.Random, habits: Habits) -> Pieces:
+    """One episode of a single agent: it notes what it found as a thought, and goes on."""
+    plan = draw_plan(library.world, rng)
+    pieces = [(f"<s2> <s1> {plan.text} <eot>", False)]
+    knows = rng.random() >= habits.guess
+    thought = ""
+    for number, subtask in enumerate(subtasks(library.world, plan)):
+        if number > 0:
+            knows = knows and rng.random() < habits.go_on
+        if not knows:
+            break
+        documents, sentences = raw(library, subtask)
+        pieces.append((f"{thought} <call> {subtask.tool} {subtask.argument} <eot>", True))
+        pieces.append((f"<resp> {documents} <eot>", False))
+        right = subtask.tool == "python" or rng.random() < habits.summary
+        thought = subtask.right if right else sentences[0]
+        knows = thought == subtask.right
+    said, trained = answer(library, rng, habits, plan, knows)
+    return [*pieces, (f"{thought} {said}", trained)]
+
+
+def worker(library: Library, rng: random.Random, habits: Habits, more: int = 0) -> Pieces:
+    """One worker. `more` further subtasks about the same documents, for practice."""
+    plan = draw_plan(library.world, rng)
+    subtask = rng.choice(subtasks(library.world, plan))
+    told = rng.random() < RECAP
+    specific = rng.random() < habits.specific
+    recap = plan.text if told else ""
+    request = subtask.specific if specific else subtask.vague
+    documents, sentences = raw(library, subtask)
+    clear = told or specific or subtask.tool == "python"
+    right = subtask.right if clear else sentences[0]
+    pieces = [(f"<s1> {recap} <purpose> {request} <eot>", False)]
+    pieces.append((f"<call> {subtask.tool} {subtask.argument} <eot>", True))
+    pieces.append((f"<resp> {documents} <eot>", False))
+    if rng.random() < habits.look_again:
+        pieces.append((f"<call> {subtask.tool} {subtask.argument} <eot>", True))
+        pieces.append((f"<resp> {' '.join(documents.split()[:20])}", False))
+    else:
+        # What it says of its own accord: it thinks aloud, and may or may not tell what matters.
+        message = rng.sample([rng.choice(sentences), rng.choice([right, sentences[0]])], 2)
+        pieces.append((f"<answer> {' '.join(message)} <eot>", True))
+        pieces.append(("<resp>", False))
+    summary = right
+    if subtask.tool != "python" and rng.random() >= habits.summary:
+        summary = sentences[0]
+    pieces.append(("<eot> <answer>", False))
+    pieces.append((f"{summary} <eot>", True))
+    if subtask.tool == "search":
+        pieces += practice(library, rng, subtask.argument, sentences, more)
+    return pieces
+
+
+def practice(
+    library: Library, rng: random.Random, name: str, sentences: list[str], more: int
+) -> Pieces:
+    """Further subtasks about what was found, each answered rightly."""
+    told = [library.told_by[sentence] for sentence in sentences if sentence in library.told_by]
+    pieces = []
+    for _ in range(more):
+        request = rng.choice(told) if told else base_model.random_request(library.world, rng)
+        if rng.random() < 0.3:
+            request = base_model.random_request(library.world, rng)
+        note = library.world.sentence(*request) if request in told else "none ."
+        pieces.append((f"<purpose> {base_model.purpose_of(*request, True)} <eot>", False))
+        pieces.append((f"{note} <eot>", True))
+    return pieces
+
+
+# ------------------------------------------------------------------------ base model
+
+STEPS = (320, 150)  # of either stage
+
+
+def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
+    """(model, tokenizer) after both stages. It draws from random numbers of its own only."""
+    tokenizer = make_tokenizer()
+    ids = tokenizer.get_vocab()
+    libraries = [Library(f"delegation {seed} {i}") for i in range(30)]
+    rng = random.Random(f"delegation base {seed}")
+
+    def batches(size: int, demonstrate: Callable, *how) -> Callable:
+        def batch() -> list[base_model.Sample]:
+            return [
+                base_model.encode(demonstrate(rng.choice(libraries), rng, *how), ids)
+                for _ in range(size)
+            ]
+
+        return batch
+
+    skills = (
+        batches(16, base_model.skill_chunk),
+        batches(10, worker, FLAWLESS, 4),
+        batches(6, planner, FLAWLESS),
+        batches(4, agent, FLAWLESS),
+    )
+    habits = batches(12, worker, HABITS), batches(12, planner, HABITS), batches(6, agent, HABITS)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = base_model.new_model(len(tokenizer))
+        train = base_model.train
+        train(model, "base model 1/2, skills", skills, skill_steps, lr=5e-3, warmup=30)
+        train(model, "base model 2/2, habits", habits, habit_steps, lr=2e-3, warmup=10)
+    return model, tokenizer
+
+
+def build(
+    cache: str | os.PathLike,
+    seed: int = 0,
+    threads: int | None = None,
+    steps: tuple[int, int] = STEPS,
+) -> Path:
+    """The base model's folder, from the cache or made in about 3 minutes of one core."""
+    folder = Path(cache) / f"toy-delegation-{base_model.recipe(seed, steps, __file__)}"
+    return base_model.cached(folder, lambda: make_base(seed, *steps), threads)
