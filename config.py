@@ -43,6 +43,7 @@ class Config:
     grader: Literal["em", "judge"] = "em"  # reward 1: exact match, or an LLM judge says yes
     search: Literal["local", "serper", "retriever"] = "local"  # where search and scholar look
     docs: str = ""  # --search local: a file or a folder of documents; empty: the toy's world
+    eval_docs: str = ""  # documents for the held-out questions; empty: those of `docs`
     pages: Literal["none", "jina", "fetch"] = "none"  # how pages behind serper's results are read
     passage_words: int = 200  # long documents are cut into passages of so many words; 0: none are
     block: str = ""  # hosts, by commas, whose results are dropped: those that publish the answers
@@ -134,6 +135,8 @@ class Config:
             raise UserError(f"--docs is searched by --search local, not by {self.search}")
         if self.server and self.deterministic:
             raise UserError("--deterministic cannot be had with --server: a server batches anew")
+        if self.eval_docs and not self.docs:
+            raise UserError("--eval_docs goes with documents of your own: name --docs as well")
         if self.longest() > self.kv_tokens and not self.server:
             raise UserError(
                 f"--kv_tokens {self.kv_tokens} is smaller than one context of {self.longest()} "

@@ -98,6 +98,8 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
     saved["server"] = ""  # the run's servers may hold anything now
     if given.get("search", "local") != "local" and "docs" not in given:
         saved["docs"] = ""
+    if given.get("search", "local") != "local" or "docs" in given:
+        saved["eval_docs"] = ""
     if asking:  # needs neither questions nor a judge
         saved |= {"data": "toy", "eval_data": "", "grader": "em", "eval_questions": 0}
     elif "data" in given:

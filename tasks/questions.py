@@ -8,7 +8,8 @@
     load_questions("nq/train:2,hotpotqa/train:1.5,my.jsonl")     a mix
 
 A file holds one JSON object a line, or one JSON array of them. A row has a question, one golden
-answer or several, and an id if it wants one. Names are those of FlashRAG ("id", "question",
+answer or several, and an id if it wants one. With a "set" a file's rows are told apart in an
+evaluation's table. Names are those of FlashRAG ("id", "question",
 "golden_answers") or of the benchmarks FRAMES, GAIA, WebWalkerQA and BrowseComp (QUESTION_NAMES,
 ANSWER_NAMES). Pictures and files that belong to a question are not read.
 
@@ -310,9 +311,12 @@ def read_row(row, source: str, number: int) -> Question:
     # A blank one among others does no harm. GAIA writes "?" where the answer is kept secret.
     if all(gold.strip() in ("", "?") for gold in golds):
         raise ValueError("there is no golden answer")
-    for part in (str(name), text, *golds):
+    named = row.get("set")
+    if not isinstance(named, str) or not named.strip():
+        named = source
+    for part in (str(name), text, named, *golds):
         part.encode("utf-8")  # half a surrogate pair raises UnicodeEncodeError, a ValueError
-    return Question(str(name), text, tuple(golds), source)
+    return Question(str(name), text, tuple(golds), named)
 
 
 def find(row: dict, names: tuple[str, ...], default=None) -> tuple[str, object]:
