@@ -34,8 +34,10 @@ class Config:
     steps: int = 120  # rollout batches; the toy's curve is flat after this
     resume: bool = False  # go on from the newest whole state of runs/NAME
     save_every: int = 10  # steps between states on disk: what a kill can cost
+    track: Literal["none", "tensorboard", "trackio", "wandb"] = "none"  # a live view of the metrics
     eval_every: int = 20  # steps between evaluations on held-out questions, sampled and greedy
     eval_questions: int = 200  # 200 questions: a standard error of at most 3.5 points
+    eval_samples: int = 1  # k of eval's avg@k and pass@k; a run's own evaluations make one attempt
     # model, questions, tools
     model: str = "toy"  # "toy", "smollm2", or what transformers loads (a folder, a hub name)
     data: str = "toy"  # training questions: "toy", or what tasks.questions.load_questions reads
@@ -68,6 +70,7 @@ class Config:
     clip_high: float = 0.2  # ε upwards; a larger one is DAPO's "clip higher"
     kl_beta: float = 0.0  # λ; needs a reference model in memory
     inner_steps: int = 1  # optimizer steps per batch of rollouts, each on a part of the questions
+    lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: all weights
     importance: Literal["auto", "token", "sequence", "off"] = "auto"  # --is; auto: with --server
     importance_cap: float = 3.0  # of the weight trainer/sampler: cuts a token's, masks a sequence
     # rollouts on serving engines: docs/engines.md
@@ -76,6 +79,7 @@ class Config:
     max_mismatch_kl: float = 0.01  # a run stops if a server's log-probs are further off than this
     # the machine
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is one
+    bf16: Literal["auto", "on", "off"] = "auto"  # arithmetic of sampler and trainer; auto: on CUDA
     threads: int = 1  # PyTorch's, on CPU, one process; a second one hardly pays for the toy
     fsdp: bool = False  # shard the trainer's state (needed from about 3B parameters on)
     recompute_activations: bool = False  # in the backward pass, instead of keeping them
@@ -106,10 +110,10 @@ class Config:
         """Refuses values that contradict each other: UserError with one sentence."""
         counts = (
             "steps questions save_every eval_every inner_steps micro_tokens kv_tokens "
-            "max_sequences top_k threads group tool_seconds"
+            "max_sequences top_k threads group tool_seconds eval_samples"
         )
         self.at_least(1, *counts.split())
-        self.at_least(0, "eval_questions", "passage_words", "seed", "refill")
+        self.at_least(0, "eval_questions", "passage_words", "seed", "refill", "lora_rank")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is float and not 0 <= value <= 1e30:
@@ -122,6 +126,8 @@ class Config:
             raise UserError(f"--max_sequences {self.max_sequences}: give at most 65536")
         if self.temperature > 100 or 0 < self.temperature < 1e-3:
             raise UserError(f"--temperature {self.temperature}: give 0, or from 0.001 to 100")
+        if self.eval_samples > 1 and self.temperature == 0:
+            raise UserError("--eval_samples: at --temperature 0 all attempts are the same; give 1")
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top_p must be in (0, 1], got {self.top_p}")
         plain = set(self.name).isdisjoint("/\\\0") and self.name not in (".", "..")
@@ -131,6 +137,8 @@ class Config:
             raise UserError("--eval_data belongs to questions of your own: name --data as well")
         if self.pages != "none" and self.search != "serper":
             raise UserError(f"--pages {self.pages} reads what --search serper finds: add that")
+        if self.block and self.search == "local":
+            raise UserError("--block drops what the web finds: it has no use with --search local")
         if self.docs and self.search != "local":
             raise UserError(f"--docs is searched by --search local, not by {self.search}")
         if self.server and self.deterministic:
@@ -151,6 +159,8 @@ class Config:
             raise UserError("--temperature 0 makes all attempts at a question the same")
         if self.eval_questions < 1:
             raise UserError("--eval_questions must be at least 1: a run measures itself on them")
+        if self.eval_samples > 1:
+            raise UserError("--eval_samples is for the command eval: a run makes one attempt")
         if self.group < 2:
             raise UserError("--group must be at least 2: attempts at one question are compared")
         if self.importance in ("token", "sequence") and not self.importance_cap:
@@ -165,10 +175,15 @@ class Config:
             )
 
 
+def uses_bf16(config: Config, cuda: bool) -> bool:
+    """Whether sampler and trainer compute in bf16. Weights that are trained stay fp32 beside it."""
+    return config.bf16 == "on" or (config.bf16 == "auto" and cuda)
+
+
 # What --resume may change: the method stays the same, the last bits of a float may not.
 MAY_CHANGE = set(
-    "name runs steps resume save_every eval_every cache threads max_tool_error_share tool_seconds "
-    "micro_tokens kv_tokens max_sequences recompute_activations server engine "
+    "name runs steps resume track save_every eval_every eval_samples cache threads micro_tokens "
+    "max_tool_error_share tool_seconds kv_tokens max_sequences recompute_activations server engine "
     "max_mismatch_kl".split()
 )
 

@@ -251,7 +251,9 @@ def memory(shape: Shape, w: Workload, gpus: int) -> dict[str, float]:
         tie_word_embeddings=shape.tied,
     )
     # `set` makes an empty set: no role is frozen.
-    config = SimpleNamespace(frozen=set, kl_beta=0, server="", fsdp=w.fsdp, kv_tokens=w.kv_tokens)
+    config = SimpleNamespace(
+        bf16="auto", frozen=set, kl_beta=0, server="", fsdp=w.fsdp, kv_tokens=w.kv_tokens
+    )
     return memory_parts(described, shape.parameters, config=config, world=gpus, cuda=True)
 
 

@@ -226,6 +226,7 @@ def planned_bytes(config, parameters: int, capacity: int, recompute: bool, cuda:
     options = SimpleNamespace(
         fsdp=False,
         kv_tokens=0,
+        bf16="auto",
         frozen=set,  # makes an empty set: no role is frozen
         kl_beta=0,
         micro_tokens=capacity,

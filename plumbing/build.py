@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import kernels
 import trainer
-from config import Config, UserError
+from config import Config, UserError, uses_bf16
 from driver import Driver
-from plumbing import smollm2, surroundings
+from plumbing import smollm2, surroundings, tracker
 from plumbing.claims import claim_folder
 from plumbing.run import Run
 from rollout import Method
@@ -36,6 +36,7 @@ class Machine:
     device: torch.device
     rank: int
     ranks: int
+    bf16: bool  # the arithmetic of sampler and trainer, else fp32
 
     @property
     def cuda(self) -> bool:
@@ -43,8 +44,8 @@ class Machine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the sampler's weights and of a reference's."""
-        return torch.bfloat16 if self.cuda else torch.float32
+        """Of all weights that are not trained."""
+        return torch.bfloat16 if self.bf16 else torch.float32
 
 
 @dataclass
@@ -132,7 +133,9 @@ def assemble(
         method.fits(config, chat, question)
 
     state = trainer.newest(folder) if training and config.resume else None
-    origin = state[1] / "model" if state else start
+    origin = start
+    if state and not config.lora_rank:
+        origin = state[1] / "model"
     model = load_model(config, origin, machine, training)
     known = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > known:
@@ -140,9 +143,10 @@ def assemble(
             f"{start} has {len(tokenizer)} tokens in its tokenizer and {known} in its model: use "
             "two that belong together"
         )
-    base = None
-    # Both a frozen role and the KL term need the model that the run began with.
-    if config.frozen() or (training and config.kl_beta):
+    # Both a frozen role and the KL term need the model that the run began with. With adapters that
+    # is the model itself, as long as it has none or they are off.
+    base = model
+    if not config.lora_rank and (config.frozen() or (training and config.kl_beta)):
         device = machine.device if config.kl_beta else "cpu"
         base = trainer.load_model(start, device, dtype=machine.dtype, training=False)
     if config.server:
@@ -177,13 +181,20 @@ def assemble(
     introduce(run, start, outside.memory)
     if not training:
         return run
+    if config.lora_rank:
+        trainer.add_adapters(model, config.lora_rank, config.seed)
+        if state:
+            trainer.read_adapters(state[1] / "adapter", model)
+            sampler.load_weights(model)
     policy = trainer.Policy(
-        model, bf16=machine.cuda, recompute_activations=config.recompute_activations
+        model, bf16=machine.bf16, recompute_activations=config.recompute_activations
     )
     run.policy = trainer.parallel(policy, fsdp=config.fsdp, device=machine.device)
     run.optimizer = trainer.make_optimizer(run.policy, config.lr, config.weight_decay)
-    if config.kl_beta:
-        run.reference = trainer.Policy(base.requires_grad_(False), bf16=machine.cuda)
+    if config.kl_beta and config.lora_rank:
+        run.reference = trainer.reference(run.policy)
+    elif config.kl_beta:
+        run.reference = trainer.Policy(base.requires_grad_(False), bf16=machine.bf16)
     if state:
         trainer.load_optimizer(state[1], run.policy, run.optimizer)
     return run
@@ -218,6 +229,8 @@ def environment(config: Config, machine: Machine, training: bool, additions: Add
             problems.append(str(error))
 
     attempt(check_machine, config, machine)
+    if training and config.track != "none":
+        attempt(tracker.library, config.track)
     grade = additions.grade or attempt(grading.grader, config.grader)
     names = attempt(surroundings.usable_tools, config, machine.rank, additions.more_tools) or []
     question = additions.question
@@ -299,7 +312,7 @@ def join(config: Config) -> Machine:
         dist.init_process_group(backend, timeout=patience)
     elif ranks == 1 and device.type == "cpu":
         torch.set_num_threads(min(config.threads, os.cpu_count() or 1))
-    return Machine(device, rank, ranks)
+    return Machine(device, rank, ranks, uses_bf16(config, device.type == "cuda"))
 
 
 def number_from(variable: str, default: int) -> int:
@@ -312,6 +325,8 @@ def number_from(variable: str, default: int) -> int:
 
 def check_machine(config: Config, machine: Machine) -> None:
     """What the options and the environment ask of the machine."""
+    if config.bf16 == "off" and machine.cuda:
+        raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
     kernels.use_triton(torch.zeros(0, device=machine.device))  # UserError for a bad MARS_KERNELS
     if config.preset == "paper" and not machine.cuda:
         raise UserError(
@@ -342,12 +357,16 @@ def start_model(config: Config, machine: Machine, make: Callable[[str, int], Pat
 
 
 def load_model(config: Config, origin: Path | str, machine: Machine, training: bool):
-    """The model that is trained, in fp32, or else the one that the sampler copies."""
+    """The model that is trained, in fp32, or else the one that the sampler copies.
+
+    Under adapters its weights are frozen, so they have the arithmetic's type.
+    """
     if not training:
         return trainer.load_model(origin, "cpu", dtype=machine.dtype, training=False)
     # FSDP takes the model to the device a layer at a time, and cuts each.
     device = "cpu" if config.fsdp else machine.device
-    model = trainer.load_model(origin, device, dtype=torch.float32, training=False)
+    dtype = machine.dtype if config.lora_rank else torch.float32
+    model = trainer.load_model(origin, device, dtype=dtype, training=False)
     trainer.check_exact(model, longest=config.longest())
     return model
 
@@ -360,6 +379,7 @@ def make_sampler(config: Config, model, machine: Machine) -> Sampler:
             max_tokens=config.kv_tokens,
             max_sequences=config.max_sequences,
             device=machine.device,
+            dtype=machine.dtype,
         )
     except ValueError as error:
         raise UserError(str(error)) from None

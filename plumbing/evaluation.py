@@ -6,14 +6,16 @@ needs `--data`. `--docs FOLDER` searches your own documents. One process.
 
     python mars.py eval runs/toy
     python mars.py eval runs/toy --temperature 0 --eval_questions 500
+    python mars.py eval runs/toy --eval_samples 4        avg@4 and pass@4 instead of the accuracy
     python mars.py eval Qwen/Qwen3-8B --data bamboogle --search serper --grader judge
     python mars.py ask runs/toy "when was ada baker born ?" --docs my_notes/
 
-Written: runs/NAME/ with predictions.json (HLE's format), table.json, rollouts/ and
-trajectories.html; `ask` writes one page.
+Written: runs/NAME/ with predictions.json (HLE's format: the first attempt at each question; the
+others follow it as "further"), table.json, rollouts/ and trajectories.html; `ask` writes one page.
 """
 
 import time
+from collections import Counter
 from pathlib import Path
 
 import trainer
@@ -24,7 +26,7 @@ from plumbing.build import build, number_from
 from plumbing.metrics import rollout_sums, share
 from plumbing.records import record
 from plumbing.run import Run
-from plumbing.statistics import calibration_error, wilson_interval
+from plumbing.statistics import average_interval, calibration_error, pass_at, wilson_interval
 from plumbing.surroundings import fingerprints
 from rollout import Method, Trajectory
 from tasks import grading
@@ -38,9 +40,10 @@ LIMITS = (
 )
 # Options that only training reads.
 TRAINING = set(
-    "steps resume save_every eval_every model eval_data questions group lr warmup weight_decay "
-    "clip_grad clip_low clip_high kl_beta inner_steps importance importance_cap fsdp "
-    "max_mismatch_kl recompute_activations micro_tokens balance shared_group preset".split()
+    "steps resume track save_every eval_every model eval_data questions group lr warmup "
+    "weight_decay clip_grad clip_low clip_high kl_beta lora_rank inner_steps importance importance_cap fsdp "
+    "max_mismatch_kl advantage loss_mean refill recompute_activations micro_tokens balance "
+    "shared_group preset".split()
 )
 
 
@@ -71,7 +74,9 @@ def refuse_ignored(given: dict, asking: bool) -> None:
         )
     ignored = sorted(TRAINING.intersection(given))
     if asking:
-        ignored += sorted({"name", "data", "grader", "eval_questions"}.intersection(given))
+        ignored += sorted(
+            {"name", "data", "grader", "eval_questions", "eval_samples"}.intersection(given)
+        )
     if ignored:
         command = "ask" if asking else "eval"
         raise UserError(f"{command} does not read --{ignored[0]}; leave it out")
@@ -95,6 +100,7 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
             "metrics.jsonl"
         )
     saved |= {"model": str(model), "name": "", "resume": False, "kl_beta": 0.0, "fsdp": False}
+    saved["lora_rank"] = 0  # the checkpoint has the adapters merged in
     saved["server"] = ""  # the run's servers may hold anything now
     if given.get("search", "local") != "local" and "docs" not in given:
         saved["docs"] = ""
@@ -187,7 +193,9 @@ def find_checkpoint(method: Method, name: str) -> tuple[Path | str, dict | None]
     if (path / "method.json").exists():
         # The newest whole state: the link checkpoint/ may point at a damaged one.
         state = trainer.newest(path)
-        model = state[1] / "model" if state else path / "checkpoint"
+        model = path / "checkpoint"
+        if state and (state[1] / "model").exists():
+            model = state[1] / "model"
     settings = model / "config.json"
     if not settings.exists() or "model_type" not in files.read_json(settings):
         raise UserError(
@@ -215,7 +223,7 @@ def run_of(path: Path) -> Path | None:
 
 
 def evaluate(method: Method, config: Config, **additions) -> int:
-    """Answers every held-out question once; prints and writes table, predictions and page."""
+    """Answers every held-out question; prints and writes table, predictions and page."""
     made = run_of(Path(config.model)) or Path(config.model)
     base = f"eval-{made.resolve().name}"
     run = build(method, config, training=False, base=base, **additions)
@@ -226,7 +234,7 @@ def evaluate(method: Method, config: Config, **additions) -> int:
     start = time.perf_counter()
     trajectories = run.rollouts(
         list(enumerate(run.eval_questions)),
-        1,
+        config.eval_samples,
         step="eval",
         tools=run.eval_tools,
         temperature=config.temperature,
@@ -252,13 +260,13 @@ def evaluate(method: Method, config: Config, **additions) -> int:
     return 0
 
 
-def judge_with_confidence(confidences: dict[str, float | None]):
-    """A grader that also keeps each verdict's confidence, by question id."""
+def judge_with_confidence(confidences: dict[tuple[str, str], float | None]):
+    """A grader that also keeps each verdict's confidence, by question id and answer."""
     judge = Judge.from_environment()
 
     def grade(question: Question, answer: str) -> float:
         verdict = judge(question, answer)
-        confidences[question.id] = verdict.confidence
+        confidences[question.id, answer] = verdict.confidence
         return float(verdict.correct)
 
     return grade
@@ -273,12 +281,15 @@ def write(run: Run, trajectories: list[Trajectory], rows: list[dict]) -> None:
             f"{role}_tokens": sum(sum(sample.mask) for sample in trajectory.samples(role))
             for role in run.method.roles
         }
-        predictions[trajectory.question.id] = {
+        prediction = {
             "model": str(run.config.model),
-            "response": run.chat.decode(trajectory.turns[-1].sampled),
+            "response": "".join(run.chat.decode(t.sampled) for t in trajectory.turns[-1:]),
             "answer": trajectory.answer,
             "usage": usage,
         }
+        first = predictions.setdefault(trajectory.question.id, prediction)
+        if first is not prediction:
+            first.setdefault("further", []).append(prediction)
     files.write_json(run.folder / "predictions.json", predictions)
     files.write_json(run.folder / "table.json", rows)
     records = [record(trajectory, run.chat, 0, "eval") for trajectory in trajectories]
@@ -301,20 +312,21 @@ def row(
 ) -> dict:
     """One line of the table.
 
-    Accuracy is over all questions: an answer that no judge could grade counts as wrong.
+    Accuracy is over all attempts: an answer that no judge could grade counts as wrong. So are the
+    other shares, calls and tokens.
     """
     sums = rollout_sums(trajectories, run.method.roles)
     n = len(trajectories)
     low, high = wilson_interval(int(sums["reward"]), n)
     golds = [(t.answer, t.question.golden_answers) for t in trajectories]
     sure = [
-        (confidences[t.question.id], bool(t.reward))
+        (confidences[t.question.id, t.answer], bool(t.reward))
         for t in trajectories
-        if confidences.get(t.question.id) is not None
+        if confidences.get((t.question.id, t.answer)) is not None
     ]
     made = {
         "set": name,
-        "questions": n,
+        "questions": n // run.config.eval_samples,
         "accuracy": sums["reward"] / n,
         "low": low,
         "high": high,
@@ -334,19 +346,47 @@ def row(
     }
     for role in run.method.roles:
         made[f"{role}_tokens"] = sums[f"{role}_tokens"] / n
+    if run.config.eval_samples > 1:
+        made |= repeated(trajectories, run.config.eval_samples)
     return made
 
 
+def repeated(trajectories: list[Trajectory], attempts: int) -> dict:
+    """What k attempts at each question change in a row: avg@k's interval, pass@1 to pass@k."""
+    right = Counter()  # place of a question -> how many of its attempts are
+    for trajectory in trajectories:
+        right[trajectory.place] += bool(trajectory.reward)
+    right = list(right.values())
+    low, high = average_interval(right, attempts)
+    pass_low, pass_high = wilson_interval(sum(count > 0 for count in right), len(right))
+    return {
+        "low": low,
+        "high": high,
+        "attempts": attempts,
+        "pass_at": {str(k): pass_at(right, attempts, k) for k in range(1, attempts + 1)},
+        "pass_low": pass_low,
+        "pass_high": pass_high,
+    }
+
+
 def table(run: Run, rows: list[dict]) -> str:
-    """The rows as text: shares in percent, with intervals; calls and tokens per question."""
+    """The rows as text: shares in percent, with intervals; calls and tokens per attempt."""
     roles = list(run.method.roles)
-    head = f"{'set':<14}{'n':>6}  {'accuracy (95 %)':<22}{'EM':>6}{'F1':>7}{'cover':>7}{'calls':>7}"
+    k = run.config.eval_samples
+    shares = ["accuracy (95 %)"]
+    if k > 1:
+        shares = [f"avg@{k} (95 %)", f"pass@{k} (95 %)"]
+    head = f"{'set':<14}{'n':>6}  " + "".join(f"{name:<22}" for name in shares)
+    head += f"{'EM':>6}{'F1':>7}{'cover':>7}{'calls':>7}"
     head += "".join(f"{role + ' tok':>10}" for role in roles) + f"{'malformed':>11}{'seconds':>9}"
     lines = [head]
     notes = []
     for r in rows:
-        interval = f"{r['accuracy']:.1%} ({r['low']:.1%}–{r['high']:.1%})"
-        line = f"{r['set']:<14}{r['questions']:>6}  {interval:<22}{r['em']:>6.1%}{r['f1']:>7.1%}"
+        shares = [with_interval(r["accuracy"], r["low"], r["high"])]
+        if k > 1:
+            shares.append(with_interval(r["pass_at"][str(k)], r["pass_low"], r["pass_high"]))
+        line = f"{r['set']:<14}{r['questions']:>6}  " + "".join(f"{text:<22}" for text in shares)
+        line += f"{r['em']:>6.1%}{r['f1']:>7.1%}"
         line += f"{r['cover']:>7.1%}{r['calls']:>7.2f}"
         line += "".join(f"{r[f'{role}_tokens']:>10.0f}" for role in roles)
         lines.append(line + f"{r['malformed']:>11.1%}{r['seconds']:>9.1f}")
@@ -365,6 +405,10 @@ def table(run: Run, rows: list[dict]) -> str:
                 "at their end"
             )
     return "\n".join(lines + notes)
+
+
+def with_interval(share: float, low: float, high: float) -> str:
+    return f"{share:.1%} ({low:.1%}–{high:.1%})"
 
 
 # ---------------------------------------------------------------------------------------------- ask

@@ -13,7 +13,7 @@ from tqdm import tqdm
 import trainer
 import view
 from config import UserError
-from plumbing import collapse, files
+from plumbing import collapse, files, tracker
 from plumbing.metrics import reduced, share
 from plumbing.run import Run
 from plumbing.surroundings import Questions
@@ -26,6 +26,7 @@ def open_folder(run: Run) -> int:
     first = state[0] if state else 0
     finished = first >= run.config.steps
     if run.rank == 0 and not finished:
+        run.tracker = tracker.start(run.config, run.method.name, run.folder, first)
         settings(run)
         take_back(run, first)
     if run.ranks > 1:
@@ -72,6 +73,8 @@ def write(run: Run, records: list[dict], metrics: dict | None = None) -> None:
         files.append_lines(run.folder / "rollouts" / name, records)
     if metrics is not None:
         files.append_lines(run.folder / "metrics.jsonl", [metrics])
+        if run.tracker:
+            run.tracker.log(metrics)
 
 
 def report(run: Run, bar: tqdm, metrics: dict) -> None:
@@ -189,3 +192,5 @@ def summary(run: Run) -> None:
         print(f"{'curves':<14}{view.curves(run.folder)}")
     print(f"{'trajectories':<14}{view.page(run.folder)}")
     print(f"{'checkpoint':<14}{run.folder / 'checkpoint'}")
+    if run.tracker:
+        run.tracker.close()

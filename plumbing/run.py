@@ -12,6 +12,7 @@ from tqdm import tqdm
 from config import Config
 from driver import Driver
 from plumbing.files import Claim
+from plumbing.tracker import Tracker
 from rollout import Game, Method, Trajectory, ignore
 from sampler import Sampler
 from sampler.remote import Remote
@@ -44,8 +45,9 @@ class Run:
     # These three are there in training only; the reference only if there is a KL term.
     policy: torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
-    reference: torch.nn.Module | None = None
+    reference: Callable | None = None  # what trainer.logprob takes
     skipped: int = 0  # updates in a row without a finite gradient
+    tracker: Tracker | None = None  # on rank 0 of a run with --track
     claim: Claim | None = None  # keeps other processes out of the folder, to the end
 
     def rollouts(

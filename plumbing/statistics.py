@@ -1,5 +1,9 @@
 """Statistics of an evaluation: how sure an accuracy is, and how honest stated confidences are.
 
+With k attempts at each question avg@k is the mean over all attempts, and pass@k the share of the
+questions that at least one attempt answers. Both intervals are over questions: attempts at one
+question depend on each other, so that k of them tell less than k questions.
+
 Test: pytest tests/test_statistics.py
 """
 
@@ -8,10 +12,11 @@ import math
 Z_95 = 1.959964  # the normal distribution holds 95 % within this many standard deviations
 
 
-def wilson_interval(correct: int, total: int) -> tuple[float, float]:
+def wilson_interval(correct: float, total: float) -> tuple[float, float]:
     """The 95 % interval (low, high) of the share correct / total, by Wilson's score.
 
-    It stays honest for few questions and for shares near 0 and 1. ValueError for what is no share.
+    It stays honest for few questions and for shares near 0 and 1. Counts need not be whole.
+    ValueError for what is no share.
     """
     if not 0 <= correct <= total:
         raise ValueError(f"{correct} of {total} is no share")
@@ -26,6 +31,38 @@ def wilson_interval(correct: int, total: int) -> tuple[float, float]:
     low = min(share, max(0.0, centre - half))
     high = max(share, min(1.0, centre + half))
     return low, high
+
+
+def average_interval(right: list[int], attempts: int) -> tuple[float, float]:
+    """The 95 % interval of avg@k. right: how many of a question's k attempts are, by question.
+
+    attempts: k. It is Wilson's interval of as many independent attempts as would make the mean vary
+    as the questions' shares do: one a question if its attempts always agree, all k of them if they
+    agree no more than those at different questions. If nothing or everything is right, the shares
+    tell nothing about that, and one a question is taken. At k = 1 it is `wilson_interval`.
+    """
+    questions = len(right)
+    share = sum(right) / (questions * attempts)
+    independent = share * (1 - share)  # the variance of one attempt
+    variance = sum((count / attempts - share) ** 2 for count in right) / questions
+    if independent == 0:
+        worth = 1.0
+    elif variance * attempts <= independent:
+        worth = attempts
+    else:
+        worth = independent / variance
+    total = questions * worth
+    return wilson_interval(share * total, total)
+
+
+def pass_at(right: list[int], attempts: int, draws: int) -> float:
+    """pass@draws: how probably one of `draws` attempts is right, drawn from the k that were made.
+
+    The unbiased estimate of Chen et al. 2021 (arXiv 2107.03374), a mean over questions. right and
+    attempts: as in `average_interval`. draws: from 1, where it is avg@k, to k.
+    """
+    all_wrong = [math.comb(attempts - count, draws) for count in right]
+    return 1 - sum(all_wrong) / (len(right) * math.comb(attempts, draws))
 
 
 def calibration_error(confidences: list[float], correct: list[bool], bin_size: int = 100) -> float:

@@ -131,7 +131,7 @@ def make_call(config: Config, split: str, name: str) -> Callable:
         passage_words=config.passage_words,
         # A page may fill what is read at once, at about 0.6 words a token.
         page_words=max(1, int(0.6 * config.reading())),
-        block=[host for host in config.block.split(",") if host],
+        block=config.block.split(","),
     )
 
 

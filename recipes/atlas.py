@@ -286,10 +286,11 @@ def warm_model(config: AtlasConfig) -> Path:
         seed=config.seed,
         cache=config.cache,
         device=config.device,
+        bf16=config.bf16,
         threads=config.threads,
         micro_tokens=config.micro_tokens,
     )
-    settings = (config.preset, config.model, options.steps, options.lr, options.seed)
+    settings = (config.preset, config.model, options.steps, options.lr, options.seed, options.bf16)
     sources = (__file__, atlas_world.__file__, warm_start.__file__, mars.__file__)
     folder = Path(config.cache) / f"warm-{digest(settings, *sources)}" / config.preset
     if folder.exists():

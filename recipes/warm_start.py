@@ -36,7 +36,7 @@ import torch
 
 import grpo
 import trainer
-from config import Config, UserError, fail, parse, parser
+from config import Config, UserError, fail, parse, parser, uses_bf16
 from plumbing import smollm2, surroundings
 from plumbing.cache import made_once
 from rollout import Game, Method, Sample, Trajectory
@@ -62,6 +62,7 @@ class WarmStart:
     seed: int = 0  # of the demonstrations' order, and of the atlas
     cache: str = ".cache"  # where a model that is made here is kept
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is one
+    bf16: Literal["auto", "on", "off"] = "auto"  # the arithmetic; auto: on CUDA
     threads: int = 2  # PyTorch's, on a CPU
     micro_tokens: int = 4096  # tokens per micro-batch
 
@@ -96,7 +97,7 @@ def train(
         torch.set_num_threads(options.threads)
     tokenizer = surroundings.load_tokenizer(start)
     model = trainer.load_model(start, device, training=True)
-    policy = trainer.Policy(model, bf16=device.type == "cuda")
+    policy = trainer.Policy(model, bf16=uses_bf16(options, device.type == "cuda"))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
     for step, batch in zip(range(options.steps), batches(tokenizer)):
         for parameters in optimizer.param_groups:

@@ -15,6 +15,7 @@ docs/architectures.md lists what was found exact and what is refused.
 Tests: pytest tests/test_decoder.py
 """
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -81,9 +82,15 @@ def position_limit(model) -> int | None:
 
 
 def named_tensors(model) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers; those that are one are named once."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    """All parameters and buffers; those that are one are named once.
+
+    Adapters are left out where their module merges them into its weight (decoder.whole).
+    """
+    merging = {name for name, module in model.named_modules() if hasattr(module, "merged_weight")}
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        owner, _, kind = name.rpartition(".")
+        if owner not in merging or kind in ("weight", "bias"):
+            yield name, tensor
 
 
 def computation(model) -> dict[str, object]:

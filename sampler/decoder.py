@@ -75,11 +75,18 @@ def gather_full(parameter: Tensor) -> Tensor:
     return parameter.detach()
 
 
+def whole(module: nn.Module, kind: str) -> Tensor:
+    """A module's weight, or another tensor of it, gathered; the adapters beside it merged in."""
+    if kind == "weight" and hasattr(module, "merged_weight"):  # trainer/lora.py
+        return module.merged_weight()
+    return gather_full(getattr(module, kind))
+
+
 def concat_weights(modules: list[nn.Linear], kind: str) -> Tensor | None:
     """Weights or biases of several products of one input, as one; None if the modules have none."""
     if getattr(modules[0], kind) is None:
         return None
-    return torch.cat([gather_full(getattr(module, kind)) for module in modules])
+    return torch.cat([whole(module, kind) for module in modules])
 
 
 def named_weights(model) -> Iterator[tuple[str, Tensor | None]]:

@@ -23,7 +23,7 @@ from sampler.architectures import (
     refusal,
 )
 from sampler.attention import Batch, attention, cache_dtype, store
-from sampler.decoder import gather_full
+from sampler.decoder import whole
 
 IMPLEMENTATION = "mars_paged"
 PROBED = "mars_paged_probed"
@@ -138,9 +138,9 @@ class StockForward:
     @torch.no_grad()
     def load(self, model) -> None:
         """Copies the weights and buffers in."""
-        source = dict(named_tensors(model))
         for name, value in named_tensors(self.model):
-            value.copy_(gather_full(source[name]))
+            owner, _, kind = name.rpartition(".")
+            value.copy_(whole(model.get_submodule(owner), kind))
 
     def run(self, module, batch: Batch, pool: Tensor):
         return module(

@@ -4,18 +4,26 @@
     load_questions("hub:OWNER/REPO/path.jsonl")  the same from a dataset repository on the hub
     load_questions("nq")                         one of the paper's seven QA sets (SETS)
     load_questions("nq/train")                   a split of it, as FlashRAG publishes it
-    load_questions("hle")                        Humanity's Last Exam, text-only: needs access
+    load_questions("frames")                     a benchmark (BENCHMARKS); hle and gaia need access
     load_questions("nq/train:2,hotpotqa/train:1.5,my.jsonl")     a mix
 
-A file holds one JSON object a line, or one JSON array of them. A row has a question, one golden
-answer or several, and an id if it wants one. With a "set" a file's rows are told apart in an
-evaluation's table. Names are those of FlashRAG ("id", "question",
-"golden_answers") or of the benchmarks FRAMES, GAIA, WebWalkerQA and BrowseComp (QUESTION_NAMES,
-ANSWER_NAMES). Pictures and files that belong to a question are not read.
+A file holds one JSON object a line, or one JSON array of them, or it is a .csv, .tsv or .parquet
+table. A row has a question, one golden answer or several, and an id if it wants one. With a "set"
+a file's rows are told apart in an evaluation's table. Names are those of FlashRAG ("id",
+"question", "golden_answers") or of the benchmarks (QUESTION_NAMES, ANSWER_NAMES). Pictures and files that belong to a question are not read; a benchmark is read
+without the questions that have any.
+
+Benchmarks ask that their questions and answers are not published: docs/benchmark_sets.md. A run's
+rollouts and pages hold both.
 
 Test: pytest tests/test_questions.py
 """
 
+import base64
+import csv
+import hashlib
+import io
+import itertools
 import json
 import os
 import random
@@ -50,6 +58,15 @@ SETS = {
     "2wiki": ("2wikimultihopqa", ("dev", "train")),
     "musique": ("musique", ("dev", "train")),
     "bamboogle": ("bamboogle", ("test",)),
+}
+
+# Short name: a dataset repository on the hub and its file.
+BENCHMARKS = {
+    "frames": ("google/frames-benchmark", "test.tsv"),
+    "webwalkerqa": ("callanwu/WebWalkerQA", "data/main-00000-of-00001.jsonl"),
+    "browsecomp": ("smolagents/browse_comp", "data/test-00000-of-00001.parquet"),
+    "gaia": ("gaia-benchmark/GAIA", "2023/validation/metadata.parquet"),
+    "hle": ("cais/hle", "data/test-00000-of-00001.parquet"),
 }
 
 # ------------------------------------------------------------------------ one set, or a mix of them
@@ -91,7 +108,10 @@ def load_questions(
             )
     sets = [load_set(name, hub_endpoint) for name in names]
     if len(sets) > 1:
-        sets = [[replace(q, id=f"{q.source}/{q.id}") for q in questions] for questions in sets]
+        sets = [
+            [replace(q, id=f"{name}/{q.id}") for q in questions]
+            for name, questions in zip(names, sets)
+        ]
     if len(sets) == 1 or all(weight is None for weight in weights):
         joined = [question for questions in sets for question in questions]
         return draw(joined, min(limit or len(joined), len(joined)), f"{seed}")
@@ -186,11 +206,12 @@ def same_question(text: str) -> str:
 
 
 def load_set(name: str, hub_endpoint: str | None) -> list[Question]:
-    """One set, whole: "hle", a short name, "hub:OWNER/REPO/path.jsonl" or a file."""
-    if name == "hle":
-        return load_hle(hub_endpoint)
+    """One set, whole: a short name, "hub:OWNER/REPO/path.jsonl" or a file."""
     short, slash, split_name = name.partition("/")
-    if short in SETS:
+    if name in BENCHMARKS:
+        repository, file = BENCHMARKS[name]
+        path = from_hub(repository, file, hub_endpoint)
+    elif short in SETS:
         folder, splits = SETS[short]
         if slash and split_name not in splits:
             raise UserError(f"{short} has no split '{split_name}': choose from {', '.join(splits)}")
@@ -200,7 +221,12 @@ def load_set(name: str, hub_endpoint: str | None) -> list[Question]:
         path = from_own_repository(name, hub_endpoint)
     else:
         path = Path(name)
-    return read_file(read_bytes(path, name), name)
+    content = read_bytes(path, name)
+    if path.suffix == ".parquet":
+        return read_parquet(content, name)
+    if path.suffix in (".csv", ".tsv"):
+        return read_csv(content, name, "\t" if path.suffix == ".tsv" else ",")
+    return read_file(content, name)
 
 
 def read_bytes(path: Path, name: str) -> bytes:
@@ -213,7 +239,7 @@ def read_bytes(path: Path, name: str) -> bytes:
         reason = getattr(error, "strerror", error)
         raise UserError(
             f"cannot read the questions in {name or 'a set without a name'} ({reason}): give a "
-            f"JSONL file, hub:OWNER/REPO/path.jsonl, hle, or one of {', '.join(SETS)}"
+            f"JSONL file, hub:OWNER/REPO/path.jsonl, or one of {', '.join([*SETS, *BENCHMARKS])}"
         ) from error
 
 
@@ -254,6 +280,33 @@ def read_json(content: bytes):
         raise ValueError(f"not JSON ({error.msg}, character {error.pos + 1})") from error
 
 
+def read_csv(content: bytes, source: str, separator: str) -> list[Question]:
+    """Every row of a table whose first line names the columns. FRAMES is a .tsv."""
+    try:
+        lines = io.StringIO(content.decode("utf-8-sig"), newline="")
+        rows = list(csv.DictReader(lines, restkey="", delimiter=separator))
+    except (ValueError, csv.Error) as error:
+        raise UserError(f"{source} is not a table in UTF-8 ({error})") from error
+    return read_rows(rows, source, "row", "rows", lambda row: row)
+
+
+def read_parquet(content: bytes, source: str) -> list[Question]:
+    """Every row of a parquet file, of which only the columns are read that a question has."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f"{source} is a parquet file: pip install pyarrow") from error
+    known = {*ID_NAMES, *QUESTION_NAMES, *ANSWER_NAMES, *ATTACHMENTS, CANARY}
+    try:
+        file = pyarrow.parquet.ParquetFile(io.BytesIO(content))
+        columns = [name for name in file.schema_arrow.names if plain(name) in known]
+        rows = file.read(columns=columns).to_pylist()
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{source} is not a parquet file ({reason})") from error
+    return read_rows(rows, source, "row", "rows", lambda row: row)
+
+
 def read_rows(rows: list, source: str, unit: str, units: str, parse: Callable) -> list[Question]:
     """Questions from rows, or a UserError that names the first bad ones and counts them all.
 
@@ -264,7 +317,10 @@ def read_rows(rows: list, source: str, unit: str, units: str, parse: Callable) -
     places = {}
     for number, row in enumerate(rows, 1):
         try:
-            question = read_row(parse(row), source, number)
+            row = parse(row)
+            if source in BENCHMARKS and has_attachment(row):
+                continue
+            question = read_row(row, source, number)
             if question.id in places:
                 raise ValueError(
                     f"the id {question.id!r} stands in {unit} {places[question.id]} already"
@@ -291,6 +347,8 @@ ID_NAMES = ("id", "task_id")
 QUESTION_NAMES = ("question", "problem", "prompt")
 ANSWER_NAMES = ("golden_answers", "answer", "answers", "final_answer", "ground_truth")
 LISTS = ("golden_answers", "answers")  # the others hold one text
+ATTACHMENTS = ("image", "file_name")
+CANARY = "canary"
 
 
 def read_row(row, source: str, number: int) -> Question:
@@ -308,6 +366,9 @@ def read_row(row, source: str, number: int) -> Question:
         golds = [golds]
     if not isinstance(golds, list) or not all(isinstance(gold, str) for gold in golds):
         raise ValueError('"golden_answers" is not a list of texts, and there is no text "answer"')
+    _, canary = find(row, (CANARY,))
+    if isinstance(canary, str) and canary and is_base64(text):
+        text, *golds = [decrypt(part, canary) for part in (text, *golds)]
     # A blank one among others does no harm. GAIA writes "?" where the answer is kept secret.
     if all(gold.strip() in ("", "?") for gold in golds):
         raise ValueError("there is no golden answer")
@@ -321,13 +382,39 @@ def read_row(row, source: str, number: int) -> Question:
 
 def find(row: dict, names: tuple[str, ...], default=None) -> tuple[str, object]:
     """(the first of the names that the row has, its value), or ("", default)."""
-    written = {key.strip().lower().replace(" ", "_"): key for key in row}
+    written = {plain(key): key for key in row}
     for name in names:
         if name in row:
             return name, row[name]
         if name in written:
             return name, row[written[name]]
     return "", default
+
+
+def plain(name: str) -> str:
+    return name.strip().lower().replace(" ", "_")
+
+
+def has_attachment(row) -> bool:
+    """Whether a picture or a file belongs to the question."""
+    return isinstance(row, dict) and any(find(row, (name,))[1] for name in ATTACHMENTS)
+
+
+def is_base64(text: str) -> bool:
+    return len(text) % 4 == 0 and bool(re.fullmatch(r"[A-Za-z0-9+/]+={0,2}", text))
+
+
+def decrypt(text: str, canary: str) -> str:
+    """A text of BrowseComp: base64 of its UTF-8, XORed with the canary's SHA-256 over and over.
+
+    It stays in memory: the set asks that its questions never stand on the web in plain text.
+    """
+    try:
+        key = hashlib.sha256(canary.encode()).digest()
+        secret = base64.b64decode(text, validate=True)
+        return bytes(a ^ b for a, b in zip(secret, itertools.cycle(key))).decode()
+    except ValueError:
+        raise ValueError("its canary does not decrypt it") from None
 
 
 # ------------------------------------------------------------------------------------------ the hub
@@ -359,24 +446,3 @@ def from_hub(repo: str, filename: str, endpoint: str | None) -> Path:
             f"cannot get {filename} of {repo} from the hub ({reason}): check the name, the network "
             "and, for a private set, HF_TOKEN"
         ) from error
-
-
-def load_hle(endpoint: str | None) -> list[Question]:
-    """The text-only questions of Humanity's Last Exam.
-
-    Its authors ask that it is not published: commit no question.
-    """
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError("hle is a parquet file: pip install pyarrow") from error
-    path = from_hub("cais/hle", "data/test-00000-of-00001.parquet", endpoint)
-    try:
-        table = pyarrow.parquet.read_table(path, columns=["id", "question", "answer", "image"])
-        rows = [row for row in table.to_pylist() if not row["image"]]
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(
-            f"{path} is not HLE's parquet file ({reason}): remove it, then it is fetched again"
-        ) from error
-    return read_rows(rows, "hle", "text-only row", "text-only rows", lambda row: row)

@@ -1,5 +1,6 @@
 """Who gets which advantage, who stands in the loss how often, what each weighs."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -160,6 +161,24 @@ def test_advantages_without_the_division():
     _, _, sys2, sys1 = play(advantage="mean")
     assert [s.advantage for s in of(sys2, 0)] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
     assert [s.advantage for s in of(sys1, 0)] == pytest.approx([0.25] * 3 + [-0.75])
+
+
+def test_a_credit_of_ones_own_can_train_each_turn_by_itself():
+    """It returns a sample for each turn: the same tokens, the turn's mask, an advantage."""
+    run, *_ = play()
+    whole = Sample("sys2", 0, 0)
+    for length in (3, 2):
+        whole.append_given([1, 2])
+        whole.append_sampled(Completion([4 + length] * length, [-float(length)] * length, "stop"))
+    turns = []
+    for span, advantage in ((range(2, 5), 1.0), (range(7, 9), -0.5)):
+        mask = [i in span for i in range(len(whole.tokens))]
+        turns.append(dataclasses.replace(whole, mask=mask, advantage=advantage, copies=1))
+    _, (batch,), _ = train.prepare(run, {"sys2": turns, "sys1": []})
+    trained = zip(batch.target.tolist(), batch.old_logprob.tolist(), batch.advantage.tolist())
+    assert sorted(trained) == [(6, -2.0, -0.5)] * 2 + [(7, -3.0, 1.0)] * 3
+    assert sorted(batch.lengths) == [4, 8]  # each with all that stands before it
+    assert float(batch.weight.sum()) == pytest.approx(1)
 
 
 # ------------------------------------------------------------------------------------------ refills

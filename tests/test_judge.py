@@ -352,6 +352,35 @@ def test_what_the_response_says_cannot_leave_its_fence():
     assert "42\nforty-two" in judge_prompt(QUESTION, "x")
 
 
+def test_the_prompt_wants_one_answer():
+    """A hedge, a list of candidates and a refusal are ways of never being wrong."""
+    ours = judge_prompt(QUESTION, "It is 41 or 42.").rpartition("===\n")[2]
+    clause, asked = ours.strip().split("\n\n")
+    for word in ("one answer", "hedges", "several candidates", "declines", "no answer"):
+        assert word in clause
+    assert "It is not right if" in clause and "confidence is no hedge" in clause
+    # The reply's four lines stay the last thing that is asked for.
+    names = [line.partition(":")[0] for line in asked.splitlines() if ": " in line]
+    assert names == ["extracted_final_answer", "reasoning", "correct", "confidence"]
+
+
+@pytest.mark.parametrize(
+    "reasoning, correct",
+    [
+        ("it commits itself to one answer, does not hedge, and both are 42", "yes"),
+        ("it states a confidence of 60, which is no hedge; the same number", "yes"),
+        ("it lists 41 and 42 as candidates, and the question asks for one", "no"),
+        ("it declines to answer, although it mentions 42, the correct answer", "no"),
+        ("it hedges: 41, or possibly 42", "no"),
+    ],
+)
+def test_what_the_clause_makes_a_judge_say_can_be_read(reasoning, correct):
+    said = reply(correct).replace("the same number", reasoning)
+    assert read_verdict(said).correct is (correct == "yes")
+    as_json = json.dumps({**AS_JSON, "reasoning": reasoning, "correct": correct})
+    assert read_verdict(as_json).correct is (correct == "yes")
+
+
 def test_a_very_long_response_is_cut():
     assert len(judge_prompt(QUESTION, "x" * 10**6)) < judges.LONGEST_RESPONSE + 2000
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from plumbing.statistics import average_interval, wilson_interval
 from toy import base_model as toy_base
 
 REPO = Path(__file__).parent.parent
@@ -199,7 +200,41 @@ def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained
     assert metrics(run) == metrics(folder / "runs/whole")
 
 
-def test_two_ranks_walk_the_same_path(trained, base):
+# A stand-in for trackio that writes down what it receives and fails at step 3.
+FAKE_TRACKER = """
+import json, os
+
+class Run:
+    def log(self, numbers, step):
+        if step == 3:
+            raise ConnectionError("the network is away")
+        put([step, numbers])
+
+    def finish(self):
+        put("finish")
+
+def put(what):
+    with open(os.environ["TRACKED"], "a") as file:
+        file.write(json.dumps(what) + "\\n")
+
+def init(**options):
+    put(options)
+    return Run()
+"""
+
+
+def tracking(folder: Path) -> dict[str, str]:
+    """An environment in which trackio is the stand-in, which writes into folder/tracked."""
+    (folder / "fake").mkdir()
+    (folder / "fake/trackio.py").write_text(FAKE_TRACKER)
+    return {"PYTHONPATH": str(folder / "fake"), "TRACKED": str(folder / "tracked")}
+
+
+def received(folder: Path) -> list:
+    return [json.loads(line) for line in open(folder / "tracked")]
+
+
+def test_two_ranks_walk_the_same_path(trained, base, tmp_path):
     """torchrun with 2 processes: the same rollouts; loss and gradient equal to rounding."""
     folder, _ = trained
     done = mars(
@@ -211,9 +246,12 @@ def test_two_ranks_walk_the_same_path(trained, base):
         2,
         "--name",
         "ranks",
+        "--track",
+        "trackio",
         *SMALL,
         ranks=2,
         cwd=folder,
+        **tracking(tmp_path),
     )
     assert done.returncode == 0, done.stderr
     one, two = metrics(folder / "runs/whole")[0], metrics(folder / "runs/ranks")[0]
@@ -233,6 +271,8 @@ def test_two_ranks_walk_the_same_path(trained, base):
     assert sum(r["split"] == "train" for r in records) == 16, (
         "rank 0 writes the trajectories of all ranks"
     )
+    _, (step, numbers), end = received(tmp_path)  # from rank 0 alone
+    assert step == 0 and end == "finish" and numbers["reward"] == two["reward"]
 
 
 def test_refills_are_the_same_on_two_ranks_and_after_a_resume(base, tmp_path):
@@ -351,6 +391,7 @@ BAD = {
     "infinitely hot": (["--temperature", "inf"], "--temperature"),
     "no temperature": (["--temperature", "nan"], "--temperature"),
     "hardly warm": (["--temperature", "1e-40"], "--temperature"),
+    "hosts blocked where nothing is asked": (["--block", "hf.co"], "--block"),
     "held-out questions without own ones": (["--eval_data", "some.jsonl"], "--eval_data"),
     "pages of no search": (["--pages", "fetch"], "--pages"),
     "no tool at all": (["--tools", ","], "--tools"),
@@ -366,6 +407,12 @@ BAD = {
     "a rate beyond all numbers": (["--lr", "1e300"], "--lr"),
     "too many sequences": (["--max_sequences", "2000000000"], "--max_sequences"),
     "ask with a training option": (["ask", "runs/x", "who ?", "--lr", "1"], "--lr"),
+    "ask several times": (["ask", "runs/x", "who ?", "--eval_samples", "2"], "--eval_samples"),
+    "no attempt": (["--eval_samples", "0"], "--eval_samples"),
+    "a tracker of no kind": (["--track", "paper"], "--track"),
+    "a tracker that is not installed": (["--track", "wandb"], "pip install wandb"),
+    "eval with a tracker": (["eval", "runs/x", "--track", "wandb"], "--track"),
+    "several attempts of a run": (["--eval_samples", "2"], "--eval_samples is for"),
     "eval with another model": (["eval", "runs/x", "--model", "y"], "--model"),
     "eval with the start's model": (["eval", "runs/x", "--system1", "frozen"], "--system1"),
     "negative": (["--lr", "-1"], "--lr"),
@@ -398,6 +445,7 @@ def test_bad_input_is_one_sentence_exit_2_and_nothing_written(
 ):
     import mars as program
 
+    monkeypatch.setitem(sys.modules, "wandb", None)
     if name == "no GPU" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     arguments, word = BAD[name]
@@ -612,6 +660,67 @@ def test_eval_and_ask(trained):
     assert done.returncode == 2 and "leaves no room in --sys2_context" in done.stderr
     done = mars("eval", "runs/whole", ranks=2, cwd=folder)
     assert done.returncode and "without torchrun" in done.stderr
+
+
+def test_a_tracked_run_goes_on_without_its_tracker(trained, base, tmp_path):
+    """Resumed in the same tracker run, and the tracker changes no number of the run."""
+    options = ["--model", base, "--save_every", 2, "--name", "whole", *SMALL, "--track", "trackio"]
+    environment = tracking(tmp_path)
+    for more in (["--steps", 2], ["--steps", 4, "--resume"]):
+        done = mars(*options, *more, cwd=tmp_path, **environment)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.count("--track trackio failed (the network is away)") == 1
+    first, *firsts, end, again, third = received(tmp_path)
+    assert end == "finish" and first["name"] == again["name"]
+    lines = [json.loads(line) for line in open(tmp_path / "runs/whole/metrics.jsonl")]
+    for (step, numbers), line in zip([*firsts, third], lines[:3], strict=True):
+        line = {key: value for key, value in line.items() if value is not None}
+        assert numbers | {"step": step} == line
+    for a, b in zip(metrics(trained[0] / "runs/whole"), metrics(tmp_path / "runs/whole")):
+        assert all(a.get(k) == b.get(k) for k in a.keys() | b.keys() if not k.startswith("eval_"))
+
+
+def test_several_attempts_at_each_question(trained):
+    """The first is the one that a single evaluation makes; the table's numbers are those of all."""
+    folder, _ = trained
+    asked = ["--eval_questions", 12]
+    for name, more in (("once", []), ("thrice", ["--eval_samples", 3])):
+        done = mars("eval", "runs/whole", "--name", name, *asked, *more, cwd=folder)
+        assert done.returncode == 0, done.stderr
+    assert "avg@3 (95 %)" in done.stdout and "pass@3 (95 %)" in done.stdout
+    assert "accuracy" not in done.stdout
+    once = json.loads((folder / "runs/once/predictions.json").read_text())
+    thrice = json.loads((folder / "runs/thrice/predictions.json").read_text())
+    further = {name: prediction.pop("further") for name, prediction in thrice.items()}
+    assert thrice == once
+    assert all(len(predictions) == 2 for predictions in further.values())
+
+    rewards = {}
+    for line in open(folder / "runs/thrice/rollouts/step_0.jsonl"):
+        record = json.loads(line)
+        rewards.setdefault(record["question_id"], {})[record["trajectory"]] = record["reward"]
+        answers = [prediction["answer"] for prediction in further[record["question_id"]]]
+        answers.insert(0, once[record["question_id"]]["answer"])
+        assert record["answer"] == answers[record["trajectory"]]
+    rewards = [list(attempts.values()) for attempts in rewards.values()]
+    assert len(rewards) == 12 and {len(attempts) for attempts in rewards} == {3}
+    *parts, row = json.loads((folder / "runs/thrice/table.json").read_text())
+    assert sum(part["questions"] for part in parts) == row["questions"] == 12
+    assert row["attempts"] == 3
+    assert row["accuracy"] == pytest.approx(row["pass_at"]["1"])
+    assert row["accuracy"] == sum(map(sum, rewards)) / 36
+    assert row["pass_at"]["3"] == sum(map(max, rewards)) / 12
+    right = [int(sum(attempts)) for attempts in rewards]
+    assert len(set(right)) > 1, "the questions differ, so that the intervals are worth a look"
+    assert (row["low"], row["high"]) == average_interval(right, 3)
+    assert (row["pass_low"], row["pass_high"]) == wilson_interval(sum(map(bool, right)), 12)
+
+    row = json.loads((folder / "runs/once/table.json").read_text())[-1]
+    assert not {"attempts", "pass_at"} & row.keys()
+    first = sum(attempts[0] for attempts in rewards)
+    assert (row["low"], row["high"]) == wilson_interval(int(first), 12)
+    greedy = mars("eval", "runs/whole", "--temperature", 0, "--eval_samples", 2, cwd=folder)
+    assert greedy.returncode == 2 and "at --temperature 0 all attempts" in greedy.stderr
 
 
 def test_ones_own_questions_and_documents(trained, base):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,8 +23,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import mars
 import trainer
-from config import UserError
+from config import UserError, parse, parser, resolve
 from rollout import Sample
 from sampler import Sampler
 from trainer import memory
@@ -68,6 +70,8 @@ def settings(**given):
         "kv_tokens": 4096,
         "frozen": set,
         "kl_beta": 0.0,
+        "bf16": "auto",
+        "lora_rank": 0,
         "server": "",
         "micro_tokens": 2000,
         "recompute_activations": False,
@@ -293,11 +297,63 @@ def test_what_does_not_fit_is_refused_with_an_alternative(qwen3_8b, monkeypatch)
         with pytest.raises(UserError, match=match):
             plan(monkeypatch, qwen3_8b, gib, world, **options)
 
-    refused("use --fsdp over more", 139, 8, fsdp=False)
+    refused("use --lora_rank 16, or --fsdp over more", 139, 8, fsdp=False)
+    refused("use --fsdp over more", 20, 8, fsdp=False, lora_rank=16)
     refused("use --recompute_activations", 78, 8, recompute_activations=False)
     refused("smaller model or more processes", 20, 8)
     refused("smaller model$", 14, 1, training=False)
     assert "micro-batch" not in plan(monkeypatch, qwen3_8b, 78, 1, training=False)
+
+
+QWEN3 = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
+    "8B": {},
+}
+DOCS = (Path(__file__).parent.parent / "docs" / "real_models.md").read_text()
+LINES_24_GB = re.findall(r"\| `(--model Qwen/Qwen3-.*)` \|", DOCS)
+
+
+def plan_of_a_command(options: str, monkeypatch, folder) -> str:
+    """The plan of the documented limits with `options`, on a card that shows 22 GiB."""
+    (limits,) = re.findall(r"--sys2_context 8192 .*", DOCS)
+    given = parse(parser(mars.MarsConfig, ""), (limits + " " + options).split())
+    name = given["model"].removeprefix("Qwen/Qwen3-")
+    heads = {} if name in ("4B", "8B") else {"num_attention_heads": 16}
+    shape = QWEN3_8B | QWEN3[name] | heads | {"tie_word_embeddings": name != "8B"}
+    (folder / "config.json").write_text(json.dumps(shape))
+    config = resolve(mars.MarsConfig, given, presets={})
+    properties = SimpleNamespace(total_memory=22 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    device = SimpleNamespace(type="cuda")
+    return trainer.memory_plan(
+        str(folder), config=config, longest=config.longest(), world=1, device=device
+    )
+
+
+def test_there_are_lines_for_24_gb():
+    assert {line.split()[1].removeprefix("Qwen/Qwen3-") for line in LINES_24_GB} == set(QWEN3)
+
+
+@pytest.mark.parametrize("options", LINES_24_GB)
+def test_what_the_docs_offer_for_24_gb_fits(options, tmp_path, monkeypatch):
+    assert "of 22.0" in plan_of_a_command(options, monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize("name, gib", [("1.7B", 42), ("4B", 88)])
+def test_what_the_docs_call_too_large_for_24_gb_is_refused(name, gib, tmp_path, monkeypatch):
+    options = f"--model Qwen/Qwen3-{name} --recompute_activations --kv_tokens 32768"
+    with pytest.raises(UserError, match="use --lora_rank 16, or --fsdp") as refusal:
+        plan_of_a_command(options, monkeypatch, tmp_path)
+    assert round(float(str(refusal.value).split(" GiB")[0])) == gib
+    assert f"{name} needs {gib} GiB" in DOCS or f"{name} {gib} GiB" in DOCS
+
+
+def test_8b_with_adapters_needs_a_server_on_24_gb(tmp_path, monkeypatch):
+    options = "--model Qwen/Qwen3-8B --lora_rank 16 --recompute_activations --kv_tokens 16384"
+    with pytest.raises(UserError, match="^40.1 GiB"):
+        plan_of_a_command(options, monkeypatch, tmp_path)
 
 
 def test_the_plan_of_a_cpu(tmp_path, monkeypatch):

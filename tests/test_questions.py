@@ -1,6 +1,9 @@
 """Questions from files, a loopback hub and a mix; what is held out."""
 
+import base64
+import csv
 import hashlib
+import importlib.util
 import io
 import json
 import os
@@ -19,8 +22,10 @@ from serving import answer, serving
 
 from config import UserError
 from tasks.questions import (
+    BENCHMARKS,
     FLASHRAG,
     Question,
+    decrypt,
     draw,
     load_questions,
     overlap,
@@ -251,7 +256,8 @@ def test_deep_and_endless_json_is_one_sentence(tmp_path, content):
     assert "1 of 1 lines are malformed" in in_time(lambda: load_questions(path))
 
 
-said = st.text(min_size=1, max_size=20).filter(str.strip)
+# "?" alone stands for an answer that is kept secret.
+said = st.text(min_size=1, max_size=20).filter(lambda text: text.strip() not in ("", "?"))
 
 
 @given(
@@ -477,55 +483,182 @@ def test_hub_failures_are_one_sentence(hub, monkeypatch):
         load_questions("hub:me/mine/q.jsonl", hub_endpoint="http://127.0.0.1:9")
 
 
+# --------------------------------------------------------------------------------- benchmarks
+
+
+@pytest.fixture
+def parquet(monkeypatch):
+    """rows -> a parquet file's bytes.
+
+    By pyarrow where it is installed, else for a stand-in that reads the rows from JSON.
+    """
+    if importlib.util.find_spec("pyarrow"):
+        import pyarrow.parquet
+
+        def write_parquet(rows):
+            buffer = io.BytesIO()
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
+            return buffer.getvalue()
+
+        return write_parquet
+
+    class ParquetFile:
+        def __init__(self, file):
+            self.rows = json.loads(file.read())
+            self.schema_arrow = types.SimpleNamespace(names=list(self.rows[0]))
+
+        def read(self, columns):
+            rows = [{name: row.get(name) for name in columns} for row in self.rows]
+            return types.SimpleNamespace(to_pylist=lambda: rows)
+
+    module = types.ModuleType("pyarrow.parquet")
+    module.ParquetFile = ParquetFile
+    package = types.ModuleType("pyarrow")
+    package.parquet = module
+    monkeypatch.setitem(sys.modules, "pyarrow", package)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", module)
+    return lambda rows: json.dumps(rows).encode()
+
+
+def encrypted(text, canary):
+    """As the authors of BrowseComp describe it: XOR with the repeated hash, then base64."""
+    key = hashlib.sha256(canary.encode()).digest() * 100
+    raw = bytes(a ^ b for a, b in zip(text.encode(), key))
+    return base64.b64encode(raw).decode()
+
+
+def secret_row(question, answer, canary):
+    row = {"problem": encrypted(question, canary), "answer": encrypted(answer, canary)}
+    return {**row, "problem_topic": "Art", "canary": canary}
+
+
 HLE = [
     {"id": "a", "question": "What is drawn?", "answer": "x", "image": "data:image/png;base64,AAAA"},
-    {"id": "b", "question": "What is 6 × 7?", "answer": "42", "image": ""},
+    {"id": "b", "question": "What is 6 × 7?", "answer": "42", "image": "", "rationale": "r"},
     {"id": "c", "question": "Who?", "answer": "Ada", "image": None},
 ]
+GAIA = [
+    {"task_id": "a", "Question": "Sum?", "Level": "1", "Final answer": "3", "file_name": "a.xlsx"},
+    {"task_id": "b", "Question": "Who?", "Level": "2", "Final answer": "Ada", "file_name": ""},
+    {"task_id": "c", "Question": "Why?", "Level": "3", "Final answer": "tea", "file_name": None},
+]
+# The first column has no name, and cells hold quotation marks and line breaks.
+FRAMES = (
+    "\tPrompt\tAnswer\twikipedia_link_1\twikipedia_link_11+\treasoning_types\twiki_links\r\n"
+    "0\tWho?\tAda\thttps://a\t\tNumerical\t['https://a']\r\n"
+    '1\t"Which ""first""\nname?"\tJane Ballou\t\t\tTabular\t[]\r\n'
+)
+WEBWALKERQA = {
+    "question": "Wann? 什么时候?",
+    "answer": "2025",
+    "root_url": "https://2025.aclweb.org/",
+    "info": {"hop": "multi-source", "lang": "zh", "golden_path": ["root->a"]},
+}
 
 
-def test_hle_is_text_only(hub, monkeypatch):
-    """With pyarrow where it is installed, else with a stand-in that reads the rows from JSON."""
-    try:
-        import pyarrow.parquet as parquet
-
-        buffer = io.BytesIO()
-        rows = [{**row, "rationale": "r"} for row in HLE]
-        parquet.write_table(sys.modules["pyarrow"].Table.from_pylist(rows), buffer)
-        content = buffer.getvalue()
-    except ImportError:
-
-        def read_table(path, columns):
-            rows = json.loads(path.read_text())
-            return types.SimpleNamespace(
-                to_pylist=lambda: [{name: row[name] for name in columns} for row in rows]
-            )
-
-        fake = types.ModuleType("pyarrow")
-        fake.parquet = types.ModuleType("pyarrow.parquet")
-        fake.parquet.read_table = read_table
-        monkeypatch.setitem(sys.modules, "pyarrow", fake)
-        monkeypatch.setitem(sys.modules, "pyarrow.parquet", fake.parquet)
-        content = json.dumps(HLE).encode()
-    hub.held["cais/hle", "data/test-00000-of-00001.parquet"] = content
+def test_hle_and_gaia_are_text_only(hub, parquet):
+    hub.held["cais/hle", "data/test-00000-of-00001.parquet"] = parquet(HLE)
     assert load_questions("hle", hub_endpoint=hub.url) == [
         Question("b", "What is 6 × 7?", ("42",), "hle"),
         Question("c", "Who?", ("Ada",), "hle"),
     ]
+    hub.held["gaia-benchmark/GAIA", "2023/validation/metadata.parquet"] = parquet(GAIA)
+    assert load_questions("gaia", hub_endpoint=hub.url) == [
+        Question("b", "Who?", ("Ada",), "gaia"),
+        Question("c", "Why?", ("tea",), "gaia"),
+    ]
     hub.held["cais/hle", "data/test-00000-of-00001.parquet"] = b"not parquet at all"
-    with pytest.raises(UserError, match="not HLE's parquet file"):
+    with pytest.raises(UserError, match="hle is not a parquet file"):
         load_questions("hle", hub_endpoint=hub.url)
 
 
-def test_hle_without_pyarrow_or_access(hub, monkeypatch):
+def test_frames_and_webwalkerqa(hub):
+    hub.held["google/frames-benchmark", "test.tsv"] = FRAMES.encode()
+    assert load_questions("frames", hub_endpoint=hub.url) == [
+        Question("1", "Who?", ("Ada",), "frames"),
+        Question("2", 'Which "first"\nname?', ("Jane Ballou",), "frames"),
+    ]
+    row = json.dumps(WEBWALKERQA).encode()
+    hub.held["callanwu/WebWalkerQA", "data/main-00000-of-00001.jsonl"] = row
+    (question,) = load_questions("webwalkerqa", hub_endpoint=hub.url)
+    assert (question.text, question.golden_answers) == ("Wann? 什么时候?", ("2025",))
+    mixed = load_questions("frames,webwalkerqa", hub_endpoint=hub.url)
+    assert [question.id for question in mixed] == ["frames/1", "frames/2", "webwalkerqa/1"]
+
+
+LONG = "Which café, " + "of all that are named " * 9 + "日本, is it?"  # longer than a key
+
+
+def test_browsecomp_is_decrypted_in_memory(hub, parquet, tmp_path):
+    rows = [secret_row(LONG, "Ada", "a canary GUID"), secret_row("Who?", "東京", "another")]
+    asked = [(LONG, ("Ada",)), ("Who?", ("東京",))]
+    hub.held["smolagents/browse_comp", "data/test-00000-of-00001.parquet"] = parquet(rows)
+    found = load_questions("browsecomp", hub_endpoint=hub.url)
+    assert [(question.text, question.golden_answers) for question in found] == asked
+    # The file that its authors publish
+    path = tmp_path / "browse_comp_test_set.csv"
+    with open(path, "w", newline="") as file:
+        table = csv.DictWriter(file, rows[0])
+        table.writeheader()
+        table.writerows(rows)
+    found = load_questions(str(path))
+    assert [(question.text, question.golden_answers) for question in found] == asked
+
+
+def test_the_key_of_browsecomp():
+    """Worked out by hand: sha256("x") begins with 2d 71, which is 0x48 ^ "e" and 0x18 ^ "i"."""
+    secret = base64.b64encode(bytes([0x2D ^ ord("h"), 0x71 ^ ord("i")])).decode()
+    assert decrypt(secret, "x") == "hi"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {**secret_row(LONG, "Ada", "one"), "canary": "two"},
+        {**secret_row(LONG, "Ada", "one"), "answer": "Ada Baker"},
+    ],
+)
+def test_what_its_canary_does_not_decrypt_is_refused(tmp_path, row):
+    path = write(tmp_path / "q.jsonl", json.dumps(row))
+    with pytest.raises(UserError, match="line 1: its canary does not decrypt it$"):
+        load_questions(path)
+
+
+def test_tables_of_ones_own(tmp_path, parquet):
+    (tmp_path / "q.csv").write_bytes("\ufeffid,question,answer\n7,Who?,Ada\n".encode())
+    path = str(tmp_path / "q.csv")
+    assert load_questions(path) == [Question("7", "Who?", ("Ada",), path)]
+    rows = [{"question": "Who?", "golden_answers": ["Ada", "Bob"], "image": "kept: it is no mark"}]
+    (tmp_path / "q.parquet").write_bytes(parquet(rows))
+    path = str(tmp_path / "q.parquet")
+    assert load_questions(path) == [Question("1", "Who?", ("Ada", "Bob"), path)]
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (b"", "holds no question"),
+        (b"question,answer\n", "holds no question"),
+        (b"question,answer\nWho?\n", 'row 1: .* no text "answer"'),
+        (b"question,answer\nWho?,Ada,more\n,\n", "1 of 2 rows .*row 2: .question. is missing"),
+        (b"q\xff,answer\n", "not a table in UTF-8"),
+        (b"question,answer\nWho?," + b"x" * 200_000, "not a table in UTF-8 .field larger"),
+    ],
+)
+def test_a_bad_table_is_one_sentence(tmp_path, content, says):
+    (tmp_path / "q.csv").write_bytes(content)
+    with pytest.raises(UserError, match=says) as error:
+        load_questions(str(tmp_path / "q.csv"))
+    assert "\n" not in str(error.value)
+
+
+def test_parquet_without_access_or_pyarrow(hub, monkeypatch):
+    for name, (repository, file) in BENCHMARKS.items():
+        hub.held[repository, file] = "gated"
+        with pytest.raises(UserError, match=f"access to {repository} was not granted: accept its"):
+            load_questions(name, hub_endpoint=hub.url)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(UserError, match="pip install pyarrow"):
-        load_questions("hle", hub_endpoint=hub.url)
-    fake = types.ModuleType("pyarrow")
-    fake.parquet = types.ModuleType("pyarrow.parquet")
-    monkeypatch.setitem(sys.modules, "pyarrow", fake)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", fake.parquet)
-    hub.held["cais/hle", "data/test-00000-of-00001.parquet"] = "gated"
-    with pytest.raises(UserError, match="access to cais/hle was not granted: accept its terms"):
+    hub.held["cais/hle", "data/test-00000-of-00001.parquet"] = b"PAR1"
+    with pytest.raises(UserError, match="hle is a parquet file: pip install pyarrow"):
         load_questions("hle", hub_endpoint=hub.url)

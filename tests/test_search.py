@@ -501,6 +501,93 @@ def test_blocked_hosts_are_left_out_with_all_below_them(server, tmp_path):
     assert kept == ["http://good.test/", "http://notbad.test"]
 
 
+SAME_SITE = [
+    "https://bad.test/x",
+    "https://BAD.Test/x",
+    "https://bad.test./x",
+    "https://www.bad.test",
+    "https://a.b.bad.test/x",
+    "https://bad.test:8443/x",
+    "https://user:word@bad.test/x",
+    "https://good.test@bad.test/",
+    "//bad.test/x",
+    "bad.test/x?from=http://good.test/",
+    "bad.test",
+    "ftp://bad.test/x",
+    "https://ｂａｄ.test/x",
+]
+OTHER_SITES = [
+    "https://notbad.test/",
+    "https://bad.test.good.test/",
+    "https://good.test/bad.test",
+    "https://good.test/?u=https://bad.test/",
+    "https://bad.test@good.test/",
+    "good.test/bad.test",
+    "",
+]
+
+
+@pytest.mark.parametrize(
+    "written", ["bad.test", "BAD.test", "www.bad.test", ".bad.test", "bad.test."]
+)
+def test_a_blocked_site_is_known_however_it_is_written(written):
+    block = search.blocked_hosts(["good.example", f" {written} ", ""])
+    assert block == ("good.example", "bad.test")
+    assert [url for url in SAME_SITE if not search.is_blocked(url, block)] == []
+    assert [url for url in OTHER_SITES if search.is_blocked(url, block)] == []
+
+
+def test_a_blocked_host_beyond_ascii_is_known_in_both_writings():
+    for written in ("bücher.test", "BÜCHER.test", "xn--bcher-kva.test"):
+        block = search.blocked_hosts([written])
+        for url in ("https://bücher.test/", "https://xn--bcher-kva.test", "http://www.Bücher.test"):
+            assert search.is_blocked(url, block)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["https://bad.test", "bad.test/x", "bad.test:80", "bad test", "*"]
+)
+def test_what_is_no_host_cannot_be_blocked(wrong, server, tmp_path):
+    with pytest.raises(UserError, match="--block .*give hosts by commas"):
+        serper(tmp_path, block=["good.test", wrong])
+
+
+def test_blocked_results_of_a_retriever_are_left_out(server):
+    documents = [
+        {"document": {"contents": f"ada {url}", "url": url}}
+        for url in ("bad.test/x", "https://good.test/")
+    ]
+    server.replies = [says({"result": [documents]})]
+    find = search.make("retriever", cache=None, block=["bad.test"])
+    assert [document.url for document in find("ada")] == ["https://good.test/"]
+
+
+def test_a_redirect_that_the_reader_service_names_is_seen(server, tmp_path, waits):
+    """Also in an answer that was kept when nothing was blocked."""
+    said = "Title: x\n\nURL Source: https://Bad.test/s\n\nMarkdown Content:\nthe answer"
+    server.replies = [found("https://good.test/"), says(said, kind="text/plain")]
+    assert "the answer" in serper(tmp_path, pages="jina")("ada")[0].text
+    server.replies = [says(said, kind="text/plain")]
+    with pytest.raises(ToolError, match="blocked host"):
+        serper(tmp_path, pages="jina", block=["bad.test"])("ada")
+    said = said.replace("Bad.test/s", "good.test/\n\nURL of https://bad.test/")
+    server.replies = [says(said, kind="text/plain")]
+    assert serper(tmp_path, pages="jina", block=["bad.test"])("ada")
+
+
+@needs_lxml
+def test_a_page_from_the_cache_did_not_come_from_a_blocked_host(server, tmp_path):
+    """It was kept by a run that blocked nothing, and a redirect had led to the host."""
+    port = server.server_port
+    leads = says("", 302, {"Location": f"http://bad.test:{port}/s"})
+    pages = routes({"/": leads, "/s": says("the answer", kind="text/plain")})
+    server.replies = [found(f"http://site.test:{port}/"), pages, pages, pages]
+    options = {"pages": "fetch", "resolve": lambda host, port: ["127.0.0.1"]}
+    assert serper(tmp_path, **options)("ada")[0].text == "the answer"
+    with pytest.raises(ToolError, match="blocked host"):
+        serper(tmp_path, block=["bad.test"], **options)("ada")
+
+
 @needs_lxml
 def test_a_redirect_to_a_blocked_host_is_not_followed(server, tmp_path):
     base = f"http://site.test:{server.server_port}"

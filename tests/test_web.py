@@ -270,7 +270,7 @@ def test_every_exchange_has_one_deadline_over_all_of_it(server, waits, who, wher
             send = functools.partial(exchange.page, resolve=only_site)
             client.call(url, pages.page_text, send=send)
         elif who == "jina":
-            search._read_by_jina(client, server.url, {}, "http://a.test/")
+            search._read_by_jina(client, server.url, {}, (), "http://a.test/")
         elif who == "serper":
             search._serper(client, server.url, {}, 3, "ada")
         else:

@@ -26,7 +26,7 @@ import re
 import sys
 import unicodedata
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def make(
     pages: str = "none",
     passage_words: int = PASSAGE_WORDS,
     page_words: int = PAGE_WORDS,
-    block: tuple[str, ...] = (),
+    block: Iterable[str] = (),
     offline: bool = False,
     timeout: float = 20.0,
     tries: int = 5,
@@ -83,13 +83,15 @@ def make(
     neither. passage_words: local documents are cut into passages of so many words, and a page of
     more than page_words words is shortened to those of its passages that match the query. With 0
     all documents stay whole, and System 1 reads their beginning, as in the paper. block: hosts from
-    which no result is taken, such as those that publish a benchmark's answers. offline: answer from
-    the cache alone, no key needed. timeout, tries, pause, parallel: see web.Client; a page gets at
-    most 2 tries. resolve: which addresses a page may be fetched from (only tests change it).
+    which nothing is taken, nor from below them, such as those that publish a benchmark's answers.
+    offline: answer from the cache alone, no key needed. timeout, tries, pause, parallel: see
+    web.Client; a page gets at most 2 tries. resolve: which addresses a page may be fetched from
+    (only tests change it).
     """
     _check(backend, scholar, k, docs, pages)
     if passage_words < 0 or page_words < 1:
         raise UserError("passages have at least 0 words, and pages at least 1")
+    block = blocked_hosts(block)
     if backend == "local":
         return local(docs, k, cache, passage_words)
     folder = None if cache is None else Path(cache) / "web"
@@ -288,18 +290,45 @@ def _allowed(search: Search, block: tuple[str, ...], query: str) -> list[Documen
     return [document for document in search(query) if not is_blocked(document.url, block)]
 
 
+def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
+    """The hosts as they are compared. UserError for what is no name of a host.
+
+    www.example.org and example.org are one site, so either blocks both.
+    """
+    hosts = []
+    for name in filter(str.strip, names):
+        host = _plain_host(name.strip()).removeprefix("www.").removeprefix(".")
+        if not re.fullmatch(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", host):
+            raise UserError(
+                f"--block {one_line(name.strip(), 80)}: give hosts by commas, such as "
+                "huggingface.co,hf.co, without https://, port or path"
+            )
+        hosts.append(host)
+    return tuple(hosts)
+
+
 def is_blocked(url: str, block: tuple[str, ...]) -> bool:
-    """Whether a URL's host is one of `block`, or below one of them."""
+    """Whether a URL's host is one of `block` (blocked_hosts), or below one of them."""
+    if not re.match(r"([a-z][a-z0-9+.-]*:)?//", url, re.IGNORECASE):
+        url = f"//{url}"  # a retriever may leave https:// out
     try:
-        host = (urllib.parse.urlsplit(url).hostname or "").rstrip(".")
+        return _is_below(urllib.parse.urlsplit(url).hostname or "", block)
     except ValueError:
         return True
-    return _is_below(host, block)
 
 
 def _is_below(host: str, block: tuple[str, ...]) -> bool:
-    host = host.lower().rstrip(".")
-    return any(host == name.lower() or host.endswith(f".{name.lower()}") for name in block)
+    host = _plain_host(host)
+    return any(host == name or host.endswith(f".{name}") for name in block)
+
+
+def _plain_host(host: str) -> str:
+    """A host as name servers know it: in ASCII and lower case, without the last dot."""
+    try:
+        host = host.encode("idna").decode()
+    except UnicodeError:
+        pass  # no name server knows it
+    return host.lower().rstrip(".")
 
 
 # The pages behind the results --------------------------------------------------------------------
@@ -311,10 +340,15 @@ def _reader(kind: str, client: web.Client, block, resolve) -> Callable[[str], st
     client = replace(client, tries=min(client.tries, 2))
     if kind == "jina":
         key = {"Authorization": f"Bearer {_key('JINA_API_KEY', client.offline)}"}
-        return functools.partial(_read_by_jina, client, base_url("MARS_JINA_URL"), key)
+        return functools.partial(_read_by_jina, client, base_url("MARS_JINA_URL"), key, block)
     lacking = missing("html")
     if lacking:
         raise UserError(f"--pages fetch reads pages itself: {lacking}")
+
+    if block and client.cache:
+        # A page that was kept under another list may have come by way of a host of this one.
+        mark = hashlib.sha256(",".join(sorted(block)).encode()).hexdigest()[:12]
+        client = replace(client, cache=client.cache / mark)
 
     def unblocked(host: str, port: int) -> list[str]:
         if _is_below(host, block):
@@ -374,11 +408,19 @@ def _rank(query: str, parts: list[Document]) -> list[Document]:
         return []
 
 
-def _read_by_jina(client, base, headers, url: str) -> str:
+def _read_by_jina(client, base, headers, block, url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ToolError("only http and https pages are read")
+
+    def check(text) -> None:
+        _check_text(text)
+        # The reader follows redirects itself, and its head may name the page that it ended at.
+        source = re.search(r"^URL Source: *(\S+)", text.partition("Markdown Content:")[0], re.M)
+        if source and is_blocked(source[1], block):
+            raise ToolError("the page redirects to a blocked host")
+
     page = exchange.quote(url)
-    return client.call(f"{base}/{page}", _decode_jina, headers=headers, check=_check_text)
+    return client.call(f"{base}/{page}", _decode_jina, headers=headers, check=check)
 
 
 def _decode_jina(raw: bytes, _headers) -> str:
@@ -444,7 +486,7 @@ def main(arguments: list[str] | None = None) -> int:
         query = options.pop("query")
         if not query.strip():
             raise UserError("the query is empty: say what to search for")
-        options["block"] = tuple(filter(None, options["block"].split(",")))
+        options["block"] = options["block"].split(",")
         for document in make(options.pop("backend"), **options)(query):
             print(_as_json(document), flush=True)
     except (UserError, ToolError) as error:

@@ -4,6 +4,7 @@ loading.py     a model, refused if packed training would be wrong
 attention.py   attention within samples that lie end to end
 batches.py     samples -> micro-batches
 policy.py      the model with the objective as its forward pass; DDP, FSDP2; backward
+lora.py        adapters beside frozen weights
 checkpoint.py  states on disk
 memory.py      what a process will hold
 """
@@ -11,6 +12,7 @@ memory.py      what a process will hold
 from trainer.batches import MicroBatch, make_micro_batch, micro_batches
 from trainer.checkpoint import load_optimizer, newest, save, write_model
 from trainer.loading import check_exact, load_model
+from trainer.lora import add_adapters, read_adapters, reference, write_adapters
 from trainer.memory import memory_plan
 from trainer.policy import (
     Policy,
@@ -25,6 +27,7 @@ from trainer.policy import (
 __all__ = [
     "MicroBatch",
     "Policy",
+    "add_adapters",
     "backward",
     "check_exact",
     "gradient_norm",
@@ -37,7 +40,10 @@ __all__ = [
     "micro_batches",
     "newest",
     "parallel",
+    "read_adapters",
+    "reference",
     "save",
     "unwrap",
+    "write_adapters",
     "write_model",
 ]

@@ -5,7 +5,10 @@ A state is the folder state/step_N: `model/` as Hugging Face writes it, `optimiz
 file and folder is fsynced, then it is renamed. Whenever the process dies, the former states are
 still there. Nothing is overwritten, and old states go only when the new one stands.
 
-Tests: `pytest tests/test_checkpoint.py`.
+With adapters (lora.py) a state holds `adapter/` instead of `model/`, a few MB. The model with the
+adapters merged in is written beside the states, to merged/step_N, of which only the newest stays.
+
+Tests: `pytest tests/test_checkpoint.py tests/test_lora.py`.
 """
 
 import errno
@@ -24,17 +27,19 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
+    get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 
 from config import UserError
+from trainer.lora import adapter_weights, merged_weights, write_adapters
 from trainer.policy import unwrap
 
 STATE_NAME = re.compile(r"step_(\d{6,})")
 WRITING = ".writing"  # the state under way
 REPLACED = ".replaced"  # a damaged state whose step has been done again
+# What says of which kind a state's weights are.
+DESCRIPTIONS = ("model/config.json", "adapter/adapter_config.json")
 
 
 def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer, keep: int = 2) -> None:
@@ -49,13 +54,15 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer, keep:
             "go on from the last state with --resume and a lower --lr"
         )
     # Gathered on rank 0 and named as without shards.
+    model = unwrap(policy).model
+    weights = merged_weights(model)
+    adapters = adapter_weights(model)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = get_state_dict(policy, optimizer, options=options)
+    moments = get_optimizer_state_dict(policy, optimizer, options=options)
     problem = None
     if not dist.is_initialized() or dist.get_rank() == 0:
-        weights = {name.removeprefix("model."): weight for name, weight in weights.items()}
         try:
-            write_state(folder, step, unwrap(policy).model, weights, moments, tokenizer)
+            write_state(folder, step, model, weights, adapters, moments, tokenizer)
             remove_old(folder / "state", keep)
         except Exception as error:  # safetensors and torch.save have errors of their own kind
             shutil.rmtree(folder / "state" / WRITING, ignore_errors=True)
@@ -101,15 +108,26 @@ def reason(error: Exception, folder: Path) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def write_state(folder: Path, step: int, model, weights: dict, moments: dict, tokenizer) -> None:
-    """Writes a whole state and points checkpoint/ at it."""
+def write_state(
+    folder: Path, step: int, model, weights: dict, adapters: dict, moments: dict, tokenizer
+) -> None:
+    """Writes a whole state and points checkpoint/ at its model.
+
+    If there are `adapters`, the state has these, and the model stands beside the states.
+    """
     states = folder / "state"
-    temporary = states / WRITING
+    temporary = begin(states)
     final = states / f"step_{step:06d}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    model.save_pretrained(temporary / "model", state_dict=weights)
-    tokenizer.save_pretrained(temporary / "model")
+    target = final / "model"
+    if adapters:
+        merged = folder / "merged"
+        target = merged / final.name
+        save_model(begin(merged), model, weights, tokenizer)
+        sync_tree(merged / WRITING)
+        finish(merged / WRITING, target)
+        write_adapters(temporary / "adapter", model, adapters)
+    else:
+        save_model(temporary / "model", model, weights, tokenizer)
     with open(temporary / "optimizer.pt", "wb") as file:
         torch.save(moments, file)
     sizes = {
@@ -123,19 +141,42 @@ def write_state(folder: Path, step: int, model, weights: dict, moments: dict, to
     problem = damage(temporary, step)
     if problem:
         raise OSError(errno.EIO, f"{problem} right after it was written")
-    if final.exists():
-        # It was damaged, or the run would not have come here again. It is renamed before it is
-        # removed, so that no state is ever half removed under its own name.
-        shutil.rmtree(states / REPLACED, ignore_errors=True)
-        os.replace(final, states / REPLACED)
-    os.replace(temporary, final)
-    sync(states)
-    shutil.rmtree(states / REPLACED, ignore_errors=True)
+    finish(temporary, final)
     link = folder / ".checkpoint"
     link.unlink(missing_ok=True)
-    link.symlink_to(Path("state") / final.name / "model", target_is_directory=True)
+    link.symlink_to(target.relative_to(folder), target_is_directory=True)
     os.replace(link, folder / "checkpoint")
     sync(folder)
+    if adapters:
+        for path in set(merged.iterdir()) - {target}:
+            shutil.rmtree(path)
+
+
+def begin(parent: Path) -> Path:
+    """An empty folder for what will lie in `parent` when it is whole."""
+    temporary = parent / WRITING
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def finish(temporary: Path, final: Path) -> None:
+    """Gives a folder that is whole, and fsynced, its name."""
+    replaced = final.with_name(REPLACED)
+    if final.exists():
+        # It was damaged, or the run would not have come here again. It is renamed before it is
+        # removed, so that no folder is ever half removed under its own name.
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(final, replaced)
+    os.replace(temporary, final)
+    sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def save_model(folder: Path, model, weights: dict, tokenizer) -> None:
+    """A folder that transformers and vLLM load."""
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
 
 
 def write_model(folder: Path, model, dtype: torch.dtype) -> str:
@@ -144,8 +185,7 @@ def write_model(folder: Path, model, dtype: torch.dtype) -> str:
     Every rank must call it; rank 0 writes. The newest two stay, since a server may still be reading
     the former one. UserError on all ranks if the disk does not take it.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)
+    weights = merged_weights(model)
     path = ""
     problem = None
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -228,9 +268,10 @@ def damage(state: Path, step: int) -> str | None:
             if (state / name).stat().st_size != size:
                 return f"{name} is cut"
         weights = [name for name in sizes if name.endswith(".safetensors")]
-        if not weights or "optimizer.pt" not in sizes or "model/config.json" not in sizes:
+        described = [name for name in DESCRIPTIONS if name in sizes]
+        if not weights or "optimizer.pt" not in sizes or not described:
             return "state.json does not list a model and an optimizer"
-        json.loads((state / "model/config.json").read_text(encoding="utf-8"))
+        json.loads((state / described[0]).read_text(encoding="utf-8"))
         for name in weights:
             with safe_open(state / name, "pt") as file:
                 file.keys()

@@ -17,8 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kernels
-from config import UserError
+from config import UserError, uses_bf16
 from trainer.loading import load_shape
+from trainer.lora import add_adapters
 
 GIB = 2**30
 # These three are estimates and were not measured: a CUDA context with its libraries, NCCL's
@@ -26,6 +27,7 @@ GIB = 2**30
 CUDA_CONTEXT = 0.6 * GIB
 NCCL = 1.0 * GIB
 GRAPHS = 1.0 * GIB
+ADAPTED = 7  # linear layers of a decoder's layer, which get adapters
 
 
 def memory_plan(
@@ -36,16 +38,13 @@ def memory_plan(
     `model` is a folder or a hub name, `longest` the longest sample in tokens.
     """
     shape = load_shape(model)
-    parameters = count_parameters(shape)
+    parameters, adapters = count_parameters(shape, config.lora_rank)
     cuda = device.type == "cuda"
-    parts = memory_parts(
-        shape, parameters, config=config, world=world, cuda=cuda, training=training
-    )
+    counts = {"config": config, "adapters": adapters, "cuda": cuda}
+    parts = memory_parts(shape, parameters, world=world, training=training, **counts)
     lasting = sum(parts.values())
     if training:
-        parts["micro-batch"] = micro_batch_bytes(
-            shape, parameters, config=config, longest=longest, cuda=cuda
-        )
+        parts["micro-batch"] = micro_batch_bytes(shape, parameters, longest=longest, **counts)
     total = sum(parts.values())
     have = memory_of(device)
     items = [f"{name} {part / GIB:.2f}" for name, part in parts.items() if part > GIB / 200]
@@ -69,6 +68,8 @@ def what_would_fit(config, pool: float, excess: float, training: bool) -> str:
         return f"--kv_tokens {int(config.kv_tokens * room / pool)} would fit"
     if training and not config.recompute_activations:
         return "use --recompute_activations, and --fsdp over more processes"
+    if training and not config.fsdp and not config.lora_rank:
+        return "use --lora_rank 16, or --fsdp over more processes"
     if training and not config.fsdp:
         return "use --fsdp over more processes"
     if training:
@@ -76,14 +77,18 @@ def what_would_fit(config, pool: float, excess: float, training: bool) -> str:
     return "use a smaller model"
 
 
-def count_parameters(shape) -> int:
-    """The number of a model's parameters; nothing is allocated."""
+def count_parameters(shape, lora_rank: int) -> tuple[int, int]:
+    """The numbers of a model's parameters and of its adapters'; no weight is allocated."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a config it cannot build
         raise UserError(f"cannot build a {shape.model_type} model: {error}") from None
-    return sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if not lora_rank:
+        return parameters, 0
+    add_adapters(model, lora_rank, seed=0)
+    return parameters, sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def memory_of(device) -> int:
@@ -98,39 +103,51 @@ def memory_of(device) -> int:
 
 
 def memory_parts(
-    shape, parameters: int, *, config, world: int, cuda: bool, training: bool = True
+    shape,
+    parameters: int,
+    *,
+    config,
+    world: int,
+    cuda: bool,
+    training: bool = True,
+    adapters: int = 0,
 ) -> dict[str, float]:
-    """Bytes per process by purpose, before activations.
-
-    `shape` is the model's transformers config, `parameters` the number of its parameters.
+    """Bytes of one process by purpose. `shape` is a transformers config, `parameters` the number
+    of its parameters, `adapters` that of the parameters of its adapters (0: all are trained).
 
     The part "copies" is the weights that a micro-batch computes with. Autocast keeps a bf16 copy of
-    all. FSDP gathers what lies outside the layers (embedding and head) and two layers, since the
-    next one is under way.
+    all that are fp32. FSDP gathers what lies outside the layers (embedding and head) and two
+    layers, since the next one is under way. Frozen weights are in bf16 already, and with the
+    adapters off they are the reference.
     """
-    size = 2 if cuda else 4  # bytes of a number outside the master weights
+    size = 2 if uses_bf16(config, cuda) else 4  # bytes of a number outside the master weights
     # A role that the start's weights play has a sampler of its own; servers take one away.
     models = (not config.server) + bool(config.frozen())
-    pool = kv_bytes(shape, size) * config.kv_tokens
+    pool = kv_bytes(shape, 2 if cuda else 4) * config.kv_tokens  # on a CPU it is always fp32
     parts = {}
     if training:
-        parts |= trainer_parts(shape, parameters, config=config, world=world, cuda=cuda)
+        parts |= trainer_parts(
+            shape, parameters, config=config, world=world, size=size, adapters=adapters
+        )
     elif not cuda:  # a GPU gets the sampler's copy only
-        parts["weights"] = 4 * parameters
+        parts["weights"] = size * parameters
     parts["sampler"] = size * parameters * models
     parts["KV pool"] = pool * models
-    if training and config.kl_beta:
+    if training and config.kl_beta and not adapters:
         parts["reference"] = size * parameters
     if cuda:
         parts["CUDA"] = CUDA_CONTEXT + (GRAPHS if models else 0) + (NCCL if world > 1 else 0)
     return parts
 
 
-def trainer_parts(shape, parameters: int, *, config, world: int, cuda: bool) -> dict[str, float]:
+def trainer_parts(
+    shape, parameters: int, *, config, world: int, size: int, adapters: int
+) -> dict[str, float]:
     """The trainer's share of memory_parts."""
-    size = 2 if cuda else 4
-    state = 4 * parameters  # fp32
-    parts = {"weights": state, "gradients": state, "optimizer": 2 * state}
+    trained = adapters or parameters
+    frozen = parameters if adapters else 0
+    state = 4 * trained  # fp32
+    parts = {"weights": size * frozen + state, "gradients": state, "optimizer": 2 * state}
     if config.fsdp:
         parts = {name: part / world for name, part in parts.items()}
         gathered = outside_layers(shape) + 2 * layer_parameters(shape, parameters)
@@ -138,8 +155,8 @@ def trainer_parts(shape, parameters: int, *, config, world: int, cuda: bool) -> 
         return parts
     if world > 1:
         parts["gradients"] *= 2  # DDP adds buckets of the same size
-    if cuda:
-        parts["copies"] = size * parameters
+    if size == 2:
+        parts["copies"] = size * trained
     return parts
 
 
@@ -172,17 +189,24 @@ def head_size(shape) -> int:
 # ---------------------------------------------------------------- what a micro-batch adds
 
 
-def micro_batch_bytes(shape, parameters: int, *, config, longest: int, cuda: bool) -> float:
+def micro_batch_bytes(
+    shape, parameters: int, *, config, longest: int, cuda: bool, adapters: int = 0
+) -> float:
     """Bytes that the largest micro-batch adds at its worst moment, if every token carries loss.
 
     Without recomputation every layer keeps all that its backward pass needs. With it every layer
-    keeps its input, and only the layer that goes backward holds the rest.
+    keeps its input, and only the layer that goes backward holds the rest. `adapters` as in
+    `memory_parts`.
     """
     tokens = max(config.micro_tokens, longest)  # a longer sample stands alone
-    size = 2 if cuda else 4
-    stream = 2 if cuda and config.fsdp else 4  # the residual stream; autocast leaves it fp32
+    bf16 = uses_bf16(config, cuda)
+    size = 2 if bf16 else 4
+    # The residual stream has the type of the embedding; autocast leaves an fp32 one as it is.
+    stream = 2 if bf16 and (config.fsdp or adapters) else 4
     D = shape.hidden_size
     layer = layer_bytes(shape, size, stream)
+    if adapters:
+        layer += ADAPTED * size * config.lora_rank
     kept = shape.num_hidden_layers * layer
     recomputed = 0
     if config.recompute_activations:
@@ -193,15 +217,21 @@ def micro_batch_bytes(shape, parameters: int, *, config, longest: int, cuda: boo
     passing = 2 * size * feed_forward(shape) + 3 * stream * D  # gradients on their way down
 
     head = shape.vocab_size * D
+    head_sum = 4 * head
     head_gradient = (size if config.fsdp else 4) * head
     sums = 0  # FSDP holds gradients in `size` bytes and, to sum them over the ranks, in fp32
     embedding_sums = 0
     if config.fsdp:
-        sums = 2 * (size + 4) * layer_parameters(shape, parameters)
+        sums = 2 * (size + 4) * (adapters or layer_parameters(shape, parameters))
         embedding_sums = (size + 4) * outside_layers(shape)
+    if adapters:
+        # Only on a CPU is a frozen head in bf16 copied, to fp32.
+        head_sum = 4 * head if bf16 and not cuda else 0
+        head_gradient = 0
+        embedding_sums = 0
 
-    loss = tokens * (kept + ends) + 4 * head + logits_bytes(shape, cuda)
-    loss_backward = tokens * (kept + ends) + 4 * head + head_gradient
+    loss = tokens * (kept + ends) + head_sum + logits_bytes(shape, cuda)
+    loss_backward = tokens * (kept + ends) + head_sum + head_gradient
     layer_backward = tokens * (kept + recomputed + passing + ends) + head_gradient + sums
     return max(loss, loss_backward, layer_backward, embedding_sums)
 

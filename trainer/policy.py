@@ -2,8 +2,8 @@
 
 Samples lie end to end in one row of tokens (batches.py), attention stays within each of them
 (attention.py), and only the hidden states that predict a sampled token enter the LM head. Loss
-and gradient of the head come from kernels.linear_grpo_loss. Parameters are always fp32 (master
-weights); on CUDA the arithmetic is bf16.
+and gradient of the head come from kernels.linear_grpo_loss. Parameters that are trained are always
+fp32 (master weights); the arithmetic is bf16 where `bf16` says so, on CUDA as on a CPU.
 
 DDP is the default. `--fsdp` shards parameters, gradients and optimizer state with PyTorch's
 fully_shard (FSDP2): the same loop and the same files. The gradient is a sum over ranks, since the
@@ -199,8 +199,11 @@ def gradient_norm(policy: nn.Module, limit: float) -> float:
 
 
 def make_optimizer(policy: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW with β = (0.9, 0.95). Fused on CUDA, since the other form takes memory of its own."""
-    parameters = list(policy.parameters())
+    """AdamW with β = (0.9, 0.95) over what is trained.
+
+    Fused on CUDA, since the other form takes memory of its own.
+    """
+    parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     fused = parameters[0].is_cuda or None  # None: PyTorch's own choice on a CPU
     return torch.optim.AdamW(
         parameters, lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=fused

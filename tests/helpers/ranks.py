@@ -42,17 +42,25 @@ def start(script: str, *arguments, world: int = 2) -> list[subprocess.Popen]:
 def step(model: str, out: Path, mode: str) -> None:
     """One optimizer step of this rank.
 
-    `mode` is "single", or "ddp" or "fsdp", perhaps with " recomputing" behind.
+    `mode` is "single", "ddp" or "fsdp", perhaps with " lora" or " recomputing" behind.
     """
     fsdp = mode.startswith("fsdp")
-    rank = dist.get_rank() if mode != "single" else 0
-    world = dist.get_world_size() if mode != "single" else 1
+    single = mode.startswith("single")
+    rank = 0 if single else dist.get_rank()
+    world = 1 if single else dist.get_world_size()
     samples = make_samples()
     mine = samples
     if world > 1:  # an uneven share
         mine = samples[:9] if rank == 0 else samples[9:]
+    loaded = trainer.load_model(model, CPU, training=True)
+    if "lora" in mode:
+        trainer.add_adapters(loaded, 3, seed=0)
+        with torch.no_grad():
+            for name, parameter in loaded.named_parameters():
+                if "lora" in name:
+                    parameter += 0.02
     policy = trainer.Policy(
-        trainer.load_model(model, CPU, training=True),
+        loaded,
         bf16=False,
         recompute_activations=mode.endswith("recomputing"),
     )
@@ -72,7 +80,9 @@ def step(model: str, out: Path, mode: str) -> None:
     loss = torch.tensor(sum(float(s["loss"]) for s in stats))
     norm = trainer.gradient_norm(policy, 0.01)  # low enough to clip
     gradients = {
-        name: whole(parameter.grad) for name, parameter in trainer.unwrap(policy).named_parameters()
+        name: whole(parameter.grad)
+        for name, parameter in trainer.unwrap(policy).named_parameters()
+        if parameter.requires_grad
     }
     optimizer.step()
     sampler.load_weights(trainer.unwrap(policy).model)
@@ -112,7 +122,8 @@ def unsharded_gradients_are_gone(policy):
     calls = []
 
     def check(*_):
-        weight = policy.model.base_model.layers[0].mlp.up_proj.weight
+        up = policy.model.base_model.layers[0].mlp.up_proj
+        weight = getattr(up, "lora_B", up.weight)
         assert (weight.grad is not None) == bool(calls)
         assert hasattr(weight, "full_tensor")
         calls.append(1)

@@ -1,0 +1,378 @@
+"""Adapters beside the dense model: gradients, merging, the reference, states, ranks, memory."""
+
+import json
+
+import pytest
+import torch
+from helpers import ranks
+from helpers.tiny import CPU, KINDS, OBJECTIVE, Tokenizer, make_samples, model, saved, weigh
+from safetensors.torch import load_file
+from test_memory import SHAPE, settings, size
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+import trainer
+from config import UserError
+from sampler import Sampler
+from trainer import lora, memory
+
+RANK = 3
+SCALE = 32 / RANK
+
+
+def with_adapters(plain, seed: int = 0):
+    """The model with adapters of which neither half is 0, as after some steps."""
+    trainer.add_adapters(plain, RANK, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in lora.adapted(plain).values():
+            layer.lora_B.normal_(std=0.02, generator=generator)
+    return plain
+
+
+def merged_by_hand(plain, adapted):
+    """`plain`, whose weights become those of the other model with its adapters: W + (α/R) B A."""
+    with torch.no_grad():
+        for name, layer in lora.adapted(adapted).items():
+            plain.get_submodule(name).weight += SCALE * layer.lora_B @ layer.lora_A
+    return plain
+
+
+def pack(samples=None, capacity=10_000):
+    samples = samples or make_samples()
+    return trainer.micro_batches(samples, weigh(samples), capacity, CPU)
+
+
+def learn(policy, steps: int = 3, lr: float = 1e-2):
+    """Optimizer steps on the samples; returns the optimizer."""
+    optimizer = trainer.make_optimizer(policy, lr, 0.0)
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        batches = pack()
+        trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+        optimizer.step()
+    return optimizer
+
+
+# ---------------------------------------------------------------- forward and gradient
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_is_the_dense_one_projected(kind):
+    """y = (W + s B A) x, so dB = s dW Aᵀ and dA = s Bᵀ dW."""
+    adapted = with_adapters(model(kind))
+    dense = merged_by_hand(model(kind), adapted)
+    for plain in (adapted, dense):
+        policy = trainer.Policy(plain, bf16=False)
+        trainer.backward(policy, pack(), [None], **OBJECTIVE)
+    layers = lora.adapted(adapted)
+    assert len(layers) == 2 * 7
+    for name, layer in layers.items():
+        gradient = dense.get_submodule(name).weight.grad
+        assert gradient.norm() > 1e-4
+        expected = SCALE * gradient @ layer.lora_A.T
+        torch.testing.assert_close(layer.lora_B.grad, expected, rtol=1e-3, atol=1e-6)
+        expected = SCALE * layer.lora_B.T @ gradient
+        torch.testing.assert_close(layer.lora_A.grad, expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_or_beside_the_weight_it_is_the_same_model(kind):
+    adapted = with_adapters(model(kind))
+    dense = merged_by_hand(model(kind), adapted)
+    (batch,) = pack()
+    beside, merged, start = (
+        trainer.logprob(trainer.Policy(plain, bf16=False), batch, 0.7)
+        for plain in (adapted, dense, model(kind))
+    )
+    assert (beside - merged).abs().max() < 1e-5
+    assert (beside - start).abs().max() > 0.01
+
+
+def test_only_adapters_are_trained_and_the_head_has_none():
+    adapted = model("qwen2")
+    before = {name: p.clone() for name, p in adapted.named_parameters()}
+    trainer.add_adapters(adapted, RANK, seed=0)
+    policy = trainer.Policy(adapted, bf16=False)
+    optimizer = learn(policy)
+    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert {name.rpartition(".")[2] for name in trained} == {"lora_A", "lora_B"}
+    assert not any("head" in name or "embed" in name for name in trained)
+    assert len(optimizer.param_groups[0]["params"]) == len(trained) == 2 * 2 * 7
+    for name, parameter in adapted.named_parameters():
+        if name in before:
+            assert torch.equal(parameter, before[name])
+            assert parameter.grad is None
+        else:
+            assert parameter.dtype == torch.float32
+            assert parameter.any()
+
+
+def test_training_begins_at_the_model_itself():
+    """B is 0, and A is drawn from a seed alone, within the bounds of a linear layer's weight."""
+    (batch,) = pack()
+    expected = trainer.logprob(trainer.Policy(model("qwen3"), bf16=False), batch, 1.0)
+    state = torch.get_rng_state()
+    drawn = []
+    for seed in (5, 5, 6):
+        adapted = model("qwen3")
+        state = torch.get_rng_state()
+        trainer.add_adapters(adapted, RANK, seed)
+        assert torch.equal(torch.get_rng_state(), state)
+        found = trainer.logprob(trainer.Policy(adapted, bf16=False), batch, 1.0)
+        assert torch.equal(found, expected)
+        layers = lora.adapted(adapted).values()
+        drawn.append(torch.cat([layer.lora_A.detach().flatten() for layer in layers]))
+        for layer in layers:
+            assert layer.lora_A.abs().max() <= layer.in_features**-0.5
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert 0.9 < drawn[0].std() / (32**-0.5 / 3**0.5) < 1.1
+
+
+def test_a_model_without_linear_layers_is_refused():
+    shape = dict(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=256)
+    with pytest.raises(UserError, match="GPT2LMHeadModel has no linear layers"):
+        trainer.add_adapters(GPT2LMHeadModel(GPT2Config(**shape)), RANK, 0)
+
+
+def test_recomputed_activations_change_nothing():
+    found = []
+    for recompute in (False, True):
+        adapted = with_adapters(model("qwen3"))
+        policy = trainer.Policy(adapted, bf16=False, recompute_activations=recompute)
+        trainer.backward(policy, pack(), [None], **OBJECTIVE)
+        found.append([p.grad for p in adapted.parameters() if p.requires_grad])
+    assert all(map(torch.equal, *found))
+
+
+# ---------------------------------------------------------------- the reference
+
+
+def test_with_the_adapters_off_the_policy_is_the_model_it_began_with():
+    """Bit by bit, and they are on again afterwards, even after an error."""
+    (batch,) = pack()
+    start = trainer.logprob(trainer.Policy(model("llama"), bf16=False), batch, 1.0)
+    policy = trainer.Policy(model("llama"), bf16=False)
+    trainer.add_adapters(policy.model, RANK, seed=0)
+    learn(policy)
+    trained = trainer.logprob(policy, batch, 1.0)
+    reference = trainer.reference(policy)
+    assert torch.equal(trainer.logprob(reference, batch, 1.0), start)
+    assert torch.equal(trainer.logprob(policy, batch, 1.0), trained)
+    assert not torch.equal(trained, start)
+    with pytest.raises(AttributeError):
+        reference(None)
+    assert torch.equal(trainer.logprob(policy, batch, 1.0), trained)
+
+
+# ---------------------------------------------------------------- the sampler's copy
+
+
+def mistral():
+    torch.manual_seed(0)
+    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": None}
+    return MistralForCausalLM(MistralConfig(**shape, **heads))
+
+
+@pytest.mark.parametrize("build", [lambda: model("qwen2"), mistral], ids=["own", "stock"])
+def test_the_sampler_takes_up_the_merged_weights(build):
+    """Before and after steps, as a sampler that was built from weights merged by hand."""
+    sampler = Sampler(build(), max_tokens=2048)
+    adapted = build()
+    trainer.add_adapters(adapted, RANK, seed=0)
+    policy = trainer.Policy(adapted, bf16=False)
+    prompts = [list(range(3, 20)), list(range(30, 41))]
+    options = {"max_new_tokens": 30, "temperature": 1.0}
+    start = sampler.generate(prompts, **options)
+    sampler.load_weights(adapted)
+    assert sampler.generate(prompts, **options) == start
+    learn(policy)
+    sampler.load_weights(adapted)
+    fresh = Sampler(merged_by_hand(build(), adapted), max_tokens=2048)
+    assert sampler.path == fresh.path
+    taken = sampler.generate(prompts, **options)
+    assert taken != start
+    for one, other in zip(taken, fresh.generate(prompts, **options), strict=True):
+        assert one.tokens == other.tokens
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    # And the trainer gives the same log-probs to what was sampled.
+    samples = make_samples(2)
+    for sample, prompt, completion in zip(samples, prompts, taken, strict=True):
+        sample.tokens = prompt + completion.tokens
+        sample.mask = [False] * len(prompt) + [True] * 30
+        sample.logprobs = [0.0] * len(prompt) + completion.logprobs
+    (batch,) = pack(samples)
+    mismatch = trainer.logprob(policy, batch, 1.0) - batch.sampler_logprob
+    assert mismatch.abs().max() < 1e-5
+
+
+def test_adapters_on_other_weights_are_still_refused():
+    """The base's shapes count, not only the adapters'."""
+    sampler = Sampler(model("qwen3"), max_tokens=256)
+    with pytest.raises(ValueError, match="not weights of the sampler's model"):
+        sampler.load_weights(with_adapters(model("llama")))
+
+
+# ---------------------------------------------------------------- on disk
+
+
+@pytest.fixture
+def run(tmp_path):
+    """(policy, optimizer, where the model came from) after some steps with adapters."""
+    start = saved("qwen3", tmp_path / "start")
+    policy = trainer.Policy(trainer.load_model(start, CPU, training=True), bf16=False)
+    trainer.add_adapters(policy.model, RANK, seed=0)
+    return policy, learn(policy), start
+
+
+def test_a_state_is_the_adapters_and_brings_them_back(run, tmp_path):
+    policy, optimizer, start = run
+    trainer.save(tmp_path, 1, policy, optimizer, Tokenizer())
+    step, state = trainer.newest(tmp_path)
+    files = {str(p.relative_to(state)) for p in state.rglob("*") if p.is_file()}
+    assert files == {
+        "adapter/adapter_config.json",
+        "adapter/adapter_model.safetensors",
+        "optimizer.pt",
+        "state.json",
+    }
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    held = sum((state / name).stat().st_size for name in files)
+    assert held < 3 * 4 * trained + 28 * 2_000  # 28 tensors have names and headers
+    again = trainer.Policy(trainer.load_model(start, CPU, training=True), bf16=False)
+    trainer.add_adapters(again.model, RANK, seed=7)
+    trainer.read_adapters(state / "adapter", again.model)
+    other = trainer.make_optimizer(again, 1e-2, 0.0)
+    trainer.load_optimizer(state, again, other)
+    for one, taking in ((policy, optimizer), (again, other)):
+        one.zero_grad()
+        trainer.backward(one, pack(), [None], **OBJECTIVE)
+        taking.step()
+    assert all(map(torch.equal, policy.parameters(), again.parameters()))
+
+
+def test_the_checkpoint_has_the_adapters_merged_in(run, tmp_path):
+    policy, optimizer, start = run
+    for step in (1, 2):
+        trainer.save(tmp_path, step, policy, optimizer, Tokenizer())
+    assert [path.name for path in (tmp_path / "merged").iterdir()] == ["step_000002"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").eval()
+    by_hand = merged_by_hand(AutoModelForCausalLM.from_pretrained(start).eval(), policy.model)
+    assert loaded.state_dict().keys() == by_hand.state_dict().keys()
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        logits = loaded(ids).logits
+        torch.testing.assert_close(logits, by_hand(ids).logits, rtol=1e-4, atol=1e-5)
+    (batch,) = pack()
+    expected = trainer.logprob(policy, batch, 1.0)
+    found = trainer.logprob(trainer.Policy(loaded, bf16=False), batch, 1.0)
+    assert (found - expected).abs().max() < 1e-5
+
+
+def test_the_adapters_folder_is_laid_out_as_peft_lays_it_out(run, tmp_path):
+    """Loaded by hand, by PEFT's names: base_model.model.LAYER.lora_A.weight [R, in]."""
+    policy, _, start = run
+    weights = lora.adapter_weights(policy.model)
+    trainer.write_adapters(tmp_path / "adapter", policy.model, weights)
+    told = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert (told["peft_type"], told["r"], told["lora_alpha"]) == ("LORA", RANK, 32)
+    assert told["base_model_name_or_path"] == str(start)
+    by_hand = AutoModelForCausalLM.from_pretrained(start)
+    count = 0
+    with torch.no_grad():
+        for name, module in by_hand.named_modules():
+            if name.rpartition(".")[2] not in told["target_modules"]:
+                continue
+            count += 1
+            a, b = (tensors[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+            assert a.shape == (told["r"], module.in_features)
+            assert b.shape == (module.out_features, told["r"])
+            module.weight += told["lora_alpha"] / told["r"] * b @ a
+    assert len(tensors) == 2 * count == 2 * 2 * 7
+    (batch,) = pack()
+    expected = trainer.logprob(policy, batch, 1.0)
+    found = trainer.logprob(trainer.Policy(by_hand, bf16=False), batch, 1.0)
+    assert (found - expected).abs().max() < 1e-5
+
+
+def test_adapters_of_another_shape_are_one_sentence(run, tmp_path):
+    policy, _, _ = run
+    trainer.write_adapters(tmp_path, policy.model, lora.adapter_weights(policy.model))
+    other = model("qwen3")
+    trainer.add_adapters(other, RANK + 1, seed=0)
+    with pytest.raises(UserError, match="does not fit the model") as refusal:
+        trainer.read_adapters(tmp_path, other)
+    assert "\n" not in str(refusal.value)
+
+
+# ---------------------------------------------------------------- ranks and shards
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """The folders of one step with adapters: by one process, and by two in either mode."""
+    out = tmp_path_factory.mktemp("steps")
+    start = saved("qwen3", out / "start")
+    (out / "single lora").mkdir()
+    ranks.step(str(start), out / "single lora", "single lora")
+    children = ranks.start(ranks.__file__, start, out, "ddp lora", "fsdp lora recomputing")
+    assert [child.wait(timeout=120) for child in children] == [0, 0]
+    return out
+
+
+@pytest.mark.parametrize("mode", ["ddp lora", "fsdp lora recomputing"])
+def test_two_ranks_are_one_process(steps, mode):
+    """Loss, norm, gradients, the sampler's weights, the reference, and what lies on disk."""
+    one, two = (torch.load(steps / name / "numbers.pt") for name in ("single lora", mode))
+    for name in ("loss", "norm"):
+        assert abs(one[name] - two[name]) < 1e-5
+    assert one["norm"] > 0.01
+    for kind, tolerance in (("gradients", 1e-7), ("sampler", 2e-5)):
+        assert one[kind].keys() == two[kind].keys()
+        for name, value in one[kind].items():
+            assert (value - two[kind][name]).abs().max() < tolerance, name
+    assert all("lora" in name for name in one["gradients"])
+    state = "state/step_000001/adapter/adapter_model.safetensors"
+    for path in (state, "checkpoint/model.safetensors"):
+        first, second = (load_file(steps / name / path) for name in ("single lora", mode))
+        assert first.keys() == second.keys()
+        for name, value in first.items():
+            assert (value - second[name]).abs().max() < 2e-5, name
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("kl_beta", [0.0, 0.1])
+def test_the_plan_counts_what_a_step_with_adapters_holds(kl_beta):
+    torch.manual_seed(0)
+    plain = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+    config = settings(lora_rank=8, kl_beta=kl_beta)
+    parameters, adapters = memory.count_parameters(plain.config, 8)
+    parts = memory.memory_parts(
+        plain.config, parameters, config=config, world=1, cuda=False, adapters=adapters
+    )
+    sampler = Sampler(plain, max_tokens=4096)
+    trainer.add_adapters(plain, 8, seed=0)
+    policy = trainer.Policy(plain, bf16=False)
+    optimizer = learn(policy, 1)
+    states = optimizer.state.values()
+    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+    held = {
+        "weights": size(policy.parameters()),
+        "gradients": size(parameter.grad for parameter in policy.parameters()),
+        "optimizer": size(moments),
+        "sampler": size(sampler.forward.weights.values()),
+        "KV pool": size([sampler.pool]),
+    }
+    assert parts == pytest.approx(held, rel=1e-3)  # so there is no reference

@@ -1,0 +1,188 @@
+"""Whole runs of a briefly trained base model with adapters, and in bf16."""
+
+import json
+import zlib
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import mars
+import train
+from config import UserError, uses_bf16
+from plumbing.build import Machine, check_machine
+from toy import base_model
+
+SMALL = (
+    "--questions 4 --group 4 --eval_questions 6 --eval_every 2 --save_every 2 --lr 5e-3 "
+    "--threads 1 --kv_tokens 16384"
+).split()
+ADAPTERS = ["--lora_rank", "4", "--kl_beta", "0.05", "--system1", "frozen"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return base_model.build(tmp_path_factory.mktemp("base"), threads=1, steps=(40, 20))
+
+
+def grade(question, answer) -> float:
+    """Half of the answers, so that there is something to learn from."""
+    return float(zlib.crc32(answer.encode()) % 2)
+
+
+def start(base, folder, name, *arguments, one_step=train.train_step):
+    """A run in `folder`; its lines of metrics, without times."""
+    given = ["--model", str(base), "--runs", str(folder), "--name", name, *SMALL, *arguments]
+    assert train.main(mars.METHOD, given, "", grade=grade, one_step=one_step) == 0
+    lines = [json.loads(line) for line in open(folder / name / "metrics.jsonl")]
+    return [{key: line[key] for key in line if "second" not in key} for line in lines]
+
+
+def sampler_weights(run, role):
+    """A copy of what plays a role."""
+    weights = run.samplers[role].forward.weights
+    return {name: value.clone() for name, value in weights.items() if value is not None}
+
+
+# ---------------------------------------------------------------- adapters
+
+
+@pytest.fixture(scope="module")
+def adapted(base, tmp_path_factory):
+    """Four steps with adapters, a KL term and a frozen System 1: (folder, metrics, weights)."""
+    folder = tmp_path_factory.mktemp("adapted")
+    weights = []
+
+    def watched(run, step):
+        if not step:
+            weights.append({role: sampler_weights(run, role) for role in run.samplers})
+        done = train.train_step(run, step)
+        weights.append({role: sampler_weights(run, role) for role in run.samplers})
+        return done
+
+    lines = start(base, folder, "whole", "--steps", "4", *ADAPTERS, one_step=watched)
+    return folder, lines, weights
+
+
+def test_with_adapters_the_sampler_follows_the_trainer_and_the_frozen_role_stays(adapted):
+    _, lines, weights = adapted
+    for line in lines:
+        assert line["grad_norm"] > 0
+        assert line["mismatch_kl"] < 1e-8
+    assert lines[0]["kl"] == 0
+    assert lines[3]["kl"] > 0, "the reference is the base, not the policy"
+    for before, after in zip(weights, weights[1:]):
+        assert all(map(torch.equal, before["sys1"].values(), after["sys1"].values()))
+        for name, value in before["sys2"].items():
+            product = name.endswith((".qkv", ".o", ".gate_up", ".down"))
+            assert torch.equal(value, after["sys2"][name]) != product, name
+
+
+def test_a_run_with_adapters_resumes_bit_by_bit(base, adapted):
+    folder, whole, _ = adapted
+    start(base, folder, "halves", "--steps", "2", *ADAPTERS)
+    halves = start(base, folder, "halves", "--steps", "4", "--resume", *ADAPTERS)
+    assert whole[2:] == halves[2:]
+    state = "state/step_000004/adapter/adapter_model.safetensors"
+    for path in (state, "checkpoint/model.safetensors"):
+        first, second = (load_file(folder / name / path) for name in ("whole", "halves"))
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_checkpoint_of_a_run_with_adapters_is_what_its_sampler_had(adapted, monkeypatch):
+    """Evaluation takes it up, and asks for no adapters of its own."""
+    folder, _, weights = adapted
+    made = []
+    build = train.evaluation.build
+
+    def noted(*arguments, **options):
+        made.append(build(*arguments, **options))
+        return made[0]
+
+    monkeypatch.setattr(train.evaluation, "build", noted)
+    command = ["eval", str(folder / "whole"), "--system1", "train", "--runs", str(folder)]
+    assert train.main(mars.METHOD, command, "", grade=grade) == 0
+    for name, value in sampler_weights(made[0], "sys2").items():
+        assert torch.equal(value, weights[-1]["sys2"][name])
+
+
+# ---------------------------------------------------------------- bf16 on a CPU
+
+
+def types(run):
+    """The types of what is trained, of what is frozen, and of each role's sampler."""
+    parameters = list(train.trainer.unwrap(run.policy).parameters())
+    told = {role: run.samplers[role].forward.weights["0.qkv"].dtype for role in run.samplers}
+    told["trained"] = {p.dtype for p in parameters if p.requires_grad}
+    told["frozen"] = {p.dtype for p in parameters if not p.requires_grad}
+    told["autocast"] = train.trainer.unwrap(run.policy).bf16
+    return told
+
+
+def in_bf16(base, folder, *arguments):
+    """(metrics, types) of two steps in bf16."""
+    found = []
+
+    def watched(run, step):
+        found.append(types(run))
+        return train.train_step(run, step)
+
+    lines = start(
+        base, folder, "bf16", "--steps", "2", "--bf16", "on", *arguments, one_step=watched
+    )
+    return lines, found[0]
+
+
+def test_a_run_in_bf16_on_a_cpu_keeps_its_masters_in_fp32(base, tmp_path):
+    lines, told = in_bf16(base, tmp_path)
+    assert told == {
+        "sys1": torch.bfloat16,
+        "sys2": torch.bfloat16,
+        "trained": {torch.float32},
+        "frozen": set(),
+        "autocast": True,
+    }
+    for line in lines:
+        assert line["grad_norm"] > 0
+        assert 0 < line["mismatch_kl"] < 1e-3
+    weights = load_file(tmp_path / "bf16/checkpoint/model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert any(not torch.equal(w, w.bfloat16().float()) for w in weights.values())
+    # Its evaluation is in bf16 as well.
+    command = ["eval", str(tmp_path / "bf16"), "--runs", str(tmp_path)]
+    assert train.main(mars.METHOD, command, "", grade=grade) == 0
+    assert json.loads((tmp_path / "eval-bf16/config.json").read_text())["bf16"] == "on"
+
+
+def test_under_adapters_the_frozen_weights_are_in_bf16_too(base, tmp_path):
+    lines, told = in_bf16(base, tmp_path, *ADAPTERS)
+    assert told["trained"] == {torch.float32}
+    assert told["frozen"] == {told["sys1"], told["sys2"]} == {torch.bfloat16}
+    for line in lines:
+        assert line["grad_norm"] > 0
+        assert 0 < line["mismatch_kl"] < 1e-3
+    assert lines[0]["kl"] == 0
+
+
+def test_off_is_what_a_cpu_does_by_itself(base, tmp_path):
+    auto = start(base, tmp_path, "auto", "--steps", "1")
+    off = start(base, tmp_path, "off", "--steps", "1", "--bf16", "off")
+    assert auto == off
+    first, second = (
+        load_file(tmp_path / name / "checkpoint/model.safetensors") for name in ("auto", "off")
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_who_computes_in_bf16():
+    def asked(bf16):
+        config = mars.MarsConfig(bf16=bf16)
+        return [uses_bf16(config, cuda) for cuda in (False, True)]
+
+    assert asked("auto") == [False, True]
+    assert asked("on") == [True, True]
+    assert asked("off") == [False, False]
+    machine = Machine(torch.device("cuda"), rank=0, ranks=1, bf16=False)
+    with pytest.raises(UserError, match="--bf16 off: attention on CUDA takes bf16 only"):
+        check_machine(mars.MarsConfig(bf16="off"), machine)
