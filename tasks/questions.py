@@ -10,8 +10,9 @@
 A file holds one JSON object a line, or one JSON array of them, or it is a .csv, .tsv or .parquet
 table. A row has a question, one golden answer or several, and an id if it wants one. With a "set"
 a file's rows are told apart in an evaluation's table. Names are those of FlashRAG ("id",
-"question", "golden_answers") or of the benchmarks (QUESTION_NAMES, ANSWER_NAMES). Pictures and files that belong to a question are not read; a benchmark is read
-without the questions that have any.
+"question", "golden_answers") or of the benchmarks (QUESTION_NAMES, ANSWER_NAMES). Pictures and
+files that belong to a question are not read; a benchmark is read without the questions that have
+any.
 
 Benchmarks ask that their questions and answers are not published: docs/benchmark_sets.md. A run's
 rollouts and pages hold both.
