@@ -39,12 +39,13 @@ class Config:
     eval_questions: int = 200  # 200 questions: a standard error of at most 3.5 points
     eval_samples: int = 1  # k of eval's avg@k and pass@k; a run's own evaluations make one attempt
     # model, questions, tools
-    model: str = "toy"  # "toy", or anything that transformers loads (a folder, a hub name)
+    model: str = "toy"  # "toy", "smollm2", or what transformers loads (a folder, a hub name)
     data: str = "toy"  # training questions: "toy", or what tasks.questions.load_questions reads
     eval_data: str = ""  # held-out questions; empty: the toy's other world, or the head of `data`
     grader: Literal["em", "judge"] = "em"  # reward 1: exact match, or an LLM judge says yes
     search: Literal["local", "serper", "retriever"] = "local"  # where search and scholar look
     docs: str = ""  # --search local: a file or a folder of documents; empty: the toy's world
+    eval_docs: str = ""  # documents for the held-out questions; empty: those of `docs`
     pages: Literal["none", "jina", "fetch"] = "none"  # how pages behind serper's results are read
     passage_words: int = 200  # long documents are cut into passages of so many words; 0: none are
     block: str = ""  # hosts, by commas, whose results are dropped: those that publish the answers
@@ -142,6 +143,8 @@ class Config:
             raise UserError(f"--docs is searched by --search local, not by {self.search}")
         if self.server and self.deterministic:
             raise UserError("--deterministic cannot be had with --server: a server batches anew")
+        if self.eval_docs and not self.docs:
+            raise UserError("--eval_docs goes with documents of your own: name --docs as well")
         if self.longest() > self.kv_tokens and not self.server:
             raise UserError(
                 f"--kv_tokens {self.kv_tokens} is smaller than one context of {self.longest()} "

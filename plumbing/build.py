@@ -16,7 +16,7 @@ import kernels
 import trainer
 from config import Config, UserError, uses_bf16
 from driver import Driver
-from plumbing import surroundings, tracker
+from plumbing import smollm2, surroundings, tracker
 from plumbing.claims import claim_folder
 from plumbing.run import Run
 from rollout import Method
@@ -222,7 +222,7 @@ def introduce(run: Run, start: Path | str, memory: str) -> None:
 def environment(config: Config, machine: Machine, training: bool, additions: Additions) -> Outside:
     """All that comes from outside. UserError lists all that is missing."""
     problems = []
-    start = config.model
+    start = None
     memory = ""
 
     def attempt(function, *arguments, **options):
@@ -256,7 +256,8 @@ def environment(config: Config, machine: Machine, training: bool, additions: Add
         servers = attempt(remote.connect, urls, config.engine, config.tool_seconds)
     # The toy's model takes two minutes to make: not for a run that cannot start.
     if not problems or config.model != "toy":
-        start = start_model(config, machine, additions.base_model or base_model.build)
+        start = attempt(start_model, config, machine, additions.base_model or base_model.build)
+    if start:
         memory = attempt(
             trainer.memory_plan,
             start,
@@ -346,7 +347,9 @@ def check_machine(config: Config, machine: Machine) -> None:
 
 
 def start_model(config: Config, machine: Machine, make: Callable[[str, int], Path]) -> Path | str:
-    """The model to start from; the toy's is made at the first use, by rank 0."""
+    """The model to start from; the toy's and SmolLM2 are made at the first use, by rank 0."""
+    if config.model == smollm2.NAME:
+        return smollm2.build(config.cache)  # ranks wait for the first one
     if config.model != "toy":
         return config.model
     if machine.rank == 0:

@@ -21,7 +21,7 @@ from pathlib import Path
 import trainer
 import view
 from config import Config, UserError, parse, parser, resolve
-from plumbing import files, logbook
+from plumbing import files, logbook, smollm2
 from plumbing.build import build, number_from
 from plumbing.metrics import rollout_sums, share
 from plumbing.records import record
@@ -104,6 +104,8 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
     saved["server"] = ""  # the run's servers may hold anything now
     if given.get("search", "local") != "local" and "docs" not in given:
         saved["docs"] = ""
+    if given.get("search", "local") != "local" or "docs" in given:
+        saved["eval_docs"] = ""
     if asking:  # needs neither questions nor a judge
         saved |= {"data": "toy", "eval_data": "", "grader": "em", "eval_questions": 0}
     elif "data" in given:
@@ -176,6 +178,8 @@ def refuse_training_questions(given: dict, saved: dict) -> None:
 
 def find_checkpoint(method: Method, name: str) -> tuple[Path | str, dict | None]:
     """(model folder or hub name, the settings of the run that made it if there is one)."""
+    if name == smollm2.NAME:
+        return name, None
     path = Path(name)
     try:
         exists = path.exists()

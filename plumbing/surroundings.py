@@ -118,11 +118,14 @@ def make_call(config: Config, split: str, name: str) -> Callable:
         return python.tool
     if searches_toy(config):
         return search.local(world.world(split, config.seed).documents[name], config.top_k)
+    docs = config.docs
+    if split == "eval" and config.eval_docs:
+        docs = config.eval_docs
     return search.make(
         config.search,
         scholar=name == "scholar",
         k=config.top_k,
-        docs=config.docs or None,
+        docs=docs or None,
         cache=config.cache,
         pages=config.pages,
         passage_words=config.passage_words,

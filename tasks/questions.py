@@ -8,10 +8,11 @@
     load_questions("nq/train:2,hotpotqa/train:1.5,my.jsonl")     a mix
 
 A file holds one JSON object a line, or one JSON array of them, or it is a .csv, .tsv or .parquet
-table. A row has a question, one golden answer or several, and an id if it wants one. Names are
-those of FlashRAG ("id", "question", "golden_answers") or of the benchmarks (QUESTION_NAMES,
-ANSWER_NAMES). Pictures and files that belong to a question are not read; a benchmark is read
-without the questions that have any.
+table. A row has a question, one golden answer or several, and an id if it wants one. With a "set"
+a file's rows are told apart in an evaluation's table. Names are those of FlashRAG ("id",
+"question", "golden_answers") or of the benchmarks (QUESTION_NAMES, ANSWER_NAMES). Pictures and
+files that belong to a question are not read; a benchmark is read without the questions that have
+any.
 
 Benchmarks ask that their questions and answers are not published: docs/benchmark_sets.md. A run's
 rollouts and pages hold both.
@@ -108,7 +109,10 @@ def load_questions(
             )
     sets = [load_set(name, hub_endpoint) for name in names]
     if len(sets) > 1:
-        sets = [[replace(q, id=f"{q.source}/{q.id}") for q in questions] for questions in sets]
+        sets = [
+            [replace(q, id=f"{name}/{q.id}") for q in questions]
+            for name, questions in zip(names, sets)
+        ]
     if len(sets) == 1 or all(weight is None for weight in weights):
         joined = [question for questions in sets for question in questions]
         return draw(joined, min(limit or len(joined), len(joined)), f"{seed}")
@@ -369,9 +373,12 @@ def read_row(row, source: str, number: int) -> Question:
     # A blank one among others does no harm. GAIA writes "?" where the answer is kept secret.
     if all(gold.strip() in ("", "?") for gold in golds):
         raise ValueError("there is no golden answer")
-    for part in (str(name), text, *golds):
+    named = row.get("set")
+    if not isinstance(named, str) or not named.strip():
+        named = source
+    for part in (str(name), text, named, *golds):
         part.encode("utf-8")  # half a surrogate pair raises UnicodeEncodeError, a ValueError
-    return Question(str(name), text, tuple(golds), source)
+    return Question(str(name), text, tuple(golds), named)
 
 
 def find(row: dict, names: tuple[str, ...], default=None) -> tuple[str, object]:

@@ -29,7 +29,7 @@ class MicroBatch:
     owner: Tensor  # [N] int64, index of its sample in the list given to micro_batches
     target: Tensor  # [N] int64, the token itself
     sampler_logprob: Tensor  # [N] fp32, under the sampler
-    old_logprob: Tensor  # [N] fp32, the same unless an importance weight replaces it
+    old_logprob: Tensor | None  # [N] fp32, the same unless replaced; None: nobody sampled it
     advantage: Tensor  # [N] fp32
     weight: Tensor  # [N] fp32, its share of the loss
 

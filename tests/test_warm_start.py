@@ -1,0 +1,237 @@
+"""Warm start: the gradient is that of cross-entropy, and only the assistant's words are learned."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.tiny import CPU, make_samples, model
+from test_chat import LLAMA, LLAMA_MARKS, QWEN3, QWEN25, tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import trainer
+from config import UserError
+from recipes import warm_start
+from recipes.warm_start import WarmStart
+
+REPO = Path(__file__).parent.parent
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Who joined acro corp?"},
+    {"role": "assistant", "content": "a search"},
+    {"role": "user", "content": "ada baker"},
+    {"role": "assistant", "content": "ada"},
+]
+
+
+def batch_of(samples):
+    return {role: [s for s in samples if s.role == role] for role in ("sys2", "sys1")}
+
+
+def cross_entropy(stock, samples):
+    """{role: the mean over its tokens}, by the stock model, one sample at a time."""
+    losses = {}
+    for role, members in batch_of(samples).items():
+        total = 0
+        for sample in members:
+            tokens = torch.tensor(sample.tokens)
+            trained = torch.tensor(sample.mask[1:])
+            logits = stock(tokens[None]).logits[0, :-1][trained]
+            total = total + F.cross_entropy(logits, tokens[1:][trained], reduction="sum")
+        losses[role] = total / sum(sum(sample.mask) for sample in members)
+    return losses
+
+
+@pytest.fixture
+def policy():
+    return trainer.Policy(model("llama"), bf16=False)
+
+
+# ---------------------------------------------------------------- the loss
+
+
+class NoStep:
+    """An optimizer that leaves the gradient to be looked at."""
+
+    def zero_grad(self, set_to_none):
+        pass
+
+    def step(self):
+        pass
+
+
+@pytest.mark.parametrize("capacity", [40, 10_000])
+def test_loss_and_gradient_are_those_of_cross_entropy(policy, capacity):
+    samples = make_samples()
+    stock = model("llama")
+    expected = cross_entropy(stock, samples)
+    sum(expected.values()).backward()
+    # Nothing is clipped, so that the norm is seen as well.
+    trainer_norm = torch.nn.utils.get_total_norm([p.grad for p in stock.parameters()])
+    assert trainer_norm > 0.1
+    losses = warm_start.learn(policy, NoStep(), batch_of(samples), capacity, CPU)
+    for role, loss in losses.items():
+        assert loss == pytest.approx(expected[role].item(), abs=1e-5)
+    scale = min(1.0, 1 / float(trainer_norm))  # the gradient's norm is held to 1
+    here = dict(policy.model.named_parameters())
+    for name, parameter in stock.named_parameters():
+        assert torch.allclose(here[name].grad, parameter.grad * scale, atol=1e-5), name
+
+
+def test_what_the_sampler_said_does_not_matter(policy):
+    """Demonstrations have no log-probs of a sampler: ρ is 1 whatever stands there."""
+    samples = make_samples()
+    losses = warm_start.learn(policy, NoStep(), batch_of(samples), 10_000, CPU)
+    policy.zero_grad()
+    for sample in samples:
+        sample.logprobs = [-50.0] * len(sample.tokens)
+        sample.advantage = -3.0
+    assert warm_start.learn(policy, NoStep(), batch_of(samples), 10_000, CPU) == losses
+
+
+def test_it_learns(policy):
+    optimizer = trainer.make_optimizer(policy, 1e-2, 0.0)
+    batch = batch_of(make_samples())
+    losses = [warm_start.learn(policy, optimizer, batch, 4096, CPU)["sys2"] for _ in range(30)]
+    assert losses[-1] < losses[0] / 3
+
+
+def test_a_gradient_that_is_no_number_is_one_sentence(policy):
+    with torch.no_grad():
+        policy.model.lm_head.weight[0, 0] = torch.nan
+    with pytest.raises(UserError, match="lower --lr"):
+        warm_start.learn(policy, NoStep(), batch_of(make_samples()), 4096, CPU)
+
+
+# ---------------------------------------------------------------- demonstrations in a file
+
+
+def learned(sample, tok):
+    """What carries loss, one text for each stretch."""
+    texts = [[]]
+    for token, trained in zip(sample.tokens, sample.mask):
+        if trained:
+            texts[-1].append(token)
+        elif texts[-1]:
+            texts.append([])
+    return [tok.decode(tokens) for tokens in texts if tokens]
+
+
+@pytest.mark.parametrize("template", [QWEN25, LLAMA])
+def test_the_assistant_is_learned_and_nobody_else(template):
+    marks = LLAMA_MARKS if template == LLAMA else ("<|im_start|>", "<|im_end|>")
+    end = marks[-1]
+    tok = tokenizer(template, marks=marks, eos=end)
+    sample = warm_start.sample_of(TALK, tok)
+    assert learned(sample, tok) == [f"a search{end}", f"ada{end}"]
+    whole = tok.apply_chat_template(TALK, tokenize=False)
+    assert whole.startswith(tok.decode(sample.tokens))
+    assert len(whole) - len(tok.decode(sample.tokens)) <= 1  # the line break after the last mark
+    assert len(sample.tokens) == len(sample.mask) == len(sample.logprobs)
+
+
+def test_a_template_that_rewrites_is_refused():
+    talk = [dict(message) for message in TALK]
+    talk[2]["content"] = "<think>\nwell\n</think>\n\na search"
+    with pytest.raises(UserError, match="rewrites earlier"):
+        warm_start.sample_of(talk, tokenizer(QWEN3, eos="<|im_end|>"))
+
+
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        ("nonsense", "line 2: it is not"),
+        ('{"messages": []}', "line 2: it is not"),
+        ('{"messages": [{"role": "user"}]}', "line 2: it is not"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "line 2: it is not"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "line 2: the assistant says nothing"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 2: the assistant speaks"),
+    ],
+)
+def test_a_bad_line_is_named(line, reason, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"messages": TALK}) + "\n" + line + "\n")
+    with pytest.raises(UserError, match=reason):
+        warm_start.read(path)
+
+
+def test_every_demonstration_comes_once_a_round(tmp_path):
+    path = tmp_path / "data.jsonl"
+    texts = [f"answer {i}" for i in range(5)]
+    talks = [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}] for text in texts
+    ]
+    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    tok = tokenizer(QWEN25, eos="<|im_end|>")
+    batches = warm_start.from_file(WarmStart(data=str(path), demonstrations=2))(tok)
+    drawn = [sample for _ in range(5) for sample in next(batches)["assistant"]]
+    said = [learned(sample, tok)[0].removesuffix("<|im_end|>") for sample in drawn]
+    assert sorted(said[:5]) == sorted(said[5:]) == texts
+    assert said[:5] != said[5:]
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A random chat model of 400 words."""
+    folder = tmp_path_factory.mktemp("start")
+    tok = tokenizer(QWEN25, eos="<|im_end|>")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tok), **shape, **heads)).save_pretrained(folder)
+    tok.save_pretrained(folder)
+    return folder
+
+
+def command(*arguments, cwd):
+    line = [sys.executable, "-m", "recipes.warm_start", *map(str, arguments)]
+    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True, timeout=200)
+    return done
+
+
+def test_the_command_writes_a_model_that_has_learned(start, tmp_path):
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    arguments = ["--model", start, "--data", tmp_path / "data.jsonl", "--out", tmp_path / "warm"]
+    arguments += ["--steps", 60, "--lr", 0.01, "--demonstrations", 1, "--threads", 1]
+    done = command(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "nats a token: assistant" in done.stdout
+    tok = AutoTokenizer.from_pretrained(tmp_path / "warm")
+    warm = AutoModelForCausalLM.from_pretrained(tmp_path / "warm")
+    asked = tok.apply_chat_template(TALK[:2], add_generation_prompt=True, return_tensors="pt")
+    made = warm.generate(**asked, max_new_tokens=12, do_sample=False)
+    assert "assistant\na search<|im_end|>" in tok.decode(made[0])
+    again = command(*arguments, cwd=tmp_path)
+    assert again.returncode == 2 and "exists" in again.stderr
+
+
+@pytest.mark.parametrize(
+    "option, value", [("steps", "0"), ("lr", "-1"), ("data", "nowhere.jsonl"), ("model", "nowhere")]
+)
+def test_bad_options_are_one_sentence_and_leave_nothing(start, option, value, tmp_path, capsys):
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    given = {"model": start, "data": tmp_path / "data.jsonl", "out": tmp_path / "warm"}
+    given = {**given, option: value}
+    assert warm_start.main([f"--{name}={told}" for name, told in given.items()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("mars: ") and said.count("\n") == 1
+    assert not (tmp_path / "warm").exists()
+
+
+def test_a_model_is_trained_in_place_of_a_folder_only_when_whole(start, tmp_path, monkeypatch):
+    """Cut short between two steps it leaves no folder of that name."""
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+
+    def fail(*arguments):
+        raise UserError("cut short")
+
+    monkeypatch.setattr(warm_start, "learn", fail)
+    arguments = ["--model", str(start), "--data", str(tmp_path / "data.jsonl")]
+    assert warm_start.main([*arguments, "--out", str(tmp_path / "warm")]) == 2
+    assert not (tmp_path / "warm").exists()
