@@ -11,8 +11,9 @@ tasks, nobody can say what a worker's own reward would be.
     own        an agent's own reward, a group per stage
     input      the same, a group per input, inputs chosen              MarsRL
 
-`replica` is `role` with its sums in another order. Its draws soon differ, and so it shows how far
-two runs of one setting lie apart. Within a seed all arms start from the same weights and meet the
+`replica` is `role` with a learning rate that is one thousandth higher. That is nothing, but its
+draws soon differ, and so it shows how far two runs of one setting lie apart. (Sums in another order
+are too little here: their draws stay the same for all 60 steps.) Within a seed all arms start from the same weights and meet the
 same questions in the same order. The first four rules play 16 whole systems a question, which is
 about as many samples as `input` has; the table has the tokens. The other arms are MarsRL's own.
 
@@ -40,7 +41,7 @@ from plumbing.files import read_json
 WHOLE = ["--rollouts", "linear", "--group", "16", "--credit"]
 RULES = {
     "role": [*WHOLE, "role"],
-    "replica": [*WHOLE, "role", "--micro_tokens", "4096"],
+    "replica": [*WHOLE, "role", "--lr", "0.0005005"],
     "attempt": [*WHOLE, "attempt"],
     "pooled": [*WHOLE, "pooled"],
     "own": [*WHOLE, "own"],
