@@ -13,9 +13,10 @@ tasks, nobody can say what a worker's own reward would be.
 
 `replica` is `role` with a learning rate that is one thousandth higher. That is nothing, but its
 draws soon differ, and so it shows how far two runs of one setting lie apart. (Sums in another order
-are too little here: their draws stay the same for all 60 steps.) Within a seed all arms start from the same weights and meet the
-same questions in the same order. The first four rules play 16 whole systems a question, which is
-about as many samples as `input` has; the table has the tokens. The other arms are MarsRL's own.
+are too little here: all draws stay the same for 60 steps.) Within a seed all arms start from the
+same weights and meet the same questions in the same order. The first four rules play 16 whole
+systems a question, which is about as many samples as `input` has; the table has the tokens. The
+other arms are MarsRL's own.
 
     python -m bench.credit                         the rules with seeds 0 1 2, the others with 0
     python -m bench.credit --arms role input --seeds 0
