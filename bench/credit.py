@@ -93,7 +93,7 @@ def train(options: argparse.Namespace) -> None:
         commands = []
         for arm, seed in options.listed:
             name = f"{arm}-{seed}"
-            if finished(options.runs / name):
+            if finished(options.runs / name, options.steps):
                 continue
             line = ["-m", "recipes.marsrl", "--name", name, "--runs", str(options.runs)]
             line += ["--cache", str(options.cache), "--seed", str(seed), "--threads", "1"]
@@ -130,15 +130,17 @@ def summarise(options: argparse.Namespace) -> list[dict]:
     rows = []
     for arm, changed in ARMS.items():
         folders = sorted(options.runs.glob(f"{arm}-[0-9]*"))
-        folders = [folder for folder in folders if folder.is_dir() and finished(folder)]
+        folders = [folder for folder in folders if finished(folder, options.steps)]
         if folders:
-            rows.append({"arm": arm, "options": " ".join(changed)} | results(folders))
+            rows.append(
+                {"arm": arm, "options": " ".join(changed)} | results(folders, options.steps)
+            )
     return rows
 
 
-def results(folders: list[Path]) -> dict:
+def results(folders: list[Path], steps: int) -> dict:
     """What some runs of one arm came to: evaluations by step, and the cost of a step."""
-    runs = [finished(folder) for folder in folders]
+    runs = [finished(folder, steps) for folder in folders]
     evaluations = [scores(lines) for lines in runs]
     row = {"seeds": [int(folder.name.rpartition("-")[2]) for folder in folders]}
     for name in SCORES.values():
