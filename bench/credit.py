@@ -5,18 +5,20 @@ several agents (MARS, MATPO), an agent's own reward is known (MarsRL), and input
 (groups by input). Where an attempt has one planner and its workers, as in MARS's and MATPO's own
 tasks, nobody can say what a worker's own reward would be.
 
-    role       the system's reward, a group per role                   MARS; Dr. MAS's remedy
+    role       the system's reward, a group per role                   MARS
     attempt    the system's reward, among attempts, inherited          MATPO
-    pooled     the system's reward, among all samples of the question  what Dr. MAS argues against
+    pooled     the system's reward, among all samples of the question  the pooled mean
     own        an agent's own reward, a group per stage
     input      the same, a group per input, inputs chosen              MarsRL
+
+Dr. MAS (arXiv 2602.08847) argues against `pooled`; its remedy is `role`.
 
 `replica` is `role` with a learning rate that is one thousandth higher. That is nothing, but its
 draws soon differ, and so it shows how far two runs of one setting lie apart. (Sums in another order
 are too little here: all draws stay the same for 60 steps.) Within a seed all arms start from the
-same weights and meet the same questions in the same order. The first four rules play 16 whole
-systems a question, which is about as many samples as `input` has; the table has the tokens. The
-other arms are MarsRL's own.
+same weights and meet the same questions in the same order. All but `input` play 16 whole systems a
+question, which is about as many samples as `input` has; the table gives the tokens. The other arms
+change one option of `input`.
 
     python -m bench.credit                         the rules with seeds 0 1 2, the others with 0
     python -m bench.credit --arms role input --seeds 0
@@ -65,7 +67,7 @@ SCORES = {
     "eval_false_alarm_share": "false alarms",
 }
 ROLES = ("solver", "verifier", "corrector")
-# Of Okabe and Ito.
+# Okabe and Ito's. An arm without a colour is not drawn.
 COLOURS = {
     "role": "#0072b2",
     "attempt": "#56b4e9",
@@ -76,7 +78,7 @@ COLOURS = {
 
 
 def scores(lines: list[dict]) -> dict[int, dict[str, float]]:
-    """Steps done -> the evaluation after them. The last line has one before it and one after."""
+    """Steps done -> the evaluation then. The last line holds two: before its step, and after."""
     found = {}
     for line in lines:
         for when in ("_before", ""):
@@ -87,7 +89,7 @@ def scores(lines: list[dict]) -> dict[int, dict[str, float]]:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Every run that is not complete, one after the other."""
+    """Every run that is not complete, --jobs side by side."""
     with alone_in(options.runs):
         make_base_models(options)
         commands = []

@@ -3,6 +3,7 @@
     python -m bench.matpo                            every arm with seed 0, one run at a time
     python -m bench.matpo --arms matpo single --seeds 0 1 2
     python -m bench.matpo --table                    tabulates and plots what is there
+    python -m bench.matpo --questions 4              other options go to every run
 
 A run is `python -m recipes.matpo …` in RUNS/ARM-SEED, one thread, with its log beside it. The same
 command goes on where it stopped: a complete run is skipped, half a run is resumed. Within a seed
@@ -45,7 +46,7 @@ PANELS = {
         "no_summary": "no summary",
         "workers_frozen": "workers frozen",
     },
-    "Whose advantage has a worker?": {
+    "Which advantage does a worker get?": {
         "matpo": "its planner's",
         "own_groups": "own group (MARS)",
         "own_groups_balanced": "own group, balanced",
