@@ -70,6 +70,7 @@ class MarsrlConfig(Config):
 
     steps: int = 60
     questions: int = 8
+    eval_every: int = 15
     tools: str = ""  # nobody calls one
     # arms for study
     rollouts: Literal["grouped", "pipelined", "linear"] = "grouped"  # linear: G whole systems
