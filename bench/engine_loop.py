@@ -32,7 +32,7 @@ from bench import common
 from bench.ablations import ROOT, accuracies
 from config import UserError, fail
 from plumbing.files import read_lines
-from sampler import remote
+from sampler import remote, servers
 from toy import base_model
 
 RUNS = {"vLLM server": "served", "own sampler": "own"}
@@ -116,7 +116,7 @@ def time_syncs(url: str, folder: Path, rounds: int = 20) -> dict:
     """Seconds of the two halves of a sync: a model folder is written, and a server loads it."""
     model = trainer.load_model(folder / "checkpoint", torch.device("cpu"), training=False)
     sampler = remote.Remote(
-        remote.connect([url], "vllm", 60.0),
+        servers.connect([url], servers.VLLM, 60.0),
         vocabulary=model.get_input_embeddings().num_embeddings,
         seconds=60.0,
         parallel=1,

@@ -23,9 +23,10 @@ import train
 import trainer
 from config import UserError
 from rollout import Context, Turn
-from sampler import Lost, Sampler, remote
+from sampler import Lost, Sampler, remote, servers
 from tasks.format import Action
 from toy import base_model, language
+from trainer import lora
 
 REPO = Path(__file__).parent.parent
 STOPS = (3, 7, 11, 19, 23, 31)
@@ -64,9 +65,8 @@ def no_proxy(monkeypatch):
 
 def connected(*engines, kind="vllm", seconds=10.0, folder=None, vocabulary=61, **options):
     """A Remote before these stand-ins, which have loaded `folder` if it is given."""
-    servers = remote.connect([engine.url for engine in engines], kind, 5.0)
     made = remote.Remote(
-        servers,
+        servers.connect([engine.url for engine in engines], servers.ENGINES[kind], 5.0),
         vocabulary=vocabulary,
         seconds=seconds,
         parallel=64,
@@ -313,12 +313,13 @@ def test_a_fault_is_tried_again_and_leaves_no_trace(engine, folder, name):
 
 @pytest.mark.parametrize("name", ["500", "cut", "fewer log-probs", "slow"])
 def test_a_fault_that_lasts_is_one_sentence_at_the_deadline(engine, folder, name):
-    sampler = connected(engine, folder=folder, seconds=1.0)
+    sampler = connected(engine, folder=folder)
+    sampler.seconds = 1.0  # a busy machine may take longer to load
     engine.faults += [FAULTS[name]] * 1000
     start = time.perf_counter()
     with pytest.raises(Lost, match="no answer within 1 seconds; the last failure, http"):
         one(sampler)
-    assert 0.5 < time.perf_counter() - start < 2
+    assert 0.5 < time.perf_counter() - start < 3
     assert not sampler.busy and sampler.pages_in_use == 0
 
 
@@ -412,7 +413,7 @@ def test_one_server_that_is_away_does_not_hold_the_others_up(engine, folder, oth
 )
 def test_what_is_no_server_is_one_sentence(url):
     with pytest.raises(UserError, match="--server"):
-        remote.connect([url], "vllm", 2.0)
+        servers.connect([url], servers.VLLM, 2.0)
 
 
 def test_closing_a_conversation_ends_its_request(engine, folder):
@@ -516,6 +517,59 @@ def test_a_run_on_a_server_ends_with_the_weights_of_a_run_in_the_process(toy, ow
     assert [Path(path).name for path in server.loaded[1:]] == ["000001", "000002", "000003"]
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_with_lora_a_server_gets_adapters_beside_the_model_of_its_start(
+    toy, server, kind, tmp_path
+):
+    """Greedy answers of the end are those of the checkpoint, where they are merged in."""
+    options = ["--engine", kind, "--is", "off", "--lora_rank", "4", "--lr", "0.005"]
+    assert play(toy, "--name", "served", "--server", server.url, *options) == 0
+    assert play(toy, "--name", "own", *options[2:]) == 0
+    served, own = Path("runs/served"), Path("runs/own")
+    for step in range(3):
+        assert segments_of(served, step) == segments_of(own, step), "the same draws"
+    assert [line["mismatch_kl"] < 1e-10 for line in lines_of(served)] == [True] * 3
+    assert len(server.loaded) == 4 and len(server.adapters) == 1, "former ones are dropped"
+    for folder in sorted((served / "weights").iterdir()):
+        files = sorted(path.name for path in folder.iterdir())
+        assert files == ["adapter_config.json", "adapter_model.safetensors"]
+    asked = [body for path, body in server.seen if path in ("/v1/completions", "/generate")]
+    names = {body.get("lora_path") or body["model"] for body in asked}
+    assert len(names) == 4 and all(name.startswith("mars-") for name in names)
+    # It goes on with the adapters of the state, on a server that knows nothing of them.
+    again = Engine(toy)
+    options += ["--resume", "--steps", "4"]
+    assert play(toy, "--name", "served", "--server", again.url, *options) == 0
+    assert lines_of(served)[3]["mismatch_kl"] < 1e-10 and len(again.loaded) == 2
+    again.stop()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_that_lost_its_adapters_loads_them_again(engine, tmp_path, kind):
+    model = tiny.model("qwen3")
+    trainer.add_adapters(model, 4, seed=0)
+    with torch.no_grad():
+        for layer in lora.adapted(model).values():
+            layer.lora_B.normal_(std=0.1)
+    sampler = connected(engine, kind=kind)
+    for one_server in sampler.servers:
+        one_server.adapters = True
+    sampler.write = lambda model: trainer.write_model(tmp_path / "weights", model, torch.float32)
+    sampler.load_weights(model)
+    local = Sampler(tiny.model("qwen3"), max_tokens=8192)
+    local.load_weights(model)
+    want = tokens(converse(local, temperature=0.0))
+    assert tokens(converse(sampler, temperature=0.0)) == want
+    plain = Sampler(tiny.model("qwen3"), max_tokens=8192)
+    assert tokens(converse(plain, temperature=0.0)) != want, "they make a difference"
+    port = engine.server_port
+    engine.stop()
+    again = Engine(engine.folder, port)
+    assert tokens(converse(sampler, temperature=0.0)) == want
+    assert len(again.loaded) == 1
+    again.stop()
+
+
 def segments_of(run, step):
     lines = (run / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
     return [json.loads(line)["segments"] for line in lines]
@@ -532,7 +586,7 @@ def test_killed_in_the_middle_and_brought_back_the_run_goes_on(toy, own, tmp_pat
         port = free.getsockname()[1]
     processes = [serve(toy, port)]
     asked = []
-    ask = remote.VLLM.ask
+    ask = servers.VLLM.ask
 
     def kill_once(server, *arguments):
         asked.append(server)
@@ -542,7 +596,7 @@ def test_killed_in_the_middle_and_brought_back_the_run_goes_on(toy, own, tmp_pat
             processes.append(serve(toy, port))
         return ask(server, *arguments)
 
-    monkeypatch.setattr(remote.VLLM, "ask", kill_once)
+    monkeypatch.setattr(servers.VLLM, "ask", kill_once)
     try:
         options = ["--name", "served", "--server", f"http://127.0.0.1:{port}", "--is", "off"]
         options += ["--tool_seconds", "250"]
@@ -722,7 +776,7 @@ def test_what_is_trained_is_weighed_by_the_gap_to_the_sampler(kind):
 
 BAD = {
     "--server ftp://x": "--server is 'ftp://x': give http",
-    "--server http://127.0.0.1:9": "--server http://127.0.0.1:9 is no vllm server: Connection ref",
+    "--server http://127.0.0.1:9": "--server http://127.0.0.1:9 is no VLLM server: Connection ref",
     "--server URL --deterministic": "--deterministic cannot be had with --server",
     "--server URL --sys2_context 600": "a server takes contexts of 512 tokens",
     "--is token --importance_cap 0": "--importance_cap 0 leaves nothing to train on",

@@ -9,7 +9,10 @@ import json
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from sampler import Sampler
@@ -24,6 +27,8 @@ class Engine(ThreadingHTTPServer):
     request_queue_size = 512
 
     def __init__(self, folder, port: int = 0):
+        self.folder = folder
+        self.adapters = set()  # the names of those that are loaded
         self.model = AutoModelForCausalLM.from_pretrained(folder)
         self.sampler = Sampler(self.model, max_tokens=32768)
         self.version = "default"
@@ -49,6 +54,22 @@ class Engine(ThreadingHTTPServer):
             self.sampler.load_weights(AutoModelForCausalLM.from_pretrained(folder))
             self.loaded.append(folder)
 
+    def load_adapters(self, name: str, folder: str):
+        """Merges them into the model of the start, as PEFT defines them."""
+        told = json.loads((Path(folder) / "adapter_config.json").read_text())
+        tensors = load_file(Path(folder) / "adapter_model.safetensors")
+        with LOADING, self.lock, torch.no_grad():
+            model = AutoModelForCausalLM.from_pretrained(self.folder)
+            for key, a in tensors.items():
+                layer, which, _ = key.removeprefix("base_model.model.").rsplit(".", 2)
+                if which == "lora_A":
+                    b = tensors[key.replace("lora_A", "lora_B")]
+                    scale = told["lora_alpha"] / told["r"]
+                    model.get_submodule(layer).weight += scale * b @ a
+            self.sampler.load_weights(model)
+            self.adapters.add(name)
+            self.loaded.append(folder)
+
     def sample(self, ids: list[int], **options):
         """Requests that are here at the same time share batches."""
         with self.lock:
@@ -69,6 +90,10 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(length) or b"{}")
         path = self.path.partition("?")[0]
         engine.seen.append((path, body))
+        adapter = body.get("lora_path", body.get("model", "toy"))
+        if path in ("/v1/completions", "/generate") and adapter not in {"toy", *engine.adapters}:
+            # vLLM's and SGLang's words for an adapter that they do not have
+            return self.says({"error": "not found"}, 404 if "model" in body else 400)
         if path in ("/v1/completions", "/generate"):
             answer = self.completions(body) if path == "/v1/completions" else self.generate(body)
             with engine.lock:
@@ -81,6 +106,14 @@ class Handler(BaseHTTPRequestHandler):
             answer = {"data": [{"id": "toy", "max_model_len": 512}]}
         elif path in ("/weight_info", "/model_info"):
             answer = {"weight_version": engine.version}
+        elif path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+            engine.load_adapters(body["lora_name"], body["lora_path"])
+            return self.says("Success: it was added.")  # a sentence, no object
+        elif path in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):
+            if body["lora_name"] not in engine.adapters:
+                return self.says({"error": "not found"}, 404 if path.startswith("/v1") else 400)
+            engine.adapters.remove(body["lora_name"])
+            answer = {"success": True}
         elif path == "/collective_rpc":
             engine.load(body["kwargs"]["weights_path"])
             answer = {"results": [None]}
@@ -91,7 +124,7 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/update_weight_version":
             engine.version = body["new_version"]
             answer = {"success": True}
-        elif path in ("/pause", "/resume", "/reset_prefix_cache"):
+        elif path in ("/pause", "/resume", "/reset_prefix_cache", "/flush_cache"):
             answer = {"success": True}
         else:
             return self.says({}, 404)
