@@ -22,10 +22,11 @@ import mars
 import train
 import trainer
 from config import UserError
+from recipes import marsrl, matpo
 from rollout import Context, Turn
 from sampler import Lost, Sampler, remote, servers
 from tasks.format import Action
-from toy import base_model, language
+from toy import base_model, delegation, language, verification
 from trainer import lora
 
 REPO = Path(__file__).parent.parent
@@ -568,6 +569,37 @@ def test_a_server_that_lost_its_adapters_loads_them_again(engine, tmp_path, kind
     assert tokens(converse(sampler, temperature=0.0)) == want
     assert len(again.loaded) == 1
     again.stop()
+
+
+def test_eval_and_ask_play_on_a_server(toy, own, server, capsys):
+    for name, options in (("near", []), ("far", ["--server", server.url])):
+        line = ["eval", str(own), "--runs", "runs", "--name", name, "--temperature", "0"]
+        assert train.main(METHOD, [*line, *options], "", grade=lambda *_: 1.0) == 0
+    near, far = (Path(f"runs/{name}/predictions.json").read_text() for name in ("near", "far"))
+    assert near == far
+    assert server.loaded == [str((own / "state/step_000003/model").resolve())]
+    answers = []
+    for options in ([], ["--server", server.url]):
+        assert train.main(METHOD, ["ask", str(own), "who ?", *options], "") == 0
+        answers.append([x for x in capsys.readouterr().out.split("\n") if "answer |" in x])
+    assert answers[0] == answers[1] != []
+
+
+@pytest.mark.parametrize("recipe, base", [(matpo, delegation), (marsrl, verification)])
+def test_a_recipe_plays_on_a_server(recipe, base, tmp_path, monkeypatch):
+    """The same two steps as in the process."""
+    monkeypatch.chdir(tmp_path)
+    model = base.build(tmp_path / "base", threads=1, steps=(8, 8))
+    engine = Engine(model)
+    line = ["--model", str(model), *SMALL.split(), "--steps", "2", "--is", "off"]
+    assert recipe.main([*line, "--name", "own"]) == 0
+    assert recipe.main([*line, "--name", "served", "--server", engine.url]) == 0
+    for step in range(2):
+        texts = [segments_of(Path("runs") / name, step) for name in ("own", "served")]
+        assert texts[0] == texts[1] != []
+    assert len(engine.loaded) == 3
+    assert all(line["mismatch_kl"] < 1e-10 for line in lines_of("runs/served"))
+    engine.stop()
 
 
 def segments_of(run, step):

@@ -182,8 +182,9 @@ def save_model(folder: Path, model, weights: dict, tokenizer) -> None:
 def write_model(folder: Path, model, dtype: torch.dtype) -> str:
     """Writes the weights as a new folder below `folder`, for servers; returns its full path.
 
-    It holds a model, or adapters where there are some. Every rank must call it; rank 0 writes. The newest two stay, since a server may still be reading
-    the former one. UserError on all ranks if the disk does not take it.
+    It holds a model, or adapters where there are some. Every rank must call it; rank 0 writes. The
+    newest two stay, since a server may still be reading the former one. UserError on all ranks if
+    the disk does not take it.
     """
     adapters = adapter_weights(model)
     weights = {} if adapters else merged_weights(model)
