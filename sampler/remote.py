@@ -37,6 +37,7 @@ from trainer.checkpoint import from_first_rank
 
 FIRST_REST = 0.25  # seconds that a server is left alone after a failure
 LONGEST_REST = 30.0  # after many in a row
+PREFIX = "mars-"  # of the versions of all runs' weights
 
 
 class Remote:
@@ -66,8 +67,9 @@ class Remote:
         self.write = write
         kind = type(servers[0]).__name__
         self.path = f"{kind} at {', '.join(server.url for server in servers)}"
+        self.name = ""  # of this run, in the versions of its weights
         self.folder = ""  # the weights that are to be sampled with
-        self.version = ""
+        self.syncs = 0  # that brought them there
         names = ("decoded_tokens", "running", "waiting", "pages_in_use", "failures", "loads")
         self.stats = dict.fromkeys(names, 0)
         self.homes: dict[Conversation, Server] = {}
@@ -139,11 +141,13 @@ class Remote:
         self.stats |= {"running": running, "waiting": waiting, "pages_in_use": self.pages_in_use}
         return done
 
-    def _finish(self, request: Request, completion: Completion | None, error: str | None):
+    def _finish(self, request: Request, completion: Completion | None, error: Exception | None):
+        if isinstance(error, UserError):
+            raise error
         self.requests.remove(request)
         request.conversation.request = None
         request.completion = completion
-        request.error = error
+        request.error = str(error) if error else None
         if completion:
             request.conversation.tokens += completion.tokens
             self.stats["decoded_tokens"] += len(completion.tokens)
@@ -162,7 +166,9 @@ class Remote:
         """
         if self.busy:
             raise RuntimeError("new weights while requests are open")
-        self.folder, self.version = from_first_rank((folder, f"mars-{uuid.uuid4().hex}"))
+        self.name = self.name or from_first_rank(f"{PREFIX}{uuid.uuid4().hex}")
+        self.folder = folder
+        self.syncs += 1
         problem = None
         if not dist.is_initialized() or dist.get_rank() == 0:
             problem = self._load_all()
@@ -201,20 +207,29 @@ class Remote:
         Every load has a version of its own. So a sample that was drawn before a load is told from
         one that was drawn after it, also when both loads were of the same weights.
         """
+        current = f"{self.name}.{self.syncs}."
         with server.loading:
-            if not self._is_current(server.version):
+            if not server.version.startswith(current):
                 server.version = server.held(deadline)
-            if not self._is_current(server.version):
-                version = f"{self.version}.{uuid.uuid4().hex}"
+            if not server.version.startswith(current):
+                self._check_owner(server)
+                version = f"{current}{uuid.uuid4().hex}"
                 server.load(self.folder, version, deadline)
                 server.version = server.held(deadline)
                 self.stats["loads"] += 1
                 if server.version != version:
                     raise ValueError(f"it holds {server.version!r} after loading {version!r}")
+            server.ours = True
             return server.version
 
-    def _is_current(self, version: str) -> bool:
-        return version.partition(".")[0] == self.version
+    def _check_owner(self, server: Server) -> None:
+        """UserError if another run has taken the server over: each would undo the other's loads."""
+        others = server.version.startswith(PREFIX) and not server.version.startswith(self.name)
+        if server.ours and others:
+            raise UserError(
+                f"another run loads its weights into {server.url}: give each run servers of its "
+                "own, then --resume"
+            )
 
     # ---- in threads
 
@@ -224,8 +239,8 @@ class Remote:
             request, context = self.todo.get()
             try:
                 self.answers.put((request, self._sample(request, context), None))
-            except Lost as error:
-                self.answers.put((request, None, str(error)))
+            except (Lost, UserError) as error:
+                self.answers.put((request, None, error))
 
     def _sample(self, request: Request, context: list[int]) -> Completion:
         """The answer to one request, from whichever server gives it; Lost at the deadline."""
@@ -240,6 +255,8 @@ class Remote:
                 completion = self._ask(server, request, context, time.monotonic() + left / 2)
                 server.failures = 0
                 return completion
+            except UserError:
+                raise
             except Exception as error:  # whatever a server sends reaches the parsers
                 why = f"{server.url}: {reason(error)}"
                 if final(error):

@@ -9,9 +9,9 @@ Tests: pytest tests/test_remote.py, with a stand-in that speaks both protocols.
 
 import contextlib
 import json
-import math
 import threading
 import time
+import uuid
 from dataclasses import dataclass, field
 
 from config import UserError
@@ -20,7 +20,8 @@ from tools.documents import one_line
 from tools.exchange import Refused, seconds_left, service
 from tools.web import check_base_url
 
-SLACK = 1e-3  # a log-prob may lie so far above 0: bf16 rounds
+LEAST = -1e6  # a log-prob lies above it
+SLACK = 1e-3  # and may lie so far above 0: bf16 rounds
 
 
 @dataclass(eq=False)
@@ -35,6 +36,7 @@ class Server:
     model: str = ""  # what it calls its model
     positions: int = 0  # tokens of its longest context
     version: str = ""  # of the weights that it held when it was last asked
+    ours: bool = False  # it has held weights of this run
     conversations: int = 0  # that have it as their home
     running: int = 0  # requests under way
     failures: int = 0  # in a row
@@ -99,6 +101,7 @@ class VLLM(Server):
             "logprobs": 0,
         }
         choice = self.post("/v1/completions", body, deadline)["choices"][0]
+        check_reply(choice["prompt_token_ids"], context)
         return choice["token_ids"], choice["logprobs"]["token_logprobs"], self.held(deadline)
 
     def load(self, folder, version, deadline):
@@ -131,10 +134,17 @@ class SGLang(Server):
             "sampling_seed": request.seed,
             "stop_token_ids": sorted(request.stop_ids),
         }
-        body = {"input_ids": context, "sampling_params": parameters, "return_logprob": True}
+        name = uuid.uuid4().hex
+        body = {
+            "rid": name,
+            "input_ids": context,
+            "sampling_params": parameters,
+            "return_logprob": True,
+        }
         if self.adapters:
             body["lora_path"] = self.version
         about = self.post("/generate", body, deadline)["meta_info"]
+        check_reply(about["id"], name)
         drawn = about["output_token_logprobs"]  # [[log-prob, token, text], …]
         return [one[1] for one in drawn], [one[0] for one in drawn], about["weight_version"]
 
@@ -158,20 +168,22 @@ def connect(
     urls: list[str], engine: type[Server], seconds: float, *, adapters: bool = False
 ) -> list[Server]:
     """The servers at these URLs; of a router, those behind it. UserError for one that is away."""
+    if not urls:
+        raise UserError("--server names no URL: give http://host:port, or several by commas")
     deadline = time.monotonic() + seconds
-    servers = []
+    servers = {}  # by URL, each once
     for url in urls:
-        url = check_base_url("--server", url, path=True)
+        url = check_base_url("--server", url, path=True).removesuffix("/v1")
         try:
             found = [engine(worker, adapters) for worker in workers(url, deadline)]
             for server in found:
                 server.meet(deadline)
-            servers += found
+            servers |= {server.url: server for server in found}
         except Exception as error:  # whatever listens there may answer anything
             raise UserError(
                 f"--server {url} is no {engine.__name__} server: {reason(error)}"
             ) from None
-    return servers
+    return list(servers.values())
 
 
 def workers(url: str, deadline: float) -> list[str]:
@@ -190,6 +202,11 @@ def json_object(raw: bytes) -> dict:
     return answer
 
 
+def check_reply(said, asked) -> None:
+    if said != asked:
+        raise ValueError("the answer is one to another request")
+
+
 def checked(tokens: list, logprobs: list, request: Request, vocabulary: int) -> Completion:
     """A server's answer as a completion; ValueError unless it is whole and what was asked for."""
     if len(tokens) != len(logprobs):
@@ -197,7 +214,7 @@ def checked(tokens: list, logprobs: list, request: Request, vocabulary: int) -> 
     for token, logprob in zip(tokens, logprobs):
         if type(token) is not int or not 0 <= token < vocabulary:
             raise ValueError(f"the token {token!r} is outside the vocabulary of {vocabulary}")
-        if not isinstance(logprob, (int, float)) or not -math.inf < logprob <= SLACK:
+        if not isinstance(logprob, (int, float)) or not LEAST < logprob <= SLACK:
             raise ValueError(f"{logprob!r} is no log-prob")
     stops = [place for place, token in enumerate(tokens) if token in request.stop_ids]
     if tokens and stops == [len(tokens) - 1]:
@@ -212,6 +229,8 @@ def checked(tokens: list, logprobs: list, request: Request, vocabulary: int) -> 
 
 def reason(error: Exception) -> str:
     """Why an exchange failed, on one short line."""
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, Refused):
         said = error.body.decode("utf-8", "replace")
         return one_line(f"HTTP {error.status} {said}", 200)
@@ -223,5 +242,7 @@ def reason(error: Exception) -> str:
 
 
 def final(error: Exception) -> bool:
-    """Whether trying again would not help: the server understood and refused."""
+    """Whether trying again would not help: the server has understood and refused."""
+    if isinstance(error, UserError):
+        return True
     return isinstance(error, Refused) and error.status in (400, 401, 403, 404, 413, 422)

@@ -247,6 +247,22 @@ def hang(handler, answer):
     time.sleep(3)
 
 
+def drip(handler, answer):
+    """A byte at a time, each long before a socket's own time-out."""
+    handler.send_response(200)
+    handler.end_headers()
+    for byte in json.dumps(answer).encode():
+        handler.wfile.write(bytes([byte]))
+        handler.wfile.flush()
+        time.sleep(0.1)
+
+
+def twice(handler, answer):
+    handler.send_response(200)
+    handler.end_headers()
+    handler.wfile.write(json.dumps(answer).encode() * 2)
+
+
 def changed(change):
     """A fault that spoils a vLLM answer."""
 
@@ -298,6 +314,11 @@ FAULTS = {
         lambda choice: (choice["token_ids"].clear(), choice["logprobs"]["token_logprobs"].clear())
     ),
     "goes on after a stop token": changed(goes_on),
+    "log-prob without end": put("logprob", -(10**400)),
+    "drips": drip,
+    "huge": lambda handler, answer: handler.says(answer | {"padding": "x" * (9 << 20)}),
+    "twice": twice,
+    "to another prompt": changed(lambda choice: choice["prompt_token_ids"].append(5)),
 }
 
 
@@ -360,7 +381,7 @@ def test_an_answer_from_before_a_reload_does_not_count(engine, folder, other):
     sampler = connected(engine, folder=other)
 
     def reloaded_meanwhile(handler, answer):
-        engine.version = f"{sampler.version}.another"
+        engine.version += "again"
         handler.says(answer)
 
     engine.faults.append(reloaded_meanwhile)
@@ -407,6 +428,47 @@ def test_one_server_that_is_away_does_not_hold_the_others_up(engine, folder, oth
     sampler.load_weights(other)
     assert engine.loaded[-1] == str(other)
     assert one(sampler).server == engine.url
+
+
+def test_a_server_that_another_run_takes_over_stops_the_run(engine, folder, other):
+    """Two runs would undo each other's loads for as long as their deadlines last."""
+    mine = connected(engine, folder=folder)
+    one(mine)
+    theirs = connected(engine, folder=other)  # at its start it may find the weights of any run
+    with pytest.raises(UserError, match=f"another run loads its weights into {engine.url}"):
+        one(mine)
+    with pytest.raises(UserError, match="another run"):
+        mine.load_weights(folder)
+    assert one(theirs).tokens
+
+
+def test_a_server_that_was_away_during_a_sync_is_still_ours(engine, folder, other, monkeypatch):
+    second = Engine(folder)
+    sampler = connected(engine, second, folder=folder, seconds=4.0)
+    load = second.load
+    monkeypatch.setattr(second, "load", lambda path: time.sleep(3))
+    sampler.load_weights(other)
+    monkeypatch.setattr(second, "load", load)
+    converse(sampler)
+    assert second.loaded == [str(folder), str(other)]
+    second.stop()
+
+
+def test_a_server_is_named_in_several_ways(engine, folder):
+    """Each server counts once, and the /v1 that clients of OpenAI's protocol write may stand."""
+    urls = [engine.url, f"{engine.url}/", f" {engine.url}/v1"]
+    (found,) = servers.connect(urls, servers.VLLM, 5.0)
+    assert (found.url, found.model, found.positions) == (engine.url, "toy", 512)
+
+
+def test_a_server_may_have_an_address_of_the_sixth_version(folder, monkeypatch):
+    monkeypatch.setattr(Engine, "address_family", socket.AF_INET6)
+    monkeypatch.setattr(Engine, "host", "::1")
+    made = Engine(folder)
+    url = f"http://[::1]:{made.server_port}"
+    (found,) = servers.connect([url], servers.VLLM, 5.0)
+    assert found.model == "toy" and found.url == url
+    made.stop()
 
 
 @pytest.mark.parametrize(
@@ -807,6 +869,7 @@ def test_what_is_trained_is_weighed_by_the_gap_to_the_sampler(kind):
 
 
 BAD = {
+    "--server ,": "--server names no URL",
     "--server ftp://x": "--server is 'ftp://x': give http",
     "--server http://127.0.0.1:9": "--server http://127.0.0.1:9 is no VLLM server: Connection ref",
     "--server URL --deterministic": "--deterministic cannot be had with --server",

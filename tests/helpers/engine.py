@@ -24,6 +24,7 @@ class Engine(ThreadingHTTPServer):
     """faults: a function of (handler, answer) or None, each used up by one request for a sample."""
 
     daemon_threads = True
+    host = "127.0.0.1"
     request_queue_size = 512
 
     def __init__(self, folder, port: int = 0):
@@ -37,7 +38,7 @@ class Engine(ThreadingHTTPServer):
         self.seen = []  # (path, body) of every request
         self.workers = []  # of a router: its servers
         self.lock = threading.Lock()
-        super().__init__(("127.0.0.1", port), Handler)
+        super().__init__((self.host, port), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         options = {"poll_interval": 0.01}
         threading.Thread(target=self.serve_forever, kwargs=options, daemon=True).start()
@@ -143,7 +144,8 @@ class Handler(BaseHTTPRequestHandler):
             **options,
         )
         logprobs = {"token_logprobs": made.logprobs}
-        return {"choices": [{"token_ids": made.tokens, "logprobs": logprobs}]}
+        choice = {"token_ids": made.tokens, "logprobs": logprobs}
+        return {"choices": [choice | {"prompt_token_ids": body["prompt"]}]}
 
     def generate(self, body: dict) -> dict:
         """SGLang's."""
@@ -158,7 +160,7 @@ class Handler(BaseHTTPRequestHandler):
         )
         drawn = [[logprob, token, None] for logprob, token in zip(made.logprobs, made.tokens)]
         about = {"output_token_logprobs": drawn, "weight_version": self.server.version}
-        return {"meta_info": about}
+        return {"meta_info": about | {"id": body["rid"]}}
 
     def says(self, answer: dict, status: int = 200, **headers):
         raw = json.dumps(answer).encode()
