@@ -20,13 +20,15 @@ from plumbing import smollm2, surroundings, tracker
 from plumbing.claims import claim_folder
 from plumbing.run import Run
 from rollout import Method
-from sampler import Sampler, remote, servers
+from sampler import Sampler, nccl, remote, servers
 from tasks import grading
 from tasks.format import Format
 from tasks.questions import Question
 from tools import Tool
 from toy import base_model
 from toy.language import ToyFormat
+
+ENGINES = {"vllm": servers.VLLM, "sglang": servers.SGLang, "vllm_nccl": nccl.NCCL}
 
 
 @dataclass
@@ -256,7 +258,9 @@ def environment(config: Config, machine: Machine, training: bool, additions: Add
     found = []
     if config.server:
         urls = [url for url in config.server.split(",") if url]
-        engine = servers.ENGINES[config.engine]
+        engine = ENGINES[config.engine]
+        if engine is nccl.NCCL:
+            attempt(nccl.check, machine.cuda)
         found = attempt(
             servers.connect, urls, engine, config.tool_seconds, adapters=config.lora_rank > 0
         )
@@ -411,12 +415,20 @@ def make_remote(
     config: Config, found: list[servers.Server], model, machine: Machine, folder: Path
 ) -> remote.Remote:
     """The servers as a sampler. They must take the longest context, and read the run's folder."""
+
+    def write(model) -> str:
+        return trainer.write_model(folder / "weights", model, machine.dtype)
+
+    def keep(model) -> str:
+        return nccl.keep(found, model, machine.dtype, machine.device)
+
+    in_memory = config.engine == "vllm_nccl" and not config.lora_rank
     sampler = remote.Remote(
         found,
         vocabulary=model.get_input_embeddings().num_embeddings,
         seconds=config.tool_seconds,
         parallel=config.max_sequences,
-        write=lambda model: trainer.write_model(folder / "weights", model, machine.dtype),
+        write=keep if in_memory else write,
     )
     if config.longest() > sampler.positions:
         raise UserError(

@@ -106,14 +106,17 @@ class VLLM(Server):
 
     def load(self, folder, version, deadline):
         self.send("/pause?mode=wait", {}, deadline)
-        if self.adapters:
-            self.change_adapter("/v1", folder, version, deadline)
-        else:
-            reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-            self.send("/collective_rpc", reload, deadline)
+        self.change_weights(folder, version, deadline)
         self.send("/reset_prefix_cache", {}, deadline)
         self.send("/update_weight_version", {"new_version": version}, deadline)
         self.send("/resume", {}, deadline)
+
+    def change_weights(self, folder: str, version: str, deadline: float) -> None:
+        if self.adapters:
+            self.change_adapter("/v1", folder, version, deadline)
+            return
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        self.send("/collective_rpc", reload, deadline)
 
     def held(self, deadline):
         return self.get("/weight_info", deadline)["weight_version"]
@@ -159,9 +162,6 @@ class SGLang(Server):
 
     def held(self, deadline):
         return self.get("/model_info", deadline)["weight_version"]
-
-
-ENGINES = {"vllm": VLLM, "sglang": SGLang}
 
 
 def connect(

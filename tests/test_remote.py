@@ -1,6 +1,7 @@
 """Servers in the sampler's place: protocols, weights, faults, what is never trained on."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import math
@@ -22,9 +23,10 @@ import mars
 import train
 import trainer
 from config import UserError
+from plumbing import build
 from recipes import marsrl, matpo
 from rollout import Context, Turn
-from sampler import Lost, Sampler, remote, servers
+from sampler import Lost, Sampler, nccl, remote, servers
 from tasks.format import Action
 from toy import base_model, delegation, language, verification
 from trainer import lora
@@ -67,7 +69,7 @@ def no_proxy(monkeypatch):
 def connected(*engines, kind="vllm", seconds=10.0, folder=None, vocabulary=61, **options):
     """A Remote before these stand-ins, which have loaded `folder` if it is given."""
     made = remote.Remote(
-        servers.connect([engine.url for engine in engines], servers.ENGINES[kind], 5.0),
+        servers.connect([engine.url for engine in engines], build.ENGINES[kind], 5.0),
         vocabulary=vocabulary,
         seconds=seconds,
         parallel=64,
@@ -647,6 +649,23 @@ def test_eval_and_ask_play_on_a_server(toy, own, server, capsys):
     assert answers[0] == answers[1] != []
 
 
+def test_two_ranks_share_the_servers(toy, server, tmp_path):
+    """Rank 0 brings the weights, and both sample with them.
+
+    The random model earns nothing; with a KL term its samples are scored all the same.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "mars.py"]
+    command += ["--model", toy, *SMALL.split(), "--kl_beta", "0.1", "--threads", "1"]
+    command += ["--runs", tmp_path / "runs", "--name", "served", "--server", server.url]
+    done = subprocess.run(
+        [str(word) for word in command], cwd=REPO, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(server.loaded) == 4, "the start and three steps, once each"
+    for line in lines_of("runs/served"):
+        assert 0 < line["mismatch_kl"] < 1e-10 and line["lost_share"] == 0
+
+
 @pytest.mark.parametrize("recipe, base", [(matpo, delegation), (marsrl, verification)])
 def test_a_recipe_plays_on_a_server(recipe, base, tmp_path, monkeypatch):
     """The same two steps as in the process."""
@@ -662,6 +681,76 @@ def test_a_recipe_plays_on_a_server(recipe, base, tmp_path, monkeypatch):
     assert len(engine.loaded) == 3
     assert all(line["mismatch_kl"] < 1e-10 for line in lines_of("runs/served"))
     engine.stop()
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """The parts of vLLM that the NCCL transfer calls, as they are documented; NCCL is left out."""
+    sent = []
+
+    class Sender:
+        def __init__(self, place, client, source):
+            self.parts = place, client, source
+
+        def send_weights(self):
+            place, client, source = self.parts
+            pairs = list(source)
+            told = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
+            assert told == [(name, w.dtype, tuple(w.shape)) for name, w in pairs]
+            sent.append((place, client.url, dict(pairs)))
+
+        def shutdown(self):
+            sent.append("left")
+
+    class Client:
+        def __init__(self, url, timeout):
+            self.url = url
+            assert 0 < timeout <= 10
+
+        def shutdown_weight_transfer_engine(self):
+            sent.append("server left")
+
+    transfer = SimpleNamespace(
+        HTTPVLLMWeightSyncClient=Client,
+        ParamMeta=lambda name, dtype, shape: SimpleNamespace(name=name, dtype=dtype, shape=shape),
+        WeightTransferTrainerFactory=SimpleNamespace(
+            trainer_init=lambda place, *, client, source: Sender(place, client, source)
+        ),
+    )
+    engine = SimpleNamespace(NCCLTrainerInitInfo=lambda **place: place)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.distributed", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", transfer)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_engine", engine)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return sent
+
+
+def test_nccl_brings_what_the_trainer_holds_and_brings_it_again(engine, folder, vllm):
+    """Whole, once each, in bf16; a server that was started anew gets them too."""
+    sampler = connected(engine, kind="vllm_nccl", folder=folder)
+    model = tiny.model("qwen3")
+    sampler.write = lambda model: nccl.keep(sampler.servers, model, torch.bfloat16, tiny.CPU)
+    sampler.load_weights(model)
+    assert engine.loaded == [str(folder)], "the start came by disk"
+    engine.version = "default"  # as after a new start
+    sampler.servers[0].version = ""
+    one(sampler)
+    first, second = vllm[:3], vllm[3:]
+    assert [x[1:] for x in (first, second)] == [["server left", "left"]] * 2
+    for (place, url, weights), *_ in (first, second):
+        assert url == engine.url and place["world_size"] == 3 and place["rank"] == 0
+        assert place["master_address"] == "127.0.0.1" and place["master_port"] > 0
+        saved = tiny.model("qwen3").state_dict()
+        tied = set(saved) - set(weights)
+        assert tied <= {"lm_head.weight"}
+        for name, weight in weights.items():
+            assert torch.equal(weight, saved[name].bfloat16()), name
+
+
+def test_nccl_needs_a_gpu_and_vllm(toy, server, capsys):
+    assert play(toy, "--name", "x", "--server", server.url, "--engine", "vllm_nccl") == 2
+    assert "--engine vllm_nccl needs a GPU and the package vllm" in capsys.readouterr().err
 
 
 def segments_of(run, step):

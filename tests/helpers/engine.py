@@ -125,6 +125,8 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/update_weight_version":
             engine.version = body["new_version"]
             answer = {"success": True}
+        elif path == "/get_world_size":
+            answer = {"world_size": 2}
         elif path in ("/pause", "/resume", "/reset_prefix_cache", "/flush_cache"):
             answer = {"success": True}
         else:
