@@ -155,8 +155,8 @@ def row(name: str, lines: list[dict]) -> dict:
         "greedy": {updates: both[1] for updates, both in scores},
         "reward, last 5 steps": statistics.mean(line["reward"] for line in lines[-5:]),
         "mismatch_kl": [line["mismatch_kl"] for line in lines],
-        "lost trajectories": sum(line["lost_share"] for line in lines),
-        "masked tokens": sum(line["masked_share"] for line in lines),
+        "lost trajectories, share": statistics.mean(line["lost_share"] for line in lines),
+        "masked tokens, share": statistics.mean(line["masked_share"] for line in lines),
     }
     for key in ("seconds_sync", "seconds_rollout", "tokens_per_second"):
         made[key] = common.spread([line[key] for line in lines])
