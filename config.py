@@ -59,20 +59,20 @@ class Config:
     group: int = 8  # G: attempts per question
     temperature: float = 1.0  # of sampling, and so of the distribution that the loss differentiates
     top_p: float = 1.0  # nucleus of the sampled evaluation; training draws from everything
-    lr: float = 5e-4  # a 474k model wants much; 1e-3 slipped late on one seed of three
+    lr: float = 5e-4  # the toy's; at 1e-3 one seed of three slipped late on one CPU
     warmup: int = 1  # steps of linear warm-up, then constant
     weight_decay: float = 0.0  # of AdamW
     clip_grad: float = 1.0  # the gradient's largest norm; 0: no limit
     advantage: Literal["std", "mean"] = "std"  # r − mean, over std or not (Dr. GRPO)
-    loss_mean: Literal["sample", "token"] = "sample"  # a role's loss is a mean over (DAPO: tokens)
+    loss_mean: Literal["sample", "token"] = "sample"  # what each term of the loss is a mean over
     refill: int = 0  # times that a question whose G rewards are equal is replaced by another
     clip_low: float = 0.2  # ε; the paper's is unknown (our choice)
     clip_high: float = 0.2  # ε upwards; a larger one is DAPO's "clip higher"
     kl_beta: float = 0.0  # λ; needs a reference model in memory
     inner_steps: int = 1  # optimizer steps per batch of rollouts, each on a part of the questions
     lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: all weights
-    importance: Literal["auto", "token", "sequence", "off"] = "auto"  # --is; auto: with --server
-    importance_cap: float = 3.0  # of the weight trainer/sampler: cuts a token's, masks a sequence
+    importance: Literal["auto", "token", "sequence", "off"] = "auto"  # auto: sequence with --server
+    importance_cap: float = 3.0  # a token's ratio is cut to it; a sequence above it is masked
     # rollouts on serving engines: docs/engines.md
     server: str = ""  # URLs, by commas, of servers (or of their router) that sample instead
     engine: Literal["vllm", "sglang", "vllm_nccl"] = "vllm"  # what they run; nccl: weights by NCCL

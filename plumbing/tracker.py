@@ -1,8 +1,8 @@
 """A live view of a run's metrics: --track tensorboard, trackio or wandb.
 
-The package is optional and metrics.jsonl stays the record: a tracker that fails is left with one
-sentence, and the run goes on. Rank 0 tracks for all ranks. A resumed run goes on in the tracker's
-run, and a step that is done again after a kill stands there once.
+The package is optional, and metrics.jsonl stays the record: if a tracker fails in mid-run, one line
+says so and the run goes on without it. Rank 0 tracks for all ranks. A resumed run continues the
+tracker's run, and a step that is repeated after a kill appears there once.
 
 Test: pytest tests/test_tracker.py
 """
@@ -106,7 +106,8 @@ def in_tensorboard(opens: Callable, folder: Path, first: int) -> Tracker:
 def in_service(opens: Callable, config: Config, method: str, folder: Path) -> Tracker:
     """trackio and wandb: a run in the project that is called after the method.
 
-    Its name is the folder's and a mark, which tells it from an earlier folder's of the same name.
+    Its name is the folder's and a random suffix, so that an earlier folder of the same name stays
+    apart.
     """
     kept = folder / "tracker.json"
     name = f"{config.name}-{secrets.token_hex(4)}"
@@ -123,7 +124,7 @@ def in_service(opens: Callable, config: Config, method: str, folder: Path) -> Tr
         "resume": "allow",
     }
     if config.track == "wandb":
-        # Files of its own, and a resumed run may have other --steps.
+        # wandb writes files, and must accept what a resumed run may change, such as --steps.
         options |= {"id": name, "dir": config.cache, "allow_val_change": True}
     opened = opens(**options)
     files.write_json(kept, {"name": name})

@@ -399,7 +399,7 @@ def test_demonstrations_are_what_the_recipe_plays(role):
     """A base model has read its prompts in the form in which the recipe gives them."""
     for seed in range(50):
         page = verification.draw_page(random.Random(seed))
-        (prompt, trained), (said, learnt) = verification.turn(
+        (prompt, trained), (said, learnt) = verification.demonstrate(
             page, role, random.Random(seed), verification.HABITS
         )
         assert not trained and learnt and said.endswith(" <eot>")
@@ -419,7 +419,9 @@ def test_flawless_verdicts_are_right():
     rng = random.Random(0)
     for _ in range(100):
         page = verification.draw_page(rng)
-        (prompt, _), (said, _) = verification.turn(page, "verifier", rng, verification.FLAWLESS)
+        (prompt, _), (said, _) = verification.demonstrate(
+            page, "verifier", rng, verification.FLAWLESS
+        )
         claimed = f"<answer> {page.answers[0]} " in prompt
         assert said.split()[-2] == ("right" if claimed else "wrong")
 
