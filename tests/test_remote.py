@@ -201,6 +201,24 @@ def test_vllm_pauses_before_it_reloads_and_forgets_its_prefixes_before_it_resume
     ]
 
 
+def test_what_a_run_that_was_killed_in_a_sync_leaves_behind(engine, folder, other, monkeypatch):
+    """A paused server with half of a sync done. The next run's first load makes it whole."""
+    killed = connected(engine, folder=folder)
+
+    def ends_there(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(servers.VLLM, "change_weights", ends_there)
+        with pytest.raises(KeyboardInterrupt):
+            killed.load_weights(other)
+    assert not engine.resumed.is_set()
+    version = engine.version
+    again = connected(engine, folder=other)
+    assert one(again).tokens and engine.resumed.is_set()
+    assert engine.version != version and engine.loaded == [str(folder), str(other)]
+
+
 def test_a_model_folder_is_written_whole_and_the_newest_two_stay(tmp_path):
     model = tiny.model("qwen3")
     written = [trainer.write_model(tmp_path / "weights", model, torch.bfloat16) for _ in range(4)]

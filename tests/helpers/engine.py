@@ -38,6 +38,8 @@ class Engine(ThreadingHTTPServer):
         self.seen = []  # (path, body) of every request
         self.workers = []  # of a router: its servers
         self.lock = threading.Lock()
+        self.resumed = threading.Event()
+        self.resumed.set()
         super().__init__((self.host, port), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         options = {"poll_interval": 0.01}
@@ -72,7 +74,8 @@ class Engine(ThreadingHTTPServer):
             self.loaded.append(folder)
 
     def sample(self, ids: list[int], **options):
-        """Requests that are here at the same time share batches."""
+        """Requests that are here at the same time share batches; a paused server keeps them."""
+        self.resumed.wait()
         with self.lock:
             talk = self.sampler.open()
             request = self.sampler.submit(talk, ids, **options)
@@ -127,7 +130,11 @@ class Handler(BaseHTTPRequestHandler):
             answer = {"success": True}
         elif path == "/get_world_size":
             answer = {"world_size": 2}
-        elif path in ("/pause", "/resume", "/reset_prefix_cache", "/flush_cache"):
+        elif path in ("/pause", "/resume"):
+            change = engine.resumed.clear if path == "/pause" else engine.resumed.set
+            change()
+            answer = {"status": "done"}
+        elif path in ("/reset_prefix_cache", "/flush_cache"):
             answer = {"success": True}
         else:
             return self.says({}, 404)
