@@ -16,7 +16,7 @@ A try gets half of the time that is left. Then `Lost` ends this trajectory and n
 Departures from `Sampler`: draws are the engine's own; with top_p below 1 the log-probs are those of
 the nucleus; how requests share batches depends on when they arrive.
 
-Protocols and traps: docs/engines.md. Tests: pytest tests/test_remote.py
+Protocols: servers.py. How servers are started: docs/engines.md. Tests: pytest tests/test_remote.py
 """
 
 import queue

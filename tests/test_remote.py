@@ -820,6 +820,28 @@ def serve(folder, port):
     return process
 
 
+def test_a_resumed_run_brings_its_state_to_another_server(toy, own, server):
+    options = ["--name", "served", "--is", "off", "--server"]
+    assert play(toy, *options, server.url, "--steps", "2") == 0
+    other = Engine(toy)
+    assert play(toy, *options, other.url, "--resume") == 0
+    assert [Path(path).parent.name for path in other.loaded] == ["step_000002", "weights"]
+    for name, end in weights_in(own / "checkpoint").items():
+        assert torch.allclose(weights_in("runs/served/checkpoint")[name], end, atol=1e-4), name
+    other.stop()
+
+
+def test_a_frozen_role_stays_with_our_own_sampler(toy, server):
+    """The servers hold the trained weights alone."""
+    options = ["--name", "served", "--server", server.url, "--system1", "frozen", "--steps", "2"]
+    assert play(toy, *options) == 0
+    for line in lines_of("runs/served"):
+        assert line["mismatch_kl"] < 1e-10 and line["lost_share"] == 0
+    prompts = [body["prompt"] for path, body in server.seen if path == "/v1/completions"]
+    readers = [prompt for prompt in prompts if prompt[1] == 12 and len(prompt) == 2]
+    assert prompts and not readers
+
+
 def test_a_lost_trajectory_is_counted_and_not_trained_on(toy, server):
     """Of the first step's eight attempts three are refused for good, after the evaluation."""
     server.faults += [None] * 24 + [status(400)] * 3
