@@ -75,7 +75,7 @@ class Config:
     importance_cap: float = 3.0  # a token's ratio is cut to it; a sequence above it is masked
     # rollouts on serving engines: docs/engines.md
     server: str = ""  # URLs, by commas, of servers (or of their router) that sample instead
-    engine: Literal["vllm", "sglang"] = "vllm"  # what they run
+    engine: Literal["vllm", "sglang", "vllm_nccl"] = "vllm"  # what they run; nccl: weights by NCCL
     max_mismatch_kl: float = 0.0  # a run stops if a server is further off; 0: fp32 1e-6, bf16 0.01
     # the machine
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is one
