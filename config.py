@@ -100,6 +100,12 @@ class Config:
         """Roles that the start's weights play."""
         return set()
 
+    def correction(self) -> str:
+        """How weights correct for the sampler: "token", "sequence" or "off"; `auto` resolved."""
+        if self.importance == "auto":
+            return "sequence" if self.server else "off"
+        return self.importance
+
     def at_least(self, least: int, *names: str) -> None:
         """UserError if one of the named options is below `least`."""
         for name in names:
@@ -113,7 +119,9 @@ class Config:
             "max_sequences top_k threads group tool_seconds eval_samples"
         )
         self.at_least(1, *counts.split())
-        self.at_least(0, "eval_questions", "passage_words", "seed", "refill", "lora_rank")
+        self.at_least(0, "eval_questions", "passage_words", "seed", "refill", "lora_rank", "warmup")
+        if self.clip_low > 1:
+            raise UserError(f"--clip_low must be at most 1, got {self.clip_low}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is float and not 0 <= value <= 1e30:
@@ -137,10 +145,15 @@ class Config:
             raise UserError("--eval_data belongs to questions of your own: name --data as well")
         if self.pages != "none" and self.search != "serper":
             raise UserError(f"--pages {self.pages} reads what --search serper finds: add that")
+        if self.block and not self.block.strip(" ,"):
+            raise UserError("--block names no host: give hosts by commas")
         if self.block and self.search == "local":
             raise UserError("--block drops what the web finds: it has no use with --search local")
         if self.docs and self.search != "local":
             raise UserError(f"--docs is searched by --search local, not by {self.search}")
+        for name in ("engine", "max_mismatch_kl"):
+            if getattr(self, name) != getattr(type(self), name) and not self.server:
+                raise UserError(f"--{name} belongs to --server: add that, or leave it out")
         if self.server and self.deterministic:
             raise UserError("--deterministic cannot be had with --server: a server batches anew")
         if self.eval_docs and not self.docs:
@@ -163,9 +176,9 @@ class Config:
             raise UserError("--eval_samples is for the command eval: a run makes one attempt")
         if self.group < 2:
             raise UserError("--group must be at least 2: attempts at one question are compared")
-        if self.importance in ("token", "sequence") and not self.importance_cap:
+        corrected = self.correction() != "off"
+        if corrected and not self.importance_cap:
             raise UserError("--importance_cap 0 leaves nothing to train on: give one above 0")
-        corrected = self.server or self.importance in ("token", "sequence")
         if self.importance_cap != type(self).importance_cap and not corrected:
             raise UserError("--importance_cap is read with --is token or --is sequence: add one")
         if self.inner_steps > self.questions:

@@ -95,6 +95,12 @@ class MarsConfig(Config):
         self.at_least(2, "max_turns")  # a step that calls a tool, and one that answers
         if self.step_tokens + 2 * self.answer_tokens > self.sys2_context:
             raise UserError("--sys2_context leaves no room for a step and an answer; raise it")
+        if self.system1 != "train" and self.balance != "uniform":
+            raise UserError("--balance draws the samples of a System 1 that learns: leave it out")
+        if self.system1 == "none" and not (self.packing and self.purpose):
+            raise UserError("--no-packing and --no-purpose change System 1: leave out --system1")
+        if self.balance == "advantage" and self.loss_mean == "token":
+            raise UserError("--balance advantage is unbiased with --loss_mean sample only")
         if self.balance == "advantage" and self.kl_beta:
             raise UserError(
                 "--balance advantage reweights samples by their advantage, which the KL term does "

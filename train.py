@@ -113,16 +113,15 @@ def questions_of(run: Run, step: int, again: int = 0) -> list[tuple[int, Questio
 
     A rank gets whole questions, so that advantage groups need no communication. Across the end of
     an epoch a question can come twice. Draws are named by its id, so the second one gets an id of
-    its own. The `again`-th refill asks what stands far ahead in the stream, in an order of its
-    own, so that what a step asks does not depend on what earlier steps have used up.
+    its own. With `again` it is what the `again`-th refill asks at each place.
     """
     count = run.config.questions
-    first = again * 2**40 + step * count
-    batch = [run.question(first + place) for place in range(count)]
-    if again:
-        batch = [dataclasses.replace(q, id=f"{q.id}, refill {again}") for q in batch]
-    taken = {question.id for question in batch}
+    batch = [run.question(step * count + place) for place in range(count)]
     seen = set()
+    if again:
+        seen = {question.id for question in batch}
+        batch = spare_questions(run, step, again, seen)
+    taken = seen | {question.id for question in batch}
     for place, question in enumerate(batch):
         name = question.id
         if name in seen:
@@ -133,6 +132,30 @@ def questions_of(run: Run, step: int, again: int = 0) -> list[tuple[int, Questio
     first = count * run.rank // run.ranks
     end = count * (run.rank + 1) // run.ranks
     return list(enumerate(batch))[first:end]
+
+
+def spare_questions(run: Run, step: int, again: int, asked: set[str]) -> list[Question]:
+    """What the `again`-th refill of a step asks: neither `asked` nor spared before, if possible.
+
+    They stand far ahead in the stream, in an order of their own, so that what a step asks does not
+    depend on what earlier steps have used up. In a data set that is too small questions repeat.
+    """
+    wanted = again * run.config.questions
+    first = 2**60 + step * 2**20
+    found = {}
+    for index in range(first, first + 4 * wanted):
+        question = run.question(index)
+        if question.id not in asked:
+            found.setdefault(question.id, question)
+        if len(found) == wanted:
+            break
+    spares = list(found.values())
+    index = first
+    while len(spares) < wanted:
+        spares.append(run.question(index))
+        index += 1
+    spares = spares[-run.config.questions :]
+    return [dataclasses.replace(q, id=f"{q.id}, refill {again}") for q in spares]
 
 
 def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
@@ -215,9 +238,7 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         dist.all_reduce(number, dist.ReduceOp.MAX)
     while len(batches) < number:
         batches.append(trainer.make_micro_batch([], [], [], run.device))
-    importance = config.importance
-    if importance == "auto":
-        importance = "sequence" if config.server else "off"
+    importance = config.correction()
     if importance != "off":
         # The trainer's log-probs become the old ones; the gap to the sampler's enters the weight.
         for batch in batches:

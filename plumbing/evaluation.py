@@ -102,8 +102,14 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
     saved |= {"model": str(model), "name": "", "resume": False, "kl_beta": 0.0, "fsdp": False}
     saved["lora_rank"] = 0  # the checkpoint has the adapters merged in
     saved["server"] = ""  # the run's servers may hold anything now
+    for name in ("engine", "max_mismatch_kl"):
+        saved[name] = getattr(method.config, name)
     if given.get("search", "local") != "local" and "docs" not in given:
         saved["docs"] = ""
+    if given.get("search", "serper") != "serper":
+        saved["pages"] = "none"
+    if given.get("search") == "local":
+        saved["block"] = ""
     if given.get("search", "local") != "local" or "docs" in given:
         saved["eval_docs"] = ""
     if asking:  # needs neither questions nor a judge

@@ -27,6 +27,8 @@ def library(name: str) -> Callable:
         return importlib.import_module(name).init
     except (ImportError, AttributeError):  # a folder of the name is an empty module
         raise UserError(f"--track {name} needs its package: pip install {name}") from None
+    except Exception as error:
+        raise UserError(f"--track {name}: its package breaks ({reason(error)})") from None
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Tracker:
             return
         try:
             function(*arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.failed = True
             print(
                 f"--track {self.name} failed ({reason(error)}): the run goes on without it, and "
@@ -85,7 +87,7 @@ def start(config: Config, method: str, folder: Path, first: int) -> Tracker | No
         if name == "tensorboard":
             return in_tensorboard(opens, folder, first)
         return in_service(opens, config, method, folder)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"--track {name} cannot start ({reason(error)}); mend that or leave --track out"
         ) from error

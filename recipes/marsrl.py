@@ -97,6 +97,10 @@ class MarsrlConfig(Config):
             raise UserError(f"--credit {self.credit} needs whole systems: add --rollouts linear")
         if self.rollouts != "linear" and self.questions % self.inner_steps:
             raise UserError("--inner_steps must divide --questions: a question's groups stay whole")
+        if self.rollouts == "linear" and (self.choice != "adaptive" or self.inputs != 2):
+            raise UserError("--choice and --inputs choose inputs: leave out --rollouts linear")
+        if self.credit == "own" and self.refill and self.rollouts == "linear":
+            raise UserError("--refill looks at the system's reward: add --credit role or attempt")
         if self.rollouts != "linear" and self.refill:
             raise UserError("--refill replaces whole systems: add --rollouts linear")
 
@@ -254,6 +258,8 @@ def next_tasks(run: Run, played: list[Trajectory], step: int) -> list[tuple[int,
     config = run.config
     outputs: dict[tuple, list[Trajectory]] = {}
     for trajectory in played:
+        if trajectory.reward is None:
+            continue
         task = trajectory.question
         outputs.setdefault((task.asked.id, task.stage), []).append(trajectory)
     tasks = []
@@ -374,6 +380,8 @@ def shares(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
         whole[name] += 1
 
     for trajectory in trajectories:
+        if trajectory.reward is None:
+            continue  # no server answered, or nobody could grade it
         if not isinstance(trajectory.question, Task):
             count("system", trajectory.reward)
         for context in trajectory.contexts:

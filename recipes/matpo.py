@@ -86,6 +86,13 @@ class MatpoConfig(Config):
             raise UserError("--worker_turns must not be more than --max_turns")
         if self.balance != "none" and not self.own_groups:
             raise UserError("--balance belongs to --own_groups: workers that inherit need none")
+        if self.format_share and self.refill:
+            raise UserError("--refill looks at answers only: leave out --format_share")
+        works = self.own_groups or self.workers != "train" or not (self.recap and self.summary)
+        if works and not self.delegate:
+            raise UserError("--no-delegate has no workers: leave out the options that change them")
+        if self.balance == "advantage" and self.loss_mean == "token":
+            raise UserError("--balance advantage is unbiased with --loss_mean sample only")
         if self.balance == "advantage" and self.kl_beta:
             raise UserError("--balance advantage has no --kl_beta: use --balance uniform")
         if self.own_groups and self.workers == "frozen":

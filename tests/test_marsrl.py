@@ -348,9 +348,25 @@ def test_shares_by_hand():
     }
 
 
+def test_an_attempt_that_nobody_finished_counts_nowhere_and_has_no_followers():
+    lost = Trajectory(QUESTION, 0, 0, ended="lost: no server answered")
+    assert METHOD.shares([lost]) == METHOD.shares([])
+    lost.question = marsrl.make_task(QUESTION, "solver")
+    assert marsrl.next_tasks(scripted(None), [lost], 0) == []
+
+
 def test_settings_that_contradict_each_other_are_one_sentence():
-    for options in (["--credit", "role"], ["--grader", "judge"], ["--refill", "1"]):
-        given = parse(parser(MarsrlConfig, ""), options)
+    linear = "--rollouts linear"
+    for options in (
+        "--credit role",
+        "--grader judge",
+        "--refill 1",
+        f"{linear} --refill 1",
+        f"{linear} --choice random",
+        f"{linear} --inputs 3",
+        "--inner_steps 3",
+    ):
+        given = parse(parser(MarsrlConfig, ""), options.split())
         with pytest.raises(UserError):
             resolve(MarsrlConfig, given, presets={})
 

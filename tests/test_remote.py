@@ -1004,6 +1004,10 @@ BAD = {
     "--server URL --deterministic": "--deterministic cannot be had with --server",
     "--server URL --sys2_context 600": "a server takes contexts of 512 tokens",
     "--is token --importance_cap 0": "--importance_cap 0 leaves nothing to train on",
+    "--server URL --importance_cap 0": "--importance_cap 0 leaves nothing to train on",
+    "--server URL --is off --importance_cap 2": "--importance_cap is read with --is",
+    "--engine sglang": "--engine belongs to --server",
+    "--max_mismatch_kl 0.1": "--max_mismatch_kl belongs to --server",
     "--importance_cap 2": "--importance_cap is read with --is token or --is sequence",
 }
 
