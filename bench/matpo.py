@@ -41,7 +41,7 @@ PANELS = {
         "no_summary": "no summary",
         "workers_frozen": "workers frozen",
     },
-    "Which advantage does a worker get?": {
+    "A worker's advantage": {
         "matpo": "its planner's",
         "own_groups": "own group (MARS)",
         "own_groups_balanced": "own group, balanced",
@@ -93,13 +93,13 @@ def plot(rows: list[dict], path: Path) -> None:
     from matplotlib.figure import Figure
 
     found = {row["arm"]: row for row in rows}
-    figure = Figure(figsize=(10, 3.6), dpi=150, layout="constrained")
+    figure = Figure(figsize=(10, 4.4), dpi=150, layout="constrained")
     for ax, (question, labels) in zip(figure.subplots(1, 3, sharey=True), PANELS.items()):
         arms.prepare_panel(ax, question)
         for colour, (arm, label) in zip(COLOURS, labels.items()):
             if arm in found:
                 arms.plot_arm(ax, found[arm]["accuracy"], label, colour)
-        ax.legend(loc="lower right", frameon=False, fontsize=9)
+        ax.legend(loc="upper left", bbox_to_anchor=(0, -0.16), frameon=False, fontsize=9)
     figure.supylabel("held-out accuracy")
     FigureCanvasAgg(figure).print_png(str(path))
 

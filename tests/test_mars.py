@@ -1056,6 +1056,7 @@ while time.monotonic() < end:
 def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
     """Attempts without an answer need no judge: they would hide that it is gone."""
     import dataclasses
+
     import mars
     from plumbing.metrics import rollout_metrics
     from rollout import Trajectory
