@@ -314,9 +314,20 @@ def main(arguments: list[str]) -> int:
         start = options.model
         if start == smollm2.NAME:
             start = smollm2.build(options.cache)
-        made_once(folder, lambda unfinished: train(options, start, batches, unfinished))
+        written = []
+
+        def make(unfinished: Path) -> None:
+            train(options, start, batches, unfinished)
+            written.append(folder)
+
+        made_once(folder, make, option="--out")
+        if not written:  # somebody else's, from demonstrations that may be other ones
+            raise UserError(f"another process wrote {folder} meanwhile: choose another --out")
     except UserError as error:
         return fail(error)
+    except KeyboardInterrupt:
+        fail("interrupted: no folder was written; start again")
+        return 130
     print(f"written to {folder}: use it with --model {folder}")
     return 0
 
