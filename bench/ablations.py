@@ -94,7 +94,8 @@ PANELS = {
     "A role's loss is a mean over": {"full": "samples", "loss_mean_token": "tokens"},
     "Questions that teach nothing": {"full": "stay", "refill_1": "replaced once"},
     "Optimizer steps per batch": {"full": "1", "inner_steps_4": "4"},
-    "KL term, λ": {"full": "0", "kl_0.01": "0.01", "replica": "0, other rounding"},
+    "KL term, λ": {"full": "0", "kl_0.01": "0.01"},
+    "The ruler: chance alone": {"full": "once", "replica": "again, other rounding"},
 }
 # Of Okabe and Ito. The first is the colour of `full` in every panel.
 COLOURS = ["#777777", "#0072b2", "#d55e00", "#009e73"]
@@ -160,10 +161,12 @@ def look(arm: str, seed: int, options: argparse.Namespace) -> ArmRun:
     if (folder / "config.json").exists():
         saved = json.loads((folder / "config.json").read_text())
         wanted = dataclasses.asdict(settings(arguments(arm, seed, options)))
+        # A run of an older version did what the default of a newer option does.
+        saved = dataclasses.asdict(mars.MarsConfig()) | saved
         others = []
         for key in sorted(wanted.keys() - MAY_CHANGE):
-            if saved.get(key) != wanted[key]:
-                others.append(f"{key} {saved.get(key)}")
+            if saved[key] != wanted[key]:
+                others.append(f"{key} {saved[key]}")
         if others:
             run.state = "failed"
             run.why = f"made with other settings ({', '.join(others)}): remove {folder}"

@@ -43,7 +43,7 @@ from statistics import mean
 from types import SimpleNamespace
 
 from bench import common
-from config import UserError, fail
+from config import Config, UserError, fail
 from plumbing.files import read_lines
 
 # Of one H200. Both were measured elsewhere, not by this repository.
@@ -283,10 +283,7 @@ def memory(shape: Shape, w: Workload, gpus: int, server: str = "") -> dict[str, 
         head_dim=shape.head_size,
         tie_word_embeddings=shape.tied,
     )
-    # `set` makes an empty set: no role is frozen.
-    config = SimpleNamespace(
-        bf16="auto", frozen=set, kl_beta=0, server=server, fsdp=w.fsdp, kv_tokens=w.kv_tokens
-    )
+    config = Config(server=server, fsdp=w.fsdp, kv_tokens=w.kv_tokens)
     return memory_parts(described, shape.parameters, config=config, world=gpus, cuda=True)
 
 

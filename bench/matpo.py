@@ -54,12 +54,11 @@ PANELS = {
 COSTS = ("worker_samples", "worker_tokens", "planner_tokens", "trained_tokens")
 
 
-def finished(folder: Path) -> list[dict]:
-    """The metrics of a run's steps if it is complete, else nothing."""
+def finished(folder: Path, steps: int) -> list[dict]:
+    """The metrics of a run's first `steps` steps if it has them all, else nothing."""
     if not (folder / "metrics.jsonl").exists():
         return []
-    lines = read_lines(folder / "metrics.jsonl")
-    steps = read_json(folder / "config.json")["steps"]
+    lines = [line for line in read_lines(folder / "metrics.jsonl") if line["step"] < steps]
     return lines if steps in accuracies(lines) else []
 
 
@@ -70,10 +69,11 @@ def train(options: argparse.Namespace) -> None:
     for seed in options.seeds:
         for arm in options.arms:
             name = f"{arm}-{seed}"
-            if finished(options.runs / name):
+            if finished(options.runs / name, options.steps):
                 continue
             line = ["-m", "recipes.matpo", "--name", name, "--runs", str(options.runs)]
             line += ["--cache", str(options.cache), "--seed", str(seed), "--threads", "1"]
+            line += ["--steps", str(options.steps)]
             if (options.runs / name / "config.json").exists():
                 line.append("--resume")
             commands.append((name, line + ARMS[arm] + options.more))
@@ -92,8 +92,8 @@ def summarise(options: argparse.Namespace) -> list[dict]:
     rows = []
     for arm, changed in ARMS.items():
         folders = sorted(options.runs.glob(f"{arm}-[0-9]*"))
-        runs = [lines for folder in folders if (lines := finished(folder))]
-        folders = [folder for folder in folders if finished(folder)]
+        folders = [folder for folder in folders if finished(folder, options.steps)]
+        runs = [finished(folder, options.steps) for folder in folders]
         if not runs:
             continue
         row = {"arm": arm, "options": " ".join(changed), "seeds": len(runs)}
@@ -158,6 +158,7 @@ def main() -> int:
     reader = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     reader.add_argument("--seeds", type=int, nargs="+", default=[0])
     reader.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
+    reader.add_argument("--steps", type=int, default=60)
     reader.add_argument("--runs", type=Path, default=ROOT / "runs" / "matpo")
     reader.add_argument("--cache", type=Path, default=ROOT / ".cache", help="of the base models")
     reader.add_argument("--table", action="store_true", help="run nothing")

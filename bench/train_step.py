@@ -29,7 +29,6 @@ import math
 import random
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -38,6 +37,7 @@ import grpo
 import kernels
 import trainer
 from bench.common import interleaved, save, spread, table
+from config import Config
 from rollout import Sample
 from trainer import memory
 from trainer.batches import input_length
@@ -223,15 +223,7 @@ def operations(model, batches) -> float:
 
 def planned_bytes(config, parameters: int, capacity: int, recompute: bool, cuda: bool) -> float:
     """What the memory plan counts for one process that only trains, activations included."""
-    options = SimpleNamespace(
-        fsdp=False,
-        kv_tokens=0,
-        bf16="auto",
-        frozen=set,  # makes an empty set: no role is frozen
-        kl_beta=0,
-        micro_tokens=capacity,
-        recompute_activations=recompute,
-    )
+    options = Config(micro_tokens=capacity, recompute_activations=recompute)
     parts = memory.memory_parts(config, parameters, config=options, world=1, cuda=cuda)
     added = memory.micro_batch_bytes(config, parameters, config=options, longest=0, cuda=cuda)
     return sum(parts.values()) - parts["sampler"] + added

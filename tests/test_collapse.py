@@ -42,6 +42,14 @@ def test_a_run_that_learns_hears_nothing():
     assert not any(told(reward=[0.5] * 9))
 
 
+def test_what_changes_from_step_to_step_is_no_collapse():
+    """A role with few samples. Its means of five steps lie up to 0.24 apart."""
+    noise = [-0.6, 0.0, -0.3, -0.6, 0.0, -0.6, 0.0, 0.0, -0.3, 0.0, -0.6, 0.0, -0.6]
+    assert not any(told(sys1_logprob_right=noise))
+    fallen = [*noise, -2.0, -2.2, -2.0, -2.4, -2.2]
+    assert any(told(sys1_logprob_right=fallen))
+
+
 def test_a_second_rise_is_told_again():
     said = told(malformed_share=[0.0] * 5 + [0.5] * 5 + [0.0] * 5 + [0.5] * 5)
     assert sum(map(len, said)) == 2
