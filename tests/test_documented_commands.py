@@ -43,7 +43,7 @@ def accept(tmp_path, monkeypatch):
 
     def find_checkpoint(method, name):
         if name.startswith("runs/"):
-            return name, dataclasses.asdict(method.config(**method.presets[Path(name).name]))
+            return name, dataclasses.asdict(method.config(**method.presets["atlas"]))
         return name, None
 
     def run_of(path):
