@@ -27,6 +27,7 @@ from plumbing import smollm2
 from plumbing.evaluation import with_interval
 from plumbing.files import read_json, read_lines
 from plumbing.statistics import wilson_interval
+from recipes import atlas_world
 
 # model: the command that asks it; None stands for the run, START for what its RL began with
 START = "START"
@@ -75,10 +76,14 @@ def train(seed: int, arm: str, options: argparse.Namespace) -> None:
 
 
 def evaluate(seed: int, options: argparse.Namespace) -> None:
-    """Every model's evaluations that are missing. A plain model is told the run's settings."""
+    """Every model's evaluations that are missing, what matters most first.
+
+    A plain model is told the run's settings. The run itself may have asked fewer questions.
+    """
     run = options.runs / f"rl-{seed}"
     made = read_json(run / "config.json")
-    for model, (command, start) in MODELS.items():
+    questions = ["--eval_questions", str(atlas_world.QUESTIONS["held_out"])]
+    for model, (command, start) in reversed(MODELS.items()):
         asked = {None: str(run), START: made["model"]}.get(start, start)
         plain = ["--seed", str(seed), "--preset", made["preset"], "--bf16", made["bf16"]]
         for decoding, how in DECODING.items():
@@ -86,7 +91,7 @@ def evaluate(seed: int, options: argparse.Namespace) -> None:
             if (options.runs / name / "table.json").exists():
                 continue
             line = [command, asked, *how, *(plain if start else [])]
-            carry_out(name, line + ["--threads", str(made["threads"])], options)
+            carry_out(name, [*line, *questions, "--threads", str(made["threads"])], options)
 
 
 def summarise(seed: int, options: argparse.Namespace) -> list[dict]:

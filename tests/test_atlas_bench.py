@@ -54,7 +54,12 @@ def bench(tmp_path, monkeypatch):
     monkeypatch.setattr(atlas, "pool", pool)
     monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
     Path("runs").mkdir()
-    options = {"seeds": [0], "runs": Path("runs"), "cache": Path("cache"), "more": ["--bf16", "on"]}
+    options = {
+        "seeds": [0],
+        "runs": Path("runs"),
+        "cache": Path("cache"),
+    }
+    options["more"] = ["--bf16", "on", "--eval_questions", "20"]
     return argparse.Namespace(**options), commands
 
 
@@ -71,13 +76,13 @@ def test_every_command_is_run_once_and_accepted(bench, accept):  # noqa: F811
     assert len(commands) == 2 + len(atlas.MODELS) * len(atlas.DECODING)
     asked = [accept(f"python {shlex.join(line)}") for line in commands]
     assert [config.temperature for config in asked[1:-1]] == [1.0, 0.0] * len(atlas.MODELS)
-    assert {config.eval_questions for config in asked} == {200}
+    assert [config.eval_questions for config in asked] == [20, *[200] * (len(asked) - 2), 20]
     assert {config.bf16 for config in asked[:-1]} >= {"on"}
     assert [config.model for config in asked[1:-1:2]] == [
-        "smollm2",
-        "smollm2",
-        "cache/warm/atlas",
         "runs/rl-0",
+        "cache/warm/atlas",
+        "smollm2",
+        "smollm2",
     ]
     assert asked[-1].system1 == "frozen"
     go(options)
