@@ -12,11 +12,12 @@ from pathlib import Path
 from config import UserError
 
 
-def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+def made_once(folder: Path, make: Callable[[Path], None], option: str = "--cache") -> Path:
     """`folder` as the cache holds it, or else filled by `make`, which is given an empty folder.
 
     One process makes it, others wait for that one. It gets its name when all of it is on the disk,
-    and what a killed process left is removed by the next. UserError if the cache cannot be written.
+    and what a killed process left is removed by the next. UserError, which names the option that
+    says where it lies, if it cannot be written.
     """
     if folder.exists():
         return folder
@@ -26,8 +27,8 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
         lock = open(folder.with_name(f"{folder.name}.lock"), "a")
     except OSError as error:
         raise UserError(
-            f"the cache folder {folder.parent} cannot be written ({error.strerror}): name another "
-            "one with --cache"
+            f"the folder {folder.parent} cannot be written ({error.strerror}): name another one "
+            f"with {option}"
         ) from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -42,7 +43,7 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
         except OSError as error:
             raise UserError(
                 f"{folder} cannot be written ({error.strerror or error}): make room, or name "
-                "another folder with --cache"
+                f"another folder with {option}"
             ) from None
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -189,6 +189,9 @@ def main(arguments: list[str]) -> int:
         return run(arguments, given)
     except UserError as error:
         return fail(error)
+    except KeyboardInterrupt:  # RL answers one itself
+        fail("interrupted before RL began: what the cache holds is whole; start again")
+        return 130
 
 
 def run(arguments: list[str], given: dict) -> int:

@@ -58,7 +58,7 @@ class WarmStart:
     steps: int = 16  # optimizer steps: form comes first, more of it leaves RL less to do
     demonstrations: int = 6  # per step
     lr: float = 1e-4  # of a 135M model; a larger one wants less
-    warmup: int = 5  # steps of linear warm-up, then constant
+    warmup: int = 5  # steps of linear warm-up; then the rate falls in a line
     seed: int = 0  # of the demonstrations' order, and of the atlas
     cache: str = ".cache"  # where a model that is made here is kept
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is one
@@ -101,12 +101,20 @@ def train(
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
     for step, batch in zip(range(options.steps), batches(tokenizer)):
         for parameters in optimizer.param_groups:
-            parameters["lr"] = options.lr * min(1.0, (step + 1) / max(1, options.warmup))
+            parameters["lr"] = options.lr * schedule(step, options)
         losses = learn(policy, optimizer, batch, options.micro_tokens, device)
         listed = ", ".join(f"{role} {loss:.3f}" for role, loss in losses.items())
         print(f"warm start: step {step + 1}/{options.steps}, nats a token: {listed}", flush=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def schedule(step: int, options: WarmStart) -> float:
+    """The share of --lr in a step: up in `warmup` steps, and then down in a line.
+
+    At a constant rate the last few batches would weigh more than all before them.
+    """
+    return min((step + 1) / max(1, options.warmup), 1 - step / options.steps)
 
 
 def learn(
@@ -314,9 +322,20 @@ def main(arguments: list[str]) -> int:
         start = options.model
         if start == smollm2.NAME:
             start = smollm2.build(options.cache)
-        made_once(folder, lambda unfinished: train(options, start, batches, unfinished))
+        written = []
+
+        def make(unfinished: Path) -> None:
+            train(options, start, batches, unfinished)
+            written.append(folder)
+
+        made_once(folder, make, option="--out")
+        if not written:  # somebody else's, from demonstrations that may be other ones
+            raise UserError(f"another process wrote {folder} meanwhile: choose another --out")
     except UserError as error:
         return fail(error)
+    except KeyboardInterrupt:
+        fail("interrupted: no folder was written; start again")
+        return 130
     print(f"written to {folder}: use it with --model {folder}")
     return 0
 

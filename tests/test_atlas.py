@@ -426,6 +426,16 @@ def test_bad_options_are_refused_before_anything_is_made(arguments, reason, caps
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ctrl_c_before_rl_is_one_sentence(monkeypatch, capsys, tmp_path):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(atlas, "world_files", interrupted)
+    assert atlas.main(["--cache", str(tmp_path)]) == 130
+    said = capsys.readouterr().err
+    assert said.startswith("mars: interrupted before RL") and said.count("\n") == 1
+
+
 def test_documents_of_the_held_out_questions_go_with_documents():
     with pytest.raises(UserError, match="--eval_docs"):
         resolve(MarsConfig, {"eval_docs": "x"}, presets={})

@@ -91,6 +91,8 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written.*--cache"):
         made_once(tmp_path / "file" / "thing", fill)
+    with pytest.raises(UserError, match="cannot be written.*--out$"):
+        made_once(tmp_path / "file" / "thing", fill, option="--out")
 
 
 def test_nobody_sees_half_a_folder(tmp_path):

@@ -319,11 +319,15 @@ def plan_of_a_command(options: str, monkeypatch, folder) -> str:
     """The plan of the documented limits with `options`, on a card that shows 22 GiB."""
     (limits,) = re.findall(r"--sys2_context 8192 .*", DOCS)
     given = parse(parser(mars.MarsConfig, ""), (limits + " " + options).split())
-    name = given["model"].removeprefix("Qwen/Qwen3-")
+    return plan_on_22_gib(resolve(mars.MarsConfig, given, presets={}), monkeypatch, folder)
+
+
+def plan_on_22_gib(config, monkeypatch, folder) -> str:
+    """The plan of a run of a Qwen3 on a card that shows 22 GiB, as one of 24 GB may."""
+    name = config.model.removeprefix("Qwen/Qwen3-")
     heads = {} if name in ("4B", "8B") else {"num_attention_heads": 16}
     shape = QWEN3_8B | QWEN3[name] | heads | {"tie_word_embeddings": name != "8B"}
     (folder / "config.json").write_text(json.dumps(shape))
-    config = resolve(mars.MarsConfig, given, presets={})
     properties = SimpleNamespace(total_memory=22 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     device = SimpleNamespace(type="cuda")

@@ -23,6 +23,7 @@ import trainer
 from config import UserError
 from plumbing import smollm2
 from plumbing.metrics import batch_sums
+from recipes import warm_start
 from rollout import Sample
 from sampler import Sampler
 from tasks.chat import ChatFormat
@@ -334,6 +335,17 @@ def test_a_call_is_read_back(chat):
     assert chat.parse(said).call == Call("search", "Lima", "its country")
     answer = chat.encode("<answer>Nuevo Sol</answer>") + [chat.stop_ids[0]]
     assert chat.parse(answer).answer == "Nuevo Sol"
+
+
+@needs_model
+def test_of_a_conversation_only_its_words_are_learned(tokenizer):
+    """Warm start on messages of one's own, by the template that the file brings."""
+    talk = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ada."}]
+    sample = warm_start.sample_of(talk + talk, tokenizer)
+    learned = [token for token, mask in zip(sample.tokens, sample.mask) if mask]
+    assert tokenizer.decode(learned) == "Ada.<|im_end|>" * 2
+    whole = tokenizer.apply_chat_template(talk + talk, tokenize=False)
+    assert tokenizer.decode(sample.tokens) == whole.removesuffix("\n")
 
 
 # ---------------------------------------------------------------- the command

@@ -1,6 +1,8 @@
 """Warm start: the gradient is that of cross-entropy, and only the assistant's words are learned."""
 
+import functools
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +99,15 @@ def test_it_learns(policy):
     batch = batch_of(make_samples())
     losses = [warm_start.learn(policy, optimizer, batch, 4096, CPU)["sys2"] for _ in range(30)]
     assert losses[-1] < losses[0] / 3
+
+
+def test_the_rate_rises_falls_and_never_is_nothing():
+    options = WarmStart(steps=20, warmup=5)
+    shares = [warm_start.schedule(step, options) for step in range(20)]
+    assert shares[0] == pytest.approx(1 / 5) and max(shares) == shares[4] == 16 / 20
+    assert shares[4:] == sorted(shares[4:], reverse=True)
+    assert shares[-1] == pytest.approx(1 / 20)
+    assert warm_start.schedule(0, WarmStart(steps=1, warmup=0)) == 1
 
 
 def test_a_gradient_that_is_no_number_is_one_sentence(policy):
@@ -235,3 +246,44 @@ def test_a_model_is_trained_in_place_of_a_folder_only_when_whole(start, tmp_path
     arguments = ["--model", str(start), "--data", str(tmp_path / "data.jsonl")]
     assert warm_start.main([*arguments, "--out", str(tmp_path / "warm")]) == 2
     assert not (tmp_path / "warm").exists()
+
+
+@pytest.mark.parametrize("end, code", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_what_is_interrupted_or_killed_leaves_no_folder(start, end, code, tmp_path):
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    line = [sys.executable, "-u", "-m", "recipes.warm_start", "--threads", "1"]
+    line += ["--model", start, "--data", tmp_path / "data.jsonl", "--out", tmp_path / "warm"]
+    child = subprocess.Popen(
+        [*map(str, line), "--steps", "1000000"],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A background job ignores Ctrl-C and hands that on.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler),
+    )
+    assert child.stdout.readline().startswith("warm start: step 1/")
+    child.send_signal(end)
+    said = child.communicate(timeout=100)[1]
+    assert child.returncode == code
+    assert not (tmp_path / "warm").exists()
+    if end == signal.SIGINT:
+        assert said.startswith("mars: interrupted") and said.count("\n") == 1
+        assert not (tmp_path / "warm.unfinished").exists()
+        return
+    done = command(*line[4:], "--steps", 1, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    AutoModelForCausalLM.from_pretrained(tmp_path / "warm")
+    assert not (tmp_path / "warm.unfinished").exists()
+
+
+def test_another_process_wrote_the_folder_meanwhile(start, tmp_path, monkeypatch, capsys):
+    """Its demonstrations may have been other ones, so nobody is told that these were learned."""
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    waited = {}
+    monkeypatch.setattr(warm_start, "made_once", lambda *given, **options: waited.update(options))
+    arguments = ["--model", str(start), "--data", str(tmp_path / "data.jsonl")]
+    assert warm_start.main([*arguments, "--out", str(tmp_path / "warm")]) == 2
+    told = capsys.readouterr()
+    assert "another process wrote" in told.err and "written to" not in told.out
+    assert waited == {"option": "--out"}

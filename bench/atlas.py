@@ -1,0 +1,205 @@
+"""The atlas before and after: untaught, from memory, after the warm start, after RL.
+
+    python -m bench.atlas --bf16 on                   seed 0; further options are the RL run's
+    python -m bench.atlas --seeds 0 1 2 --frozen      three seeds, each also with System 1 frozen
+    python -m bench.atlas --table                     tabulates what is there
+
+A seed is one run of `python -m recipes.atlas` in RUNS/rl-SEED, and evaluations of four models on
+the same held-out questions, by the number of hops, sampled at temperature 1 and greedily. The same
+command goes on where it stopped. With System 1 frozen only the run's own last evaluation counts,
+since the start's weights are not saved with a checkpoint.
+
+Results: bench/results/atlas/, with each run's config, metrics and curve. Tests: pytest
+tests/test_atlas_bench.py
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from bench import common
+from bench.ablations import ROOT, Ended, pool, remember
+from config import UserError, fail
+from plumbing import smollm2
+from plumbing.evaluation import with_interval
+from plumbing.files import read_json, read_lines
+from plumbing.statistics import wilson_interval
+from recipes import atlas_world
+
+# model: the command that asks it; None stands for the run, START for what its RL began with
+START = "START"
+MODELS = {
+    "untaught": ["eval", smollm2.NAME],
+    "from memory": ["closed", smollm2.NAME],
+    "warm start": ["eval", START],
+    "after RL": ["eval", None],
+}
+DECODING = {"sampled": [], "greedy": ["--temperature", "0"]}
+KEPT = ("config.json", "metrics.jsonl")
+ARMS = {"rl": [], "frozen": ["--system1", "frozen"]}
+
+
+def finished(folder: Path) -> list[dict]:
+    """The metrics of a run that has made all its steps, else nothing."""
+    if not (folder / "metrics.jsonl").exists():
+        return []
+    lines = read_lines(folder / "metrics.jsonl")
+    steps = read_json(folder / "config.json")["steps"]
+    return lines if lines and lines[-1].get("eval_step") == steps else []
+
+
+def carry_out(name: str, arguments: list[str], options: argparse.Namespace) -> None:
+    """One command of recipes.atlas; its log, and how it ended, lie beside its folder."""
+
+    def on_end(ended: Ended) -> None:
+        remember(options.runs / name, ended)
+        outcome = f"failed, exit {ended.code}" if ended.code else "ok"
+        print(f"{name}: {outcome}, {ended.cpu_seconds:.0f} CPU s", flush=True)
+
+    places = ["--runs", str(options.runs), "--cache", str(options.cache)]
+    line = ["-m", "recipes.atlas", *arguments, "--name", name, *places]
+    pool([(name, line)], options.runs, 1, on_end)
+
+
+def train(seed: int, arm: str, options: argparse.Namespace) -> None:
+    """The RL run, or the rest of it, with the warm start before."""
+    folder = options.runs / f"{arm}-{seed}"
+    if finished(folder):
+        return
+    line = ["--seed", str(seed), *ARMS[arm], *options.more]
+    if (folder / "config.json").exists():
+        line.append("--resume")
+    carry_out(folder.name, line, options)
+
+
+def evaluate(seed: int, options: argparse.Namespace) -> None:
+    """Every model's evaluations that are missing, what matters most first.
+
+    A plain model is told the run's settings. The run itself may have asked fewer questions.
+    """
+    run = options.runs / f"rl-{seed}"
+    made = read_json(run / "config.json")
+    questions = ["--eval_questions", str(atlas_world.QUESTIONS["held_out"])]
+    for model, (command, start) in reversed(MODELS.items()):
+        asked = {None: str(run), START: made["model"]}.get(start, start)
+        plain = ["--seed", str(seed), "--preset", made["preset"], "--bf16", made["bf16"]]
+        for decoding, how in DECODING.items():
+            name = f"{model.replace(' ', '-')}-{decoding}-{seed}"
+            if (options.runs / name / "table.json").exists():
+                continue
+            line = [command, asked, *how, *(plain if start else [])]
+            carry_out(name, [*line, *questions, "--threads", str(made["threads"])], options)
+
+
+def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
+    """A row for each model and decoding that was asked, with the evaluation's own table."""
+    rows = []
+    for model in MODELS:
+        for decoding in DECODING:
+            folder = options.runs / f"{model.replace(' ', '-')}-{decoding}-{seed}"
+            if (folder / "table.json").exists():
+                table = json.loads((folder / "table.json").read_text())
+                rows.append({"seed": seed, "model": model, "decoding": decoding, "sets": table})
+                rows[-1] |= ending(folder)
+    frozen = options.runs / f"frozen-{seed}"
+    for decoding, key in (("sampled", "eval_accuracy"), ("greedy", "eval_greedy")):
+        lines = finished(frozen)
+        if lines:
+            asked = read_json(frozen / "config.json")["eval_questions"]
+            right = round(lines[-1][key] * asked)
+            low, high = wilson_interval(right, asked)
+            share = {"set": "all", "questions": asked, "accuracy": right / asked}
+            row = {"seed": seed, "model": "after RL, System 1 frozen", "decoding": decoding}
+            rows.append(row | {"sets": [share | {"low": low, "high": high}]} | ending(frozen))
+    return rows
+
+
+def ending(folder: Path) -> dict:
+    """CPU seconds of what was made in a folder, and the commit that made it."""
+    how = read_json(folder.with_name(f"{folder.name}.run.json"))
+    return {key: how[key] for key in ("cpu_seconds", "commit", "cpu")}
+
+
+def report(rows: list[dict]) -> str:
+    """The table: accuracy with its interval, of all questions and by hops, calls and lengths."""
+    shown = []
+    for row in rows:
+        line = {key: row[key] for key in ("seed", "model", "decoding")}
+        for part in sorted(row["sets"], key=lambda part: part["set"]):
+            line[part["set"]] = with_interval(part["accuracy"], part["low"], part["high"])
+        whole = {part["set"]: part for part in row["sets"]}.get("all", {})
+        line["n"] = whole.get("questions", "")
+        for key in ("calls", "malformed", "sys2_tokens", "sys1_tokens"):
+            if key in whole:
+                line[key] = f"{whole[key]:.2f}"
+        shown.append(line)
+    return common.table(shown)
+
+
+def keep(options: argparse.Namespace) -> Path:
+    """The table of all seeds and the runs' small files, in the results' folder."""
+    rows = [row for seed in options.seeds for row in summarise(seed, options)]
+    if not rows:
+        raise UserError(f"nothing was evaluated in {options.runs}")
+    print(report(rows))
+    results = common.RESULTS / "atlas"
+    results.mkdir(parents=True, exist_ok=True)
+    runs = []
+    for folder in [options.runs / f"{arm}-{seed}" for seed in options.seeds for arm in ARMS]:
+        lines = finished(folder)
+        if not lines:
+            continue
+        (results / folder.name).mkdir(exist_ok=True)
+        shutil.copyfile(folder / "curves.png", results / folder.name / "curves.png")
+        texts = [folder / name for name in KEPT] + [folder.with_name(f"{folder.name}.log")]
+        for path in texts:
+            text = path.read_text()
+            # Where it lay on the machine that made it is nobody's business.
+            for place in (options.runs, options.cache):
+                text = text.replace(f"{place}/", f"{place.name}/").replace(str(place), place.name)
+            (results / folder.name / path.name).write_text(text)
+        parts = ("seconds_rollout", "seconds_train", "seconds_eval")
+        wall = sum(line.get(part) or 0 for line in lines for part in parts)
+        runs.append({"run": folder.name, "wall_seconds": wall, **ending(folder)})
+    command = " ".join(["python -m bench.atlas", *sys.argv[1:]])
+    return common.save("atlas/table", command, rows, runs=runs)
+
+
+def main() -> int:
+    """The command line; returns the exit code."""
+    reader = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    reader.add_argument("--seeds", type=int, nargs="+", default=[0])
+    reader.add_argument("--frozen", action="store_true", help="also a run with System 1 frozen")
+    reader.add_argument("--runs", type=Path, default=ROOT / "runs" / "atlas-bench")
+    reader.add_argument("--cache", type=Path, default=ROOT / ".cache", help="of the models")
+    reader.add_argument("--table", action="store_true", help="run nothing")
+    options, options.more = reader.parse_known_args()
+    options.runs = options.runs.resolve()
+    options.cache = options.cache.resolve()
+    # The run that is going on ends with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        if not options.table:
+            options.runs.mkdir(parents=True, exist_ok=True)
+            for seed in options.seeds:
+                train(seed, "rl", options)
+                if not finished(options.runs / f"rl-{seed}"):
+                    log = options.runs / f"rl-{seed}.log"
+                    raise UserError(f"the run rl-{seed} did not end well, see {log}")
+                evaluate(seed, options)
+                if options.frozen:
+                    train(seed, "frozen", options)
+        print(keep(options))
+        return 0
+    except UserError as error:
+        return fail(error)
+    except KeyboardInterrupt:
+        fail("interrupted; the same command goes on where it stopped")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The bench of the atlas: each command once, every one accepted, and a table of what they wrote."""
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from test_documented_commands import accept  # noqa: F401
+
+from bench import ablations, atlas, common
+from config import UserError
+
+ENDING = {"commit": "abc", "cpu": "a CPU", "date": "today"}
+PARTS = ("one", "two", "all")
+
+
+def part(name: str) -> dict:
+    """A line of an evaluation's table."""
+    shares = {"accuracy": 0.5, "low": 0.4, "high": 0.6, "calls": 1.5, "malformed": 0.1}
+    return {"set": name, "questions": 20, **shares, "sys2_tokens": 80.0, "sys1_tokens": 60.0}
+
+
+def made(folder: Path, line: list[str]) -> None:
+    """What a command leaves behind, as far as the bench reads it."""
+    folder.mkdir(exist_ok=True)
+    folder.with_name(f"{folder.name}.log").write_text(f"written to {folder}\n")
+    if "eval" in line or "closed" in line:
+        (folder / "table.json").write_text(json.dumps([part(name) for name in PARTS]))
+        return
+    config = {"model": "cache/warm/atlas", "preset": "atlas", "bf16": "on", "threads": 2}
+    config |= {"steps": 3, "eval_questions": 20, "runs": str(folder.parent)}
+    (folder / "config.json").write_text(json.dumps(config))
+    scores = {"eval_step": 3, "eval_accuracy": 0.35, "eval_greedy": 0.9}
+    seconds = {"seconds_rollout": 2.0, "seconds_train": 3.0}
+    lines = [{"step": step, **seconds} for step in range(3)]
+    lines[-1] |= {"seconds_eval": 1.0, **scores}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "curves.png").write_bytes(b"a picture")
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """(the options, the commands that were run)"""
+    commands = []
+
+    def pool(given, folder, jobs, on_end):
+        ((name, line),) = given
+        commands.append(line)
+        made(folder / name, line)
+        on_end(ablations.Ended(name, 0, 7.0, ENDING))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(atlas, "pool", pool)
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    Path("runs").mkdir()
+    options = {
+        "seeds": [0],
+        "runs": Path("runs"),
+        "cache": Path("cache"),
+    }
+    options["more"] = ["--bf16", "on", "--eval_questions", "20"]
+    return argparse.Namespace(**options), commands
+
+
+def go(options):
+    atlas.train(0, "rl", options)
+    atlas.evaluate(0, options)
+    atlas.train(0, "frozen", options)
+
+
+def test_every_command_is_run_once_and_accepted(bench, accept):  # noqa: F811
+    options, commands = bench
+    Path("runs").mkdir(exist_ok=True)
+    go(options)
+    assert len(commands) == 2 + len(atlas.MODELS) * len(atlas.DECODING)
+    asked = [accept(f"python {shlex.join(line)}") for line in commands]
+    assert [config.temperature for config in asked[1:-1]] == [1.0, 0.0] * len(atlas.MODELS)
+    assert [config.eval_questions for config in asked] == [20, *[200] * (len(asked) - 2), 20]
+    assert {config.bf16 for config in asked[:-1]} >= {"on"}
+    assert [config.model for config in asked[1:-1:2]] == [
+        "runs/rl-0",
+        "cache/warm/atlas",
+        "smollm2",
+        "smollm2",
+    ]
+    assert asked[-1].system1 == "frozen"
+    go(options)
+    assert len(commands) == len(asked)
+
+
+def test_a_cut_run_is_resumed(bench):
+    options, commands = bench
+    atlas.train(0, "rl", options)
+    metrics = Path("runs/rl-0/metrics.jsonl")
+    metrics.write_text(metrics.read_text().splitlines()[0] + "\n")
+    atlas.train(0, "rl", options)
+    assert "--resume" not in commands[0] and "--resume" in commands[1]
+
+
+def test_the_table_has_intervals_and_no_place_of_this_machine(bench, tmp_path, capsys):
+    options, _ = bench
+    go(options)
+    options.runs, options.cache = tmp_path / "runs", tmp_path / "cache"
+    record = json.loads(atlas.keep(options).read_text())
+    assert "50.0% (40.0%–60.0%)" in capsys.readouterr().out
+    frozen = [row["sets"][0] for row in record["rows"] if "frozen" in row["model"]]
+    assert [row["accuracy"] for row in frozen] == [0.35, 0.9]
+    assert frozen[1]["low"] == pytest.approx(0.699, abs=1e-3)
+    assert [run["wall_seconds"] for run in record["runs"]] == [16.0, 16.0]
+    kept = [path for path in (tmp_path / "results").rglob("*") if path.is_file()]
+    assert len(kept) == 1 + 2 * 4
+    for path in kept:
+        assert str(tmp_path).encode() not in path.read_bytes(), path
+
+
+def test_nothing_to_tabulate_is_one_sentence(bench):
+    options, _ = bench
+    with pytest.raises(UserError, match="nothing was evaluated"):
+        atlas.keep(options)

@@ -1,0 +1,126 @@
+"""Every command of docs/real_models.md is accepted, up to the point where a model would be loaded.
+
+Its own code parses and resolves the options; no model, no world and no GPU is needed for that.
+"""
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import test_memory
+
+import mars
+import train
+from plumbing import evaluation, smollm2
+from recipes import atlas, warm_start
+
+PAGE = (Path(__file__).parent.parent / "docs" / "real_models.md").read_text()
+TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+def commands(text: str) -> list[str]:
+    """The lines of the code blocks that start a program of this repository."""
+    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    lines = blocks.replace("\\\n", " ").splitlines()
+    started = [line.partition("  #")[0] for line in lines]
+    return [line for line in started if line.startswith(("python ", "torchrun "))]
+
+
+class Accepted(Exception):
+    """Raised where a command would go on to load a model, with its options."""
+
+
+@pytest.fixture
+def accept(tmp_path, monkeypatch):
+    """A function that runs a command up to there, and returns its options."""
+
+    def stop(*given, **options):
+        (config,) = [x for x in given if dataclasses.is_dataclass(x) and hasattr(x, "bf16")]
+        raise Accepted(config)
+
+    def find_checkpoint(method, name):
+        if name.startswith("runs/"):
+            return name, dataclasses.asdict(method.config(**method.presets["atlas"]))
+        return name, None
+
+    def run_of(path):
+        return path if path.parts[0] == "runs" else None
+
+    (tmp_path / "own.jsonl").write_text(json.dumps({"messages": TALK}))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "build", stop)
+    monkeypatch.setattr(evaluation, "build", stop)
+    monkeypatch.setattr(evaluation, "find_checkpoint", find_checkpoint)
+    monkeypatch.setattr(evaluation, "run_of", run_of)
+    monkeypatch.setattr(atlas, "world_files", lambda *given: tmp_path)
+    # A run is told the name of the model that the warm start has made.
+    monkeypatch.setattr(atlas, "warm_model", lambda config: config.model)
+    monkeypatch.setattr(warm_start, "train", stop)
+    monkeypatch.setattr(smollm2, "build", lambda cache: "smollm2")
+
+    def run(command: str):
+        program, arguments = program_of(command)
+        with pytest.raises(Accepted) as reached:
+            program(arguments)
+        return reached.value.args[0]
+
+    return run
+
+
+def program_of(command: str):
+    """(its main, its arguments)"""
+    words = [word for word in shlex.split(command) if word != "…"]
+    if words[0] == "torchrun":
+        words = ["python", *words[words.index("mars.py") :]]
+    if words[1] == "mars.py":
+        return (lambda given: train.main(mars.METHOD, given, "")), words[2:]
+    assert words[1] == "-m", command
+    if words[2] == "recipes.atlas":
+        return atlas.main, words[3:]
+    assert words[2] == "recipes.warm_start", command
+    return warm_start.main, words[3:]
+
+
+@pytest.mark.parametrize("command", commands(PAGE))
+def test_it_is_accepted(command, accept):
+    accept(command)
+
+
+def test_the_page_shows_every_program():
+    shown = " ".join(commands(PAGE))
+    for words in ("recipes.atlas eval", "recipes.atlas closed", "recipes.warm_start", "--preset"):
+        assert words in shown
+    assert len(commands(PAGE)) > 12
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python mars.py --nonsense 1",
+        "python -m recipes.atlas --group 1",
+        "python -m recipes.warm_start --steps 0",
+        "python mars.py eval Qwen/Qwen3-8B",
+    ],
+)
+def test_what_is_wrong_is_noticed(command, accept):
+    with pytest.raises((pytest.fail.Exception, SystemExit)):
+        accept(command)
+
+
+ONE_GPU = PAGE.partition("## One GPU of 24 GB")[2].partition("\n## ")[0]
+PLANNED = [command for command in commands(ONE_GPU) if "Qwen/" in command]
+
+
+@pytest.mark.parametrize("command", PLANNED)
+def test_what_is_offered_for_one_gpu_fits(command, accept, tmp_path, monkeypatch):
+    config = accept(command)
+    assert "of 22.0" in test_memory.plan_on_22_gib(config, monkeypatch, tmp_path)
+
+
+def test_a_warm_start_is_offered_where_its_weights_fit(accept):
+    """It has no plan of its own: weights, gradients and two moments in fp32, 16 bytes each."""
+    offered = {accept(c).model: accept(c).warm_steps for c in PLANNED}
+    assert [model for model, steps in offered.items() if steps] == ["Qwen/Qwen3-0.6B"]
