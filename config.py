@@ -88,6 +88,14 @@ class Config:
     max_sequences: int = 256  # decoded together at most
     deterministic: bool | None = None  # bit-equal reruns, however slow a tool is; unset: on CPU
 
+    # Options that only training reads, so that eval and ask refuse them.
+    for_training = frozenset(
+        "steps resume track save_every eval_every model eval_data questions group lr warmup "
+        "weight_decay clip_grad clip_low clip_high kl_beta lora_rank inner_steps importance "
+        "importance_cap fsdp max_mismatch_kl advantage loss_mean refill recompute_activations "
+        "micro_tokens preset".split()
+    )
+
     def longest(self) -> int:
         """Tokens of the longest sample."""
         raise NotImplementedError("a method's options say how long its samples get")

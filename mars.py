@@ -76,6 +76,8 @@ class MarsConfig(Config):
     sys1_prompt: int = 76  # a chunk (about 69) with the wording and the purpose around it
     sys1_response: int = 12  # a note: one fact is 5 or 6 words
 
+    for_training = Config.for_training | {"balance", "shared_group"}
+
     def longest(self) -> int:
         """Tokens of the longest sample."""
         return max(self.sys2_context, self.sys1_prompt + self.sys1_response)

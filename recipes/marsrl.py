@@ -83,6 +83,8 @@ class MarsrlConfig(Config):
     solution_tokens: int = 4
     report_tokens: int = 16
 
+    for_training = Config.for_training | {"rollouts", "credit", "choice", "inputs", "learners"}
+
     def longest(self) -> int:
         """Tokens of the longest sample."""
         return self.context

@@ -66,6 +66,8 @@ class MatpoConfig(Config):
     step_tokens: int = 14  # one turn
     answer_tokens: int = 10  # kept free for an answer or a summary on demand
 
+    for_training = Config.for_training | {"own_groups", "balance", "format_share"}
+
     def longest(self) -> int:
         """Tokens of the longest sample."""
         return self.sys2_context
