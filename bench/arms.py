@@ -19,16 +19,19 @@ from config import UserError, fail
 from plumbing.files import read_json, read_lines
 
 
+STEPS = 60  # of the published tables; others are saved under a name of their own
+
+
 def reader(name: str, description: str, arms: dict[str, list[str]]) -> argparse.ArgumentParser:
     """The options of such a bench."""
     made = argparse.ArgumentParser(description=description.partition("\n")[0])
     made.add_argument("--seeds", type=int, nargs="+")
     made.add_argument("--arms", nargs="+", choices=arms, default=list(arms), metavar="ARM")
     made.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
-    made.add_argument("--steps", type=int, default=60)
+    made.add_argument("--steps", type=int, default=STEPS)
     made.add_argument("--runs", type=Path, default=ROOT / "runs" / name)
     made.add_argument("--cache", type=Path, default=ROOT / ".cache", help="of the base models")
-    made.add_argument("--table", action="store_true", help="run nothing")
+    made.add_argument("--table", action="store_true", help="tabulate and plot what is there")
     return made
 
 
@@ -129,7 +132,7 @@ def main(
     """Runs, table, results and figure; returns the exit code."""
     options.runs = options.runs.resolve()
     options.cache = options.cache.resolve()
-    # The run that is going on ends with this process.
+    # `pool` ends the run under way on sys.exit; a bare SIGTERM would leave it behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if not options.table:
@@ -139,8 +142,9 @@ def main(
             raise UserError(f"no complete run in {options.runs}")
         print(report(rows))
         command = " ".join([f"python -m bench.{name}", *sys.argv[1:]])
-        print(common.save(name, command, rows, steps=options.steps))
-        plot(rows, common.RESULTS / f"{name}.png")
+        saved = name if options.steps == STEPS else f"{name}_{options.steps}"
+        print(common.save(saved, command, rows, steps=options.steps))
+        plot(rows, common.RESULTS / f"{saved}.png")
         return 0
     except UserError as error:
         return fail(error)

@@ -11,7 +11,8 @@ tasks, nobody can say what a worker's own reward would be.
     own        an agent's own reward, a group per stage
     input      the same, a group per input, inputs chosen              MarsRL
 
-Dr. MAS (arXiv 2602.08847) argues against `pooled`; its remedy is `role`.
+Dr. MAS (arXiv 2602.08847) argues against `pooled`; its remedy is `role`. Only the advantages
+differ: in every arm the loss is one mean over all agents' samples, and nothing is balanced.
 
 `replica` is `role` with a learning rate that is one thousandth higher. That is nothing, but its
 draws soon differ, and so it shows how far two runs of one setting lie apart. (Sums in another order

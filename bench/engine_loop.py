@@ -1,10 +1,11 @@
 """The toy trained on rollouts of a real vLLM server, beside the same run on our own sampler.
 
-Both runs are `python mars.py` with the same options, on this machine's CPU in fp32; the second one
-names the server. Weights reach the server from disk after every step. The draws are each engine's
-own, so the curves may differ by as much as two seeds do. What must agree is the distribution:
-`mismatch_kl` compares the server's log-probs with the trainer's, token by token, in every step.
-Afterwards the server loads new weights twenty times more, to time the writing and the loading.
+Both runs are `python mars.py` with the same options, on this machine's CPU in fp32; the first one
+samples on the server. Weights reach the server from disk after every step. The draws are each
+engine's own, so the curves may differ by as much as two seeds do. What must agree is the
+distribution: `mismatch_kl` compares the server's log-probs with the trainer's, token by token, in
+every step. Afterwards the server loads new weights twenty times more, to time the writing and the
+loading.
 
     python -m bench.engine_loop --engine-python FOLDER/bin/python
                             -> bench/results/engine_loop.json and engine_loop.png

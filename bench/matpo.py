@@ -1,4 +1,4 @@
-"""What each part of MATPO contributes on its toy: recipes/matpo.py with one thing changed an arm.
+"""What each part of MATPO contributes on its toy: an arm of recipes/matpo.py changes one thing.
 
     python -m bench.matpo                            every arm with seed 0, one run at a time
     python -m bench.matpo --arms matpo single --seeds 0 1 2

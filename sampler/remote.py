@@ -5,7 +5,7 @@ back, never text, so a server holds nothing that could be lost: its prefix cache
 Conversations are shared out over the servers and stay where they are until their server fails.
 
 New weights go by way of a model folder that the servers can read. Each server pauses, reloads,
-forgets its prefix cache, takes a version of ours and resumes. An answer counts only if its server
+forgets its prefix cache, resumes and takes a version of ours. An answer counts only if its server
 still holds that version afterwards. So a server that was started anew, with the weights of its
 start, is noticed at its first answer and loads again.
 
@@ -66,13 +66,14 @@ class Remote:
         self.parallel = parallel
         self.write = write
         kind = type(servers[0]).__name__
+        # What the start's line prints as the sampler.
         self.path = f"{kind} at {', '.join(server.url for server in servers)}"
         self.name = ""  # of this run, in the versions of its weights
         self.folder = ""  # the weights that are to be sampled with
-        self.syncs = 0  # that brought them there
+        self.syncs = 0  # rounds of new weights so far
         names = ("decoded_tokens", "running", "waiting", "pages_in_use", "failures", "loads")
         self.stats = dict.fromkeys(names, 0)
-        self.homes: dict[Conversation, Server] = {}
+        self.homes: dict[Conversation, Server] = {}  # where each conversation is sent
         self.requests: set[Request] = set()  # open ones
         self.threads = 0
         self.todo: queue.SimpleQueue = queue.SimpleQueue()
@@ -162,7 +163,7 @@ class Remote:
     def load_folder(self, folder: str) -> None:
         """Has the servers load a model folder. One that is away loads it when it is back.
 
-        UserError, on all ranks, if no server has loaded it within the deadline.
+        UserError, on all ranks, if a server refuses it for good, or if none has loaded it in time.
         """
         if self.busy:
             raise RuntimeError("new weights while requests are open")
@@ -177,12 +178,15 @@ class Remote:
             raise UserError(problem)
 
     def _load_all(self) -> str | None:
-        """Brings the weights to every server that is there; what is wrong if none is."""
+        """Brings the weights to every server that answers.
+
+        Returns what is wrong if one refuses them, or if none has taken them in time.
+        """
         deadline = time.monotonic() + self.seconds
 
         def attempt(server: Server) -> Exception | None:
             try:
-                self._bring(server, time.monotonic() + (deadline - time.monotonic()) / 2)
+                self._bring(server, (time.monotonic() + deadline) / 2)
             except Exception as error:
                 return error
 
@@ -265,7 +269,7 @@ class Remote:
             finally:
                 with self.guard:
                     server.running -= 1
-        raise Lost(f"no answer within {self.seconds:g} seconds; the last failure, {why}")
+        raise Lost(f"no answer within {self.seconds:g} seconds ({why})")
 
     def _ask(
         self, server: Server, request: Request, context: list[int], deadline: float
@@ -275,9 +279,14 @@ class Remote:
         try:
             tokens, logprobs, after = server.ask(context, request, deadline)
         except Refused as error:
-            if not final(error) or (after := server.held(deadline)) == version:
+            # A server that was started anew has no adapters yet and refuses for good. Its version
+            # tells.
+            if not final(error):
                 raise
-            tokens = logprobs = []  # it was started anew, and has no adapters yet
+            after = server.held(deadline)
+            if after == version:
+                raise
+            tokens, logprobs = [], []
         if after != version:
             server.version = after
             raise ValueError(f"it sampled with the weights {after!r} and not {version!r}")
@@ -286,7 +295,10 @@ class Remote:
         return completion
 
     def _choose(self, conversation: Conversation) -> Server | None:
-        """Where the conversation was, or the emptiest server; None while all rest."""
+        """Where the conversation was, or the emptiest server; None while all rest.
+
+        The server's `running` counts one more, which `_sample` takes back.
+        """
         with self.guard:
             awake = [server for server in self.servers if server.rests_until <= time.monotonic()]
             if not awake:

@@ -96,9 +96,9 @@ class VLLM(Server):
             "repetition_penalty": 1.0,
             "seed": request.seed,
             "stop_token_ids": sorted(request.stop_ids),
-            "ignore_eos": True,
+            "ignore_eos": True,  # only stop_token_ids end an answer
             "return_token_ids": True,
-            "logprobs": 0,
+            "logprobs": 0,  # the sampled token's alone
         }
         choice = self.post("/v1/completions", body, deadline)["choices"][0]
         check_reply(choice["prompt_token_ids"], context)
@@ -108,8 +108,9 @@ class VLLM(Server):
         self.send("/pause?mode=wait", {}, deadline)
         self.change_weights(folder, version, deadline)
         self.send("/reset_prefix_cache", {}, deadline)
-        self.send("/update_weight_version", {"new_version": version}, deadline)
         self.send("/resume", {}, deadline)
+        # Last, so that a load which was cut short, also before it resumed, is not taken for whole.
+        self.send("/update_weight_version", {"new_version": version}, deadline)
 
     def change_weights(self, folder: str, version: str, deadline: float) -> None:
         if self.adapters:

@@ -195,10 +195,27 @@ def test_vllm_pauses_before_it_reloads_and_forgets_its_prefixes_before_it_resume
         "/pause",
         "/collective_rpc",
         "/reset_prefix_cache",
-        "/update_weight_version",
         "/resume",
+        "/update_weight_version",
         "/weight_info",
     ]
+
+
+def test_a_load_that_did_not_resume_is_not_taken_for_whole(engine, folder, other, monkeypatch):
+    """Else the server would stay paused: its version says that there is nothing to load."""
+    sampler = connected(engine, folder=folder)
+    send = servers.VLLM.send
+    failing = iter([True])
+
+    def first_resume_fails(self, path, *rest):
+        if path == "/resume" and next(failing, False):
+            raise OSError("closed")
+        return send(self, path, *rest)
+
+    monkeypatch.setattr(servers.VLLM, "send", first_resume_fails)
+    sampler.load_weights(other)
+    assert engine.resumed.is_set() and one(sampler).tokens
+    assert engine.loaded == [str(folder), str(other), str(other)]
 
 
 def test_what_a_run_that_was_killed_in_a_sync_leaves_behind(engine, folder, other, monkeypatch):
@@ -359,7 +376,7 @@ def test_a_fault_that_lasts_is_one_sentence_at_the_deadline(engine, folder, name
     sampler.seconds = 1.0  # a busy machine may take longer to load
     engine.faults += [FAULTS[name]] * 1000
     start = time.perf_counter()
-    with pytest.raises(Lost, match="no answer within 1 seconds; the last failure, http"):
+    with pytest.raises(Lost, match=r"no answer within 1 seconds \(.*http"):
         one(sampler)
     assert 0.5 < time.perf_counter() - start < 3
     assert not sampler.busy and sampler.pages_in_use == 0
