@@ -59,23 +59,23 @@ class Config:
     group: int = 8  # G: attempts per question
     temperature: float = 1.0  # of sampling, and so of the distribution that the loss differentiates
     top_p: float = 1.0  # nucleus of the sampled evaluation; training draws from everything
-    lr: float = 5e-4  # a 474k model wants much; 1e-3 slipped late on one seed of three
+    lr: float = 5e-4  # the toy's; at 1e-3 one seed of three slipped late on one CPU
     warmup: int = 1  # steps of linear warm-up, then constant
     weight_decay: float = 0.0  # of AdamW
     clip_grad: float = 1.0  # the gradient's largest norm; 0: no limit
     advantage: Literal["std", "mean"] = "std"  # r − mean, over std or not (Dr. GRPO)
-    loss_mean: Literal["sample", "token"] = "sample"  # a role's loss is a mean over (DAPO: tokens)
+    loss_mean: Literal["sample", "token"] = "sample"  # what each term of the loss is a mean over
     refill: int = 0  # times that a question whose G rewards are equal is replaced by another
     clip_low: float = 0.2  # ε; the paper's is unknown (our choice)
     clip_high: float = 0.2  # ε upwards; a larger one is DAPO's "clip higher"
     kl_beta: float = 0.0  # λ; needs a reference model in memory
     inner_steps: int = 1  # optimizer steps per batch of rollouts, each on a part of the questions
     lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: all weights
-    importance: Literal["auto", "token", "sequence", "off"] = "auto"  # --is; auto: with --server
-    importance_cap: float = 3.0  # of the weight trainer/sampler: cuts a token's, masks a sequence
+    importance: Literal["auto", "token", "sequence", "off"] = "auto"  # auto: sequence with --server
+    importance_cap: float = 3.0  # a token's ratio is cut to it; a sequence above it is masked
     # rollouts on serving engines: docs/engines.md
     server: str = ""  # URLs, by commas, of servers (or of their router) that sample instead
-    engine: Literal["vllm", "sglang"] = "vllm"  # what they run
+    engine: Literal["vllm", "sglang", "vllm_nccl"] = "vllm"  # what they run; nccl: weights by NCCL
     max_mismatch_kl: float = 0.0  # a run stops if a server is further off; 0: fp32 1e-6, bf16 0.01
     # the machine
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is one
@@ -88,6 +88,14 @@ class Config:
     max_sequences: int = 256  # decoded together at most
     deterministic: bool | None = None  # bit-equal reruns, however slow a tool is; unset: on CPU
 
+    # Options that only training reads, so that eval and ask refuse them.
+    for_training = frozenset(
+        "steps resume track save_every eval_every model eval_data questions group lr warmup "
+        "weight_decay clip_grad clip_low clip_high kl_beta lora_rank inner_steps importance "
+        "importance_cap fsdp max_mismatch_kl advantage loss_mean refill recompute_activations "
+        "micro_tokens preset".split()
+    )
+
     def longest(self) -> int:
         """Tokens of the longest sample."""
         raise NotImplementedError("a method's options say how long its samples get")
@@ -99,6 +107,12 @@ class Config:
     def frozen(self) -> set[str]:
         """Roles that the start's weights play."""
         return set()
+
+    def correction(self) -> str:
+        """How weights correct for the sampler: "token", "sequence" or "off"; `auto` resolved."""
+        if self.importance == "auto":
+            return "sequence" if self.server else "off"
+        return self.importance
 
     def at_least(self, least: int, *names: str) -> None:
         """UserError if one of the named options is below `least`."""
@@ -113,7 +127,9 @@ class Config:
             "max_sequences top_k threads group tool_seconds eval_samples"
         )
         self.at_least(1, *counts.split())
-        self.at_least(0, "eval_questions", "passage_words", "seed", "refill", "lora_rank")
+        self.at_least(0, "eval_questions", "passage_words", "seed", "refill", "lora_rank", "warmup")
+        if self.clip_low > 1:
+            raise UserError(f"--clip_low must be at most 1, got {self.clip_low}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is float and not 0 <= value <= 1e30:
@@ -137,10 +153,15 @@ class Config:
             raise UserError("--eval_data belongs to questions of your own: name --data as well")
         if self.pages != "none" and self.search != "serper":
             raise UserError(f"--pages {self.pages} reads what --search serper finds: add that")
+        if self.block and not self.block.strip(" ,"):
+            raise UserError("--block names no host: give hosts by commas")
         if self.block and self.search == "local":
             raise UserError("--block drops what the web finds: it has no use with --search local")
         if self.docs and self.search != "local":
             raise UserError(f"--docs is searched by --search local, not by {self.search}")
+        for name in ("engine", "max_mismatch_kl"):
+            if getattr(self, name) != getattr(type(self), name) and not self.server:
+                raise UserError(f"--{name} belongs to --server: add that, or leave it out")
         if self.server and self.deterministic:
             raise UserError("--deterministic cannot be had with --server: a server batches anew")
         if self.eval_docs and not self.docs:
@@ -163,9 +184,9 @@ class Config:
             raise UserError("--eval_samples is for the command eval: a run makes one attempt")
         if self.group < 2:
             raise UserError("--group must be at least 2: attempts at one question are compared")
-        if self.importance in ("token", "sequence") and not self.importance_cap:
+        corrected = self.correction() != "off"
+        if corrected and not self.importance_cap:
             raise UserError("--importance_cap 0 leaves nothing to train on: give one above 0")
-        corrected = self.server or self.importance in ("token", "sequence")
         if self.importance_cap != type(self).importance_cap and not corrected:
             raise UserError("--importance_cap is read with --is token or --is sequence: add one")
         if self.inner_steps > self.questions:

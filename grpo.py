@@ -12,8 +12,9 @@ Each System 1 sample takes its attempt's reward. In this order:
         −(1/|y|) Σ_t min(ρ_t A, clip(ρ_t, 1−ε, 1+ε) A)
 
 As in GRPO, advantages are z-scores and the loss is a mean per sequence. Two arms for study differ:
-without the division by std (Dr. GRPO, arXiv 2503.20783), and with a mean over all tokens of a role
-(DAPO, arXiv 2503.14476).
+without the division by std (Dr. GRPO, arXiv 2503.20783), and with one mean over all tokens of a
+role (DAPO, arXiv 2503.14476, takes that mean within each question's group).
+
 System 2's sequence spans all turns of its attempt. On policy, with one optimizer step per batch,
 ρ is 1 and the gradient is the plain policy gradient.
 
@@ -114,12 +115,10 @@ def balance_by_advantage(
 def token_weights(masks: list[Tensor], counts: float, *, mean: str = "sample") -> list[Tensor]:
     """Each token's weight in the loss, fp32, one [T] a sample.
 
-    It is 1/|y| · 1/`counts` where the mask is set, else 0.
-    `counts` is the number of samples of this role in the whole step, over all ranks; if they
-    weigh differently, it is the sum of their weights. The divisor is global, so losses can simply
-    be summed over micro-batches and ranks: however they are cut, the sum is the same mean. With
-    `mean` "token" the weight is 1/`counts`, and `counts` the number of this role's tokens that
-    carry loss.
+    It is 1/|y| · 1/`counts` where the mask is set, else 0; |y| is the mask's sum. `counts` is one
+    number: the samples of this term of the loss in the whole step, over all ranks, each counted
+    with its weight. Because it is global, losses are simply summed over micro-batches and ranks.
+    With `mean` "token" the weight is 1/`counts`, and `counts` the number of trained tokens.
     """
     if masks and not counts > 0:
         raise ValueError(f"{len(masks)} samples cannot be {counts} of all {mean}s")
@@ -129,7 +128,7 @@ def token_weights(masks: list[Tensor], counts: float, *, mean: str = "sample") -
 
 
 def importance_weights(gap: Tensor, cap: float, owner: Tensor | None = None) -> Tensor:
-    """Factors [N] for the weights of tokens that a sampler drew which is not quite π_old.
+    """Factors [N] that correct tokens' weights where the sampler's policy is not quite π_old.
 
     `gap` [N] is the trainer's log-prob less the sampler's: a token's ratio π_old / π_sampler
     is exp(gap). Without `owner` the factor is this ratio, cut at `cap` (truncated importance
@@ -172,7 +171,8 @@ def grpo_loss(
     old_logprob = torch.where(live, old_logprob, 0.0)
     advantage = torch.where(live, advantage, 0.0)
     log_ratio = logprob - old_logprob
-    # Where A ≥ 0 the loss is flat above the clip. Held below overflow, exp makes no 0 · inf there.
+    # Where A ≥ 0 the clip makes the loss constant at large ρ. Capping log ρ there changes nothing
+    # and keeps exp from overflowing, which would make the gradient 0 · inf.
     log_ratio = torch.where(advantage < 0, log_ratio, log_ratio.clamp(max=80))
     ratio = torch.exp(log_ratio)
     unclipped = ratio * advantage

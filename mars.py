@@ -30,8 +30,8 @@ question. A step of System 2 is what it samples in one turn; a training step is 
 
 Our choices where the paper is silent: every limit ends in a demand to answer rather than in
 silence; a malformed step gets a correction and the episode goes on; the notes of a call's chunks
-are joined in the order of the chunks. Of all tokens only the purpose passes through text, from
-System 2's step into System 1's prompt.
+are joined in the order of the chunks. Of what System 2 samples only the purpose enters a prompt by
+way of text; notes stay token ids.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class MarsConfig(Config):
 
     # arms for study
     system1: Literal["train", "frozen", "none"] = "train"  # frozen: start's weights; none: raw text
-    balance: Literal["uniform", "advantage", "none"] = "uniform"  # to System 2's number, drawn so
+    balance: Literal["uniform", "advantage", "none"] = "uniform"  # how G of System 1's M are drawn
     packing: bool = True  # without: one document per chunk
     purpose: bool = True  # without: System 1 is not told what to look for
     shared_group: bool = False  # System 1 inherits System 2's advantage, without a group of its own
@@ -76,12 +76,14 @@ class MarsConfig(Config):
     sys1_prompt: int = 76  # a chunk (about 69) with the wording and the purpose around it
     sys1_response: int = 12  # a note: one fact is 5 or 6 words
 
+    for_training = Config.for_training | {"balance", "shared_group"}
+
     def longest(self) -> int:
         """Tokens of the longest sample."""
         return max(self.sys2_context, self.sys1_prompt + self.sys1_response)
 
     def reading(self) -> int:
-        """Tokens of documents that a role reads at once."""
+        """Tokens that a role's prompt takes at once: a page need not be longer."""
         return self.sys1_prompt
 
     def frozen(self) -> set[str]:
@@ -95,6 +97,12 @@ class MarsConfig(Config):
         self.at_least(2, "max_turns")  # a step that calls a tool, and one that answers
         if self.step_tokens + 2 * self.answer_tokens > self.sys2_context:
             raise UserError("--sys2_context leaves no room for a step and an answer; raise it")
+        if self.system1 != "train" and self.balance != "uniform":
+            raise UserError("--balance draws the samples of a System 1 that learns: leave it out")
+        if self.system1 == "none" and not (self.packing and self.purpose):
+            raise UserError("--no-packing and --no-purpose change System 1: leave out --system1")
+        if self.balance == "advantage" and self.loss_mean == "token":
+            raise UserError("--balance advantage is unbiased with --loss_mean sample only")
         if self.balance == "advantage" and self.kl_beta:
             raise UserError(
                 "--balance advantage reweights samples by their advantage, which the KL term does "
@@ -182,17 +190,17 @@ async def episode(game: Game, trajectory: Trajectory) -> None:
                 given, final = extend(game, system2, notes)  # (3)
 
 
-async def act(game: Game, system2: Context, given: list[int], final: bool, *name: int) -> Turn:
+async def act(game: Game, system2: Context, given: list[int], final: bool, *key: int) -> Turn:
     """Formula (1): one step of System 2.
 
-    `given` completes its context c_i; `final` says that `given` demands an answer. `name` tells
-    its draws from those of other such contexts in the same attempt.
+    `given` completes its context c_i; `final` says that `given` demands an answer. `key` is part
+    of the seed of its draws, for methods that open several such contexts in an attempt.
     """
     room = game.config.sys2_context - len(system2.sample.tokens) - len(given)
     if not final:
         room -= reserve(game.config, game.chat)
     limit = min(room, game.config.step_tokens)
-    step = await system2.write(given, limit, *name, len(system2.turns))
+    step = await system2.write(given, limit, *key, len(system2.turns))
     game.on_event(system2.role, game.chat.decode(step.tokens))
     if step.finish == "length":
         action = Action(error=f"the step was cut after {len(step.tokens)} tokens; be shorter")
@@ -230,7 +238,7 @@ async def observe(game: Game, trajectory: Trajectory, turn: Turn) -> list[list[i
     turn.lengths = [len(tokens) for tokens in texts]
     if distilled and config.system1 != "none":
         return await distil(game, trajectory, turn, texts, capacity)
-    # Raw text gets one turn's part of System 2's context.
+    # The documents share one of max_turns equal parts of System 2's context.
     part = config.sys2_context // config.max_turns // len(texts)
     return [tokens[:part] for tokens in texts]
 
@@ -254,8 +262,8 @@ async def distil(
             system1.chunk = Chunk(indices, len(chunk), capacity, truncated)
             turn.readers.append(system1)
             prompt = system1_prompt(game, trajectory, turn.action.call, chunk)
-            name = (len(trajectory.turns), number)
-            response = await system1.write(prompt, game.config.sys1_response, *name)
+            key = (len(trajectory.turns), number)
+            response = await system1.write(prompt, game.config.sys1_response, *key)
         game.on_event(system1.role, game.chat.decode(response.tokens))
         return game.chat.note(response.tokens)
 
@@ -334,12 +342,7 @@ def credit(
     sys2 = [sample for t in trajectories for sample in t.samples("sys2")]
     sys1 = [sample for t in trajectories for sample in t.samples("sys1")]
     for samples in (sys2, sys1):
-        rewards = torch.tensor([sample.reward for sample in samples])
-        groups = [sample.place for sample in samples]
-        divide = config.advantage == "std"
-        advantages = grpo.group_advantages(rewards, groups, divide=divide)
-        for sample, advantage in zip(samples, advantages.tolist()):
-            sample.advantage = advantage
+        compare(config, samples)
     if config.shared_group:
         inherited = {(sample.place, sample.attempt): sample.advantage for sample in sys2}
         for sample in sys1:
@@ -353,10 +356,21 @@ def credit(
     return {"sys2": sys2, "sys1": sys1}
 
 
+def compare(config: Config, samples: list[Sample]) -> None:
+    """Sets advantages: each question's samples are a group."""
+    rewards = torch.tensor([sample.reward for sample in samples])
+    groups = [sample.place for sample in samples]
+    divide = config.advantage == "std"
+    advantages = grpo.group_advantages(rewards, groups, divide=divide)
+    for sample, advantage in zip(samples, advantages.tolist()):
+        sample.advantage = advantage
+
+
 def balance(config: MarsConfig, sys2: list[Sample], sys1: list[Sample], step: int) -> None:
     """Sets System 1's copies: for each question as many as System 2 has samples.
 
-    Drawn in proportion to |A|, samples also get the advantage that keeps the estimate unbiased.
+    Drawn uniformly, samples keep their advantage. Drawn in proportion to |A|, each gets
+    sign(A) · mean |A| instead, which keeps the estimate unbiased.
     """
     for place in {sample.place for sample in sys1}:
         members = [sample for sample in sys1 if sample.place == place]
@@ -379,15 +393,15 @@ def balance(config: MarsConfig, sys2: list[Sample], sys1: list[Sample], step: in
 
 # ----------------------------------------------------------------------- the method and its command
 
-# What the paper uses, where it differs from the toy. † = one secondary digest of v2's PDF;
-# "ours" = no source found.
+# What the paper uses, where it differs from the toy. † marks a value from a second-hand summary of
+# the paper's second version (v2), "ours" one for which no source was found.
 PAPER = {
     "name": "paper",
     "model": "Qwen/Qwen3-8B",  # v2; v1 used Qwen2.5-7B-Instruct
     "data": "",
     "search": "serper",
     "pages": "jina",
-    "grader": "judge",  # † Qwen2.5-72B-Instruct with HLE's prompt
+    "grader": "judge",  # † with HLE's prompt; ours has its shape, not its words
     "steps": 150,  # ours
     "questions": 32,  # †
     "group": 16,  # †

@@ -37,7 +37,7 @@ class Sample:
 
     role: str
     place: int  # of the question in the step's batch: the key of its advantage groups
-    attempt: int  # k of the question's G attempts
+    attempt: int  # which of the question's G, from 0
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)  # True: sampled by this role, carries loss
     logprobs: list[float] = field(default_factory=list)  # the sampler's; 0 where given
@@ -45,7 +45,7 @@ class Sample:
     reward: float | None = None
     advantage: float = 0.0
     copies: int = 0  # how often it stands in the loss; `credit` decides
-    weight: float = 1.0  # of each copy in its term's mean
+    weight: float = 1.0  # of each copy, within the mean of its term of the loss
 
     def append_given(self, tokens: Sequence[int]) -> None:
         """Appends tokens that this role only reads: its prompt, documents, notes."""
@@ -80,7 +80,7 @@ class Turn:
     # "malformed: …", "tool failed: …", "no results" or "judge failed: …"
     problem: str | None = None
     documents: list[Document] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)  # the documents' tokens
+    lengths: list[int] = field(default_factory=list)  # number of tokens of each document
     readers: list["Context"] = field(default_factory=list)  # contexts that this turn opened
     seconds: float = 0.0  # spent in the tool
 
@@ -136,11 +136,11 @@ class Context:
     async def __aexit__(self, *error) -> None:
         self.game.samplers[self.role].close(self.conversation)
 
-    async def write(self, given: list[int], limit: int, *name: int) -> Completion:
+    async def write(self, given: list[int], limit: int, *key: int) -> Completion:
         """Reads the tokens `given`, then samples up to `limit` tokens or the stop token.
 
-        `name` tells this draw from the role's other draws in the same attempt, such as the
-        turn's number.
+        `key` tells this draw's seed from those of the role's other draws in the same attempt; the
+        turn's number does.
         """
         game = self.game
         self.sample.append_given(given)
@@ -152,7 +152,7 @@ class Context:
             temperature=game.temperature,
             top_p=game.top_p,
             stop_ids=game.chat.stop_ids,
-            seed=game.seed(self.trajectory, self.role, *name),
+            seed=game.seed(self.trajectory, self.role, *key),
         )
         self.sample.append_sampled(completion)
         return completion
@@ -180,10 +180,10 @@ class Game:
     top_p: float = 1.0
     on_event: Callable[[str, str], None] = ignore  # for somebody who watches
 
-    def seed(self, trajectory: Trajectory, *name: int | str) -> int:
-        """The seed of one draw: a hash of its name, whatever else was drawn before."""
-        names = (self.config.seed, self.step, trajectory.question.id, trajectory.attempt, *name)
-        digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
+    def seed(self, trajectory: Trajectory, *key: int | str) -> int:
+        """The seed of one draw: a hash of its key, whatever else was drawn before."""
+        whole = (self.config.seed, self.step, trajectory.question.id, trajectory.attempt, *key)
+        digest = hashlib.blake2b(repr(whole).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
     async def call(self, turn: Turn) -> list[Document]:
@@ -261,6 +261,6 @@ class Method:
     words: Callable[[Config, list[Tool]], Words]  # how a chat model is addressed
     fits: Callable[[Config, Format, Question], None]  # UserError if a question leaves no room
     presets: dict[str, dict] = field(default_factory=dict)
-    # Numbers of the method's own, for metrics.jsonl: of a batch, name -> (part, whole). Both are
-    # summed over the ranks, and the quotient is written; an evaluation's as eval_NAME.
+    # Metrics of the method's own: {name: (numerator, denominator)} of a batch. Both are summed over
+    # the ranks, and metrics.jsonl gets the quotient, an evaluation's under eval_{name}.
     shares: Callable[[list[Trajectory]], dict[str, tuple[float, float]]] = no_shares

@@ -1,9 +1,9 @@
 """The loop that all methods share: rollouts, credit, one update of the weights.
 
 A method (rollout.Method) is handed in: nothing here knows a role's name. `train_step` is the whole
-of a step; `update` and `prepare` are the next screen. Sums travel and there is one division: every
-token brings a weight that is already divided by global counts, so ranks, packing and micro-batches
-do not change the result.
+of a step; `update` and `prepare` are the next screen. Each token's weight is divided by counts over
+all ranks beforehand, so losses and gradients are only summed: ranks, packing and micro-batches do
+not change the result.
 
 Run by a method's file: python mars.py. Tests: pytest tests/test_credit.py tests/test_mars.py
 """
@@ -60,7 +60,7 @@ def train_step(run: Run, step: int, rollouts=all_attempts) -> tuple[dict, list[T
     trajectories, replaced = rollouts(run, step)
     seconds_rollout = time.perf_counter() - start
     metrics = rollout_metrics(trajectories, replaced, run.method, seconds_rollout)
-    # 0 unless an episode left a context open. New weights empty the pool.
+    # KV pages: 0 unless an episode left a context open. The sync below empties the pool.
     metrics["pages_in_use"] = sum(sampler.pages_in_use for sampler in run.driver.samplers)
 
     start = time.perf_counter()
@@ -113,16 +113,15 @@ def questions_of(run: Run, step: int, again: int = 0) -> list[tuple[int, Questio
 
     A rank gets whole questions, so that advantage groups need no communication. Across the end of
     an epoch a question can come twice. Draws are named by its id, so the second one gets an id of
-    its own. The `again`-th refill asks what stands far ahead in the stream, in an order of its
-    own, so that what a step asks does not depend on what earlier steps have used up.
+    its own. With `again` it is what the `again`-th refill asks at each place.
     """
     count = run.config.questions
-    first = again * 2**40 + step * count
-    batch = [run.question(first + place) for place in range(count)]
-    if again:
-        batch = [dataclasses.replace(q, id=f"{q.id}, refill {again}") for q in batch]
-    taken = {question.id for question in batch}
+    batch = [run.question(step * count + place) for place in range(count)]
     seen = set()
+    if again:
+        seen = {question.id for question in batch}
+        batch = spare_questions(run, step, again, seen)
+    taken = seen | {question.id for question in batch}
     for place, question in enumerate(batch):
         name = question.id
         if name in seen:
@@ -133,6 +132,30 @@ def questions_of(run: Run, step: int, again: int = 0) -> list[tuple[int, Questio
     first = count * run.rank // run.ranks
     end = count * (run.rank + 1) // run.ranks
     return list(enumerate(batch))[first:end]
+
+
+def spare_questions(run: Run, step: int, again: int, asked: set[str]) -> list[Question]:
+    """What the `again`-th refill of a step asks: neither `asked` nor spared before, if possible.
+
+    They stand far ahead in the stream, in an order of their own, so that what a step asks does not
+    depend on what earlier steps have used up. In a data set that is too small questions repeat.
+    """
+    wanted = again * run.config.questions
+    first = 2**60 + step * 2**20
+    found = {}
+    for index in range(first, first + 4 * wanted):
+        question = run.question(index)
+        if question.id not in asked:
+            found.setdefault(question.id, question)
+        if len(found) == wanted:
+            break
+    spares = list(found.values())
+    index = first
+    while len(spares) < wanted:
+        spares.append(run.question(index))
+        index += 1
+    spares = spares[-run.config.questions :]
+    return [dataclasses.replace(q, id=f"{q.id}, refill {again}") for q in spares]
 
 
 def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
@@ -148,8 +171,8 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
     parts = []
     for inner in range(config.inner_steps):
         part = {
-            role: [sample for sample in samples if sample.place % config.inner_steps == inner]
-            for role, samples in terms.items()
+            term: [sample for sample in samples if sample.place % config.inner_steps == inner]
+            for term, samples in terms.items()
         }
         parts.append(prepare(run, part))
     for parameters in run.optimizer.param_groups:
@@ -176,6 +199,7 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
             # gap between their log-probs is numerical.
             sums.update(batch_sums(batch, numbers, samples, run.method.roles, mismatch=inner == 0))
     metrics = update_metrics(sums, run.method.roles)
+    # Each part's loss is a mean of its own; the step's is the mean of the parts'.
     metrics["loss"] /= config.inner_steps
     metrics["grad_norm"] = sum(norms) / len(norms)
     metrics["skipped_steps"] = skipped
@@ -191,20 +215,20 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
     config = run.config
     per_token = config.loss_mean == "token"
     counts = dict.fromkeys(terms, 0)
-    for role, samples in terms.items():
+    for term, samples in terms.items():
         for sample in samples:
             size = sum(sample.mask) if per_token else 1
-            counts[role] += sample.copies * sample.weight * size
+            counts[term] += sample.copies * sample.weight * size
     counts = reduced(counts)
     kept = []
     weights = []
-    for role, samples in terms.items():
+    for term, samples in terms.items():
         if not config.kl_beta:
             samples = [sample for sample in samples if sample.advantage]
         samples = [sample for sample in samples if sample.copies]
         masks = [torch.tensor(sample.mask) for sample in samples]  # [T] each
         kept += samples
-        shares = grpo.token_weights(masks, counts[role], mean=config.loss_mean)
+        shares = grpo.token_weights(masks, counts[term], mean=config.loss_mean)
         for sample, share_of_copy in zip(samples, shares):
             weights.append(share_of_copy * sample.copies * sample.weight)
     batches = trainer.micro_batches(kept, weights, config.micro_tokens, run.device)
@@ -214,9 +238,7 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         dist.all_reduce(number, dist.ReduceOp.MAX)
     while len(batches) < number:
         batches.append(trainer.make_micro_batch([], [], [], run.device))
-    importance = config.importance
-    if importance == "auto":
-        importance = "sequence" if config.server else "off"
+    importance = config.correction()
     if importance != "off":
         # The trainer's log-probs become the old ones; the gap to the sampler's enters the weight.
         for batch in batches:
@@ -285,10 +307,7 @@ def evaluate(run: Run, updates: int) -> dict:
     batch = list(enumerate(run.eval_questions))[run.rank :: run.ranks]
     draws = {"accuracy": (config.temperature, config.top_p), "greedy": (0.0, 1.0)}
     scores = {"eval_step": updates}
-    failed = []
-    unjudged = []
-    unjudged_share = []
-    lost = []
+    worst = Counter()  # of the two evaluations
     for name, (temperature, top_p) in draws.items():
         trajectories = run.rollouts(
             batch, 1, step="eval", tools=run.eval_tools, temperature=temperature, top_p=top_p
@@ -296,18 +315,19 @@ def evaluate(run: Run, updates: int) -> dict:
         sums = rollout_sums(trajectories, run.method.roles)
         # An answer that nobody could grade is not right; how many there were stands beside it.
         scores[f"eval_{name}"] = share(sums["reward"], sums["trajectories"])
-        failed.append(share(sums["failed"], sums["calls"]))
-        unjudged.append(int(sums["unjudged"]))
-        lost.append(share(sums["lost"], sums["trajectories"]))
-        unjudged_share.append(share(unjudged[-1], sums["answered"]))
+        troubles = {
+            "eval_tool_error_share": share(sums["failed"], sums["calls"]),
+            "eval_judge_failures": int(sums["unjudged"]),
+            "eval_judge_failure_share": share(sums["unjudged"], sums["answered"]),
+            "eval_lost_share": share(sums["lost"], sums["trajectories"]),
+        }
+        for key, value in troubles.items():
+            worst[key] = max(worst[key], value)
         if name == "accuracy":
             shares = method_shares(trajectories, run.method)
             scores |= {f"eval_{key}": value for key, value in shares.items()}
             logbook.write(run, [record(t, run.chat, updates, "eval") for t in trajectories[:8]])
-    scores["eval_tool_error_share"] = max(failed)
-    scores["eval_judge_failures"] = max(unjudged)
-    scores["eval_judge_failure_share"] = max(unjudged_share)
-    scores["eval_lost_share"] = max(lost)
+    scores |= worst
     scores["seconds_eval"] = time.perf_counter() - start
     logbook.report_scores(run, scores)
     return scores

@@ -15,7 +15,8 @@ as everywhere:
     memory      what a run plans before it starts, without activations
 
 With servers (docs/engines.md) rollouts and training have GPUs of their own and take turns, so a
-step is rollouts + training + new weights. These are written once and read once a machine.
+step is rollouts + training + new weights. By disk these are written once and read once a machine;
+over NCCL rank 0 sends them to one server after the other.
 
 Times are floors and not measured: operations / peak product, bytes / peak copy, of the ceilings
 below. There is no communication, no launch, and no wait for tools or for the longest attempt.
@@ -261,7 +262,7 @@ def fleet(shape: Shape, w: Workload, trainers: int, servers: int) -> dict[str, f
         "train s": train,
         "GB a sync": weights / 1e9,
         "sync s, disk": disk,
-        "sync s, NCCL": weights / NETWORK,  # one broadcast
+        "sync s, NCCL": servers * weights / NETWORK,  # one after the other, see sampler/nccl.py
         "step s, disk": rollouts + train + disk,
         "trainers work": train / (rollouts + train + disk),
         # With as many, sampling would take as long as training.

@@ -5,27 +5,29 @@ several agents (MARS, MATPO), an agent's own reward is known (MarsRL), and input
 (groups by input). Where an attempt has one planner and its workers, as in MARS's and MATPO's own
 tasks, nobody can say what a worker's own reward would be.
 
-    role       the system's reward, a group per role                   MARS; Dr. MAS's remedy
+    role       the system's reward, a group per role                   MARS
     attempt    the system's reward, among attempts, inherited          MATPO
-    pooled     the system's reward, among all samples of the question  what Dr. MAS argues against
+    pooled     the system's reward, among all samples of the question  the pooled mean
     own        an agent's own reward, a group per stage
     input      the same, a group per input, inputs chosen              MarsRL
+
+Dr. MAS (arXiv 2602.08847) argues against `pooled`; its remedy is `role`. Only the advantages
+differ: in every arm the loss is one mean over all agents' samples, and nothing is balanced.
 
 `replica` is `role` with a learning rate that is one thousandth higher. That is nothing, but its
 draws soon differ, and so it shows how far two runs of one setting lie apart. (Sums in another order
 are too little here: all draws stay the same for 60 steps.) Within a seed all arms start from the
-same weights and meet the same questions in the same order. The first four rules play 16 whole
-systems a question, which is about as many samples as `input` has; the table has the tokens. The
-other arms are MarsRL's own.
+same weights and meet the same questions in the same order. All but `input` play 16 whole systems a
+question, which is about as many samples as `input` has; the table gives the tokens. The other arms
+change one option of `input`.
 
     python -m bench.credit                         the rules with seeds 0 1 2, the others with 0
     python -m bench.credit --arms role input --seeds 0
     python -m bench.credit --table                 tabulates and plots what is there
 
-A run is `python -m recipes.marsrl …` in RUNS/ARM-SEED, one thread, with its log beside it. The same
-command goes on where it stopped: a complete run is skipped, half a run is resumed.
+The same command goes on where it stopped (bench/arms.py).
 
-Results: bench/results/credit.json and .png. Tests: pytest tests/test_marsrl.py
+Results: bench/results/credit.json and .png. Tests: pytest tests/test_bench.py
 """
 
 import argparse
@@ -33,11 +35,8 @@ import sys
 from pathlib import Path
 from statistics import mean
 
-from bench import common
-from bench.ablations import ROOT, Ended, alone_in, pool, remember, spread, text
-from bench.matpo import finished
-from config import UserError, fail
-from plumbing.files import read_json
+from bench import arms, common
+from bench.ablations import spread, text
 
 WHOLE = ["--rollouts", "linear", "--group", "16", "--credit"]
 RULES = {
@@ -65,7 +64,7 @@ SCORES = {
     "eval_false_alarm_share": "false alarms",
 }
 ROLES = ("solver", "verifier", "corrector")
-# Of Okabe and Ito.
+# Okabe and Ito's. An arm without a colour is not drawn.
 COLOURS = {
     "role": "#0072b2",
     "attempt": "#56b4e9",
@@ -76,7 +75,7 @@ COLOURS = {
 
 
 def scores(lines: list[dict]) -> dict[int, dict[str, float]]:
-    """Steps done -> the evaluation after them. The last line has one before it and one after."""
+    """Steps done -> the evaluation then. The last line holds two: before its step, and after."""
     found = {}
     for line in lines:
         for when in ("_before", ""):
@@ -87,60 +86,28 @@ def scores(lines: list[dict]) -> dict[int, dict[str, float]]:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Every run that is not complete, one after the other."""
-    with alone_in(options.runs):
-        make_base_models(options)
-        commands = []
-        for arm, seed in options.listed:
-            name = f"{arm}-{seed}"
-            if finished(options.runs / name, options.steps):
-                continue
-            line = ["-m", "recipes.marsrl", "--name", name, "--runs", str(options.runs)]
-            line += ["--cache", str(options.cache), "--seed", str(seed), "--threads", "1"]
-            line += ["--steps", str(options.steps), "--eval_every", "15", *ARMS[arm]]
-            if (options.runs / name / "config.json").exists():
-                line.append("--resume")
-            commands.append((name, line))
-        print(f"{len(commands)} runs to do", flush=True)
-
-        def on_end(ended: Ended) -> None:
-            remember(options.runs / ended.name, ended)
-            outcome = f"failed, exit {ended.code}" if ended.code else "ok"
-            print(f"{ended.name}: {outcome}, {ended.cpu_seconds:.0f} CPU s", flush=True)
-
-        pool(commands, options.runs, options.jobs, on_end)
-
-
-def make_base_models(options: argparse.Namespace) -> None:
-    """The base model of each seed, so that no run's seconds count it."""
-
-    def on_end(ended: Ended) -> None:
-        if ended.code:
-            raise UserError(f"{ended.name} could not be made, see {options.runs / ended.name}.log")
-
-    commands = []
-    for seed in sorted({seed for _, seed in options.listed}):
-        build = f"verification.build({str(options.cache)!r}, {seed}, threads=1)"
-        commands.append((f"base-{seed}", ["-c", f"from toy import verification; {build}"]))
-    pool(commands, options.runs, options.jobs, on_end)
+    """The rules with every seed, then the other arms, unless --seeds says otherwise."""
+    rules = [arm for arm in options.arms if arm in RULES]
+    others = [arm for arm in options.arms if arm in OTHERS]
+    listed = [(arm, seed) for seed in options.seeds or [0, 1, 2] for arm in rules]
+    listed += [(arm, seed) for seed in options.seeds or [0] for arm in others]
+    arms.train(options, "recipes.marsrl", "verification", ARMS, listed)
 
 
 def summarise(options: argparse.Namespace) -> list[dict]:
     """One row an arm, over its complete runs."""
     rows = []
     for arm, changed in ARMS.items():
-        folders = sorted(options.runs.glob(f"{arm}-[0-9]*"))
-        folders = [folder for folder in folders if finished(folder, options.steps)]
+        folders = arms.complete(options, arm)
         if folders:
-            rows.append(
-                {"arm": arm, "options": " ".join(changed)} | results(folders, options.steps)
-            )
+            row = {"arm": arm, "options": " ".join(changed)}
+            rows.append(row | results(folders, options.steps))
     return rows
 
 
 def results(folders: list[Path], steps: int) -> dict:
     """What some runs of one arm came to: evaluations by step, and the cost of a step."""
-    runs = [finished(folder, steps) for folder in folders]
+    runs = [arms.finished(folder, steps) for folder in folders]
     evaluations = [scores(lines) for lines in runs]
     row = {"seeds": [int(folder.name.rpartition("-")[2]) for folder in folders]}
     for name in SCORES.values():
@@ -155,7 +122,7 @@ def results(folders: list[Path], steps: int) -> dict:
     norms = [[line["grad_norm"] for line in lines] for lines in runs]
     row["gradient norm"] = spread([mean(values) for values in norms])
     row["largest norm"] = spread([max(values) for values in norms])
-    ended = [read_json(folder.with_name(f"{folder.name}.run.json")) for folder in folders]
+    ended = [arms.how_ended(folder) for folder in folders]
     row["cpu seconds"] = mean(how["cpu_seconds"] for how in ended)
     row["commits"] = sorted({how["commit"] for how in ended})
     return row
@@ -203,22 +170,10 @@ def plot(rows: list[dict], path: Path) -> None:
     }
     figure = Figure(figsize=(11, 3.4), dpi=150, layout="constrained")
     for ax, (name, title) in zip(figure.subplots(1, len(panels), sharey=True), panels.items()):
-        ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.set_ylim(0, 1)
-        ax.set_xlabel("RL steps")
-        ax.grid(axis="y", alpha=0.25)
+        arms.prepare_panel(ax, title)
         for row in rows:
-            if row["arm"] not in COLOURS:
-                continue
-            colour = COLOURS[row["arm"]]
-            steps = sorted(row[name])
-            values = [row[name][step] for step in steps]
-            low = [value["min"] for value in values]
-            high = [value["max"] for value in values]
-            ax.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
-            middle = [value["mean"] for value in values]
-            ax.plot(steps, middle, color=colour, marker="o", markersize=3, label=row["arm"])
+            if row["arm"] in COLOURS:
+                arms.plot_arm(ax, row[name], row["arm"], COLOURS[row["arm"]])
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncol=len(labels), frameon=False)
     figure.supylabel("share, held out")
@@ -227,36 +182,8 @@ def plot(rows: list[dict], path: Path) -> None:
 
 def main() -> int:
     """The command line; returns the exit code."""
-    reader = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    reader.add_argument("--seeds", type=int, nargs="+")
-    reader.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
-    reader.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
-    reader.add_argument("--steps", type=int, default=60)
-    reader.add_argument("--runs", type=Path, default=ROOT / "runs" / "credit")
-    reader.add_argument("--cache", type=Path, default=ROOT / ".cache", help="of the base models")
-    reader.add_argument("--table", action="store_true", help="run nothing")
-    options = reader.parse_args()
-    options.runs = options.runs.resolve()
-    options.cache = options.cache.resolve()
-    rules = [arm for arm in options.arms if arm in RULES]
-    others = [arm for arm in options.arms if arm in OTHERS]
-    options.listed = [(arm, seed) for seed in options.seeds or [0, 1, 2] for arm in rules]
-    options.listed += [(arm, seed) for seed in options.seeds or [0] for arm in others]
-    try:
-        if not options.table:
-            train(options)
-        rows = summarise(options)
-        if not rows:
-            raise UserError(f"no complete run in {options.runs}")
-        print(report(rows))
-        command = " ".join(["python -m bench.credit", *sys.argv[1:]])
-        print(common.save("credit", command, rows, steps=options.steps))
-        plot(rows, common.RESULTS / "credit.png")
-        return 0
-    except UserError as error:
-        return fail(error)
-    except KeyboardInterrupt:
-        return fail("interrupted; the same command goes on where it stopped")
+    options = arms.reader("credit", __doc__, ARMS).parse_args()
+    return arms.main("credit", options, train, summarise, report, plot)
 
 
 if __name__ == "__main__":

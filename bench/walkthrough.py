@@ -172,7 +172,7 @@ def episode(run: Run, walk: Walk) -> dict:
     packing = []
     for i, document in enumerate(call.documents):
         chunk = [i in reader.chunk.documents for reader in readers].index(True)
-        packing.append([document.title or document.id, call.lengths[i], chunk])
+        packing.append([f"{i}: {document.title or document.id}", call.lengths[i], chunk])
     notes = [run.chat.note(sampled(reader.sample)) for reader in readers]
     context = []
     for part in segments(sample, run.chat):

@@ -20,13 +20,15 @@ from plumbing import smollm2, surroundings, tracker
 from plumbing.claims import claim_folder
 from plumbing.run import Run
 from rollout import Method
-from sampler import Sampler, remote
+from sampler import Sampler, nccl, remote, servers
 from tasks import grading
 from tasks.format import Format
 from tasks.questions import Question
 from tools import Tool
 from toy import base_model
 from toy.language import ToyFormat
+
+ENGINES = {"vllm": servers.VLLM, "sglang": servers.SGLang, "vllm_nccl": nccl.NCCL}
 
 
 @dataclass
@@ -75,7 +77,7 @@ class Outside:
     eval_questions: list[Question]
     tools: list[Tool]
     eval_tools: list[Tool]
-    servers: list[remote.Server]
+    servers: list[servers.Server]
 
 
 def build(
@@ -151,7 +153,9 @@ def assemble(
         base = trainer.load_model(start, device, dtype=machine.dtype, training=False)
     if config.server:
         sampler = make_remote(config, outside.servers, model, machine, folder)
-        sampler.load_folder(str(Path(origin).resolve()) if Path(origin).exists() else str(origin))
+        if not config.lora_rank:  # else it gets adapters below, beside the model of its start
+            path = Path(origin)
+            sampler.load_folder(str(path.resolve()) if path.exists() else str(origin))
     else:
         sampler = make_sampler(config, model, machine)
     samplers = dict.fromkeys(method.roles, sampler)
@@ -188,6 +192,7 @@ def assemble(
         trainer.add_adapters(model, config.lora_rank, config.seed)
         if state:
             trainer.read_adapters(state[1] / "adapter", model)
+        if state or config.server:
             sampler.load_weights(model)
     policy = trainer.Policy(
         model, bf16=machine.bf16, recompute_activations=config.recompute_activations
@@ -250,10 +255,15 @@ def environment(config: Config, machine: Machine, training: bool, additions: Add
         problems.append(
             "JINA_API_KEY is not set either: export it, or read pages with --pages fetch"
         )
-    servers = []
+    found = []
     if config.server:
         urls = [url for url in config.server.split(",") if url]
-        servers = attempt(remote.connect, urls, config.engine, config.tool_seconds)
+        engine = ENGINES[config.engine]
+        if engine is nccl.NCCL:
+            attempt(nccl.check, machine.cuda)
+        found = attempt(
+            servers.connect, urls, engine, config.tool_seconds, adapters=config.lora_rank > 0
+        )
     # The toy's model takes two minutes to make: not for a run that cannot start.
     if not problems or config.model != "toy":
         start = attempt(start_model, config, machine, additions.base_model or base_model.build)
@@ -276,7 +286,7 @@ def environment(config: Config, machine: Machine, training: bool, additions: Add
     more = list(additions.more_tools)
     tools += more
     eval_tools += more
-    return Outside(start, memory, grade, question, held_out, tools, eval_tools, servers)
+    return Outside(start, memory, grade, question, held_out, tools, eval_tools, found)
 
 
 # ------------------------------------------------------------------------------- the machine
@@ -402,15 +412,23 @@ def make_sampler(config: Config, model, machine: Machine) -> Sampler:
 
 
 def make_remote(
-    config: Config, servers: list[remote.Server], model, machine: Machine, folder: Path
+    config: Config, found: list[servers.Server], model, machine: Machine, folder: Path
 ) -> remote.Remote:
     """The servers as a sampler. They must take the longest context, and read the run's folder."""
+
+    def write(model) -> str:
+        return trainer.write_model(folder / "weights", model, machine.dtype)
+
+    def keep(model) -> str:
+        return nccl.keep(found, model, machine.dtype, machine.device)
+
+    in_memory = config.engine == "vllm_nccl" and not config.lora_rank
     sampler = remote.Remote(
-        servers,
+        found,
         vocabulary=model.get_input_embeddings().num_embeddings,
         seconds=config.tool_seconds,
         parallel=config.max_sequences,
-        write=lambda model: trainer.write_model(folder / "weights", model, machine.dtype),
+        write=keep if in_memory else write,
     )
     if config.longest() > sampler.positions:
         raise UserError(

@@ -71,21 +71,24 @@ def claim_new(folder: Path) -> Claim | None:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether nothing lies there. What a start leaves that ended before it began does not count."""
+    """Whether no run lies there.
+
+    A lock and unfinished files do not count: a process left them that ended before its run began.
+    """
     try:
         inside = set(os.listdir(folder))
     except FileNotFoundError:
         return True
     except OSError:  # a file, or not ours to read
         return False
-    return not [name for name in inside if name != ".lock" and not name.endswith(".part")]
+    return all(name == ".lock" or name.endswith(".part") for name in inside)
 
 
 def claim_again(config: Config, method: str, folder: Path) -> Claim:
     """The claim of the run that is resumed."""
     if not (folder / "config.json").exists():
         raise UserError(f"nothing to resume: there is no run at {folder}")
-    # What an older version did not know, it did as the default does.
+    # An option that the older version did not have counts as its default.
     saved = vars(type(config)()) | files.read_json(folder / "config.json")
     changed = [
         f"{name} ({saved[name]} -> {value})"
@@ -109,7 +112,7 @@ def claim_again(config: Config, method: str, folder: Path) -> Claim:
     if claim is None:
         raise UserError(f"another process works on {folder}; wait until it has ended")
     state = trainer.newest(folder)
-    # The link is made with the first state, and never taken away.
+    # `checkpoint` is linked with the first saved state and never removed.
     if state is None and os.path.lexists(folder / "checkpoint"):
         claim.file.close()
         raise UserError(

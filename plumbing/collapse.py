@@ -2,9 +2,9 @@
 
 A sign is watched as the mean of five steps, beside the best such mean of the run so far. It counts
 when it is worse by more than its limit, and by more than twice what it changes from one step to the
-next: a role with few samples is noisy. The limits are what separates the toy's runs that learn from
-those that a learning rate of 2e-3 or 3e-3 spoils (docs/running.md). The log-prob of right attempts
-is the sign of arXiv 2512.04220: it falls before the reward does.
+next: a role with few samples is noisy. The limits were chosen so that runs of the toy at the
+default learning rate hardly ever pass them, and runs at 2e-3 or 3e-3 do (docs/running.md). The
+log-prob of right attempts is the sign of arXiv 2512.04220: it falls before the reward does.
 
 Tests: pytest tests/test_collapse.py
 """

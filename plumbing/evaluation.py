@@ -38,13 +38,6 @@ LIMITS = (
     "max_turns sys2_context step_tokens answer_tokens sys1_prompt sys1_response top_k distill "
     "question_in_system1".split()
 )
-# Options that only training reads.
-TRAINING = set(
-    "steps resume track save_every eval_every model eval_data questions group lr warmup "
-    "weight_decay clip_grad clip_low clip_high kl_beta lora_rank inner_steps importance "
-    "importance_cap fsdp max_mismatch_kl advantage loss_mean refill recompute_activations "
-    "micro_tokens balance shared_group preset".split()
-)
 
 
 def main(method: Method, arguments: list[str], **additions) -> int:
@@ -59,20 +52,20 @@ def main(method: Method, arguments: list[str], **additions) -> int:
     if asking:
         options.add_argument("question")
     given = parse(options, arguments[1:])
-    refuse_ignored(given, asking)
+    refuse_ignored(method.config, given, asking)
     config = settings(method, given, asking)
     if asking:
         return ask(method, config, given["question"], Path(given["checkpoint"]), **additions)
     return evaluate(method, config, **additions)
 
 
-def refuse_ignored(given: dict, asking: bool) -> None:
+def refuse_ignored(config: type[Config], given: dict, asking: bool) -> None:
     """UserError for options that would be read by nobody."""
     if given.get("system1") == "frozen":
         raise UserError(
             "--system1 frozen is for training: the start's model is not saved with the checkpoint"
         )
-    ignored = sorted(TRAINING.intersection(given))
+    ignored = sorted(config.for_training.intersection(given))
     if asking:
         ignored += sorted(
             {"name", "data", "grader", "eval_questions", "eval_samples"}.intersection(given)
@@ -102,8 +95,14 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
     saved |= {"model": str(model), "name": "", "resume": False, "kl_beta": 0.0, "fsdp": False}
     saved["lora_rank"] = 0  # the checkpoint has the adapters merged in
     saved["server"] = ""  # the run's servers may hold anything now
+    for name in ("engine", "max_mismatch_kl"):
+        saved[name] = getattr(method.config, name)
     if given.get("search", "local") != "local" and "docs" not in given:
         saved["docs"] = ""
+    if given.get("search", "serper") != "serper":
+        saved["pages"] = "none"
+    if given.get("search") == "local":
+        saved["block"] = ""
     if given.get("search", "local") != "local" or "docs" in given:
         saved["eval_docs"] = ""
     if asking:  # needs neither questions nor a judge

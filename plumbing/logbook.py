@@ -54,9 +54,15 @@ def take_back(run: Run, first: int) -> None:
     files.write_whole(path, "".join(kept).encode())
     for file in (run.folder / "rollouts").glob("step_*.jsonl"):
         number = file.stem.removeprefix("step_")
-        # The last evaluation of a run that goes on stays, unless it will be made again.
-        final = number == str(first) and first % run.config.eval_every
-        if number.isdecimal() and int(number) >= first and not final:
+        if not number.isdecimal() or int(number) < first:
+            continue
+        kept = []
+        if int(number) == first and first % run.config.eval_every:
+            # The last evaluation of a run that goes on stays, for it will not be made again.
+            kept = [one for one in files.read_lines(file) if one.get("split") == "eval"]
+        if kept:
+            files.write_whole(file, "".join(json.dumps(one) + "\n" for one in kept).encode())
+        else:
             file.unlink()
 
 

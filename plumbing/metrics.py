@@ -114,7 +114,7 @@ def rollout_metrics(
         metrics[f"{role}_samples"] = int(s[f"{role}_samples"])
         metrics[f"{role}_tokens"] = int(s[f"{role}_tokens"])
         metrics[f"{role}_length"] = share(s[f"{role}_tokens"], s[f"{role}_samples"])
-    return metrics | method_shares(trajectories, method)
+    return metrics | method_shares(trajectories + replaced, method)
 
 
 def method_shares(trajectories: list[Trajectory], method: Method) -> dict[str, float]:

@@ -5,6 +5,7 @@ It chooses between the toy and the real world; build.py does so for the model.
 
 import functools
 import hashlib
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,11 @@ def fingerprints(questions: list[Question]) -> list[str]:
 @functools.lru_cache(maxsize=2)
 def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     """A permutation of range(count)."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    number = seed * 1_000_003 + epoch
+    if number >= 2**32:
+        # The generator reads no more than 32 bits of its seed.
+        number = random.Random(number).getrandbits(32)
+    generator = torch.Generator().manual_seed(number)
     return torch.randperm(count, generator=generator).tolist()
 
 

@@ -1,8 +1,8 @@
 """A live view of a run's metrics: --track tensorboard, trackio or wandb.
 
-The package is optional and metrics.jsonl stays the record: a tracker that fails is left with one
-sentence, and the run goes on. Rank 0 tracks for all ranks. A resumed run goes on in the tracker's
-run, and a step that is done again after a kill stands there once.
+The package is optional, and metrics.jsonl stays the record: if a tracker fails in mid-run, one line
+says so and the run goes on without it. Rank 0 tracks for all ranks. A resumed run continues the
+tracker's run, and a step that is repeated after a kill appears there once.
 
 Test: pytest tests/test_tracker.py
 """
@@ -27,6 +27,8 @@ def library(name: str) -> Callable:
         return importlib.import_module(name).init
     except (ImportError, AttributeError):  # a folder of the name is an empty module
         raise UserError(f"--track {name} needs its package: pip install {name}") from None
+    except Exception as error:
+        raise UserError(f"--track {name}: its package breaks ({reason(error)})") from None
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Tracker:
             return
         try:
             function(*arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.failed = True
             print(
                 f"--track {self.name} failed ({reason(error)}): the run goes on without it, and "
@@ -85,7 +87,7 @@ def start(config: Config, method: str, folder: Path, first: int) -> Tracker | No
         if name == "tensorboard":
             return in_tensorboard(opens, folder, first)
         return in_service(opens, config, method, folder)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"--track {name} cannot start ({reason(error)}); mend that or leave --track out"
         ) from error
@@ -106,7 +108,8 @@ def in_tensorboard(opens: Callable, folder: Path, first: int) -> Tracker:
 def in_service(opens: Callable, config: Config, method: str, folder: Path) -> Tracker:
     """trackio and wandb: a run in the project that is called after the method.
 
-    Its name is the folder's and a mark, which tells it from an earlier folder's of the same name.
+    Its name is the folder's and a random suffix, so that an earlier folder of the same name stays
+    apart.
     """
     kept = folder / "tracker.json"
     name = f"{config.name}-{secrets.token_hex(4)}"
@@ -123,7 +126,7 @@ def in_service(opens: Callable, config: Config, method: str, folder: Path) -> Tr
         "resume": "allow",
     }
     if config.track == "wandb":
-        # Files of its own, and a resumed run may have other --steps.
+        # wandb writes files, and must accept what a resumed run may change, such as --steps.
         options |= {"id": name, "dir": config.cache, "allow_val_change": True}
     opened = opens(**options)
     files.write_json(kept, {"name": name})

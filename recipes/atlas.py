@@ -50,6 +50,8 @@ class AtlasConfig(MarsConfig):
     warm_steps: int = 48  # optimizer steps on demonstrations; 0: RL starts from --model itself
     warm_lr: float = 2e-4  # their learning rate
 
+    for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
+
 
 # A step is 4 questions: on two cores it takes a minute, and 32 attempts show both right and wrong.
 SHORT = {
@@ -228,7 +230,7 @@ def look(arguments: list[str]) -> int:
         settings = {
             name: value
             for name, value in PRESETS[known.preset].items()
-            if name not in evaluation.TRAINING
+            if name not in AtlasConfig.for_training
         }
         settings |= {"docs": files / "held_out_pages.jsonl"}
         if command == "eval":

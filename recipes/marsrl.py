@@ -1,7 +1,7 @@
 """MarsRL: solver, verifier and corrector are one model, each with a reward of its own.
 
 arXiv 2511.11373. A solver answers, a verifier checks, a corrector answers again having read the
-verifier's report, and so once more (`episode`); it ends when the verifier finds no error. Let c(x)
+verifier's report, and so once more (`solve`); it ends when the verifier finds no error. Let c(x)
 be 1 if solution x is right. The rewards are the agents' own:
 
     r(solver: x) = c(x)      r(corrector: x) = c(x)
@@ -24,8 +24,9 @@ at most 8 + 4 · 2 · 8 = 72 samples, all in one mean of the loss.
     python -m recipes.marsrl --learners solver          the others stay; or: checkers
 
 From the paper: the stages, the rewards, the groups, the three choices, the pipeline over agents.
-Ours: two inputs are meant per question and stage, and equal outputs count once, so that two groups
-never have the same input; clipping at 0.2 and no KL term, of which it says nothing. Left out: the
+Ours: that two inputs per question and stage are meant. Equal outputs count once, so that no two
+groups have the same input. The paper says nothing of clipping or of a KL term: we clip at 0.2 and
+have none. Left out: the
 pipeline within an agent (segments of 16k tokens), which would not be on policy.
 
 In the pipeline only an input is old. What is trained was sampled in the same step, so ρ stays 1. A
@@ -69,6 +70,7 @@ class MarsrlConfig(Config):
 
     steps: int = 60
     questions: int = 8
+    eval_every: int = 15
     tools: str = ""  # nobody calls one
     # arms for study
     rollouts: Literal["grouped", "pipelined", "linear"] = "grouped"  # linear: G whole systems
@@ -80,6 +82,8 @@ class MarsrlConfig(Config):
     context: int = 112  # the longest sample; the toy's are shorter than 100
     solution_tokens: int = 4
     report_tokens: int = 16
+
+    for_training = Config.for_training | {"rollouts", "credit", "choice", "inputs", "learners"}
 
     def longest(self) -> int:
         """Tokens of the longest sample."""
@@ -93,6 +97,12 @@ class MarsrlConfig(Config):
             raise UserError("a verdict is graded by --grader em, and so is a solution: leave it")
         if self.rollouts != "linear" and self.credit != "own":
             raise UserError(f"--credit {self.credit} needs whole systems: add --rollouts linear")
+        if self.rollouts != "linear" and self.questions % self.inner_steps:
+            raise UserError("--inner_steps must divide --questions: a question's groups stay whole")
+        if self.rollouts == "linear" and (self.choice != "adaptive" or self.inputs != 2):
+            raise UserError("--choice and --inputs choose inputs: leave out --rollouts linear")
+        if self.credit == "own" and self.refill and self.rollouts == "linear":
+            raise UserError("--refill looks at the system's reward: add --credit role or attempt")
         if self.rollouts != "linear" and self.refill:
             raise UserError("--refill replaces whole systems: add --rollouts linear")
 
@@ -109,13 +119,13 @@ class Task(Question):
 
     asked: Question  # by the user
     stage: str
-    number: int  # of the stage's inputs at this question
+    number: int  # which of the stage's inputs at this question, from 0
     answer: tuple[int, ...] | None = None  # the solution that is shown, as ids
     report: tuple[int, ...] | None = None
 
     @property
     def key(self) -> tuple:
-        """Of the advantage group: (question, stage, input)."""
+        """The key of its advantage group: (question, stage, input)."""
         return self.asked.id, self.stage, self.number
 
 
@@ -141,7 +151,7 @@ class Said(Turn):
     """What an agent said of its task, and what that earns by itself."""
 
     task: Task
-    own: float  # the reward of the table above
+    own: float  # r of the module's docstring: its own reward, not the system's
 
     @property
     def flags(self) -> bool:
@@ -250,6 +260,8 @@ def next_tasks(run: Run, played: list[Trajectory], step: int) -> list[tuple[int,
     config = run.config
     outputs: dict[tuple, list[Trajectory]] = {}
     for trajectory in played:
+        if trajectory.reward is None:
+            continue
         task = trajectory.question
         outputs.setdefault((task.asked.id, task.stage), []).append(trajectory)
     tasks = []
@@ -259,8 +271,8 @@ def next_tasks(run: Run, played: list[Trajectory], step: int) -> list[tuple[int,
         follower = STAGES[STAGES.index(stage) + 1]
         rng = random.Random(f"{config.seed} {step} {name} {follower}")
         for number, output in enumerate(choose(config, candidates, follower, rng)):
-            # A place of its own for each input. Modulo the number of questions it is the
-            # question's, so that --inner_steps keeps a question's groups together.
+            # Each input has a place of its own. As --inner_steps divides --questions, all groups
+            # of a question are trained in the same inner step.
             place = output.place % config.questions
             place += config.questions * (STAGES.index(follower) * config.inputs + number)
             tasks.append((place, follow(run.chat, output, follower, number)))
@@ -285,8 +297,10 @@ def choose(
     count = config.inputs
     if config.choice == "random":
         return candidates[:count]
-    wanted = [output for output in candidates if output.turns[0].own == float(correcting)]
-    others = [output for output in candidates if output.turns[0].own != float(correcting)]
+    # Wanted are wrong solutions for a verifier (reward 0), true alarms for a corrector (reward 1).
+    wanted_reward = float(correcting)
+    wanted = [output for output in candidates if output.turns[0].own == wanted_reward]
+    others = [output for output in candidates if output.turns[0].own != wanted_reward]
     if config.choice == "adaptive":
         return (wanted + others)[:count]
     half = count // 2
@@ -311,8 +325,8 @@ def credit(
 ) -> dict[str, list[Sample]]:
     """Advantages by one of four rules; all agents' samples share one mean.
 
-    own      an agent's own reward, among the samples of its input. Where whole systems were played
-             inputs are not repeated: among the question's samples of its stage
+    own      an agent's own reward, in groups by (question, stage, input). With --rollouts linear
+             no input is repeated, and the group is the question's samples of the stage
     role     the system's reward, among the question's samples of its role: MARS
     attempt  the system's reward, among the question's attempts, whose samples inherit it: MATPO
     pooled   the system's reward, among all samples of the question
@@ -342,7 +356,8 @@ def credit(
         sample.reward = reward
         sample.advantage = advantage
         solves = sample.role == "solver"
-        sample.copies = int(config.learners == "all" or solves == (config.learners == "solver"))
+        learns = {"all": True, "solver": solves, "checkers": not solves}
+        sample.copies = int(learns[config.learners])
     return {"all": samples}
 
 
@@ -351,10 +366,10 @@ def inherited(trajectories: list[Trajectory], divide: bool) -> list[float]:
     rewards = torch.tensor([trajectory.reward for trajectory in trajectories])
     places = [trajectory.place for trajectory in trajectories]
     advantages = grpo.group_advantages(rewards, places, divide=divide)
-    spread = []
+    of_samples = []
     for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True):
-        spread += [advantage] * len(trajectory.contexts)
-    return spread
+        of_samples += [advantage] * len(trajectory.contexts)
+    return of_samples
 
 
 def shares(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
@@ -367,6 +382,8 @@ def shares(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
         whole[name] += 1
 
     for trajectory in trajectories:
+        if trajectory.reward is None:
+            continue  # no server answered, or nobody could grade it
         if not isinstance(trajectory.question, Task):
             count("system", trajectory.reward)
         for context in trajectory.contexts:
@@ -431,7 +448,7 @@ def questions(config: MarsrlConfig, tools: list[str], training: bool) -> tuple:
     return lambda i: verification.question("train", config.seed, i), held_out
 
 
-# The loop wants a tool to name.
+# train.main needs at least one tool, though no agent calls any.
 NO_TOOL = Tool("none", "argument", "nobody calls it", lambda argument: [])
 
 METHOD = Method(

@@ -17,10 +17,12 @@ mars.py:
 Arms: --no-recap, --no-summary, --workers frozen, --own_groups (MARS's rule), --no-delegate.
 
 From the paper: the objective, the recap of the question, the summary, and who has which tool. From
-its code: the format's share of the reward, the group of the G planners alone. The code copies the
-planner's masked row of advantages to its workers, so their tokens beyond the planner's end get
-none; here the number is inherited, as the formula says. Ours: the wording, the limits, and that
-subtask and summary pass through text. Tests: pytest tests/test_matpo.py
+its authors' code: the format's share of the reward, and that an advantage group holds the G planner
+samples only. That code copies the planner's per-token row of advantages to its workers, so a
+worker's tokens beyond the planner's end get none; here a worker inherits the number, as the formula
+says. Ours: the wording, the limits, and that subtask and summary pass through text.
+
+Tests: pytest tests/test_matpo.py
 """
 
 import json
@@ -28,9 +30,6 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-import grpo
 import mars
 import train
 from config import Config, UserError
@@ -47,7 +46,7 @@ WORK = "work"  # the planner's tool
 
 @dataclass
 class MatpoConfig(Config):
-    """MATPO's own options. Some are called as MARS's, whose `act` and `extend` read them."""
+    """MATPO's own options. Where a name is MARS's too, mars.act and mars.extend read it."""
 
     # arms for study
     delegate: bool = True  # without: a single agent with the workers' tools and raw documents
@@ -67,6 +66,8 @@ class MatpoConfig(Config):
     step_tokens: int = 14  # one turn
     answer_tokens: int = 10  # kept free for an answer or a summary on demand
 
+    for_training = Config.for_training | {"own_groups", "balance", "format_share"}
+
     def longest(self) -> int:
         """Tokens of the longest sample."""
         return self.sys2_context
@@ -82,10 +83,18 @@ class MatpoConfig(Config):
         self.at_least(2, "max_turns", "worker_turns")
         if self.format_share > 1:
             raise UserError(f"--format_share must be at most 1, got {self.format_share}")
+        # mars.extend demands an answer at --max_turns of any context, so of a worker's as well.
         if self.worker_turns > self.max_turns:
             raise UserError("--worker_turns must not be more than --max_turns")
         if self.balance != "none" and not self.own_groups:
             raise UserError("--balance belongs to --own_groups: workers that inherit need none")
+        if self.format_share and self.refill:
+            raise UserError("--refill looks at answers only: leave out --format_share")
+        works = self.own_groups or self.workers != "train" or not (self.recap and self.summary)
+        if works and not self.delegate:
+            raise UserError("--no-delegate has no workers: leave out the options that change them")
+        if self.balance == "advantage" and self.loss_mean == "token":
+            raise UserError("--balance advantage is unbiased with --loss_mean sample only")
         if self.balance == "advantage" and self.kl_beta:
             raise UserError("--balance advantage has no --kl_beta: use --balance uniform")
         if self.own_groups and self.workers == "frozen":
@@ -205,11 +214,12 @@ async def work(game: Game, trajectory: Trajectory, assigned: Turn) -> list[int]:
         final = False
         while True:
             turn = await act(game, worker, given, final, len(trajectory.turns))
-            said = turn.action.answer is not None
-            over = said or len(worker.turns) == config.worker_turns - 1
+            # A worker that answers unasked, or has one turn left, is asked for its summary next.
+            answered = turn.action.answer is not None
+            over = answered or len(worker.turns) == config.worker_turns - 1
             if final or (over and not config.summary):
                 break
-            seen = [] if said else await look(game, turn)
+            seen = [] if answered else await look(game, turn)
             given, final = mars.extend(game, worker, seen, over)
     if not config.summary:
         return game.chat.note(turn.sampled)
@@ -218,12 +228,12 @@ async def work(game: Game, trajectory: Trajectory, assigned: Turn) -> list[int]:
     return game.chat.encode(turn.action.answer)
 
 
-async def act(game: Game, context: Context, given: list[int], final: bool, *name: int) -> Turn:
+async def act(game: Game, context: Context, given: list[int], final: bool, *key: int) -> Turn:
     """One turn. Whoever calls a tool that is not its own has made a malformed call."""
-    turn = await mars.act(game, context, given, final, *name)
+    turn = await mars.act(game, context, given, final, *key)
     delegates = game.config.delegate and context.role == "planner"
     if turn.action.call and (turn.action.call.tool == WORK) != delegates:
-        yours = WORK if delegates else ", ".join(name for name in game.tools if name != WORK)
+        yours = WORK if delegates else ", ".join(tool for tool in game.tools if tool != WORK)
         turn.action = Action(error=f"{turn.action.call.tool} is not your tool; yours: {yours}")
         turn.problem = f"malformed: {turn.action.error}"
     return turn
@@ -265,17 +275,21 @@ def reward(config: MatpoConfig, trajectory: Trajectory) -> float:
 def credit(
     config: MatpoConfig, trajectories: list[Trajectory], step: int
 ) -> dict[str, list[Sample]]:
-    """The planner's advantage for its whole rollout, and each rollout one part of the mean."""
+    """One advantage for a whole rollout, its planner's, and a mean over rollouts.
+
+    With --own_groups workers are compared with workers instead, and each role has its own mean.
+    """
     planners = [trajectory.contexts[0].sample for trajectory in trajectories]
     workers = [sample for t in trajectories for sample in t.samples("worker")]
     trained = ("planner", "worker") if config.workers == "train" else ("planner",)
     for trajectory in trajectories:
+        earned = reward(config, trajectory)
         for sample in trajectory.samples():
-            sample.reward = reward(config, trajectory)
+            sample.reward = earned
             sample.copies = int(sample.role in trained)
-    compare(config, planners)
+    mars.compare(config, planners)
     if config.own_groups:
-        compare(config, workers)
+        mars.compare(config, workers)
         if config.balance != "none":
             mars.balance(config, planners, workers, step)
         return {"planner": planners, "worker": workers}
@@ -285,19 +299,10 @@ def credit(
         for sample in samples:
             sample.advantage = samples[0].advantage
             if config.loss_mean == "sample":
-                # Its tokens weigh 1/|y| each, so these shares, 1 a rollout, make it 1/Σ_t|τ^t|.
+                # In its mean a token of this sample weighs 1/|y|. Weighting the sample by |y| over
+                # the rollout's tokens makes that 1/Σ_t|τ^t|, and each rollout counts 1.
                 sample.weight = sum(sample.mask) / tokens
     return {"rollout": [sample for t in trajectories for sample in t.samples(*trained)]}
-
-
-def compare(config: MatpoConfig, samples: list[Sample]) -> None:
-    """Advantages within the groups of one question's samples."""
-    rewards = torch.tensor([sample.reward for sample in samples])
-    groups = [sample.place for sample in samples]
-    divide = config.advantage == "std"
-    advantages = grpo.group_advantages(rewards, groups, divide=divide)
-    for sample, advantage in zip(samples, advantages.tolist()):
-        sample.advantage = advantage
 
 
 # ----------------------------------------------------------------------- the method and its command

@@ -5,7 +5,7 @@ back, never text, so a server holds nothing that could be lost: its prefix cache
 Conversations are shared out over the servers and stay where they are until their server fails.
 
 New weights go by way of a model folder that the servers can read. Each server pauses, reloads,
-forgets its prefix cache, takes a version of ours and resumes. An answer counts only if its server
+forgets its prefix cache, resumes and takes a version of ours. An answer counts only if its server
 still holds that version afterwards. So a server that was started anew, with the weights of its
 start, is noticed at its first answer and loads again.
 
@@ -16,213 +16,28 @@ A try gets half of the time that is left. Then `Lost` ends this trajectory and n
 Departures from `Sampler`: draws are the engine's own; with top_p below 1 the log-probs are those of
 the nucleus; how requests share batches depends on when they arrive.
 
-Protocols and traps: docs/engines.md. Tests: pytest tests/test_remote.py
+Protocols: servers.py. How servers are started: docs/engines.md. Tests: pytest tests/test_remote.py
 """
 
-import json
-import math
 import queue
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from config import UserError
 from sampler.request import Completion, Conversation, Lost, Request, make_request
-from tools.documents import one_line
-from tools.exchange import Refused, in_threads, seconds_left, service
-from tools.web import check_base_url, retry_after
+from sampler.servers import Server, checked, final, reason
+from tools.exchange import Refused, in_threads
+from tools.web import retry_after
 from trainer.checkpoint import from_first_rank
 
 FIRST_REST = 0.25  # seconds that a server is left alone after a failure
 LONGEST_REST = 30.0  # after many in a row
-SLACK = 1e-3  # a log-prob may lie so far above 0: bf16 rounds
-
-# ------------------------------------------------------------------------------------- the servers
-
-
-@dataclass(eq=False)
-class Server:
-    """One server. A subclass speaks an engine's protocol."""
-
-    url: str
-    model: str = ""  # what it calls its model
-    positions: int = 0  # tokens of its longest context
-    version: str = ""  # of the weights that it held when it was last asked
-    conversations: int = 0  # that have it as their home
-    running: int = 0  # requests under way
-    failures: int = 0  # in a row
-    rests_until: float = 0.0  # by time.monotonic
-    loading: threading.Lock = field(default_factory=threading.Lock)
-
-    def get(self, path: str, deadline: float) -> dict:
-        return self.exchange(path, None, deadline)
-
-    def post(self, path: str, body: dict, deadline: float) -> dict:
-        return self.exchange(path, body, deadline)
-
-    def exchange(self, path: str, body: dict | None, deadline: float) -> dict:
-        """The JSON object that the server answers with; some answer a command with nothing."""
-        raw, _ = service(self.url + path, body, {}, seconds_left(deadline))
-        answer = json.loads(raw or b"{}")
-        if not isinstance(answer, dict):
-            raise ValueError("the answer is no JSON object")
-        if answer.get("success") is False:
-            raise ValueError(f"{path} has failed: {answer.get('message', 'no reason given')}")
-        return answer
-
-    def meet(self, deadline: float) -> None:
-        """Asks for the model's name and its longest context."""
-        card = self.get("/v1/models", deadline)["data"][0]
-        self.model = card["id"]
-        self.positions = int(card["max_model_len"])
-
-    def ask(self, context: list[int], request: Request, deadline: float) -> tuple:
-        """(tokens, log-probs, the version of the weights that drew them)."""
-        raise NotImplementedError
-
-    def load(self, path: str, version: str, deadline: float) -> None:
-        """Loads the model folder at `path`; the version is set when all else is done."""
-        raise NotImplementedError
-
-    def held(self, deadline: float) -> str:
-        """The version of the weights that it holds now."""
-        raise NotImplementedError
-
-
-class VLLM(Server):
-    """`vllm serve` with VLLM_SERVER_DEV_MODE=1 (read and run: 0.32)."""
-
-    def ask(self, context, request, deadline):
-        # All that a request omits is filled from the model's generation_config.
-        body = {
-            "model": self.model,
-            "prompt": context,
-            "max_tokens": request.max_new_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "seed": request.seed,
-            "stop_token_ids": sorted(request.stop_ids),
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "logprobs": 0,
-        }
-        choice = self.post("/v1/completions", body, deadline)["choices"][0]
-        return choice["token_ids"], choice["logprobs"]["token_logprobs"], self.held(deadline)
-
-    def load(self, path, version, deadline):
-        self.post("/pause?mode=wait", {}, deadline)
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        self.post("/collective_rpc", reload, deadline)
-        self.post("/reset_prefix_cache", {}, deadline)
-        self.post("/update_weight_version", {"new_version": version}, deadline)
-        self.post("/resume", {}, deadline)
-
-    def held(self, deadline):
-        return self.get("/weight_info", deadline)["weight_version"]
-
-
-class SGLang(Server):
-    """`sglang.launch_server` (read: 0.5; not run here). It pauses by itself while it loads."""
-
-    def ask(self, context, request, deadline):
-        # No ignore_eos: with it, stop_token_ids would be ignored as well.
-        parameters = {
-            "max_new_tokens": request.max_new_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "sampling_seed": request.seed,
-            "stop_token_ids": sorted(request.stop_ids),
-        }
-        body = {"input_ids": context, "sampling_params": parameters, "return_logprob": True}
-        about = self.post("/generate", body, deadline)["meta_info"]
-        drawn = about["output_token_logprobs"]  # [[log-prob, token, text], …]
-        return [one[1] for one in drawn], [one[0] for one in drawn], about["weight_version"]
-
-    def load(self, path, version, deadline):
-        body = {"model_path": path, "weight_version": version, "flush_cache": True}
-        self.post("/update_weights_from_disk", body, deadline)
-
-    def held(self, deadline):
-        return self.get("/model_info", deadline)["weight_version"]
-
-
-ENGINES = {"vllm": VLLM, "sglang": SGLang}
-
-
-def connect(urls: list[str], engine: str, seconds: float) -> list[Server]:
-    """The servers at these URLs; of a router, those behind it. UserError for one that is away."""
-    deadline = time.monotonic() + seconds
-    servers = []
-    for url in urls:
-        url = check_base_url("--server", url, path=True)
-        try:
-            found = [ENGINES[engine](worker) for worker in workers(url, deadline)]
-            for server in found:
-                server.meet(deadline)
-            servers += found
-        except Exception as error:  # whatever listens there may answer anything
-            raise UserError(f"--server {url} is no {engine} server: {reason(error)}") from None
-    return servers
-
-
-def workers(url: str, deadline: float) -> list[str]:
-    """The URLs of a router's servers, or the URL itself. New weights must reach each of them."""
-    try:
-        listed = Server(url).get("/workers", deadline)["workers"]
-    except Refused:
-        return [url]
-    return [worker["url"].rstrip("/") for worker in listed]
-
-
-def checked(tokens: list, logprobs: list, request: Request, vocabulary: int) -> Completion:
-    """A server's answer as a completion; ValueError unless it is whole and what was asked for."""
-    if len(tokens) != len(logprobs):
-        raise ValueError(f"{len(logprobs)} log-probs for {len(tokens)} tokens")
-    for token, logprob in zip(tokens, logprobs):
-        if type(token) is not int or not 0 <= token < vocabulary:
-            raise ValueError(f"the token {token!r} is outside the vocabulary of {vocabulary}")
-        if not isinstance(logprob, (int, float)) or not -math.inf < logprob <= SLACK:
-            raise ValueError(f"{logprob!r} is no log-prob")
-    stops = [place for place, token in enumerate(tokens) if token in request.stop_ids]
-    if tokens and stops == [len(tokens) - 1]:
-        return Completion(tokens, logprobs, "stop")
-    if not stops and len(tokens) == request.max_new_tokens:
-        return Completion(tokens, logprobs, "length")
-    raise ValueError(
-        f"{len(tokens)} tokens that end neither at a stop token of ours nor at the limit of "
-        f"{request.max_new_tokens}"
-    )
-
-
-def reason(error: Exception) -> str:
-    """Why an exchange failed, on one short line."""
-    if isinstance(error, Refused):
-        said = error.body.decode("utf-8", "replace")
-        return one_line(f"HTTP {error.status} {said}", 200)
-    if isinstance(error, TimeoutError):
-        return "it did not answer in time"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return one_line(f"{error} ({type(error).__name__})", 200)
-
-
-def final(error: Exception) -> bool:
-    """Whether trying again would not help: the server understood and refused."""
-    return isinstance(error, Refused) and error.status in (400, 401, 403, 404, 413, 422)
-
-
-# ------------------------------------------------------------------------------------- the sampler
+PREFIX = "mars-"  # of the versions of all runs' weights
 
 
 class Remote:
@@ -251,12 +66,14 @@ class Remote:
         self.parallel = parallel
         self.write = write
         kind = type(servers[0]).__name__
+        # What the start's line prints as the sampler.
         self.path = f"{kind} at {', '.join(server.url for server in servers)}"
+        self.name = ""  # of this run, in the versions of its weights
         self.folder = ""  # the weights that are to be sampled with
-        self.version = ""
+        self.syncs = 0  # rounds of new weights so far
         names = ("decoded_tokens", "running", "waiting", "pages_in_use", "failures", "loads")
         self.stats = dict.fromkeys(names, 0)
-        self.homes: dict[Conversation, Server] = {}
+        self.homes: dict[Conversation, Server] = {}  # where each conversation is sent
         self.requests: set[Request] = set()  # open ones
         self.threads = 0
         self.todo: queue.SimpleQueue = queue.SimpleQueue()
@@ -325,11 +142,13 @@ class Remote:
         self.stats |= {"running": running, "waiting": waiting, "pages_in_use": self.pages_in_use}
         return done
 
-    def _finish(self, request: Request, completion: Completion | None, error: str | None):
+    def _finish(self, request: Request, completion: Completion | None, error: Exception | None):
+        if isinstance(error, UserError):
+            raise error
         self.requests.remove(request)
         request.conversation.request = None
         request.completion = completion
-        request.error = error
+        request.error = str(error) if error else None
         if completion:
             request.conversation.tokens += completion.tokens
             self.stats["decoded_tokens"] += len(completion.tokens)
@@ -344,11 +163,13 @@ class Remote:
     def load_folder(self, folder: str) -> None:
         """Has the servers load a model folder. One that is away loads it when it is back.
 
-        UserError, on all ranks, if no server has loaded it within the deadline.
+        UserError, on all ranks, if a server refuses it for good, or if none has loaded it in time.
         """
         if self.busy:
             raise RuntimeError("new weights while requests are open")
-        self.folder, self.version = from_first_rank((folder, f"mars-{uuid.uuid4().hex}"))
+        self.name = self.name or from_first_rank(f"{PREFIX}{uuid.uuid4().hex}")
+        self.folder = folder
+        self.syncs += 1
         problem = None
         if not dist.is_initialized() or dist.get_rank() == 0:
             problem = self._load_all()
@@ -357,12 +178,15 @@ class Remote:
             raise UserError(problem)
 
     def _load_all(self) -> str | None:
-        """Brings the weights to every server that is there; what is wrong if none is."""
+        """Brings the weights to every server that answers.
+
+        Returns what is wrong if one refuses them, or if none has taken them in time.
+        """
         deadline = time.monotonic() + self.seconds
 
         def attempt(server: Server) -> Exception | None:
             try:
-                self._bring(server, time.monotonic() + (deadline - time.monotonic()) / 2)
+                self._bring(server, (time.monotonic() + deadline) / 2)
             except Exception as error:
                 return error
 
@@ -387,20 +211,29 @@ class Remote:
         Every load has a version of its own. So a sample that was drawn before a load is told from
         one that was drawn after it, also when both loads were of the same weights.
         """
+        current = f"{self.name}.{self.syncs}."
         with server.loading:
-            if not self._is_current(server.version):
+            if not server.version.startswith(current):
                 server.version = server.held(deadline)
-            if not self._is_current(server.version):
-                version = f"{self.version}.{uuid.uuid4().hex}"
+            if not server.version.startswith(current):
+                self._check_owner(server)
+                version = f"{current}{uuid.uuid4().hex}"
                 server.load(self.folder, version, deadline)
                 server.version = server.held(deadline)
                 self.stats["loads"] += 1
                 if server.version != version:
                     raise ValueError(f"it holds {server.version!r} after loading {version!r}")
+            server.ours = True
             return server.version
 
-    def _is_current(self, version: str) -> bool:
-        return version.partition(".")[0] == self.version
+    def _check_owner(self, server: Server) -> None:
+        """UserError if another run has taken the server over: each would undo the other's loads."""
+        others = server.version.startswith(PREFIX) and not server.version.startswith(self.name)
+        if server.ours and others:
+            raise UserError(
+                f"another run loads its weights into {server.url}: give each run servers of its "
+                "own, then --resume"
+            )
 
     # ---- in threads
 
@@ -410,8 +243,8 @@ class Remote:
             request, context = self.todo.get()
             try:
                 self.answers.put((request, self._sample(request, context), None))
-            except Lost as error:
-                self.answers.put((request, None, str(error)))
+            except (Lost, UserError) as error:
+                self.answers.put((request, None, error))
 
     def _sample(self, request: Request, context: list[int]) -> Completion:
         """The answer to one request, from whichever server gives it; Lost at the deadline."""
@@ -426,6 +259,8 @@ class Remote:
                 completion = self._ask(server, request, context, time.monotonic() + left / 2)
                 server.failures = 0
                 return completion
+            except UserError:
+                raise
             except Exception as error:  # whatever a server sends reaches the parsers
                 why = f"{server.url}: {reason(error)}"
                 if final(error):
@@ -434,14 +269,24 @@ class Remote:
             finally:
                 with self.guard:
                     server.running -= 1
-        raise Lost(f"no answer within {self.seconds:g} seconds; the last failure, {why}")
+        raise Lost(f"no answer within {self.seconds:g} seconds ({why})")
 
     def _ask(
         self, server: Server, request: Request, context: list[int], deadline: float
     ) -> Completion:
         """One try, which counts only if the server held the same current weights throughout."""
         version = self._bring(server, deadline)
-        tokens, logprobs, after = server.ask(context, request, deadline)
+        try:
+            tokens, logprobs, after = server.ask(context, request, deadline)
+        except Refused as error:
+            # A server that was started anew has no adapters yet and refuses for good. Its version
+            # tells.
+            if not final(error):
+                raise
+            after = server.held(deadline)
+            if after == version:
+                raise
+            tokens, logprobs = [], []
         if after != version:
             server.version = after
             raise ValueError(f"it sampled with the weights {after!r} and not {version!r}")
@@ -450,7 +295,10 @@ class Remote:
         return completion
 
     def _choose(self, conversation: Conversation) -> Server | None:
-        """Where the conversation was, or the emptiest server; None while all rest."""
+        """Where the conversation was, or the emptiest server; None while all rest.
+
+        The server's `running` counts one more, which `_sample` takes back.
+        """
         with self.guard:
             awake = [server for server in self.servers if server.rests_until <= time.monotonic()]
             if not awake:

@@ -73,8 +73,9 @@ def fingerprint(response: str) -> str:
 def verdict_label(response: str) -> str:
     """The name of the verdict line: "correct", or a name that the response cannot know."""
     visible = unicodedata.normalize("NFKC", response).casefold()
-    letters = re.sub(r"[^a-z]", "", visible)
-    if "correct" in letters:
+    # `read_line` drops what stands in brackets, so a bracket within the word hides nothing.
+    plain = re.sub(r"\([^()]*\)", "", visible)
+    if any("correct" in re.sub(r"[^a-z]", "", text) for text in (visible, plain)):
         return f"correct_{fingerprint(response)[:8]}"
     return "correct"
 
@@ -131,9 +132,13 @@ TAKEN_BACK = re.compile(
 # Words that leave a yes half said.
 HALF_SAID = re.compile(
     r"""\b(or|if|only|almost|nearly|part|parts|partly|partial|partially|mostly|somewhat|half
-    |maybe|perhaps|possibly|probably|unsure|unclear)\b""",
+    |maybe|perhaps|possibly|probably|unsure|unclear|hedg\w*)\b""",
     re.VERBOSE,
 )
+
+
+# Words of a second verdict.
+JUDGED_AGAIN = re.compile(r"\b(verdict|score|grade|rating|fail\w*|reject\w*|hedg\w*|negative)\b")
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,9 @@ class Line:
 
     def takes_back(self) -> bool:
         return bool(TAKEN_BACK.search(self.text))
+
+    def judges_again(self) -> bool:
+        return bool(self.name or JUDGED_AGAIN.search(self.text))
 
 
 def read_verdict(reply: str, label: str = "correct") -> Verdict:
@@ -210,7 +218,7 @@ def ends_a_verdict(lines: list[Line]) -> bool:
     if names.count("confidence") > 1 or any(name in BEFORE_THE_VERDICT for name in names):
         return False
     others = [line for line in lines if line.name != "confidence"]
-    return not any(line.takes_back() for line in others)
+    return not any(line.takes_back() or line.judges_again() for line in others)
 
 
 def read_confidence(lines: list[Line]) -> float | None:

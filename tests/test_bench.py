@@ -23,12 +23,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import tiny
+from helpers.engine import Engine
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import mars
 import sampler
-from bench import ablations, common, cost, engines, soak
+from bench import ablations, arms, common, cost, credit, engine_loop, engines, matpo, soak
 from bench import sampler as sampler_bench
 from binpack import pack_documents
 from config import UserError, resolve
@@ -467,6 +469,7 @@ def test_trainers_and_servers_take_turns():
     assert few["GB a sync"] == 2 * shape.parameters / 1e9
     assert few["sync s, disk"] == pytest.approx(2 * 2 * shape.parameters / cost.DISK)
     assert many["sync s, disk"] == pytest.approx(2 * few["sync s, disk"]), "three machines read"
+    assert few["sync s, NCCL"] == pytest.approx(8 * 2 * shape.parameters / cost.NETWORK)
     both = cost.floors(shape, w, 8)
     assert few["rollouts s"] == pytest.approx(both["prefill"] + both["decode"])
     assert few["train s"] == many["train s"] == both["train"]
@@ -498,6 +501,28 @@ def test_memory_is_what_a_run_plans(shape, gpus, tmp_path, monkeypatch):
     planned = float(re.search(r"([\d.]+) before activations", line)[1])
     counted = sum(cost.memory(shape, cost.PAPER, gpus).values()) / 2**30
     assert counted == pytest.approx(planned, abs=0.01)
+
+
+def test_the_engine_loop_adds_its_lines_up_and_times_a_sync(tmp_path, monkeypatch):
+    """What vLLM itself is needed for is left out: both runs are read from made-up lines."""
+    line = {"reward": 0.5, "mismatch_kl": 1e-13, "lost_share": 0.0, "masked_share": 0.25}
+    line |= {"seconds_sync": 1.0, "seconds_rollout": 2.0, "tokens_per_second": 100.0}
+    lines = [line | {"step": step, "seconds_sync": 1.0 + step} for step in range(3)]
+    lines[0] |= {"eval_step": 0, "eval_accuracy": 0.1, "eval_greedy": 0.2}
+    lines[2] |= {"eval_step": 3, "eval_accuracy": 0.7, "eval_greedy": 0.8}
+    made = engine_loop.row("vLLM server", lines)
+    assert made["accuracy"] == {0: 0.1, 3: 0.7} and made["greedy"] == {0: 0.2, 3: 0.8}
+    assert made["seconds_sync"] == {"median": 2.0, "min": 1.0, "max": 3.0}
+    assert made["mismatch_kl"] == [1e-13] * 3 and made["masked tokens, share"] == 0.25
+    engine_loop.plot({"vLLM server": lines, "own sampler": lines}, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setenv("no_proxy", "*")
+    tiny.saved("qwen3", tmp_path / "checkpoint")
+    server = Engine(tmp_path / "checkpoint")
+    syncs = engine_loop.time_syncs(server.url, tmp_path, rounds=3)
+    server.stop()
+    assert len(server.loaded) == 3 and len(set(server.loaded)) == 3
+    assert syncs["bytes"] > 1000 and set(syncs["seconds"]) == {"write", "load"}
 
 
 def test_check_puts_prediction_beside_measurement(options):
@@ -918,3 +943,66 @@ def test_the_gpu_parts_file_keeps_the_copy_rate(tmp_path, monkeypatch):
     run_main(monkeypatch, "--only", "gpu")
     saved = json.loads((tmp_path / "sampler_gpu.json").read_text())
     assert saved["copy_bytes_a_second"] == 4e12
+
+
+# ------------------------------------------------------------------------- arms of recipes
+
+
+def write_run(folder, accuracies: list[float], step_costs: dict[str, float], every: int = 2):
+    """A run of a recipe as its folder tells it: an evaluation every few steps, and at the end."""
+    lines = [{"step": step, **step_costs} for step in range(every * (len(accuracies) - 1))]
+    for number, accuracy in enumerate(accuracies):
+        last = number == len(accuracies) - 1
+        line = lines[-1 if last else number * every]
+        scores = {"eval_step": number * every, "eval_accuracy": accuracy, "eval_greedy": accuracy}
+        scores |= {key: accuracy / 2 for key in credit.SCORES}
+        line.update(scores)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.json").write_text("{}")
+    ended = {"cpu_seconds": 10, "commit": "abc"}
+    folder.with_name(f"{folder.name}.run.json").write_text(json.dumps(ended))
+
+
+def test_arms_of_a_recipe_are_summed_up_over_complete_runs(tmp_path):
+    costs = dict.fromkeys(matpo.COSTS, 3.0)
+    write_run(tmp_path / "matpo-0", [0.1, 0.5, 0.8], costs)
+    write_run(tmp_path / "matpo-1", [0.3, 0.7, 0.9], costs)
+    write_run(tmp_path / "matpo-2", [0.3, 0.7], costs)  # not complete
+    (row,) = matpo.summarise(argparse.Namespace(runs=tmp_path, steps=4))
+    assert row["arm"] == "matpo" and row["seeds"] == 2
+    assert row["accuracy"][4] == {"mean": pytest.approx(0.85), "min": 0.8, "max": 0.9}
+    assert row["worker_tokens"] == 3 and row["cpu_seconds"] == 10
+    assert "85.0 (80.0 … 90.0)" in matpo.report([row])
+    matpo.plot([row], tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+    with pytest.raises(UserError, match="more than --steps 2"):
+        matpo.summarise(argparse.Namespace(runs=tmp_path, steps=2))
+
+
+def test_rules_of_credit_are_summed_up(tmp_path):
+    costs = {"trained_tokens": 7, "grad_norm": 0.5}
+    costs |= {f"{role}_{what}": 2 for role in credit.ROLES for what in ("samples", "tokens")}
+    write_run(tmp_path / "role-0", [0.2, 0.4, 0.8], costs)
+    write_run(tmp_path / "input-1", [0.2, 0.4, 0.6], costs)
+    rows = credit.summarise(argparse.Namespace(runs=tmp_path, steps=4))
+    assert [row["arm"] for row in rows] == ["role", "input"]
+    assert rows[0]["system"][4]["mean"] == 0.4 and rows[0]["samples"] == 6
+    assert "40.0 (40.0 … 40.0)" in credit.report(rows)
+    credit.plot(rows, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_arms_run_what_is_missing_and_resume_what_is_half_done(tmp_path, monkeypatch):
+    write_run(tmp_path / "matpo-0", [0.1, 0.5, 0.8], {})
+    write_run(tmp_path / "single-0", [0.1, 0.5], {})
+    started = []
+    monkeypatch.setattr(arms, "pool", lambda commands, *rest: started.extend(commands))
+    options = argparse.Namespace(runs=tmp_path, cache=tmp_path, steps=4, jobs=1)
+    listed = [("matpo", 0), ("single", 0), ("no_recap", 1)]
+    arms.train(options, "recipes.matpo", "delegation", matpo.ARMS, listed)
+    bases, runs = started[:2], dict(started[2:])
+    assert [name for name, _ in bases] == ["base-0", "base-1"]
+    assert list(runs) == ["single-0", "no_recap-1"]
+    assert runs["single-0"][-2:] == ["--no-delegate", "--resume"]
+    assert runs["no_recap-1"][-3:] == ["--steps", "4", "--no-recap"]

@@ -9,6 +9,9 @@ import torch
 
 import mars
 import train
+from config import UserError, resolve
+from plumbing import files, logbook
+from plumbing.surroundings import Questions
 from rollout import Sample, Trajectory
 from sampler import Completion
 from tasks.questions import Question
@@ -181,6 +184,41 @@ def test_a_credit_of_ones_own_can_train_each_turn_by_itself():
     assert float(batch.weight.sum()) == pytest.approx(1)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"balance": "advantage", "kl_beta": 0.1},
+        {"balance": "advantage", "loss_mean": "token"},
+        {"balance": "none", "system1": "frozen"},
+        {"packing": False, "system1": "none"},
+        {"purpose": False, "system1": "none"},
+        {"clip_low": 1.5},
+        {"warmup": -1},
+        {"block": " , ", "search": "serper"},
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(given):
+    with pytest.raises(UserError):
+        resolve(mars.MarsConfig, given, presets={})
+
+
+def test_what_resume_does_again_is_taken_back_and_a_last_evaluation_stays(tmp_path):
+    run = SimpleNamespace(folder=tmp_path, config=mars.MarsConfig(eval_every=4))
+    (tmp_path / "rollouts").mkdir()
+    for step in range(8):
+        records = [{"step": step, "split": split} for split in ("eval", "train")]
+        files.append_lines(tmp_path / f"rollouts/step_{step}.jsonl", records)
+        files.append_lines(tmp_path / "metrics.jsonl", [{"step": step}])
+    logbook.take_back(run, 6)
+    kept = {path.stem: files.read_lines(path) for path in (tmp_path / "rollouts").iterdir()}
+    assert sorted(kept) == [f"step_{step}" for step in range(7)]
+    assert kept["step_6"] == [{"step": 6, "split": "eval"}]
+    assert len(kept["step_5"]) == 2
+    assert [line["step"] for line in files.read_lines(tmp_path / "metrics.jsonl")] == [*range(6)]
+    logbook.take_back(run, 4)  # it will be evaluated again
+    assert not (tmp_path / "rollouts/step_4.jsonl").exists()
+
+
 # ------------------------------------------------------------------------------------------ refills
 
 HARD = {1: 0, 3: 1, 5: 5}  # place: how many refills it takes until its attempts differ
@@ -193,8 +231,7 @@ def asked(rank: int, ranks: int, refill: int, seen: list) -> tuple[list, list]:
         made = []
         for place, question in batch:
             seen.append(question.id)
-            again = question.text.startswith("again")
-            rounds = int(question.text.split()[1]) if again else 0
+            rounds = int((question.id + ", refill 0").split("refill ")[1].split(",")[0])
             flat = place in HARD and rounds <= HARD[place]
             for k in range(attempts):
                 one = Trajectory(question, place, k, ended="answer")
@@ -203,9 +240,7 @@ def asked(rank: int, ranks: int, refill: int, seen: list) -> tuple[list, list]:
         return made
 
     def question(i):
-        again, place = divmod(i, 2**40)
-        text = f"again {again}" if again else "first"
-        return Question(f"q{place % 4}", text, ("x",), "own")  # ids come twice in a batch
+        return Question(f"q{i % 4 if i < 2**40 else i}", "who ?", ("x",), "own")  # ids come twice
 
     config = mars.MarsConfig(questions=6, group=3, refill=refill)
     run = SimpleNamespace(
@@ -225,6 +260,23 @@ def test_questions_that_teach_nothing_are_replaced_so_many_times(refill):
     assert len(seen) == len(set(seen)) == 6 + replaced  # no draw has the name of another
     still_flat = {t.place for t in kept if {u.reward for u in kept if u.place == t.place} == {1.0}}
     assert still_flat == {place for place, rounds in HARD.items() if rounds >= refill}
+
+
+@pytest.mark.parametrize("size", [8, 20, 64, 100, 512])
+def test_a_refill_asks_what_the_step_has_not_asked(size):
+    """Sizes that are powers of two, and such that refills run out of questions."""
+    loaded = [Question(f"q{i}", f"who {i} ?", ("x",), "own") for i in range(size)]
+    config = mars.MarsConfig(questions=4)
+    for seed in range(3):
+        run = SimpleNamespace(config=config, rank=0, ranks=1, question=Questions(loaded, seed))
+        for step in range(20):
+            names = []
+            for again in range(4):
+                batch = train.questions_of(run, step, again)
+                names += [question.id for _, question in batch]
+            assert len(set(names)) == 16  # all draws have names of their own
+            questions = {name.partition(",")[0].partition("#")[0] for name in names}
+            assert len(questions) == min(size, 16) or step * 4 % size > size - 4
 
 
 def test_ranks_refill_as_one_process_does():

@@ -985,7 +985,7 @@ def test_help_shows_every_options_reason():
     done = mars("--help", cwd=REPO)
     assert done.returncode == 0
     said = " ".join(done.stdout.split())
-    for text in ("--balance", "to System 2's number", "slipped late on one seed of three"):
+    for text in ("--balance", "how G of System 1's M are drawn", "seed of three slipped late"):
         assert text in said, text
 
 
@@ -1056,17 +1056,17 @@ while time.monotonic() < end:
 def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
     """Attempts without an answer need no judge: they would hide that it is gone."""
     import dataclasses
-    from types import SimpleNamespace
 
     import mars
     from plumbing.metrics import rollout_metrics
+    from rollout import Trajectory
+    from tasks.questions import Question
 
     method = dataclasses.replace(mars.METHOD, roles={})
+    question = Question("q", "who ?", ("x",), "test")
 
     def attempt(answer, reward):
-        return SimpleNamespace(
-            answer=answer, reward=reward, ended="answer", place=0, contexts=[], turns=[]
-        )
+        return Trajectory(question, 0, 0, answer=answer, reward=reward, ended="answer")
 
     attempts = [attempt("x", None), attempt(None, 0.0), attempt(None, 0.0), attempt(None, 0.0)]
     assert rollout_metrics(attempts, [], method, 1.0)["judge_failure_share"] == 1.0

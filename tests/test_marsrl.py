@@ -348,9 +348,25 @@ def test_shares_by_hand():
     }
 
 
+def test_an_attempt_that_nobody_finished_counts_nowhere_and_has_no_followers():
+    lost = Trajectory(QUESTION, 0, 0, ended="lost: no server answered")
+    assert METHOD.shares([lost]) == METHOD.shares([])
+    lost.question = marsrl.make_task(QUESTION, "solver")
+    assert marsrl.next_tasks(scripted(None), [lost], 0) == []
+
+
 def test_settings_that_contradict_each_other_are_one_sentence():
-    for options in (["--credit", "role"], ["--grader", "judge"], ["--refill", "1"]):
-        given = parse(parser(MarsrlConfig, ""), options)
+    linear = "--rollouts linear"
+    for options in (
+        "--credit role",
+        "--grader judge",
+        "--refill 1",
+        f"{linear} --refill 1",
+        f"{linear} --choice random",
+        f"{linear} --inputs 3",
+        "--inner_steps 3",
+    ):
+        given = parse(parser(MarsrlConfig, ""), options.split())
         with pytest.raises(UserError):
             resolve(MarsrlConfig, given, presets={})
 
@@ -399,7 +415,7 @@ def test_demonstrations_are_what_the_recipe_plays(role):
     """A base model has read its prompts in the form in which the recipe gives them."""
     for seed in range(50):
         page = verification.draw_page(random.Random(seed))
-        (prompt, trained), (said, learnt) = verification.turn(
+        (prompt, trained), (said, learnt) = verification.demonstrate(
             page, role, random.Random(seed), verification.HABITS
         )
         assert not trained and learnt and said.endswith(" <eot>")
@@ -419,7 +435,9 @@ def test_flawless_verdicts_are_right():
     rng = random.Random(0)
     for _ in range(100):
         page = verification.draw_page(rng)
-        (prompt, _), (said, _) = verification.turn(page, "verifier", rng, verification.FLAWLESS)
+        (prompt, _), (said, _) = verification.demonstrate(
+            page, "verifier", rng, verification.FLAWLESS
+        )
         claimed = f"<answer> {page.answers[0]} " in prompt
         assert said.split()[-2] == ("right" if claimed else "wrong")
 

@@ -574,6 +574,10 @@ def test_bad_options_are_one_sentence():
         ({"format_share": 1.5}, "--format_share"),
         ({"worker_turns": 1}, "--worker_turns"),
         ({"worker_turns": 9}, "--max_turns"),
+        ({"delegate": False, "recap": False}, "--no-delegate"),
+        ({"delegate": False, "own_groups": True}, "--no-delegate"),
+        ({"refill": 1, "format_share": 0.1}, "--refill"),
+        ({"own_groups": True, "balance": "advantage", "loss_mean": "token"}, "--loss_mean"),
     ):
         with pytest.raises(UserError, match=word):
             resolve(matpo.MatpoConfig, given, presets={})

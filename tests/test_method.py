@@ -8,7 +8,10 @@ from test_mars import SMALL
 
 import mars
 import train
+from config import UserError
+from plumbing import evaluation
 from plumbing.metrics import method_shares
+from recipes import atlas, marsrl, matpo
 from toy import base_model
 from toy.language import ToyFormat
 
@@ -56,3 +59,13 @@ def test_shares_of_nothing_are_zero():
     method = dataclasses.replace(mars.METHOD, shares=lambda trajectories: {"a": (0, 0)})
     assert method_shares([], method) == {"a": 0.0}
     assert method_shares([], mars.METHOD) == {}
+
+
+@pytest.mark.parametrize("method", [mars.METHOD, matpo.METHOD, marsrl.METHOD, atlas.METHOD])
+def test_eval_refuses_every_option_that_only_training_reads(method):
+    names = {field.name for field in dataclasses.fields(method.config)}
+    assert method.config.for_training <= names
+    for name in method.config.for_training:
+        with pytest.raises(UserError, match=f"eval does not read --{name}"):
+            evaluation.refuse_ignored(method.config, {name: 1}, asking=False)
+    evaluation.refuse_ignored(method.config, {"temperature": 0.5}, asking=False)

@@ -1,6 +1,7 @@
 """Servers in the sampler's place: protocols, weights, faults, what is never trained on."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import math
@@ -22,10 +23,13 @@ import mars
 import train
 import trainer
 from config import UserError
+from plumbing import build
+from recipes import marsrl, matpo
 from rollout import Context, Turn
-from sampler import Lost, Sampler, remote
+from sampler import Lost, Sampler, nccl, remote, servers
 from tasks.format import Action
-from toy import base_model, language
+from toy import base_model, delegation, language, verification
+from trainer import lora
 
 REPO = Path(__file__).parent.parent
 STOPS = (3, 7, 11, 19, 23, 31)
@@ -64,9 +68,8 @@ def no_proxy(monkeypatch):
 
 def connected(*engines, kind="vllm", seconds=10.0, folder=None, vocabulary=61, **options):
     """A Remote before these stand-ins, which have loaded `folder` if it is given."""
-    servers = remote.connect([engine.url for engine in engines], kind, 5.0)
     made = remote.Remote(
-        servers,
+        servers.connect([engine.url for engine in engines], build.ENGINES[kind], 5.0),
         vocabulary=vocabulary,
         seconds=seconds,
         parallel=64,
@@ -192,10 +195,45 @@ def test_vllm_pauses_before_it_reloads_and_forgets_its_prefixes_before_it_resume
         "/pause",
         "/collective_rpc",
         "/reset_prefix_cache",
-        "/update_weight_version",
         "/resume",
+        "/update_weight_version",
         "/weight_info",
     ]
+
+
+def test_a_load_that_did_not_resume_is_not_taken_for_whole(engine, folder, other, monkeypatch):
+    """Else the server would stay paused: its version says that there is nothing to load."""
+    sampler = connected(engine, folder=folder)
+    send = servers.VLLM.send
+    failing = iter([True])
+
+    def first_resume_fails(self, path, *rest):
+        if path == "/resume" and next(failing, False):
+            raise OSError("closed")
+        return send(self, path, *rest)
+
+    monkeypatch.setattr(servers.VLLM, "send", first_resume_fails)
+    sampler.load_weights(other)
+    assert engine.resumed.is_set() and one(sampler).tokens
+    assert engine.loaded == [str(folder), str(other), str(other)]
+
+
+def test_what_a_run_that_was_killed_in_a_sync_leaves_behind(engine, folder, other, monkeypatch):
+    """A paused server with half of a sync done. The next run's first load makes it whole."""
+    killed = connected(engine, folder=folder)
+
+    def ends_there(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(servers.VLLM, "change_weights", ends_there)
+        with pytest.raises(KeyboardInterrupt):
+            killed.load_weights(other)
+    assert not engine.resumed.is_set()
+    version = engine.version
+    again = connected(engine, folder=other)
+    assert one(again).tokens and engine.resumed.is_set()
+    assert engine.version != version and engine.loaded == [str(folder), str(other)]
 
 
 def test_a_model_folder_is_written_whole_and_the_newest_two_stay(tmp_path):
@@ -244,6 +282,22 @@ def close_in_the_middle(handler, answer):
 
 def hang(handler, answer):
     time.sleep(3)
+
+
+def drip(handler, answer):
+    """A byte at a time, each long before a socket's own time-out."""
+    handler.send_response(200)
+    handler.end_headers()
+    for byte in json.dumps(answer).encode():
+        handler.wfile.write(bytes([byte]))
+        handler.wfile.flush()
+        time.sleep(0.1)
+
+
+def twice(handler, answer):
+    handler.send_response(200)
+    handler.end_headers()
+    handler.wfile.write(json.dumps(answer).encode() * 2)
 
 
 def changed(change):
@@ -297,6 +351,11 @@ FAULTS = {
         lambda choice: (choice["token_ids"].clear(), choice["logprobs"]["token_logprobs"].clear())
     ),
     "goes on after a stop token": changed(goes_on),
+    "log-prob without end": put("logprob", -(10**400)),
+    "drips": drip,
+    "huge": lambda handler, answer: handler.says(answer | {"padding": "x" * (9 << 20)}),
+    "twice": twice,
+    "to another prompt": changed(lambda choice: choice["prompt_token_ids"].append(5)),
 }
 
 
@@ -313,12 +372,13 @@ def test_a_fault_is_tried_again_and_leaves_no_trace(engine, folder, name):
 
 @pytest.mark.parametrize("name", ["500", "cut", "fewer log-probs", "slow"])
 def test_a_fault_that_lasts_is_one_sentence_at_the_deadline(engine, folder, name):
-    sampler = connected(engine, folder=folder, seconds=1.0)
+    sampler = connected(engine, folder=folder)
+    sampler.seconds = 1.0  # a busy machine may take longer to load
     engine.faults += [FAULTS[name]] * 1000
     start = time.perf_counter()
-    with pytest.raises(Lost, match="no answer within 1 seconds; the last failure, http"):
+    with pytest.raises(Lost, match=r"no answer within 1 seconds \(.*http"):
         one(sampler)
-    assert 0.5 < time.perf_counter() - start < 2
+    assert 0.5 < time.perf_counter() - start < 3
     assert not sampler.busy and sampler.pages_in_use == 0
 
 
@@ -358,7 +418,7 @@ def test_an_answer_from_before_a_reload_does_not_count(engine, folder, other):
     sampler = connected(engine, folder=other)
 
     def reloaded_meanwhile(handler, answer):
-        engine.version = f"{sampler.version}.another"
+        engine.version += "again"
         handler.says(answer)
 
     engine.faults.append(reloaded_meanwhile)
@@ -407,12 +467,53 @@ def test_one_server_that_is_away_does_not_hold_the_others_up(engine, folder, oth
     assert one(sampler).server == engine.url
 
 
+def test_a_server_that_another_run_takes_over_stops_the_run(engine, folder, other):
+    """Two runs would undo each other's loads for as long as their deadlines last."""
+    mine = connected(engine, folder=folder)
+    one(mine)
+    theirs = connected(engine, folder=other)  # at its start it may find the weights of any run
+    with pytest.raises(UserError, match=f"another run loads its weights into {engine.url}"):
+        one(mine)
+    with pytest.raises(UserError, match="another run"):
+        mine.load_weights(folder)
+    assert one(theirs).tokens
+
+
+def test_a_server_that_was_away_during_a_sync_is_still_ours(engine, folder, other, monkeypatch):
+    second = Engine(folder)
+    sampler = connected(engine, second, folder=folder, seconds=4.0)
+    load = second.load
+    monkeypatch.setattr(second, "load", lambda path: time.sleep(3))
+    sampler.load_weights(other)
+    monkeypatch.setattr(second, "load", load)
+    converse(sampler)
+    assert second.loaded == [str(folder), str(other)]
+    second.stop()
+
+
+def test_a_server_is_named_in_several_ways(engine, folder):
+    """Each server counts once, and the /v1 that clients of OpenAI's protocol write may stand."""
+    urls = [engine.url, f"{engine.url}/", f" {engine.url}/v1"]
+    (found,) = servers.connect(urls, servers.VLLM, 5.0)
+    assert (found.url, found.model, found.positions) == (engine.url, "toy", 512)
+
+
+def test_a_server_may_have_an_address_of_the_sixth_version(folder, monkeypatch):
+    monkeypatch.setattr(Engine, "address_family", socket.AF_INET6)
+    monkeypatch.setattr(Engine, "host", "::1")
+    made = Engine(folder)
+    url = f"http://[::1]:{made.server_port}"
+    (found,) = servers.connect([url], servers.VLLM, 5.0)
+    assert found.model == "toy" and found.url == url
+    made.stop()
+
+
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:9", "ftp://x", "http://me@127.0.0.1:9", "127.0.0.1"]
 )
 def test_what_is_no_server_is_one_sentence(url):
     with pytest.raises(UserError, match="--server"):
-        remote.connect([url], "vllm", 2.0)
+        servers.connect([url], servers.VLLM, 2.0)
 
 
 def test_closing_a_conversation_ends_its_request(engine, folder):
@@ -516,6 +617,177 @@ def test_a_run_on_a_server_ends_with_the_weights_of_a_run_in_the_process(toy, ow
     assert [Path(path).name for path in server.loaded[1:]] == ["000001", "000002", "000003"]
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_with_lora_a_server_gets_adapters_beside_the_model_of_its_start(
+    toy, server, kind, tmp_path
+):
+    """Greedy answers of the end are those of the checkpoint, where they are merged in."""
+    options = ["--engine", kind, "--is", "off", "--lora_rank", "4", "--lr", "0.005"]
+    assert play(toy, "--name", "served", "--server", server.url, *options) == 0
+    assert play(toy, "--name", "own", *options[2:]) == 0
+    served, own = Path("runs/served"), Path("runs/own")
+    for step in range(3):
+        assert segments_of(served, step) == segments_of(own, step), "the same draws"
+    assert [line["mismatch_kl"] < 1e-10 for line in lines_of(served)] == [True] * 3
+    assert len(server.loaded) == 4 and len(server.adapters) == 1, "former ones are dropped"
+    for folder in sorted((served / "weights").iterdir()):
+        files = sorted(path.name for path in folder.iterdir())
+        assert files == ["adapter_config.json", "adapter_model.safetensors"]
+    asked = [body for path, body in server.seen if path in ("/v1/completions", "/generate")]
+    names = {body.get("lora_path") or body["model"] for body in asked}
+    assert len(names) == 4 and all(name.startswith("mars-") for name in names)
+    # It goes on with the adapters of the state, on a server that knows nothing of them.
+    again = Engine(toy)
+    options += ["--resume", "--steps", "4"]
+    assert play(toy, "--name", "served", "--server", again.url, *options) == 0
+    assert lines_of(served)[3]["mismatch_kl"] < 1e-10 and len(again.loaded) == 2
+    again.stop()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_that_lost_its_adapters_loads_them_again(engine, tmp_path, kind):
+    model = tiny.model("qwen3")
+    trainer.add_adapters(model, 4, seed=0)
+    with torch.no_grad():
+        for layer in lora.adapted(model).values():
+            layer.lora_B.normal_(std=0.1)
+    sampler = connected(engine, kind=kind)
+    for one_server in sampler.servers:
+        one_server.adapters = True
+    sampler.write = lambda model: trainer.write_model(tmp_path / "weights", model, torch.float32)
+    sampler.load_weights(model)
+    local = Sampler(tiny.model("qwen3"), max_tokens=8192)
+    local.load_weights(model)
+    want = tokens(converse(local, temperature=0.0))
+    assert tokens(converse(sampler, temperature=0.0)) == want
+    plain = Sampler(tiny.model("qwen3"), max_tokens=8192)
+    assert tokens(converse(plain, temperature=0.0)) != want, "they make a difference"
+    port = engine.server_port
+    engine.stop()
+    again = Engine(engine.folder, port)
+    assert tokens(converse(sampler, temperature=0.0)) == want
+    assert len(again.loaded) == 1
+    again.stop()
+
+
+def test_eval_and_ask_play_on_a_server(toy, own, server, capsys):
+    for name, options in (("near", []), ("far", ["--server", server.url])):
+        line = ["eval", str(own), "--runs", "runs", "--name", name, "--temperature", "0"]
+        assert train.main(METHOD, [*line, *options], "", grade=lambda *_: 1.0) == 0
+    near, far = (Path(f"runs/{name}/predictions.json").read_text() for name in ("near", "far"))
+    assert near == far
+    assert server.loaded == [str((own / "state/step_000003/model").resolve())]
+    answers = []
+    for options in ([], ["--server", server.url]):
+        assert train.main(METHOD, ["ask", str(own), "who ?", *options], "") == 0
+        answers.append([x for x in capsys.readouterr().out.split("\n") if "answer |" in x])
+    assert answers[0] == answers[1] != []
+
+
+def test_two_ranks_share_the_servers(toy, server, tmp_path):
+    """Rank 0 brings the weights, and both sample with them.
+
+    The random model earns nothing; with a KL term its samples are scored all the same.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "mars.py"]
+    command += ["--model", toy, *SMALL.split(), "--kl_beta", "0.1", "--threads", "1"]
+    command += ["--runs", tmp_path / "runs", "--name", "served", "--server", server.url]
+    done = subprocess.run(
+        [str(word) for word in command], cwd=REPO, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(server.loaded) == 4, "the start and three steps, once each"
+    for line in lines_of("runs/served"):
+        assert 0 < line["mismatch_kl"] < 1e-10 and line["lost_share"] == 0
+
+
+@pytest.mark.parametrize("recipe, base", [(matpo, delegation), (marsrl, verification)])
+def test_a_recipe_plays_on_a_server(recipe, base, tmp_path, monkeypatch):
+    """The same two steps as in the process."""
+    monkeypatch.chdir(tmp_path)
+    model = base.build(tmp_path / "base", threads=1, steps=(8, 8))
+    engine = Engine(model)
+    line = ["--model", str(model), *SMALL.split(), "--steps", "2", "--is", "off"]
+    assert recipe.main([*line, "--name", "own"]) == 0
+    assert recipe.main([*line, "--name", "served", "--server", engine.url]) == 0
+    for step in range(2):
+        texts = [segments_of(Path("runs") / name, step) for name in ("own", "served")]
+        assert texts[0] == texts[1] != []
+    assert len(engine.loaded) == 3
+    assert all(line["mismatch_kl"] < 1e-10 for line in lines_of("runs/served"))
+    engine.stop()
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """The parts of vLLM that the NCCL transfer calls, as they are documented; NCCL is left out."""
+    sent = []
+
+    class Sender:
+        def __init__(self, place, client, source):
+            self.parts = place, client, source
+
+        def send_weights(self):
+            place, client, source = self.parts
+            pairs = list(source)
+            told = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
+            assert told == [(name, w.dtype, tuple(w.shape)) for name, w in pairs]
+            sent.append((place, client.url, dict(pairs)))
+
+        def shutdown(self):
+            sent.append("left")
+
+    class Client:
+        def __init__(self, url, timeout):
+            self.url = url
+            assert 0 < timeout <= 10
+
+        def shutdown_weight_transfer_engine(self):
+            sent.append("server left")
+
+    transfer = SimpleNamespace(
+        HTTPVLLMWeightSyncClient=Client,
+        ParamMeta=lambda name, dtype, shape: SimpleNamespace(name=name, dtype=dtype, shape=shape),
+        WeightTransferTrainerFactory=SimpleNamespace(
+            trainer_init=lambda place, *, client, source: Sender(place, client, source)
+        ),
+    )
+    engine = SimpleNamespace(NCCLTrainerInitInfo=lambda **place: place)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.distributed", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", transfer)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_engine", engine)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return sent
+
+
+def test_nccl_brings_what_the_trainer_holds_and_brings_it_again(engine, folder, vllm):
+    """Whole, once each, in bf16; a server that was started anew gets them too."""
+    sampler = connected(engine, kind="vllm_nccl", folder=folder)
+    model = tiny.model("qwen3")
+    sampler.write = lambda model: nccl.keep(sampler.servers, model, torch.bfloat16, tiny.CPU)
+    sampler.load_weights(model)
+    assert engine.loaded == [str(folder)], "the start came by disk"
+    engine.version = "default"  # as after a new start
+    sampler.servers[0].version = ""
+    one(sampler)
+    first, second = vllm[:3], vllm[3:]
+    assert [x[1:] for x in (first, second)] == [["server left", "left"]] * 2
+    for (place, url, weights), *_ in (first, second):
+        assert url == engine.url and place["world_size"] == 3 and place["rank"] == 0
+        assert place["master_address"] == "127.0.0.1" and place["master_port"] > 0
+        saved = tiny.model("qwen3").state_dict()
+        tied = set(saved) - set(weights)
+        assert tied <= {"lm_head.weight"}
+        for name, weight in weights.items():
+            assert torch.equal(weight, saved[name].bfloat16()), name
+
+
+def test_nccl_needs_a_gpu_and_vllm(toy, server, capsys):
+    assert play(toy, "--name", "x", "--server", server.url, "--engine", "vllm_nccl") == 2
+    assert "--engine vllm_nccl needs a GPU and the package vllm" in capsys.readouterr().err
+
+
 def segments_of(run, step):
     lines = (run / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
     return [json.loads(line)["segments"] for line in lines]
@@ -532,7 +804,7 @@ def test_killed_in_the_middle_and_brought_back_the_run_goes_on(toy, own, tmp_pat
         port = free.getsockname()[1]
     processes = [serve(toy, port)]
     asked = []
-    ask = remote.VLLM.ask
+    ask = servers.VLLM.ask
 
     def kill_once(server, *arguments):
         asked.append(server)
@@ -542,7 +814,7 @@ def test_killed_in_the_middle_and_brought_back_the_run_goes_on(toy, own, tmp_pat
             processes.append(serve(toy, port))
         return ask(server, *arguments)
 
-    monkeypatch.setattr(remote.VLLM, "ask", kill_once)
+    monkeypatch.setattr(servers.VLLM, "ask", kill_once)
     try:
         options = ["--name", "served", "--server", f"http://127.0.0.1:{port}", "--is", "off"]
         options += ["--tool_seconds", "250"]
@@ -563,6 +835,28 @@ def serve(folder, port):
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"ready\n"
     return process
+
+
+def test_a_resumed_run_brings_its_state_to_another_server(toy, own, server):
+    options = ["--name", "served", "--is", "off", "--server"]
+    assert play(toy, *options, server.url, "--steps", "2") == 0
+    other = Engine(toy)
+    assert play(toy, *options, other.url, "--resume") == 0
+    assert [Path(path).parent.name for path in other.loaded] == ["step_000002", "weights"]
+    for name, end in weights_in(own / "checkpoint").items():
+        assert torch.allclose(weights_in("runs/served/checkpoint")[name], end, atol=1e-4), name
+    other.stop()
+
+
+def test_a_frozen_role_stays_with_our_own_sampler(toy, server):
+    """The servers hold the trained weights alone."""
+    options = ["--name", "served", "--server", server.url, "--system1", "frozen", "--steps", "2"]
+    assert play(toy, *options) == 0
+    for line in lines_of("runs/served"):
+        assert line["mismatch_kl"] < 1e-10 and line["lost_share"] == 0
+    prompts = [body["prompt"] for path, body in server.seen if path == "/v1/completions"]
+    readers = [prompt for prompt in prompts if prompt[1] == 12 and len(prompt) == 2]
+    assert prompts and not readers
 
 
 def test_a_lost_trajectory_is_counted_and_not_trained_on(toy, server):
@@ -721,11 +1015,16 @@ def test_what_is_trained_is_weighed_by_the_gap_to_the_sampler(kind):
 
 
 BAD = {
+    "--server ,": "--server names no URL",
     "--server ftp://x": "--server is 'ftp://x': give http",
-    "--server http://127.0.0.1:9": "--server http://127.0.0.1:9 is no vllm server: Connection ref",
+    "--server http://127.0.0.1:9": "--server http://127.0.0.1:9 is no VLLM server: Connection ref",
     "--server URL --deterministic": "--deterministic cannot be had with --server",
     "--server URL --sys2_context 600": "a server takes contexts of 512 tokens",
     "--is token --importance_cap 0": "--importance_cap 0 leaves nothing to train on",
+    "--server URL --importance_cap 0": "--importance_cap 0 leaves nothing to train on",
+    "--server URL --is off --importance_cap 2": "--importance_cap is read with --is",
+    "--engine sglang": "--engine belongs to --server",
+    "--max_mismatch_kl 0.1": "--max_mismatch_kl belongs to --server",
     "--importance_cap 2": "--importance_cap is read with --is token or --is sequence",
 }
 

@@ -515,6 +515,16 @@ SAME_SITE = [
     "bad.test",
     "ftp://bad.test/x",
     "https://ｂａｄ.test/x",
+    "https://b%61d.test/x",
+    "https://bad%2Etest/x",
+    "https:///bad.test/x",
+    "https:/bad.test/x",
+    "https:bad.test/x",
+    "https:\\\\bad.test\\x",
+    "https://bad.test\\@good.test/",
+    " https://bad.test/",
+    "ht\ntps://bad.test/",
+    "view-source:https://bad.test/",
 ]
 OTHER_SITES = [
     "https://notbad.test/",
@@ -552,14 +562,15 @@ def test_what_is_no_host_cannot_be_blocked(wrong, server, tmp_path):
         serper(tmp_path, block=["good.test", wrong])
 
 
-def test_blocked_results_of_a_retriever_are_left_out(server):
+@pytest.mark.parametrize("where", ["url", "link", "id"])
+def test_blocked_results_of_a_retriever_are_left_out(server, where):
     documents = [
-        {"document": {"contents": f"ada {url}", "url": url}}
+        {"document": {"contents": f"ada {url}", where: url}}
         for url in ("bad.test/x", "https://good.test/")
     ]
     server.replies = [says({"result": [documents]})]
     find = search.make("retriever", cache=None, block=["bad.test"])
-    assert [document.url for document in find("ada")] == ["https://good.test/"]
+    assert [document.text for document in find("ada")] == ["ada https://good.test/"]
 
 
 def test_a_redirect_that_the_reader_service_names_is_seen(server, tmp_path, waits):
@@ -570,6 +581,11 @@ def test_a_redirect_that_the_reader_service_names_is_seen(server, tmp_path, wait
     server.replies = [says(said, kind="text/plain")]
     with pytest.raises(ToolError, match="blocked host"):
         serper(tmp_path, pages="jina", block=["bad.test"])("ada")
+    for title in ("Markdown Content: x", "x\nURL Source: https://good.test/"):
+        hidden = said.replace("Title: x", f"Title: {title}").replace("URL", "url")
+        server.replies = [says(hidden, kind="text/plain")]
+        with pytest.raises(ToolError, match="blocked host"):
+            serper(tmp_path, pages="jina", block=["bad.test"])("ada")
     said = said.replace("Bad.test/s", "good.test/\n\nURL of https://bad.test/")
     server.replies = [says(said, kind="text/plain")]
     assert serper(tmp_path, pages="jina", block=["bad.test"])("ada")

@@ -66,6 +66,26 @@ def test_a_missing_package_is_one_sentence_with_its_install_line(monkeypatch, na
         tracker.library(name)
 
 
+def test_a_package_that_breaks_on_import_is_one_sentence(monkeypatch, tmp_path):
+    (tmp_path / "wandb.py").write_text("raise RuntimeError('an old protobuf')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(UserError, match="^--track wandb: its package breaks .*an old protobuf"):
+        tracker.library("wandb")
+
+
+def test_a_package_that_ends_the_program_only_ends_itself(monkeypatch, tmp_path, capsys):
+    def leave(*_):
+        raise SystemExit(3)
+
+    broken = tracker.Tracker("wandb", leave, leave)
+    broken.log({"step": 0, "reward": 1.0})
+    assert broken.failed and "the run goes on without it" in capsys.readouterr().out
+    monkeypatch.setattr(tracker, "library", lambda name: lambda **options: leave())
+    with pytest.raises(UserError, match="--track wandb cannot start"):
+        tracker.start(Config(name="toy", track="wandb"), "mars", tmp_path, 0)
+
+
 def test_a_folder_of_the_name_is_no_package(monkeypatch):
     """wandb leaves a folder of its name where it runs, and Python imports folders."""
     monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))

@@ -280,14 +280,15 @@ def _retrieved_document(row) -> Document:
     name = _text(found.get("id"))
     if not name:
         name = hashlib.sha256(contents.encode("utf-8", "replace")).hexdigest()[:12]
-    return make_document(name, title, _text(found.get("url")), text)
+    return make_document(name, title, _text(found.get("url")) or _text(found.get("link")), text)
 
 
 # Hosts that are not asked ------------------------------------------------------------------------
 
 
 def _allowed(search: Search, block: tuple[str, ...], query: str) -> list[Document]:
-    return [document for document in search(query) if not is_blocked(document.url, block)]
+    found = search(query)
+    return [d for d in found if not is_blocked(d.url, block) and not is_blocked(d.id, block)]
 
 
 def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
@@ -309,12 +310,15 @@ def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
 
 def is_blocked(url: str, block: tuple[str, ...]) -> bool:
     """Whether a URL's host is one of `block` (blocked_hosts), or below one of them."""
-    if not re.match(r"([a-z][a-z0-9+.-]*:)?//", url, re.IGNORECASE):
-        url = f"//{url}"  # a retriever may leave https:// out
+    url = re.sub(r"[\t\r\n]", "", url).strip().replace("\\", "/")
+    # Browsers read https:/host and https:host as https://host; a retriever may leave it all out.
+    scheme = r"^(view-source:)?(https?:|[a-z][a-z0-9+.-]*:(?=//))?/*"
+    url = re.sub(scheme, "//", url, flags=re.IGNORECASE)
     try:
-        return _is_below(urllib.parse.urlsplit(url).hostname or "", block)
+        host = urllib.parse.urlsplit(url).hostname or ""
     except ValueError:
-        return True
+        return bool(block)
+    return _is_below(urllib.parse.unquote(host), block)
 
 
 def _is_below(host: str, block: tuple[str, ...]) -> bool:
@@ -415,12 +419,19 @@ def _read_by_jina(client, base, headers, block, url: str) -> str:
     def check(text) -> None:
         _check_text(text)
         # The reader follows redirects itself, and its head may name the page that it ended at.
-        source = re.search(r"^URL Source: *(\S+)", text.partition("Markdown Content:")[0], re.M)
-        if source and is_blocked(source[1], block):
-            raise ToolError("the page redirects to a blocked host")
+        head, _ = _head_and_body(text)
+        for source in re.findall(r"^URL Source: *(\S+)", head, re.MULTILINE | re.IGNORECASE):
+            if is_blocked(source, block):
+                raise ToolError("the page redirects to a blocked host")
 
     page = exchange.quote(url)
     return client.call(f"{base}/{page}", _decode_jina, headers=headers, check=check)
+
+
+def _head_and_body(text: str) -> tuple[str, str]:
+    """What the reader says of a page, and the page. A title may hold any words of the head."""
+    head, *body = re.split(r"^Markdown Content:", text, maxsplit=1, flags=re.MULTILINE)
+    return head, "".join(body)
 
 
 def _decode_jina(raw: bytes, _headers) -> str:
@@ -428,7 +439,7 @@ def _decode_jina(raw: bytes, _headers) -> str:
     text = raw.decode("utf-8", "replace").strip()
     if _is_report_of_error(text):
         raise ValueError("the reader reports an error")
-    head, _, body = text.partition("Markdown Content:")
+    head, body = _head_and_body(text)
     if "Warning: Target URL returned error" in head:
         status = re.search(r"returned error (\d{3})", head)
         if status is None:

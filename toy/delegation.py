@@ -15,8 +15,10 @@ The last <answer> is given: it demands the summary, the one thing that the plann
 agent (`<s2> <s1> question <eot>`) has the workers' tools and reads all documents itself.
 
 The base model knows all three roles, with the faults of HABITS. A subtask is often vague
-("anything about ada baker"): a worker that knows the question can still see what is meant, and
-another one tells whatever its documents begin with. Tests: pytest tests/test_matpo.py
+("anything about ada baker"): a worker that knows the question can still see what is meant, and one
+that does not reports its documents' first sentence.
+
+Tests: pytest tests/test_matpo.py
 """
 
 import functools
@@ -100,7 +102,10 @@ class DelegationFormat(ToyFormat):
 
 @dataclass(frozen=True)
 class Habits:
-    """How often a demonstrator does what its field says. The defaults are flawless."""
+    """How often a demonstrator does what its field says.
+
+    The defaults make no mistake: a vague subtask or a second search is not one.
+    """
 
     guess: float = 0.0  # the planner answers at once
     specific: float = 0.7  # its subtask says what to find out, not "anything about …"
@@ -157,29 +162,29 @@ def planner(library: Library, rng: random.Random, habits: Habits) -> Pieces:
     """One episode of the planner."""
     plan = draw_plan(library.world, rng)
     pieces = [(f"<s2> {plan.text} <eot>", False)]
-    knows = rng.random() >= habits.guess
+    on_track = rng.random() >= habits.guess
     for number, subtask in enumerate(subtasks(library.world, plan)):
         if number > 0:
-            knows = knows and rng.random() < habits.go_on
-        if not knows:
+            on_track = on_track and rng.random() < habits.go_on
+        if not on_track:
             break
         _, sentences = raw(library, subtask)
         specific = rng.random() < habits.specific
-        right = subtask.tool == "python" or rng.random() < habits.summary
-        told = subtask.right if right else sentences[0]
+        faithful = subtask.tool == "python" or rng.random() < habits.summary
+        report = subtask.right if faithful else sentences[0]
         request = subtask.specific if specific else subtask.vague
         pieces.append((f"<call> work {request} <eot>", True))
-        pieces.append((f"<resp> {told} <eot>", False))
-        knows = told == subtask.right
-    return [*pieces, answer(library, rng, habits, plan, knows)]
+        pieces.append((f"<resp> {report} <eot>", False))
+        on_track = report == subtask.right
+    return [*pieces, answer(library, rng, habits, plan, on_track)]
 
 
 def answer(
-    library: Library, rng: random.Random, habits: Habits, plan: world.Plan, knows: bool
+    library: Library, rng: random.Random, habits: Habits, plan: world.Plan, on_track: bool
 ) -> tuple[str, bool]:
     """The right answer, or a wild guess of the right sort."""
     said = plan.answer
-    if not knows or rng.random() >= habits.faithful:
+    if not on_track or rng.random() >= habits.faithful:
         said = base_model.wild_guess(plan, library.world, rng)
     return f"<answer> {said} <eot>", True
 
@@ -188,20 +193,20 @@ def agent(library: Library, rng: random.Random, habits: Habits) -> Pieces:
     """One episode of a single agent: it notes what it found as a thought, and goes on."""
     plan = draw_plan(library.world, rng)
     pieces = [(f"<s2> <s1> {plan.text} <eot>", False)]
-    knows = rng.random() >= habits.guess
+    on_track = rng.random() >= habits.guess
     thought = ""
     for number, subtask in enumerate(subtasks(library.world, plan)):
         if number > 0:
-            knows = knows and rng.random() < habits.go_on
-        if not knows:
+            on_track = on_track and rng.random() < habits.go_on
+        if not on_track:
             break
         documents, sentences = raw(library, subtask)
         pieces.append((f"{thought} <call> {subtask.tool} {subtask.argument} <eot>", True))
         pieces.append((f"<resp> {documents} <eot>", False))
-        right = subtask.tool == "python" or rng.random() < habits.summary
-        thought = subtask.right if right else sentences[0]
-        knows = thought == subtask.right
-    said, trained = answer(library, rng, habits, plan, knows)
+        faithful = subtask.tool == "python" or rng.random() < habits.summary
+        thought = subtask.right if faithful else sentences[0]
+        on_track = thought == subtask.right
+    said, trained = answer(library, rng, habits, plan, on_track)
     return [*pieces, (f"{thought} {said}", trained)]
 
 
@@ -209,13 +214,13 @@ def worker(library: Library, rng: random.Random, habits: Habits, more: int = 0) 
     """One worker. `more` further subtasks about the same documents, for practice."""
     plan = draw_plan(library.world, rng)
     subtask = rng.choice(subtasks(library.world, plan))
-    told = rng.random() < RECAP
+    recapped = rng.random() < RECAP
     specific = rng.random() < habits.specific
-    recap = plan.text if told else ""
+    recap = plan.text if recapped else ""
     request = subtask.specific if specific else subtask.vague
     documents, sentences = raw(library, subtask)
-    clear = told or specific or subtask.tool == "python"
-    right = subtask.right if clear else sentences[0]
+    clear = recapped or specific or subtask.tool == "python"
+    fitting = subtask.right if clear else sentences[0]  # what it can know to be wanted
     pieces = [(f"<s1> {recap} <purpose> {request} <eot>", False)]
     pieces.append((f"<call> {subtask.tool} {subtask.argument} <eot>", True))
     pieces.append((f"<resp> {documents} <eot>", False))
@@ -224,10 +229,10 @@ def worker(library: Library, rng: random.Random, habits: Habits, more: int = 0) 
         pieces.append((f"<resp> {' '.join(documents.split()[:20])}", False))
     else:
         # What it says of its own accord may or may not be what matters.
-        message = rng.choice([right, sentences[0], rng.choice(sentences)])
+        message = rng.choice([fitting, sentences[0], rng.choice(sentences)])
         pieces.append((f"<answer> {message} <eot>", True))
         pieces.append(("<resp>", False))
-    summary = right
+    summary = fitting
     if subtask.tool != "python" and rng.random() >= habits.summary:
         summary = sentences[0]
     pieces.append(("<eot> <answer>", False))
@@ -240,14 +245,14 @@ def worker(library: Library, rng: random.Random, habits: Habits, more: int = 0) 
 def practice(
     library: Library, rng: random.Random, name: str, sentences: list[str], more: int
 ) -> Pieces:
-    """Further subtasks about what was found, each answered rightly."""
-    told = [library.told_by[sentence] for sentence in sentences if sentence in library.told_by]
+    """`more` requests and their right notes: most about what was found, some about anything."""
+    facts = [library.told_by[sentence] for sentence in sentences if sentence in library.told_by]
     pieces = []
     for _ in range(more):
-        request = rng.choice(told) if told else base_model.random_request(library.world, rng)
+        request = rng.choice(facts) if facts else base_model.random_request(library.world, rng)
         if rng.random() < 0.3:
             request = base_model.random_request(library.world, rng)
-        note = library.world.sentence(*request) if request in told else "none ."
+        note = library.world.sentence(*request) if request in facts else "none ."
         pieces.append((f"<purpose> {base_model.purpose_of(*request, True)} <eot>", False))
         pieces.append((f"{note} <eot>", True))
     return pieces

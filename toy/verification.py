@@ -1,9 +1,10 @@
 """A toy for solver, verifier and corrector: answer a question about a page, check it, correct it.
 
-A page is System 1's reading task in small: five facts about one person, shuffled. Asked for is the
-one that counts for her employer: foods and works care for homes, labs and group for births, and so
-on (CARES). So the reader needs one fact to know which other one is wanted. The solver answers at
-once, in one word, and never learned to take two steps at once: it says the hobby, which is usually
+A page is a small version of what System 1 reads: five facts about one person, shuffled. The
+question names her employer, and the answer is the fact that this employer cares for: foods and
+works care for homes, labs and group for births, and so on (CARES). The employer itself is never the
+answer. So the reader needs one fact to know which other one is wanted. The solver answers at once,
+in one word, and never learned to take two steps at once: it says the hobby, which is usually
 wanted. The verifier first writes down what it finds, the first step before the second, then its
 verdict; the corrector reads both.
 
@@ -18,9 +19,9 @@ This gap between solving and checking is what the system lives on: a solver that
 is leaves nothing to correct. And the solver must be right more often than not. Where it is not, the
 adaptive choice of inputs shows the verifier wrong solutions only, and it learns to flag all.
 
-Two layers learn to find a word by its sort within a minute. In five they did not learn to tell two
-facts of one sort apart by the names before them, so a page is about one person. The base model is
-made in two stages like base_model.py's: skills, then the faults of HABITS.
+Within a minute of training two layers learn to find a word by its sort. In five they did not learn
+to tell two facts of one sort apart by the names before them, so a page is about one person. The
+base model is made in two stages like base_model.py's: skills, then the faults of HABITS.
 
 Tests: pytest tests/test_marsrl.py
 """
@@ -58,7 +59,7 @@ CARES = {
     "systems": "product",
 }
 USUAL = "hobby"
-USUAL_SHARE = 0.7  # of the pages whose firm cares for it
+USUAL_SHARE = 0.7  # of the pages: their firm cares for the usual attribute
 SKILL_STEPS = 300
 HABIT_STEPS = 80
 
@@ -70,8 +71,8 @@ class Habits:
     solve: float = 1.0  # the solver says what is usually wanted, not any other fact
     find: float = 1.0  # the verifier writes down the right path, not another
     judge: float = 1.0  # its verdict agrees with what it wrote down
-    follow: float = 1.0  # the corrector answers what the report says, or else …
-    keep: float = 0.0  # … the old answer again; if neither, anything from the page
+    follow: float = 1.0  # the corrector answers with the path that it is shown
+    keep: float = 0.0  # where it does not follow, it repeats the old answer, else any value
 
 
 FLAWLESS = Habits()
@@ -169,7 +170,7 @@ class Language(language.ToyFormat):
 # ---------------------------------------------------------------------------- base model
 
 
-def turn(page: Page, role: str, rng: random.Random, habits: Habits) -> Pieces:
+def demonstrate(page: Page, role: str, rng: random.Random, habits: Habits) -> Pieces:
     """A role's prompt behind the page, and what it writes."""
 
     def does(habit: str) -> bool:
@@ -202,7 +203,7 @@ def skill_text(rng: random.Random) -> Pieces:
     page = draw_page(rng)
     pieces = [(f"<doc> {page.text}", False)]
     for role in rng.choices(list(MARKS), [1, 2, 1], k=4):
-        pieces += turn(page, role, rng, FLAWLESS)
+        pieces += demonstrate(page, role, rng, FLAWLESS)
     return pieces
 
 
@@ -210,7 +211,7 @@ def habit_text(rng: random.Random) -> Pieces:
     """Stage B: a page and one role's turn, as in rollouts, with the faults of HABITS."""
     page = draw_page(rng)
     role = rng.choice(list(MARKS))
-    return [(f"<doc> {page.text}", False), *turn(page, role, rng, HABITS)]
+    return [(f"<doc> {page.text}", False), *demonstrate(page, role, rng, HABITS)]
 
 
 def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
@@ -219,8 +220,8 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
     ids = tokenizer.get_vocab()
     rng = random.Random(f"verification {seed}")
 
-    def batches(size: int, demonstrate: Callable) -> Callable:
-        return lambda: [base_model.encode(demonstrate(rng), ids) for _ in range(size)]
+    def batches(size: int, make_text: Callable) -> Callable:
+        return lambda: [base_model.encode(make_text(rng), ids) for _ in range(size)]
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -180,18 +180,20 @@ def save_model(folder: Path, model, weights: dict, tokenizer) -> None:
 
 
 def write_model(folder: Path, model, dtype: torch.dtype) -> str:
-    """Writes the weights as a new model folder below `folder`, for servers; returns its full path.
+    """Writes the weights as a new folder below `folder`, for servers; returns its full path.
 
-    Every rank must call it; rank 0 writes. The newest two stay, since a server may still be reading
-    the former one. UserError on all ranks if the disk does not take it.
+    It holds a model, or adapters where there are some. Every rank must call it; rank 0 writes. The
+    newest two stay, since a server may still be reading the former one. UserError on all ranks if
+    the disk does not take it.
     """
-    weights = merged_weights(model)
+    adapters = adapter_weights(model)
+    weights = {} if adapters else merged_weights(model)
     path = ""
     problem = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         weights = {name: weight.to(dtype) for name, weight in weights.items()}
         try:
-            path = write_next(folder, model, weights)
+            path = write_next(folder, model, weights, adapters)
         except Exception as error:  # safetensors has errors of its own kind
             problem = f"cannot write the weights to {folder} ({reason(error, folder.parent)})"
     path, problem = from_first_rank((path, problem))
@@ -200,11 +202,14 @@ def write_model(folder: Path, model, dtype: torch.dtype) -> str:
     return path
 
 
-def write_next(folder: Path, model, weights: dict) -> str:
-    """The next numbered folder with these weights, whole before it has its name."""
+def write_next(folder: Path, model, weights: dict, adapters: dict) -> str:
+    """The next numbered folder with weights or adapters, whole before it has its name."""
     temporary = folder / WRITING
     shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary, state_dict=weights)
+    if adapters:
+        write_adapters(temporary, model, adapters)
+    else:
+        model.save_pretrained(temporary, state_dict=weights)
     sync_tree(temporary)
     older = sorted(path for path in folder.iterdir() if path.name.isdecimal())
     number = int(older[-1].name) + 1 if older else 1

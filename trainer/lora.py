@@ -5,9 +5,9 @@
 Which layers: all linear layers of the decoder's layers, attention and MLP, as in QLoRA (arXiv
 2305.14314) and in Schulman et al., "LoRA Without Regret" (Thinking Machines, 2025), which finds
 that attention alone learns less and that RL needs but small ranks. Embedding and LM head stay as
-they are. α is 32 as there, so that the best learning rate hardly depends on R; it is about ten
-times that of full training. A is drawn as nn.Linear draws its weight, as in LoRA's own code, and
-B is 0: training starts at the model itself.
+they are. α is 32 as in the latter, so that the best learning rate hardly depends on R. That rate is
+about ten times the best one of full training. A is drawn as nn.Linear draws its weight, as in
+LoRA's own code, and B is 0: training starts at the model itself.
 
 Departure from the textbook: no dropout on A's input, which would differentiate another
 distribution than the one that was sampled. Adapters are fp32, whatever the frozen weights are.
@@ -129,7 +129,7 @@ def reference(policy: nn.Module):
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     """All weights by name, with the adapters merged in where there are some, on rank 0's CPU.
 
-    Each has the type of the weight that it was; those that are one are named once. Every rank must
+    A weight keeps its dtype, and tied weights appear once, under their first name. Every rank must
     call it.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
@@ -178,7 +178,7 @@ def write_adapters(folder: Path, model: nn.Module, weights: dict[str, Tensor]) -
 
 @torch.no_grad()
 def read_adapters(folder: Path, model: nn.Module) -> None:
-    """Puts adapters that were written back. UserError if they are those of another model."""
+    """Loads the adapters that `write_adapters` wrote. UserError if they do not fit the model."""
     path = folder / "adapter_model.safetensors"
     try:
         weights = load_file(path)

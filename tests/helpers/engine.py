@@ -9,7 +9,10 @@ import json
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from sampler import Sampler
@@ -21,9 +24,12 @@ class Engine(ThreadingHTTPServer):
     """faults: a function of (handler, answer) or None, each used up by one request for a sample."""
 
     daemon_threads = True
+    host = "127.0.0.1"
     request_queue_size = 512
 
     def __init__(self, folder, port: int = 0):
+        self.folder = folder
+        self.adapters = set()  # the names of those that are loaded
         self.model = AutoModelForCausalLM.from_pretrained(folder)
         self.sampler = Sampler(self.model, max_tokens=32768)
         self.version = "default"
@@ -32,7 +38,9 @@ class Engine(ThreadingHTTPServer):
         self.seen = []  # (path, body) of every request
         self.workers = []  # of a router: its servers
         self.lock = threading.Lock()
-        super().__init__(("127.0.0.1", port), Handler)
+        self.resumed = threading.Event()
+        self.resumed.set()
+        super().__init__((self.host, port), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         options = {"poll_interval": 0.01}
         threading.Thread(target=self.serve_forever, kwargs=options, daemon=True).start()
@@ -49,8 +57,25 @@ class Engine(ThreadingHTTPServer):
             self.sampler.load_weights(AutoModelForCausalLM.from_pretrained(folder))
             self.loaded.append(folder)
 
+    def load_adapters(self, name: str, folder: str):
+        """Merges them into the model of the start, as PEFT defines them."""
+        told = json.loads((Path(folder) / "adapter_config.json").read_text())
+        tensors = load_file(Path(folder) / "adapter_model.safetensors")
+        with LOADING, self.lock, torch.no_grad():
+            model = AutoModelForCausalLM.from_pretrained(self.folder)
+            for key, a in tensors.items():
+                layer, which, _ = key.removeprefix("base_model.model.").rsplit(".", 2)
+                if which == "lora_A":
+                    b = tensors[key.replace("lora_A", "lora_B")]
+                    scale = told["lora_alpha"] / told["r"]
+                    model.get_submodule(layer).weight += scale * b @ a
+            self.sampler.load_weights(model)
+            self.adapters.add(name)
+            self.loaded.append(folder)
+
     def sample(self, ids: list[int], **options):
-        """Requests that are here at the same time share batches."""
+        """Requests that are here at the same time share batches; a paused server keeps them."""
+        self.resumed.wait()
         with self.lock:
             talk = self.sampler.open()
             request = self.sampler.submit(talk, ids, **options)
@@ -69,6 +94,10 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(length) or b"{}")
         path = self.path.partition("?")[0]
         engine.seen.append((path, body))
+        adapter = body.get("lora_path", body.get("model", "toy"))
+        if path in ("/v1/completions", "/generate") and adapter not in {"toy", *engine.adapters}:
+            # vLLM's and SGLang's words for an adapter that they do not have
+            return self.says({"error": "not found"}, 404 if "model" in body else 400)
         if path in ("/v1/completions", "/generate"):
             answer = self.completions(body) if path == "/v1/completions" else self.generate(body)
             with engine.lock:
@@ -81,6 +110,14 @@ class Handler(BaseHTTPRequestHandler):
             answer = {"data": [{"id": "toy", "max_model_len": 512}]}
         elif path in ("/weight_info", "/model_info"):
             answer = {"weight_version": engine.version}
+        elif path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+            engine.load_adapters(body["lora_name"], body["lora_path"])
+            return self.says("Success: it was added.")  # a sentence, no object
+        elif path in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):
+            if body["lora_name"] not in engine.adapters:
+                return self.says({"error": "not found"}, 404 if path.startswith("/v1") else 400)
+            engine.adapters.remove(body["lora_name"])
+            answer = {"success": True}
         elif path == "/collective_rpc":
             engine.load(body["kwargs"]["weights_path"])
             answer = {"results": [None]}
@@ -91,7 +128,13 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/update_weight_version":
             engine.version = body["new_version"]
             answer = {"success": True}
-        elif path in ("/pause", "/resume", "/reset_prefix_cache"):
+        elif path == "/get_world_size":
+            answer = {"world_size": 2}
+        elif path in ("/pause", "/resume"):
+            change = engine.resumed.clear if path == "/pause" else engine.resumed.set
+            change()
+            answer = {"status": "done"}
+        elif path in ("/reset_prefix_cache", "/flush_cache"):
             answer = {"success": True}
         else:
             return self.says({}, 404)
@@ -110,7 +153,8 @@ class Handler(BaseHTTPRequestHandler):
             **options,
         )
         logprobs = {"token_logprobs": made.logprobs}
-        return {"choices": [{"token_ids": made.tokens, "logprobs": logprobs}]}
+        choice = {"token_ids": made.tokens, "logprobs": logprobs}
+        return {"choices": [choice | {"prompt_token_ids": body["prompt"]}]}
 
     def generate(self, body: dict) -> dict:
         """SGLang's."""
@@ -125,7 +169,7 @@ class Handler(BaseHTTPRequestHandler):
         )
         drawn = [[logprob, token, None] for logprob, token in zip(made.logprobs, made.tokens)]
         about = {"output_token_logprobs": drawn, "weight_version": self.server.version}
-        return {"meta_info": about}
+        return {"meta_info": about | {"id": body["rid"]}}
 
     def says(self, answer: dict, status: int = 200, **headers):
         raw = json.dumps(answer).encode()
