@@ -47,8 +47,8 @@ from tools import KNOWN, Tool, python, search
 class AtlasConfig(MarsConfig):
     """MARS's options, and those of the warm start."""
 
-    warm_steps: int = 16  # optimizer steps on demonstrations; 0: RL starts from --model itself
-    warm_lr: float = 1e-4  # their learning rate
+    warm_steps: int = 48  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    warm_lr: float = 2e-4  # their learning rate
 
     for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
 

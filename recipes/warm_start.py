@@ -55,9 +55,9 @@ class WarmStart:
     model: str = smollm2.NAME  # what to start from: smollm2, a folder, a hub name
     data: str = "atlas"  # JSON lines of {"messages": […]}; or atlas, atlas-long
     out: str = "warm"  # the folder to write, as transformers loads it
-    steps: int = 16  # optimizer steps: form comes first, more of it leaves RL less to do
+    steps: int = 48  # optimizer steps; 16 teach SmolLM2 the form, and hardly what to look for
     demonstrations: int = 6  # per step
-    lr: float = 1e-4  # of a 135M model; a larger one wants less
+    lr: float = 2e-4  # of a 135M model; a larger one wants less
     warmup: int = 5  # steps of linear warm-up; then the rate falls in a line
     seed: int = 0  # of the demonstrations' order, and of the atlas
     cache: str = ".cache"  # where a model that is made here is kept

@@ -389,7 +389,7 @@ def test_wrong_plans_are_no_demonstrations():
 @pytest.mark.parametrize("preset", atlas.PRESETS)
 def test_presets_are_settings_that_hold(preset):
     config = resolve(atlas.AtlasConfig, {"preset": preset}, presets=atlas.PRESETS)
-    assert config.eval_questions == 200 and config.warm_steps == 16
+    assert config.eval_questions == 200 and config.warm_steps == 48
     assert config.longest() <= config.kv_tokens
 
 
