@@ -15,9 +15,9 @@ from config import UserError
 def made_once(folder: Path, make: Callable[[Path], None], option: str = "--cache") -> Path:
     """`folder` as the cache holds it, or else filled by `make`, which is given an empty folder.
 
-    One process makes it, others wait for that one. It gets its name when all of it is on the disk,
-    and what a killed process left is removed by the next. UserError, which names the option that
-    says where it lies, if it cannot be written.
+    One process makes the folder, and others wait for it. It gets its name when all its files are on
+    the disk; what a killed process left is removed by the next. UserError if it cannot be written;
+    `option` is what the message tells the caller to change.
     """
     if folder.exists():
         return folder

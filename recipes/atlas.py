@@ -37,7 +37,7 @@ from plumbing.cache import made_once
 from recipes import atlas_world, warm_start
 from recipes.atlas_world import Plan, World
 from rollout import Context, Game, Trajectory
-from tasks import grading
+from tasks import chat, grading
 from tasks.chat import ChatFormat, Words
 from tasks.questions import Question
 from tools import KNOWN, Tool, python, search
@@ -168,7 +168,7 @@ def closed_words(config: Config, tools: list[Tool]) -> Words:
 
 
 async def from_memory(game: Game, trajectory: Trajectory) -> None:
-    """One step. Whoever forgets the tags has answered as well."""
+    """One step without a tool. An answer without its tags counts too."""
     async with Context(game, trajectory, "sys2") as system2:
         given = game.chat.prompt("sys2", question=trajectory.question.text)
         turn = await mars.act(game, system2, given, final=True)
@@ -210,11 +210,14 @@ def run(arguments: list[str], given: dict) -> int:
     if config.warm_steps:
         start = warm_model(config)
     options = {"preset": config.preset, "model": start} | places(files, "train")
-    return train.main(METHOD, [*as_options(options), *without_model(arguments)], __doc__)
+    return train.main(METHOD, [*as_options(options), *without(arguments, "--model")], __doc__)
 
 
 def look(arguments: list[str]) -> int:
-    """`eval`, `ask` or `closed`: a run brings its settings, a plain model gets the atlas's."""
+    """`eval`, `ask` or `closed`. A run brings its own settings; a plain model gets the preset's.
+
+    These stand first, so that the caller's options win.
+    """
     command, *rest = arguments
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--preset", default="atlas", choices=PRESETS)
@@ -260,11 +263,6 @@ def without(arguments: list[str], name: str) -> list[str]:
     return kept
 
 
-def without_model(arguments: list[str]) -> list[str]:
-    """The arguments without --model, which has been warm-started under another name."""
-    return without(arguments, "--model")
-
-
 def places(files: Path, part: str) -> dict[str, Path]:
     """The files of a world, by the options that take them."""
     return {
@@ -296,7 +294,7 @@ def warm_model(config: AtlasConfig) -> Path:
         micro_tokens=config.micro_tokens,
     )
     settings = (config.preset, config.model, options.steps, options.lr, options.seed, options.bf16)
-    sources = (__file__, atlas_world.__file__, warm_start.__file__, mars.__file__)
+    sources = (__file__, atlas_world.__file__, warm_start.__file__, mars.__file__, chat.__file__)
     folder = Path(config.cache) / f"warm-{digest(settings, *sources)}" / config.preset
     if folder.exists():
         return folder
@@ -308,7 +306,10 @@ def warm_model(config: AtlasConfig) -> Path:
 
 
 def digest(settings: tuple, *sources: str) -> str:
-    """A hash of all that a thing in the cache follows from."""
+    """A hash of the settings and of these source files.
+
+    What else a thing in the cache follows from, such as trainer/, is not in it.
+    """
     made = hashlib.sha256(repr(settings).encode())
     for source in sources:
         made.update(Path(source).read_bytes())

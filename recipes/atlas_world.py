@@ -5,7 +5,7 @@ demonym, population, area, neighbours. A field that is empty, or holds several v
 question wants one, is neither told nor asked. The facts are as old as that package.
 
     one      What is the capital of Peru?                  Which country has the capital Lima?
-    two      What is the calling code of the country whose capital is Lima?
+    two      What is the calling code of the country with the capital Lima?
     three    What is the demonym of the most populous neighbour of the country with the capital …?
     sum      How many more people live in Peru than in Chile?           (Python subtracts)
 
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config import UserError
+from tasks.chat import DOCUMENT
 from tasks.questions import same_question
 from tools import Document, search
 from tools.bm25 import Search
@@ -192,14 +193,14 @@ def facts_of(row: dict) -> dict[str, Value]:
     values = {}
     for attribute, text in found.items():
         golds = spellings(text) if text else ()
-        # The capital of Singapore is no question, and whoever writes the name would tell it.
+        # Singapore's capital is left out: every sentence with the country's name would tell it.
         if golds and not says(name, golds):
             values[attribute] = Value(text, golds)
     return values
 
 
 def says(text: str, golds: tuple[str, ...]) -> bool:
-    """Whether a text has one of these as whole words. A domain is one with its dot only."""
+    """Whether a text has one of these as whole words. A domain matches with its dot only."""
     found = (rf"(?<!\w){re.escape(gold)}(?!\w)" for gold in golds)
     return any(re.search(pattern, text, re.IGNORECASE) for pattern in found)
 
@@ -212,7 +213,7 @@ def the_one(value) -> str | None:
 
 
 def written(number) -> str | None:
-    """1,285,216. None for what is no whole number, or too small to be asked for."""
+    """The number with commas, as 1,285,216. None if it is no whole number, or below 1,000."""
     if not isinstance(number, int) or number < 1000:
         return None
     return f"{number:,}"
@@ -273,7 +274,7 @@ class World:
     facts: dict[Fact, Value] = field(default_factory=dict)
     pages: dict[str, list[Document]] = field(default_factory=dict)  # of each part
     told: dict[Fact, set[tuple[str, str]]] = field(default_factory=dict)
-    search: dict[str, Search] = field(default_factory=dict)  # of each part, made when it is needed
+    indexes: dict[str, Search] = field(default_factory=dict)  # of each part, made when it is needed
 
     def attributes(self, name: str) -> list[str]:
         """What is known of a country."""
@@ -298,9 +299,9 @@ class World:
 
     def finds(self, part: str, hop: "Hop") -> bool:
         """Whether a part's search finds the fact of a look-up, among its first few pages."""
-        if part not in self.search:
-            self.search[part] = search.local(self.searched(part), TOP_K)
-        found = self.search[part](hop.query)
+        if part not in self.indexes:
+            self.indexes[part] = search.local(self.searched(part), TOP_K)
+        found = self.indexes[part](hop.query)
         told = self.told[hop.fact]
         return any(
             page.title == title and words in page.text for page in found for title, words in told
@@ -309,7 +310,7 @@ class World:
     def tells(self, fact: Fact, text: str) -> bool:
         """Whether documents, as they stand in a chunk with their headers, tell a fact."""
         pairs = self.told.get(fact, ())
-        for page in text.split("[document] ")[1:]:
+        for page in text.split(f"{DOCUMENT} ")[1:]:
             title = page.partition("\n")[0].strip()
             if any(title == known and sentence in page for known, sentence in pairs):
                 return True
@@ -353,10 +354,12 @@ def largest_neighbours(world: World, rows: dict[str, dict]) -> dict[str, str]:
 
 
 def split(names: list[str], neighbours: dict[str, str], rng: random.Random) -> dict[str, list[str]]:
-    """The countries of training and the held-out ones: no neighbour's fact leads from one to both.
+    """The countries of training and the held-out ones.
 
-    Countries that such facts join stay together, so that a question can go along them.
+    No neighbour's fact joins a country of one part to one of the other: groups of countries that
+    such facts connect are dealt out whole.
     """
+    # Every country points at its group's list, which all members share.
     group = {name: [name] for name in names}
     for name, neighbour in neighbours.items():
         if group[name] is not group[neighbour]:
@@ -420,7 +423,7 @@ def distractor(
 
 @dataclass(frozen=True)
 class Hop:
-    """One look-up: what is searched for, what for, the fact that must be found, the note on it."""
+    """One look-up: the query, its purpose, the fact that must be found, and the note on it."""
 
     query: str
     purpose: str
@@ -432,7 +435,8 @@ class Hop:
 class Plan:
     """A question and the way to its answer.
 
-    `code` is the program that makes it out of the facts found; empty where the last of them is it.
+    `code` is the Python expression that computes the answer from the facts found. It is empty where
+    the last fact is the answer.
     """
 
     kind: str
@@ -521,7 +525,7 @@ def by_key(world: World, name: str, rng: random.Random) -> tuple[str | None, tup
 def to_neighbour(
     world: World, name: str, described: str, hops: tuple[Hop, ...]
 ) -> tuple[str, str | None, tuple[Hop, ...]]:
-    """(the neighbour, words for it, the look-ups that find it); no words where it is not told."""
+    """(the neighbour, its words, the look-ups that find it); no words where no page tells it."""
     attribute = "most populous neighbour"
     if (name, attribute) not in world.facts:
         return name, None, hops
@@ -540,7 +544,7 @@ def ask(
     """A question for a fact of a country, which is `described` in it."""
     attribute = rng.choice(world.attributes(name))
     value = world.facts[name, attribute]
-    # What the question says already is no answer.
+    # A question that contains its answer is not asked.
     text = rng.choice(ASK[attribute]).format(described)
     if says(text, value.golds):
         return None

@@ -4,9 +4,9 @@ The paper starts from 7B models, which speak a call format when they are told of
 135M does not: untaught, every step of it is malformed and every group of attempts earns 0. A few
 minutes of demonstrations give it the form.
 
-There is no second loss here. What was never sampled gets advantage 1 and ratio 1, and then the
-gradient of grpo.grpo_loss is that of the negative log-likelihood: same packing, same kernels, same
-optimizer as in RL. Each role's loss is a mean over its tokens. A mean per sequence would let a
+RL's own loss does the supervised training. With advantage 1 and ratio 1 the gradient of
+grpo.grpo_loss is that of the negative log-likelihood, so packing, kernels and optimizer are RL's as
+well. Each role's loss is a mean over its tokens. A mean per sequence would let a
 short answer weigh as much as a long call, and the model would learn to answer at once.
 
     python -m recipes.warm_start --data demonstrations.jsonl --out warm
@@ -110,7 +110,8 @@ def train(
 
 
 def schedule(step: int, options: WarmStart) -> float:
-    """The share of --lr in a step: up in `warmup` steps, and then down in a line.
+    """The share of --lr in a step: the lower of a line that rises over `warmup` steps and one that
+    falls over all of them. So the peak lies below 1.
 
     At a constant rate the last few batches would weigh more than all before them.
     """

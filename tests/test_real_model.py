@@ -126,11 +126,11 @@ def test_the_install_line_names_a_file_that_lists_what_is_needed():
     assert all(name.replace("_", "-") in wanted for name in (*PACKAGES, "countryinfo"))
 
 
-def test_halves_undoes_the_order_of_a_gguf_file():
+def test_unpermuted_undoes_the_order_of_a_gguf_file():
     """Two heads of six rows: pairs side by side -> first ones, then second ones, in each head."""
     rows = torch.arange(12)[:, None].numpy()
     expected = [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
-    assert smollm2.halves(rows, 2)[:, 0].tolist() == expected
+    assert smollm2.unpermuted(rows, 2)[:, 0].tolist() == expected
 
 
 @needs_model
