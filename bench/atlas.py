@@ -139,6 +139,13 @@ def report(rows: list[dict]) -> str:
     return common.table(shown)
 
 
+def without_places(text: str, options: argparse.Namespace) -> str:
+    """A text without the places where runs and cache lay on the machine that made them."""
+    for place in (options.runs, options.cache):
+        text = text.replace(str(place), place.name)
+    return text
+
+
 def keep(options: argparse.Namespace) -> Path:
     """The table of all seeds and the runs' small files, in the results' folder."""
     rows = [row for seed in options.seeds for row in summarise(seed, options)]
@@ -156,15 +163,12 @@ def keep(options: argparse.Namespace) -> Path:
         shutil.copyfile(folder / "curves.png", results / folder.name / "curves.png")
         texts = [folder / name for name in KEPT] + [folder.with_name(f"{folder.name}.log")]
         for path in texts:
-            text = path.read_text()
-            # Where it lay on the machine that made it is nobody's business.
-            for place in (options.runs, options.cache):
-                text = text.replace(f"{place}/", f"{place.name}/").replace(str(place), place.name)
+            text = without_places(path.read_text(), options)
             (results / folder.name / path.name).write_text(text)
         parts = ("seconds_rollout", "seconds_train", "seconds_eval")
         wall = sum(line.get(part) or 0 for line in lines for part in parts)
         runs.append({"run": folder.name, "wall_seconds": wall, **ending(folder)})
-    command = " ".join(["python -m bench.atlas", *sys.argv[1:]])
+    command = without_places(" ".join(["python -m bench.atlas", *sys.argv[1:]]), options)
     return common.save("atlas/table", command, rows, runs=runs)
 
 

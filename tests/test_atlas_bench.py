@@ -118,3 +118,27 @@ def test_nothing_to_tabulate_is_one_sentence(bench):
     options, _ = bench
     with pytest.raises(UserError, match="nothing was evaluated"):
         atlas.keep(options)
+
+
+# ---------------------------------------------------------------- what was measured
+
+REPO = Path(__file__).parent.parent
+MEASURED = REPO / "bench" / "results" / "atlas"
+
+
+def test_the_page_tells_what_was_measured():
+    """Every accuracy of the kept table stands on the page, with its interval."""
+    page = (REPO / "docs" / "real_models.md").read_text()
+    rows = json.loads((MEASURED / "table.json").read_text())["rows"]
+    assert "after RL" in {row["model"] for row in rows}
+    for row in rows:
+        for line in row["sets"]:
+            share, low, high = (round(100 * line[key]) for key in ("accuracy", "low", "high"))
+            assert f"{share} ({low}–{high})" in page, (row["model"], row["decoding"], line["set"])
+
+
+def test_what_is_kept_is_small_and_of_no_machine():
+    files = [path for path in MEASURED.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 1_000_000
+    for path in files:
+        assert b"/tmp/" not in path.read_bytes(), path

@@ -74,7 +74,8 @@ def program_of(command: str):
     """(its main, its arguments)"""
     words = [word for word in shlex.split(command) if word != "…"]
     if words[0] == "torchrun":
-        words = ["python", *words[words.index("mars.py") :]]
+        starts = "-m" if "-m" in words else "mars.py"
+        words = ["python", *words[words.index(starts) :]]
     if words[1] == "mars.py":
         return (lambda given: train.main(mars.METHOD, given, "")), words[2:]
     assert words[1] == "-m", command
