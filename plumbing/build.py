@@ -183,17 +183,26 @@ def assemble(
         eval_questions=outside.eval_questions,
     )
     introduce(run, start, outside.memory)
-    if not training:
-        return run
+    if training:
+        make_trainer(run, model, base, machine, state)
+    return run
+
+
+def make_trainer(run: Run, model, base, machine: Machine, state: tuple[int, Path] | None) -> None:
+    """Adds to a run what learns: policy, optimizer, reference, as of `state` if it is resumed.
+
+    `base` is the model that the run began with, where a frozen role or the KL term needs it.
+    """
+    config = run.config
     if config.lora_rank:
         for role in config.frozen():
             if not config.fsdp:  # which would cut the sampler's copy up
-                samplers[role].share_weights(model)
+                run.samplers[role].share_weights(model)
         trainer.add_adapters(model, config.lora_rank, config.seed)
         if state:
             trainer.read_adapters(state[1] / "adapter", model)
         if state or config.server:
-            sampler.load_weights(model)
+            run.sampler.load_weights(model)
     policy = trainer.Policy(
         model, bf16=machine.bf16, recompute_activations=config.recompute_activations
     )
@@ -205,7 +214,6 @@ def assemble(
         run.reference = trainer.Policy(base.requires_grad_(False), bf16=machine.bf16)
     if state:
         trainer.load_optimizer(state[1], run.policy, run.optimizer)
-    return run
 
 
 def introduce(run: Run, start: Path | str, memory: str) -> None:

@@ -333,7 +333,11 @@ def test_weights_that_were_saved_and_read_are_taken(tmp_path):
     saved.config.use_cache = False
     saved.config.pad_token_id = 3
     sampler.load_weights(saved)
-    sampler.load_weights(model)
+    fresh = Sampler(saved.float(), max_tokens=256)
+    one, other = (s.generate([[1, 2, 3]], max_new_tokens=4)[0] for s in (sampler, fresh))
+    assert one.logprobs == other.logprobs
+    old = Sampler(model, max_tokens=256).generate([[1, 2, 3]], max_new_tokens=4)[0]
+    assert one.logprobs != old.logprobs, "bf16 has rounded the weights"
 
 
 def test_buffers_are_loaded_with_the_weights():

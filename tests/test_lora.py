@@ -8,7 +8,7 @@ from helpers import ranks
 from helpers.tiny import CPU, KINDS, OBJECTIVE, Tokenizer, make_samples, model, saved, weigh
 from safetensors.torch import load_file
 from test_checkpoint import TOUCHES, Killed
-from test_memory import SHAPE, settings, size
+from test_memory import SHAPE, settings, size, tensors_held
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -444,15 +444,7 @@ def test_the_plan_counts_what_a_step_with_adapters_holds(kl_beta):
     trainer.add_adapters(plain, 8, seed=0)
     policy = trainer.Policy(plain, bf16=False)
     optimizer = learn(policy, 1)
-    states = optimizer.state.values()
-    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
-    held = {
-        "weights": size(policy.parameters()),
-        "gradients": size(parameter.grad for parameter in policy.parameters()),
-        "optimizer": size(moments),
-        "sampler": size(sampler.forward.weights.values()),
-        "KV pool": size([sampler.pool]),
-    }
+    held = tensors_held(policy, optimizer, sampler)
     assert parts == pytest.approx(held, rel=1e-3)  # so there is no reference
 
 

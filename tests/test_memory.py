@@ -86,6 +86,19 @@ def size(tensors) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
+def tensors_held(policy, optimizer, sampler) -> dict[str, int]:
+    """Bytes of the tensors of a trainer and a sampler, by the plan's names."""
+    states = optimizer.state.values()
+    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+    return {
+        "weights": size(policy.parameters()),
+        "gradients": size(parameter.grad for parameter in policy.parameters()),
+        "optimizer": size(moments),
+        "sampler": size(sampler.forward.weights.values()),
+        "KV pool": size([sampler.pool]),
+    }
+
+
 def test_memory_parts_are_what_a_step_holds():
     """One process on a CPU, all tensors counted."""
     torch.manual_seed(0)
@@ -100,15 +113,7 @@ def test_memory_parts_are_what_a_step_holds():
     trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
     optimizer.step()
     sampler = Sampler(model, max_tokens=4096)
-    states = optimizer.state.values()
-    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
-    held = {
-        "weights": size(policy.parameters()),
-        "gradients": size(parameter.grad for parameter in policy.parameters()),
-        "optimizer": size(moments),
-        "sampler": size(sampler.forward.weights.values()),
-        "KV pool": size([sampler.pool]),
-    }
+    held = tensors_held(policy, optimizer, sampler)
     for name, expected in held.items():
         assert abs(parts[name] - expected) < 0.001 * expected, name
     assert parts["reference"] == parts["weights"]

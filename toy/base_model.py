@@ -383,12 +383,21 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
 
     skills = batches(24, skill_chunk), batches(6, trajectory, FLAWLESS)
     habits = batches(16, habit_chunk), batches(16, trajectory, HABITS)
+    return two_stages(tokenizer, seed, (skills, habits), (skill_steps, habit_steps)), tokenizer
+
+
+def two_stages(tokenizer, seed: int, stages: tuple, steps: tuple[int, int]):
+    """A new model after both stages, skills and habits: the batches of each, and its steps.
+
+    Weights come from random numbers of its own, so nobody else's draws change.
+    """
+    skills, habits = stages
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = new_model(len(tokenizer))
-        train(model, "base model 1/2, skills", skills, skill_steps, lr=5e-3, warmup=30)
-        train(model, "base model 2/2, habits", habits, habit_steps, lr=2e-3, warmup=10)
-    return model, tokenizer
+        train(model, "base model 1/2, skills", skills, steps[0], lr=5e-3, warmup=30)
+        train(model, "base model 2/2, habits", habits, steps[1], lr=2e-3, warmup=10)
+    return model
 
 
 # ---------------------------------------------------------------------------- cache

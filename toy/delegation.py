@@ -28,7 +28,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from tokenizers import AddedToken
 
 from tasks.format import Action, Call
@@ -286,13 +285,8 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
         batches(4, agent, FLAWLESS),
     )
     habits = batches(12, worker, HABITS), batches(12, planner, HABITS), batches(6, agent, HABITS)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = base_model.new_model(len(tokenizer))
-        train = base_model.train
-        train(model, "base model 1/2, skills", skills, skill_steps, lr=5e-3, warmup=30)
-        train(model, "base model 2/2, habits", habits, habit_steps, lr=2e-3, warmup=10)
-    return model, tokenizer
+    steps = (skill_steps, habit_steps)
+    return base_model.two_stages(tokenizer, seed, (skills, habits), steps), tokenizer
 
 
 def build(

@@ -32,7 +32,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from transformers import AddedToken
 
 from tasks.format import Action
@@ -223,14 +222,9 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
     def batches(size: int, make_text: Callable) -> Callable:
         return lambda: [base_model.encode(make_text(rng), ids) for _ in range(size)]
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = base_model.new_model(len(tokenizer))
-        skills = (batches(48, skill_text),)
-        base_model.train(model, "base model 1/2, skills", skills, skill_steps, lr=5e-3, warmup=30)
-        habits = (batches(48, habit_text),)
-        base_model.train(model, "base model 2/2, habits", habits, habit_steps, lr=2e-3, warmup=10)
-    return model, tokenizer
+    stages = ((batches(48, skill_text),), (batches(48, habit_text),))
+    steps = (skill_steps, habit_steps)
+    return base_model.two_stages(tokenizer, seed, stages, steps), tokenizer
 
 
 def build(
