@@ -11,7 +11,8 @@ import mars
 import train
 from config import UserError, resolve
 from plumbing import files, logbook
-from plumbing.surroundings import Questions
+from plumbing.metrics import rollout_metrics
+from plumbing.surroundings import Questions, epoch_order
 from rollout import Sample, Trajectory
 from sampler import Completion
 from tasks.questions import Question
@@ -277,6 +278,27 @@ def test_a_refill_asks_what_the_step_has_not_asked(size):
             assert len(set(names)) == 16  # all draws have names of their own
             questions = {name.partition(",")[0].partition("#")[0] for name in names}
             assert len(questions) == min(size, 16) or step * 4 % size > size - 4
+
+
+def test_orders_far_ahead_are_orders_of_their_own():
+    """PyTorch's generator reads 32 bits of a seed, and refills stand 2**60 questions ahead."""
+    orders = [epoch_order(64, 0, epoch) for epoch in (0, 2**32, 2**54, 2**55, 2**60)]
+    assert all(sorted(order) == list(range(64)) for order in orders)
+    assert len(set(map(tuple, orders))) == 5
+
+
+def test_a_methods_own_numbers_count_what_was_replaced():
+    def attempt(reward):
+        return Trajectory(
+            Question("q", "who ?", ("x",), "own"), 0, 0, ended="answer", reward=reward
+        )
+
+    def right(trajectories):
+        return {"right": (sum(t.reward for t in trajectories), len(trajectories))}
+
+    method = dataclasses.replace(mars.METHOD, roles={}, shares=right)
+    metrics = rollout_metrics([attempt(1.0)], [attempt(0.0)] * 3, method, 1.0)
+    assert metrics["right"] == metrics["reward"] == 0.25
 
 
 def test_ranks_refill_as_one_process_does():
