@@ -141,6 +141,10 @@ def claim(folder: Path) -> Claim | None:
     except FileNotFoundError:  # another start has just given the folder back
         return None
     except OSError as error:
+        # mkdir met a folder that another start gave back before mkdir could look at it.
+        gone = not os.path.lexists(folder) or folder.is_dir()
+        if isinstance(error, FileExistsError) and gone:
+            return None
         raise UserError(
             f"cannot write to {folder} ({error.strerror}); choose another folder with --runs"
         ) from None
