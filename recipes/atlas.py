@@ -58,10 +58,10 @@ SHORT = {
     "tools": "search",
     "top_k": atlas_world.TOP_K,
     "sys2_context": 1024,
-    "step_tokens": 80,
+    "step_tokens": 112,
     "answer_tokens": 24,
     "sys1_prompt": 320,  # a search fills two chunks
-    "sys1_response": 48,
+    "sys1_response": 64,
     "steps": 20,
     "questions": 4,
     "lr": 2e-5,
@@ -87,12 +87,11 @@ def demonstrate(
 ) -> Trajectory | None:
     """MARS's own episode, played flawlessly; None where a note or a step would not fit.
 
-    System 2 follows the plan. System 1 writes the fact where the documents before it tell it.
+    System 2 follows the plan, which it begins with: so each later step follows from its own words.
+    System 1 quotes: the title of the page that tells the fact, and the sentence. A note in words of
+    its own named the country that the purpose asks about, whatever page it had read.
     """
-    steps = [call("search", "query", hop.query, hop.purpose) for hop in plan.hops]
-    if plan.code:
-        steps.append(call("python", "code", plan.code, "the number asked for"))
-    steps.append(f"<answer>{plan.golds[0]}</answer>")
+    steps = played(plan)
     written = []
     noted = set()
 
@@ -102,10 +101,11 @@ def demonstrate(
 
     def system1(read: str) -> str:
         hop = plan.hops[len(written) - 1]
-        if not world.tells(hop.fact, read):
+        found = world.quote(hop.fact, read)
+        if found is None:
             return IDLE
         noted.add(hop.fact)
-        return hop.note
+        return found
 
     question = Question("demonstration", plan.text, plan.golds, plan.kind)
     say = {"sys2": system2, "sys1": system1}
@@ -118,6 +118,29 @@ def demonstrate(
     if not flawless or noted != {hop.fact for hop in plan.hops}:
         return None
     return trajectory
+
+
+def played(plan: Plan) -> list[str]:
+    """What System 2 says in each step."""
+    wanted = [hop.purpose for hop in plan.hops]
+    if plan.code:
+        wanted.append("the number asked for")
+    steps = []
+    for hop, purpose in zip(plan.hops, wanted):
+        steps.append(f"Next: {purpose}.\n{call('search', 'query', hop.query, purpose)}")
+    if plan.code:
+        steps.append(f"Next: {wanted[-1]}.\n{call('python', 'code', plan.code, wanted[-1])}")
+    steps[0] = steps[0].replace(f"Next: {wanted[0]}.", intention(plan), 1)
+    return [*steps, f"<answer>{plan.golds[0]}</answer>"]
+
+
+def intention(plan: Plan) -> str:
+    """A plan in words that need nothing but the question."""
+    first, *later = plan.hops
+    if plan.code:
+        return f"Two look-ups and a sum: {first.purpose}, then {later[0].purpose}."
+    count = ("One look-up", "Two look-ups", "Three look-ups")[len(later)]
+    return f"{count}: {', then '.join([first.purpose, *(f'its {hop.fact[1]}' for hop in later)])}."
 
 
 def call(tool: str, argument: str, value: str, purpose: str) -> str:

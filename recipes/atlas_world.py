@@ -307,14 +307,18 @@ class World:
             page.title == title and words in page.text for page in found for title, words in told
         )
 
-    def tells(self, fact: Fact, text: str) -> bool:
-        """Whether documents, as they stand in a chunk with their headers, tell a fact."""
+    def quote(self, fact: Fact, text: str) -> str | None:
+        """A page's title and its sentence that tells a fact; None if no page in the text does.
+
+        The text holds documents as they stand in a chunk, with their headers.
+        """
         pairs = self.told.get(fact, ())
         for page in text.split(f"{DOCUMENT} ")[1:]:
             title = page.partition("\n")[0].strip()
-            if any(title == known and sentence in page for known, sentence in pairs):
-                return True
-        return False
+            for known, sentence in sorted(pairs):
+                if title == known and sentence in page:
+                    return f"{title}: {sentence}"
+        return None
 
 
 def make_world(seed: int = 0, size: Size = SHORT) -> World:
@@ -423,12 +427,11 @@ def distractor(
 
 @dataclass(frozen=True)
 class Hop:
-    """One look-up: the query, its purpose, the fact that must be found, and the note on it."""
+    """One look-up: the query, its purpose, and the fact that must be found."""
 
     query: str
     purpose: str
     fact: Fact
-    note: str
 
 
 @dataclass(frozen=True)
@@ -509,7 +512,7 @@ def draw_sum(world: World, names: list[str], rng: random.Random) -> Plan | None:
     result = numbers[pair[0]] + numbers[pair[1]]
     if operation == "-":
         result = numbers[pair[0]] - numbers[pair[1]]
-    hops = tuple(hop_to_fact(world, name, attribute) for name in pair)
+    hops = tuple(hop_to_fact(name, attribute) for name in pair)
     return Plan("sum", words.format(*pair), hops, (str(result),), code)
 
 
@@ -530,7 +533,7 @@ def to_neighbour(
     if (name, attribute) not in world.facts:
         return name, None, hops
     neighbour = world.facts[name, attribute].text
-    return neighbour, NEIGHBOUR.format(described), (*hops, hop_to_fact(world, name, attribute))
+    return neighbour, NEIGHBOUR.format(described), (*hops, hop_to_fact(name, attribute))
 
 
 def ask(
@@ -548,20 +551,18 @@ def ask(
     text = rng.choice(ASK[attribute]).format(described)
     if says(text, value.golds):
         return None
-    return Plan(kind, text, (*hops, hop_to_fact(world, name, attribute)), value.golds)
+    return Plan(kind, text, (*hops, hop_to_fact(name, attribute)), value.golds)
 
 
-def hop_to_fact(world: World, name: str, attribute: str) -> Hop:
+def hop_to_fact(name: str, attribute: str) -> Hop:
     """Looks a fact of a country up."""
-    note = f"The {attribute} of {name} is {world.facts[name, attribute].text}."
-    return Hop(name, f"the {attribute} of {name}", (name, attribute), note)
+    return Hop(name, f"the {attribute} of {name}", (name, attribute))
 
 
 def hop_to_country(world: World, name: str, key: str) -> Hop:
     """Looks up which country has this capital or demonym."""
     value = world.facts[name, key].text
-    note = f"The {key} of {name} is {value}."
-    return Hop(value, f"which country has the {key} {value}", (name, key), note)
+    return Hop(value, f"which country has the {key} {value}", (name, key))
 
 
 def questions(world: World, part: str) -> list[dict]:

@@ -118,14 +118,14 @@ def test_every_question_is_answered_by_its_plan(world):
                 own = [p for p in found if p.title == name and any(t in p.text for t in told)]
                 named = [p for p in found if any(t in p.text for t in told if name in t)]
                 assert own or named, (plan.text, hop)
-                assert word(name, hop.note) and value in hop.note
                 numbers.append(value.replace(",", ""))
             answer = plan.golds[0]
             if plan.code:
                 assert [x for x in plan.code.split() if x.isdecimal()] == numbers
                 answer = str(eval(plan.code))
             else:
-                assert cover_match(plan.hops[-1].note, plan.golds)
+                # Which country it is, or what its fact says.
+                assert cover_match(f"{name}: {value}", plan.golds)
             assert exact_match(answer, plan.golds)
 
 
@@ -136,7 +136,7 @@ def test_a_look_up_needs_only_what_the_question_or_a_former_note_says(world):
         read = plan.text
         for hop in plan.hops:
             assert word(hop.query, read), (plan.text, hop)
-            read += f" {hop.note}"
+            read += f" {hop.fact[0]}, {world.facts[hop.fact].text}"
 
 
 @needs_facts
@@ -336,12 +336,41 @@ def test_demonstrations_are_flawless_and_true(world):
         assert not any(turn.problem for turn in trajectory.turns)
         assert len(trajectory.turns) == len(plan.hops) + bool(plan.code) + 1
         for sample in trajectory.samples("sys1"):
-            said = "".join(chat.decode([t]) for t, m in zip(sample.tokens, sample.mask) if m)
-            notes = [hop.note for hop in plan.hops]
-            assert said.removesuffix("<|im_end|>") in [*notes, atlas.IDLE]
+            said = chat.decode([t for t, m in zip(sample.tokens, sample.mask) if m])
+            told = [": ".join(pair) for hop in plan.hops for pair in world.told[hop.fact]]
+            assert said.removesuffix("<|im_end|>") in [*told, atlas.IDLE]
         for hop in plan.hops:
             read = chat.decode(trajectory.samples("sys2")[0].tokens)
-            assert hop.note in read and hop.purpose in read
+            assert hop.purpose in read
+            assert any(": ".join(pair) in read for pair in world.told[hop.fact])
+
+
+@needs_facts
+def test_the_first_step_of_a_demonstration_says_its_plan(world):
+    """In words of the question; each later step follows from it and from the notes."""
+    for plan in plans(world, "train", 24):
+        first = atlas.played(plan)[0].partition("\n")[0]
+        for hop in plan.hops:
+            name, attribute = hop.fact
+            assert attribute in first
+            unknown = hop is not plan.hops[0] and plan.kind != "sum"
+            assert not unknown or not word(name, first) or word(name, plan.text)
+        steps = atlas.played(plan)
+        assert [step.count("<tool_call>") for step in steps] == [1] * (len(steps) - 1) + [0]
+        assert all(f"Next: {hop.purpose}." in step for hop, step in zip(plan.hops[1:], steps[1:]))
+
+
+@needs_facts
+def test_a_quote_names_the_page_that_tells_the_fact():
+    world = atlas_world.make_world()
+    for page in world.searched("held_out")[:80]:
+        for fact, told in world.told.items():
+            read = f"[document] {page.title}\n{page.text}"
+            own = sorted(words for title, words in told if title == page.title)
+            found = world.quote(fact, read)
+            assert found == (f"{page.title}: {own[0]}" if own else None)
+            # The same words under another title tell it of nobody.
+            assert world.quote(fact, read.replace(page.title, "Elsewhere", 1)) is None
 
 
 @needs_facts
@@ -353,14 +382,14 @@ def test_what_a_chunk_does_not_tell_is_not_noted():
     for plan in plans(world, "train", 12):
         trajectory = atlas.demonstrate(plan, world, config, chat, tools)
         for context in trajectory.contexts[1:]:
-            text = chat.decode(context.sample.tokens)
-            read, _, said = text.partition("Your notes:")
+            sample = context.sample
+            read = chat.decode([t for t, m in zip(sample.tokens, sample.mask) if not m])
+            said = chat.decode([t for t, m in zip(sample.tokens, sample.mask) if m])
             if atlas.IDLE in said:
                 idle += 1
                 continue
-            (hop,) = [hop for hop in plan.hops if hop.note in said]
-            value = world.facts[hop.fact].text
-            assert value in read and hop.fact[0] in read
+            title, _, sentence = said.removesuffix("<|im_end|>").partition(": ")
+            assert f"[document] {title}\n" in read and sentence in read
     assert idle > 6
 
 
@@ -378,7 +407,7 @@ def test_wrong_plans_are_no_demonstrations():
     world = atlas_world.make_world()
     config, chat, tools = playing(world)
     plan = plans(world, "train", 1)[0]
-    wrong = atlas_world.Hop(plan.hops[0].query, "x", ("Peru", "no such fact"), "x")
+    wrong = atlas_world.Hop(plan.hops[0].query, "x", ("Peru", "no such fact"))
     broken = atlas_world.Plan("one", plan.text, (wrong,), plan.golds)
     assert atlas.demonstrate(broken, world, config, chat, tools) is None
 
