@@ -87,9 +87,9 @@ def demonstrate(
 ) -> Trajectory | None:
     """MARS's own episode, played flawlessly; None where a note or a step would not fit.
 
-    System 2 follows the plan, which it begins with: so each later step follows from its own words.
-    System 1 quotes: the title of the page that tells the fact, and the sentence. A note in words of
-    its own named the country that the purpose asks about, whatever page it had read.
+    System 2 begins with its plan, so that each later step follows from words of its own. System 1
+    quotes the sentence that tells the fact, with the title of its page. When it wrote sentences of
+    its own, it put the country that the purpose names beside a number from any page.
     """
     steps = played(plan)
     written = []
@@ -121,21 +121,20 @@ def demonstrate(
 
 
 def played(plan: Plan) -> list[str]:
-    """What System 2 says in each step."""
-    wanted = [hop.purpose for hop in plan.hops]
+    """What System 2 says in each step.
+
+    Queries, notes and answers never begin with a name. A tokenizer spells it there with other
+    tokens than after a space, and a small model that has to respell a rare name writes another.
+    """
+    steps = [call("search", "query", hop.query, hop.purpose) for hop in plan.hops]
     if plan.code:
-        wanted.append("the number asked for")
-    steps = []
-    for hop, purpose in zip(plan.hops, wanted):
-        steps.append(f"Next: {purpose}.\n{call('search', 'query', hop.query, purpose)}")
-    if plan.code:
-        steps.append(f"Next: {wanted[-1]}.\n{call('python', 'code', plan.code, wanted[-1])}")
-    steps[0] = steps[0].replace(f"Next: {wanted[0]}.", intention(plan), 1)
-    return [*steps, f"<answer>{plan.golds[0]}</answer>"]
+        steps.append(call("python", "code", plan.code, "the number asked for"))
+    steps[0] = f"{intention(plan)}\n{steps[0]}"
+    return [*steps, f"<answer> {plan.golds[0]}</answer>"]
 
 
 def intention(plan: Plan) -> str:
-    """A plan in words that need nothing but the question."""
+    """The plan, in words that the question gives."""
     first, *later = plan.hops
     if plan.code:
         return f"Two look-ups and a sum: {first.purpose}, then {later[0].purpose}."

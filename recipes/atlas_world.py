@@ -308,7 +308,7 @@ class World:
         )
 
     def quote(self, fact: Fact, text: str) -> str | None:
-        """A page's title and its sentence that tells a fact; None if no page in the text does.
+        """The first page of a text that tells a fact, and its sentence; None if no page does.
 
         The text holds documents as they stand in a chunk, with their headers.
         """
@@ -317,7 +317,7 @@ class World:
             title = page.partition("\n")[0].strip()
             for known, sentence in sorted(pairs):
                 if title == known and sentence in page:
-                    return f"{title}: {sentence}"
+                    return f"The page {title} says: {sentence}"
         return None
 
 
@@ -556,13 +556,14 @@ def ask(
 
 def hop_to_fact(name: str, attribute: str) -> Hop:
     """Looks a fact of a country up."""
-    return Hop(name, f"the {attribute} of {name}", (name, attribute))
+    query = f"{attribute} of {name}"
+    return Hop(query, f"the {query}", (name, attribute))
 
 
 def hop_to_country(world: World, name: str, key: str) -> Hop:
     """Looks up which country has this capital or demonym."""
     value = world.facts[name, key].text
-    return Hop(value, f"which country has the {key} {value}", (name, key))
+    return Hop(f"{key} {value}", f"which country has the {key} {value}", (name, key))
 
 
 def questions(world: World, part: str) -> list[dict]:

@@ -51,6 +51,11 @@ def subject(page):
     return page.id.split("/")[1]
 
 
+def quoted(title, sentence):
+    """A note on a page."""
+    return f"The page {title} says: {sentence}"
+
+
 def word(text, inside):
     """Whether a text stands in another one as whole words."""
     return re.search(rf"(?<!\w){re.escape(text)}(?!\w)", inside) is not None
@@ -135,7 +140,10 @@ def test_a_look_up_needs_only_what_the_question_or_a_former_note_says(world):
     for plan in plans(world, "held_out"):
         read = plan.text
         for hop in plan.hops:
-            assert word(hop.query, read), (plan.text, hop)
+            name, attribute = hop.fact
+            known = world.facts[hop.fact].text if hop.purpose.startswith("which") else name
+            assert hop.query in (f"{attribute} of {known}", f"{attribute} {known}")
+            assert word(known, read), (plan.text, hop)
             read += f" {hop.fact[0]}, {world.facts[hop.fact].text}"
 
 
@@ -337,12 +345,12 @@ def test_demonstrations_are_flawless_and_true(world):
         assert len(trajectory.turns) == len(plan.hops) + bool(plan.code) + 1
         for sample in trajectory.samples("sys1"):
             said = chat.decode([t for t, m in zip(sample.tokens, sample.mask) if m])
-            told = [": ".join(pair) for hop in plan.hops for pair in world.told[hop.fact]]
+            told = [quoted(*pair) for hop in plan.hops for pair in world.told[hop.fact]]
             assert said.removesuffix("<|im_end|>") in [*told, atlas.IDLE]
         for hop in plan.hops:
             read = chat.decode(trajectory.samples("sys2")[0].tokens)
             assert hop.purpose in read
-            assert any(": ".join(pair) in read for pair in world.told[hop.fact])
+            assert any(quoted(*pair) in read for pair in world.told[hop.fact])
 
 
 @needs_facts
@@ -357,7 +365,30 @@ def test_the_first_step_of_a_demonstration_says_its_plan(world):
             assert not unknown or not word(name, first) or word(name, plan.text)
         steps = atlas.played(plan)
         assert [step.count("<tool_call>") for step in steps] == [1] * (len(steps) - 1) + [0]
-        assert all(f"Next: {hop.purpose}." in step for hop, step in zip(plan.hops[1:], steps[1:]))
+        assert all(f'"{hop.purpose}"' in step for hop, step in zip(plan.hops, steps))
+
+
+@needs_facts
+def test_names_stand_after_a_space_where_they_are_written(world):
+    """There a tokenizer writes them with the tokens that were read."""
+    for plan in plans(world, "train", 24):
+        steps = atlas.played(plan)
+        names = [name for hop in plan.hops for name in (hop.fact[0], world.facts[hop.fact].text)]
+        names += [] if plan.code else [plan.golds[0]]
+        for written in [
+            *steps,
+            *(world.quote(hop.fact, page_text(world, hop)) for hop in plan.hops),
+        ]:
+            for name in set(names):
+                if name.replace(",", "").isdecimal():
+                    continue  # its digits are tokens of their own everywhere
+                assert not re.search(rf"[\">\n]{re.escape(name)}(?!\w)", written), (name, written)
+
+
+def page_text(world, hop):
+    """The page of a look-up's country, as it stands in a chunk."""
+    (page,) = [page for page in world.searched("held_out") if page.id == f"country/{hop.fact[0]}"]
+    return f"[document] {page.title}\n{page.text}"
 
 
 @needs_facts
@@ -368,7 +399,7 @@ def test_a_quote_names_the_page_that_tells_the_fact():
             read = f"[document] {page.title}\n{page.text}"
             own = sorted(words for title, words in told if title == page.title)
             found = world.quote(fact, read)
-            assert found == (f"{page.title}: {own[0]}" if own else None)
+            assert found == (quoted(page.title, own[0]) if own else None)
             # The same words under another title tell it of nobody.
             assert world.quote(fact, read.replace(page.title, "Elsewhere", 1)) is None
 
@@ -388,7 +419,8 @@ def test_what_a_chunk_does_not_tell_is_not_noted():
             if atlas.IDLE in said:
                 idle += 1
                 continue
-            title, _, sentence = said.removesuffix("<|im_end|>").partition(": ")
+            title, _, sentence = said.removesuffix("<|im_end|>").partition(" says: ")
+            title = title.removeprefix("The page ")
             assert f"[document] {title}\n" in read and sentence in read
     assert idle > 6
 
