@@ -36,7 +36,7 @@ from plumbing import evaluation, smollm2
 from plumbing.cache import made_once
 from recipes import atlas_world, warm_start
 from recipes.atlas_world import Plan, World
-from rollout import Context, Game, Trajectory
+from rollout import Context, Game, Sample, Trajectory
 from tasks import chat, grading
 from tasks.chat import ChatFormat, Words
 from tasks.questions import Question
@@ -91,7 +91,7 @@ def demonstrate(
     quotes the sentence that tells the fact, with the title of its page. When it wrote sentences of
     its own, it put the country that the purpose names beside a number from any page.
     """
-    steps = played(plan)
+    steps = sayings(plan)
     written = []
     noted = set()
 
@@ -120,7 +120,7 @@ def demonstrate(
     return trajectory
 
 
-def played(plan: Plan) -> list[str]:
+def sayings(plan: Plan) -> list[str]:
     """What System 2 says in each step.
 
     Queries, notes and answers never begin with a name. A tokenizer spells it there with other
@@ -151,7 +151,11 @@ def call(tool: str, argument: str, value: str, purpose: str) -> str:
 def demonstrations(
     preset: str, cache: str, seed: int, count: int
 ) -> Callable[[object], Iterator[warm_start.Batch]]:
-    """Batches of `count` demonstrations about training countries, and as many notes at most."""
+    """Batches of `count` demonstrations about training countries.
+
+    Of their notes, `count` at most that quote and half as many idle ones: by themselves more than
+    half are idle, and it is quoting that takes practice.
+    """
     config = AtlasConfig(**PRESETS[preset])
     world = atlas_world.make_world(seed, SIZES[preset])
     pages = world.searched("train")
@@ -171,9 +175,17 @@ def demonstrations(
                     played.append(trajectory)
             steps = [sample for t in played for sample in t.samples("sys2")]
             notes = [sample for t in played for sample in t.samples("sys1")]
-            yield {"sys2": steps, "sys1": rng.sample(notes, min(count, len(notes)))}
+            rng.shuffle(notes)
+            idle = [sample for sample in notes if IDLE in said(sample, chat)]
+            quoting = [sample for sample in notes if IDLE not in said(sample, chat)]
+            yield {"sys2": steps, "sys1": quoting[:count] + idle[: count // 2]}
 
     return batches
+
+
+def said(sample: Sample, chat: ChatFormat) -> str:
+    """What a role wrote."""
+    return chat.decode([token for token, own in zip(sample.tokens, sample.mask) if own])
 
 
 # ------------------------------------------------------------------------------ from memory alone
@@ -194,8 +206,8 @@ async def from_memory(game: Game, trajectory: Trajectory) -> None:
     async with Context(game, trajectory, "sys2") as system2:
         given = game.chat.prompt("sys2", question=trajectory.question.text)
         turn = await mars.act(game, system2, given, final=True)
-    said = game.chat.decode(game.chat.note(turn.sampled))
-    trajectory.answer = turn.action.answer or said.removesuffix(".")
+    spoken = game.chat.decode(game.chat.note(turn.sampled))
+    trajectory.answer = turn.action.answer or spoken.removesuffix(".")
     trajectory.ended = "answer"
 
 

@@ -51,36 +51,59 @@ TELL = {
     ),
     "currency code": (
         "The currency code of {name} is {value}.",
-        "{name} pays with the currency that has the code {value}.",
-        "Its currency has the code {value}.",
+        "{name} uses the currency code {value}.",
+        "Its currency code is {value}.",
     ),
     "calling code": (
         "The calling code of {name} is {value}.",
-        "Whoever rings somebody in {name} dials +{value} first.",
+        "{name} is reached by the calling code {value}.",
         "Its calling code is {value}.",
     ),
     "internet domain": (
         "The internet domain of {name} is {value}.",
-        "Web sites of {name} have addresses that end in {value}.",
+        "{name} owns the internet domain {value}.",
         "Its internet domain is {value}.",
     ),
     "demonym": (
         "The demonym of {name} is {value}.",
-        "Somebody or something from {name} is called {value}.",
+        "{name} goes with the demonym {value}.",
         "Its demonym is {value}.",
     ),
     "population": (
         "The population of {name} is {value}.",
-        "{value} people live in {name}.",
-        "It has {value} inhabitants.",
+        "{name} has a population of {value}.",
+        "Its population is {value}.",
     ),
     "area": (
         "The area of {name} is {value} square kilometres.",
-        "{name} covers {value} square kilometres.",
-        "It covers {value} square kilometres.",
+        "{name} has an area of {value} square kilometres.",
+        "Its area is {value} square kilometres.",
     ),
     "most populous neighbour": (
         "The most populous neighbour of {name} is {value}.",
+        "{value} is the most populous neighbour of {name}.",
+        "Its most populous neighbour is {value}.",
+    ),
+}
+# The same without the attribute's own words.
+TELL_INDIRECTLY = {
+    "capital": ("{name} is governed from {value}.", "Its government sits in {value}."),
+    "currency code": ("{name} pays with {value}.", "One pays there with {value}."),
+    "calling code": (
+        "Whoever rings somebody in {name} dials +{value} first.",
+        "Calls to it begin with +{value}.",
+    ),
+    "internet domain": (
+        "Web sites of {name} have addresses that end in {value}.",
+        "Addresses of its web sites end in {value}.",
+    ),
+    "demonym": (
+        "Somebody or something from {name} is called {value}.",
+        "What comes from there is called {value}.",
+    ),
+    "population": ("{value} people live in {name}.", "It has {value} inhabitants."),
+    "area": ("{name} covers {value} square kilometres.", "It covers {value} square kilometres."),
+    "most populous neighbour": (
         "Among the neighbours of {name}, {value} has the most inhabitants.",
         "Of all its neighbours, {value} has the most inhabitants.",
     ),
@@ -254,10 +277,15 @@ class Size:
     kinds: tuple[str, ...] = ("one", "two")  # of questions, in equal shares
     distractors: int = 1  # pages about a country that tell nothing of it
     filler: int = 1  # idle sentences on a country's own page
+    indirect: bool = False  # facts are also told without their names
+
+    def tellings(self, attribute: str) -> tuple[str, ...]:
+        """How a fact may be told."""
+        return TELL[attribute] + (TELL_INDIRECTLY[attribute] if self.indirect else ())
 
 
 SHORT = Size()
-LONG = Size(("one", "two", "three", "sum"), distractors=3, filler=4)
+LONG = Size(("one", "two", "three", "sum"), distractors=3, filler=4, indirect=True)
 
 
 @dataclass
@@ -385,7 +413,7 @@ def own_page(world: World, rng: random.Random, name: str) -> Document:
     """A country's page: all that is known of it, and idle sentences."""
     sentences = []
     for attribute in world.attributes(name):
-        sentence = tell(world, (name, attribute), rng.choice(TELL[attribute]))
+        sentence = tell(world, (name, attribute), rng.choice(world.size.tellings(attribute)))
         world.told.setdefault((name, attribute), set()).add((name, sentence))
         sentences.append(sentence)
     idle = rng.sample(FILLER, world.size.filler)
@@ -407,7 +435,8 @@ def distractor(
     for _ in range(TRIES):
         other = rng.choice([one for one in others if one != name])
         attributes = rng.sample(world.attributes(other), 2)
-        named = [[words for words in TELL[a] if "{name}" in words] for a in attributes]
+        tellings = [world.size.tellings(attribute) for attribute in attributes]
+        named = [[words for words in listed if "{name}" in words] for listed in tellings]
         foreign = [tell(world, (other, a), rng.choice(w)) for a, w in zip(attributes, named)]
         idle = [sentence.format(name=name) for sentence in rng.sample(FILLER, 3)]
         sentences = [*foreign, f"Flights from {other} to {name} take some hours.", *idle]

@@ -20,7 +20,7 @@ import mars
 from config import UserError, resolve
 from mars import MarsConfig
 from recipes import atlas, atlas_world
-from recipes.atlas_world import LONG, SHORT, TELL
+from recipes.atlas_world import LONG, SHORT, TELL, TELL_INDIRECTLY
 from tasks import questions
 from tasks.chat import ChatFormat
 from tasks.grading import cover_match, exact_match
@@ -93,7 +93,8 @@ def test_held_out_facts_are_told_on_no_page_of_training(world):
     text = "\n".join(page.text for page in world.searched("train"))
     for (name, attribute), value in world.facts.items():
         if name in world.parts["held_out"]:
-            told = [words.format(name=name, value=value.text) for words in TELL[attribute]]
+            ways = world.size.tellings(attribute)
+            told = [words.format(name=name, value=value.text) for words in ways]
             named = [sentence for sentence in told if name in sentence]
             assert not any(sentence in text for sentence in named)
 
@@ -118,7 +119,8 @@ def test_every_question_is_answered_by_its_plan(world):
             for hop in plan.hops:
                 name, attribute = hop.fact
                 value = world.facts[hop.fact].text
-                told = [words.format(name=name, value=value) for words in TELL[attribute]]
+                ways = world.size.tellings(attribute)
+                told = [words.format(name=name, value=value) for words in ways]
                 found = find(hop.query)
                 own = [p for p in found if p.title == name and any(t in p.text for t in told)]
                 named = [p for p in found if any(t in p.text for t in told if name in t)]
@@ -201,10 +203,10 @@ def test_distractors_tell_facts_of_others(world):
 
 
 @needs_facts
-def test_one_page_tells_a_fact_in_several_ways():
+def test_pages_tell_a_fact_in_several_ways(world):
     """Varied English: no attribute is told with the same words everywhere."""
-    world = atlas_world.make_world()
-    for attribute, ways in TELL.items():
+    for attribute in TELL:
+        ways = world.size.tellings(attribute)
         used = set()
         for name, known in world.facts:
             if known == attribute:
@@ -213,6 +215,17 @@ def test_one_page_tells_a_fact_in_several_ways():
                     told = [w for w in ways if w.format(name=name, value=value) == sentence]
                     used.update(told)
         assert used == set(ways)
+
+
+@needs_facts
+def test_only_the_long_world_tells_facts_without_their_names():
+    for size in (SHORT, LONG):
+        world = atlas_world.make_world(0, size)
+        told = [(fact[1], words) for fact, pairs in world.told.items() for _, words in pairs]
+        indirect = [(attribute, words) for attribute, words in told if attribute not in words]
+        assert bool(indirect) == size.indirect
+    for attribute, ways in TELL_INDIRECTLY.items():
+        assert not any(attribute in words for words in ways)
 
 
 # ---------------------------------------------------------------- answers
@@ -344,7 +357,7 @@ def test_demonstrations_are_flawless_and_true(world):
         assert not any(turn.problem for turn in trajectory.turns)
         assert len(trajectory.turns) == len(plan.hops) + bool(plan.code) + 1
         for sample in trajectory.samples("sys1"):
-            said = chat.decode([t for t, m in zip(sample.tokens, sample.mask) if m])
+            said = atlas.said(sample, chat)
             told = [quoted(*pair) for hop in plan.hops for pair in world.told[hop.fact]]
             assert said.removesuffix("<|im_end|>") in [*told, atlas.IDLE]
         for hop in plan.hops:
@@ -357,13 +370,13 @@ def test_demonstrations_are_flawless_and_true(world):
 def test_the_first_step_of_a_demonstration_says_its_plan(world):
     """In words of the question; each later step follows from it and from the notes."""
     for plan in plans(world, "train", 24):
-        first = atlas.played(plan)[0].partition("\n")[0]
+        first = atlas.sayings(plan)[0].partition("\n")[0]
         for hop in plan.hops:
             name, attribute = hop.fact
             assert attribute in first
             unknown = hop is not plan.hops[0] and plan.kind != "sum"
             assert not unknown or not word(name, first) or word(name, plan.text)
-        steps = atlas.played(plan)
+        steps = atlas.sayings(plan)
         assert [step.count("<tool_call>") for step in steps] == [1] * (len(steps) - 1) + [0]
         assert all(f'"{hop.purpose}"' in step for hop, step in zip(plan.hops, steps))
 
@@ -372,7 +385,7 @@ def test_the_first_step_of_a_demonstration_says_its_plan(world):
 def test_names_stand_after_a_space_where_they_are_written(world):
     """There a tokenizer writes them with the tokens that were read."""
     for plan in plans(world, "train", 24):
-        steps = atlas.played(plan)
+        steps = atlas.sayings(plan)
         names = [name for hop in plan.hops for name in (hop.fact[0], world.facts[hop.fact].text)]
         names += [] if plan.code else [plan.golds[0]]
         for written in [
@@ -415,7 +428,7 @@ def test_what_a_chunk_does_not_tell_is_not_noted():
         for context in trajectory.contexts[1:]:
             sample = context.sample
             read = chat.decode([t for t, m in zip(sample.tokens, sample.mask) if not m])
-            said = chat.decode([t for t, m in zip(sample.tokens, sample.mask) if m])
+            said = atlas.said(sample, chat)
             if atlas.IDLE in said:
                 idle += 1
                 continue
