@@ -224,6 +224,8 @@ def introduce(run: Run, start: Path | str, memory: str) -> None:
     where = f"{config.search} {config.docs}".strip()
     if surroundings.searches_toy(config):
         where = "the toy's world"
+    if config.eval_docs:
+        where += f", for held-out questions {config.eval_docs}"
     tools = ", ".join(tool.name for tool in run.tools)
     print(
         f"model {start} on {run.device}, {run.ranks} process(es), sampler: {run.sampler.path}; "

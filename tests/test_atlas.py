@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from test_chat import QWEN25, tokenizer
 import mars
 from config import UserError, resolve
 from mars import MarsConfig
+from plumbing import build
 from recipes import atlas, atlas_world
 from recipes.atlas_world import LONG, SHORT, TELL, TELL_INDIRECTLY
 from tasks import questions
@@ -513,3 +515,11 @@ def test_ctrl_c_before_rl_is_one_sentence(monkeypatch, capsys, tmp_path):
 def test_documents_of_the_held_out_questions_go_with_documents():
     with pytest.raises(UserError, match="--eval_docs"):
         resolve(MarsConfig, {"eval_docs": "x"}, presets={})
+
+
+def test_a_run_says_where_each_part_is_searched(capsys):
+    config = MarsConfig(docs="a.jsonl", eval_docs="b.jsonl")
+    alive = {"rank": 0, "ranks": 1, "device": "cpu", "tools": []}
+    sampler = types.SimpleNamespace(path="own forward")
+    build.introduce(types.SimpleNamespace(config=config, sampler=sampler, **alive), "a model", "")
+    assert "search: local a.jsonl, for held-out questions b.jsonl;" in capsys.readouterr().out
