@@ -47,7 +47,7 @@ from tools import KNOWN, Tool, python, search
 class AtlasConfig(MarsConfig):
     """MARS's options, and those of the warm start."""
 
-    warm_steps: int = 48  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    warm_steps: int = 64  # optimizer steps on demonstrations; 0: RL starts from --model itself
     warm_lr: float = 2e-4  # their learning rate
 
     for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
@@ -62,11 +62,12 @@ SHORT = {
     "answer_tokens": 24,
     "sys1_prompt": 320,  # a search fills two chunks
     "sys1_response": 64,
-    "steps": 20,
+    "steps": 24,
     "questions": 4,
-    "lr": 2e-5,
+    "loss_mean": "token",  # a mean of each sample's spares long wrong attempts: they grew longer
+    "lr": 3e-5,
     "warmup": 2,
-    "eval_every": 10,
+    "eval_every": 12,
     "eval_questions": atlas_world.QUESTIONS["held_out"],
     "kv_tokens": 32_768,
     "max_sequences": 64,
@@ -87,9 +88,10 @@ def demonstrate(
 ) -> Trajectory | None:
     """MARS's own episode, played flawlessly; None where a note or a step would not fit.
 
-    System 2 begins with its plan, so that each later step follows from words of its own. System 1
-    quotes the sentence that tells the fact, with the title of its page. When it wrote sentences of
-    its own, it put the country that the purpose names beside a number from any page.
+    System 2 begins with its plan, so that each later step follows from words of its own. A note
+    begins with the title of the page that tells the fact: without it System 1 put the country that
+    the purpose names beside a number from any page. It goes on in the purpose's words. Quoting the
+    page instead, System 1 had chosen how a sentence begins before it knew which one to quote.
     """
     steps = sayings(plan)
     written = []
@@ -101,11 +103,11 @@ def demonstrate(
 
     def system1(read: str) -> str:
         hop = plan.hops[len(written) - 1]
-        found = world.quote(hop.fact, read)
-        if found is None:
+        title = world.teller(hop.fact, read)
+        if title is None:
             return IDLE
         noted.add(hop.fact)
-        return found
+        return world.note(hop.fact, title)
 
     question = Question("demonstration", plan.text, plan.golds, plan.kind)
     say = {"sys2": system2, "sys1": system1}
@@ -153,8 +155,8 @@ def demonstrations(
 ) -> Callable[[object], Iterator[warm_start.Batch]]:
     """Batches of `count` demonstrations about training countries.
 
-    Of their notes, `count` at most that quote and half as many idle ones: by themselves more than
-    half are idle, and it is quoting that takes practice.
+    Of their notes, `count` at most that tell something and half as many idle ones: by themselves
+    more than half are idle, and it is finding the fact that takes practice.
     """
     config = AtlasConfig(**PRESETS[preset])
     world = atlas_world.make_world(seed, SIZES[preset])
@@ -177,8 +179,8 @@ def demonstrations(
             notes = [sample for t in played for sample in t.samples("sys1")]
             rng.shuffle(notes)
             idle = [sample for sample in notes if IDLE in said(sample, chat)]
-            quoting = [sample for sample in notes if IDLE not in said(sample, chat)]
-            yield {"sys2": steps, "sys1": quoting[:count] + idle[: count // 2]}
+            telling = [sample for sample in notes if IDLE not in said(sample, chat)]
+            yield {"sys2": steps, "sys1": telling[:count] + idle[: count // 2]}
 
     return batches
 

@@ -335,18 +335,22 @@ class World:
             page.title == title and words in page.text for page in found for title, words in told
         )
 
-    def quote(self, fact: Fact, text: str) -> str | None:
-        """The first page of a text that tells a fact, and its sentence; None if no page does.
+    def teller(self, fact: Fact, text: str) -> str | None:
+        """The title of the first page in a text that tells a fact; None if no page does.
 
         The text holds documents as they stand in a chunk, with their headers.
         """
         pairs = self.told.get(fact, ())
         for page in text.split(f"{DOCUMENT} ")[1:]:
             title = page.partition("\n")[0].strip()
-            for known, sentence in sorted(pairs):
-                if title == known and sentence in page:
-                    return f"The page {title} says: {sentence}"
+            if any(title == known and sentence in page for known, sentence in pairs):
+                return title
         return None
+
+    def note(self, fact: Fact, title: str) -> str:
+        """What a page with this title says of a fact, in the same words for all."""
+        name, attribute = fact
+        return f"The page {title} says: the {attribute} of {name} is {self.facts[fact].text}."
 
 
 def make_world(seed: int = 0, size: Size = SHORT) -> World:

@@ -55,7 +55,7 @@ class WarmStart:
     model: str = smollm2.NAME  # what to start from: smollm2, a folder, a hub name
     data: str = "atlas"  # JSON lines of {"messages": […]}; or atlas, atlas-long
     out: str = "warm"  # the folder to write, as transformers loads it
-    steps: int = 48  # optimizer steps; 16 teach SmolLM2 the form, and hardly what to look for
+    steps: int = 64  # optimizer steps; 16 teach SmolLM2 the form, and hardly what to look for
     demonstrations: int = 6  # per step
     lr: float = 2e-4  # of a 135M model; a larger one wants less
     warmup: int = 5  # steps of linear warm-up; then the rate falls in a line
