@@ -383,6 +383,9 @@ def test_the_first_step_of_a_demonstration_says_its_plan(world):
         steps = atlas.sayings(plan)
         assert [step.count("<tool_call>") for step in steps] == [1] * (len(steps) - 1) + [0]
         assert all(f'"{hop.purpose}"' in step for hop, step in zip(plan.hops, steps))
+        count = len(steps) - 1
+        assert all(f"Step {i} of {count}.\n" in step for i, step in enumerate(steps[:-1], 1))
+        assert steps[-1].startswith(f"Done, {count} of {count}.\n")
 
 
 @needs_facts
