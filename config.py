@@ -84,6 +84,7 @@ class Config:
     fsdp: bool = False  # shard the trainer's state (needed from about 3B parameters on)
     recompute_activations: bool = False  # in the backward pass, instead of keeping them
     micro_tokens: int = 8192  # tokens per micro-batch of the trainer
+    share_prefixes: bool = False  # compute what samples begin with alike once; pays if that is much
     kv_tokens: int = 65536  # tokens in the sampler's KV pool
     max_sequences: int = 256  # decoded together at most
     deterministic: bool | None = None  # bit-equal reruns, however slow a tool is; unset: on CPU
@@ -93,7 +94,7 @@ class Config:
         "steps resume track save_every eval_every model eval_data questions group lr warmup "
         "weight_decay clip_grad clip_low clip_high kl_beta lora_rank inner_steps importance "
         "importance_cap fsdp max_mismatch_kl advantage loss_mean refill recompute_activations "
-        "micro_tokens preset".split()
+        "micro_tokens share_prefixes preset".split()
     )
 
     def longest(self) -> int:

@@ -231,7 +231,9 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         shares = grpo.token_weights(masks, counts[term], mean=config.loss_mean)
         for sample, share_of_copy in zip(samples, shares):
             weights.append(share_of_copy * sample.copies * sample.weight)
-    batches = trainer.micro_batches(kept, weights, config.micro_tokens, run.device)
+    batches = trainer.micro_batches(
+        kept, weights, config.micro_tokens, run.device, share_prefixes=config.share_prefixes
+    )
     # Every rank needs as many, at least one: the collectives of `backward` pair up.
     number = torch.tensor(max(1, len(batches)), device=run.device)
     if run.ranks > 1:

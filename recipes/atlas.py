@@ -73,6 +73,7 @@ SHORT = {
     "kv_tokens": 32_768,
     "max_sequences": 64,
     "micro_tokens": 4096,
+    "share_prefixes": True,  # a step's trained tokens become a sixth
     "threads": 2,
 }
 LONG = SHORT | {"tools": "search,python", "sys1_prompt": 384, "steps": 200, "eval_every": 25}
@@ -334,6 +335,7 @@ def warm_model(config: AtlasConfig) -> Path:
         bf16=config.bf16,
         threads=config.threads,
         micro_tokens=config.micro_tokens,
+        share_prefixes=config.share_prefixes,
     )
     settings = (config.preset, config.model, options.steps, options.lr, options.seed, options.bf16)
     sources = (__file__, atlas_world.__file__, warm_start.__file__, mars.__file__, chat.__file__)

@@ -65,6 +65,7 @@ class WarmStart:
     bf16: Literal["auto", "on", "off"] = "auto"  # the arithmetic; auto: on CUDA
     threads: int = 2  # PyTorch's, on a CPU
     micro_tokens: int = 4096  # tokens per micro-batch
+    share_prefixes: bool = False  # compute what demonstrations begin with alike once
 
     def check(self) -> None:
         """Refuses what makes no sense: UserError with one sentence."""
@@ -102,7 +103,7 @@ def train(
     for step, batch in zip(range(options.steps), batches(tokenizer)):
         for parameters in optimizer.param_groups:
             parameters["lr"] = options.lr * schedule(step, options)
-        losses = learn(policy, optimizer, batch, options.micro_tokens, device)
+        losses = learn(policy, optimizer, batch, options, device)
         listed = ", ".join(f"{role} {loss:.3f}" for role, loss in losses.items())
         print(f"warm start: step {step + 1}/{options.steps}, nats a token: {listed}", flush=True)
     model.save_pretrained(folder)
@@ -119,7 +120,7 @@ def schedule(step: int, options: WarmStart) -> float:
 
 
 def learn(
-    policy: trainer.Policy, optimizer, batch: Batch, micro_tokens: int, device
+    policy: trainer.Policy, optimizer, batch: Batch, options: WarmStart, device
 ) -> dict[str, float]:
     """One optimizer step. Returns each role's negative log-likelihood before it, nats a token."""
     samples = []
@@ -131,7 +132,9 @@ def learn(
         weights += grpo.token_weights(masks, count, mean="token")
     for sample in samples:
         sample.advantage = 1.0
-    micro_batches = trainer.micro_batches(samples, weights, micro_tokens, device)
+    micro_batches = trainer.micro_batches(
+        samples, weights, options.micro_tokens, device, share_prefixes=options.share_prefixes
+    )
     for micro_batch in micro_batches:
         micro_batch.old_logprob = None  # ρ is 1
     optimizer.zero_grad(set_to_none=True)

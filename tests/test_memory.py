@@ -75,6 +75,7 @@ def settings(**given):
         "server": "",
         "micro_tokens": 2000,
         "recompute_activations": False,
+        "share_prefixes": False,
     }
     return SimpleNamespace(**plain | given)
 
@@ -182,6 +183,37 @@ def test_a_micro_batchs_peak_is_at_most_the_plans_and_not_far_below(kind, recomp
         model.config, model.num_parameters(), config=config, longest=4000, cuda=False
     )
     assert longer > 1.9 * planned, "the longest sample counts, not only the packed ones"
+
+
+def test_shared_prefixes_keep_no_more_than_the_plan_says():
+    """Seven samples of which 900 tokens are the same: 7,259 keys to 1,859 tokens."""
+    samples = []
+    for k in range(7):
+        sample = Sample("sys2", place=0, attempt=k, advantage=1.0)
+        sample.append_given([1] * 900)
+        sample.tokens += [k + 2] * 138
+        sample.mask += [True] * 138
+        sample.logprobs += [-6.0] * 138
+        samples.append(sample)
+    weights = weigh(samples, {"sys2": 7})
+    (batch,) = trainer.micro_batches(samples, weights, 1860, CPU, share_prefixes=True)
+    assert (batch.tokens.numel(), len(batch.keys.rows)) == (1859, 7259)
+    model = MODELS["llama"]()
+    policy = trainer.Policy(model, bf16=False)
+    trainer.backward(policy, [batch], [None], **OBJECTIVE)
+    with Live() as live:
+        trainer.backward(policy, [batch], [None], **OBJECTIVE)
+    planned = [
+        memory.micro_batch_bytes(
+            model.config,
+            model.num_parameters(),
+            config=settings(micro_tokens=1860, share_prefixes=share),
+            longest=0,
+            cuda=False,
+        )
+        for share in (False, True)
+    ]
+    assert planned[0] < live.peak < planned[1]
 
 
 @pytest.mark.parametrize("fsdp", [False, True])

@@ -65,8 +65,9 @@ class NoStep:
         pass
 
 
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("capacity", [40, 10_000])
-def test_loss_and_gradient_are_those_of_cross_entropy(policy, capacity):
+def test_loss_and_gradient_are_those_of_cross_entropy(policy, capacity, share):
     samples = make_samples()
     stock = model("llama")
     expected = cross_entropy(stock, samples)
@@ -74,7 +75,8 @@ def test_loss_and_gradient_are_those_of_cross_entropy(policy, capacity):
     # Nothing is clipped, so that the norm is seen as well.
     trainer_norm = torch.nn.utils.get_total_norm([p.grad for p in stock.parameters()])
     assert trainer_norm > 0.1
-    losses = warm_start.learn(policy, NoStep(), batch_of(samples), capacity, CPU)
+    options = WarmStart(micro_tokens=capacity, share_prefixes=share)
+    losses = warm_start.learn(policy, NoStep(), batch_of(samples), options, CPU)
     for role, loss in losses.items():
         assert loss == pytest.approx(expected[role].item(), abs=1e-5)
     scale = min(1.0, 1 / float(trainer_norm))  # the gradient's norm is held to 1
@@ -86,18 +88,20 @@ def test_loss_and_gradient_are_those_of_cross_entropy(policy, capacity):
 def test_what_the_sampler_said_does_not_matter(policy):
     """Demonstrations have no log-probs of a sampler: ρ is 1 whatever stands there."""
     samples = make_samples()
-    losses = warm_start.learn(policy, NoStep(), batch_of(samples), 10_000, CPU)
+    losses = warm_start.learn(policy, NoStep(), batch_of(samples), WarmStart(), CPU)
     policy.zero_grad()
     for sample in samples:
         sample.logprobs = [-50.0] * len(sample.tokens)
         sample.advantage = -3.0
-    assert warm_start.learn(policy, NoStep(), batch_of(samples), 10_000, CPU) == losses
+    assert warm_start.learn(policy, NoStep(), batch_of(samples), WarmStart(), CPU) == losses
 
 
 def test_it_learns(policy):
     optimizer = trainer.make_optimizer(policy, 1e-2, 0.0)
     batch = batch_of(make_samples())
-    losses = [warm_start.learn(policy, optimizer, batch, 4096, CPU)["sys2"] for _ in range(30)]
+    losses = [
+        warm_start.learn(policy, optimizer, batch, WarmStart(), CPU)["sys2"] for _ in range(30)
+    ]
     assert losses[-1] < losses[0] / 3
 
 
@@ -114,7 +118,7 @@ def test_a_gradient_that_is_no_number_is_one_sentence(policy):
     with torch.no_grad():
         policy.model.lm_head.weight[0, 0] = torch.nan
     with pytest.raises(UserError, match="lower --lr"):
-        warm_start.learn(policy, NoStep(), batch_of(make_samples()), 4096, CPU)
+        warm_start.learn(policy, NoStep(), batch_of(make_samples()), WarmStart(), CPU)
 
 
 # ---------------------------------------------------------------- demonstrations in a file

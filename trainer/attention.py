@@ -2,19 +2,24 @@
 
 One function under the name `mars_packed` in transformers' AttentionInterface. On CUDA it is
 flash-attn if that is installed, else PyTorch's varlen_attn; on a CPU one
-scaled_dot_product_attention a sample. No mask is ever built.
+scaled_dot_product_attention a sample.
 
-Tests: `pytest tests/test_policy.py tests/test_loading.py`.
+Where samples share the tokens they begin with (batches.py), a sample has fewer queries than keys.
+Its queries are the last of its tokens, and causal then means what flash-attn means by it: the
+last query sees the last key.
+
+Tests: `pytest tests/test_policy.py tests/test_loading.py tests/test_prefixes.py`.
 """
 
 import inspect
 
-from torch import Tensor, cat
+from torch import Tensor, cat, ones
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from config import UserError
+from trainer.batches import Keys
 
 try:
     from flash_attn import flash_attn_varlen_func
@@ -38,43 +43,66 @@ def packed_attention(
     *,
     lengths: list[int] | None = None,
     cu_seqlens: Tensor | None = None,
+    keys: Keys | None = None,
     sliding_window: int | None = None,
     **options,
 ):
     """Attention of each token to those before it in the same sample; never dropout.
 
     q [1, Hq, T, Dh], k and v [1, Hkv, T, Dh] -> ([1, T, Hq, Dh], None). `lengths` are the samples'
-    tokens (they sum to T), `cu_seqlens` [samples + 1] int32 their boundaries on the device.
-    UserError for what this attention does not do.
+    tokens (they sum to T), `cu_seqlens` [samples + 1] int32 their boundaries on the device. `keys`
+    says what the samples attend to where that is more than these tokens. UserError for what this
+    attention does not do.
     """
     for name in NOT_DONE:
         if options.get(name) is not None:
             raise UserError(f"packed attention has no {name}, which {type(module).__name__} uses")
     if lengths is None:
         raise ValueError("packed attention needs the samples' lengths")
-    if sliding_window is not None and sliding_window < max(lengths):
+    if keys is None:
+        whole, key_bounds = lengths, cu_seqlens
+    else:
+        whole, key_bounds = keys.lengths, keys.cu_seqlens
+        # The rotary embedding made the keys fp32 under autocast; a copy of them in bf16 is kept.
+        k = k.to(v.dtype).index_select(2, keys.rows)
+        v = v.index_select(2, keys.rows)
+    if sliding_window is not None and sliding_window < max(whole):
         raise UserError(
             f"packed attention has no sliding window, and {type(module).__name__} has one of "
-            f"{sliding_window} tokens, shorter than a sample of {max(lengths)}"
+            f"{sliding_window} tokens, shorter than a sample of {max(whole)}"
         )
     if q.is_cuda:
-        return cuda_attention(q, k, v, scaling, max(lengths), cu_seqlens), None
+        bounds = (cu_seqlens, key_bounds, max(lengths), max(whole))
+        return cuda_attention(q, k, v, scaling, bounds), None
     grouped = q.shape[1] != k.shape[1]
-    samples = zip(q.split(lengths, 2), k.split(lengths, 2), v.split(lengths, 2), strict=True)
+    samples = zip(q.split(lengths, 2), k.split(whole, 2), v.split(whole, 2), strict=True)
     out = []
-    for queries, keys, values in samples:
+    for queries, own_keys, values in samples:
+        shared = own_keys.shape[2] - queries.shape[2]
+        mask = None
+        if shared:  # is_causal would let the first query see the first key only
+            mask = ones(queries.shape[2], own_keys.shape[2], dtype=bool).tril(shared)
         mixed = scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped
+            queries,
+            own_keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=grouped,
         )
         out.append(mixed)
     return cat(out, dim=2).transpose(1, 2), None
 
 
-def cuda_attention(q, k, v, scaling, longest: int, cu_seqlens: Tensor) -> Tensor:
-    """The same for CUDA tensors: [1, T, Hq, Dh], in the values' dtype."""
+def cuda_attention(q, k, v, scaling, bounds: tuple[Tensor, Tensor, int, int]) -> Tensor:
+    """The same for CUDA tensors: [1, T, Hq, Dh], in the values' dtype.
+
+    `bounds`: where samples begin and end among the queries and among the keys, and the longest of
+    both.
+    """
     # The rotary embedding made queries and keys fp32 under autocast.
     q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))  # [T, H, Dh]
-    bounds = (cu_seqlens, cu_seqlens, longest, longest)
     if flash_attn_varlen_func:
         return flash_attn_varlen_func(q, k, v, *bounds, softmax_scale=scaling, causal=True)[None]
     options = {"scale": scaling, "window_size": (-1, 0)}  # varlen_attn's word for causal

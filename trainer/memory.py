@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import kernels
 from config import UserError, uses_bf16
+from trainer.batches import MOST_KEYS
 from trainer.loading import load_shape
 from trainer.lora import add_adapters
 
@@ -210,6 +211,8 @@ def micro_batch_bytes(
     layer = layer_bytes(shape, size, stream)
     if adapters:
         layer += ADAPTED * size * config.lora_rank
+    if config.share_prefixes:
+        layer += MOST_KEYS * 2 * size * kv_heads(shape) * head_size(shape)
     kept = shape.num_hidden_layers * layer
     recomputed = 0
     if config.recompute_activations:

@@ -68,6 +68,7 @@ class Policy(nn.Module):
                 use_cache=False,
                 lengths=batch.lengths,
                 cu_seqlens=batch.cu_seqlens,
+                keys=batch.keys,
             ).last_hidden_state[0]
         dtype = torch.bfloat16 if self.bf16 else torch.float32
         head = self.model.get_output_embeddings().weight

@@ -308,21 +308,27 @@ def test_a_decode_step_has_few_operations_and_is_read_one_step_later(monkeypatch
 # ---------------------------------------------------------------- the trainer
 
 
-def micro_batch():
+def micro_batch(share_prefixes: bool = False):
     """A micro-batch on the device."""
     with unset_fake_temporarily():
         samples = make_samples()
-        (batch,) = trainer.micro_batches(samples, weigh(samples), 10_000, CPU)
-    for name, value in vars(batch).items():
-        if isinstance(value, Tensor):
-            setattr(batch, name, torch.empty_like(value, device=CUDA))
+        (batch,) = trainer.micro_batches(
+            samples, weigh(samples), 10_000, CPU, share_prefixes=share_prefixes
+        )
+    parts = [batch, batch.keys] if share_prefixes else [batch]
+    for part in parts:
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor):
+                setattr(part, name, torch.empty_like(value, device=CUDA))
     return batch
 
 
-def test_the_packed_forward_never_waits():
+@pytest.mark.parametrize("share_prefixes", [False, True])
+def test_the_packed_forward_never_waits(share_prefixes):
     policy = trainer.Policy(model(), bf16=True, recompute_activations=True)
+    batch = micro_batch(share_prefixes)
     with Watch():
-        hidden, _ = policy.hidden(micro_batch())
+        hidden, _ = policy.hidden(batch)
     assert hidden.is_cuda and hidden.dtype == torch.bfloat16
 
 

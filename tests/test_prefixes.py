@@ -1,0 +1,231 @@
+"""Shared prefixes: fewer tokens through the model, the same loss and gradient."""
+
+import pytest
+import torch
+from helpers.tiny import CPU, KINDS, OBJECTIVE, saved, weigh
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trainer
+from rollout import Sample
+from trainer import attention
+from trainer import batches as batches_module
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    return saved(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def draw(count: int, length: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 61, (count, length), generator=generator).tolist()
+
+
+def family() -> list[Sample]:
+    """As attempts leave them: two prompts, calls in common, notes and answers of their own.
+
+    The first two samples are the same, and the third is how they begin.
+    """
+    samples = []
+    calls = draw(2, 6, 1)
+    for prompt_number, prompt in enumerate(draw(2, 17, 2)):
+        for attempt, note in enumerate(draw(6, 9, 3 + prompt_number)):
+            sample = Sample("sys2", place=prompt_number, attempt=attempt)
+            sample.advantage = 1.0 - 0.3 * attempt
+            sample.copies = 1
+            sample.append_given(prompt)
+            parts = [(calls[attempt % 2], True), (note[:6], False), (note[6:], True)]
+            for tokens, own in parts[: 1 if attempt == 5 else 3]:
+                sample.tokens += tokens
+                sample.mask += [own] * len(tokens)
+                sample.logprobs += [-4.0 - 0.01 * attempt if own else 0.0] * len(tokens)
+            samples.append(sample)
+    twin = Sample("sys2", place=0, attempt=9)
+    twin.tokens, twin.mask = list(samples[0].tokens), list(samples[0].mask)
+    twin.logprobs, twin.advantage, twin.copies = list(samples[0].logprobs), -2.0, 1
+    start = Sample("sys2", place=0, attempt=10)
+    start.tokens, start.mask = samples[0].tokens[:23], samples[0].mask[:23]
+    start.logprobs, start.advantage, start.copies = samples[0].logprobs[:23], 0.7, 1
+    return [samples[0], twin, start, *samples[1:]]
+
+
+def pack(samples, capacity=10_000, device=CPU, share_prefixes=True):
+    return trainer.micro_batches(
+        samples, weigh(samples), capacity, device, share_prefixes=share_prefixes
+    )
+
+
+def step(folder, batches, device=CPU, **options):
+    """(loss, gradients by name, log-probs by (owner, token)) of micro-batches."""
+    loaded = trainer.load_model(folder, device, training=True)
+    policy = trainer.Policy(loaded, bf16=False, **options)
+    stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    logprobs = {}
+    for batch, numbers in zip(batches, stats):
+        for owner, logprob in zip(batch.owner.tolist(), numbers["logprob"].tolist()):
+            logprobs.setdefault(owner, []).append(logprob)
+    loss = sum(float(numbers["loss"]) for numbers in stats)
+    gradients = {name: p.grad for name, p in policy.named_parameters()}
+    return loss, gradients, logprobs
+
+
+@pytest.mark.parametrize("capacity", [10_000, 60, 1])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_loss_gradient_and_log_probs_are_those_of_each_sample_alone(folder, capacity, recompute):
+    samples = family()
+    loss, gradients, logprobs = step(folder, pack(samples, share_prefixes=False))
+    batches = pack(samples, capacity)
+    assert (len(batches) > 1) == (capacity < 100)
+    other = step(folder, batches, recompute_activations=recompute)
+    assert other[0] == pytest.approx(loss, abs=1e-5)
+    for name, gradient in gradients.items():
+        # A bias of the keys has no gradient: softmax does not see it.
+        assert (gradient - other[1][name]).norm() < 1e-4 * gradient.norm() + 1e-7, name
+    assert other[2].keys() == logprobs.keys()
+    for owner, expected in logprobs.items():
+        assert other[2][owner] == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_samples_have_in_common_lies_in_the_row_once():
+    samples = family()
+    (batch,) = pack(samples)
+    # Of a sample's tokens all but the last are input: 31 of the long ones, 22 of the short ones.
+    starts = {tuple(s.tokens[:n]) for s in samples for n in range(1, last_input(s) + 1)}
+    assert batch.tokens.numel() == sum(batch.lengths) == len(starts) < 190
+    assert sum(batch.keys.lengths) == len(batch.keys.rows) > 350
+    assert len(batch.target) == sum(sum(s.mask) for s in samples)
+
+
+def last_input(sample: Sample) -> int:
+    return max(i for i, own in enumerate(sample.mask) if own)
+
+
+def test_a_change_in_one_sample_moves_no_other_samples_log_probs(folder):
+    """The masks are right for those before and after it in the row."""
+    samples = family()
+    policy = trainer.Policy(trainer.load_model(folder, CPU, training=True), bf16=False)
+    (batch,) = pack(samples)
+    before = trainer.logprob(policy, batch, 1.0)
+    samples[5].tokens[-2] = (samples[5].tokens[-2] + 1) % 61
+    (changed,) = pack(samples)
+    after = trainer.logprob(policy, changed, 1.0)
+    for index in range(len(samples)):
+        difference = (before[batch.owner == index] - after[changed.owner == index]).abs().max()
+        assert (difference > 1e-4) == (index == 5)
+
+
+@pytest.mark.parametrize("fault", ["a neighbour's tail", "one key too many"])
+def test_wrong_keys_are_seen(folder, fault, monkeypatch):
+    """Mutants of what a sample attends to move its log-probs."""
+    samples = family()
+    _, _, expected = step(folder, pack(samples, share_prefixes=False))
+    if fault == "one key too many":
+        right = batches_module.common_prefix
+        monkeypatch.setattr(batches_module, "common_prefix", lambda a, b: max(0, right(a, b) - 1))
+    (batch,) = pack(samples)
+    if fault == "a neighbour's tail":
+        batch.keys.rows = (batch.keys.rows + 1) % batch.tokens.numel()
+    _, _, found = step(folder, [batch])
+    worst = max(abs(a - b) for owner in expected for a, b in zip(expected[owner], found[owner]))
+    if fault == "a neighbour's tail":
+        assert worst > 1e-3
+    else:  # a shorter prefix only costs tokens
+        assert worst < 1e-4
+
+
+texts = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12), min_size=1, max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts, st.integers(1, 40))
+def test_every_prediction_knows_its_sample_and_its_tokens(texts, capacity):
+    """Whatever samples have in common: the keys of each spell it, and limits hold."""
+    samples = []
+    for text in texts:
+        sample = Sample("sys2", place=0, attempt=len(samples))
+        sample.advantage, sample.copies = 1.0, 1
+        sample.append_given(text[:1])
+        sample.tokens += text[1:]
+        sample.mask += [True] * (len(text) - 1)
+        sample.logprobs += [-1.0] * (len(text) - 1)
+        samples.append(sample)
+    found = {index: [] for index in range(len(samples))}
+    for batch in pack(samples, capacity):
+        row = batch.tokens[0].tolist()
+        bounds = batch.keys.cu_seqlens.tolist()
+        spelled = set()
+        for start, end, own in zip(bounds[:-1], bounds[1:], batch.lengths, strict=True):
+            rows = batch.keys.rows[start:end]
+            spelled.add(tuple(row[i] for i in rows))
+            assert batch.positions[0, rows].tolist() == list(range(end - start))
+            assert own > 0 and rows[-own:].diff().eq(1).all()
+        owners = batch.owner.tolist()
+        several = len(set(owners)) > 1
+        assert not several or len(row) <= capacity
+        assert not several or len(owners) <= capacity
+        assert not several or len(batch.keys.rows) <= batches_module.MOST_KEYS * capacity
+        for index in set(owners):
+            whole = tuple(samples[index].tokens[:-1])
+            assert any(text[: len(whole)] == whole for text in spelled)
+        for i, index in enumerate(owners):
+            place = batch.positions[0, batch.loss_positions[i]].item() + 1
+            assert batch.target[i] == samples[index].tokens[place]
+            assert row[batch.loss_positions[i]] == samples[index].tokens[place - 1]
+            found[index].append(place)
+    for index, sample in enumerate(samples):
+        assert found[index] == list(range(1, len(sample.tokens)))
+
+
+def test_on_cuda_a_samples_queries_are_its_last_tokens(monkeypatch):
+    """The CUDA branch, with a loop that does what varlen_attn documents, beside the CPU's."""
+    (batch,) = pack(family())
+    generator = torch.Generator().manual_seed(0)
+    heads = [torch.randn(1, h, batch.tokens.numel(), 16, generator=generator) for h in (4, 2, 2)]
+    bounds = {"lengths": batch.lengths, "cu_seqlens": batch.cu_seqlens, "keys": batch.keys}
+    expected, _ = attention.packed_attention(None, *heads, **bounds)
+
+    def varlen(q, k, v, query_bounds, key_bounds, longest, longest_key, **options):
+        assert options["window_size"] == (-1, 0)
+        out = []
+        for i in range(len(query_bounds) - 1):
+            queries = q[query_bounds[i] : query_bounds[i + 1]].transpose(0, 1)
+            own = slice(key_bounds[i], key_bounds[i + 1])
+            keys = k[own].transpose(0, 1).repeat_interleave(2, 0)
+            values = v[own].transpose(0, 1).repeat_interleave(2, 0)
+            assert queries.shape[1] <= longest and keys.shape[1] <= longest_key
+            ahead = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool)
+            ahead = ahead.triu(keys.shape[1] - queries.shape[1] + 1)
+            scores = queries @ keys.mT / 4
+            out.append(scores.masked_fill(ahead, -torch.inf).softmax(-1) @ values)
+        return torch.cat(out, 1).transpose(0, 1)
+
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    q, k, v = heads
+    k, v = k[:, :, batch.keys.rows], v[:, :, batch.keys.rows]
+    ends = (batch.cu_seqlens, batch.keys.cu_seqlens, max(batch.lengths), max(batch.keys.lengths))
+    found = attention.cuda_attention(q, k, v, None, ends)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_step_on_a_gpu_is_that_of_the_cpu(folder):
+    samples = family()
+    loss, gradients, _ = step(folder, pack(samples))
+    device = torch.device("cuda")
+    other, found, _ = step(folder, pack(samples, device=device), device)
+    assert other == pytest.approx(loss, rel=0.02)
+    for name, gradient in gradients.items():
+        similar = torch.nn.functional.cosine_similarity(
+            gradient.flatten(), found[name].cpu().flatten(), 0
+        )
+        assert similar > 0.99, name
+
+
+def test_without_the_option_nothing_is_shared():
+    batches = pack(family(), share_prefixes=False)
+    assert all(batch.keys is None for batch in batches)
