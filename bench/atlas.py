@@ -9,8 +9,8 @@ the same held-out questions, by the number of hops, sampled at temperature 1 and
 command goes on where it stopped. With System 1 frozen only the run's own last evaluation counts,
 since the start's weights are not saved with a checkpoint.
 
-Results: bench/results/atlas/, with each run's config, metrics and curve. Tests: pytest
-tests/test_atlas_bench.py
+Results: bench/results/atlas/, with each run's config, metrics, log and curve, and a page of
+held-out trajectories after RL. Tests: pytest tests/test_atlas_bench.py
 """
 
 import argparse
@@ -162,6 +162,10 @@ def keep(options: argparse.Namespace) -> Path:
         (results / folder.name).mkdir(exist_ok=True)
         shutil.copyfile(folder / "curves.png", results / folder.name / "curves.png")
         texts = [folder / name for name in KEPT] + [folder.with_name(f"{folder.name}.log")]
+        seed = folder.name.partition("-")[2]
+        page = folder.with_name(f"after-RL-sampled-{seed}") / "trajectories.html"
+        if folder.name.startswith("rl-") and page.exists():
+            texts.append(page)
         for path in texts:
             text = without_places(path.read_text(), options)
             (results / folder.name / path.name).write_text(text)

@@ -8,12 +8,12 @@
     python -m recipes.atlas eval smollm2                the model before anything was taught
     python -m recipes.atlas ask runs/atlas "What is the capital of Peru?"
 
-A run is an ordinary one of mars.py on files in the cache: questions, held-out questions, and pages
-for each (atlas_world.py), with the limits below. --model names what is warm-started, and
---warm_steps 0 leaves that out.
+A run is a mars.py run on files in the cache (atlas_world.py), with the presets below. The files are
+training questions, held-out questions, and pages for both. The warm start (recipes/warm_start.py)
+begins with --model; --warm_steps 0 skips it.
 
-Warm start: flawless demonstrations by `demonstrate`, through recipes/warm_start.py. A 135M model
-needs no planted faults to be imperfect: sampled at temperature 1 it makes its own.
+All demonstrations are flawless (`demonstrate`): a 135M model, sampled at temperature 1, errs by
+itself.
 
 Tests: pytest tests/test_atlas.py tests/test_warm_start.py
 """
@@ -47,14 +47,14 @@ from tools import KNOWN, Tool, python, search
 class AtlasConfig(MarsConfig):
     """MARS's options, and those of the warm start."""
 
-    warm_steps: int = 64  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    warm_steps: int = 32  # optimizer steps on demonstrations; 0: RL starts from --model itself
     warm_lr: float = 2e-4  # their learning rate
 
     for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
 
 
-# A step is 8 questions: on two cores it takes a minute and a half. With 4, kinds of questions that
-# a few steps had not asked were unlearned.
+# A step is 8 questions. With 4, some kinds of questions were missing from several steps in a row,
+# and the model unlearned them.
 SHORT = {
     "tools": "search",
     "top_k": atlas_world.TOP_K,
@@ -63,17 +63,17 @@ SHORT = {
     "answer_tokens": 40,
     "sys1_prompt": 320,  # a search fills two chunks
     "sys1_response": 64,
-    "steps": 12,
+    "steps": 40,
     "questions": 8,
-    "loss_mean": "token",  # a mean of each sample's spares long wrong attempts: they grew longer
-    "lr": 1e-5,
+    "loss_mean": "token",  # a mean per sample hardly punishes long wrong attempts: they grew longer
+    "lr": 2e-5,
     "warmup": 2,
-    "eval_every": 6,
+    "eval_every": 20,
     "eval_questions": atlas_world.QUESTIONS["held_out"],
     "kv_tokens": 32_768,
     "max_sequences": 64,
     "micro_tokens": 4096,
-    "share_prefixes": True,  # a step's trained tokens become a sixth
+    "share_prefixes": True,  # a step's input tokens shrink to a fifth
     "threads": 2,
 }
 LONG = SHORT | {"tools": "search,python", "sys1_prompt": 384, "steps": 200, "eval_every": 25}
@@ -88,12 +88,14 @@ IDLE = "Nothing in the results helps."  # a note where the fact is not told
 def demonstrate(
     plan: Plan, world: World, config: MarsConfig, chat: ChatFormat, tools: list[Tool]
 ) -> Trajectory | None:
-    """MARS's own episode, played flawlessly; None where a note or a step would not fit.
+    """MARS's own episode, played flawlessly.
+
+    None unless the episode fits the limits, finds every fact, and earns reward 1.
 
     System 2 begins with its plan, so that each later step follows from words of its own. A note
-    begins with the title of the page that tells the fact: without it System 1 put the country that
-    the purpose names beside a number from any page. It goes on in the purpose's words. Quoting the
-    page instead, System 1 had chosen how a sentence begins before it knew which one to quote.
+    starts with the title of the page that tells the fact. Without the title, System 1 took a number
+    from any page and gave it to the purpose's country. The rest repeats the purpose's words. A
+    quotation did worse: System 1 chose its first words before it knew which sentence to quote.
     """
     steps = sayings(plan)
     written = []
@@ -130,8 +132,8 @@ def sayings(plan: Plan) -> list[str]:
     It counts its steps, so that whether to answer follows from its own words. Without that, RL on
     questions of two look-ups taught it to look twice on every question.
 
-    Queries, notes and answers never begin with a name. A tokenizer spells it there with other
-    tokens than after a space, and a small model that has to respell a rare name writes another.
+    No query, note or answer starts with a name. There the name has other tokens than after a space,
+    and a small model gets rare names wrong.
     """
     calls = [call("search", "query", hop.query, hop.purpose) for hop in plan.hops]
     if plan.code:
@@ -158,12 +160,12 @@ def call(tool: str, argument: str, value: str, purpose: str) -> str:
 
 
 def demonstrations(
-    preset: str, cache: str, seed: int, count: int
+    preset: str, seed: int, count: int
 ) -> Callable[[object], Iterator[warm_start.Batch]]:
     """Batches of `count` demonstrations about training countries.
 
-    Of their notes, `count` at most that tell something and half as many idle ones: by themselves
-    more than half are idle, and it is finding the fact that takes practice.
+    Most notes tell nothing, and finding the fact is what needs practice. So a batch keeps at most
+    `count` notes that tell a fact, and at most half as many that tell nothing.
     """
     config = AtlasConfig(**PRESETS[preset])
     world = atlas_world.make_world(seed, SIZES[preset])
@@ -234,8 +236,8 @@ def main(arguments: list[str]) -> int:
         return run(arguments, given)
     except UserError as error:
         return fail(error)
-    except KeyboardInterrupt:  # RL answers one itself
-        fail("interrupted before RL began: what the cache holds is whole; start again")
+    except KeyboardInterrupt:  # train.main handles its own
+        fail("interrupted; the cache has no half-written folder, so just start again")
         return 130
 
 
@@ -259,7 +261,7 @@ def run(arguments: list[str], given: dict) -> int:
 def look(arguments: list[str]) -> int:
     """`eval`, `ask` or `closed`. A run brings its own settings; a plain model gets the preset's.
 
-    These stand first, so that the caller's options win.
+    The preset's options come before the caller's, so that the caller's win.
     """
     command, *rest = arguments
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -281,7 +283,7 @@ def look(arguments: list[str]) -> int:
         settings |= {"docs": files / "held_out_pages.jsonl"}
         if command == "eval":
             settings |= {"data": files / "held_out.jsonl"}
-        else:
+        else:  # ask has no such option
             del settings["eval_questions"]
         rest = [*rest[:1], *as_options(settings), *without(rest[1:], "--preset")]
     return train.main(method, [command, *rest], __doc__)
@@ -295,14 +297,12 @@ def as_options(values: dict) -> list[str]:
 def without(arguments: list[str], name: str) -> list[str]:
     """The arguments without an option and its value."""
     kept = []
-    skip = False
-    for argument in arguments:
-        if not skip and not argument.startswith(f"{name}="):
-            skip = argument == name
-            if not skip:
-                kept.append(argument)
-        else:
-            skip = False
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == name:
+            next(rest, None)  # its value
+        elif not argument.startswith(f"{name}="):
+            kept.append(argument)
     return kept
 
 
@@ -324,7 +324,7 @@ def world_files(preset: str, cache: str, seed: int) -> Path:
 
 
 def warm_model(config: AtlasConfig) -> Path:
-    """The warm-started model's folder in the cache; a run is called after its name."""
+    """The warm-started model's folder in the cache. The folder's name becomes the run's."""
     options = warm_start.WarmStart(
         model=config.model,
         steps=config.warm_steps,
@@ -342,17 +342,20 @@ def warm_model(config: AtlasConfig) -> Path:
     folder = Path(config.cache) / f"warm-{digest(settings, *sources)}" / config.preset
     if folder.exists():
         return folder
-    batches = demonstrations(config.preset, config.cache, config.seed, options.demonstrations)
+    batches = demonstrations(config.preset, config.seed, options.demonstrations)
     start = config.model
     if start == smollm2.NAME:
         start = smollm2.build(config.cache)
-    return made_once(folder, lambda part: warm_start.train(options, start, batches, part))
+    return made_once(
+        folder, lambda unfinished: warm_start.train(options, start, batches, unfinished)
+    )
 
 
 def digest(settings: tuple, *sources: str) -> str:
     """A hash of the settings and of these source files.
 
-    What else a thing in the cache follows from, such as trainer/, is not in it.
+    Other code that shapes the result, such as trainer/, is not hashed: after a change there delete
+    what the cache holds.
     """
     made = hashlib.sha256(repr(settings).encode())
     for source in sources:

@@ -36,7 +36,7 @@ INSTALL = "pip install --no-deps -r requirements-real.txt"
 TRAINED = 0.7  # share of the countries that training asks about
 QUESTIONS = {"train": 1500, "held_out": 200}
 TOP_K = 3  # pages that a search returns
-TRIES = 1000  # draws of a page or a question, of which most would do
+TRIES = 1000  # attempts to draw a valid page or question; most draws are valid
 DEFUNCT = ("Serbia and Montenegro",)
 
 # ------------------------------------------------------------------------------------------- words
@@ -124,7 +124,7 @@ ASK = {
         "Which neighbour of {} has the most inhabitants?",
     ),
 }
-# What names a country without its name, and how it is asked which one that is.
+# KEYS: words that describe a country without its name. WHICH: the question that asks for it.
 KEYS = {"capital": "the country with the capital {}", "demonym": "the country with the demonym {}"}
 WHICH = {
     "capital": "Which country has the capital {}?",
@@ -277,7 +277,7 @@ class Size:
     kinds: tuple[str, ...] = ("one", "two")  # of questions, in equal shares
     distractors: int = 1  # pages about a country that tell nothing of it
     filler: int = 1  # idle sentences on a country's own page
-    indirect: bool = False  # facts are also told without their names
+    indirect: bool = False  # facts are also told without the attribute's name
 
     def tellings(self, attribute: str) -> tuple[str, ...]:
         """How a fact may be told."""
@@ -313,7 +313,7 @@ class World:
         return [key for key in KEYS if (name, key) in self.facts and self.points(name, key)]
 
     def points(self, name: str, key: str) -> bool:
-        """Whether a value is this country's alone and hides its name, as Mexico City does not."""
+        """Whether a value is this country's alone and hides its name ("Mexico City" does not)."""
         text = self.facts[name, key].text
         others = (self.facts.get((other, key)) for other in self.names if other != name)
         unique = not any(other and other.text == text for other in others)
@@ -392,20 +392,20 @@ def largest_neighbours(world: World, rows: dict[str, dict]) -> dict[str, str]:
 def split(names: list[str], neighbours: dict[str, str], rng: random.Random) -> dict[str, list[str]]:
     """The countries of training and the held-out ones.
 
-    No neighbour's fact joins a country of one part to one of the other: groups of countries that
-    such facts connect are dealt out whole.
+    A country and its most populous neighbour are always in the same part. So countries linked this
+    way form a cluster, and a cluster is never split.
     """
-    # Every country points at its group's list, which all members share.
-    group = {name: [name] for name in names}
+    # Every country points at its cluster's list, which all members share.
+    cluster = {name: [name] for name in names}
     for name, neighbour in neighbours.items():
-        if group[name] is not group[neighbour]:
-            group[name] += group[neighbour]
-            group |= dict.fromkeys(group[neighbour], group[name])
-    groups = list({id(members): members for members in group.values()}.values())
-    rng.shuffle(groups)
+        if cluster[name] is not cluster[neighbour]:
+            cluster[name] += cluster[neighbour]
+            cluster |= dict.fromkeys(cluster[neighbour], cluster[name])
+    clusters = list({id(members): members for members in cluster.values()}.values())
+    rng.shuffle(clusters)
     room = len(names) - round(TRAINED * len(names))
     parts = {"train": [], "held_out": []}
-    for members in groups:
+    for members in clusters:
         part = "held_out" if len(members) <= room else "train"
         if part == "held_out":
             room -= len(members)
@@ -414,7 +414,10 @@ def split(names: list[str], neighbours: dict[str, str], rng: random.Random) -> d
 
 
 def own_page(world: World, rng: random.Random, name: str) -> Document:
-    """A country's page: all that is known of it, and idle sentences."""
+    """A country's page: all that is known of it, and idle sentences.
+
+    Notes in world.told which facts it tells.
+    """
     sentences = []
     for attribute in world.attributes(name):
         sentence = tell(world, (name, attribute), rng.choice(world.size.tellings(attribute)))
@@ -434,12 +437,16 @@ def tell(world: World, fact: Fact, words: str) -> str:
 def distractor(
     world: World, rng: random.Random, name: str, others: list[str], number: int
 ) -> Document:
-    """A page about a country that tells facts of another one, and none of its own."""
+    """A page about a country that tells facts of another one, and none of its own.
+
+    Notes in world.told which facts it tells.
+    """
     golds = [world.facts[name, attribute].golds for attribute in world.attributes(name)]
     for _ in range(TRIES):
         other = rng.choice([one for one in others if one != name])
         attributes = rng.sample(world.attributes(other), 2)
         tellings = [world.size.tellings(attribute) for attribute in attributes]
+        # Full names only: "Its …" would mean the country in this page's title.
         named = [[words for words in listed if "{name}" in words] for listed in tellings]
         foreign = [tell(world, (other, a), rng.choice(w)) for a, w in zip(attributes, named)]
         idle = [sentence.format(name=name) for sentence in rng.sample(FILLER, 3)]
@@ -509,13 +516,9 @@ def draw_two(world: World, names: list[str], rng: random.Random) -> Plan | None:
     """Two look-ups: a country by its capital or demonym, or as a neighbour, then a fact of it."""
     name = rng.choice(names)
     if rng.random() < 0.25:
-        described, hops = name, ()
+        name, described, hops = to_neighbour(world, name, name, ())
     else:
         described, hops = by_key(world, name, rng)
-    if described is None:
-        return None
-    if not hops:
-        name, described, hops = to_neighbour(world, name, described, hops)
     if described is None:
         return None
     return ask(world, "two", name, described, hops, rng)
@@ -577,7 +580,7 @@ def ask(
     hops: tuple[Hop, ...],
     rng: random.Random,
 ) -> Plan | None:
-    """A question for a fact of a country, which is `described` in it."""
+    """A question for a fact of a country, which is `described` in it; None if it gives it away."""
     attribute = rng.choice(world.attributes(name))
     value = world.facts[name, attribute]
     # A question that contains its answer is not asked.

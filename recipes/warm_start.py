@@ -349,9 +349,7 @@ def demonstrations(options: WarmStart) -> Callable[[object], Iterator[Batch]]:
     from recipes import atlas
 
     if options.data in atlas.PRESETS:
-        return atlas.demonstrations(
-            options.data, options.cache, options.seed, options.demonstrations
-        )
+        return atlas.demonstrations(options.data, options.seed, options.demonstrations)
     return from_file(options)
 
 

@@ -464,7 +464,7 @@ def test_wrong_plans_are_no_demonstrations():
 @pytest.mark.parametrize("preset", atlas.PRESETS)
 def test_presets_are_settings_that_hold(preset):
     config = resolve(atlas.AtlasConfig, {"preset": preset}, presets=atlas.PRESETS)
-    assert config.eval_questions == 200 and config.warm_steps == 64
+    assert config.eval_questions == 200 and config.warm_steps == 32
     assert config.longest() <= config.kv_tokens
 
 
@@ -508,7 +508,7 @@ def test_ctrl_c_before_rl_is_one_sentence(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(atlas, "world_files", interrupted)
     assert atlas.main(["--cache", str(tmp_path)]) == 130
     said = capsys.readouterr().err
-    assert said.startswith("mars: interrupted before RL") and said.count("\n") == 1
+    assert said.startswith("mars: interrupted; the cache") and said.count("\n") == 1
 
 
 def test_documents_of_the_held_out_questions_go_with_documents():

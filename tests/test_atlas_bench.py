@@ -27,6 +27,7 @@ def made(folder: Path, line: list[str]) -> None:
     folder.with_name(f"{folder.name}.log").write_text(f"written to {folder}\n")
     if "eval" in line or "closed" in line:
         (folder / "table.json").write_text(json.dumps([part(name) for name in PARTS]))
+        (folder / "trajectories.html").write_text(f"a page in {folder}")
         return
     config = {"model": "cache/warm/atlas", "preset": "atlas", "bf16": "on", "threads": 2}
     config |= {"steps": 3, "eval_questions": 20, "runs": str(folder.parent)}
@@ -109,7 +110,8 @@ def test_the_table_has_intervals_and_no_place_of_this_machine(bench, tmp_path, c
     assert frozen[1]["low"] == pytest.approx(0.699, abs=1e-3)
     assert [run["wall_seconds"] for run in record["runs"]] == [16.0, 16.0]
     kept = [path for path in (tmp_path / "results").rglob("*") if path.is_file()]
-    assert len(kept) == 1 + 2 * 4
+    assert len(kept) == 1 + 2 * 4 + 1
+    assert (tmp_path / "results" / "atlas" / "rl-0" / "trajectories.html").exists()
     for path in kept:
         assert str(tmp_path).encode() not in path.read_bytes(), path
 

@@ -1,4 +1,4 @@
-"""bench/train_step.py counts operations as PyTorch does and shows only forms that agree."""
+"""bench/train_step.py and prefixes.py show only forms that agree; operations are PyTorch's."""
 
 import pytest
 import torch
@@ -6,7 +6,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import trainer
+from bench import prefixes
 from bench import train_step as bench
+from trainer import batches
 
 TINY = bench.SMALL | {
     "vocab_size": 128,
@@ -19,12 +21,12 @@ TINY = bench.SMALL | {
 def test_operations_are_what_pytorch_counts():
     policy = trainer.Policy(bench.random_model(TINY, "cpu"), bf16=False)
     samples = bench.draw_samples(2, 1 / 64, 128)
-    batches = trainer.micro_batches(samples, bench.weigh(samples), 128, torch.device("cpu"))
+    packed = trainer.micro_batches(samples, bench.weigh(samples), 128, torch.device("cpu"))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        trainer.backward(policy, batches, [None] * len(batches), **bench.OBJECTIVE)
-    squares = sum(length**2 for batch in batches for length in batch.lengths)
+        trainer.backward(policy, packed, [None] * len(packed), **bench.OBJECTIVE)
+    squares = sum(length**2 for batch in packed for length in batch.lengths)
     masked = 6 * 2 * 8 * 32 * squares  # plain attention computes the upper half as well
-    assert counter.get_total_flops() == bench.operations(policy.model, batches) + masked
+    assert counter.get_total_flops() == bench.operations(policy.model, packed) + masked
 
 
 def test_forms_that_disagree_get_no_table(monkeypatch):
@@ -79,3 +81,25 @@ def test_what_does_not_fit_is_a_note_beside_what_does(monkeypatch, capsys):
     monkeypatch.setattr(bench, "planned_bytes", lambda *given: float("inf"))
     monkeypatch.setattr(bench.math, "inf", 4e9)
     assert "GB are free" in gpu_rows()[0]["note"]
+
+
+def test_shared_prefixes_that_disagree_get_no_table(monkeypatch):
+    rows = prefixes.measure(32, 256, TINY, rounds=1)
+    assert [row["prefix"] for row in rows] == list(prefixes.SHARES)
+    for row in rows:
+        samples = prefixes.GROUPS * prefixes.SIZE
+        least = 1 - row["prefix"] * 7 / 8
+        assert row["tokens, packed"] == 31 * samples
+        # Random tokens are now and then alike too, and a group may be cut in two.
+        assert 0.95 < row["tokens, shared"] / (least * 32 * samples - samples) < 1.15
+    right = batches.make_micro_batch
+
+    def shifted(*given, **options):
+        batch = right(*given, **options)
+        if batch.keys:
+            batch.keys.indices = batch.keys.indices.roll(1)
+        return batch
+
+    monkeypatch.setattr(batches, "make_micro_batch", shifted)
+    with pytest.raises(ValueError, match="disagree"):
+        prefixes.measure(32, 256, TINY, rounds=1)

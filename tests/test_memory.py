@@ -197,7 +197,7 @@ def test_shared_prefixes_keep_no_more_than_the_plan_says():
         samples.append(sample)
     weights = weigh(samples, {"sys2": 7})
     (batch,) = trainer.micro_batches(samples, weights, 1860, CPU, share_prefixes=True)
-    assert (batch.tokens.numel(), len(batch.keys.rows)) == (1859, 7259)
+    assert (batch.tokens.numel(), len(batch.keys.indices)) == (1859, 7259)
     model = MODELS["llama"]()
     policy = trainer.Policy(model, bf16=False)
     trainer.backward(policy, [batch], [None], **OBJECTIVE)

@@ -59,7 +59,7 @@ def pack(samples, capacity=10_000, device=CPU, share_prefixes=True):
 
 
 def step(folder, batches, device=CPU, **options):
-    """(loss, gradients by name, log-probs by (owner, token)) of micro-batches."""
+    """Loss, gradients by name, and each owner's log-probs in the order of its tokens."""
     loaded = trainer.load_model(folder, device, training=True)
     policy = trainer.Policy(loaded, bf16=False, **options)
     stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
@@ -74,32 +74,34 @@ def step(folder, batches, device=CPU, **options):
 
 @pytest.mark.parametrize("capacity", [10_000, 60, 1])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_loss_gradient_and_log_probs_are_those_of_each_sample_alone(folder, capacity, recompute):
+def test_shared_prefixes_leave_loss_gradient_and_log_probs_as_they_are(folder, capacity, recompute):
     samples = family()
     loss, gradients, logprobs = step(folder, pack(samples, share_prefixes=False))
     batches = pack(samples, capacity)
     assert (len(batches) > 1) == (capacity < 100)
-    other = step(folder, batches, recompute_activations=recompute)
-    assert other[0] == pytest.approx(loss, abs=1e-5)
+    other_loss, other_gradients, other_logprobs = step(
+        folder, batches, recompute_activations=recompute
+    )
+    assert other_loss == pytest.approx(loss, abs=1e-5)
     for name, gradient in gradients.items():
         # A bias of the keys has no gradient: softmax does not see it.
-        assert (gradient - other[1][name]).norm() < 1e-4 * gradient.norm() + 1e-7, name
-    assert other[2].keys() == logprobs.keys()
-    for owner, expected in logprobs.items():
-        assert other[2][owner] == pytest.approx(expected, abs=1e-4)
+        assert (gradient - other_gradients[name]).norm() < 1e-4 * gradient.norm() + 1e-7, name
+    assert worst_difference(logprobs, other_logprobs) < 1e-4
 
 
-def test_what_samples_have_in_common_lies_in_the_row_once():
+def test_a_shared_prefix_is_input_once():
     samples = family()
     (batch,) = pack(samples)
-    # Of a sample's tokens all but the last are input: 31 of the long ones, 22 of the short ones.
-    starts = {tuple(s.tokens[:n]) for s in samples for n in range(1, last_input(s) + 1)}
-    assert batch.tokens.numel() == sum(batch.lengths) == len(starts) < 190
-    assert sum(batch.keys.lengths) == len(batch.keys.rows) > 350
+    alone = sum(map(input_count, samples))
+    assert batch.tokens.numel() == sum(batch.lengths) == pack_size(samples) < alone / 2
+    # The first sample's twin adds nothing.
+    assert sum(batch.keys.lengths) == alone - input_count(samples[1])
+    assert len(batch.keys.indices) == sum(batch.keys.lengths)
     assert len(batch.target) == sum(sum(s.mask) for s in samples)
 
 
-def last_input(sample: Sample) -> int:
+def input_count(sample: Sample) -> int:
+    """How many tokens are input: all before the last sampled one."""
     return max(i for i, own in enumerate(sample.mask) if own)
 
 
@@ -117,23 +119,38 @@ def test_a_change_in_one_sample_moves_no_other_samples_log_probs(folder):
         assert (difference > 1e-4) == (index == 5)
 
 
-@pytest.mark.parametrize("fault", ["a neighbour's tail", "one key too many"])
-def test_wrong_keys_are_seen(folder, fault, monkeypatch):
-    """Mutants of what a sample attends to move its log-probs."""
+def worst_difference(one: dict, other: dict) -> float:
+    """Of two results' log-probs by owner."""
+    assert one.keys() == other.keys()
+    return max(abs(a - b) for owner in one for a, b in zip(one[owner], other[owner], strict=True))
+
+
+def test_keys_shifted_by_one_token_change_the_log_probs(folder):
     samples = family()
     _, _, expected = step(folder, pack(samples, share_prefixes=False))
-    if fault == "one key too many":
-        right = batches_module.common_prefix
-        monkeypatch.setattr(batches_module, "common_prefix", lambda a, b: max(0, right(a, b) - 1))
     (batch,) = pack(samples)
-    if fault == "a neighbour's tail":
-        batch.keys.rows = (batch.keys.rows + 1) % batch.tokens.numel()
+    batch.keys.indices = (batch.keys.indices + 1) % batch.tokens.numel()
     _, _, found = step(folder, [batch])
-    worst = max(abs(a - b) for owner in expected for a, b in zip(expected[owner], found[owner]))
-    if fault == "a neighbour's tail":
-        assert worst > 1e-3
-    else:  # a shorter prefix only costs tokens
-        assert worst < 1e-4
+    assert worst_difference(expected, found) > 1e-3
+
+
+def test_a_prefix_found_one_token_too_short_changes_nothing(folder, monkeypatch):
+    """It only costs tokens."""
+    samples = family()
+    _, _, expected = step(folder, pack(samples))
+    right = batches_module.common_prefix
+    monkeypatch.setattr(
+        batches_module, "common_prefix", lambda one, other: max(0, right(one, other) - 1)
+    )
+    (batch,) = pack(samples)
+    assert batch.tokens.numel() > pack_size(samples)
+    _, _, found = step(folder, [batch])
+    assert worst_difference(expected, found) < 1e-4
+
+
+def pack_size(samples: list[Sample]) -> int:
+    """Input tokens if each shared prefix is computed once."""
+    return len({tuple(s.tokens[:n]) for s in samples for n in range(1, input_count(s) + 1)})
 
 
 texts = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12), min_size=1, max_size=12)
@@ -158,7 +175,7 @@ def test_every_prediction_knows_its_sample_and_its_tokens(texts, capacity):
         bounds = batch.keys.cu_seqlens.tolist()
         spelled = set()
         for start, end, own in zip(bounds[:-1], bounds[1:], batch.lengths, strict=True):
-            rows = batch.keys.rows[start:end]
+            rows = batch.keys.indices[start:end]
             spelled.add(tuple(row[i] for i in rows))
             assert batch.positions[0, rows].tolist() == list(range(end - start))
             assert own > 0 and rows[-own:].diff().eq(1).all()
@@ -166,7 +183,9 @@ def test_every_prediction_knows_its_sample_and_its_tokens(texts, capacity):
         several = len(set(owners)) > 1
         assert not several or len(row) <= capacity
         assert not several or len(owners) <= capacity
-        assert not several or len(batch.keys.rows) <= batches_module.MOST_KEYS * capacity
+        assert (
+            not several or len(batch.keys.indices) <= batches_module.MAX_KEYS_PER_TOKEN * capacity
+        )
         for index in set(owners):
             whole = tuple(samples[index].tokens[:-1])
             assert any(text[: len(whole)] == whole for text in spelled)
@@ -179,13 +198,13 @@ def test_every_prediction_knows_its_sample_and_its_tokens(texts, capacity):
         assert found[index] == list(range(1, len(sample.tokens)))
 
 
-def test_on_cuda_a_samples_queries_are_its_last_tokens(monkeypatch):
-    """The CUDA branch, with a loop that does what varlen_attn documents, beside the CPU's."""
+def test_the_cuda_branch_aligns_queries_at_the_end(monkeypatch):
+    """cuda_attention with a plain stand-in for varlen_attn gives what the CPU path gives."""
     (batch,) = pack(family())
     generator = torch.Generator().manual_seed(0)
     heads = [torch.randn(1, h, batch.tokens.numel(), 16, generator=generator) for h in (4, 2, 2)]
-    bounds = {"lengths": batch.lengths, "cu_seqlens": batch.cu_seqlens, "keys": batch.keys}
-    expected, _ = attention.packed_attention(None, *heads, **bounds)
+    given = {"lengths": batch.lengths, "cu_seqlens": batch.cu_seqlens, "keys": batch.keys}
+    expected, _ = attention.packed_attention(None, *heads, **given)
 
     def varlen(q, k, v, query_bounds, key_bounds, longest, longest_key, **options):
         assert options["window_size"] == (-1, 0)
@@ -205,9 +224,9 @@ def test_on_cuda_a_samples_queries_are_its_last_tokens(monkeypatch):
     monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
     monkeypatch.setattr(attention, "varlen_attn", varlen)
     q, k, v = heads
-    k, v = k[:, :, batch.keys.rows], v[:, :, batch.keys.rows]
-    ends = (batch.cu_seqlens, batch.keys.cu_seqlens, max(batch.lengths), max(batch.keys.lengths))
-    found = attention.cuda_attention(q, k, v, None, ends)
+    k, v = k[:, :, batch.keys.indices], v[:, :, batch.keys.indices]
+    bounds = (batch.cu_seqlens, batch.keys.cu_seqlens, max(batch.lengths), max(batch.keys.lengths))
+    found = attention.cuda_attention(q, k, v, None, bounds)
     assert torch.allclose(found, expected, atol=1e-5)
 
 

@@ -2,11 +2,10 @@
 
 One function under the name `mars_packed` in transformers' AttentionInterface. On CUDA it is
 flash-attn if that is installed, else PyTorch's varlen_attn; on a CPU one
-scaled_dot_product_attention a sample.
+scaled_dot_product_attention per sample.
 
-Where samples share the tokens they begin with (batches.py), a sample has fewer queries than keys.
-Its queries are the last of its tokens, and causal then means what flash-attn means by it: the
-last query sees the last key.
+With shared prefixes (batches.py) a sequence has more keys than queries: the prefix has no queries.
+The causal mask is aligned at the end, as in flash-attn: the last query sees all keys.
 
 Tests: `pytest tests/test_policy.py tests/test_loading.py tests/test_prefixes.py`.
 """
@@ -50,9 +49,9 @@ def packed_attention(
     """Attention of each token to those before it in the same sample; never dropout.
 
     q [1, Hq, T, Dh], k and v [1, Hkv, T, Dh] -> ([1, T, Hq, Dh], None). `lengths` are the samples'
-    tokens (they sum to T), `cu_seqlens` [samples + 1] int32 their boundaries on the device. `keys`
-    says what the samples attend to where that is more than these tokens. UserError for what this
-    attention does not do.
+    tokens (they sum to T), `cu_seqlens` [samples + 1] int32 their boundaries on the device. With
+    shared prefixes they are those of the sequences, and `keys` has the keys of each. UserError for
+    what this attention does not do.
     """
     for name in NOT_DONE:
         if options.get(name) is not None:
@@ -60,32 +59,32 @@ def packed_attention(
     if lengths is None:
         raise ValueError("packed attention needs the samples' lengths")
     if keys is None:
-        whole, key_bounds = lengths, cu_seqlens
+        key_lengths, key_cu_seqlens = lengths, cu_seqlens
     else:
-        whole, key_bounds = keys.lengths, keys.cu_seqlens
-        # The rotary embedding made the keys fp32 under autocast; a copy of them in bf16 is kept.
-        k = k.to(v.dtype).index_select(2, keys.rows)
-        v = v.index_select(2, keys.rows)
-    if sliding_window is not None and sliding_window < max(whole):
+        key_lengths, key_cu_seqlens = keys.lengths, keys.cu_seqlens
+        # Autocast leaves the rotated keys in fp32. Cast first: backward then keeps a copy in bf16.
+        k = k.to(v.dtype).index_select(2, keys.indices)
+        v = v.index_select(2, keys.indices)
+    if sliding_window is not None and sliding_window < max(key_lengths):
         raise UserError(
             f"packed attention has no sliding window, and {type(module).__name__} has one of "
-            f"{sliding_window} tokens, shorter than a sample of {max(whole)}"
+            f"{sliding_window} tokens, shorter than a sample of {max(key_lengths)}"
         )
     if q.is_cuda:
-        bounds = (cu_seqlens, key_bounds, max(lengths), max(whole))
+        bounds = (cu_seqlens, key_cu_seqlens, max(lengths), max(key_lengths))
         return cuda_attention(q, k, v, scaling, bounds), None
     grouped = q.shape[1] != k.shape[1]
-    samples = zip(q.split(lengths, 2), k.split(whole, 2), v.split(whole, 2), strict=True)
+    parts = (q.split(lengths, 2), k.split(key_lengths, 2), v.split(key_lengths, 2))
     out = []
-    for queries, own_keys, values in samples:
-        shared = own_keys.shape[2] - queries.shape[2]
+    for q_part, k_part, v_part in zip(*parts, strict=True):
+        prefix = k_part.shape[2] - q_part.shape[2]
         mask = None
-        if shared:  # is_causal would let the first query see the first key only
-            mask = ones(queries.shape[2], own_keys.shape[2], dtype=bool).tril(shared)
+        if prefix:  # is_causal aligns at the start: the first query would see the first key only
+            mask = ones(q_part.shape[2], k_part.shape[2], dtype=bool).tril(prefix)
         mixed = scaled_dot_product_attention(
-            queries,
-            own_keys,
-            values,
+            q_part,
+            k_part,
+            v_part,
             attn_mask=mask,
             is_causal=mask is None,
             scale=scaling,
@@ -98,8 +97,8 @@ def packed_attention(
 def cuda_attention(q, k, v, scaling, bounds: tuple[Tensor, Tensor, int, int]) -> Tensor:
     """The same for CUDA tensors: [1, T, Hq, Dh], in the values' dtype.
 
-    `bounds`: where samples begin and end among the queries and among the keys, and the longest of
-    both.
+    `bounds`: cu_seqlens of the queries, cu_seqlens of the keys, most queries in a sequence, most
+    keys in a sequence.
     """
     # The rotary embedding made queries and keys fp32 under autocast.
     q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))  # [T, H, Dh]
@@ -108,9 +107,9 @@ def cuda_attention(q, k, v, scaling, bounds: tuple[Tensor, Tensor, int, int]) ->
     options = {"scale": scaling, "window_size": (-1, 0)}  # varlen_attn's word for causal
     if VARLEN_GROUPS_HEADS:
         return varlen_attn(q, k, v, *bounds, enable_gqa=True, **options)[None]
-    group = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(group, 1)
-    v = v.repeat_interleave(group, 1)
+    heads_per_key = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(heads_per_key, 1)
+    v = v.repeat_interleave(heads_per_key, 1)
     return varlen_attn(q, k, v, *bounds, **options)[None]
 
 

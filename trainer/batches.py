@@ -1,14 +1,14 @@
 """Micro-batches: samples of any length laid end to end in one row of tokens, without padding.
 
 Departure from the textbook: a batch is no rectangle. `cu_seqlens` marks where each sample begins
-and ends, so attention stays within it, and positions restart at 0. What follows a sample's last
-sampled token predicts nothing that is trained on, so it is left out.
+and ends, so attention stays within it, and positions restart at 0. The last sampled token and all
+after it predict no loss token. So they are no input.
 
-With `share_prefixes` the model computes a beginning that samples have in common once. A group's
-attempts share their prompt, and often most of what follows. Sorted by their tokens, samples lie
-beside those they have most in common with. Each lays only the rest into the row, and its keys are
-picked out of the row: those of the beginning, then its own. The loss still sees every sample's
-every token, so loss and gradient are the same up to rounding.
+With `share_prefixes` the model computes a shared prefix only once. The attempts of a group share
+their prompt, and often most of what follows. Samples are sorted by their tokens, so that neighbours
+share the longest prefixes. A sample adds only the tokens after the prefix that it shares with the
+sample before it. It attends to that prefix and to its own tokens (`Keys`). All loss tokens of all
+samples are in the loss, so loss and gradient are the same up to rounding.
 
 Tests: `pytest tests/test_batches.py tests/test_prefixes.py`.
 """
@@ -21,40 +21,42 @@ from torch import Tensor
 
 from binpack import first_fit_decreasing
 
-# With shared prefixes a micro-batch holds at most so many keys per token of its capacity. Every
-# layer keeps them, and the memory plan counts them.
-MOST_KEYS = 4
+# With shared prefixes: the limit of keys per token of a micro-batch's capacity. Each layer copies
+# these keys and values for its backward pass. The memory plan counts them.
+MAX_KEYS_PER_TOKEN = 4
 
 
 @dataclass
 class Keys:
-    """What each sample attends to, K tokens in all, where samples share the rows of a prefix."""
+    """The keys of each sequence: its shared prefix, then its own tokens. K keys in all."""
 
-    lengths: list[int]  # tokens of each sample with the prefix it shares, K in all
-    rows: Tensor  # [K] int64, where in the row of tokens they stand
-    cu_seqlens: Tensor  # [samples + 1] int32, where each sample begins and ends in `rows`
+    lengths: list[int]  # of each sequence, K in all
+    indices: Tensor  # [K] int64, where they stand among the T input tokens
+    cu_seqlens: Tensor  # [sequences + 1] int32, boundaries of the sequences among the keys
 
 
 @dataclass
 class MicroBatch:
-    """Samples end to end: T tokens of input, N predictions of a token that carries loss.
+    """Samples end to end: T input tokens, N loss tokens.
 
-    With shared prefixes one token of input can make predictions for several samples.
+    A sequence is what one sample adds: all its input, or with shared prefixes the rest of it. A
+    sample that adds nothing has no sequence. There one input token can predict the loss tokens of
+    several samples.
     """
 
-    lengths: list[int]  # tokens of each sample that lie in the row, T in all
+    lengths: list[int]  # tokens that each sequence adds, T in all
     tokens: Tensor  # [1, T] int64
-    positions: Tensor  # [1, T] int64, from 0 in every sample
-    cu_seqlens: Tensor  # [samples + 1] int32, where each sample begins and ends
-    loss_positions: Tensor  # [N] int64, where in the row the predicting tokens stand
+    positions: Tensor  # [1, T] int64, each token's place in its own sample
+    cu_seqlens: Tensor  # [sequences + 1] int32, boundaries of the sequences
+    loss_positions: Tensor  # [N] int64, which of the T input tokens predicts each loss token
     # One entry for each loss token:
     owner: Tensor  # [N] int64, index of its sample in the list given to micro_batches
     target: Tensor  # [N] int64, the token itself
     sampler_logprob: Tensor  # [N] fp32, under the sampler
-    old_logprob: Tensor | None  # [N] fp32, the same unless replaced; None: nobody sampled it
+    old_logprob: Tensor | None  # [N] fp32, the same unless replaced; None: the policy's own, ρ is 1
     advantage: Tensor  # [N] fp32
     weight: Tensor  # [N] fp32, its share of the loss
-    keys: Keys | None = None  # None: each sample attends to its own tokens in the row
+    keys: Keys | None = None  # None: a sequence is a whole sample and attends to itself
 
 
 def micro_batches(
@@ -67,9 +69,10 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Packs samples (rollout.Sample) into micro-batches of at most `capacity` tokens.
 
-    The packing is first-fit decreasing; with `share_prefixes` it follows the order of tokens. A
-    sample that is longer stands alone, and one without a sampled token is left out. `weights` are
-    grpo.token_weights of the samples. ValueError if a sample's lists differ in length.
+    Without `share_prefixes` the packing is first-fit decreasing, with it `cut_in_order`. A sample
+    over the limit is alone, and one without a sampled token is left out. `weights` are
+    grpo.token_weights of the samples. ValueError if a sample's lists differ in length, or if its
+    first token carries loss.
     """
     lengths = [
         input_length(sample, weight) for sample, weight in zip(samples, weights, strict=True)
@@ -99,39 +102,40 @@ def cut_in_order(
 ) -> list[list[int]]:
     """Indices of `trained` samples by micro-batch, in the order of their tokens.
 
-    In that order no earlier sample has a longer beginning in common with one than its neighbour. At
-    most `capacity` tokens and as many predictions stand in a micro-batch, and MOST_KEYS times as
-    many keys, or else one sample.
+    In sorted order, of all earlier samples the one just before shares the longest prefix. A
+    micro-batch holds at most `capacity` input tokens, `capacity` loss tokens and
+    MAX_KEYS_PER_TOKEN · `capacity` keys. A sample over a limit is alone.
     """
     bins = []
-    before = []
-    laid = predictions = keys = 0
+    previous = []
+    added = loss_tokens = keys = 0
     for index in sorted(trained, key=lambda i: samples[i].tokens[: lengths[i]]):
-        read = samples[index].tokens[: lengths[index]]
-        laid += len(read) - common_prefix(before, read)
-        predictions += sum(samples[index].mask)
-        keys += len(read)
-        if not bins or max(laid, predictions, keys / MOST_KEYS) > capacity:
+        current = samples[index].tokens[: lengths[index]]
+        added += len(current) - common_prefix(previous, current)
+        loss_tokens += sum(samples[index].mask)
+        keys += len(current)
+        if not bins or max(added, loss_tokens, keys / MAX_KEYS_PER_TOKEN) > capacity:
+            # A new micro-batch, which shares nothing with the last.
             bins.append([])
-            laid = len(read)
-            predictions = sum(samples[index].mask)
-            keys = len(read)
+            added = keys = len(current)
+            loss_tokens = sum(samples[index].mask)
         bins[-1].append(index)
-        before = read
+        previous = current
     return bins
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:
-    """The number of tokens that two lists begin with alike."""
+    """The length of the longest prefix of both lists."""
     pairs = zip(one, other)
     shorter = min(len(one), len(other))
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), shorter)
+    return next((length for length, (a, b) in enumerate(pairs) if a != b), shorter)
 
 
 def input_length(sample, weight: Tensor) -> int:
     """How many of a sample's tokens are input: tokens[:n] predict tokens[1:n + 1].
 
-    n is the index of the last sampled token; 0 if nothing was sampled.
+    n is the index of the last sampled token; 0 if nothing was sampled. ValueError for a sample that
+    is not well formed.
     """
     if not len(sample.tokens) == len(sample.mask) == len(sample.logprobs) == len(weight):
         raise ValueError(
@@ -154,35 +158,37 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Lays samples end to end, the first `lengths[i]` tokens of each.
 
-    With `share_prefixes` a sample's tokens that the one before it begins with are not laid again.
+    With `share_prefixes` a sample adds only the tokens after the prefix that it shares with the one
+    before.
 
-    Without samples it is one token that nothing is learned from. A rank whose share makes fewer
-    micro-batches than another's fills up with these. `owners` are 0, 1, 2, … unless given.
+    Without samples it is one token without loss. A rank with fewer micro-batches than the others
+    adds these. `owners` are 0, 1, 2, … unless given.
     """
     if owners is None:
         owners = range(len(samples))
     tokens = []
     positions = []
-    laid = []  # of each sample: how many of its tokens
-    rows = []  # of each sample: where in the row its tokens stand
-    path = []
-    read = []
+    added = []  # of each sequence: how many tokens
+    keys = []  # of each sequence: the indices in `tokens` of all tokens of its sample
+    previous = []
+    indices = []
     loss_positions = []
     owner = []
     target = []
     logprob = []
     advantage = []
     for sample, length, index in zip(samples, lengths, owners, strict=True):
-        shared = common_prefix(read, sample.tokens[:length]) if share_prefixes else 0
-        read = sample.tokens[:length]
-        path = path[:shared] + list(range(len(tokens), len(tokens) + length - shared))
-        tokens += read[shared:]
+        current = sample.tokens[:length]
+        shared = common_prefix(previous, current) if share_prefixes else 0
+        indices = indices[:shared] + list(range(len(tokens), len(tokens) + length - shared))
+        tokens += current[shared:]
         positions += range(shared, length)
-        if length > shared:  # else all its tokens lie in the row already
-            laid.append(length - shared)
-            rows.append(path)
+        if length > shared:
+            added.append(length - shared)
+            keys.append(indices)
+        previous = current
         sampled = [i for i in range(1, length + 1) if sample.mask[i]]
-        loss_positions += [path[i - 1] for i in sampled]
+        loss_positions += [indices[i - 1] for i in sampled]
         owner += [index] * len(sampled)
         target += [sample.tokens[i] for i in sampled]
         logprob += [sample.logprobs[i] for i in sampled]
@@ -190,11 +196,11 @@ def make_micro_batch(
     weight = [w[1:][torch.tensor(s.mask[1:])] for s, w in zip(samples, weights, strict=True)]
     if not samples:
         tokens = positions = [0]
-        laid = [1]
+        added = [1]
         weight = [torch.zeros(0)]
 
-    def bounds(lengths: list[int]) -> Tensor:
-        return torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    def boundaries(counts: list[int]) -> Tensor:
+        return torch.tensor([0, *counts]).cumsum(0).int().to(device)
 
     def integers(values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=device)
@@ -202,15 +208,16 @@ def make_micro_batch(
     def numbers(values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
-    keys = None
-    if share_prefixes and rows:
-        held = [len(path) for path in rows]
-        keys = Keys(held, integers([row for path in rows for row in path]), bounds(held))
+    shared_keys = None
+    if share_prefixes and samples:
+        counts = [len(indices) for indices in keys]
+        flat = [index for indices in keys for index in indices]
+        shared_keys = Keys(counts, integers(flat), boundaries(counts))
     return MicroBatch(
-        lengths=laid,
+        lengths=added,
         tokens=integers([tokens]),
         positions=integers([positions]),
-        cu_seqlens=bounds(laid),
+        cu_seqlens=boundaries(added),
         loss_positions=integers(loss_positions),
         owner=integers(owner),
         target=integers(target),
@@ -218,5 +225,5 @@ def make_micro_batch(
         old_logprob=numbers(logprob),
         advantage=numbers(advantage),
         weight=torch.cat(weight).to(device),
-        keys=keys,
+        keys=shared_keys,
     )

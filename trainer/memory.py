@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import kernels
 from config import UserError, uses_bf16
-from trainer.batches import MOST_KEYS
+from trainer.batches import MAX_KEYS_PER_TOKEN
 from trainer.loading import load_shape
 from trainer.lora import add_adapters
 
@@ -212,7 +212,7 @@ def micro_batch_bytes(
     if adapters:
         layer += ADAPTED * size * config.lora_rank
     if config.share_prefixes:
-        layer += MOST_KEYS * 2 * size * kv_heads(shape) * head_size(shape)
+        layer += MAX_KEYS_PER_TOKEN * 2 * size * kv_heads(shape) * head_size(shape)
     kept = shape.num_hidden_layers * layer
     recomputed = 0
     if config.recompute_activations:
