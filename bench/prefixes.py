@@ -1,6 +1,6 @@
 """Shared prefixes in the trainer: when `--share_prefixes` pays, on a CPU.
 
-    python -m bench.prefixes           3 minutes, one thread, a small Qwen3 in fp32
+    python -m bench.prefixes           one thread, a small Qwen3 in fp32
     python -m bench.prefixes --quick   a tiny one, to see that it works; no file
 
 Eight groups of eight samples, 384 tokens each. The samples of a group share a prefix: 0, 1/4, 1/2,
