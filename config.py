@@ -205,8 +205,8 @@ def uses_bf16(config: Config, cuda: bool) -> bool:
 # What --resume may change: the method stays the same, the last bits of a float may not.
 MAY_CHANGE = set(
     "name runs steps resume track save_every eval_every eval_samples cache threads micro_tokens "
-    "max_tool_error_share tool_seconds kv_tokens max_sequences recompute_activations server engine "
-    "max_mismatch_kl".split()
+    "share_prefixes max_tool_error_share tool_seconds kv_tokens max_sequences server engine "
+    "recompute_activations max_mismatch_kl".split()
 )
 
 # Spellings that were given up, and what to write today.

@@ -185,7 +185,8 @@ def test_a_micro_batchs_peak_is_at_most_the_plans_and_not_far_below(kind, recomp
     assert longer > 1.9 * planned, "the longest sample counts, not only the packed ones"
 
 
-def test_shared_prefixes_keep_no_more_than_the_plan_says():
+@pytest.mark.parametrize("kind", MODELS)
+def test_shared_prefixes_keep_no_more_than_the_plan_says(kind):
     """Seven samples of which 900 tokens are the same: 7,259 keys to 1,859 tokens."""
     samples = []
     for k in range(7):
@@ -198,7 +199,7 @@ def test_shared_prefixes_keep_no_more_than_the_plan_says():
     weights = weigh(samples, {"sys2": 7})
     (batch,) = trainer.micro_batches(samples, weights, 1860, CPU, share_prefixes=True)
     assert (batch.tokens.numel(), len(batch.keys.indices)) == (1859, 7259)
-    model = MODELS["llama"]()
+    model = MODELS[kind]()
     policy = trainer.Policy(model, bf16=False)
     trainer.backward(policy, [batch], [None], **OBJECTIVE)
     with Live() as live:
@@ -208,12 +209,12 @@ def test_shared_prefixes_keep_no_more_than_the_plan_says():
             model.config,
             model.num_parameters(),
             config=settings(micro_tokens=1860, share_prefixes=share),
-            longest=0,
+            longest=1038,
             cuda=False,
         )
         for share in (False, True)
     ]
-    assert planned[0] < live.peak < planned[1]
+    assert 0.75 * planned[1] < live.peak < planned[1]
 
 
 @pytest.mark.parametrize("fsdp", [False, True])

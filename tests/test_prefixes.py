@@ -198,6 +198,34 @@ def test_every_prediction_knows_its_sample_and_its_tokens(texts, capacity):
         assert found[index] == list(range(1, len(sample.tokens)))
 
 
+@pytest.mark.parametrize("alike, trained", [(20, 1), (20, 20), (0, 1)])
+def test_each_limit_of_a_micro_batch_holds_and_is_used(alike, trained):
+    """Many keys to a token, many loss tokens to a token, nothing in common."""
+    prefix = draw(1, alike, 1)[0] if alike else []
+    samples = []
+    for attempt, rest in enumerate(draw(12, 21, 2)):
+        sample = Sample("sys2", place=0, attempt=attempt, advantage=1.0, copies=1)
+        tokens = prefix + rest[: 22 - trained if not alike else 2]
+        sample.append_given(tokens[: len(tokens) - trained])
+        sample.tokens += tokens[len(tokens) - trained :]
+        sample.mask += [True] * trained
+        sample.logprobs += [-4.0] * trained
+        samples.append(sample)
+    capacity = 50
+    batches = pack(samples, capacity)
+    assert len(batches) > 1
+    for batch in batches:
+        assert batch.tokens.numel() <= capacity and len(batch.target) <= capacity
+        assert sum(batch.keys.lengths) <= batches_module.MAX_KEYS_PER_TOKEN * capacity
+    full = batches[0]
+    shares = (
+        full.tokens.numel() / capacity,
+        len(full.target) / capacity,
+        sum(full.keys.lengths) / (batches_module.MAX_KEYS_PER_TOKEN * capacity),
+    )
+    assert max(shares) > 0.75
+
+
 def test_the_cuda_branch_aligns_queries_at_the_end(monkeypatch):
     """cuda_attention with a plain stand-in for varlen_attn gives what the CPU path gives."""
     (batch,) = pack(family())

@@ -213,6 +213,8 @@ def micro_batch_bytes(
         layer += ADAPTED * size * config.lora_rank
     if config.share_prefixes:
         layer += MAX_KEYS_PER_TOKEN * 2 * size * kv_heads(shape) * head_size(shape)
+        # On a CPU attention keeps each sequence's mask, a number for each query and key.
+        layer += 0 if cuda else size * longest
     kept = shape.num_hidden_layers * layer
     recomputed = 0
     if config.recompute_activations:
