@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainer
+from config import UserError
 from rollout import Sample
 from trainer import attention
 from trainer import batches as batches_module
@@ -227,7 +228,7 @@ def test_each_limit_of_a_micro_batch_holds_and_is_used(alike, trained):
 
 
 def test_the_cuda_branch_aligns_queries_at_the_end(monkeypatch):
-    """cuda_attention with a plain stand-in for varlen_attn gives what the CPU path gives."""
+    """packed_attention's CUDA branch, with a plain stand-in for varlen_attn, beside the CPU's."""
     (batch,) = pack(family())
     generator = torch.Generator().manual_seed(0)
     heads = [torch.randn(1, h, batch.tokens.numel(), 16, generator=generator) for h in (4, 2, 2)]
@@ -235,6 +236,7 @@ def test_the_cuda_branch_aligns_queries_at_the_end(monkeypatch):
     expected, _ = attention.packed_attention(None, *heads, **given)
 
     def varlen(q, k, v, query_bounds, key_bounds, longest, longest_key, **options):
+        lengths_seen = []
         assert options["window_size"] == (-1, 0)
         out = []
         for i in range(len(query_bounds) - 1):
@@ -242,20 +244,32 @@ def test_the_cuda_branch_aligns_queries_at_the_end(monkeypatch):
             own = slice(key_bounds[i], key_bounds[i + 1])
             keys = k[own].transpose(0, 1).repeat_interleave(2, 0)
             values = v[own].transpose(0, 1).repeat_interleave(2, 0)
-            assert queries.shape[1] <= longest and keys.shape[1] <= longest_key
+            lengths_seen.append((queries.shape[1], keys.shape[1]))
             ahead = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool)
             ahead = ahead.triu(keys.shape[1] - queries.shape[1] + 1)
             scores = queries @ keys.mT / 4
             out.append(scores.masked_fill(ahead, -torch.inf).softmax(-1) @ values)
+        assert [max(lengths) for lengths in zip(*lengths_seen)] == [longest, longest_key]
         return torch.cat(out, 1).transpose(0, 1)
+
+    class OnCuda(torch.Tensor):
+        is_cuda = True
 
     monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
     monkeypatch.setattr(attention, "varlen_attn", varlen)
-    q, k, v = heads
-    k, v = k[:, :, batch.keys.indices], v[:, :, batch.keys.indices]
-    bounds = (batch.cu_seqlens, batch.keys.cu_seqlens, max(batch.lengths), max(batch.keys.lengths))
-    found = attention.cuda_attention(q, k, v, None, bounds)
+    found, _ = attention.packed_attention(None, *(x.as_subclass(OnCuda) for x in heads), **given)
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_window_is_compared_with_whole_samples():
+    """A window of 30 is too short for samples of 31, of which no sequence adds more than 22."""
+    (batch,) = pack(family())
+    heads = [torch.zeros(1, h, batch.tokens.numel(), 16) for h in (4, 2, 2)]
+    given = {"lengths": batch.lengths, "cu_seqlens": batch.cu_seqlens, "keys": batch.keys}
+    assert max(batch.lengths) == 22 and max(batch.keys.lengths) == 31
+    attention.packed_attention(None, *heads, sliding_window=31, **given)
+    with pytest.raises(UserError, match="sliding window"):
+        attention.packed_attention(None, *heads, sliding_window=30, **given)
 
 
 @pytest.mark.gpu

@@ -156,39 +156,22 @@ def make_micro_batch(
     *,
     share_prefixes: bool = False,
 ) -> MicroBatch:
-    """Lays samples end to end, the first `lengths[i]` tokens of each.
-
-    With `share_prefixes` a sample adds only the tokens after the prefix that it shares with the one
-    before.
+    """Lays samples end to end, the first `lengths[i]` tokens of each (`lay_out`).
 
     Without samples it is one token without loss. A rank with fewer micro-batches than the others
     adds these. `owners` are 0, 1, 2, … unless given.
     """
     if owners is None:
         owners = range(len(samples))
-    tokens = []
-    positions = []
-    added = []  # of each sequence: how many tokens
-    keys = []  # of each sequence: the indices in `tokens` of all tokens of its sample
-    previous = []
-    indices = []
+    tokens, positions, added, indices = lay_out(samples, lengths, share_prefixes)
     loss_positions = []
     owner = []
     target = []
     logprob = []
     advantage = []
-    for sample, length, index in zip(samples, lengths, owners, strict=True):
-        current = sample.tokens[:length]
-        shared = common_prefix(previous, current) if share_prefixes else 0
-        indices = indices[:shared] + list(range(len(tokens), len(tokens) + length - shared))
-        tokens += current[shared:]
-        positions += range(shared, length)
-        if length > shared:
-            added.append(length - shared)
-            keys.append(indices)
-        previous = current
+    for sample, length, index, own in zip(samples, lengths, owners, indices, strict=True):
         sampled = [i for i in range(1, length + 1) if sample.mask[i]]
-        loss_positions += [indices[i - 1] for i in sampled]
+        loss_positions += [own[i - 1] for i in sampled]
         owner += [index] * len(sampled)
         target += [sample.tokens[i] for i in sampled]
         logprob += [sample.logprobs[i] for i in sampled]
@@ -196,7 +179,7 @@ def make_micro_batch(
     weight = [w[1:][torch.tensor(s.mask[1:])] for s, w in zip(samples, weights, strict=True)]
     if not samples:
         tokens = positions = [0]
-        added = [1]
+        added = [1]  # the one token
         weight = [torch.zeros(0)]
 
     def boundaries(counts: list[int]) -> Tensor:
@@ -208,16 +191,18 @@ def make_micro_batch(
     def numbers(values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
-    shared_keys = None
+    sequence_lengths = [count for count in added if count]
+    keys = None
     if share_prefixes and samples:
-        counts = [len(indices) for indices in keys]
-        flat = [index for indices in keys for index in indices]
-        shared_keys = Keys(counts, integers(flat), boundaries(counts))
+        of_sequences = [own for own, count in zip(indices, added) if count]
+        key_lengths = [len(own) for own in of_sequences]
+        flat = [index for own in of_sequences for index in own]
+        keys = Keys(key_lengths, integers(flat), boundaries(key_lengths))
     return MicroBatch(
-        lengths=added,
+        lengths=sequence_lengths,
         tokens=integers([tokens]),
         positions=integers([positions]),
-        cu_seqlens=boundaries(added),
+        cu_seqlens=boundaries(sequence_lengths),
         loss_positions=integers(loss_positions),
         owner=integers(owner),
         target=integers(target),
@@ -225,5 +210,30 @@ def make_micro_batch(
         old_logprob=numbers(logprob),
         advantage=numbers(advantage),
         weight=torch.cat(weight).to(device),
-        keys=shared_keys,
+        keys=keys,
     )
+
+
+def lay_out(samples: list, lengths: list[int], share_prefixes: bool) -> tuple:
+    """The first `lengths[i]` tokens of each sample, end to end.
+
+    With `share_prefixes` a sample adds only the tokens after the prefix that it shares with the one
+    before. Returns the tokens, their positions, how many tokens each sample adds, and the indices
+    in the tokens of each sample's own, its prefix included.
+    """
+    tokens = []
+    positions = []
+    added = []
+    indices = []
+    before = []
+    places = []
+    for sample, length in zip(samples, lengths, strict=True):
+        current = sample.tokens[:length]
+        shared = common_prefix(before, current) if share_prefixes else 0
+        places = places[:shared] + list(range(len(tokens), len(tokens) + length - shared))
+        tokens += current[shared:]
+        positions += range(shared, length)
+        added.append(length - shared)
+        indices.append(places)
+        before = current
+    return tokens, positions, added, indices
