@@ -35,8 +35,8 @@ from mars import MarsConfig
 from plumbing import evaluation, smollm2
 from plumbing.cache import made_once
 from recipes import atlas_world, warm_start
-from recipes.atlas_world import Plan, World
-from rollout import Context, Game, Sample, Trajectory
+from recipes.atlas_world import Fact, Plan, World
+from rollout import Context, Game, Trajectory
 from tasks import chat, grading
 from tasks.chat import ChatFormat, Words
 from tasks.questions import Question
@@ -47,7 +47,7 @@ from tools import KNOWN, Tool, python, search
 class AtlasConfig(MarsConfig):
     """MARS's options, and those of the warm start."""
 
-    warm_steps: int = 32  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    warm_steps: int = 16  # optimizer steps on demonstrations; 0: RL starts from --model itself
     warm_lr: float = 2e-4  # their learning rate
 
     for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
@@ -80,7 +80,7 @@ LONG = SHORT | {"tools": "search,python", "sys1_prompt": 384, "steps": 200, "eva
 PRESETS = {"atlas": SHORT, "atlas-long": LONG}
 SIZES = {"atlas": atlas_world.SHORT, "atlas-long": atlas_world.LONG}
 METHOD = dataclasses.replace(mars.METHOD, config=AtlasConfig, presets=PRESETS)
-IDLE = "Nothing in the results helps."  # a note where the fact is not told
+IDLE = "Nothing here."  # a note where no page tells such a fact
 
 # ---------------------------------------------------------------------------------- demonstrations
 
@@ -91,27 +91,19 @@ def demonstrate(
     """MARS's own episode, played flawlessly.
 
     None unless the episode fits the limits, finds every fact, and earns reward 1.
-
-    System 2 begins with its plan, so that each later step follows from words of its own. A note
-    starts with the title of the page that tells the fact. Without the title, System 1 took a number
-    from any page and gave it to the purpose's country. The rest repeats the purpose's words. A
-    quotation did worse: System 1 chose its first words before it knew which sentence to quote.
     """
     steps = sayings(plan)
     written = []
-    noted = set()
+    noted = []
 
     def system2(read: str) -> str:
         written.append(steps[len(written)])
         return written[-1]
 
     def system1(read: str) -> str:
-        hop = plan.hops[len(written) - 1]
-        title = world.teller(hop.fact, read)
-        if title is None:
-            return IDLE
-        noted.add(hop.fact)
-        return world.note(hop.fact, title)
+        fact, said = note(plan.hops[len(written) - 1].fact, world, read)
+        noted.append(fact)
+        return said
 
     question = Question("demonstration", plan.text, plan.golds, plan.kind)
     say = {"sys2": system2, "sys1": system1}
@@ -121,16 +113,39 @@ def demonstrate(
     except (warm_start.DoesNotFit, IndexError):  # IndexError: asked for more steps than there are
         return None
     flawless = trajectory.reward == 1 and len(written) == len(steps)
-    if not flawless or noted != {hop.fact for hop in plan.hops}:
+    if not flawless or any(hop.fact not in noted for hop in plan.hops):
         return None
     return trajectory
+
+
+def note(wanted: Fact, world: World, read: str) -> tuple[Fact | None, str]:
+    """(the fact that System 1 notes out of a chunk, its words); no fact where the chunk has none.
+
+    Where the wanted country's capital is not told, but another country's is, it notes that one and
+    says whose it is. Taught to be silent there, System 1 gave the number of any page to the wanted
+    country. Whose a number is it copies; System 2 sees by the name which note is of use.
+
+    The page's title stands first, and the rest is in the purpose's words. A quotation did worse:
+    System 1 chose its first words before it knew which sentence to quote.
+    """
+    name, attribute = wanted
+    tellers = world.tellers(attribute, read)
+    if not tellers:
+        return None, IDLE
+    if name not in tellers:
+        name = next(iter(tellers))
+    value = world.facts[name, attribute].text
+    said = f"The page {tellers[name]} says: the {attribute} of {name} is {value}."
+    return (name, attribute), said
 
 
 def sayings(plan: Plan) -> list[str]:
     """What System 2 says in each step.
 
-    It counts its steps, so that whether to answer follows from its own words. Without that, RL on
-    questions of two look-ups taught it to look twice on every question.
+    It begins with what is wanted, in the pages' words, then makes its plan and counts its steps, so
+    that each step follows from words of its own. When the plan came first, its first word, "One" or
+    "Two", was chosen before the question was read out, and RL taught it to look twice at every
+    question.
 
     No query, note or answer starts with a name. There the name has other tokens than after a space,
     and a small model gets rare names wrong.
@@ -141,16 +156,19 @@ def sayings(plan: Plan) -> list[str]:
     count = len(calls)
     steps = [f"Step {number} of {count}.\n{made}" for number, made in enumerate(calls, 1)]
     steps[0] = f"{intention(plan)} {steps[0]}"
-    return [*steps, f"Done, {count} of {count}.\n<answer> {plan.golds[0]}</answer>"]
+    last = "the number asked for" if plan.code else plan.hops[-1].purpose
+    return [*steps, f"Done, {count} of {count}: {last}.\n<answer> {plan.golds[0]}</answer>"]
 
 
 def intention(plan: Plan) -> str:
-    """The plan, in words that the question gives."""
+    """What is wanted, and the plan."""
     first, *later = plan.hops
-    if plan.code:
-        return f"Two look-ups and a sum: {first.purpose}, then {later[0].purpose}."
     count = ("One look-up", "Two look-ups", "Three look-ups")[len(later)]
-    return f"{count}: {', then '.join([first.purpose, *(f'its {hop.fact[1]}' for hop in later)])}."
+    if plan.code:
+        count += f" and a sum: {first.purpose}, then {later[0].purpose}"
+    elif later:
+        count += f": {', then '.join([first.purpose, *(f'its {hop.fact[1]}' for hop in later)])}"
+    return f"Wanted: {plan.wanted}. {count}."
 
 
 def call(tool: str, argument: str, value: str, purpose: str) -> str:
@@ -162,11 +180,7 @@ def call(tool: str, argument: str, value: str, purpose: str) -> str:
 def demonstrations(
     preset: str, seed: int, count: int
 ) -> Callable[[object], Iterator[warm_start.Batch]]:
-    """Batches of `count` demonstrations about training countries.
-
-    Most notes tell nothing, and finding the fact is what needs practice. So a batch keeps at most
-    `count` notes that tell a fact, and at most half as many that tell nothing.
-    """
+    """Batches of `count` demonstrations about training countries."""
     config = AtlasConfig(**PRESETS[preset])
     world = atlas_world.make_world(seed, SIZES[preset])
     pages = world.searched("train")
@@ -186,17 +200,9 @@ def demonstrations(
                     played.append(trajectory)
             steps = [sample for t in played for sample in t.samples("sys2")]
             notes = [sample for t in played for sample in t.samples("sys1")]
-            rng.shuffle(notes)
-            idle = [sample for sample in notes if IDLE in said(sample, chat)]
-            telling = [sample for sample in notes if IDLE not in said(sample, chat)]
-            yield {"sys2": steps, "sys1": telling[:count] + idle[: count // 2]}
+            yield {"sys2": steps, "sys1": notes}
 
     return batches
-
-
-def said(sample: Sample, chat: ChatFormat) -> str:
-    """What a role wrote."""
-    return chat.decode([token for token, own in zip(sample.tokens, sample.mask) if own])
 
 
 # ------------------------------------------------------------------------------ from memory alone

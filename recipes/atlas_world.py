@@ -313,10 +313,13 @@ class World:
         return [key for key in KEYS if (name, key) in self.facts and self.points(name, key)]
 
     def points(self, name: str, key: str) -> bool:
-        """Whether a value is this country's alone and hides its name ("Mexico City" does not)."""
+        """Whether a value is this country's alone and hides its name ("Mexico City" does not).
+
+        "Samoan" is not Samoa's alone: there are American Samoans.
+        """
         text = self.facts[name, key].text
         others = (self.facts.get((other, key)) for other in self.names if other != name)
-        unique = not any(other and other.text == text for other in others)
+        unique = not any(other and says(other.text, (text,)) for other in others)
         return unique and not says(text, self.names[name])
 
     def searched(self, part: str) -> list[Document]:
@@ -335,22 +338,19 @@ class World:
             page.title == title and words in page.text for page in found for title, words in told
         )
 
-    def teller(self, fact: Fact, text: str) -> str | None:
-        """The title of the first page in a text that tells a fact; None if no page does.
+    def tellers(self, attribute: str, text: str) -> dict[str, str]:
+        """Whose attribute a text tells: country -> the title of the first page that tells it.
 
         The text holds documents as they stand in a chunk, with their headers.
         """
-        pairs = self.told.get(fact, ())
+        found = {}
         for page in text.split(f"{DOCUMENT} ")[1:]:
             title = page.partition("\n")[0].strip()
-            if any(title == known and sentence in page for known, sentence in pairs):
-                return title
-        return None
-
-    def note(self, fact: Fact, title: str) -> str:
-        """What a page with this title says of a fact, in the same words for all."""
-        name, attribute = fact
-        return f"The page {title} says: the {attribute} of {name} is {self.facts[fact].text}."
+            for name in self.names:
+                pairs = self.told.get((name, attribute), ())
+                if any(title == known and sentence in page for known, sentence in pairs):
+                    found.setdefault(name, title)
+        return found
 
 
 def make_world(seed: int = 0, size: Size = SHORT) -> World:
@@ -478,12 +478,13 @@ class Hop:
 class Plan:
     """A question and the way to its answer.
 
-    `code` is the Python expression that computes the answer from the facts found. It is empty where
-    the last fact is the answer.
+    `wanted` is what the question asks for, in the pages' words. `code` is the Python expression
+    that computes the answer from the facts found. It is empty where the last fact is the answer.
     """
 
     kind: str
     text: str
+    wanted: str
     hops: tuple[Hop, ...]
     golds: tuple[str, ...]
     code: str = ""
@@ -508,7 +509,7 @@ def draw_one(world: World, names: list[str], rng: random.Random) -> Plan | None:
             return None
         hop = hop_to_country(world, name, rng.choice(keys))
         text = WHICH[hop.fact[1]].format(world.facts[hop.fact].text)
-        return Plan("one", text, (hop,), world.names[name])
+        return Plan("one", text, hop.purpose, (hop,), world.names[name])
     return ask(world, "one", name, name, (), rng)
 
 
@@ -549,7 +550,8 @@ def draw_sum(world: World, names: list[str], rng: random.Random) -> Plan | None:
     if operation == "-":
         result = numbers[pair[0]] - numbers[pair[1]]
     hops = tuple(hop_to_fact(name, attribute) for name in pair)
-    return Plan("sum", words.format(*pair), hops, (str(result),), code)
+    text = words.format(*pair)
+    return Plan("sum", text, f"h{text[1:-1]}", hops, (str(result),), code)
 
 
 def by_key(world: World, name: str, rng: random.Random) -> tuple[str | None, tuple[Hop, ...]]:
@@ -587,7 +589,8 @@ def ask(
     text = rng.choice(ASK[attribute]).format(described)
     if says(text, value.golds):
         return None
-    return Plan(kind, text, (*hops, hop_to_fact(name, attribute)), value.golds)
+    wanted = f"the {attribute} of {described}"
+    return Plan(kind, text, wanted, (*hops, hop_to_fact(name, attribute)), value.golds)
 
 
 def hop_to_fact(name: str, attribute: str) -> Hop:
@@ -597,9 +600,9 @@ def hop_to_fact(name: str, attribute: str) -> Hop:
 
 
 def hop_to_country(world: World, name: str, key: str) -> Hop:
-    """Looks up which country has this capital or demonym."""
+    """Looks up the country that has this capital or demonym."""
     value = world.facts[name, key].text
-    return Hop(f"{key} {value}", f"which country has the {key} {value}", (name, key))
+    return Hop(f"{key} {value}", KEYS[key].format(value), (name, key))
 
 
 def questions(world: World, part: str) -> list[dict]:

@@ -1,10 +1,10 @@
 """The sampler: a paged KV cache and continuous batching, hand-written.
 
 The keys and values of all conversations live in one pool of pages. A conversation owns a table of
-pages and keeps it between its turns; conversations that start with the same prompt share its full
-pages. One step has three parts: schedule (scheduler.py: who gets rows and pages, in plain
-integers), run (here: a packed prefill, then one token for every row that is ready) and postprocess
-(append the tokens, find the finished requests).
+pages and keeps it between its turns; conversations whose prompts begin alike share the full pages
+of what they have in common. One step has three parts: schedule (scheduler.py: who gets rows and
+pages, in plain integers), run (here: a packed prefill, then one token for every row that is ready)
+and postprocess (append the tokens, find the finished requests).
 
 Two invariants carry the code:
   cached   Pages hold the keys and values of a conversation's first `num_cached_tokens` tokens. A

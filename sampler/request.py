@@ -40,8 +40,8 @@ class Completion:
 class Conversation:
     """A context that grows: given and sampled ids in order, and the pages of their keys and values.
 
-    age: smaller is older. prompt: the tokens submitted first; conversations with equal prompts
-    share pages. request: the open one. temporary: `generate` made it and closes it.
+    age: smaller is older. prompt: the tokens submitted first; conversations whose prompts begin
+    alike share pages. request: the open one. temporary: `generate` made it and closes it.
     """
 
     age: int = field(default_factory=itertools.count().__next__)

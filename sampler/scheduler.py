@@ -84,6 +84,7 @@ class Scheduler:
         self.started: list[Request] = []  # began to decode in the step that is being planned
         self.idle: list[Conversation] = []  # hold pages, but no row; the oldest first
         self.holders: dict[tuple, list[Conversation]] = {}  # prompt -> whose pages hold it
+        self.prompts: list[tuple] = []  # the keys of `holders`, sorted
 
     # ---- conversations and requests
 
@@ -147,47 +148,58 @@ class Scheduler:
     def _admit(self, unread: bool) -> tuple[Copies, list[Request]]:
         """Gives rows and pages to waiting requests, the oldest first.
 
-        A conversation without pages whose prompt lies in another's pages forks them. While that
-        leader still prefills, its followers are passed over and a row is kept for each of them.
-        Returns the page copies that the forks need, and the followers.
+        A conversation without pages whose prompt begins as another's in the pool forks its pages.
+        While that leader still prefills them, its followers are passed over and a row is kept for
+        each of them. Returns the page copies that the forks need, and the followers.
         """
         copies = []
         followers = []
         while self.waiting and len(followers) < len(self.rows.free):
             request = self.waiting[0]
             conversation = request.conversation
-            leader = self._leader(conversation)
-            if leader is not None and leader.num_cached_tokens < len(conversation.prompt) - 1:
+            leader, shared = self._leader(conversation)
+            if leader is not None and leader.num_cached_tokens < shared:
                 followers.append(self.waiting.pop(0))
                 continue
-            if self._lacks_pages(conversation, leader):
+            if self._lacks_pages(conversation, shared):
                 if not self._make_room(conversation, unread):
                     break
                 continue  # the leader itself may have given way
             self.waiting.pop(0)
             if leader is not None:
-                copies += self._fork(leader, conversation)
+                copies += self._fork(leader, conversation, shared)
             self._enter(request)
         self.waiting[:0] = followers
         return copies, followers
 
-    def _leader(self, conversation: Conversation) -> Conversation | None:
-        """Who holds, or is about to hold, the prompt of a conversation that has no pages.
+    def _leader(self, conversation: Conversation) -> tuple[Conversation | None, int]:
+        """(who holds, or is about to hold, most of a prompt that has no pages; that many tokens).
 
-        Only the first holder can still be prefilling: every later one forked a complete prompt.
+        Among sorted prompts those beside a prompt begin most like it. An equal prompt is shared up
+        to its last token, which is fed again for its logits; of others only full pages are. Only
+        the first holder of a prompt can still be prefilling: every later one forked all of it.
         """
+        prompt = conversation.prompt
         if conversation.block_table or not self.share_prompts:
-            return None
-        holders = self.holders.get(conversation.prompt)
-        if not holders:
-            return None
-        return holders[0]
+            return None, 0
+        if prompt in self.holders:
+            return self.holders[prompt][0], len(prompt) - 1
+        place = bisect.bisect_left(self.prompts, prompt)
+        beside = self.prompts[max(0, place - 1) : place + 1]
+        best = max(beside, key=lambda other: common_prefix(prompt, other), default=())
+        shared = min(common_prefix(prompt, best), len(prompt) - 1)
+        shared -= shared % self.pages.size
+        if shared == 0:
+            return None, 0
+        return self.holders[best][0], shared
 
-    def _lacks_pages(self, conversation: Conversation, leader: Conversation | None) -> bool:
-        """Whether too few pages are free for it. One is kept for every row that runs already."""
+    def _lacks_pages(self, conversation: Conversation, shared: int) -> bool:
+        """Whether too few pages are free for it, of which it shares the first `shared` tokens.
+
+        One page is kept for every row that runs already.
+        """
         needed = self.pages.missing(conversation.block_table, len(conversation.tokens))
-        if leader is not None:
-            needed -= (len(conversation.prompt) - 1) // self.pages.size  # shared full pages
+        needed -= shared // self.pages.size
         running = len(self.prefilling) + len(self.decoding)
         return needed + running > len(self.pages.free)
 
@@ -201,9 +213,8 @@ class Scheduler:
                 return True
         return False
 
-    def _fork(self, leader: Conversation, conversation: Conversation) -> Copies:
-        """The conversation gets the prompt's pages. Its last token is fed again, for its logits."""
-        shared = len(conversation.prompt) - 1
+    def _fork(self, leader: Conversation, conversation: Conversation, shared: int) -> Copies:
+        """The conversation gets the pages of the leader's first `shared` tokens."""
         conversation.block_table, copy = self.pages.fork(leader.block_table, shared)
         conversation.num_cached_tokens = shared
         self.stats["shared_tokens"] += shared
@@ -215,6 +226,8 @@ class Scheduler:
         conversation = request.conversation
         self._remove_idle(conversation)
         self.pages.extend(conversation.block_table, len(conversation.tokens))
+        if conversation.prompt not in self.holders:
+            bisect.insort(self.prompts, conversation.prompt)
         holders = self.holders.setdefault(conversation.prompt, [])
         if conversation not in holders:
             holders.append(conversation)
@@ -290,6 +303,7 @@ class Scheduler:
             holders.remove(conversation)
             if not holders:
                 del self.holders[conversation.prompt]
+                del self.prompts[bisect.bisect_left(self.prompts, conversation.prompt)]
         conversation.num_cached_tokens = 0
         return self.pages.release(conversation.block_table)
 
@@ -362,9 +376,11 @@ class Scheduler:
     def collect(self, decode: Decode, tokens, logprobs, step: int) -> list[int]:
         """Appends a step's tokens and ends the requests that are complete.
 
-        A row whose log-prob is NaN ends with an error. Returns the pages that such rows gave back,
-        to be cleared. NaN may still stay in a page of a row that gave way, or was closed, while it
-        prefilled. It reaches nobody: each form of attention reads the tokens of its own row only.
+        A row whose log-prob is NaN ends with an error. So may rows that share its pages: 0 · NaN
+        passes a causal mask, so what was prefilled together is NaN together. Returns the pages that
+        such rows gave back, to be cleared. NaN may still stay in a page of a row that gave way, or
+        was closed, while it prefilled. Only those that share the page can read it: each form of
+        attention reads the tokens of its own row only.
         """
         spoiled = []
         ended = len(self.finished)
@@ -462,3 +478,9 @@ class Scheduler:
             request.completion = Completion(request.tokens, request.logprobs, request.finish)
         if request.done:
             conversation.request = None
+
+
+def common_prefix(one: tuple, other: tuple) -> int:
+    """How many tokens two prompts begin with alike."""
+    pairs = zip(one, other)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

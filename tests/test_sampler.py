@@ -493,12 +493,20 @@ def test_a_fork_of_a_fork_made_in_the_same_step():
         assert logprob_error(model_of(kind), prompt, completion) < 1e-4
 
 
-def test_a_prompt_is_only_shared_if_it_is_the_same():
-    sampler = make("llama grouped")
+def test_prompts_share_the_full_pages_with_which_they_begin():
+    """A prompt may also be the beginning of another; the answers are those of each alone."""
+    kind = "llama grouped"
+    sampler = make(kind)
     prompt = prompt_of(9)
-    sampler.generate([prompt, prompt[:-1], prompt + [3]], max_new_tokens=1)
-    assert sampler.stats["shared_tokens"] == 0
-    assert sampler.stats["prefilled_tokens"] == 8 + 7 + 9
+    prompts = [prompt, prompt[:-1], prompt + [3], prompt[:PAGE] + [5, 3], prompt[: PAGE - 1] + [5]]
+    completions = sampler.generate(prompts, max_new_tokens=3, temperature=0)
+    for tokens, completion in zip(prompts, completions):
+        assert completion.tokens == generated(kind, tuple(tokens), 3)
+        assert logprob_error(model_of(kind), tokens, completion) < 1e-4
+    assert sampler.stats["shared_tokens"] == PAGE + 2 * PAGE + PAGE
+    total = sum(len(tokens) - 1 for tokens in prompts)
+    assert sampler.stats["prefilled_tokens"] == total - sampler.stats["shared_tokens"]
+    assert nothing_leaked(sampler)
 
 
 def test_idle_conversations_give_way_and_come_back():
@@ -1012,8 +1020,8 @@ def test_nan_ends_one_request_and_no_other(options):
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = math.nan
     prompts = prompts_of((5, 9, 6))
-    for prompt in prompts:
-        prompt[:] = [min(token, 6) for token in prompt]
+    for i, prompt in enumerate(prompts):
+        prompt[:] = [i, *(min(token, 6) for token in prompt[1:])]  # no two share a page
     sampler = Sampler(model, max_tokens=64, page_size=PAGE, **options)
     alone = sampler.generate(prompts[:1], max_new_tokens=6)[0].tokens
     prompts[1][4] = 7
@@ -1036,6 +1044,25 @@ def test_nan_ends_one_request_and_no_other(options):
         sampler.generate(prompts, max_new_tokens=6)
     assert torch.isfinite(sampler.pool).all()
     assert nothing_leaked(sampler)
+
+
+def test_nan_ends_those_who_share_its_pages_too():
+    """Nobody samples from such a page: 0 · NaN passes the causal mask, so all of it may be NaN."""
+    cls, config, extra = KINDS["llama grouped"]
+    torch.manual_seed(0)
+    model = cls(config(**SMALL, **extra)).eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = math.nan
+    sampler = Sampler(model, max_tokens=64, page_size=PAGE)
+    begin = [1, 2, 3, 4]
+    prompts = [[*begin, 7, 5], [*begin, 5, 6], [*begin, 6]]
+    with pytest.raises(RuntimeError, match="NaN"):
+        sampler.generate(prompts, max_new_tokens=4)
+    assert torch.isfinite(sampler.pool).all() and nothing_leaked(sampler)
+    fine = sampler.generate(prompts[1:], max_new_tokens=4, temperature=0)
+    apart = Sampler(model, max_tokens=64, page_size=PAGE, share_prompts=False)
+    expected = apart.generate(prompts[1:], max_new_tokens=4, temperature=0)
+    assert [c.tokens for c in fine] == [c.tokens for c in expected]
 
 
 @pytest.mark.parametrize("kind", ["qwen3 grouped tied", "qwen2 windows"])

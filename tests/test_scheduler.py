@@ -19,6 +19,7 @@ import torch
 
 import sampler
 from sampler import Sampler, engine, hashed, sample_token, uniform
+from sampler.scheduler import Scheduler
 
 V = 29
 PAGE = 4
@@ -121,6 +122,7 @@ def check_state(engine):
 
     idle = [c for c in scheduler.live if c.block_table and c.idle]
     assert scheduler.idle == sorted(idle, key=lambda c: c.age)
+    assert scheduler.prompts == sorted(scheduler.holders)
     holders = [c for members in scheduler.holders.values() for c in members]
     assert set(holders) == {c for c in scheduler.live if c.block_table}
     assert len(holders) == len(set(holders))
@@ -161,6 +163,8 @@ class History:
             overlap=self.rng.random() < 0.5,
         )
         self.prompts = [self.random_tokens(length) for length in (1, 4, 6, 7)]
+        stem = self.random_tokens(6)
+        self.prompts += [stem[:4], stem[:5], stem, *(stem + self.random_tokens(n) for n in (1, 3))]
         copy_pages = self.engine._copy_pages
 
         def watched(copies):
@@ -267,6 +271,66 @@ def test_a_fork_of_a_fork_in_one_admission():
     run_all(engine)
     check_answer(first, prompt)
     check_answer(second, prompt)
+
+
+# ---------------------------------------------------------------- prompts that begin alike
+
+
+def prefilled(prompts, **options):
+    """Tokens prefilled for prompts that are all submitted at once, each answer checked."""
+    engine = make(max_tokens=64 * PAGE, **options)
+    requests = []
+    for seed, prompt in enumerate(prompts):
+        requests.append(engine.submit(engine.open(), prompt, max_new_tokens=3, seed=seed))
+    run_all(engine)
+    for request in requests:
+        check_answer(request, request.given)
+    count = sum(len(request.given) for request in requests)
+    # The last token of a prompt is not prefilled; the first step of decoding reads it.
+    stats = engine.stats
+    assert stats["prefilled_tokens"] + stats["shared_tokens"] == count - len(requests)
+    return stats["prefilled_tokens"]
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_full_pages_that_prompts_have_in_common_are_prefilled_once(chunk):
+    stem = list(range(2 * PAGE + 1))
+    prompts = [[*stem, 20 + i, 28] for i in range(5)]
+    own = 1 + 1  # the stem's token behind its full pages, and the prompt's own but for its last
+    assert prefilled(prompts, prefill_chunk=chunk) == 2 * PAGE + 5 * own
+    assert prefilled(prompts, prefill_chunk=chunk, share_prompts=False) == 5 * (2 * PAGE + own)
+
+
+def test_prompts_that_begin_alike_are_shared_along_a_tree():
+    """Each shares most with its neighbour among the sorted ones, whoever came first."""
+    tree = [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 5], [6]]
+    prompts = [[token for node in path for token in [node] * PAGE] + [9] for path in tree]
+    pages = len({tuple(path[:end]) for path in tree for end in range(1, len(path) + 1)})
+    for seed in range(20):
+        random.Random(seed).shuffle(prompts)
+        assert prefilled(prompts) == pages * PAGE
+
+
+def test_less_than_a_page_is_not_shared_unless_the_prompts_are_equal():
+    short = list(range(PAGE - 1))
+    assert prefilled([[*short, 20], [*short, 21]]) == 2 * len(short)
+    assert prefilled([[*short, 20], [*short, 20]]) == len(short)
+
+
+def test_histories_notice_a_fork_of_what_is_not_prefilled_yet(monkeypatch):
+    """The histories can fail: whoever does not wait for its leader reads pages without content."""
+    leader = Scheduler._leader
+
+    def hasty(self, conversation):
+        found, shared = leader(self, conversation)
+        if found is None:
+            return None, 0
+        return mock.Mock(num_cached_tokens=shared, block_table=found.block_table), shared
+
+    monkeypatch.setattr(Scheduler, "_leader", hasty)
+    with pytest.raises(AssertionError):
+        for seed in range(80):
+            History(seed).run()
 
 
 # ---------------------------------------------------------------- who goes first
