@@ -257,10 +257,13 @@ def check_layers(model, forward, layers_seen: dict[int, int | None]) -> None:
 
 
 def tolerance(model, forward) -> float:
-    """How far logits may be apart: what rounding does in the narrower of the two types."""
+    """How far logits may be apart: twice what rounding does in the narrower of the two types.
+
+    In bf16 random tokens moved the logits of a fine-tuned SmolLM2-135M by 5 to 12 %.
+    """
     narrower = {forward.dtype, next(model.parameters()).dtype}
     if narrower & {torch.bfloat16, torch.float16}:
-        return 0.1
+        return 0.25
     return 1e-3
 
 
