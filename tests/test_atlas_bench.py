@@ -90,6 +90,31 @@ def test_every_command_is_run_once_and_accepted(bench, accept):  # noqa: F811
     assert len(commands) == len(asked)
 
 
+def test_what_nobody_taught_is_asked_once(bench):
+    options, commands = bench
+    options.seeds = [0, 1]
+    for seed in options.seeds:
+        atlas.train(seed, "rl", options)
+        atlas.evaluate(seed, options)
+    asked = [line for line in commands if "smollm2" in line]
+    assert len(asked) == 2 * len(atlas.DECODING)
+    assert all(line[line.index("--seed") + 1] == "0" for line in asked)
+
+
+def test_seeds_are_pooled_by_their_questions():
+    def row(seed, right, questions):
+        part = {"set": "all", "questions": questions, "accuracy": right / questions}
+        return {"seed": seed, "model": "after RL", "decoding": "greedy", "sets": [part]}
+
+    alone = row(0, 5, 10) | {"model": "untaught"}
+    (made,) = atlas.pooled([alone, row(0, 150, 200), row(1, 30, 100)])
+    (part,) = made["sets"]
+    assert made["seed"] == "all" and made["model"] == "after RL"
+    assert part["questions"] == 300 and part["accuracy"] == 0.6
+    assert part["low"] == pytest.approx(0.544, abs=1e-3)
+    assert part["high"] == pytest.approx(0.654, abs=1e-3)
+
+
 def test_a_cut_run_is_resumed(bench):
     options, commands = bench
     atlas.train(0, "rl", options)

@@ -213,6 +213,32 @@ def test_layers_that_are_frozen_stay_in_evaluation():
     assert [module.training for module in model.modules()] == modes
 
 
+@pytest.mark.parametrize(
+    "dtype, error, refused",
+    [
+        (torch.bfloat16, 0.12, False),  # rounding did as much to a fine-tuned SmolLM2
+        (torch.bfloat16, 0.4, True),
+        (torch.float32, 0.01, True),
+    ],
+)
+def test_the_probe_lets_rounding_pass_and_no_mistake(dtype, error, refused, monkeypatch):
+    model = build("Llama")
+    decode = OwnForward.decode
+    generator = torch.Generator().manual_seed(0)
+
+    def wrong(self, batch, pool):
+        logits = decode(self, batch, pool)
+        noise = torch.randn(logits.shape, generator=generator)
+        return logits + error * logits.std() * noise
+
+    monkeypatch.setattr(OwnForward, "decode", wrong)
+    if not refused:
+        Sampler(model, max_tokens=256, dtype=dtype)
+        return
+    with pytest.raises(ValueError, match="its logits are wrong by"):
+        Sampler(model, max_tokens=256, dtype=dtype)
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_a_head_that_begins_as_zeros_passes_the_probe(own):
     model = build("Llama")
