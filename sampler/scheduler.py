@@ -1,14 +1,19 @@
 """The scheduler: which requests run, and in which pages. Plain integers, no tensor.
 
 A request's way, and the list it is in:
-  waiting      it has no row; in the order of the requests' numbers, the oldest first
+  waiting      it has no row; listed in the order of the requests' numbers, the oldest first
   prefilling   it has a row and pages; keys and values of its context are still missing
   decoding     only the newest token's key and value are missing: each step feeds that token and
                samples the next
   ending       its last token is being computed, and the host has not read it yet
   finished     it has a completion or an error, and is handed to the caller next
+Prompts that begin alike share pages. A holder is a conversation that has pages; the leader of a new
+one is the holder whose prompt begins most like its own; a follower is a request that waits until
+its leader has prefilled what they share, while others pass it. A leader that is not ready runs, so
+nobody waits for one who waits.
+
 When pages run out, conversations that do not run give way first, the youngest first, and then the
-newest request. So the oldest request always goes on, and no request waits for ever.
+newest request. So the oldest request that runs always goes on, and no request waits for ever.
 
 A step is planned ahead as a `Plan` (plan.py): the device copies pages, prefills, copies pages and
 decodes. The order matters, because a page may change hands within one step. What the host learns
@@ -139,7 +144,7 @@ class Scheduler:
         self.started = []
         plan.copies, followers = self._admit(unread)
         plan.prefill = self._plan_prefill()
-        if followers:  # the prompt they wait for may be complete now
+        if followers:  # the plan may prefill what they wait for; they copy pages after it
             plan.late_copies, _ = self._admit(unread)
         self._reserve()
         plan.decode = self._plan_decode()
@@ -173,11 +178,12 @@ class Scheduler:
         return copies, followers
 
     def _leader(self, conversation: Conversation) -> tuple[Conversation | None, int]:
-        """(who holds, or is about to hold, most of a prompt that has no pages; that many tokens).
+        """The holder that shares most of a conversation's prompt, and how many tokens it shares.
 
-        Among sorted prompts those beside a prompt begin most like it. An equal prompt is shared up
-        to its last token, which is fed again for its logits; of others only full pages are. Only
-        the first holder of a prompt can still be prefilling: every later one forked all of it.
+        (None, 0) if the conversation has pages already, or nothing can be shared. Among sorted
+        prompts those beside a prompt begin most like it. An equal prompt is shared up to its last
+        token, which is fed again for its logits; of others only full pages are. Only the first
+        holder of a prompt can still be prefilling: every later one forked it.
         """
         prompt = conversation.prompt
         if conversation.block_table or not self.share_prompts:
@@ -185,16 +191,17 @@ class Scheduler:
         if prompt in self.holders:
             return self.holders[prompt][0], len(prompt) - 1
         place = bisect.bisect_left(self.prompts, prompt)
-        beside = self.prompts[max(0, place - 1) : place + 1]
-        best = max(beside, key=lambda other: common_prefix(prompt, other), default=())
-        shared = min(common_prefix(prompt, best), len(prompt) - 1)
-        shared -= shared % self.pages.size
-        if shared == 0:
-            return None, 0
-        return self.holders[best][0], shared
+        leader, shared = None, 0
+        for other in self.prompts[max(0, place - 1) : place + 1]:
+            # The last token of a prompt is not prefilled.
+            common = min(common_prefix(prompt, other), len(prompt) - 1, len(other) - 1)
+            full = common - common % self.pages.size
+            if full > shared:
+                leader, shared = self.holders[other][0], full
+        return leader, shared
 
     def _lacks_pages(self, conversation: Conversation, shared: int) -> bool:
-        """Whether too few pages are free for it, of which it shares the first `shared` tokens.
+        """Whether too few pages are free for a conversation that shares its first `shared` tokens.
 
         One page is kept for every row that runs already.
         """
@@ -204,7 +211,10 @@ class Scheduler:
         return needed + running > len(self.pages.free)
 
     def _make_room(self, conversation: Conversation, unread: bool) -> bool:
-        """Preempts the youngest idle conversation but this one. False: it must wait."""
+        """Preempts the youngest idle conversation other than this one.
+
+        False, and this one must wait, if there is none or tokens under way may free pages first.
+        """
         if unread and not self.prefilling and not self.decoding:
             return False  # the tokens that are under way may end their requests
         for victim in reversed(self.idle[-2:]):
@@ -376,11 +386,11 @@ class Scheduler:
     def collect(self, decode: Decode, tokens, logprobs, step: int) -> list[int]:
         """Appends a step's tokens and ends the requests that are complete.
 
-        A row whose log-prob is NaN ends with an error. So may rows that share its pages: 0 · NaN
-        passes a causal mask, so what was prefilled together is NaN together. Returns the pages that
-        such rows gave back, to be cleared. NaN may still stay in a page of a row that gave way, or
-        was closed, while it prefilled. Only those that share the page can read it: each form of
-        attention reads the tokens of its own row only.
+        A row whose log-prob is NaN ends with an error. Rows that share its pages may end so too: a
+        causal mask multiplies what is later by 0, and 0 · NaN is NaN, so a token can spoil earlier
+        ones that are prefilled with it. Returns the pages that such rows gave back and nobody else
+        holds, to be cleared. NaN may stay in a page of a row that gave way, or was closed, while it
+        prefilled. Only rows that share the page can read it: attention reads a row's own tokens.
         """
         spoiled = []
         ended = len(self.finished)
@@ -481,6 +491,6 @@ class Scheduler:
 
 
 def common_prefix(one: tuple, other: tuple) -> int:
-    """How many tokens two prompts begin with alike."""
+    """How many of their first tokens two prompts have in common."""
     pairs = zip(one, other)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def bench(tmp_path, monkeypatch):
         "seeds": [0],
         "runs": Path("runs"),
         "cache": Path("cache"),
+        "failed": [],
     }
     options["more"] = ["--bf16", "on", "--eval_questions", "20"]
     return argparse.Namespace(**options), commands
@@ -133,12 +135,44 @@ def test_the_table_has_intervals_and_no_place_of_this_machine(bench, tmp_path, c
     frozen = [row["sets"][0] for row in record["rows"] if "frozen" in row["model"]]
     assert [row["accuracy"] for row in frozen] == [0.35, 0.9]
     assert frozen[1]["low"] == pytest.approx(0.699, abs=1e-3)
-    assert [run["wall_seconds"] for run in record["runs"]] == [16.0, 16.0]
+    assert [run["seconds_of_steps"] for run in record["runs"]] == [16.0, 16.0]
     kept = [path for path in (tmp_path / "results").rglob("*") if path.is_file()]
     assert len(kept) == 1 + 2 * 4 + 1
     assert (tmp_path / "results" / "atlas" / "rl-0" / "trajectories.html").exists()
     for path in kept:
         assert str(tmp_path).encode() not in path.read_bytes(), path
+
+
+def test_half_an_evaluation_is_made_again(bench):
+    """It was cut after its table, or before it; how it ended was never written."""
+    options, commands = bench
+    go(options)
+    count = len(commands)
+    Path("runs/after-RL-greedy-0.run.json").unlink()
+    Path("runs/warm-start-sampled-0/table.json").unlink()
+    go(options)
+    again = [line[line.index("--name") + 1] for line in commands[count:]]
+    assert again == ["after-RL-greedy-0", "warm-start-sampled-0"]
+    assert atlas.keep(options).exists()
+
+
+def test_a_failure_is_told_at_the_end(bench, monkeypatch, capsys):
+    options, _ = bench
+    go(options)
+    monkeypatch.setattr(
+        atlas, "evaluate", lambda seed, options: options.failed.append("after-RL-greedy-0")
+    )
+    arguments = ["bench.atlas", "--runs", str(options.runs), "--cache", str(options.cache)]
+    monkeypatch.setattr(atlas.sys, "argv", arguments)
+    assert atlas.main() == 2
+    assert "failed: after-RL-greedy-0; see the logs in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["--seed 5", "--seed=5", "--name x", "--resume"])
+def test_options_that_are_the_benchs_own_are_refused(given, monkeypatch, capsys):
+    monkeypatch.setattr(atlas.sys, "argv", ["bench.atlas", *given.split()])
+    assert atlas.main() == 2
+    assert f"{re.split('[ =]', given)[0]} is this bench's own" in capsys.readouterr().err
 
 
 def test_nothing_to_tabulate_is_one_sentence(bench):

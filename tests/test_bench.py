@@ -904,6 +904,14 @@ def test_the_cpu_table_has_a_line_for_every_engine(stand_ins, tmp_path, monkeypa
     assert len(by_name) == len(rows) == 7
 
 
+def test_a_beginning_in_common_is_prefilled_once():
+    """Full pages of it; the last token of each prompt is read by the first step of decoding."""
+    for row in sampler_bench.alike(quick=True):
+        common_tokens = int(row["in common"] * 64) // 16 * 16
+        assert row["prefilled"] == common_tokens + 8 * (63 - common_tokens)
+        assert row["without sharing"] == 8 * 63
+
+
 def run_main(monkeypatch, *arguments):
     """bench.sampler's main, whose settings end with the test."""
     logger = logging.getLogger("transformers")
