@@ -130,7 +130,7 @@ def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
 def pooled(rows: list[dict]) -> list[dict]:
     """A row over all seeds for each model and decoding that several seeds asked, set by set.
 
-    The interval speaks of these models and their questions. How far seeds lie apart it does not say.
+    The interval speaks of these models and questions. It does not say how far seeds lie apart.
     """
     together = {}
     for row in rows:
@@ -157,13 +157,13 @@ def record_of(folder: Path) -> Path:
 
 
 def how_it_ended(folder: Path) -> dict:
-    """CPU seconds, commit and CPU of what made a folder; of a resumed run those of its last part."""
+    """CPU seconds, commit and CPU of what made a folder; of a resumed run, of its last part."""
     how = read_json(record_of(folder))
     return {key: how[key] for key in ("cpu_seconds", "commit", "cpu")}
 
 
 def report(rows: list[dict]) -> str:
-    """The table: accuracy with its interval, of all questions and of each kind; calls and lengths."""
+    """The table: accuracy with its interval, of each kind of question and of all; calls, lengths."""
     shown = []
     for row in rows:
         line = {key: row[key] for key in ("seed", "model", "decoding")}

@@ -122,7 +122,7 @@ def demonstrate(
 
 
 def note(hop: Hop, world: World, read: str) -> tuple[Fact | None, str]:
-    """(the fact that System 1 notes out of a chunk, the note); None where no page tells such a fact.
+    """(the fact that System 1 notes out of a chunk, the note); None if no page tells such a fact.
 
     A chunk may tell the wanted attribute of other countries only. Then System 1 notes the first of
     those, and names that country. Taught to say nothing there, it gave any page's number to the
