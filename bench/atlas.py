@@ -163,7 +163,7 @@ def how_it_ended(folder: Path) -> dict:
 
 
 def report(rows: list[dict]) -> str:
-    """The table: accuracy with its interval, of each kind of question and of all; calls, lengths."""
+    """The table: accuracy with its interval, by kind of question and of all; calls, lengths."""
     shown = []
     for row in rows:
         line = {key: row[key] for key in ("seed", "model", "decoding")}
