@@ -478,11 +478,14 @@ def test_a_demonstration_that_does_not_fit_is_none():
 
 @needs_facts
 def test_wrong_plans_are_no_demonstrations():
-    """A plan whose last look-up was left out ends in an answer that no note supports."""
+    """A look-up whose query does not find the fact, though the answer is right."""
     world = atlas_world.make_world()
     config, chat, tools = playing(world)
     plan = plans(world, "train", 1)[0]
-    wrong = atlas_world.Hop(plan.hops[0].query, "x", ("Peru", "no such fact"))
+    query, attribute = plan.hops[0].query, plan.hops[0].fact[1]
+    others = [name for name, known in world.facts if known == attribute]
+    hops = [atlas_world.Hop(query, "x", (name, attribute)) for name in others]
+    wrong = next(hop for hop in hops if not world.finds("train", hop))
     broken = atlas_world.Plan("one", plan.text, plan.wanted, (wrong,), plan.golds)
     assert atlas.demonstrate(broken, world, config, chat, tools) is None
 
