@@ -490,7 +490,36 @@ def test_wrong_plans_are_no_demonstrations():
     assert atlas.demonstrate(broken, world, config, chat, tools) is None
 
 
+@needs_facts
+def test_demonstrations_that_never_fit_are_one_sentence(monkeypatch):
+    monkeypatch.setattr(atlas, "demonstrate", lambda *given: None)
+    monkeypatch.setattr(atlas_world, "TRIES", 3)
+    with pytest.raises(UserError, match="no demonstration of the kind one fits"):
+        next(atlas.demonstrations("atlas", 0, 6)(tokenizer(QWEN25)))
+
+
+@needs_facts
+def test_demonstrations_take_the_kinds_in_turn(monkeypatch):
+    """Over batches too: four kinds do not divide six demonstrations."""
+    kinds = []
+
+    def played(plan, *given):
+        kinds.append(plan.kind)
+        return types.SimpleNamespace(samples=lambda role: [])
+
+    monkeypatch.setattr(atlas, "demonstrate", played)
+    batches = atlas.demonstrations("atlas-long", 0, 6)(tokenizer(QWEN25))
+    next(batches), next(batches)
+    assert collections.Counter(kinds) == dict.fromkeys(LONG.kinds, 3)
+
+
 # ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize("command", ["eval", "closed", "ask"])
+def test_the_model_comes_before_the_options(command, capsys):
+    assert atlas.main([command, "--bf16", "on", "runs/atlas"]) == 2
+    assert "takes the run or the model first" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("preset", atlas.PRESETS)
