@@ -311,6 +311,14 @@ def test_prompts_that_begin_alike_are_shared_along_a_tree():
         assert prefilled(prompts) == pages * PAGE
 
 
+def test_the_last_token_of_a_prompt_is_not_shared_with_a_longer_one():
+    """It is computed by the first step of decoding, whichever of the two comes first."""
+    whole = list(range(2 * PAGE))
+    longer = [*whole, 20, 21]
+    for prompts in ([whole, longer], [longer, whole]):
+        assert prefilled(prompts) == len(whole) - 1 + len(longer) - 1 - PAGE
+
+
 def test_less_than_a_page_is_not_shared_unless_the_prompts_are_equal():
     short = list(range(PAGE - 1))
     assert prefilled([[*short, 20], [*short, 21]]) == 2 * len(short)
