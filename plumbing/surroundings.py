@@ -6,6 +6,7 @@ It chooses between the toy and the real world; build.py does so for the model.
 import functools
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +31,28 @@ class Questions:
     loaded: list[Question]
     seed: int
 
+    def __post_init__(self):
+        self.order = functools.lru_cache(maxsize=2)(self.order)
+
     def __call__(self, i: int) -> Question:
         epoch, place = divmod(i, len(self.loaded))
-        return self.loaded[epoch_order(len(self.loaded), self.seed, epoch)[place]]
+        return self.loaded[self.order(epoch)[place]]
+
+    def order(self, epoch: int) -> list[int]:
+        """An epoch's order, over which the questions of every set are spread evenly.
+
+        So each step asks of all sets. Left to chance, a step had six questions of one kind in
+        eight, and its update taught their habits to all kinds.
+        """
+        sizes = Counter(question.source for question in self.loaded)
+        drawn = Counter()
+
+        def turn(index: int) -> float:
+            source = self.loaded[index].source
+            drawn[source] += 1
+            return drawn[source] / sizes[source]
+
+        return sorted(epoch_order(len(self.loaded), self.seed, epoch), key=turn)
 
     def fingerprints(self, held_out: list[Question]) -> dict[str, list[str]]:
         """What a run's questions.json holds, so that nobody is asked what it was trained on."""
@@ -45,7 +65,6 @@ def fingerprints(questions: list[Question]) -> list[str]:
     return [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts]
 
 
-@functools.lru_cache(maxsize=2)
 def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     """A permutation of range(count)."""
     number = seed * 1_000_003 + epoch

@@ -287,6 +287,26 @@ def test_orders_far_ahead_are_orders_of_their_own():
     assert len(set(map(tuple, orders))) == 5
 
 
+def test_every_step_asks_of_every_set():
+    """Two thirds of one kind and a third of another: so in each step of six, in every epoch."""
+    sets = ["one"] * 40 + ["two"] * 20
+    loaded = [Question(f"q{i}", f"who {i} ?", ("x",), name) for i, name in enumerate(sets)]
+    question = Questions(loaded, seed=0)
+    for epoch in range(3):
+        asked = [question(60 * epoch + place) for place in range(60)]
+        assert {q.id for q in asked} == {q.id for q in loaded}
+        for step in range(10):
+            kinds = [q.source for q in asked[6 * step : 6 * step + 6]]
+            assert (kinds.count("one"), kinds.count("two")) == (4, 2)
+
+
+def test_one_set_alone_comes_in_the_order_drawn():
+    loaded = [Question(f"q{i}", f"who {i} ?", ("x",), "own") for i in range(50)]
+    question = Questions(loaded, seed=3)
+    drawn = [loaded[index] for index in epoch_order(50, 3, 0)]
+    assert [question(place) for place in range(50)] == drawn
+
+
 def test_a_methods_own_numbers_count_what_was_replaced():
     def attempt(reward):
         return Trajectory(
