@@ -5,8 +5,8 @@
     python -m bench.atlas --table --seeds 0 1 2       tabulates what is there
 
 A seed is one run of `python -m recipes.atlas` in RUNS/rl-SEED, and evaluations on its held-out
-questions, sampled at temperature 1 and greedily: of the run, of what its RL began with, and for the
-first seed of the untaught model. With System 1 frozen, the start's weights play System 1. A
+questions, sampled at the run's temperature and greedily: of the run, of what its RL began with, and
+for the first seed of the untaught model. With System 1 frozen, the start's weights play System 1. A
 checkpoint does not hold them, so the table has the run's own last evaluation.
 
 The same command goes on where it stopped. What is finished is not made again, whatever the options:
@@ -39,7 +39,7 @@ MODELS = {
     "warm start": ("eval", "start"),
     "after RL": ("eval", "run"),
 }
-DECODING = {"sampled": [], "greedy": ["--temperature", "0"]}
+DECODING = ("sampled", "greedy")
 KEPT = ("config.json", "metrics.jsonl")
 ARMS = {"rl": [], "frozen": ["--system1", "frozen"]}
 
@@ -96,7 +96,8 @@ def evaluate(seed: int, options: argparse.Namespace) -> None:
         settings = ["--seed", str(seed), "--preset", made["preset"], "--bf16", made["bf16"]]
         if place == "run":
             settings = []
-        for decoding, how in DECODING.items():
+        for decoding, temperature in (("sampled", made["temperature"]), ("greedy", 0)):
+            how = ["--temperature", str(temperature)]
             folder = options.runs / f"{model.replace(' ', '-')}-{decoding}-{seed}"
             if record_of(folder).exists() and (folder / "table.json").exists():
                 continue

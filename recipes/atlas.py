@@ -48,7 +48,7 @@ from tools import KNOWN, Tool, python, search
 class AtlasConfig(MarsConfig):
     """MARS's options, and those of the warm start."""
 
-    warm_steps: int = 24  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    warm_steps: int = 20  # optimizer steps on demonstrations; 0: RL starts from --model itself
     warm_lr: float = 2e-4  # learning rate of the warm start
 
     for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
@@ -66,9 +66,10 @@ SHORT = {
     "sys1_response": 64,
     "steps": 20,
     "questions": 8,
+    "temperature": 0.7,  # SmolLM2's card samples at 0.2; at 1, 4 % of the steps were malformed
     "loss_mean": "token",  # a mean per sample hardly punishes long wrong attempts: they grew longer
-    "lr": 2e-5,
-    "warmup": 2,
+    "lr": 1e-5,
+    "warmup": 5,  # Adam's first steps are its largest, and habits change in two of them
     "eval_every": 10,
     "eval_questions": atlas_world.QUESTIONS["held_out"],
     "kv_tokens": 32_768,
@@ -147,47 +148,75 @@ def finding(world: World, hop: Hop, name: str) -> str:
     System 2's words too, and a small model has only to copy.
     """
     attribute = hop.fact[1]
-    value = world.facts[name, attribute].text
+    text = world.facts[name, attribute].text
     if hop.backwards:
-        return f"{KEYS[attribute].format(value)} is {name}"
-    return f"the {attribute} of {name} is {value}"
+        return f"{KEYS[attribute].format(text)} is {name}"
+    return f"the {attribute} of {name} is {text}"
+
+
+def value(world: World, hop: Hop) -> str:
+    """What a look-up finds: a country's name, or its fact's value."""
+    return hop.fact[0] if hop.backwards else world.facts[hop.fact].text
 
 
 def sayings(plan: Plan, world: World) -> list[str]:
-    """What System 2 says in each step.
+    """What System 2 says in each step: what it found, what is wanted now, and a call.
 
-    It begins with what is wanted, in the pages' words, then makes its plan and counts its steps. A
-    later step begins with what was found. So each follows from words of its own. When the plan came
-    first, its first word, "One" or "Two", was chosen before the question had been repeated; then RL
-    taught it to look twice at every question. When the answer came first, it was the first note's,
-    also where only the second one was about the wanted country.
+    Where a question describes a country, a letter stands for it until it is found:
+
+        Wanted: the calling code of X, where X is the country with the capital Lima.
+        Found: X, the country with the capital Lima, is Peru. Wanted: the calling code of Peru.
+        Found: the calling code of Peru is 51.
+
+    So whether to go on follows from words just before: while a letter is found, something is wanted
+    still. Two other ways did worse. "One look-up" or "Two look-ups" after the question was decided
+    at will, and a few steps of RL on questions of two made it "Two" for every question. Counted
+    steps, "Step 1 of 2", were counted wrong. And when the answer came before what was found, it was
+    the first note's, also where only the second one was about the wanted country.
 
     A space stands before every name, in the answer too. Without it a name has other tokens than in
     the pages, and a small model then gets rare names wrong.
     """
     calls = [call("search", "query", hop.query, hop.purpose) for hop in plan.hops]
+    values = [value(world, hop) for hop in plan.hops]
     if plan.code:
-        calls.append(call("python", "code", plan.code, "the number asked for"))
-    count = len(calls)
-    found = [f"Found: {finding(world, hop, hop.fact[0])}." for hop in plan.hops]
+        total = wanted(plan, values)
+        calls.append(call("python", "code", plan.code, total))
+        last = f"Found: {total} is {plan.golds[0]}."
+    else:
+        last = f"Found: {finding(world, plan.hops[-1], plan.hops[-1].fact[0])}."
+    said = [f"Wanted: {wanted(plan, [])}."]
+    for number, (hop, letter) in enumerate(zip(plan.hops, letters(plan)), 1):
+        found = f"Found: {letter}, {hop.purpose}, is {values[number - 1]}."
+        said.append(f"{found} Wanted: {wanted(plan, values[:number])}.")
+    steps = [f"{before}\n{made}" for before, made in zip(said, calls, strict=True)]
+    return [*steps, f"{last}\n<answer> {plan.golds[0]}</answer>"]
+
+
+def letters(plan: Plan) -> str:
+    """The letters of what the look-ups find, in their order; the last look-up may have none.
+
+    X stands nearest to the answer, since what is wanted begins with the answer.
+    """
     if plan.code:
-        found.append(f"Found: the number asked for is {plan.golds[0]}.")
-    steps = [
-        f"{before} Step {number} of {count}.\n{made}"
-        for number, (before, made) in enumerate(zip([intention(plan), *found], calls), 1)
+        return "XY"
+    return "XY"[: len(plan.hops) - 1][::-1]
+
+
+def wanted(plan: Plan, found: list[str]) -> str:
+    """What is wanted after the first look-ups have found these values."""
+    if plan.code:
+        operation = plan.code.split()[1]
+        sides = [*found, *"XY"[len(found) :]]
+        unknown = [f"{letter} is {hop.purpose}" for letter, hop in zip("XY", plan.hops)]
+        where = f", where {' and '.join(unknown[len(found) :])}" if len(found) < 2 else ""
+        return f" {operation} ".join(sides) + where
+    now, *later = plan.hops[len(found) :]
+    unfolded = [
+        f"the {hop.fact[1]} of {letter}, where {letter} is "
+        for hop, letter in zip(reversed(later), "XY")
     ]
-    return [*steps, f"{found[-1]} Done, {count} of {count}.\n<answer> {plan.golds[0]}</answer>"]
-
-
-def intention(plan: Plan) -> str:
-    """What is wanted, and the plan."""
-    first, *later = plan.hops
-    count = ("One look-up", "Two look-ups", "Three look-ups")[len(later)]
-    if plan.code:
-        count += f" and a sum: {first.purpose}, then {later[0].purpose}"
-    elif later:
-        count += f": {', then '.join([first.purpose, *(f'its {hop.fact[1]}' for hop in later)])}"
-    return f"Wanted: {plan.wanted}. {count}."
+    return "".join(unfolded) + now.purpose
 
 
 def call(tool: str, argument: str, value: str, purpose: str) -> str:

@@ -488,14 +488,12 @@ class Hop:
 class Plan:
     """A question and the way to its answer.
 
-    `wanted` is what the question asks for, in the pages' words (in its own, where it asks for a
-    sum). `code` is the Python expression that computes the answer from the facts found. It is empty
-    where the last fact is the answer.
+    `code` is the Python expression that computes the answer from the facts found. It is empty where
+    the last fact is the answer.
     """
 
     kind: str
     text: str
-    wanted: str
     hops: tuple[Hop, ...]
     golds: tuple[str, ...]
     code: str = ""
@@ -520,7 +518,7 @@ def draw_one(world: World, names: list[str], rng: random.Random) -> Plan | None:
             return None
         hop = hop_to_country(world, name, rng.choice(keys))
         text = WHICH[hop.fact[1]].format(world.facts[hop.fact].text)
-        return Plan("one", text, hop.purpose, (hop,), world.names[name])
+        return Plan("one", text, (hop,), world.names[name])
     return ask(world, "one", name, name, (), rng)
 
 
@@ -562,8 +560,7 @@ def draw_sum(world: World, names: list[str], rng: random.Random) -> Plan | None:
         result = numbers[pair[0]] - numbers[pair[1]]
     hops = tuple(hop_to_fact(name, attribute) for name in pair)
     text = words.format(*pair)
-    wanted = f"h{text[1:-1]}"  # the question with a small h and without its question mark
-    return Plan("sum", text, wanted, hops, (str(result),), code)
+    return Plan("sum", text, hops, (str(result),), code)
 
 
 def by_key(world: World, name: str, rng: random.Random) -> tuple[str | None, tuple[Hop, ...]]:
@@ -606,8 +603,7 @@ def ask(
     text = rng.choice(ASK[attribute]).format(described)
     if says(text, value.golds):
         return None
-    wanted = f"the {attribute} of {described}"
-    return Plan(kind, text, wanted, (*hops, hop_to_fact(name, attribute)), value.golds)
+    return Plan(kind, text, (*hops, hop_to_fact(name, attribute)), value.golds)
 
 
 def hop_to_fact(name: str, attribute: str) -> Hop:

@@ -22,7 +22,7 @@ from config import UserError, resolve
 from mars import MarsConfig
 from plumbing import build
 from recipes import atlas, atlas_world
-from recipes.atlas_world import LONG, SHORT, TELL, TELL_INDIRECTLY
+from recipes.atlas_world import LONG, SHORT, TELL, TELL_INDIRECTLY, Hop
 from tasks import questions
 from tasks.chat import ChatFormat
 from tasks.grading import cover_match, exact_match
@@ -378,7 +378,9 @@ def test_demonstrations_are_flawless_and_true(world):
         for hop in plan.hops:
             assert hop.purpose in read
             found = atlas.finding(world, hop, hop.fact[0])
-            assert f" says: {found}." in read and f"Found: {found}. " in read
+            assert f" says: {found}." in read
+            place = found.index(" is ")
+            assert f"{found}.\n" in read or f", {found[:place]},{found[place:]}. " in read
             assert found.startswith(f"{hop.purpose} is ")
 
 
@@ -386,20 +388,62 @@ def test_demonstrations_are_flawless_and_true(world):
 def test_the_first_step_of_a_demonstration_says_its_plan(world):
     """In words of the question; each later step follows from it and from the notes."""
     for plan in plans(world, "train", 24):
-        first = atlas.sayings(plan, world)[0].partition("\n")[0]
-        assert first.startswith(f"Wanted: {plan.wanted}. ")
+        steps = atlas.sayings(plan, world)
+        first = steps[0].partition("\n")[0]
+        assert first.startswith("Wanted: ")
         for hop in plan.hops:
             name, attribute = hop.fact
             assert attribute in first
             unknown = hop is not plan.hops[0] and plan.kind != "sum"
             assert not unknown or not word(name, first) or word(name, plan.text)
-        steps = atlas.sayings(plan, world)
         assert [step.count("<tool_call>") for step in steps] == [1] * (len(steps) - 1) + [0]
         assert all(f'"{hop.purpose}"' in step for hop, step in zip(plan.hops, steps))
-        count = len(steps) - 1
-        assert all(f". Step {i} of {count}.\n" in step for i, step in enumerate(steps[:-1], 1))
-        assert f". Done, {count} of {count}.\n<answer> " in steps[-1]
-        assert all(step.startswith("Found: the ") for step in steps[1:])
+        assert all(step.startswith("Found: ") for step in steps[1:])
+        # Something is wanted until the answer.
+        assert [step.count("Wanted: ") for step in steps] == [1] * (len(steps) - 1) + [0]
+
+
+def test_a_letter_stands_for_what_must_be_found_before():
+    facts = {
+        ("Peru", "capital"): "Lima",
+        ("Peru", "most populous neighbour"): "Brazil",
+        ("Peru", "area"): "1,285,216",
+        ("Brazil", "area"): "8,515,767",
+    }
+    facts = {fact: atlas_world.Value(text, (text,)) for fact, text in facts.items()}
+    world = atlas_world.World(SHORT, 0, facts=facts)
+    lima = Hop("capital Lima", "the country with the capital Lima", ("Peru", "capital"), True)
+    peru, brazil = (atlas_world.hop_to_fact(name, "area") for name in ("Peru", "Brazil"))
+    neighbour = atlas_world.hop_to_fact("Peru", "most populous neighbour")
+
+    def said(*hops, gold, code=""):
+        steps = atlas.sayings(atlas_world.Plan("", "", hops, (gold,), code), world)
+        assert steps[-1].endswith(f"\n<answer> {gold}</answer>")
+        return [step.partition("\n")[0] for step in steps]
+
+    assert said(peru, gold="1,285,216") == [
+        "Wanted: the area of Peru.",
+        "Found: the area of Peru is 1,285,216.",
+    ]
+    assert said(lima, gold="Peru") == [
+        "Wanted: the country with the capital Lima.",
+        "Found: the country with the capital Lima is Peru.",
+    ]
+    assert said(lima, neighbour, brazil, gold="8,515,767") == [
+        "Wanted: the area of X, where X is the most populous neighbour of Y, "
+        "where Y is the country with the capital Lima.",
+        "Found: Y, the country with the capital Lima, is Peru. "
+        "Wanted: the area of X, where X is the most populous neighbour of Peru.",
+        "Found: X, the most populous neighbour of Peru, is Brazil. Wanted: the area of Brazil.",
+        "Found: the area of Brazil is 8,515,767.",
+    ]
+    assert said(brazil, peru, gold="7230551", code="8515767 - 1285216") == [
+        "Wanted: X - Y, where X is the area of Brazil and Y is the area of Peru.",
+        "Found: X, the area of Brazil, is 8,515,767. "
+        "Wanted: 8,515,767 - Y, where Y is the area of Peru.",
+        "Found: Y, the area of Peru, is 1,285,216. Wanted: 8,515,767 - 1,285,216.",
+        "Found: 8,515,767 - 1,285,216 is 7230551.",
+    ]
 
 
 @needs_facts
@@ -486,7 +530,7 @@ def test_wrong_plans_are_no_demonstrations():
     others = [name for name, known in world.facts if known == attribute]
     hops = [atlas_world.Hop(query, "x", (name, attribute)) for name in others]
     wrong = next(hop for hop in hops if not world.finds("train", hop))
-    broken = atlas_world.Plan("one", plan.text, plan.wanted, (wrong,), plan.golds)
+    broken = atlas_world.Plan("one", plan.text, (wrong,), plan.golds)
     assert atlas.demonstrate(broken, world, config, chat, tools) is None
 
 

@@ -30,7 +30,7 @@ def made(folder: Path, line: list[str]) -> None:
         (folder / "table.json").write_text(json.dumps([part(name) for name in PARTS]))
         (folder / "trajectories.html").write_text(f"a page in {folder}")
         return
-    config = {"model": "cache/warm/atlas", "preset": "atlas", "bf16": "on", "threads": 2}
+    config = {"model": "cache/warm/atlas", "preset": "atlas", "bf16": "on", "threads": 2, "temperature": 0.7}
     config |= {"steps": 3, "eval_questions": 20, "runs": str(folder.parent)}
     (folder / "config.json").write_text(json.dumps(config))
     scores = {"eval_step": 3, "eval_accuracy": 0.35, "eval_greedy": 0.9}
@@ -78,7 +78,7 @@ def test_every_command_is_run_once_and_accepted(bench, accept):  # noqa: F811
     go(options)
     assert len(commands) == 2 + len(atlas.MODELS) * len(atlas.DECODING)
     asked = [accept(f"python {shlex.join(line)}") for line in commands]
-    assert [config.temperature for config in asked[1:-1]] == [1.0, 0.0] * len(atlas.MODELS)
+    assert [config.temperature for config in asked[1:-1]] == [0.7, 0.0] * len(atlas.MODELS)
     assert [config.eval_questions for config in asked] == [20, *[200] * (len(asked) - 2), 20]
     assert {config.bf16 for config in asked[:-1]} >= {"on"}
     assert [config.model for config in asked[1:-1:2]] == [
