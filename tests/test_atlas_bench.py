@@ -30,8 +30,8 @@ def made(folder: Path, line: list[str]) -> None:
         (folder / "table.json").write_text(json.dumps([part(name) for name in PARTS]))
         (folder / "trajectories.html").write_text(f"a page in {folder}")
         return
-    config = {"model": "cache/warm/atlas", "preset": "atlas", "bf16": "on", "threads": 2, "temperature": 0.7}
-    config |= {"steps": 3, "eval_questions": 20, "runs": str(folder.parent)}
+    config = {"model": "cache/warm/atlas", "preset": "atlas", "bf16": "on", "threads": 2}
+    config |= {"steps": 3, "eval_questions": 20, "temperature": 0.7, "runs": str(folder.parent)}
     (folder / "config.json").write_text(json.dumps(config))
     scores = {"eval_step": 3, "eval_accuracy": 0.35, "eval_greedy": 0.9}
     seconds = {"seconds_rollout": 2.0, "seconds_train": 3.0}
