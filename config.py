@@ -61,6 +61,7 @@ class Config:
     top_p: float = 1.0  # nucleus of the sampled evaluation; training draws from everything
     lr: float = 5e-4  # the toy's; at 1e-3 one seed of three slipped late on one CPU
     warmup: int = 1  # steps of linear warm-up, then constant
+    decay: bool = False  # the rate falls in a line instead, to 0 after --steps
     weight_decay: float = 0.0  # of AdamW
     clip_grad: float = 1.0  # the gradient's largest norm; 0: no limit
     advantage: Literal["std", "mean"] = "std"  # r − mean, over std or not (Dr. GRPO)
@@ -92,7 +93,7 @@ class Config:
     # Options that only training reads, so that eval and ask refuse them.
     for_training = frozenset(
         "steps resume track save_every eval_every model eval_data questions group lr warmup "
-        "weight_decay clip_grad clip_low clip_high kl_beta lora_rank inner_steps importance "
+        "decay weight_decay clip_grad clip_low clip_high kl_beta lora_rank inner_steps importance "
         "importance_cap fsdp max_mismatch_kl advantage loss_mean refill recompute_activations "
         "micro_tokens share_prefixes preset".split()
     )

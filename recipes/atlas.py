@@ -48,7 +48,7 @@ from tools import KNOWN, Tool, python, search
 class AtlasConfig(MarsConfig):
     """MARS's options, and those of the warm start."""
 
-    warm_steps: int = 20  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    warm_steps: int = 24  # optimizer steps on demonstrations; 0: RL starts from --model itself
     warm_lr: float = 2e-4  # learning rate of the warm start
 
     for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
@@ -68,8 +68,9 @@ SHORT = {
     "questions": 8,
     "temperature": 0.7,  # SmolLM2's card samples at 0.2; at 1, 4 % of the steps were malformed
     "loss_mean": "token",  # a mean per sample hardly punishes long wrong attempts: they grew longer
-    "lr": 1e-5,
+    "lr": 1.5e-5,
     "warmup": 5,  # Adam's first steps are its largest, and habits change in two of them
+    "decay": True,  # at a constant rate it learned "two look-ups" and unlearned it again
     "eval_every": 10,
     "eval_questions": atlas_world.QUESTIONS["held_out"],
     "kv_tokens": 32_768,

@@ -102,21 +102,12 @@ def train(
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
     for step, batch in zip(range(options.steps), batches(tokenizer)):
         for parameters in optimizer.param_groups:
-            parameters["lr"] = options.lr * schedule(step, options)
+            parameters["lr"] = options.lr * trainer.schedule(step, options.warmup, options.steps)
         losses = learn(policy, optimizer, batch, options, device)
         listed = ", ".join(f"{role} {loss:.3f}" for role, loss in losses.items())
         print(f"warm start: step {step + 1}/{options.steps}, nats a token: {listed}", flush=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def schedule(step: int, options: WarmStart) -> float:
-    """The share of --lr in a step: the lower of a line that rises over `warmup` steps and one that
-    falls over all of them. So the peak lies below 1.
-
-    At a constant rate the last few batches would weigh more than all before them.
-    """
-    return min((step + 1) / max(1, options.warmup), 1 - step / options.steps)
 
 
 def learn(

@@ -228,6 +228,19 @@ def test_the_optimizer_is_adamw_with_the_methods_betas(qwen3):
     assert not group["fused"]  # a CPU keeps the bits that it had
 
 
+def test_the_rate_rises_and_then_stays():
+    assert [trainer.schedule(step, warmup=4) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert trainer.schedule(0, warmup=0) == 1
+
+
+def test_the_rate_rises_falls_and_never_is_nothing():
+    shares = [trainer.schedule(step, warmup=5, steps=20) for step in range(20)]
+    assert shares[0] == pytest.approx(1 / 5) and max(shares) == shares[4] == 16 / 20
+    assert shares[4:] == sorted(shares[4:], reverse=True)
+    assert shares[-1] == pytest.approx(1 / 20)
+    assert trainer.schedule(0, warmup=0, steps=1) == 1
+
+
 # ---------------------------------------------------------------- ranks and shards
 
 

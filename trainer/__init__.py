@@ -21,6 +21,7 @@ from trainer.policy import (
     logprob,
     make_optimizer,
     parallel,
+    schedule,
     unwrap,
 )
 
@@ -43,6 +44,7 @@ __all__ = [
     "read_adapters",
     "reference",
     "save",
+    "schedule",
     "unwrap",
     "write_adapters",
     "write_model",

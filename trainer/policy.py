@@ -211,6 +211,17 @@ def make_optimizer(policy: nn.Module, lr: float, weight_decay: float) -> torch.o
     )
 
 
+def schedule(step: int, warmup: int, steps: int | None = None) -> float:
+    """The share of the learning rate in a step: a line that rises over `warmup` steps.
+
+    With `steps` it is the lower of that line and of one that falls from 1 to 0 over all steps. At
+    a constant rate the last few batches weigh more than all before them.
+    """
+    rise = (step + 1) / max(1, warmup)
+    fall = 1 - step / steps if steps else 1.0
+    return min(1.0, rise, fall)
+
+
 def say_dropout_is_off(model: nn.Module) -> None:
     """Prints one line if the model that is trained has dropout in its config."""
     rates = {
