@@ -79,6 +79,31 @@ def play(**options) -> tuple[SimpleNamespace, list[Trajectory], list[Sample], li
     return run, trajectories, seen["sys2"], seen["sys1"]
 
 
+def rates(monkeypatch, **options) -> list[float]:
+    """The learning rate of each step of a run, by train.update without samples."""
+    monkeypatch.setattr(train, "prepare", lambda run, terms: ([], [], []))
+    monkeypatch.setattr(train.trainer, "backward", lambda *given, **more: [])
+    monkeypatch.setattr(train.trainer, "gradient_norm", lambda policy, limit: 1.0)
+    monkeypatch.setattr(train, "update_metrics", lambda sums, roles: {"loss": 0.0})
+    config = mars.MarsConfig(**options)
+    group = {}
+    optimizer = SimpleNamespace(
+        param_groups=[group], zero_grad=lambda set_to_none: None, step=lambda: None
+    )
+    run = SimpleNamespace(config=config, method=mars.METHOD, policy=None, optimizer=optimizer)
+    seen = []
+    for step in range(config.steps):
+        train.update(run, {}, step)
+        seen.append(group["lr"])
+    return seen
+
+
+def test_the_learning_rate_rises_and_falls_if_told_to(monkeypatch):
+    options = {"steps": 4, "lr": 0.8, "warmup": 2}
+    assert rates(monkeypatch, **options) == pytest.approx([0.4, 0.8, 0.8, 0.8])
+    assert rates(monkeypatch, decay=True, **options) == pytest.approx([0.4, 0.6, 0.4, 0.2])
+
+
 def of(samples: list[Sample], group: int) -> list[Sample]:
     return [s for s in samples if s.place == group]
 
