@@ -48,7 +48,7 @@ from tools import KNOWN, Tool, python, search
 class AtlasConfig(MarsConfig):
     """MARS's options, and those of the warm start."""
 
-    warm_steps: int = 24  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    warm_steps: int = 32  # optimizer steps on demonstrations; 0: RL starts from --model itself
     warm_lr: float = 2e-4  # learning rate of the warm start
 
     for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
@@ -64,7 +64,7 @@ SHORT = {
     "answer_tokens": 40,
     "sys1_prompt": 320,  # a search fills two chunks
     "sys1_response": 64,
-    "steps": 20,
+    "steps": 30,
     "questions": 8,
     "temperature": 0.7,  # SmolLM2's card samples at 0.2; at 1, 4 % of the steps were malformed
     "loss_mean": "token",  # a mean per sample hardly punishes long wrong attempts: they grew longer
@@ -79,7 +79,8 @@ SHORT = {
     "share_prefixes": True,  # a step's input tokens shrink to a fifth
     "threads": 2,
 }
-LONG = SHORT | {"tools": "search,python", "sys1_prompt": 384, "steps": 200, "eval_every": 25}
+LONG = SHORT | {"tools": "search,python", "sys1_prompt": 384, "steps": 100, "eval_every": 20}
+LONG |= {"warm_steps": 64}  # of four kinds instead of two
 PRESETS = {"atlas": SHORT, "atlas-long": LONG}
 SIZES = {"atlas": atlas_world.SHORT, "atlas-long": atlas_world.LONG}
 METHOD = dataclasses.replace(mars.METHOD, config=AtlasConfig, presets=PRESETS)
