@@ -61,7 +61,7 @@ class Config:
     top_p: float = 1.0  # nucleus of the sampled evaluation; training draws from everything
     lr: float = 5e-4  # the toy's; at 1e-3 one seed of three slipped late on one CPU
     warmup: int = 1  # steps of linear warm-up, then constant
-    decay: bool = False  # the rate falls in a line instead, to 0 after --steps
+    decay: bool = False  # linear decay to 0 at --steps, also if --resume gives more of them
     weight_decay: float = 0.0  # of AdamW
     clip_grad: float = 1.0  # the gradient's largest norm; 0: no limit
     advantage: Literal["std", "mean"] = "std"  # r − mean, over std or not (Dr. GRPO)

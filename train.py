@@ -175,9 +175,9 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
             for term, samples in terms.items()
         }
         parts.append(prepare(run, part))
-    falling_over = config.steps if config.decay else None
+    decay_steps = config.steps if config.decay else None
     for parameters in run.optimizer.param_groups:
-        parameters["lr"] = config.lr * trainer.schedule(step, config.warmup, falling_over)
+        parameters["lr"] = config.lr * trainer.schedule(step, config.warmup, decay_steps)
     sums = Counter()  # of this rank
     norms = []  # equal on all ranks
     skipped = 0

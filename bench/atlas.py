@@ -96,8 +96,8 @@ def evaluate(seed: int, options: argparse.Namespace) -> None:
         settings = ["--seed", str(seed), "--preset", made["preset"], "--bf16", made["bf16"]]
         if place == "run":
             settings = []
-        for decoding, temperature in (("sampled", made["temperature"]), ("greedy", 0)):
-            how = ["--temperature", str(temperature)]
+        for decoding in DECODING:
+            how = ["--temperature", str(made["temperature"] if decoding == "sampled" else 0)]
             folder = options.runs / f"{model.replace(' ', '-')}-{decoding}-{seed}"
             if record_of(folder).exists() and (folder / "table.json").exists():
                 continue

@@ -32,27 +32,32 @@ class Questions:
     seed: int
 
     def __post_init__(self):
-        self.order = functools.lru_cache(maxsize=2)(self.order)
+        self.sizes = Counter(question.source for question in self.loaded)
+        # A step may need two epochs, and its refills two more.
+        self.kept_order = functools.lru_cache(maxsize=4)(self.order)
 
     def __call__(self, i: int) -> Question:
         epoch, place = divmod(i, len(self.loaded))
-        return self.loaded[self.order(epoch)[place]]
+        return self.loaded[self.kept_order(epoch)[place]]
 
     def order(self, epoch: int) -> list[int]:
-        """An epoch's order, over which the questions of every set are spread evenly.
+        """An epoch's order. Every stretch of it has the sets' shares, as nearly as can be.
 
-        So each step asks of all sets. Left to chance, a step had six questions of one kind in
-        eight, and its update taught their habits to all kinds.
+        By chance, a step of the atlas once had six questions of one kind in eight, and its update
+        taught that kind's habits to the other. A set's questions stand at equal distances, the
+        first of them at random, so that a set of one question may come anywhere.
         """
-        sizes = Counter(question.source for question in self.loaded)
         drawn = Counter()
+        first = {
+            source: random.Random(f"{self.seed} {epoch} {source}").random() for source in self.sizes
+        }
 
-        def turn(index: int) -> float:
+        def position(index: int) -> float:
             source = self.loaded[index].source
             drawn[source] += 1
-            return drawn[source] / sizes[source]
+            return (drawn[source] - first[source]) / self.sizes[source]
 
-        return sorted(epoch_order(len(self.loaded), self.seed, epoch), key=turn)
+        return sorted(epoch_order(len(self.loaded), self.seed, epoch), key=position)
 
     def fingerprints(self, held_out: list[Question]) -> dict[str, list[str]]:
         """What a run's questions.json holds, so that nobody is asked what it was trained on."""

@@ -13,7 +13,8 @@ training questions, held-out questions, and the pages that each of them searches
 (recipes/warm_start.py) begins with --model; --warm_steps 0 skips it.
 
 Demonstrations hold no mistakes (`demonstrate`). The model makes enough of its own, and RL teaches
-it from them. They follow the preset: other options on the command line change RL only.
+it from them. Demonstrations follow the preset and --seed: a limit or tool given on the command line
+changes RL only.
 
 Tests: pytest tests/test_atlas.py tests/test_warm_start.py
 """
@@ -62,15 +63,15 @@ SHORT = {
     "sys2_context": 1024,
     "step_tokens": 128,
     "answer_tokens": 40,
-    "sys1_prompt": 320,  # a search fills two chunks
+    "sys1_prompt": 320,  # a search's three pages fill two chunks
     "sys1_response": 64,
     "steps": 30,
     "questions": 8,
-    "temperature": 0.7,  # SmolLM2's card samples at 0.2; at 1, 4 % of the steps were malformed
+    "temperature": 0.7,  # SmolLM2's card samples at 0.2; at 1.0 some steps were malformed
     "loss_mean": "token",  # a mean per sample hardly punishes long wrong attempts: they grew longer
     "lr": 1.5e-5,
-    "warmup": 5,  # Adam's first steps are its largest, and habits change in two of them
-    "decay": True,  # at a constant rate it learned "two look-ups" and unlearned it again
+    "warmup": 5,  # Adam's first steps are its largest: with 2, two updates changed every plan
+    "decay": True,  # at a constant rate a run came to look up twice everywhere, then once
     "eval_every": 10,
     "eval_questions": atlas_world.QUESTIONS["held_out"],
     "kv_tokens": 32_768,
@@ -84,7 +85,7 @@ LONG |= {"warm_steps": 64}  # of four kinds instead of two
 PRESETS = {"atlas": SHORT, "atlas-long": LONG}
 SIZES = {"atlas": atlas_world.SHORT, "atlas-long": atlas_world.LONG}
 METHOD = dataclasses.replace(mars.METHOD, config=AtlasConfig, presets=PRESETS)
-IDLE = "Nothing here."  # a note where no page tells such a fact
+IDLE = "Nothing here."  # a note where no page tells the wanted attribute
 
 # ---------------------------------------------------------------------------------- demonstrations
 
@@ -102,7 +103,7 @@ def demonstrate(
 
     def system2(read: str) -> str:
         if len(written) == len(steps):
-            raise warm_start.DoesNotFit  # a step was refused, so there is one too many
+            raise warm_start.DoesNotFit  # a step was refused: all are said, and none answered
         written.append(steps[len(written)])
         return written[-1]
 
@@ -118,8 +119,12 @@ def demonstrate(
         trajectory = warm_start.play(METHOD, config, chat, tools, grade, question, say)
     except warm_start.DoesNotFit:
         return None
+    turns = trajectory.turns
     flawless = trajectory.reward == 1 and len(written) == len(steps)
+    flawless = flawless and not any(turn.problem for turn in turns)
     if not flawless or any(hop.fact not in noted for hop in plan.hops):
+        return None
+    if plan.code and plan.golds[0] not in turns[len(plan.hops)].documents[0].text:
         return None
     return trajectory
 
@@ -128,11 +133,11 @@ def note(hop: Hop, world: World, read: str) -> tuple[Fact | None, str]:
     """(the fact that System 1 notes out of a chunk, the note); None if no page tells such a fact.
 
     A chunk may tell the wanted attribute of other countries only. Then System 1 notes the first of
-    those, and names that country. Taught to say nothing there, it gave any page's number to the
-    wanted country. System 2 sees by the name whether a note is of use.
+    those, and names that country, so that System 2 can see whether the note is of use. When it was
+    taught to say nothing there, it gave the wanted country any number on the page.
 
-    The page's title stands first; then the purpose's words, and what was to be found. A quotation
-    did worse: System 1 chose its first words before it knew which sentence to quote.
+    A note is the page's title, the purpose's words, the value. A quotation did worse: System 1
+    chose its first words before it knew which sentence to quote.
     """
     name, attribute = hop.fact
     tellers = world.tellers(attribute, read)
@@ -146,8 +151,8 @@ def note(hop: Hop, world: World, read: str) -> tuple[Fact | None, str]:
 def finding(world: World, hop: Hop, name: str) -> str:
     """What a look-up finds if it is about this country: "the capital of Peru is Lima".
 
-    It begins as the purpose does. So what follows "the capital of Peru is" in a note follows it in
-    System 2's words too, and a small model has only to copy.
+    It begins as the purpose does. Notes and System 2 use the same words, so a small model only has
+    to copy.
     """
     attribute = hop.fact[1]
     text = world.facts[name, attribute].text
@@ -170,11 +175,14 @@ def sayings(plan: Plan, world: World) -> list[str]:
         Found: X, the country with the capital Lima, is Peru. Wanted: the calling code of Peru.
         Found: the calling code of Peru is 51.
 
-    So whether to go on follows from words just before: while a letter is found, something is wanted
-    still. Two other ways did worse. "One look-up" or "Two look-ups" after the question was decided
-    at will, and a few steps of RL on questions of two made it "Two" for every question. Counted
-    steps, "Step 1 of 2", were counted wrong. And when the answer came before what was found, it was
-    the first note's, also where only the second one was about the wanted country.
+    Whether to go on can be read off the line itself: a step that finds a letter still wants
+    something. Three other ways did worse:
+
+    - It said "One look-up" or "Two look-ups", chose at random, and a few steps of RL on questions
+      of two made it "Two" everywhere.
+    - It counted, "Step 1 of 2", and miscounted.
+    - It answered before it said what it had found: then it answered what the first note told, also
+      where only the second was about the wanted country.
 
     A space stands before every name, in the answer too. Without it a name has other tokens than in
     the pages, and a small model then gets rare names wrong.
@@ -196,9 +204,8 @@ def sayings(plan: Plan, world: World) -> list[str]:
 
 
 def letters(plan: Plan) -> str:
-    """The letters of what the look-ups find, in their order; the last look-up may have none.
-
-    X stands nearest to the answer, since what is wanted begins with the answer.
+    """The letters of what the look-ups find, in their order. What is not computed has none for its
+    last look-up, which finds the answer; the one before it finds X, and the one before that Y.
     """
     if plan.code:
         return "XY"

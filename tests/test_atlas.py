@@ -1,6 +1,7 @@
 """The atlas: its pages answer its questions, and nothing that is held out stands in training."""
 
 import collections
+import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -26,7 +27,7 @@ from recipes.atlas_world import LONG, SHORT, TELL, TELL_INDIRECTLY, Hop
 from tasks import questions
 from tasks.chat import ChatFormat
 from tasks.grading import cover_match, exact_match
-from tools import KNOWN, Tool, python, search
+from tools import KNOWN, Document, Tool, ToolError, python, search
 
 REPO = Path(__file__).parent.parent
 needs_facts = pytest.mark.skipif(
@@ -380,12 +381,13 @@ def test_demonstrations_are_flawless_and_true(world):
             found = atlas.finding(world, hop, hop.fact[0])
             assert f" says: {found}." in read
             place = found.index(" is ")
-            assert f"{found}.\n" in read or f", {found[:place]},{found[place:]}. " in read
+            found_x = f", {found[:place]},{found[place:]}. "  # with a letter before it
+            assert f"Found: {found}.\n" in read or found_x in read
             assert found.startswith(f"{hop.purpose} is ")
 
 
 @needs_facts
-def test_the_first_step_of_a_demonstration_says_its_plan(world):
+def test_the_first_step_names_everything_that_is_wanted(world):
     """In words of the question; each later step follows from it and from the notes."""
     for plan in plans(world, "train", 24):
         steps = atlas.sayings(plan, world)
@@ -395,7 +397,8 @@ def test_the_first_step_of_a_demonstration_says_its_plan(world):
             name, attribute = hop.fact
             assert attribute in first
             unknown = hop is not plan.hops[0] and plan.kind != "sum"
-            assert not unknown or not word(name, first) or word(name, plan.text)
+            if unknown and not word(name, plan.text):
+                assert not word(name, first)
         assert [step.count("<tool_call>") for step in steps] == [1] * (len(steps) - 1) + [0]
         assert all(f'"{hop.purpose}"' in step for hop, step in zip(plan.hops, steps))
         assert all(step.startswith("Found: ") for step in steps[1:])
@@ -444,6 +447,12 @@ def test_a_letter_stands_for_what_must_be_found_before():
         "Found: Y, the area of Peru, is 1,285,216. Wanted: 8,515,767 - 1,285,216.",
         "Found: 8,515,767 - 1,285,216 is 7230551.",
     ]
+    assert said(brazil, peru, gold="9800983", code="8515767 + 1285216")[2:] == [
+        "Found: Y, the area of Peru, is 1,285,216. Wanted: 8,515,767 + 1,285,216.",
+        "Found: 8,515,767 + 1,285,216 is 9800983.",
+    ]
+    computed = atlas_world.Plan("", "", (brazil, peru), ("7230551",), "8515767 - 1285216")
+    assert '"code": "8515767 - 1285216"' in atlas.sayings(computed, world)[2]
 
 
 @needs_facts
@@ -532,6 +541,24 @@ def test_wrong_plans_are_no_demonstrations():
     wrong = next(hop for hop in hops if not world.finds("train", hop))
     broken = atlas_world.Plan("one", plan.text, (wrong,), plan.golds)
     assert atlas.demonstrate(broken, world, config, chat, tools) is None
+
+
+@needs_facts
+@pytest.mark.parametrize("answer", ["", "5", ToolError("the jail failed")])
+def test_a_sum_that_python_did_not_compute_is_no_demonstration(answer):
+    """System 2 would be taught to make sums up."""
+    world = atlas_world.make_world(size=LONG)
+    plan = next(plan for plan in plans(world, "train", 24) if plan.code)
+    config, chat, tools = playing(world)
+    assert atlas.demonstrate(plan, world, config, chat, tools) is not None
+
+    def broken(code):
+        if isinstance(answer, Exception):
+            raise answer
+        return [Document("python/0", "", "", answer)] if answer else []
+
+    tools = [dataclasses.replace(t, call=broken) if t.name == "python" else t for t in tools]
+    assert atlas.demonstrate(plan, world, config, chat, tools) is None
 
 
 @needs_facts

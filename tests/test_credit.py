@@ -87,14 +87,15 @@ def rates(monkeypatch, **options) -> list[float]:
     monkeypatch.setattr(train, "update_metrics", lambda sums, roles: {"loss": 0.0})
     config = mars.MarsConfig(**options)
     group = {}
+    seen = []
     optimizer = SimpleNamespace(
-        param_groups=[group], zero_grad=lambda set_to_none: None, step=lambda: None
+        param_groups=[group],
+        zero_grad=lambda set_to_none: None,
+        step=lambda: seen.append(group["lr"]),
     )
     run = SimpleNamespace(config=config, method=mars.METHOD, policy=None, optimizer=optimizer)
-    seen = []
     for step in range(config.steps):
         train.update(run, {}, step)
-        seen.append(group["lr"])
     return seen
 
 
@@ -323,6 +324,17 @@ def test_every_step_asks_of_every_set():
         for step in range(10):
             kinds = [q.source for q in asked[6 * step : 6 * step + 6]]
             assert (kinds.count("one"), kinds.count("two")) == (4, 2)
+    assert question.order(0) != question.order(1)
+
+
+def test_small_sets_may_come_anywhere():
+    """Each of three sets of one question stands at 20 places or more, over 30 epochs."""
+    sets = ["many"] * 100 + ["a", "b", "c"]
+    loaded = [Question(f"q{i}", f"who {i} ?", ("x",), name) for i, name in enumerate(sets)]
+    orders = [Questions(loaded, seed=0).order(epoch) for epoch in range(30)]
+    for index in (100, 101, 102):
+        places = {order.index(index) for order in orders}
+        assert len(places) >= 20 and min(places) < 20 and max(places) > 80
 
 
 def test_one_set_alone_comes_in_the_order_drawn():
