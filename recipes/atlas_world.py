@@ -455,7 +455,10 @@ def distractor(
         # Full names only: "Its …" would mean the country in this page's title.
         named = [[words for words in listed if "{name}" in words] for listed in tellings]
         foreign = [tell(world, (other, a), rng.choice(w)) for a, w in zip(attributes, named)]
-        idle = [sentence.format(name=name) for sentence in rng.sample(FILLER, 3)]
+        # About as long as a country's own page, so that either may be packed first. When they were
+        # shorter, the note that was wanted came first in 97 of 100 look-ups of training, and System
+        # 2 learned to take the first.
+        idle = [words.format(name=name) for words in rng.sample(FILLER, rng.randint(6, 13))]
         sentences = [*foreign, f"Flights from {other} to {name} take some hours.", *idle]
         rng.shuffle(sentences)
         text = " ".join(sentences)

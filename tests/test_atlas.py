@@ -596,7 +596,8 @@ def test_the_model_comes_before_the_options(command, capsys):
 @pytest.mark.parametrize("preset", atlas.PRESETS)
 def test_presets_are_settings_that_hold(preset):
     config = resolve(atlas.AtlasConfig, {"preset": preset}, presets=atlas.PRESETS)
-    assert config.eval_questions == 200 and config.warm_steps == 32
+    kinds = atlas.SIZES[preset].kinds
+    assert config.eval_questions == 200 and config.warm_steps == 32 * len(kinds) // 2
     assert config.longest() <= config.kv_tokens
 
 
