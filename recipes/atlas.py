@@ -70,7 +70,7 @@ SHORT = {
     "temperature": 0.7,  # SmolLM2's card samples at 0.2; at 1.0 some steps were malformed
     "loss_mean": "token",  # a mean per sample hardly punishes long wrong attempts: they grew longer
     "lr": 1.5e-5,
-    "warmup": 5,  # Adam's first steps are its largest: with 2, two updates changed every plan
+    "warmup": 5,  # Adam's first steps are its largest; with 2, two of them changed the plans
     "decay": True,  # at a constant rate a run came to look up twice everywhere, then once
     "eval_every": 10,
     "eval_questions": atlas_world.QUESTIONS["held_out"],
@@ -80,8 +80,13 @@ SHORT = {
     "share_prefixes": True,  # a step's input tokens shrink to a fifth
     "threads": 2,
 }
-LONG = SHORT | {"tools": "search,python", "sys1_prompt": 384, "steps": 100, "eval_every": 20}
-LONG |= {"warm_steps": 64}  # of four kinds instead of two
+LONG = SHORT | {
+    "tools": "search,python",
+    "sys1_prompt": 384,
+    "warm_steps": 64,  # four kinds of questions instead of two
+    "steps": 100,
+    "eval_every": 20,
+}
 PRESETS = {"atlas": SHORT, "atlas-long": LONG}
 SIZES = {"atlas": atlas_world.SHORT, "atlas-long": atlas_world.LONG}
 METHOD = dataclasses.replace(mars.METHOD, config=AtlasConfig, presets=PRESETS)
@@ -161,7 +166,7 @@ def finding(world: World, hop: Hop, name: str) -> str:
     return f"the {attribute} of {name} is {text}"
 
 
-def value(world: World, hop: Hop) -> str:
+def outcome(world: World, hop: Hop) -> str:
     """What a look-up finds: a country's name, or its fact's value."""
     return hop.fact[0] if hop.backwards else world.facts[hop.fact].text
 
@@ -172,7 +177,7 @@ def sayings(plan: Plan, world: World) -> list[str]:
     Where a question describes a country, a letter stands for it until it is found:
 
         Wanted: the calling code of X, where X is the country with the capital Lima.
-        Found: X, the country with the capital Lima, is Peru. Wanted: the calling code of Peru.
+        Found X: the country with the capital Lima is Peru. Wanted: the calling code of Peru.
         Found: the calling code of Peru is 51.
 
     Whether to go on can be read off the line itself: a step that finds a letter still wants
@@ -188,24 +193,24 @@ def sayings(plan: Plan, world: World) -> list[str]:
     the pages, and a small model then gets rare names wrong.
     """
     calls = [call("search", "query", hop.query, hop.purpose) for hop in plan.hops]
-    values = [value(world, hop) for hop in plan.hops]
+    found = [outcome(world, hop) for hop in plan.hops]
     if plan.code:
-        total = wanted(plan, values)
-        calls.append(call("python", "code", plan.code, total))
-        last = f"Found: {total} is {plan.golds[0]}."
-    else:
-        last = f"Found: {finding(world, plan.hops[-1], plan.hops[-1].fact[0])}."
+        calls.append(call("python", "code", plan.code, wanted(plan, found)))
     said = [f"Wanted: {wanted(plan, [])}."]
-    for number, (hop, letter) in enumerate(zip(plan.hops, letters(plan)), 1):
-        found = f"Found: {letter}, {hop.purpose}, is {values[number - 1]}."
-        said.append(f"{found} Wanted: {wanted(plan, values[:number])}.")
+    for i, (letter, hop) in enumerate(zip(letters(plan), plan.hops)):
+        now = wanted(plan, found[: i + 1])
+        said.append(f"Found {letter}: {hop.purpose} is {found[i]}. Wanted: {now}.")
     steps = [f"{before}\n{made}" for before, made in zip(said, calls, strict=True)]
-    return [*steps, f"{last}\n<answer> {plan.golds[0]}</answer>"]
+    answer = plan.golds[0]
+    last = wanted(plan, found[: len(calls) - 1])
+    return [*steps, f"Found: {last} is {answer}.\n<answer> {answer}</answer>"]
 
 
 def letters(plan: Plan) -> str:
-    """The letters of what the look-ups find, in their order. What is not computed has none for its
-    last look-up, which finds the answer; the one before it finds X, and the one before that Y.
+    """The letters of what the look-ups find, in their order.
+
+    In a chain of look-ups the last one finds the answer, which has no letter; the one before it
+    finds X, and the one before that Y.
     """
     if plan.code:
         return "XY"

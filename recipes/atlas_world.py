@@ -456,8 +456,8 @@ def distractor(
         named = [[words for words in listed if "{name}" in words] for listed in tellings]
         foreign = [tell(world, (other, a), rng.choice(w)) for a, w in zip(attributes, named)]
         # About as long as a country's own page, so that either may be packed first. When they were
-        # shorter, the note that was wanted came first in 97 of 100 look-ups of training, and System
-        # 2 learned to take the first.
+        # shorter, the wanted note came first in 234 of 240 look-ups of demonstrations, and System 2
+        # learned to take the first.
         idle = [words.format(name=name) for words in rng.sample(FILLER, rng.randint(6, 13))]
         sentences = [*foreign, f"Flights from {other} to {name} take some hours.", *idle]
         rng.shuffle(sentences)
