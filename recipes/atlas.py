@@ -49,7 +49,7 @@ from tools import KNOWN, Tool, python, search
 class AtlasConfig(MarsConfig):
     """MARS's options, and those of the warm start."""
 
-    warm_steps: int = 32  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    warm_steps: int = 20  # optimizer steps on demonstrations; 0: RL starts from --model itself
     warm_lr: float = 2e-4  # learning rate of the warm start
 
     for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
@@ -83,7 +83,7 @@ SHORT = {
 LONG = SHORT | {
     "tools": "search,python",
     "sys1_prompt": 384,
-    "warm_steps": 64,  # four kinds of questions instead of two
+    "warm_steps": 40,  # four kinds of questions instead of two
     "steps": 100,
     "eval_every": 20,
 }

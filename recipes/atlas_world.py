@@ -281,7 +281,7 @@ class Size:
     """How hard a world is."""
 
     kinds: tuple[str, ...] = ("one", "two")  # of questions, in equal shares
-    distractors: int = 1  # pages about a country that tell nothing of it
+    distractors: int = 2  # pages about a country that tell nothing of it
     filler: int = 1  # idle sentences on a country's own page
     indirect: bool = False  # facts are also told as in TELL_INDIRECTLY
 
@@ -455,10 +455,10 @@ def distractor(
         # Full names only: "Its …" would mean the country in this page's title.
         named = [[words for words in listed if "{name}" in words] for listed in tellings]
         foreign = [tell(world, (other, a), rng.choice(w)) for a, w in zip(attributes, named)]
-        # About as long as a country's own page, so that either may be packed first. When they were
-        # shorter, the wanted note came first in 234 of 240 look-ups of demonstrations, and System 2
-        # learned to take the first.
-        idle = [words.format(name=name) for words in rng.sample(FILLER, rng.randint(6, 13))]
+        # As long as a country's own page, in tokens: packing puts the longest page first, and where
+        # the wanted note stands must not be known. With short ones it came first in 234 of 240
+        # look-ups of demonstrations, and System 2 learned to take the first.
+        idle = [words.format(name=name) for words in rng.sample(FILLER, rng.randint(3, 9))]
         sentences = [*foreign, f"Flights from {other} to {name} take some hours.", *idle]
         rng.shuffle(sentences)
         text = " ".join(sentences)
@@ -618,7 +618,9 @@ def hop_to_fact(name: str, attribute: str) -> Hop:
 def hop_to_country(world: World, name: str, key: str) -> Hop:
     """A look-up of the country that has this capital or demonym."""
     value = world.facts[name, key].text
-    return Hop(f"{key} {value}", KEYS[key].format(value), (name, key), backwards=True)
+    # Without the key's own word. BM25 filled up with the shortest page that has it: one page then
+    # came in a third to a half of all searches, and System 1 learned such pages by name.
+    return Hop(f"country {value}", KEYS[key].format(value), (name, key), backwards=True)
 
 
 def questions(world: World, part: str) -> list[dict]:
