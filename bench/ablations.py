@@ -249,13 +249,13 @@ def pool(
 
 @contextlib.contextmanager
 def alone_in(folder: Path):
-    """Refuses a second bench.ablations in the same folder."""
+    """Refuses a second bench in the same folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"another bench.ablations is at work in {folder}") from None
+            raise UserError(f"another bench is at work in {folder}") from None
         yield
 
 

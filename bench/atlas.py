@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 from bench import common
-from bench.ablations import ROOT, Ended, pool, remember
+from bench.ablations import ROOT, Ended, alone_in, pool, remember
 from config import UserError, fail
 from plumbing import smollm2
 from plumbing.evaluation import with_interval
@@ -71,7 +71,7 @@ def carry_out(name: str, arguments: list[str], options: argparse.Namespace) -> N
 def train(seed: int, arm: str, options: argparse.Namespace) -> None:
     """The RL run, or the rest of it, with the warm start before."""
     folder = options.runs / f"{arm}-{seed}"
-    if finished(folder) and record_of(folder).exists():
+    if finished(folder) and went_well(folder):
         return
     line = ["--seed", str(seed), *ARMS[arm], *options.more]
     if (folder / "config.json").exists():
@@ -99,9 +99,11 @@ def evaluate(seed: int, options: argparse.Namespace) -> None:
         for decoding in DECODING:
             how = ["--temperature", str(made["temperature"] if decoding == "sampled" else 0)]
             folder = options.runs / f"{model.replace(' ', '-')}-{decoding}-{seed}"
-            if record_of(folder).exists() and (folder / "table.json").exists():
+            if went_well(folder) and (folder / "table.json").exists():
                 continue
-            shutil.rmtree(folder, ignore_errors=True)  # the beginning of one that was cut short
+            # The beginning of one that was cut short, or what a failed one left.
+            shutil.rmtree(folder, ignore_errors=True)
+            record_of(folder).unlink(missing_ok=True)
             carry_out(folder.name, [command, places[place], *how, *settings, *questions], options)
 
 
@@ -111,15 +113,16 @@ def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
     for model in MODELS:
         for decoding in DECODING:
             folder = options.runs / f"{model.replace(' ', '-')}-{decoding}-{seed}"
-            if (folder / "table.json").exists():
+            if went_well(folder) and (folder / "table.json").exists():
                 table = json.loads((folder / "table.json").read_text())
                 rows.append({"seed": seed, "model": model, "decoding": decoding, "sets": table})
                 rows[-1] |= how_it_ended(folder)
     frozen = options.runs / f"frozen-{seed}"
     for decoding, key in (("sampled", "eval_accuracy"), ("greedy", "eval_greedy")):
         lines = finished(frozen)
-        if lines:
+        if lines and went_well(frozen):
             asked = read_json(frozen / "config.json")["eval_questions"]
+            asked = min(asked, atlas_world.QUESTIONS["held_out"])
             right = round(lines[-1][key] * asked)
             low, high = wilson_interval(right, asked)
             share = {"set": "all", "questions": asked, "accuracy": right / asked}
@@ -155,6 +158,12 @@ def pooled(rows: list[dict]) -> list[dict]:
 def record_of(folder: Path) -> Path:
     """The file that says how a command ended; it lies beside the command's folder."""
     return folder.with_name(f"{folder.name}.run.json")
+
+
+def went_well(folder: Path) -> bool:
+    """Whether the command that made a folder came to its end, without a failure."""
+    record = record_of(folder)
+    return record.exists() and read_json(record)["exit"] == 0
 
 
 def how_it_ended(folder: Path) -> dict:
@@ -198,7 +207,7 @@ def keep(options: argparse.Namespace) -> Path:
     runs = []
     for folder in [options.runs / f"{arm}-{seed}" for seed in options.seeds for arm in ARMS]:
         lines = finished(folder)
-        if not lines:
+        if not lines or not went_well(folder):
             continue
         (results / folder.name).mkdir(exist_ok=True)
         shutil.copyfile(folder / "curves.png", results / folder.name / "curves.png")
@@ -218,6 +227,18 @@ def keep(options: argparse.Namespace) -> Path:
     return common.save("atlas/table", command, rows, runs=runs)
 
 
+def run_all(options: argparse.Namespace) -> None:
+    """Every run and evaluation that is missing, seed by seed. UserError if RL itself failed."""
+    for seed in options.seeds:
+        train(seed, "rl", options)
+        folder = options.runs / f"rl-{seed}"
+        if not finished(folder) or not went_well(folder):
+            raise UserError(f"the run rl-{seed} did not end well, see {folder}.log")
+        evaluate(seed, options)
+        if options.frozen:
+            train(seed, "frozen", options)
+
+
 def main() -> int:
     """The command line; returns the exit code."""
     # Without abbreviations --seed is no --seeds.
@@ -228,6 +249,7 @@ def main() -> int:
     reader.add_argument("--cache", type=Path, default=ROOT / ".cache", help="of the models")
     reader.add_argument("--table", action="store_true", help="run nothing")
     options, options.more = reader.parse_known_args()
+    options.seeds = list(dict.fromkeys(options.seeds))
     options.failed = []
     options.runs = options.runs.resolve()
     options.cache = options.cache.resolve()
@@ -235,19 +257,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         given = {argument.partition("=")[0] for argument in options.more}
-        own = given & {"--seed", "--name", "--resume"}
+        own = given & {"--seed", "--name", "--resume", "--model"}
         if own:
-            raise UserError(f"{min(own)} is this bench's own: give --seeds")
+            raise UserError(f"{min(own)} is this bench's own: leave it out")
         if not options.table:
-            options.runs.mkdir(parents=True, exist_ok=True)
-            for seed in options.seeds:
-                train(seed, "rl", options)
-                if not finished(options.runs / f"rl-{seed}"):
-                    log = options.runs / f"rl-{seed}.log"
-                    raise UserError(f"the run rl-{seed} did not end well, see {log}")
-                evaluate(seed, options)
-                if options.frozen:
-                    train(seed, "frozen", options)
+            with alone_in(options.runs):
+                run_all(options)
         print(keep(options))
         if options.failed:
             raise UserError(f"failed: {', '.join(options.failed)}; see the logs in {options.runs}")

@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from config import UserError
 
 
@@ -19,10 +21,10 @@ def made_once(folder: Path, make: Callable[[Path], None], option: str = "--cache
     the disk; what a killed process left is removed by the next. UserError if it cannot be written;
     `option` is what the message tells the caller to change.
     """
-    if folder.exists():
-        return folder
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     try:
+        if folder.exists():
+            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = open(folder.with_name(f"{folder.name}.lock"), "a")
     except OSError as error:
@@ -40,9 +42,10 @@ def made_once(folder: Path, make: Callable[[Path], None], option: str = "--cache
             make(unfinished)
             sync(unfinished)
             os.rename(unfinished, folder)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # how a model's weights fail on a full disk
+            reason = getattr(error, "strerror", None) or error
             raise UserError(
-                f"{folder} cannot be written ({error.strerror or error}): make room, or name "
+                f"{folder} cannot be written ({reason}): make room, or name "
                 f"another folder with {option}"
             ) from None
         finally:

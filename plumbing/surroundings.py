@@ -41,7 +41,7 @@ class Questions:
         return self.loaded[self.kept_order(epoch)[place]]
 
     def order(self, epoch: int) -> list[int]:
-        """An epoch's order. Every stretch of it has the sets' shares, as nearly as can be.
+        """An epoch's order, in which every stretch has about the sets' shares.
 
         By chance, a step of the atlas once had six questions of one kind in eight, and its update
         taught that kind's habits to the other. A set's questions stand at equal distances, the

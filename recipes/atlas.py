@@ -19,7 +19,6 @@ changes RL only.
 Tests: pytest tests/test_atlas.py tests/test_warm_start.py
 """
 
-import argparse
 import dataclasses
 import hashlib
 import itertools
@@ -30,12 +29,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import mars
 import train
-from config import Config, UserError, fail, parse, parser, resolve
+from config import Config, OneLineParser, UserError, fail, parse, parser, resolve, uses_bf16
 from mars import MarsConfig
-from plumbing import evaluation, smollm2
+from plumbing import evaluation, smollm2, surroundings
 from plumbing.cache import made_once
+from plumbing.files import read_json
 from recipes import atlas_world, warm_start
 from recipes.atlas_world import KEYS, Fact, Hop, Plan, World
 from rollout import Context, Game, Trajectory
@@ -251,6 +253,9 @@ def demonstrations(
     pages = world.searched("train")
     calls = {"search": search.local(pages, config.top_k), "python": python.tool}
     tools = [Tool(name, *KNOWN[name], calls[name]) for name in config.tools.split(",")]
+    lacking = python.available() if "python" in config.tools else None
+    if lacking:
+        raise UserError(f"demonstrations of {preset} compute sums with Python, and {lacking}")
 
     def one(kind: str, chat: ChatFormat, rng: random.Random) -> Trajectory:
         for _ in range(atlas_world.TRIES):
@@ -327,12 +332,26 @@ def run(arguments: list[str], given: dict) -> int:
     config = resolve(AtlasConfig, given, presets=PRESETS)
     if config.warm_steps < 0 or not 0 < config.warm_lr < 1:
         raise UserError("--warm_steps must be at least 0, and --warm_lr lie between 0 and 1")
-    files = world_files(config.preset, config.cache, config.seed)
-    start = config.model
-    if config.warm_steps:
-        start = warm_model(config)
-    options = {"preset": config.preset, "model": start} | places(files)
+    options = {"preset": config.preset} | begun(config)
+    if not config.resume:
+        warm_options(config).check()
+        options |= places(config)
+        settled = resolve(AtlasConfig, options | given, presets=PRESETS)
+        surroundings.usable_tools(settled, rank=1)  # of which only rank 0 would print
+        options["model"] = warm_model(config) if config.warm_steps else config.model
     return train.main(METHOD, [*as_options(options), *without(arguments, "--model")], __doc__)
+
+
+def begun(config: AtlasConfig) -> dict:
+    """The model and the files of the run that is resumed, though the cache may lie elsewhere now.
+
+    Nothing where there is no such run: train.main says so.
+    """
+    made = Path(config.runs) / config.name / "config.json"
+    if not config.resume or not config.name or not made.exists():
+        return {}
+    saved = read_json(made)
+    return {name: saved[name] for name in ("model", *PLACES) if saved.get(name)}
 
 
 def look(arguments: list[str]) -> int:
@@ -343,7 +362,7 @@ def look(arguments: list[str]) -> int:
     command, *rest = arguments
     if rest and rest[0].startswith("-") and rest[0] not in ("-h", "--help"):
         raise UserError(f"{command} takes the run or the model first, then options")
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early = OneLineParser(add_help=False, allow_abbrev=False)
     early.add_argument("--preset", default="atlas", choices=PRESETS)
     early.add_argument("--cache", default=".cache")
     early.add_argument("--seed", type=int, default=0)
@@ -359,9 +378,9 @@ def look(arguments: list[str]) -> int:
             for name, value in PRESETS[known.preset].items()
             if name not in AtlasConfig.for_training
         }
-        settings |= {"docs": files / "held_out_pages.jsonl"}
+        settings |= {"docs": files / PLACES["eval_docs"]}
         if command == "eval":
-            settings |= {"data": files / "held_out.jsonl"}
+            settings |= {"data": files / PLACES["eval_data"]}
         else:  # ask has no such option
             del settings["eval_questions"]
         rest = [*rest[:1], *as_options(settings), *without(rest[1:], "--preset")]
@@ -385,14 +404,22 @@ def without(arguments: list[str], name: str) -> list[str]:
     return kept
 
 
-def places(files: Path) -> dict[str, Path]:
-    """The files of a world, by the options of a run that take them."""
-    return {
-        "data": files / "train.jsonl",
-        "eval_data": files / "held_out.jsonl",
-        "docs": files / "train_pages.jsonl",
-        "eval_docs": files / "held_out_pages.jsonl",
-    }
+# The files of a world, by the options of a run that take them.
+PLACES = {
+    "data": "train.jsonl",
+    "eval_data": "held_out.jsonl",
+    "docs": "train_pages.jsonl",
+    "eval_docs": "held_out_pages.jsonl",
+}
+
+
+def places(config: AtlasConfig) -> dict[str, str]:
+    """Where a run's world lies. It is made if the cache does not have it."""
+    files = world_files(config.preset, config.cache, config.seed)
+    found = {option: str(files / name) for option, name in PLACES.items()}
+    if config.search != "local":  # the web has no folder of documents
+        del found["docs"], found["eval_docs"]
+    return found
 
 
 def world_files(preset: str, cache: str, seed: int) -> Path:
@@ -410,20 +437,10 @@ def warm_model(config: AtlasConfig) -> Path:
 
     It has the preset's name, since a run without --name is called after its model.
     """
-    options = warm_start.WarmStart(
-        model=config.model,
-        steps=config.warm_steps,
-        lr=config.warm_lr,
-        seed=config.seed,
-        cache=config.cache,
-        device=config.device,
-        bf16=config.bf16,
-        threads=config.threads,
-        micro_tokens=config.micro_tokens,
-        share_prefixes=config.share_prefixes,
-    )
+    options = warm_options(config)
+    bf16 = uses_bf16(config, cuda=config.device != "cpu" and torch.cuda.is_available())
     # Threads, micro-batches and shared prefixes change the time and the last bits only.
-    settings = (config.preset, config.model, options.steps, options.lr, options.seed, options.bf16)
+    settings = (config.preset, config.model, options.steps, options.lr, options.seed, bf16)
     sources = (__file__, atlas_world.__file__, warm_start.__file__, mars.__file__, chat.__file__)
     folder = Path(config.cache) / f"warm-{digest(settings, *sources)}" / config.preset
     if folder.exists():
@@ -434,6 +451,22 @@ def warm_model(config: AtlasConfig) -> Path:
         start = smollm2.build(config.cache)
     return made_once(
         folder, lambda unfinished: warm_start.train(options, start, batches, unfinished)
+    )
+
+
+def warm_options(config: AtlasConfig) -> warm_start.WarmStart:
+    """The run's settings, as far as the warm start has them too."""
+    return warm_start.WarmStart(
+        model=config.model,
+        steps=max(1, config.warm_steps),
+        lr=config.warm_lr,
+        seed=config.seed,
+        cache=config.cache,
+        device=config.device,
+        bf16=config.bf16,
+        threads=config.threads,
+        micro_tokens=config.micro_tokens,
+        share_prefixes=config.share_prefixes,
     )
 
 

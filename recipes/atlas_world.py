@@ -172,6 +172,12 @@ ALIASES = {
     "Kyiv": ("Kiev",),
     "El Aaiún": ("Laayoune",),
     "Naypyidaw": ("Nay Pyi Taw",),
+    "United States": ("USA", "US"),
+    "United Kingdom": ("UK",),
+    "United Arab Emirates": ("UAE",),
+    "Myanmar": ("Burma",),
+    "Republic of Macedonia": ("Macedonia",),
+    "Federated States of Micronesia": ("Micronesia",),
 }
 
 # ------------------------------------------------------------------------------------------- facts
@@ -263,6 +269,8 @@ def spellings(text: str, others: tuple[str, ...] = ()) -> tuple[str, ...]:
 def names_of(row: dict) -> tuple[str, ...]:
     """What a country may be called: its name, and other spellings in Latin letters."""
     others = [other.strip() for other in row.get("altSpellings") or []]
+    # The package lists "Thai" for Thailand, which is no name of a country.
+    others = [other for other in others if other != row.get("demonym")]
     # Shorter ones are codes.
     latin = [other for other in others if len(other) > 3 and all(map(is_latin, other))]
     return spellings(row["name"], tuple(latin))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from test_chat import QWEN25, tokenizer
 
 import mars
+import train
 from config import UserError, resolve
 from mars import MarsConfig
 from plumbing import build
@@ -324,11 +325,8 @@ def test_a_world_follows_from_its_seed(tmp_path):
 
 @needs_facts
 def test_the_files_are_what_the_options_take(tmp_path):
-    atlas_world.write(atlas_world.make_world(0, LONG), tmp_path)
-    places = atlas.places(tmp_path)
-    train, held_out = questions.split(
-        str(places["data"]), str(places["eval_data"]), held_out=200, seed=0
-    )
+    places = atlas.places(atlas.AtlasConfig(preset="atlas-long", cache=str(tmp_path)))
+    train, held_out = questions.split(places["data"], places["eval_data"], held_out=200, seed=0)
     assert len(train) == 1500 and len(held_out) == 200
     kinds = collections.Counter(question.source for question in held_out)
     assert kinds == dict.fromkeys(LONG.kinds, 50)
@@ -630,6 +628,7 @@ def test_without_the_facts_one_sentence_says_how_to_get_them(monkeypatch, capsys
         (["--warm_steps", "-1"], "warm_steps"),
         (["--group", "1"], "group"),
         (["--nonsense", "1"], "nonsense"),
+        (["--device", "cuda"], "no CUDA GPU"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_made(arguments, reason, capsys, tmp_path):
@@ -642,6 +641,37 @@ def test_bad_options_are_refused_before_anything_is_made(arguments, reason, caps
         assert atlas.main(command[3:]) == 2
     assert reason in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@needs_facts
+@pytest.mark.parametrize("given", [["--tools", "nonsense"], ["--resume"], ["--resume", "--name=x"]])
+def test_what_a_run_refuses_is_refused_before_the_warm_start(given, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(atlas, "warm_model", lambda config: pytest.fail("a warm start began"))
+    monkeypatch.chdir(tmp_path)
+    assert atlas.main(given) == 2
+    reason = {1: "needs the run's --name", 2: "unknown tool 'nonsense'"}[len(given)]
+    if given[-1] == "--name=x":
+        reason = "nothing to resume: there is no run at runs/x"
+    assert reason in capsys.readouterr().err
+
+
+@needs_facts
+def test_the_web_is_searched_without_the_worlds_pages(tmp_path):
+    config = atlas.AtlasConfig(preset="atlas", cache=str(tmp_path), search="serper")
+    assert set(atlas.places(config)) == {"data", "eval_data"}
+
+
+def test_a_resumed_run_has_its_own_model_and_files(tmp_path, monkeypatch):
+    """Though the cache was moved, or the warm start's code has changed since."""
+    asked = []
+    monkeypatch.setattr(train, "main", lambda method, arguments, about: asked.extend(arguments))
+    saved = {"model": "old/warm", "data": "a", "eval_data": "b", "docs": "c", "eval_docs": ""}
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "config.json").write_text(json.dumps(saved))
+    given = ["--resume", "--name", "one", "--runs", str(tmp_path), "--cache", str(tmp_path / "new")]
+    atlas.main(given)
+    assert asked[1:5] == ["--model=old/warm", "--data=a", "--eval_data=b", "--docs=c"]
+    assert not (tmp_path / "new").exists()
 
 
 def test_ctrl_c_before_rl_is_one_sentence(monkeypatch, capsys, tmp_path):

@@ -156,6 +156,23 @@ def test_half_an_evaluation_is_made_again(bench):
     assert atlas.keep(options).exists()
 
 
+@pytest.mark.parametrize("name", ["rl-0", "warm-start-greedy-0"])
+def test_what_failed_is_not_taken_for_finished(bench, name):
+    """Though its files are there: a disk may be full at the last one."""
+    options, commands = bench
+    go(options)
+    count = len(commands)
+    record = Path(f"runs/{name}.run.json")
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"exit": 2}))
+    table = json.loads(atlas.keep(options).read_text())
+    told = {run["run"] for run in table["runs"]}
+    told |= {f"{row['model'].replace(' ', '-')}-{row['decoding']}-0" for row in table["rows"]}
+    assert name not in told and len(told) > 5
+    go(options)
+    assert [line[line.index("--name") + 1] for line in commands[count:]] == [name]
+    assert json.loads(record.read_text())["exit"] == 0
+
+
 def test_a_failure_is_told_at_the_end(bench, monkeypatch, capsys):
     options, _ = bench
     go(options)
@@ -168,7 +185,7 @@ def test_a_failure_is_told_at_the_end(bench, monkeypatch, capsys):
     assert "failed: after-RL-greedy-0; see the logs in" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", ["--seed 5", "--seed=5", "--name x", "--resume"])
+@pytest.mark.parametrize("given", ["--seed 5", "--seed=5", "--name x", "--resume", "--model x"])
 def test_options_that_are_the_benchs_own_are_refused(given, monkeypatch, capsys):
     monkeypatch.setattr(atlas.sys, "argv", ["bench.atlas", *given.split()])
     assert atlas.main() == 2

@@ -214,8 +214,9 @@ def make_optimizer(policy: nn.Module, lr: float, weight_decay: float) -> torch.o
 def schedule(step: int, warmup: int, steps: int | None = None) -> float:
     """The factor on the learning rate in a step. It rises in a line over `warmup` steps.
 
-    With `steps` it is at most 1 − step / steps, which falls in a line to 0 (linear decay). So it
-    never reaches 1. At a constant rate the last few batches weigh more than all before them.
+    With `steps` it is at most 1 − step / steps, which falls in a line to 0 (linear decay). So with
+    a warm-up of several steps it never reaches 1. At a constant rate the last few batches weigh
+    more than all before them.
     """
     rise = (step + 1) / max(1, warmup)
     fall = 1 - step / steps if steps else 1.0
