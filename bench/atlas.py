@@ -167,7 +167,7 @@ def went_well(folder: Path) -> bool:
 
 
 def how_it_ended(folder: Path) -> dict:
-    """CPU seconds, commit and CPU of what made a folder; of a resumed run, of its last part."""
+    """CPU seconds of what made a folder, and of its last part the commit and the CPU."""
     how = read_json(record_of(folder))
     return {key: how[key] for key in ("cpu_seconds", "commit", "cpu")}
 
@@ -257,7 +257,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         given = {argument.partition("=")[0] for argument in options.more}
-        own = given & {"--seed", "--name", "--resume", "--model"}
+        if "--seed" in given:
+            raise UserError("--seed is this bench's own: give --seeds")
+        own = given & {"--name", "--resume", "--model"}
         if own:
             raise UserError(f"{min(own)} is this bench's own: leave it out")
         if not options.table:

@@ -51,7 +51,7 @@ from tools import KNOWN, Tool, python, search
 class AtlasConfig(MarsConfig):
     """MARS's options, and those of the warm start."""
 
-    warm_steps: int = 20  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    warm_steps: int = 32  # optimizer steps on demonstrations; 0: RL starts from --model itself
     warm_lr: float = 2e-4  # learning rate of the warm start
 
     for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
@@ -69,10 +69,9 @@ SHORT = {
     "sys1_response": 64,
     "steps": 30,
     "questions": 8,
-    "temperature": 0.7,  # SmolLM2's card samples at 0.2; at 1.0 some steps were malformed
     "loss_mean": "token",  # a mean per sample hardly punishes long wrong attempts: they grew longer
-    "lr": 1.5e-5,
-    "warmup": 5,  # Adam's first steps are its largest; with 2, two of them changed the plans
+    "lr": 2e-5,
+    "warmup": 5,  # Adam's first updates are its largest; with 2, they changed every plan
     "decay": True,  # at a constant rate a run came to look up twice everywhere, then once
     "eval_every": 10,
     "eval_questions": atlas_world.QUESTIONS["held_out"],
@@ -85,7 +84,7 @@ SHORT = {
 LONG = SHORT | {
     "tools": "search,python",
     "sys1_prompt": 384,
-    "warm_steps": 40,  # four kinds of questions instead of two
+    "warm_steps": 64,  # four kinds of questions instead of two
     "steps": 100,
     "eval_every": 20,
 }
@@ -365,6 +364,7 @@ def look(arguments: list[str]) -> int:
     early = OneLineParser(add_help=False, allow_abbrev=False)
     early.add_argument("--preset", default="atlas", choices=PRESETS)
     early.add_argument("--cache", default=".cache")
+    early.add_argument("--search", default="local")
     early.add_argument("--seed", type=int, default=0)
     known, _ = early.parse_known_args(rest)
     method = METHOD
@@ -378,7 +378,8 @@ def look(arguments: list[str]) -> int:
             for name, value in PRESETS[known.preset].items()
             if name not in AtlasConfig.for_training
         }
-        settings |= {"docs": files / PLACES["eval_docs"]}
+        if known.search == "local":
+            settings |= {"docs": files / PLACES["eval_docs"]}
         if command == "eval":
             settings |= {"data": files / PLACES["eval_data"]}
         else:  # ask has no such option
@@ -458,7 +459,7 @@ def warm_options(config: AtlasConfig) -> warm_start.WarmStart:
     """The run's settings, as far as the warm start has them too."""
     return warm_start.WarmStart(
         model=config.model,
-        steps=max(1, config.warm_steps),
+        steps=max(1, config.warm_steps),  # 0 leaves it out, and its own check wants one
         lr=config.warm_lr,
         seed=config.seed,
         cache=config.cache,

@@ -289,7 +289,7 @@ class Size:
     """How hard a world is."""
 
     kinds: tuple[str, ...] = ("one", "two")  # of questions, in equal shares
-    distractors: int = 2  # pages about a country that tell nothing of it
+    distractors: int = 2  # travel pages about each country, with facts of other ones
     filler: int = 1  # idle sentences on a country's own page
     indirect: bool = False  # facts are also told as in TELL_INDIRECTLY
 

@@ -644,14 +644,20 @@ def test_bad_options_are_refused_before_anything_is_made(arguments, reason, caps
 
 
 @needs_facts
-@pytest.mark.parametrize("given", [["--tools", "nonsense"], ["--resume"], ["--resume", "--name=x"]])
-def test_what_a_run_refuses_is_refused_before_the_warm_start(given, monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ("--tools nonsense", "unknown tool 'nonsense'"),
+        ("--resume", "needs the run's --name"),
+        ("--resume --name x", "nothing to resume: there is no run at runs/x"),
+    ],
+)
+def test_what_a_run_refuses_is_refused_before_the_warm_start(
+    given, reason, monkeypatch, capsys, tmp_path
+):
     monkeypatch.setattr(atlas, "warm_model", lambda config: pytest.fail("a warm start began"))
     monkeypatch.chdir(tmp_path)
-    assert atlas.main(given) == 2
-    reason = {1: "needs the run's --name", 2: "unknown tool 'nonsense'"}[len(given)]
-    if given[-1] == "--name=x":
-        reason = "nothing to resume: there is no run at runs/x"
+    assert atlas.main(given.split()) == 2
     assert reason in capsys.readouterr().err
 
 
@@ -659,6 +665,16 @@ def test_what_a_run_refuses_is_refused_before_the_warm_start(given, monkeypatch,
 def test_the_web_is_searched_without_the_worlds_pages(tmp_path):
     config = atlas.AtlasConfig(preset="atlas", cache=str(tmp_path), search="serper")
     assert set(atlas.places(config)) == {"data", "eval_data"}
+
+
+@pytest.mark.parametrize("given, docs", [([], 1), (["--search", "serper"], 0)])
+def test_a_plain_model_searches_the_worlds_pages_or_the_web(given, docs, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(train, "main", lambda method, arguments, about: asked.extend(arguments))
+    monkeypatch.setattr(atlas, "world_files", lambda *given: tmp_path)
+    atlas.main(["eval", "smollm2", *given])
+    assert sum(argument.startswith("--docs=") for argument in asked) == docs
+    assert f"--data={tmp_path}/held_out.jsonl" in asked
 
 
 def test_a_resumed_run_has_its_own_model_and_files(tmp_path, monkeypatch):

@@ -253,7 +253,7 @@ def test_the_command_that_makes_a_base_model_is_python(options, monkeypatch):
 def test_two_at_once_in_one_folder_are_refused(options, started):
     with open(options.runs / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match=r"another bench\.ablations"):
+        with pytest.raises(UserError, match="another bench is"):
             ablations.train(options)
     assert started == []
 

@@ -368,7 +368,7 @@ def test_the_wanted_note_does_not_always_come_first(tokenizer, seed):
     chat = ChatFormat(tokenizer, mars.words(config, tools), tools)
     rng = random.Random(seed)
     places = []
-    for number in range(60):
+    for number in range(100):
         plan = atlas_world.draw_plan(world, "train", ("one", "two")[number % 2], rng)
         trajectory = atlas.demonstrate(plan, world, config, chat, tools)
         if trajectory is None:
