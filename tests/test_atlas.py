@@ -690,6 +690,40 @@ def test_a_resumed_run_has_its_own_model_and_files(tmp_path, monkeypatch):
     assert not (tmp_path / "new").exists()
 
 
+@needs_facts
+def test_where_python_cannot_run_its_demonstrations_say_so(monkeypatch):
+    """They would all fail, and the tokens would be blamed."""
+    monkeypatch.setattr(python, "available", lambda: "there is no jail")
+    with pytest.raises(UserError, match="compute sums with Python, and there is no jail"):
+        atlas.demonstrations("atlas-long", 0, 1)
+    atlas.demonstrations("atlas", 0, 1)
+
+
+@needs_facts
+def test_a_country_may_be_called_what_people_call_it_and_not_by_its_people():
+    names = atlas_world.make_world().names
+    for name, usual in {"United States": "USA", "United Kingdom": "UK", "Myanmar": "Burma"}.items():
+        assert exact_match(usual, names[name])
+    for name, people in {"Thailand": "Thai", "Togo": "Togolese"}.items():
+        assert not exact_match(people, names[name]) and exact_match(name, names[name])
+    for name, spelled in names.items():
+        others = [known for other, known in names.items() if other != name]
+        assert not any(exact_match(name, known) for known in others), spelled
+
+
+def test_a_name_that_no_disk_takes_is_one_sentence(capsys):
+    assert atlas.main(["--cache", "x" * 300]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be written" in said and said.count("\n") == 1
+
+
+def test_a_wrong_preset_is_one_sentence_also_for_a_plain_model(capsys):
+    with pytest.raises(SystemExit) as ended:
+        atlas.main(["eval", "smollm2", "--preset", "paper"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("mars: ") and said.count("\n") == 1
+
+
 def test_ctrl_c_before_rl_is_one_sentence(monkeypatch, capsys, tmp_path):
     def interrupted(*given):
         raise KeyboardInterrupt

@@ -192,6 +192,14 @@ def test_options_that_are_the_benchs_own_are_refused(given, monkeypatch, capsys)
     assert f"{re.split('[ =]', given)[0]} is this bench's own" in capsys.readouterr().err
 
 
+def test_two_benches_in_one_folder_are_refused(bench, monkeypatch, capsys):
+    options, commands = bench
+    monkeypatch.setattr(atlas.sys, "argv", ["bench.atlas", "--runs", "runs", "--cache", "cache"])
+    with ablations.alone_in(options.runs):
+        assert atlas.main() == 2
+    assert "another bench is at work" in capsys.readouterr().err and not commands
+
+
 def test_nothing_to_tabulate_is_one_sentence(bench):
     options, _ = bench
     with pytest.raises(UserError, match="nothing was evaluated"):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from config import UserError
 from plumbing.cache import made_once
@@ -106,3 +107,14 @@ def test_nobody_sees_half_a_folder(tmp_path):
         time.sleep(0.01)
     assert process.wait() == 0
     assert seen <= {frozenset({"first", "last"})}
+
+
+def test_weights_that_find_no_room_are_one_sentence(tmp_path):
+    """safetensors raises an error of its own kind there, which is no OSError."""
+
+    def make(folder):
+        raise SafetensorError("No space left on device")
+
+    with pytest.raises(UserError, match="No space left on device.*make room"):
+        made_once(tmp_path / "thing", make)
+    assert not (tmp_path / "thing").exists()
