@@ -65,7 +65,7 @@ SHORT = {
     "sys2_context": 1024,
     "step_tokens": 128,
     "answer_tokens": 40,
-    "sys1_prompt": 320,  # a search's one to three pages fill about two chunks
+    "sys1_prompt": 384,  # two pages fit into a chunk
     "sys1_response": 64,
     "steps": 30,
     "questions": 8,

@@ -289,7 +289,9 @@ class Size:
     """How hard a world is."""
 
     kinds: tuple[str, ...] = ("one", "two")  # of questions, in equal shares
-    distractors: int = 2  # travel pages about each country, with facts of other ones
+    neighbours: bool = False  # a question may describe a country as somebody's neighbour
+    distractors: int = 2  # travel pages about each country
+    foreign: int = len(TELL)  # facts of another country that a travel page tells, at most
     filler: int = 1  # idle sentences on a country's own page
     indirect: bool = False  # facts are also told as in TELL_INDIRECTLY
 
@@ -299,7 +301,14 @@ class Size:
 
 
 SHORT = Size()
-LONG = Size(("one", "two", "three", "sum"), distractors=3, filler=4, indirect=True)
+LONG = Size(
+    kinds=("one", "two", "three", "sum"),
+    neighbours=True,
+    distractors=3,
+    foreign=2,
+    filler=4,
+    indirect=True,
+)
 
 
 @dataclass
@@ -458,7 +467,8 @@ def distractor(
     golds = [world.facts[name, attribute].golds for attribute in world.attributes(name)]
     for _ in range(TRIES):
         other = rng.choice([one for one in others if one != name])
-        attributes = rng.sample(world.attributes(other), 2)
+        known = world.attributes(other)
+        attributes = rng.sample(known, min(world.size.foreign, len(known)))
         tellings = [world.size.tellings(attribute) for attribute in attributes]
         # Full names only: "Its …" would mean the country in this page's title.
         named = [[words for words in listed if "{name}" in words] for listed in tellings]
@@ -466,7 +476,8 @@ def distractor(
         # As long as a country's own page, in tokens: packing puts the longest page first, and where
         # the wanted note stands must not be known. With short ones it came first in 234 of 240
         # look-ups of demonstrations, and System 2 learned to take the first.
-        idle = [words.format(name=name) for words in rng.sample(FILLER, rng.randint(3, 9))]
+        count = max(0, rng.randint(5, 11) - len(attributes))
+        idle = [words.format(name=name) for words in rng.sample(FILLER, count)]
         sentences = [*foreign, f"Flights from {other} to {name} take some hours.", *idle]
         rng.shuffle(sentences)
         text = " ".join(sentences)
@@ -536,7 +547,7 @@ def draw_one(world: World, names: list[str], rng: random.Random) -> Plan | None:
 def draw_two(world: World, names: list[str], rng: random.Random) -> Plan | None:
     """Two look-ups: a country by its capital or demonym, or as a neighbour, then a fact of it."""
     name = rng.choice(names)
-    if rng.random() < 0.25:
+    if world.size.neighbours and rng.random() < 0.25:
         name, described, hops = to_neighbour(world, name, name, ())
     else:
         described, hops = by_key(world, name, rng)

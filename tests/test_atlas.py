@@ -498,7 +498,7 @@ def test_a_page_tells_a_fact_by_its_title_and_its_words(world):
 @needs_facts
 def test_a_note_tells_the_wanted_fact_or_whose_the_other_one_is():
     """Each is written in the chunk, the wanted one first; without either the note is idle."""
-    world = atlas_world.make_world()
+    world = atlas_world.make_world(0, LONG)
     pages = world.searched("held_out")
     rng = random.Random(0)
     seen = collections.Counter()
