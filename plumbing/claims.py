@@ -42,13 +42,11 @@ def claim_name(config: Config, method: str, base: str) -> Claim:
             raise UserError("--resume needs the run's --name")
         return claim_again(config, method, runs / config.name)
     if config.name:
-        folder = runs / config.name
-        check_writable(folder)
-        claim = claim_new(folder)
+        refuse_taken(config)
+        claim = claim_new(runs / config.name)
         if claim is None:
-            raise UserError(
-                f"{folder} exists: add --resume to go on with it, or choose another --name"
-            )
+            folder = runs / config.name
+            raise UserError(f"another process has just begun {folder}; choose another --name")
         return claim
     check_writable(runs / base)
     for number in range(1, 100_000):
@@ -57,6 +55,14 @@ def claim_name(config: Config, method: str, base: str) -> Claim:
         if claim:
             return claim
     raise UserError(f"{runs} holds 100,000 runs of this name; choose one with --name")
+
+
+def refuse_taken(config: Config) -> None:
+    """UserError if a new run cannot have the folder of config.name; without one, if none can."""
+    folder = Path(config.runs) / config.name
+    check_writable(folder)
+    if config.name and not is_free(folder):
+        raise UserError(f"{folder} exists: add --resume to go on with it, or choose another --name")
 
 
 def claim_new(folder: Path) -> Claim | None:

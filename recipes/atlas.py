@@ -35,7 +35,7 @@ import mars
 import train
 from config import Config, OneLineParser, UserError, fail, parse, parser, resolve, uses_bf16
 from mars import MarsConfig
-from plumbing import evaluation, smollm2, surroundings
+from plumbing import claims, evaluation, smollm2, surroundings
 from plumbing.cache import made_once
 from plumbing.files import read_json
 from recipes import atlas_world, warm_start
@@ -51,7 +51,7 @@ from tools import KNOWN, Tool, python, search
 class AtlasConfig(MarsConfig):
     """MARS's options, and those of the warm start."""
 
-    warm_steps: int = 32  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    warm_steps: int = 20  # optimizer steps on demonstrations; 0: RL starts from --model itself
     warm_lr: float = 2e-4  # learning rate of the warm start
 
     for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
@@ -65,13 +65,14 @@ SHORT = {
     "sys2_context": 1024,
     "step_tokens": 128,
     "answer_tokens": 40,
-    "sys1_prompt": 384,  # two pages fit into a chunk
+    "max_turns": 3,  # two look-ups and an answer: RL came to ask a third time for what it had found
+    "sys1_prompt": 320,  # a chunk holds one or two pages
     "sys1_response": 64,
-    "steps": 30,
+    "steps": 20,
     "questions": 8,
     "loss_mean": "token",  # a mean per sample hardly punishes long wrong attempts: they grew longer
     "lr": 2e-5,
-    "warmup": 5,  # Adam's first updates are its largest; with 2, they changed every plan
+    "warmup": 3,  # Adam's first updates are its largest; with 2, they changed every plan
     "decay": True,  # at a constant rate a run came to look up twice everywhere, then once
     "eval_every": 10,
     "eval_questions": atlas_world.QUESTIONS["held_out"],
@@ -83,6 +84,7 @@ SHORT = {
 }
 LONG = SHORT | {
     "tools": "search,python",
+    "max_turns": 4,
     "sys1_prompt": 384,
     "warm_steps": 64,  # four kinds of questions instead of two
     "steps": 100,
@@ -334,6 +336,7 @@ def run(arguments: list[str], given: dict) -> int:
     options = {"preset": config.preset} | begun(config)
     if not config.resume:
         warm_options(config).check()
+        claims.refuse_taken(config)
         options |= places(config)
         settled = resolve(AtlasConfig, options | given, presets=PRESETS)
         surroundings.usable_tools(settled, rank=1)  # of which only rank 0 would print

@@ -14,7 +14,7 @@ that name no other country. Held-out questions go through countries of the secon
 all pages are searched. So no page of training tells what a held-out question asks.
 
 Every country has a page of its own in varied English, and distractors: pages about it that tell
-two facts of another country and none of its own. `write` makes the files that --data, --eval_data,
+the facts of another country and none of its own. `write` makes the files that --data, --eval_data,
 --docs and --eval_docs take. Tests: pytest tests/test_atlas.py
 """
 
@@ -130,13 +130,13 @@ ASK = {
         "Which neighbour of {} has the most inhabitants?",
     ),
 }
+NEIGHBOUR = "most populous neighbour"  # the attribute whose value is another country
 # KEYS: words that describe a country without its name. WHICH: the question that asks for it.
 KEYS = {"capital": "the country with the capital {}", "demonym": "the country with the demonym {}"}
 WHICH = {
     "capital": "Which country has the capital {}?",
     "demonym": "Which country has the demonym {}?",
 }
-NEIGHBOUR = "the most populous neighbour of {}"
 SUMS = (
     ("How many more people live in {} than in {}?", "population", "-"),
     ("How many people live in {} and {} together?", "population", "+"),
@@ -289,9 +289,7 @@ class Size:
     """How hard a world is."""
 
     kinds: tuple[str, ...] = ("one", "two")  # of questions, in equal shares
-    neighbours: bool = False  # a question may describe a country as somebody's neighbour
-    distractors: int = 2  # travel pages about each country
-    foreign: int = len(TELL)  # facts of another country that a travel page tells, at most
+    distractors: int = 2  # travel pages about each country, each with the facts of another one
     filler: int = 1  # idle sentences on a country's own page
     indirect: bool = False  # facts are also told as in TELL_INDIRECTLY
 
@@ -301,14 +299,7 @@ class Size:
 
 
 SHORT = Size()
-LONG = Size(
-    kinds=("one", "two", "three", "sum"),
-    neighbours=True,
-    distractors=3,
-    foreign=2,
-    filler=4,
-    indirect=True,
-)
+LONG = Size(("one", "two", "three", "sum"), distractors=3, filler=4, indirect=True)
 
 
 @dataclass
@@ -389,7 +380,7 @@ def make_world(seed: int = 0, size: Size = SHORT) -> World:
     neighbours = largest_neighbours(world, rows)
     world.parts = split(list(world.names), neighbours, rng)
     for name, neighbour in neighbours.items():
-        world.facts[name, "most populous neighbour"] = Value(neighbour, world.names[neighbour])
+        world.facts[name, NEIGHBOUR] = Value(neighbour, world.names[neighbour])
     for part in ("train", "held_out"):
         others = list(world.names) if part == "held_out" else world.parts["train"]
         pages = []
@@ -460,22 +451,24 @@ def tell(world: World, fact: Fact, words: str) -> str:
 def distractor(
     world: World, rng: random.Random, name: str, others: list[str], number: int
 ) -> Document:
-    """A page about a country that tells facts of another one, and none of its own.
+    """A page about a country that tells all facts of another one, and none of its own.
 
-    Records in world.told which facts it tells.
+    Records in world.told which facts it tells. When it told two, a fifth of the chunks told
+    nothing of what was asked. System 1 had to say so, and RL made it forget that in three updates:
+    what says nothing stands mostly in attempts that fail.
     """
     golds = [world.facts[name, attribute].golds for attribute in world.attributes(name)]
     for _ in range(TRIES):
         other = rng.choice([one for one in others if one != name])
         known = world.attributes(other)
-        attributes = rng.sample(known, min(world.size.foreign, len(known)))
+        attributes = rng.sample(known, len(known))
         tellings = [world.size.tellings(attribute) for attribute in attributes]
         # Full names only: "Its …" would mean the country in this page's title.
         named = [[words for words in listed if "{name}" in words] for listed in tellings]
         foreign = [tell(world, (other, a), rng.choice(w)) for a, w in zip(attributes, named)]
-        # As long as a country's own page, in tokens: packing puts the longest page first, and where
-        # the wanted note stands must not be known. With short ones it came first in 234 of 240
-        # look-ups of demonstrations, and System 2 learned to take the first.
+        # About as long as a country's own page, in tokens: packing puts the longest page first, and
+        # where the wanted note stands must not be known. With short ones it came first in 234 of
+        # 240 look-ups of demonstrations, and System 2 learned to take the first.
         count = max(0, rng.randint(5, 11) - len(attributes))
         idle = [words.format(name=name) for words in rng.sample(FILLER, count)]
         sentences = [*foreign, f"Flights from {other} to {name} take some hours.", *idle]
@@ -545,12 +538,9 @@ def draw_one(world: World, names: list[str], rng: random.Random) -> Plan | None:
 
 
 def draw_two(world: World, names: list[str], rng: random.Random) -> Plan | None:
-    """Two look-ups: a country by its capital or demonym, or as a neighbour, then a fact of it."""
+    """Two look-ups: a country by its capital or demonym, then a fact of it."""
     name = rng.choice(names)
-    if world.size.neighbours and rng.random() < 0.25:
-        name, described, hops = to_neighbour(world, name, name, ())
-    else:
-        described, hops = by_key(world, name, rng)
+    described, hops = by_key(world, name, rng)
     if described is None:
         return None
     return ask(world, "two", name, described, hops, rng)
@@ -560,12 +550,11 @@ def draw_three(world: World, names: list[str], rng: random.Random) -> Plan | Non
     """Three look-ups: a country by its capital or demonym, its neighbour, a fact of that one."""
     name = rng.choice(names)
     described, hops = by_key(world, name, rng)
-    if described is None:
+    if described is None or (name, NEIGHBOUR) not in world.facts:
         return None
-    name, described, hops = to_neighbour(world, name, described, hops)
-    if described is None:
-        return None
-    return ask(world, "three", name, described, hops, rng)
+    neighbour = world.facts[name, NEIGHBOUR].text
+    hops += (hop_to_fact(name, NEIGHBOUR),)
+    return ask(world, "three", neighbour, f"the {NEIGHBOUR} of {described}", hops, rng)
 
 
 def draw_sum(world: World, names: list[str], rng: random.Random) -> Plan | None:
@@ -592,20 +581,6 @@ def by_key(world: World, name: str, rng: random.Random) -> tuple[str | None, tup
         return None, ()
     hop = hop_to_country(world, name, rng.choice(keys))
     return hop.purpose, (hop,)
-
-
-def to_neighbour(
-    world: World, name: str, described: str, hops: tuple[Hop, ...]
-) -> tuple[str, str | None, tuple[Hop, ...]]:
-    """(the neighbour, words that describe it, the look-ups that find it).
-
-    (the country itself, None, …) where no page tells its neighbour.
-    """
-    attribute = "most populous neighbour"
-    if (name, attribute) not in world.facts:
-        return name, None, hops
-    neighbour = world.facts[name, attribute].text
-    return neighbour, NEIGHBOUR.format(described), (*hops, hop_to_fact(name, attribute))
 
 
 def ask(

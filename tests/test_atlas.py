@@ -498,13 +498,13 @@ def test_a_page_tells_a_fact_by_its_title_and_its_words(world):
 @needs_facts
 def test_a_note_tells_the_wanted_fact_or_whose_the_other_one_is():
     """Each is written in the chunk, the wanted one first; without either the note is idle."""
-    world = atlas_world.make_world(0, LONG)
+    world = atlas_world.make_world()
     pages = world.searched("held_out")
     rng = random.Random(0)
     seen = collections.Counter()
-    for _ in range(300):
+    for _ in range(900):
         wanted = rng.choice(list(world.told))
-        chunk = rng.sample(pages, 2)
+        chunk = rng.sample(pages, rng.randint(1, 2))
         if rng.random() < 0.3:
             chunk.append(next(page for page in pages if page.title == wanted[0]))
         read = "\n\n".join(f"[document] {page.title}\n{page.text}" for page in chunk)
@@ -650,6 +650,8 @@ def test_bad_options_are_refused_before_anything_is_made(arguments, reason, caps
         ("--tools nonsense", "unknown tool 'nonsense'"),
         ("--resume", "needs the run's --name"),
         ("--resume --name x", "nothing to resume: there is no run at runs/x"),
+        ("--name taken", "runs/taken exists: add --resume to go on with it"),
+        ("--runs runs/taken/a-file", "cannot write to runs/taken/a-file"),
     ],
 )
 def test_what_a_run_refuses_is_refused_before_the_warm_start(
@@ -657,6 +659,8 @@ def test_what_a_run_refuses_is_refused_before_the_warm_start(
 ):
     monkeypatch.setattr(atlas, "warm_model", lambda config: pytest.fail("a warm start began"))
     monkeypatch.chdir(tmp_path)
+    Path("runs/taken").mkdir(parents=True)
+    Path("runs/taken/a-file").write_text("somebody's")
     assert atlas.main(given.split()) == 2
     assert reason in capsys.readouterr().err
 

@@ -92,6 +92,25 @@ def test_every_command_is_run_once_and_accepted(bench, accept):  # noqa: F811
     assert len(commands) == len(asked)
 
 
+def test_a_seed_that_is_given_twice_runs_once(bench, monkeypatch):
+    options, commands = bench
+    arguments = ["bench.atlas", "--seeds", "1", "1", "--runs", "runs", "--cache", "cache"]
+    monkeypatch.setattr(atlas.sys, "argv", arguments)
+    assert atlas.main() == 0
+    record = json.loads((common.RESULTS / "atlas" / "table.json").read_text())
+    rows = [(row["seed"], row["model"], row["decoding"]) for row in record["rows"]]
+    assert len(rows) == len(set(rows)) == len(atlas.MODELS) * len(atlas.DECODING)
+
+
+def test_a_frozen_run_asks_no_more_questions_than_there_are(bench):
+    options, commands = bench
+    go(options)
+    config = json.loads(Path("runs/frozen-0/config.json").read_text()) | {"eval_questions": 500}
+    Path("runs/frozen-0/config.json").write_text(json.dumps(config))
+    rows = atlas.summarise(0, options)
+    assert [row["sets"][0]["questions"] for row in rows if "frozen" in row["model"]] == [200, 200]
+
+
 def test_what_nobody_taught_is_asked_once(bench):
     options, commands = bench
     options.seeds = [0, 1]
