@@ -45,8 +45,10 @@ def claim_name(config: Config, method: str, base: str) -> Claim:
         refuse_taken(config)
         claim = claim_new(runs / config.name)
         if claim is None:
-            folder = runs / config.name
-            raise UserError(f"another process has just begun {folder}; choose another --name")
+            raise UserError(
+                f"{runs / config.name} exists by now: another process has just begun it; "
+                "choose another --name"
+            )
         return claim
     check_writable(runs / base)
     for number in range(1, 100_000):
