@@ -58,6 +58,8 @@ def accept(tmp_path, monkeypatch):
     monkeypatch.setattr(atlas, "world_files", lambda *given: tmp_path)
     # A run is told the name of the model that the warm start has made.
     monkeypatch.setattr(atlas, "warm_model", lambda config: config.model)
+    # A run of that name may lie here.
+    monkeypatch.setattr(atlas.claims, "refuse_taken", lambda config: None)
     monkeypatch.setattr(warm_start, "train", stop)
     monkeypatch.setattr(smollm2, "build", lambda cache: "smollm2")
 
