@@ -84,7 +84,7 @@ SHORT = {
 }
 LONG = SHORT | {
     "tools": "search,python",
-    "max_turns": 4,
+    "max_turns": 4,  # three look-ups, or two and a sum
     "sys1_prompt": 384,
     "warm_steps": 64,  # four kinds of questions instead of two
     "steps": 100,
