@@ -51,7 +51,7 @@ from tools import KNOWN, Tool, python, search
 class AtlasConfig(MarsConfig):
     """MARS's options, and those of the warm start."""
 
-    warm_steps: int = 14  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    warm_steps: int = 20  # optimizer steps on demonstrations; 0: RL starts from --model itself
     warm_lr: float = 2e-4  # learning rate of the warm start
 
     for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}

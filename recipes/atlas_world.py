@@ -281,9 +281,9 @@ class Size:
     """How hard a world is."""
 
     kinds: tuple[str, ...] = ("one", "two")  # of questions, in equal shares
-    # Kinds of demonstrations, in turn. They show one look-up twice as often as two, so the model
+    # Kinds of demonstrations, in turn. They show one look-up five times as often as two, so the model
     # tends to answer too early, and RL has a habit to change.
-    shown: tuple[str, ...] = ("one", "one", "two")
+    shown: tuple[str, ...] = ("one", "one", "one", "one", "one", "two")
     travel: int = 1  # travel pages about each country
     filler: int = 1  # idle sentences on a page; on a travel page one of them names another country
     indirect: bool = False  # facts are also told as in TELL_INDIRECTLY

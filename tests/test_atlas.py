@@ -591,7 +591,11 @@ def test_demonstrations_that_never_fit_are_one_sentence(monkeypatch):
 
 
 @needs_facts
-def test_demonstrations_take_the_kinds_in_turn(monkeypatch):
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [("atlas", {"one": 10, "two": 2}), ("atlas-long", dict.fromkeys(LONG.kinds, 3))],
+)
+def test_demonstrations_take_the_kinds_in_turn(preset, expected, monkeypatch):
     """Over batches too: four kinds do not divide six demonstrations."""
     kinds = []
 
@@ -600,9 +604,9 @@ def test_demonstrations_take_the_kinds_in_turn(monkeypatch):
         return types.SimpleNamespace(samples=lambda role: [])
 
     monkeypatch.setattr(atlas, "demonstrate", played)
-    batches = atlas.demonstrations("atlas-long", 0, 6)(tokenizer(QWEN25))
+    batches = atlas.demonstrations(preset, 0, 6)(tokenizer(QWEN25))
     next(batches), next(batches)
-    assert collections.Counter(kinds) == dict.fromkeys(LONG.kinds, 3)
+    assert collections.Counter(kinds) == expected
 
 
 # ---------------------------------------------------------------- the command
