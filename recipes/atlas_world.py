@@ -281,8 +281,8 @@ class Size:
     """How hard a world is."""
 
     kinds: tuple[str, ...] = ("one", "two")  # of questions, in equal shares
-    # Kinds of demonstrations, in turn. They show one look-up five times as often as two, so the model
-    # tends to answer too early, and RL has a habit to change.
+    # Kinds of demonstrations, in turn. Five of six show one look-up, so the model tends to answer
+    # too early, and RL has a habit to change.
     shown: tuple[str, ...] = ("one", "one", "one", "one", "one", "two")
     travel: int = 1  # travel pages about each country
     filler: int = 1  # idle sentences on a page; on a travel page one of them names another country
