@@ -63,6 +63,7 @@ class Config:
     warmup: int = 1  # steps of linear warm-up, then constant
     decay: bool = False  # linear decay to 0 at --steps, also if --resume gives more of them
     weight_decay: float = 0.0  # of AdamW
+    beta1: float = 0.9  # of AdamW; in a run of a few steps less: momentum outlives its gradient
     clip_grad: float = 1.0  # the gradient's largest norm; 0: no limit
     advantage: Literal["std", "mean"] = "std"  # r − mean, over std or not (Dr. GRPO)
     loss_mean: Literal["sample", "token"] = "sample"  # what each term of the loss is a mean over
@@ -93,9 +94,9 @@ class Config:
     # Options that only training reads, so that eval and ask refuse them.
     for_training = frozenset(
         "steps resume track save_every eval_every model eval_data questions group lr warmup "
-        "decay weight_decay clip_grad clip_low clip_high kl_beta lora_rank inner_steps importance "
-        "importance_cap fsdp max_mismatch_kl advantage loss_mean refill recompute_activations "
-        "micro_tokens share_prefixes preset".split()
+        "decay weight_decay beta1 clip_grad clip_low clip_high kl_beta lora_rank inner_steps "
+        "importance importance_cap fsdp max_mismatch_kl advantage loss_mean refill "
+        "recompute_activations micro_tokens share_prefixes preset".split()
     )
 
     def longest(self) -> int:
@@ -130,6 +131,8 @@ class Config:
         )
         self.at_least(1, *counts.split())
         self.at_least(0, "eval_questions", "passage_words", "seed", "refill", "lora_rank", "warmup")
+        if self.beta1 >= 1:
+            raise UserError(f"--beta1 must be below 1, got {self.beta1}")
         if self.clip_low > 1:
             raise UserError(f"--clip_low must be at most 1, got {self.clip_low}")
         for field in dataclasses.fields(self):

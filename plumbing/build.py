@@ -207,7 +207,7 @@ def make_trainer(run: Run, model, base, machine: Machine, state: tuple[int, Path
         model, bf16=machine.bf16, recompute_activations=config.recompute_activations
     )
     run.policy = trainer.parallel(policy, fsdp=config.fsdp, device=machine.device)
-    run.optimizer = trainer.make_optimizer(run.policy, config.lr, config.weight_decay)
+    run.optimizer = trainer.make_optimizer(run.policy, config.lr, config.weight_decay, config.beta1)
     if config.kl_beta and config.lora_rank:
         run.reference = trainer.reference(run.policy)
     elif config.kl_beta:

@@ -66,15 +66,17 @@ SHORT = {
     "max_turns": 3,  # two look-ups and an answer: with more, RL came to look up what it had found
     "sys1_prompt": 288,  # a chunk holds one or two pages
     "sys1_response": 64,
-    "steps": 16,
+    "steps": 12,
     # With 4, several steps in a row asked none of the rarer questions, such as "Which country has
     # the capital Lima?", and the model unlearned those.
     "questions": 8,
     "loss_mean": "token",  # a mean per sample hardly punishes long wrong attempts: they grew longer
-    "lr": 2e-5,
+    # At 2e-5 two updates changed the habit that RL has to change, and went far beyond.
+    "lr": 7e-6,
+    "beta1": 0.5,  # at 0.9 momentum went on for ten updates: two look-ups whatever was asked
     "warmup": 3,  # Adam's first updates are its largest
     "decay": True,  # at a constant rate one run drifted to two look-ups everywhere, then to one
-    "eval_every": 8,
+    "eval_every": 6,
     "eval_questions": atlas_world.QUESTIONS["held_out"],
     "kv_tokens": 32_768,
     "max_sequences": 64,

@@ -221,6 +221,7 @@ def test_a_credit_of_ones_own_can_train_each_turn_by_itself():
         {"purpose": False, "system1": "none"},
         {"clip_low": 1.5},
         {"warmup": -1},
+        {"beta1": 1.0},
         {"block": " , ", "search": "serper"},
     ],
 )

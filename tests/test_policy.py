@@ -1,6 +1,7 @@
 """The trainer's side: packing leaks and changes nothing; ranks and shards are one process."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from helpers import ranks
 from helpers.tiny import CPU, KINDS, OBJECTIVE, make_samples, model, saved, weigh
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+import mars
 import trainer
+from plumbing import build
 from trainer import policy as policy_module
 from trainer.attention import packed_attention
 
@@ -226,6 +229,17 @@ def test_the_optimizer_is_adamw_with_the_methods_betas(qwen3):
     (group,) = optimizer.param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.9, 0.95), 0.1)
     assert not group["fused"]  # a CPU keeps the bits that it had
+    (group,) = trainer.make_optimizer(policy, 1e-3, 0.1, beta1=0.5).param_groups
+    assert group["betas"] == (0.5, 0.95)
+
+
+def test_a_runs_optimizer_has_the_runs_settings():
+    config = mars.MarsConfig(lr=0.3, weight_decay=0.2, beta1=0.5)
+    run = SimpleNamespace(config=config)
+    machine = build.Machine(CPU, rank=0, ranks=1, bf16=False)
+    build.make_trainer(run, model("qwen3"), None, machine, None)
+    (group,) = run.optimizer.param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.3, (0.5, 0.95), 0.2)
 
 
 def test_the_rate_rises_and_then_stays():
