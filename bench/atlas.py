@@ -7,13 +7,13 @@
 A seed is one run of `python -m recipes.atlas` in RUNS/rl-SEED, and evaluations on its held-out
 questions, sampled at the run's temperature and greedily: of the run, of what its RL began with, and
 for the first seed of the untaught model. With System 1 frozen, the start's weights play System 1. A
-checkpoint does not hold them, so the table has the run's own last evaluation.
+checkpoint does not hold them, so the table has the run's own last evaluation, on as many questions.
 
 The same command goes on where it stopped. What is finished is not made again, whatever the options:
 for other options name another --runs.
 
-Results: bench/results/atlas/, with each run's config, metrics, log and curve, and a page of
-held-out trajectories after RL. Tests: pytest tests/test_atlas_bench.py
+Results: bench/results/atlas/, with each run's config, metrics, log and curve, and of the first seed
+a page of held-out trajectories after RL. Tests: pytest tests/test_atlas_bench.py
 """
 
 import argparse
@@ -41,7 +41,10 @@ MODELS = {
 }
 DECODING = ("sampled", "greedy")
 KEPT = ("config.json", "metrics.jsonl")
-ARMS = {"rl": [], "frozen": ["--system1", "frozen"]}
+HELD_OUT = str(atlas_world.QUESTIONS["held_out"])
+# Only the run itself can evaluate a frozen System 1: before its first step and after its last.
+FROZEN = ["--system1", "frozen", "--eval_questions", HELD_OUT, "--eval_every", "1000000"]
+ARMS = {"rl": [], "frozen": FROZEN}
 
 
 def finished(folder: Path) -> list[dict]:
@@ -73,7 +76,7 @@ def train(seed: int, arm: str, options: argparse.Namespace) -> None:
     folder = options.runs / f"{arm}-{seed}"
     if finished(folder) and went_well(folder):
         return
-    line = ["--seed", str(seed), *ARMS[arm], *options.more]
+    line = ["--seed", str(seed), *options.more, *ARMS[arm]]
     if (folder / "config.json").exists():
         line.append("--resume")
     carry_out(folder.name, line, options)
@@ -88,8 +91,7 @@ def evaluate(seed: int, options: argparse.Namespace) -> None:
     run = options.runs / f"rl-{seed}"
     made = read_json(run / "config.json")
     places = {"run": str(run), "start": made["model"], "smollm2": smollm2.NAME}
-    questions = ["--eval_questions", str(atlas_world.QUESTIONS["held_out"])]
-    questions += ["--threads", str(made["threads"])]
+    questions = ["--eval_questions", HELD_OUT, "--threads", str(made["threads"])]
     for model, (command, place) in reversed(MODELS.items()):
         if place == "smollm2" and seed != options.seeds[0]:
             continue
@@ -212,9 +214,9 @@ def keep(options: argparse.Namespace) -> Path:
         (results / folder.name).mkdir(exist_ok=True)
         shutil.copyfile(folder / "curves.png", results / folder.name / "curves.png")
         texts = [folder / name for name in KEPT] + [folder.with_name(f"{folder.name}.log")]
-        seed = folder.name.partition("-")[2]
-        page = folder.with_name(f"after-RL-sampled-{seed}") / "trajectories.html"
-        if folder.name.startswith("rl-") and page.exists():
+        first = options.seeds[0]
+        page = options.runs / f"after-RL-sampled-{first}" / "trajectories.html"
+        if folder.name == f"rl-{first}" and page.exists():
             texts.append(page)
         for path in texts:
             text = without_places(path.read_text(), options)

@@ -79,7 +79,7 @@ def test_every_command_is_run_once_and_accepted(bench, accept):  # noqa: F811
     assert len(commands) == 2 + len(atlas.MODELS) * len(atlas.DECODING)
     asked = [accept(f"python {shlex.join(line)}") for line in commands]
     assert [config.temperature for config in asked[1:-1]] == [0.7, 0.0] * len(atlas.MODELS)
-    assert [config.eval_questions for config in asked] == [20, *[200] * (len(asked) - 2), 20]
+    assert [config.eval_questions for config in asked] == [20, *[200] * (len(asked) - 1)]
     assert {config.bf16 for config in asked[:-1]} >= {"on"}
     assert [config.model for config in asked[1:-1:2]] == [
         "runs/rl-0",
@@ -160,6 +160,18 @@ def test_the_table_has_intervals_and_no_place_of_this_machine(bench, tmp_path, c
     assert (tmp_path / "results" / "atlas" / "rl-0" / "trajectories.html").exists()
     for path in kept:
         assert str(tmp_path).encode() not in path.read_bytes(), path
+
+
+def test_only_the_first_seed_keeps_a_page(bench, tmp_path):
+    """Each is long, and a repository has to hold them."""
+    options, _ = bench
+    options.seeds = [1, 0]
+    for seed in options.seeds:
+        atlas.train(seed, "rl", options)
+        atlas.evaluate(seed, options)
+    atlas.keep(options)
+    pages = (tmp_path / "results").rglob("trajectories.html")
+    assert [page.parent.name for page in pages] == ["rl-1"]
 
 
 def test_half_an_evaluation_is_made_again(bench):
