@@ -1,19 +1,21 @@
 """The atlas before and after: untaught, from memory, after the warm start, after RL.
 
-    python -m bench.atlas --bf16 on                   seed 0; further options are the RL run's
-    python -m bench.atlas --seeds 0 1 2 --frozen      three seeds, each also with System 1 frozen
-    python -m bench.atlas --table --seeds 0 1 2       tabulates what is there
+    python -m bench.atlas --bf16 on                     seed 0; further options are the RL run's
+    python -m bench.atlas --seeds 0 1 2 --arms frozen   three seeds, each also with System 1 frozen
+    python -m bench.atlas --preset atlas-long --arms no-purpose balance-none
+    python -m bench.atlas --table --seeds 0 1 2         tabulates what is there
 
 A seed is one run of `python -m recipes.atlas` in RUNS/rl-SEED, and evaluations on its held-out
 questions, sampled at the run's temperature and greedily: of the run, of what its RL began with, and
-for the first seed of the untaught model. With System 1 frozen, the start's weights play System 1. A
-checkpoint does not hold them, so the table has the run's own last evaluation, on as many questions.
+for the first seed of the untaught model. An arm changes something of RL, from the same start, in
+RUNS/ARM-SEED. The table has an arm's own last evaluation, on as many questions: with System 1
+frozen nobody else can make it, since a checkpoint does not hold the start's weights.
 
 The same command goes on where it stopped. What is finished is not made again, whatever the options:
 for other options name another --runs.
 
-Results: bench/results/atlas/, with each run's config, metrics, log and curve, and of the first seed
-a page of held-out trajectories after RL. Tests: pytest tests/test_atlas_bench.py
+Results: bench/results/PRESET/, with each run's config, metrics, log and curve, and of the first
+seed a page of held-out trajectories after RL. Tests: pytest tests/test_atlas_bench.py
 """
 
 import argparse
@@ -42,9 +44,21 @@ MODELS = {
 DECODING = ("sampled", "greedy")
 KEPT = ("config.json", "metrics.jsonl")
 HELD_OUT = str(atlas_world.QUESTIONS["held_out"])
-# Only the run itself can evaluate a frozen System 1: before its first step and after its last.
-FROZEN = ["--system1", "frozen", "--eval_questions", HELD_OUT, "--eval_every", "1000000"]
-ARMS = {"rl": [], "frozen": FROZEN}
+# What an arm changes, and its name in the table.
+ARMS = {
+    "frozen": (["--system1", "frozen"], "System 1 frozen"),
+    "no-purpose": (["--no-purpose"], "no purpose"),
+    "balance-none": (["--balance", "none"], "no balancing"),
+    "sample-mean": (["--loss_mean", "sample"], "mean over samples"),
+    # Only a mean over samples lets this balancing be unbiased, so it is compared with that one.
+    "balance-advantage": (
+        ["--loss_mean", "sample", "--balance", "advantage"],
+        "mean over samples, balanced by advantage",
+    ),
+    "inherited": (["--shared_group"], "advantage inherited"),
+}
+# An arm evaluates itself before its first step and after its last.
+EVALUATION = ["--eval_questions", HELD_OUT, "--eval_every", "1000000"]
 
 
 def finished(folder: Path) -> list[dict]:
@@ -76,7 +90,9 @@ def train(seed: int, arm: str, options: argparse.Namespace) -> None:
     folder = options.runs / f"{arm}-{seed}"
     if finished(folder) and went_well(folder):
         return
-    line = ["--seed", str(seed), *options.more, *ARMS[arm]]
+    line = ["--seed", str(seed), *options.more]
+    if arm in ARMS:
+        line += [*ARMS[arm][0], *EVALUATION]
     if (folder / "config.json").exists():
         line.append("--resume")
     carry_out(folder.name, line, options)
@@ -119,17 +135,26 @@ def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
                 table = json.loads((folder / "table.json").read_text())
                 rows.append({"seed": seed, "model": model, "decoding": decoding, "sets": table})
                 rows[-1] |= how_it_ended(folder)
-    frozen = options.runs / f"frozen-{seed}"
+    for arm, (_, name) in ARMS.items():
+        rows += rows_of_arm(seed, options.runs / f"{arm}-{seed}", f"after RL, {name}")
+    return rows
+
+
+def rows_of_arm(seed: int, folder: Path, name: str) -> list[dict]:
+    """What an arm's run said of itself at its end; nothing if it has not come there."""
+    lines = finished(folder)
+    if not lines or not went_well(folder):
+        return []
+    asked = read_json(folder / "config.json")["eval_questions"]
+    asked = min(asked, atlas_world.QUESTIONS["held_out"])
+    rows = []
     for decoding, key in (("sampled", "eval_accuracy"), ("greedy", "eval_greedy")):
-        lines = finished(frozen)
-        if lines and went_well(frozen):
-            asked = read_json(frozen / "config.json")["eval_questions"]
-            asked = min(asked, atlas_world.QUESTIONS["held_out"])
-            right = round(lines[-1][key] * asked)
-            low, high = wilson_interval(right, asked)
-            share = {"set": "all", "questions": asked, "accuracy": right / asked}
-            row = {"seed": seed, "model": "after RL, System 1 frozen", "decoding": decoding}
-            rows.append(row | {"sets": [share | {"low": low, "high": high}]} | how_it_ended(frozen))
+        right = round(lines[-1][key] * asked)
+        low, high = wilson_interval(right, asked)
+        share = {"set": "all", "questions": asked, "accuracy": right / asked}
+        share |= {"low": low, "high": high}
+        row = {"seed": seed, "model": name, "decoding": decoding, "sets": [share]}
+        rows.append(row | how_it_ended(folder))
     return rows
 
 
@@ -204,17 +229,19 @@ def keep(options: argparse.Namespace) -> Path:
         raise UserError(f"nothing was evaluated in {options.runs}")
     rows += pooled(rows)
     print(report(rows))
-    results = common.RESULTS / "atlas"
+    first = options.seeds[0]
+    preset = read_json(options.runs / f"rl-{first}" / "config.json")["preset"]
+    results = common.RESULTS / preset
     results.mkdir(parents=True, exist_ok=True)
     runs = []
-    for folder in [options.runs / f"{arm}-{seed}" for seed in options.seeds for arm in ARMS]:
+    arms = ("rl", *ARMS)
+    for folder in [options.runs / f"{arm}-{seed}" for seed in options.seeds for arm in arms]:
         lines = finished(folder)
         if not lines or not went_well(folder):
             continue
         (results / folder.name).mkdir(exist_ok=True)
         shutil.copyfile(folder / "curves.png", results / folder.name / "curves.png")
         texts = [folder / name for name in KEPT] + [folder.with_name(f"{folder.name}.log")]
-        first = options.seeds[0]
         page = options.runs / f"after-RL-sampled-{first}" / "trajectories.html"
         if folder.name == f"rl-{first}" and page.exists():
             texts.append(page)
@@ -226,7 +253,7 @@ def keep(options: argparse.Namespace) -> Path:
         steps = sum(line.get(part) or 0 for line in lines for part in parts)
         runs.append({"run": folder.name, "seconds_of_steps": steps, **how_it_ended(folder)})
     command = without_places(" ".join(["python -m bench.atlas", *sys.argv[1:]]), options)
-    return common.save("atlas/table", command, rows, runs=runs)
+    return common.save(f"{preset}/table", command, rows, runs=runs)
 
 
 def run_all(options: argparse.Namespace) -> None:
@@ -237,8 +264,8 @@ def run_all(options: argparse.Namespace) -> None:
         if not finished(folder) or not went_well(folder):
             raise UserError(f"the run rl-{seed} did not end well, see {folder}.log")
         evaluate(seed, options)
-        if options.frozen:
-            train(seed, "frozen", options)
+        for arm in options.arms:
+            train(seed, arm, options)
 
 
 def main() -> int:
@@ -246,7 +273,7 @@ def main() -> int:
     # Without abbreviations --seed is no --seeds.
     reader = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     reader.add_argument("--seeds", type=int, nargs="+", default=[0])
-    reader.add_argument("--frozen", action="store_true", help="also a run with System 1 frozen")
+    reader.add_argument("--arms", nargs="+", default=[], choices=ARMS, help="further runs a seed")
     reader.add_argument("--runs", type=Path, default=ROOT / "runs" / "atlas-bench")
     reader.add_argument("--cache", type=Path, default=ROOT / ".cache", help="of the models")
     reader.add_argument("--table", action="store_true", help="run nothing")

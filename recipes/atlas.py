@@ -89,9 +89,9 @@ LONG = SHORT | {
     "top_k": atlas_world.LONG.top_k,
     "max_turns": 4,  # three look-ups, or two and a sum
     "sys1_prompt": 384,
-    "warm_steps": 64,  # four kinds of questions instead of two
-    "steps": 100,
-    "eval_every": 20,
+    "warm_steps": 40,  # four kinds of questions instead of two
+    "steps": 24,
+    "eval_every": 24,
 }
 PRESETS = {"atlas": SHORT, "atlas-long": LONG}
 SIZES = {"atlas": atlas_world.SHORT, "atlas-long": atlas_world.LONG}

@@ -281,8 +281,8 @@ class Size:
     """How hard a world is."""
 
     kinds: tuple[str, ...] = ("one", "two")  # of questions, in equal shares
-    # Kinds of demonstrations, in turn. Five of six show one look-up, so the model tends to answer
-    # too early, and RL has a habit to change.
+    # Kinds of demonstrations, in turn. Most show one look-up, so the model tends to answer too
+    # early, and RL has a habit to change.
     shown: tuple[str, ...] = ("one", "one", "one", "one", "one", "two")
     travel: int = 1  # travel pages about each country
     filler: int = 1  # idle sentences on a page; on a travel page one of them names another country
@@ -305,8 +305,13 @@ class Size:
 
 
 SHORT = Size()
-LONG_KINDS = ("one", "two", "three", "sum")
-LONG = Size(LONG_KINDS, shown=LONG_KINDS, travel=2, filler=4, indirect=True)
+LONG = Size(
+    kinds=("one", "two", "three", "sum"),
+    shown=("one", "two", "one", "sum", "one", "two", "one", "three"),
+    travel=2,
+    filler=4,
+    indirect=True,
+)
 
 
 @dataclass

@@ -593,10 +593,13 @@ def test_demonstrations_that_never_fit_are_one_sentence(monkeypatch):
 @needs_facts
 @pytest.mark.parametrize(
     ("preset", "expected"),
-    [("atlas", {"one": 10, "two": 2}), ("atlas-long", dict.fromkeys(LONG.kinds, 3))],
+    [
+        ("atlas", {"one": 10, "two": 2}),
+        ("atlas-long", {"one": 6, "two": 3, "sum": 2, "three": 1}),
+    ],
 )
 def test_demonstrations_take_the_kinds_in_turn(preset, expected, monkeypatch):
-    """Over batches too: four kinds do not divide six demonstrations."""
+    """Over batches too: eight kinds do not divide six demonstrations."""
     kinds = []
 
     def played(plan, *given):

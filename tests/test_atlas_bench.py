@@ -1,6 +1,7 @@
 """The bench of the atlas: each command once, every one accepted, and a table of what they wrote."""
 
 import argparse
+import dataclasses
 import json
 import re
 import shlex
@@ -100,6 +101,26 @@ def test_a_seed_that_is_given_twice_runs_once(bench, monkeypatch):
     record = json.loads((common.RESULTS / "atlas" / "table.json").read_text())
     rows = [(row["seed"], row["model"], row["decoding"]) for row in record["rows"]]
     assert len(rows) == len(set(rows)) == len(atlas.MODELS) * len(atlas.DECODING)
+
+
+@pytest.mark.parametrize("arm", atlas.ARMS)
+def test_an_arm_changes_what_it_says_and_has_a_row(bench, accept, arm, monkeypatch):  # noqa: F811
+    _, commands = bench
+    arguments = ["bench.atlas", "--arms", arm, "--runs", "runs", "--cache", "cache"]
+    monkeypatch.setattr(atlas.sys, "argv", arguments)
+    assert atlas.main() == 0
+    plain, changed = (accept(f"python {shlex.join(commands[place])}") for place in (0, -1))
+    differing = {
+        field.name
+        for field in dataclasses.fields(plain)
+        if getattr(plain, field.name) != getattr(changed, field.name)
+    }
+    evaluation = {"name", "eval_every", "eval_questions"}
+    assert len(differing - evaluation) == (2 if arm == "balance-advantage" else 1)
+    record = json.loads((common.RESULTS / "atlas" / "table.json").read_text())
+    name = f"after RL, {atlas.ARMS[arm][1]}"
+    told = [row["decoding"] for row in record["rows"] if row["model"] == name]
+    assert told == ["sampled", "greedy"]
 
 
 def test_a_frozen_run_asks_no_more_questions_than_there_are(bench):
