@@ -11,8 +11,8 @@ for the first seed of the untaught model. An arm changes something of RL, from t
 RUNS/ARM-SEED. The table has an arm's own last evaluation, on as many questions: with System 1
 frozen nobody else can make it, since a checkpoint does not hold the start's weights.
 
-The same command goes on where it stopped. What is finished is not made again, whatever the options:
-for other options name another --runs.
+The same command goes on where it stopped. Other options do not repeat what is finished: for those
+name another --runs.
 
 Results: bench/results/PRESET/, with each run's config, metrics, log and curve, and of the first
 seed a page of held-out trajectories after RL. Tests: pytest tests/test_atlas_bench.py
@@ -57,12 +57,12 @@ ARMS = {
     ),
     "inherited": (["--shared_group"], "advantage inherited"),
 }
-# An arm evaluates itself before its first step and after its last.
+# An arm evaluates itself before its first step and after its last, never between.
 EVALUATION = ["--eval_questions", HELD_OUT, "--eval_every", "1000000"]
 
 
-def finished(folder: Path) -> list[dict]:
-    """The metrics of a run that has made all its steps, else nothing."""
+def metrics_of(folder: Path) -> list[dict]:
+    """A run's metrics, a line a step; none unless it has made all its steps."""
     if not (folder / "metrics.jsonl").exists():
         return []
     lines = read_lines(folder / "metrics.jsonl")
@@ -80,15 +80,15 @@ def carry_out(name: str, arguments: list[str], options: argparse.Namespace) -> N
         outcome = f"failed, exit {ended.code}" if ended.code else "ok"
         print(f"{name}: {outcome}, {ended.cpu_seconds:.0f} CPU s", flush=True)
 
-    places = ["--runs", str(options.runs), "--cache", str(options.cache)]
-    line = ["-m", "recipes.atlas", *arguments, "--name", name, *places]
+    folders = ["--runs", str(options.runs), "--cache", str(options.cache)]
+    line = ["-m", "recipes.atlas", *arguments, "--name", name, *folders]
     pool([(name, line)], options.runs, 1, on_end)
 
 
 def train(seed: int, arm: str, options: argparse.Namespace) -> None:
     """The RL run, or the rest of it, with the warm start before."""
     folder = options.runs / f"{arm}-{seed}"
-    if finished(folder) and went_well(folder):
+    if metrics_of(folder) and went_well(folder):
         return
     line = ["--seed", str(seed), *options.more]
     if arm in ARMS:
@@ -99,20 +99,20 @@ def train(seed: int, arm: str, options: argparse.Namespace) -> None:
 
 
 def evaluate(seed: int, options: argparse.Namespace) -> None:
-    """Every model's evaluations that are missing, what matters most first.
+    """Every model's evaluations that are missing, the trained one's first: time may run out.
 
     A model that no run made gets the run's seed, preset and arithmetic. All are asked all held-out
     questions, though the run may have asked itself fewer.
     """
     run = options.runs / f"rl-{seed}"
     made = read_json(run / "config.json")
-    places = {"run": str(run), "start": made["model"], "smollm2": smollm2.NAME}
+    paths = {"run": str(run), "start": made["model"], "smollm2": smollm2.NAME}
     questions = ["--eval_questions", HELD_OUT, "--threads", str(made["threads"])]
-    for model, (command, place) in reversed(MODELS.items()):
-        if place == "smollm2" and seed != options.seeds[0]:
+    for model, (command, asked) in reversed(MODELS.items()):
+        if asked == "smollm2" and seed != options.seeds[0]:
             continue
         settings = ["--seed", str(seed), "--preset", made["preset"], "--bf16", made["bf16"]]
-        if place == "run":
+        if asked == "run":
             settings = []
         for decoding in DECODING:
             how = ["--temperature", str(made["temperature"] if decoding == "sampled" else 0)]
@@ -122,7 +122,7 @@ def evaluate(seed: int, options: argparse.Namespace) -> None:
             # The beginning of one that was cut short, or what a failed one left.
             shutil.rmtree(folder, ignore_errors=True)
             record_of(folder).unlink(missing_ok=True)
-            carry_out(folder.name, [command, places[place], *how, *settings, *questions], options)
+            carry_out(folder.name, [command, paths[asked], *how, *settings, *questions], options)
 
 
 def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
@@ -142,7 +142,7 @@ def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
 
 def rows_of_arm(seed: int, folder: Path, name: str) -> list[dict]:
     """What an arm's run said of itself at its end; nothing if it has not come there."""
-    lines = finished(folder)
+    lines = metrics_of(folder)
     if not lines or not went_well(folder):
         return []
     asked = read_json(folder / "config.json")["eval_questions"]
@@ -215,15 +215,18 @@ def report(rows: list[dict]) -> str:
     return common.table(shown)
 
 
-def without_places(text: str, options: argparse.Namespace) -> str:
-    """A text without the places where runs and cache lay on the machine that made them."""
-    for place in (options.runs, options.cache):
-        text = text.replace(str(place), place.name)
+def without_paths(text: str, options: argparse.Namespace) -> str:
+    """A text without the folders that runs and cache lay in on the machine that made them."""
+    for folder in (options.runs, options.cache):
+        text = text.replace(str(folder), folder.name)
     return text
 
 
 def keep(options: argparse.Namespace) -> Path:
-    """The table of all seeds and the runs' small files, in the results' folder."""
+    """Writes the table of all seeds, and the runs' small files beside it; prints the table.
+
+    UserError if there is nothing to tabulate.
+    """
     rows = [row for seed in options.seeds for row in summarise(seed, options)]
     if not rows:
         raise UserError(f"nothing was evaluated in {options.runs}")
@@ -231,29 +234,32 @@ def keep(options: argparse.Namespace) -> Path:
     print(report(rows))
     first = options.seeds[0]
     preset = read_json(options.runs / f"rl-{first}" / "config.json")["preset"]
-    results = common.RESULTS / preset
-    results.mkdir(parents=True, exist_ok=True)
     runs = []
-    arms = ("rl", *ARMS)
-    for folder in [options.runs / f"{arm}-{seed}" for seed in options.seeds for arm in arms]:
-        lines = finished(folder)
+    names = [f"{arm}-{seed}" for seed in options.seeds for arm in ("rl", *ARMS)]
+    for folder in [options.runs / name for name in names]:
+        lines = metrics_of(folder)
         if not lines or not went_well(folder):
             continue
-        (results / folder.name).mkdir(exist_ok=True)
-        shutil.copyfile(folder / "curves.png", results / folder.name / "curves.png")
-        texts = [folder / name for name in KEPT] + [folder.with_name(f"{folder.name}.log")]
-        page = options.runs / f"after-RL-sampled-{first}" / "trajectories.html"
-        if folder.name == f"rl-{first}" and page.exists():
-            texts.append(page)
-        for path in texts:
-            text = without_places(path.read_text(), options)
-            (results / folder.name / path.name).write_text(text)
+        copy_run(folder, common.RESULTS / preset / folder.name, options)
         parts = ("seconds_rollout", "seconds_train", "seconds_eval")
         # Wall time, without the warm start and what else stands around the steps.
-        steps = sum(line.get(part) or 0 for line in lines for part in parts)
-        runs.append({"run": folder.name, "seconds_of_steps": steps, **how_it_ended(folder)})
-    command = without_places(" ".join(["python -m bench.atlas", *sys.argv[1:]]), options)
+        seconds = sum(line.get(part) or 0 for line in lines for part in parts)
+        runs.append({"run": folder.name, "seconds_of_steps": seconds, **how_it_ended(folder)})
+    command = without_paths(" ".join(["python -m bench.atlas", *sys.argv[1:]]), options)
     return common.save(f"{preset}/table", command, rows, runs=runs)
+
+
+def copy_run(folder: Path, target: Path, options: argparse.Namespace) -> None:
+    """A run's curve and texts; of the first seed also its page of trajectories, which is long."""
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(folder / "curves.png", target / "curves.png")
+    texts = [folder / name for name in KEPT] + [folder.with_name(f"{folder.name}.log")]
+    first = options.seeds[0]
+    page = options.runs / f"after-RL-sampled-{first}" / "trajectories.html"
+    if folder.name == f"rl-{first}" and page.exists():
+        texts.append(page)
+    for path in texts:
+        (target / path.name).write_text(without_paths(path.read_text(), options))
 
 
 def run_all(options: argparse.Namespace) -> None:
@@ -261,7 +267,7 @@ def run_all(options: argparse.Namespace) -> None:
     for seed in options.seeds:
         train(seed, "rl", options)
         folder = options.runs / f"rl-{seed}"
-        if not finished(folder) or not went_well(folder):
+        if not metrics_of(folder) or not went_well(folder):
             raise UserError(f"the run rl-{seed} did not end well, see {folder}.log")
         evaluate(seed, options)
         for arm in options.arms:

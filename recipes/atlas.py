@@ -158,16 +158,16 @@ def note(hop: Hop, world: World, read: str) -> tuple[Fact | None, str]:
     chose its first words before it knew which sentence to quote.
     """
     name, attribute = hop.fact
-    tellers = world.tellers(attribute, read)
-    if not tellers:
+    title = world.titles(attribute, read)
+    if not title:
         return None, IDLE
-    if name not in tellers:
-        name = next(iter(tellers))
-    return (name, attribute), f"The page {tellers[name]} says: {finding(world, hop, name)}."
+    if name not in title:
+        name = next(iter(title))
+    return (name, attribute), f"The page {title[name]} says: {clause(world, hop, name)}."
 
 
-def finding(world: World, hop: Hop, name: str) -> str:
-    """What a look-up finds if it is about this country: "the capital of Peru is Lima".
+def clause(world: World, hop: Hop, name: str) -> str:
+    """What a look-up finds if it is about this country, in words: "the capital of Peru is Lima".
 
     For the wanted country it begins with the purpose's own words. Notes and System 2 use the same
     ones, so a small model only has to copy.
@@ -179,18 +179,18 @@ def finding(world: World, hop: Hop, name: str) -> str:
     return f"the {attribute} of {name} is {text}"
 
 
-def outcome(world: World, hop: Hop) -> str:
-    """What a look-up finds: a country's name, or its fact's value."""
+def value(world: World, hop: Hop) -> str:
+    """What a look-up finds, and nothing else: "Lima", or a country's name."""
     return hop.fact[0] if hop.backwards else world.facts[hop.fact].text
 
 
 def sayings(plan: Plan, world: World) -> list[str]:
     """What System 2 says in each step: what it found, what is wanted now, and a call.
 
-        Wanted: the calling code of the country with the capital Lima.
-        Found: the country with the capital Lima is Peru.
-        Wanted: the calling code of Peru.
-        Found: the calling code of Peru is 51.
+        step 1    Wanted: the calling code of the country with the capital Lima.  (call)
+        step 2    Found: the country with the capital Lima is Peru.
+                  Wanted: the calling code of Peru.  (call)
+        step 3    Found: the calling code of Peru is 51.  <answer> 51</answer>
 
     A step says first what it found. Whether to go on then follows from that line: a country was
     found, and a calling code was asked for. Earlier forms announced the choice before ("Two
@@ -202,23 +202,24 @@ def sayings(plan: Plan, world: World) -> list[str]:
     the pages, and a small model then gets rare names wrong.
     """
     calls = [call("search", "query", hop.query, hop.purpose) for hop in plan.hops]
-    found = [outcome(world, hop) for hop in plan.hops]
-    results = [finding(world, hop, hop.fact[0]) for hop in plan.hops]
+    values = [value(world, hop) for hop in plan.hops]
+    clauses = [clause(world, hop, hop.fact[0]) for hop in plan.hops]
     answer = plan.golds[0]
     if plan.code:
-        calls.append(call("python", "code", plan.code, wanted(plan, found)))
-        results.append(f"{wanted(plan, found)} is {answer}")
-    looked_up = [f"Wanted: {wanted(plan, found[:i])}.\n{made}" for i, made in enumerate(calls)]
-    first, *later = [*looked_up, f"<answer> {answer}</answer>"]
-    return [first, *(f"Found: {result}.\n{step}" for result, step in zip(results, later))]
+        calls.append(call("python", "code", plan.code, wanted(plan, values)))
+        clauses.append(f"{wanted(plan, values)} is {answer}")
+    asked = [f"Wanted: {wanted(plan, values[:i])}.\n{made}" for i, made in enumerate(calls)]
+    first, *later = [*asked, f"<answer> {answer}</answer>"]
+    return [first, *(f"Found: {found}.\n{step}" for found, step in zip(clauses, later))]
 
 
-def wanted(plan: Plan, found: list[str]) -> str:
+def wanted(plan: Plan, values: list[str]) -> str:
     """What is wanted after the first look-ups have found these values."""
     if plan.code:
-        unknown = [hop.purpose for hop in plan.hops[len(found) :]]
-        return f" {plan.code.split()[1]} ".join([*found, *unknown])
-    now, *later = plan.hops[len(found) :]
+        unknown = [hop.purpose for hop in plan.hops[len(values) :]]
+        operation = plan.code.split()[1]  # "-" or "+"
+        return f" {operation} ".join([*values, *unknown])
+    now, *later = plan.hops[len(values) :]
     return "".join(f"the {hop.fact[1]} of " for hop in reversed(later)) + now.purpose
 
 
@@ -238,8 +239,8 @@ def demonstrations(
     config = AtlasConfig(**PRESETS[preset])
     world = atlas_world.make_world(seed, SIZES[preset])
     pages = world.searched("train")
-    calls = {"search": search.local(pages, config.top_k), "python": python.tool}
-    tools = [Tool(name, *KNOWN[name], calls[name]) for name in config.tools.split(",")]
+    functions = {"search": search.local(pages, config.top_k), "python": python.tool}
+    tools = [Tool(name, *KNOWN[name], functions[name]) for name in config.tools.split(",")]
     lacking = python.available() if "python" in config.tools else None
     if lacking:
         raise UserError(f"demonstrations of {preset} compute sums with Python, and {lacking}")
@@ -285,8 +286,8 @@ def closed_words(config: Config, tools: list[Tool]) -> Words:
 async def from_memory(game: Game, trajectory: Trajectory) -> None:
     """One step without a tool. An answer without its tags counts too."""
     async with Context(game, trajectory, "sys2") as system2:
-        given = game.chat.prompt("sys2", question=trajectory.question.text)
-        turn = await mars.act(game, system2, given, final=True)
+        prompt = game.chat.prompt("sys2", question=trajectory.question.text)
+        turn = await mars.act(game, system2, prompt, final=True)
     spoken = game.chat.decode(game.chat.note(turn.sampled))
     trajectory.answer = turn.action.answer or spoken.removesuffix(".")
     trajectory.ended = "answer"
@@ -302,8 +303,7 @@ def main(arguments: list[str]) -> int:
     try:
         if arguments[:1] in (["eval"], ["ask"], ["closed"]):
             return look(arguments)
-        given = parse(parser(AtlasConfig, __doc__), arguments)
-        return run(arguments, given)
+        return run(arguments, typed=parse(parser(AtlasConfig, __doc__), arguments))
     except UserError as error:
         return fail(error)
     except KeyboardInterrupt:  # train.main handles its own
@@ -311,13 +311,13 @@ def main(arguments: list[str]) -> int:
         return 130
 
 
-def run(arguments: list[str], given: dict) -> int:
-    """Warm start, unless the cache has it, and RL."""
-    given = {"preset": "atlas", "model": smollm2.NAME} | given
-    if given["preset"] not in PRESETS:
-        raise UserError(f"--preset {given['preset']}: choose from {', '.join(PRESETS)}")
+def run(arguments: list[str], typed: dict) -> int:
+    """Warm start, unless the cache has it, and RL. `typed`: the options on the command line."""
+    typed = {"preset": "atlas", "model": smollm2.NAME} | typed
+    if typed["preset"] not in PRESETS:
+        raise UserError(f"--preset {typed['preset']}: choose from {', '.join(PRESETS)}")
     # What can be refused is refused before minutes of warm start.
-    config = resolve(AtlasConfig, given, presets=PRESETS)
+    config = resolve(AtlasConfig, typed, presets=PRESETS)
     if config.warm_steps < 0 or not 0 < config.warm_lr < 1:
         raise UserError("--warm_steps must be at least 0, and --warm_lr lie between 0 and 1")
     options = {"preset": config.preset} | begun(config)
@@ -325,8 +325,8 @@ def run(arguments: list[str], given: dict) -> int:
         warm_options(config).check()
         claims.refuse_taken(config)
         options |= places(config)
-        settled = resolve(AtlasConfig, options | given, presets=PRESETS)
-        surroundings.usable_tools(settled, rank=1)  # quietly: only rank 0 prints
+        whole = resolve(AtlasConfig, options | typed, presets=PRESETS)
+        surroundings.usable_tools(whole, rank=1)  # quietly: only rank 0 prints
         options["model"] = warm_model(config) if config.warm_steps else config.model
     return train.main(METHOD, [*as_options(options), *without(arguments, "--model")], __doc__)
 
@@ -334,12 +334,12 @@ def run(arguments: list[str], given: dict) -> int:
 def begun(config: AtlasConfig) -> dict:
     """The model and the paths that the resumed run has saved; the cache may have moved since.
 
-    Empty if there is no such run: train.main says so.
+    Empty if there is no such run; train.main refuses that later, in a sentence.
     """
-    made = Path(config.runs) / config.name / "config.json"
-    if not config.resume or not config.name or not made.exists():
+    path = Path(config.runs) / config.name / "config.json"
+    if not config.resume or not config.name or not path.exists():
         return {}
-    saved = read_json(made)
+    saved = read_json(path)
     return {name: saved[name] for name in ("model", *PLACES) if saved.get(name)}
 
 
@@ -458,10 +458,10 @@ def digest(settings: tuple, *sources: str) -> str:
     Other code that shapes the result, such as trainer/, is not hashed, nor are the versions of
     packages such as countryinfo: after a change there delete what the cache holds.
     """
-    made = hashlib.sha256(repr(settings).encode())
+    total = hashlib.sha256(repr(settings).encode())
     for source in sources:
-        made.update(Path(source).read_bytes())
-    return made.hexdigest()[:12]
+        total.update(Path(source).read_bytes())
+    return total.hexdigest()[:12]
 
 
 if __name__ == "__main__":

@@ -364,8 +364,8 @@ class World:
             page.title == title and words in page.text for page in found for title, words in told
         )
 
-    def tellers(self, attribute: str, text: str) -> dict[str, str]:
-        """The countries whose attribute a text tells, each with the title of the first such page.
+    def titles(self, attribute: str, text: str) -> dict[str, str]:
+        """country -> title of the first page in a text that tells this attribute of it.
 
         The text is a chunk: pages with their header lines.
         """

@@ -374,7 +374,7 @@ def notes_of(world, hop):
     notes = set()
     for (name, attribute), told in world.told.items():
         if attribute == hop.fact[1]:
-            said = atlas.finding(world, hop, name)
+            said = atlas.clause(world, hop, name)
             notes |= {f"The page {title} says: {said}." for title, _ in told}
     return notes
 
@@ -400,7 +400,7 @@ def test_demonstrations_are_flawless_and_true(world):
         read = chat.decode(trajectory.samples("sys2")[0].tokens)
         for hop in plan.hops:
             assert hop.purpose in read
-            found = atlas.finding(world, hop, hop.fact[0])
+            found = atlas.clause(world, hop, hop.fact[0])
             assert f" says: {found}." in read
             assert f"Found: {found}.\n" in read  # word for word as in the note
             assert found.startswith(f"{hop.purpose} is ")
@@ -499,9 +499,9 @@ def test_a_page_tells_a_fact_by_its_title_and_its_words(world):
                 for name in about
                 if any(title == page.title for title, _ in world.told[name, attribute])
             }
-            assert world.tellers(attribute, read) == dict.fromkeys(told, page.title)
+            assert world.titles(attribute, read) == dict.fromkeys(told, page.title)
             # The same words under another title tell it of nobody.
-            assert not world.tellers(attribute, read.replace(page.title, "Elsewhere", 1))
+            assert not world.titles(attribute, read.replace(page.title, "Elsewhere", 1))
 
 
 @needs_facts
@@ -537,7 +537,7 @@ def test_a_note_tells_the_wanted_fact_or_whose_the_other_one_is():
         if fact is not None:
             title = said.partition(" says: ")[0].removeprefix("The page ")
             assert (title, fact) in there
-            assert said == f"The page {title} says: {atlas.finding(world, hop, fact[0])}."
+            assert said == f"The page {title} says: {atlas.clause(world, hop, fact[0])}."
             assert word(fact[0], said) and word(world.facts[fact].text, said)
     assert min(seen["idle"], seen["wanted"], seen["other"]) > 20, seen
 

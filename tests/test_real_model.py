@@ -377,7 +377,7 @@ def test_the_wanted_note_does_not_always_come_first(tokenizer, seed):
         for hop, turn in zip(plan.hops, trajectory.turns):
             noted = [next(notes) for _ in turn.readers]
             found = [note for note in noted if note != atlas.IDLE]
-            right = [atlas.finding(world, hop, hop.fact[0]) in note for note in found]
+            right = [atlas.clause(world, hop, hop.fact[0]) in note for note in found]
             if not all(right):
                 places.append(right.index(True))
     assert len(places) > 20
