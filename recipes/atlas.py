@@ -57,7 +57,7 @@ class AtlasConfig(MarsConfig):
     for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
 
 
-SHORT = {
+ATLAS = {
     "tools": "search",
     "top_k": atlas_world.SHORT.top_k,
     "sys2_context": 1024,
@@ -84,7 +84,7 @@ SHORT = {
     "share_prefixes": True,  # a step's input tokens shrink to a fifth
     "threads": 2,
 }
-LONG = SHORT | {
+ATLAS_LONG = ATLAS | {
     "tools": "search,python",
     "top_k": atlas_world.LONG.top_k,
     "max_turns": 4,  # three look-ups, or two and a sum
@@ -93,7 +93,7 @@ LONG = SHORT | {
     "steps": 24,
     "eval_every": 24,
 }
-PRESETS = {"atlas": SHORT, "atlas-long": LONG}
+PRESETS = {"atlas": ATLAS, "atlas-long": ATLAS_LONG}
 SIZES = {"atlas": atlas_world.SHORT, "atlas-long": atlas_world.LONG}
 # The files of a world, by the options of a run that take them.
 PLACES = {
@@ -362,6 +362,7 @@ def look(arguments: list[str]) -> int:
         command, method = "eval", CLOSED_BOOK
     help_only = not rest or rest[0] in ("-h", "--help")
     if not help_only and evaluation.run_of(Path(rest[0])) is None:
+        evaluation.find_checkpoint(method, rest[0])  # a mistyped name makes no world
         files = world_files(known.preset, known.cache, known.seed)
         settings = {
             name: value

@@ -621,6 +621,15 @@ def test_the_model_comes_before_the_options(command, capsys):
     assert "takes the run or the model first" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["eval", "closed", "ask"])
+def test_a_mistyped_run_is_refused_before_a_world_is_made(command, tmp_path, capsys):
+    asked = ["Who?"] if command == "ask" else []
+    cache = tmp_path / "cache"
+    assert atlas.main([command, "runs/atals", *asked, "--cache", str(cache)]) == 2
+    assert capsys.readouterr().err == "mars: there is no checkpoint at runs/atals\n"
+    assert not cache.exists()
+
+
 @pytest.mark.parametrize("preset", atlas.PRESETS)
 def test_presets_are_settings_that_hold(preset):
     config = resolve(atlas.AtlasConfig, {"preset": preset}, presets=atlas.PRESETS)
