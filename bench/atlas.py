@@ -245,8 +245,56 @@ def keep(options: argparse.Namespace) -> Path:
         # Wall time, without the warm start and what else stands around the steps.
         seconds = sum(line.get(part) or 0 for line in lines for part in parts)
         runs.append({"run": folder.name, "seconds_of_steps": seconds, **how_it_ended(folder)})
+    plot(rows, options, common.RESULTS / preset / "seeds.png")
     command = without_paths(" ".join(["python -m bench.atlas", *sys.argv[1:]]), options)
     return common.save(f"{preset}/table", command, rows, runs=runs)
+
+
+def plot(rows: list[dict], options: argparse.Namespace, path: Path) -> None:
+    """Training reward over the steps, and held-out accuracy before and after, seed by seed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to load
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.2), dpi=110, layout="constrained")
+    rewards, *held_out = figure.subplots(1, 3, sharey=True)
+    rewards.set(title="Training reward", xlabel="RL step", ylabel="share right")
+    for number, seed in enumerate(options.seeds):
+        colour = f"C{number}"
+        lines = metrics_of(options.runs / f"rl-{seed}")
+        steps = [line["step"] for line in lines]
+        rewards.plot(steps, [line["reward"] for line in lines], color=colour, label=f"seed {seed}")
+        for ax, decoding in zip(held_out, DECODING):
+            plot_pair(ax, rows, seed, decoding, number - (len(options.seeds) - 1) / 2, colour)
+    for ax, decoding in zip(held_out, DECODING):
+        ax.set_title(f"Held out, {decoding}, 95 % intervals")
+        ax.set_xticks((0, 1), ("warm start", "after RL"))
+        ax.set_xlim(-0.4, 1.4)
+    for ax in figure.axes:
+        ax.set_ylim(0, 1)
+        ax.grid(axis="y", alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+    rewards.legend(frameon=False, loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def plot_pair(ax, rows: list[dict], seed: int, decoding: str, offset: float, colour: str) -> None:
+    """A seed's accuracy after the warm start and after RL; seeds stand `offset` places apart."""
+    parts = {
+        row["model"]: next(part for part in row["sets"] if part["set"] == "all")
+        for row in rows
+        if row["seed"] == seed and row["decoding"] == decoding
+    }
+    pair = [parts.get(model) for model in ("warm start", "after RL")]
+    if None in pair:
+        return
+    shares = [part["accuracy"] for part in pair]
+    errors = [
+        [part["accuracy"] - part["low"] for part in pair],
+        [part["high"] - part["accuracy"] for part in pair],
+    ]
+    places = [place + 0.06 * offset for place in (0, 1)]
+    ax.errorbar(places, shares, errors, color=colour, marker="o", markersize=4, capsize=3)
 
 
 def copy_run(folder: Path, target: Path, options: argparse.Namespace) -> None:

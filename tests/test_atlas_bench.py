@@ -36,7 +36,7 @@ def made(folder: Path, line: list[str]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     scores = {"eval_step": 3, "eval_accuracy": 0.35, "eval_greedy": 0.9}
     seconds = {"seconds_rollout": 2.0, "seconds_train": 3.0}
-    lines = [{"step": step, **seconds} for step in range(3)]
+    lines = [{"step": step, "reward": 0.5, **seconds} for step in range(3)]
     lines[-1] |= {"seconds_eval": 1.0, **scores}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "curves.png").write_bytes(b"a picture")
@@ -177,7 +177,7 @@ def test_the_table_has_intervals_and_no_place_of_this_machine(bench, tmp_path, c
     assert frozen[1]["low"] == pytest.approx(0.699, abs=1e-3)
     assert [run["seconds_of_steps"] for run in record["runs"]] == [16.0, 16.0]
     kept = [path for path in (tmp_path / "results").rglob("*") if path.is_file()]
-    assert len(kept) == 1 + 2 * 4 + 1
+    assert len(kept) == 1 + 2 * 4 + 1 + 1  # table, two runs, a page, a figure
     assert (tmp_path / "results" / "atlas" / "rl-0" / "trajectories.html").exists()
     for path in kept:
         assert str(tmp_path).encode() not in path.read_bytes(), path
