@@ -307,7 +307,7 @@ class Size:
 SHORT = Size()
 LONG = Size(
     kinds=("one", "two", "three", "sum"),
-    shown=("one", "two", "one", "sum", "one", "two", "one", "three"),
+    shown=("one", "one", "two", "one", "one", "three", "one", "sum"),
     travel=2,
     filler=4,
     indirect=True,

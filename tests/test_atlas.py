@@ -595,7 +595,7 @@ def test_demonstrations_that_never_fit_are_one_sentence(monkeypatch):
     ("preset", "expected"),
     [
         ("atlas", {"one": 10, "two": 2}),
-        ("atlas-long", {"one": 6, "two": 3, "sum": 2, "three": 1}),
+        ("atlas-long", {"one": 8, "two": 2, "three": 1, "sum": 1}),
     ],
 )
 def test_demonstrations_take_the_kinds_in_turn(preset, expected, monkeypatch):
