@@ -232,8 +232,7 @@ def keep(options: argparse.Namespace) -> Path:
         raise UserError(f"nothing was evaluated in {options.runs}")
     rows += pooled(rows)
     print(report(rows))
-    first = options.seeds[0]
-    preset = read_json(options.runs / f"rl-{first}" / "config.json")["preset"]
+    preset = read_json(options.runs / f"rl-{rows[0]['seed']}" / "config.json")["preset"]
     runs = []
     names = [f"{arm}-{seed}" for seed in options.seeds for arm in ("rl", *ARMS)]
     for folder in [options.runs / name for name in names]:
@@ -258,13 +257,14 @@ def plot(rows: list[dict], options: argparse.Namespace, path: Path) -> None:
     figure = Figure(figsize=(10, 3.2), dpi=110, layout="constrained")
     rewards, *held_out = figure.subplots(1, 3, sharey=True)
     rewards.set(title="Training reward", xlabel="RL step", ylabel="share right")
-    for number, seed in enumerate(options.seeds):
+    seeds = list(dict.fromkeys(row["seed"] for row in rows if row["seed"] != "all"))
+    for number, seed in enumerate(seeds):
         colour = f"C{number}"
         lines = metrics_of(options.runs / f"rl-{seed}")
         steps = [line["step"] for line in lines]
         rewards.plot(steps, [line["reward"] for line in lines], color=colour, label=f"seed {seed}")
         for ax, decoding in zip(held_out, DECODING):
-            plot_pair(ax, rows, seed, decoding, number - (len(options.seeds) - 1) / 2, colour)
+            plot_pair(ax, rows, seed, decoding, number - (len(seeds) - 1) / 2, colour)
     for ax, decoding in zip(held_out, DECODING):
         ax.set_title(f"Held out, {decoding}, 95 % intervals")
         ax.set_xticks((0, 1), ("warm start", "after RL"))

@@ -252,6 +252,14 @@ def test_two_benches_in_one_folder_are_refused(bench, monkeypatch, capsys):
     assert "another bench is at work" in capsys.readouterr().err and not commands
 
 
+def test_a_seed_that_has_not_run_is_left_out(bench):
+    options, _ = bench
+    go(options)
+    options.seeds = [3, 0]
+    rows = json.loads(atlas.keep(options).read_text())["rows"]
+    assert {row["seed"] for row in rows} == {0}
+
+
 def test_nothing_to_tabulate_is_one_sentence(bench):
     options, _ = bench
     with pytest.raises(UserError, match="nothing was evaluated"):
