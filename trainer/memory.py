@@ -8,8 +8,8 @@ FSDP sums the gradients of embedding and head over the ranks. All are bytes of o
 The activations are those of a Qwen3 layer in transformers; Qwen2's and Llama's are about an
 eighth smaller. tests/test_memory.py counts every tensor of a real step and compares.
 
-On a CPU a process holds more than its tensors: two runs of the atlas came to 11.9 GiB where 8.9 were
-planned, and to 9.2 where it was 6.5. To give the C library's free memory back after each phase
+On a CPU a process holds more than its tensors: two runs of the atlas came to 11.9 GiB where 8.9
+were planned, and to 9.2 where it was 6.5. To give the C library's free memory back after each phase
 (malloc_trim) took 2 GiB off between the phases, and nothing off the peak.
 
 Tests: `pytest tests/test_memory.py`.
