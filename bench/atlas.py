@@ -14,8 +14,8 @@ frozen nobody else can make it, since a checkpoint does not hold the start's wei
 The same command goes on where it stopped. Other options do not repeat what is finished: for those
 name another --runs.
 
-Results: bench/results/PRESET/, with each run's config, metrics, log and curve, and of the first
-seed a page of held-out trajectories after RL. Tests: pytest tests/test_atlas_bench.py
+Results: bench/results/PRESET/, with each run's config, metrics and log, and of the first seed its
+curves and a page of held-out trajectories after RL. Tests: pytest tests/test_atlas_bench.py
 """
 
 import argparse
@@ -298,14 +298,14 @@ def plot_pair(ax, rows: list[dict], seed: int, decoding: str, offset: float, col
 
 
 def copy_run(folder: Path, target: Path, options: argparse.Namespace) -> None:
-    """A run's curve and texts; of the first seed also its page of trajectories, which is long."""
+    """A run's texts; of the first seed's also what is large, its curves and trajectories."""
     target.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(folder / "curves.png", target / "curves.png")
     texts = [folder / name for name in KEPT] + [folder.with_name(f"{folder.name}.log")]
     first = options.seeds[0]
-    page = options.runs / f"after-RL-sampled-{first}" / "trajectories.html"
-    if folder.name == f"rl-{first}" and page.exists():
-        texts.append(page)
+    if folder.name == f"rl-{first}":
+        shutil.copyfile(folder / "curves.png", target / "curves.png")
+        page = options.runs / f"after-RL-sampled-{first}" / "trajectories.html"
+        texts += [page] if page.exists() else []
     for path in texts:
         (target / path.name).write_text(without_paths(path.read_text(), options))
 

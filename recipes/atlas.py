@@ -89,7 +89,8 @@ ATLAS_LONG = ATLAS | {
     "top_k": atlas_world.LONG.top_k,
     "max_turns": 4,  # three look-ups, or two and a sum
     "sys1_prompt": 384,
-    "warm_steps": 24,  # 40, with half as many "one" shown: 75 % right, and little left to learn
+    # 40, with one look-up in half of the demonstrations, left little to learn: 75 % right.
+    "warm_steps": 24,
     "steps": 24,
     "eval_every": 24,
 }

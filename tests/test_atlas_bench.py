@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from test_documented_commands import accept  # noqa: F401
 
 from bench import ablations, atlas, common
@@ -177,22 +178,40 @@ def test_the_table_has_intervals_and_no_place_of_this_machine(bench, tmp_path, c
     assert frozen[1]["low"] == pytest.approx(0.699, abs=1e-3)
     assert [run["seconds_of_steps"] for run in record["runs"]] == [16.0, 16.0]
     kept = [path for path in (tmp_path / "results").rglob("*") if path.is_file()]
-    assert len(kept) == 1 + 2 * 4 + 1 + 1  # table, two runs, a page, a figure
+    assert len(kept) == 2 + 2 * 3 + 2  # table, figure; two runs; the first one's curves and page
     assert (tmp_path / "results" / "atlas" / "rl-0" / "trajectories.html").exists()
     for path in kept:
         assert str(tmp_path).encode() not in path.read_bytes(), path
 
 
-def test_only_the_first_seed_keeps_a_page(bench, tmp_path):
-    """Each is long, and a repository has to hold them."""
+def test_only_the_first_seed_keeps_its_curves_and_page(bench, tmp_path):
+    """They are large, and a repository has to hold them."""
     options, _ = bench
     options.seeds = [1, 0]
     for seed in options.seeds:
         atlas.train(seed, "rl", options)
         atlas.evaluate(seed, options)
     atlas.keep(options)
-    pages = (tmp_path / "results").rglob("trajectories.html")
-    assert [page.parent.name for page in pages] == ["rl-1"]
+    for name in ("trajectories.html", "curves.png"):
+        kept = (tmp_path / "results").rglob(name)
+        assert [path.parent.name for path in kept] == ["rl-1"]
+
+
+def test_the_figure_shows_the_rows(bench):
+    options, _ = bench
+    go(options)
+    rows = atlas.summarise(0, options)
+    for row in rows:
+        part = row["sets"][-1]
+        if (row["model"], row["decoding"]) == ("after RL", "greedy"):
+            part |= {"accuracy": 0.8, "low": 0.7, "high": 0.95}
+    ax = Figure().subplots()
+    atlas.plot_pair(ax, rows, 0, "greedy", 0.0, "C0")
+    (drawn,) = ax.containers
+    points, _, (bars,) = drawn.lines
+    assert points.get_ydata().tolist() == [0.5, 0.8]
+    ends = [[end for _, end in bar] for bar in bars.get_segments()]
+    assert ends == [pytest.approx([0.4, 0.6]), pytest.approx([0.7, 0.95])]
 
 
 def test_half_an_evaluation_is_made_again(bench):
@@ -285,6 +304,6 @@ def test_the_page_tells_what_was_measured():
 
 def test_what_is_kept_is_small_and_of_no_machine():
     files = [path for path in MEASURED.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 1_500_000
+    assert sum(path.stat().st_size for path in files) < 1_000_000
     for path in files:
         assert b"/tmp/" not in path.read_bytes(), path
