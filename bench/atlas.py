@@ -8,8 +8,8 @@
 A seed is one run of `python -m recipes.atlas` in RUNS/rl-SEED, and evaluations on its held-out
 questions, sampled at the run's temperature and greedily: of the run, of what its RL began with, and
 for the first seed of the untaught model. An arm changes something of RL, from the same start, in
-RUNS/ARM-SEED. The table has an arm's own last evaluation, on as many questions: with System 1
-frozen nobody else can make it, since a checkpoint does not hold the start's weights.
+RUNS/ARM-SEED, and is evaluated like the run. Of the arm with System 1 frozen the table has its own
+last evaluation: nobody else can make it, since a checkpoint does not hold the start's weights.
 
 The same command goes on where it stopped. Other options do not repeat what is finished: for those
 name another --runs.
@@ -57,8 +57,8 @@ ARMS = {
     ),
     "inherited": (["--shared_group"], "advantage inherited"),
 }
-# An arm evaluates itself before its first step and after its last, never between.
-EVALUATION = ["--eval_questions", HELD_OUT, "--eval_every", "1000000"]
+# The frozen arm is asked all questions by its own run, before its first step and after its last.
+ITS_OWN = ["--eval_questions", HELD_OUT, "--eval_every", "1000000"]
 
 
 def metrics_of(folder: Path) -> list[dict]:
@@ -92,7 +92,9 @@ def train(seed: int, arm: str, options: argparse.Namespace) -> None:
         return
     line = ["--seed", str(seed), *options.more]
     if arm in ARMS:
-        line += [*ARMS[arm][0], *EVALUATION]
+        line += ARMS[arm][0]
+    if arm == "frozen":
+        line += ITS_OWN
     if (folder / "config.json").exists():
         line.append("--resume")
     carry_out(folder.name, line, options)
@@ -107,41 +109,55 @@ def evaluate(seed: int, options: argparse.Namespace) -> None:
     run = options.runs / f"rl-{seed}"
     made = read_json(run / "config.json")
     paths = {"run": str(run), "start": made["model"], "smollm2": smollm2.NAME}
-    questions = ["--eval_questions", HELD_OUT, "--threads", str(made["threads"])]
     for model, (command, asked) in reversed(MODELS.items()):
         if asked == "smollm2" and seed != options.seeds[0]:
             continue
         settings = ["--seed", str(seed), "--preset", made["preset"], "--bf16", made["bf16"]]
         if asked == "run":
             settings = []
-        for decoding in DECODING:
-            how = ["--temperature", str(made["temperature"] if decoding == "sampled" else 0)]
-            folder = options.runs / f"{model.replace(' ', '-')}-{decoding}-{seed}"
-            if went_well(folder) and (folder / "table.json").exists():
-                continue
-            # The beginning of one that was cut short, or what a failed one left.
-            shutil.rmtree(folder, ignore_errors=True)
-            record_of(folder).unlink(missing_ok=True)
-            carry_out(folder.name, [command, paths[asked], *how, *settings, *questions], options)
+        ask(model.replace(" ", "-"), seed, [command, paths[asked], *settings], made, options)
+
+
+def evaluate_arm(seed: int, arm: str, options: argparse.Namespace) -> None:
+    """An arm's evaluations that are missing; none of one that did not come to its end."""
+    folder = options.runs / f"{arm}-{seed}"
+    if arm == "frozen" or not metrics_of(folder) or not went_well(folder):
+        return
+    ask(f"after-{arm}", seed, ["eval", str(folder)], read_json(folder / "config.json"), options)
+
+
+def ask(name: str, seed: int, line: list[str], made: dict, options: argparse.Namespace) -> None:
+    """One model's evaluations that are missing, sampled at its run's temperature and greedily."""
+    line = [*line, "--eval_questions", HELD_OUT, "--threads", str(made["threads"])]
+    for decoding in DECODING:
+        folder = options.runs / f"{name}-{decoding}-{seed}"
+        if was_asked(folder):
+            continue
+        # The beginning of one that was cut short, or what a failed one left.
+        shutil.rmtree(folder, ignore_errors=True)
+        record_of(folder).unlink(missing_ok=True)
+        temperature = made["temperature"] if decoding == "sampled" else 0
+        carry_out(folder.name, [*line, "--temperature", str(temperature)], options)
 
 
 def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
     """A row for each model and decoding that was asked, with the evaluation's own table."""
     rows = []
-    for model in MODELS:
+    models = {model: model.replace(" ", "-") for model in MODELS}
+    models |= {f"after RL, {name}": f"after-{arm}" for arm, (_, name) in ARMS.items()}
+    for model, started in models.items():
         for decoding in DECODING:
-            folder = options.runs / f"{model.replace(' ', '-')}-{decoding}-{seed}"
-            if went_well(folder) and (folder / "table.json").exists():
+            folder = options.runs / f"{started}-{decoding}-{seed}"
+            if was_asked(folder):
                 table = json.loads((folder / "table.json").read_text())
                 rows.append({"seed": seed, "model": model, "decoding": decoding, "sets": table})
                 rows[-1] |= how_it_ended(folder)
-    for arm, (_, name) in ARMS.items():
-        rows += rows_of_arm(seed, options.runs / f"{arm}-{seed}", f"after RL, {name}")
-    return rows
+    frozen = options.runs / f"frozen-{seed}"
+    return rows + rows_of_itself(seed, frozen, f"after RL, {ARMS['frozen'][1]}")
 
 
-def rows_of_arm(seed: int, folder: Path, name: str) -> list[dict]:
-    """What an arm's run said of itself at its end; nothing if it has not come there."""
+def rows_of_itself(seed: int, folder: Path, name: str) -> list[dict]:
+    """What a run said of itself at its end; nothing if it has not come there."""
     lines = metrics_of(folder)
     if not lines or not went_well(folder):
         return []
@@ -191,6 +207,11 @@ def went_well(folder: Path) -> bool:
     """Whether the command that made a folder came to its end, without a failure."""
     record = record_of(folder)
     return record.exists() and read_json(record)["exit"] == 0
+
+
+def was_asked(folder: Path) -> bool:
+    """Whether an evaluation has come to its end."""
+    return went_well(folder) and (folder / "table.json").exists()
 
 
 def how_it_ended(folder: Path) -> dict:
@@ -320,6 +341,7 @@ def run_all(options: argparse.Namespace) -> None:
         evaluate(seed, options)
         for arm in options.arms:
             train(seed, arm, options)
+            evaluate_arm(seed, arm, options)
 
 
 def main() -> int:

@@ -107,21 +107,50 @@ def test_a_seed_that_is_given_twice_runs_once(bench, monkeypatch):
 @pytest.mark.parametrize("arm", atlas.ARMS)
 def test_an_arm_changes_what_it_says_and_has_a_row(bench, accept, arm, monkeypatch):  # noqa: F811
     _, commands = bench
-    arguments = ["bench.atlas", "--arms", arm, "--runs", "runs", "--cache", "cache"]
-    monkeypatch.setattr(atlas.sys, "argv", arguments)
+    arguments = f"bench.atlas --arms {arm} --runs runs --cache cache --eval_questions 20"
+    monkeypatch.setattr(atlas.sys, "argv", arguments.split())
     assert atlas.main() == 0
-    plain, changed = (accept(f"python {shlex.join(commands[place])}") for place in (0, -1))
+    names = [line[line.index("--name") + 1] for line in commands]
+    lines = [commands[names.index(name)] for name in ("rl-0", f"{arm}-0")]
+    plain, changed = (accept(f"python {shlex.join(line)}") for line in lines)
     differing = {
         field.name
         for field in dataclasses.fields(plain)
         if getattr(plain, field.name) != getattr(changed, field.name)
     }
-    evaluation = {"name", "eval_every", "eval_questions"}
-    assert len(differing - evaluation) == (2 if arm == "balance-advantage" else 1)
+    itself = {"eval_every", "eval_questions"} if arm == "frozen" else set()
+    assert differing >= itself | {"name"}
+    assert len(differing - itself) - 1 == (2 if arm == "balance-advantage" else 1)
     record = json.loads((common.RESULTS / "atlas" / "table.json").read_text())
     name = f"after RL, {atlas.ARMS[arm][1]}"
-    told = [row["decoding"] for row in record["rows"] if row["model"] == name]
-    assert told == ["sampled", "greedy"]
+    told = [row for row in record["rows"] if row["model"] == name]
+    assert [row["decoding"] for row in told] == ["sampled", "greedy"]
+    kinds = ["all"] if arm == "frozen" else list(PARTS)
+    assert [part["set"] for part in told[0]["sets"]] == kinds
+    assert atlas.main() == 0
+    assert len(commands) == len(names)  # all is there
+
+
+def test_an_arm_is_evaluated_by_itself(bench, accept, monkeypatch):  # noqa: F811
+    _, commands = bench
+    arguments = "bench.atlas --arms no-purpose inherited --runs runs --cache cache"
+    monkeypatch.setattr(atlas.sys, "argv", arguments.split())
+    assert atlas.main() == 0
+    for arm, asked in (("no-purpose", commands[-5:-3]), ("inherited", commands[-2:])):
+        run = str(Path.cwd() / "runs" / f"{arm}-0")
+        assert [line[line.index("eval") + 1] for line in asked] == [run, run]
+        configs = [accept(f"python {shlex.join(line)}") for line in asked]
+        assert [config.temperature for config in configs] == [0.7, 0.0]
+        assert [config.eval_questions for config in configs] == [200, 200]
+
+
+def test_an_arm_that_failed_is_not_evaluated(bench, monkeypatch):
+    options, commands = bench
+    atlas.train(0, "inherited", options)
+    record = Path("runs/inherited-0.run.json")
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"exit": 2}))
+    atlas.evaluate_arm(0, "inherited", options)
+    assert len(commands) == 1
 
 
 def test_a_frozen_run_asks_no_more_questions_than_there_are(bench):
