@@ -314,6 +314,8 @@ def main(arguments: list[str]) -> int:
 
 def run(arguments: list[str], typed: dict) -> int:
     """Warm start, unless the cache has it, and RL. `typed`: the options on the command line."""
+    if typed.get("resume") and "model" in typed:
+        raise UserError("--resume goes on with the run's own model: leave --model out")
     typed = {"preset": "atlas", "model": smollm2.NAME} | typed
     if typed["preset"] not in PRESETS:
         raise UserError(f"--preset {typed['preset']}: choose from {', '.join(PRESETS)}")
@@ -441,11 +443,9 @@ def warm_model(config: AtlasConfig) -> Path:
 def warm_options(config: AtlasConfig) -> warm_start.WarmStart:
     """The run's settings, as far as the warm start has them too."""
     return warm_start.WarmStart(
-        model=config.model,
         steps=max(1, config.warm_steps),  # 0 leaves it out, and its own check wants one
         lr=config.warm_lr,
         seed=config.seed,
-        cache=config.cache,
         device=config.device,
         bf16=config.bf16,
         threads=config.threads,

@@ -678,6 +678,7 @@ def test_bad_options_are_refused_before_anything_is_made(arguments, reason, caps
         ("--tools nonsense", "unknown tool 'nonsense'"),
         ("--resume", "needs the run's --name"),
         ("--resume --name x", "nothing to resume: there is no run at runs/x"),
+        ("--resume --name taken --model x", "leave --model out"),
         ("--name taken", "runs/taken exists: add --resume to go on with it"),
         ("--runs runs/taken/a-file", "cannot write to runs/taken/a-file"),
     ],
