@@ -22,6 +22,9 @@ class UserError(Exception):
     """
 
 
+MOST_THREADS = 1024  # OpenMP crashes at a million
+
+
 @dataclass
 class Config:
     """Any field is an option of the same name: `--lr 3e-4`, `--fsdp`, `--no-fsdp`."""
@@ -143,6 +146,8 @@ class Config:
                 raise UserError(f"--{field.name} holds a character that cannot be printed")
             if field.type is int and abs(value) >= 2**40:
                 raise UserError(f"--{field.name} {value} is too large")
+        if self.threads > MOST_THREADS:
+            raise UserError(f"--threads {self.threads}: give at most {MOST_THREADS}")
         if self.max_sequences > 65536:
             raise UserError(f"--max_sequences {self.max_sequences}: give at most 65536")
         if self.temperature > 100 or 0 < self.temperature < 1e-3:

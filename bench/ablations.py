@@ -43,7 +43,7 @@ from statistics import mean
 import mars
 from bench import common
 from config import MAY_CHANGE, Config, UserError, fail, parse, parser, resolve
-from plumbing.files import read_lines, write_whole
+from plumbing.files import make_folder, read_lines, write_whole
 
 ROOT = Path(__file__).parent.parent
 # name: what the arm changes of the default setting
@@ -250,7 +250,7 @@ def pool(
 @contextlib.contextmanager
 def alone_in(folder: Path):
     """Refuses a second bench in the same folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with open(folder / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,14 +11,15 @@ for the first seed of the untaught model. An arm changes something of RL, from t
 RUNS/ARM-SEED, and is evaluated like the run. Of the arm with System 1 frozen the table has its own
 last evaluation: nobody else can make it, since a checkpoint does not hold the start's weights.
 
-The same command goes on where it stopped. Other options do not repeat what is finished: for those
-name another --runs.
+The same command goes on where it stopped. A folder of --runs holds runs of one setting: other
+options are refused there.
 
 Results: bench/results/PRESET/, with each run's config, metrics and log, and of the first seed its
 curves and a page of held-out trajectories after RL. Tests: pytest tests/test_atlas_bench.py
 """
 
 import argparse
+import dataclasses
 import json
 import shutil
 import signal
@@ -27,12 +28,12 @@ from pathlib import Path
 
 from bench import common
 from bench.ablations import ROOT, Ended, alone_in, pool, remember
-from config import UserError, fail
+from config import MAY_CHANGE, OneLineParser, UserError, fail, parse, parser, resolve
 from plumbing import smollm2
 from plumbing.evaluation import with_interval
 from plumbing.files import read_json, read_lines
 from plumbing.statistics import wilson_interval
-from recipes import atlas_world
+from recipes import atlas, atlas_world
 
 # A row of the table: the command, and the model that it asks.
 MODELS = {
@@ -59,6 +60,12 @@ ARMS = {
 }
 # The frozen arm is asked all questions by its own run, before its first step and after its last.
 ITS_OWN = ["--eval_questions", HELD_OUT, "--eval_every", "1000000"]
+# The bench asks its own questions, of which it has the pages.
+BENCHS_OWN = set("seed name resume model data eval_data docs eval_docs search".split())
+# What runs of one setting may differ in. Questions asked along the way are in no row.
+FREE = BENCHS_OWN | MAY_CHANGE - {"steps"} | {"eval_questions"}
+# What the evaluation of a model that no run made does not take over from the options.
+OF_THE_RUN = atlas.AtlasConfig.for_training | {"eval_questions", "threads", "temperature"}
 
 
 def metrics_of(folder: Path) -> list[dict]:
@@ -68,6 +75,56 @@ def metrics_of(folder: Path) -> list[dict]:
     lines = read_lines(folder / "metrics.jsonl")
     steps = read_json(folder / "config.json")["steps"]
     return lines if lines and lines[-1].get("eval_step") == steps else []
+
+
+def typed(arguments: list[str]) -> dict:
+    """Options of recipes.atlas by name."""
+    return parse(parser(atlas.AtlasConfig, __doc__), arguments)
+
+
+def refuse_contradictions(options: argparse.Namespace) -> None:
+    """UserError for options that the bench sets itself, or an arm."""
+    given = typed(options.more)
+    own = BENCHS_OWN.intersection(given)
+    if own:
+        advice = "give --seeds" if "seed" in own else "leave it out"
+        raise UserError(f"--{min(own)} is this bench's own: {advice}")
+    if options.table and given:
+        raise UserError(f"--table runs nothing: leave --{min(given)} out")
+    for arm in options.arms:
+        both = given.keys() & typed(ARMS[arm][0]).keys()
+        if both:
+            raise UserError(f"--{min(both)} is what the arm {arm} changes: leave it out")
+
+
+def refuse_other_settings(options: argparse.Namespace) -> None:
+    """UserError if runs of different settings would come into one table.
+
+    With --table all runs are compared with the first one, else with the options.
+    """
+    expected = None
+    if not options.table:
+        given = {"preset": "atlas"} | typed(options.more)
+        expected = dataclasses.asdict(
+            resolve(atlas.AtlasConfig, given, presets=atlas.PRESETS, training=True)
+        )
+    for seed in options.seeds:
+        for arm in ("rl", *ARMS):
+            folder = options.runs / f"{arm}-{seed}"
+            if not (folder / "config.json").exists():
+                continue
+            made = read_json(folder / "config.json")
+            expected = expected or made
+            changed = typed(ARMS[arm][0]).keys() if arm in ARMS else set()
+            # An option that is younger than the run has no place in its config.
+            compared = made.keys() & expected.keys() - FREE - changed
+            other = sorted(name for name in compared if made[name] != expected[name])
+            if other:
+                name = "preset" if "preset" in other else other[0]
+                raise UserError(
+                    f"{folder} was made with --{name} {made[name]}, not {expected[name]}: name "
+                    "another --runs"
+                )
 
 
 def carry_out(name: str, arguments: list[str], options: argparse.Namespace) -> None:
@@ -88,7 +145,7 @@ def carry_out(name: str, arguments: list[str], options: argparse.Namespace) -> N
 def train(seed: int, arm: str, options: argparse.Namespace) -> None:
     """The RL run, or the rest of it, with the warm start before."""
     folder = options.runs / f"{arm}-{seed}"
-    if metrics_of(folder) and went_well(folder):
+    if is_finished(folder):
         return
     line = ["--seed", str(seed), *options.more]
     if arm in ARMS:
@@ -109,19 +166,32 @@ def evaluate(seed: int, options: argparse.Namespace) -> None:
     run = options.runs / f"rl-{seed}"
     made = read_json(run / "config.json")
     paths = {"run": str(run), "start": made["model"], "smollm2": smollm2.NAME}
+    told = typed(options.more)
+    limits = {name: value for name, value in told.items() if name not in OF_THE_RUN}
     for model, (command, asked) in reversed(MODELS.items()):
         if asked == "smollm2" and seed != options.seeds[0]:
             continue
-        settings = ["--seed", str(seed), "--preset", made["preset"], "--bf16", made["bf16"]]
+        settings = ["--seed", str(seed), "--preset", made["preset"], *as_options(limits)]
         if asked == "run":
             settings = []
         ask(model.replace(" ", "-"), seed, [command, paths[asked], *settings], made, options)
 
 
+def as_options(values: dict) -> list[str]:
+    """{"top_k": 5, "purpose": False} -> ["--top_k=5", "--no-purpose"]"""
+    written = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            written.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            written.append(f"--{name}={value}")
+    return written
+
+
 def evaluate_arm(seed: int, arm: str, options: argparse.Namespace) -> None:
     """An arm's evaluations that are missing; none of one that did not come to its end."""
     folder = options.runs / f"{arm}-{seed}"
-    if arm == "frozen" or not metrics_of(folder) or not went_well(folder):
+    if arm == "frozen" or not is_finished(folder):
         return
     ask(f"after-{arm}", seed, ["eval", str(folder)], read_json(folder / "config.json"), options)
 
@@ -143,14 +213,17 @@ def ask(name: str, seed: int, line: list[str], made: dict, options: argparse.Nam
 def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
     """A row for each model and decoding that was asked, with the evaluation's own table."""
     rows = []
-    models = {model: model.replace(" ", "-") for model in MODELS}
-    models |= {f"after RL, {name}": f"after-{arm}" for arm, (_, name) in ARMS.items()}
-    for model, started in models.items():
+    models = {model: (model.replace(" ", "-"), None) for model in MODELS}
+    models["after RL"] = ("after-RL", "rl")
+    models |= {f"after RL, {name}": (f"after-{arm}", arm) for arm, (_, name) in ARMS.items()}
+    for model, (named, trained) in models.items():
+        if trained and not is_finished(options.runs / f"{trained}-{seed}"):
+            continue
         for decoding in DECODING:
-            folder = options.runs / f"{started}-{decoding}-{seed}"
+            folder = options.runs / f"{named}-{decoding}-{seed}"
             if was_asked(folder):
-                table = json.loads((folder / "table.json").read_text())
-                rows.append({"seed": seed, "model": model, "decoding": decoding, "sets": table})
+                sets = table_of(folder)
+                rows.append({"seed": seed, "model": model, "decoding": decoding, "sets": sets})
                 rows[-1] |= how_it_ended(folder)
     frozen = options.runs / f"frozen-{seed}"
     return rows + rows_of_itself(seed, frozen, f"after RL, {ARMS['frozen'][1]}")
@@ -158,9 +231,9 @@ def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
 
 def rows_of_itself(seed: int, folder: Path, name: str) -> list[dict]:
     """What a run said of itself at its end; nothing if it has not come there."""
-    lines = metrics_of(folder)
-    if not lines or not went_well(folder):
+    if not is_finished(folder):
         return []
+    lines = metrics_of(folder)
     asked = read_json(folder / "config.json")["eval_questions"]
     asked = min(asked, atlas_world.QUESTIONS["held_out"])
     rows = []
@@ -207,6 +280,25 @@ def went_well(folder: Path) -> bool:
     """Whether the command that made a folder came to its end, without a failure."""
     record = record_of(folder)
     return record.exists() and read_json(record)["exit"] == 0
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a training has come to its end."""
+    return bool(metrics_of(folder)) and went_well(folder)
+
+
+def table_of(folder: Path) -> list[dict]:
+    """An evaluation's table; UserError if it is damaged."""
+    try:
+        table = json.loads((folder / "table.json").read_text())
+        whole = all(
+            {"set", "questions", "accuracy", "low", "high"} <= part.keys() for part in table
+        )
+    except (OSError, ValueError, TypeError, AttributeError):
+        whole = False
+    if not whole or not table:
+        raise UserError(f"{folder} holds no whole table: delete it, and run the same command again")
+    return table
 
 
 def was_asked(folder: Path) -> bool:
@@ -257,16 +349,19 @@ def keep(options: argparse.Namespace) -> Path:
     runs = []
     names = [f"{arm}-{seed}" for seed in options.seeds for arm in ("rl", *ARMS)]
     for folder in [options.runs / name for name in names]:
-        lines = metrics_of(folder)
-        if not lines or not went_well(folder):
+        if not is_finished(folder):
             continue
+        lines = metrics_of(folder)
         copy_run(folder, common.RESULTS / preset / folder.name, options)
         parts = ("seconds_rollout", "seconds_train", "seconds_eval")
         # Wall time, without the warm start and what else stands around the steps.
         seconds = sum(line.get(part) or 0 for line in lines for part in parts)
         runs.append({"run": folder.name, "seconds_of_steps": seconds, **how_it_ended(folder)})
     plot(rows, options, common.RESULTS / preset / "seeds.png")
-    command = without_paths(" ".join(["python -m bench.atlas", *sys.argv[1:]]), options)
+    seeds = ["--seeds", *map(str, options.seeds)]
+    arms = ["--arms", *options.arms] if options.arms else []
+    table = ["--table"] if options.table else []
+    command = " ".join(["python -m bench.atlas", *seeds, *arms, *table, *options.more])
     return common.save(f"{preset}/table", command, rows, runs=runs)
 
 
@@ -336,7 +431,7 @@ def run_all(options: argparse.Namespace) -> None:
     for seed in options.seeds:
         train(seed, "rl", options)
         folder = options.runs / f"rl-{seed}"
-        if not metrics_of(folder) or not went_well(folder):
+        if not is_finished(folder):
             raise UserError(f"the run rl-{seed} did not end well, see {folder}.log")
         evaluate(seed, options)
         for arm in options.arms:
@@ -347,7 +442,7 @@ def run_all(options: argparse.Namespace) -> None:
 def main() -> int:
     """The command line; returns the exit code."""
     # Without abbreviations --seed is no --seeds.
-    reader = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    reader = OneLineParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     reader.add_argument("--seeds", type=int, nargs="+", default=[0])
     reader.add_argument("--arms", nargs="+", default=[], choices=ARMS, help="further runs a seed")
     reader.add_argument("--runs", type=Path, default=ROOT / "runs" / "atlas-bench")
@@ -361,12 +456,8 @@ def main() -> int:
     # The run that is going on ends with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        given = {argument.partition("=")[0] for argument in options.more}
-        if "--seed" in given:
-            raise UserError("--seed is this bench's own: give --seeds")
-        own = given & {"--name", "--resume", "--model"}
-        if own:
-            raise UserError(f"{min(own)} is this bench's own: leave it out")
+        refuse_contradictions(options)
+        refuse_other_settings(options)
         if not options.table:
             with alone_in(options.runs):
                 run_all(options)

@@ -140,7 +140,11 @@ def refuse_trained_questions(run: Run) -> None:
     made = run_of(Path(run.config.model))
     if made is None or not (made / "questions.json").exists():
         return
-    trained = set(files.read_json(made / "questions.json").get("trained", []))
+    trained = files.read_json(made / "questions.json").get("trained")
+    if not isinstance(trained, list):
+        run.claim.release()
+        raise UserError(f"{made}/questions.json is damaged: it does not list what was trained on")
+    trained = set(trained)
     asked = fingerprints(run.eval_questions)
     known = sum(mark in trained for mark in asked)
     if known:

@@ -91,8 +91,6 @@ ATLAS_LONG = ATLAS | {
     "sys1_prompt": 384,
     # 40, with one look-up in half of the demonstrations, left little to learn: 75 % right.
     "warm_steps": 24,
-    "steps": 24,
-    "eval_every": 24,
 }
 PRESETS = {"atlas": ATLAS, "atlas-long": ATLAS_LONG}
 SIZES = {"atlas": atlas_world.SHORT, "atlas-long": atlas_world.LONG}
@@ -364,8 +362,9 @@ def look(arguments: list[str]) -> int:
     if command == "closed":
         command, method = "eval", CLOSED_BOOK
     help_only = not rest or rest[0] in ("-h", "--help")
-    if not help_only and evaluation.run_of(Path(rest[0])) is None:
+    if not help_only:
         evaluation.find_checkpoint(method, rest[0])  # a mistyped name makes no world
+    if not help_only and evaluation.run_of(Path(rest[0])) is None:
         files = world_files(known.preset, known.cache, known.seed)
         settings = {
             name: value
@@ -426,7 +425,8 @@ def warm_model(config: AtlasConfig) -> Path:
     options = warm_options(config)
     bf16 = uses_bf16(config, cuda=config.device != "cpu" and torch.cuda.is_available())
     # Without threads, micro-batches and shared prefixes: these change the time and the last bits.
-    settings = (config.preset, config.model, options.steps, options.lr, options.seed, bf16)
+    model = fingerprint(config.model)
+    settings = (config.preset, model, options.steps, options.lr, options.seed, bf16)
     sources = (__file__, atlas_world.__file__, warm_start.__file__, mars.__file__, chat.__file__)
     folder = Path(config.cache) / f"warm-{digest(settings, *sources)}" / config.preset
     if folder.exists():
@@ -452,6 +452,16 @@ def warm_options(config: AtlasConfig) -> warm_start.WarmStart:
         micro_tokens=config.micro_tokens,
         share_prefixes=config.share_prefixes,
     )
+
+
+def fingerprint(model: str) -> tuple:
+    """What tells a model from another one that lay in the same folder; of a name, the name."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return (model,)
+    files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    states = [(name, state.st_size, state.st_mtime_ns) for name, state in files]
+    return (str(folder.resolve()), *states)
 
 
 def digest(settings: tuple, *sources: str) -> str:

@@ -14,9 +14,12 @@ short answer weigh as much as a long call, and the model would learn to answer a
     python mars.py --model warm …
 
 A line of the file is {"messages": [{"role": …, "content": …}, …]}; the assistant's messages are
-learned. `Demonstrator` makes demonstrations of any method instead: it plays the method's own
-episode, and where a role would sample, it writes what it is told to. So the contexts are those of
-RL to the last token.
+learned. Whatever would be learned otherwise than it is written is refused: roles of other names,
+fields that a template may or may not read, a mark such as <|im_end|> in a text.
+
+`Demonstrator` makes demonstrations of any method instead: it plays the method's own episode, and
+where a role would sample, it writes what it is told to. So the contexts are those of RL to the last
+token.
 
 Tests: pytest tests/test_warm_start.py
 """
@@ -25,6 +28,7 @@ import asyncio
 import itertools
 import json
 import math
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -36,7 +40,7 @@ import torch
 
 import grpo
 import trainer
-from config import Config, UserError, fail, parse, parser, uses_bf16
+from config import MOST_THREADS, Config, UserError, fail, parse, parser, uses_bf16
 from plumbing import smollm2, surroundings
 from plumbing.cache import made_once
 from rollout import Game, Method, Sample, Trajectory
@@ -45,6 +49,7 @@ from tasks.format import Format
 from tasks.questions import Question
 from tools import Tool
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 Batch = dict[str, list[Sample]]  # role -> its samples; one batch is one optimizer step
 
 
@@ -72,6 +77,8 @@ class WarmStart:
         for name in ("steps", "demonstrations", "threads", "micro_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        if self.threads > MOST_THREADS:
+            raise UserError(f"--threads {self.threads}: give at most {MOST_THREADS}")
         if not 0 < self.lr < 1:
             raise UserError(f"--lr must lie between 0 and 1, got {self.lr}")
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -98,9 +105,13 @@ def train(
         torch.set_num_threads(options.threads)
     tokenizer = surroundings.load_tokenizer(start)
     model = trainer.load_model(start, device, training=True)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     policy = trainer.Policy(model, bf16=uses_bf16(options, device.type == "cuda"))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
     for step, batch in zip(range(options.steps), batches(tokenizer)):
+        length = max(len(sample.tokens) for sample in itertools.chain(*batch.values()))
+        if length > longest:
+            raise UserError(f"a demonstration has {length} tokens, the model takes {longest}")
         for parameters in optimizer.param_groups:
             parameters["lr"] = options.lr * trainer.schedule(step, options.warmup, options.steps)
         losses = learn(policy, optimizer, batch, options, device)
@@ -215,7 +226,10 @@ def from_file(options: WarmStart) -> Callable[[object], Iterator[Batch]]:
     conversations = read(Path(options.data))
 
     def batches(tokenizer) -> Iterator[Batch]:
-        samples = [sample_of(messages, tokenizer) for messages in conversations]
+        samples = [
+            sample_in(f"{options.data}, line {number}", messages, tokenizer)
+            for number, messages in conversations
+        ]
         rng = random.Random(f"warm start {options.seed}")
         orders = (rng.sample(samples, len(samples)) for _ in itertools.count())
         stream = itertools.chain.from_iterable(orders)
@@ -225,10 +239,11 @@ def from_file(options: WarmStart) -> Callable[[object], Iterator[Batch]]:
     return batches
 
 
-def read(path: Path) -> list[list[dict]]:
-    """The messages of every line. UserError names the first line that is wrong."""
+def read(path: Path) -> list[tuple[int, list[dict]]]:
+    """(its number, its messages) of every line. UserError names the first line that is wrong."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(), which also cuts at marks that JSON allows within a text.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UserError(
@@ -242,7 +257,7 @@ def read(path: Path) -> list[list[dict]]:
         problem, messages = checked(line)
         if problem:
             raise UserError(f"{path}, line {number}: {problem}")
-        conversations.append(messages)
+        conversations.append((number, messages))
     if not conversations:
         raise UserError(f"{path} holds no demonstration")
     return conversations
@@ -251,25 +266,61 @@ def read(path: Path) -> list[list[dict]]:
 def checked(line: str) -> tuple[str, list[dict]]:
     """(what is wrong with a line, its messages)."""
     try:
-        messages = json.loads(line)["messages"]
+        record = json.loads(line, object_pairs_hook=without_repeats)
+        messages = record["messages"]
         known = all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages)
     except (ValueError, KeyError, TypeError, RecursionError):
         known = False
     if not known or not messages:
         return 'it is not {"messages": [{"role": …, "content": …}, …]}', []
+    fields = {name for message in messages for name in message} - {"role", "content"}
+    if "tools" in record:
+        fields.add("tools")
+    if fields:
+        return f'"{min(fields)}" is not read: write everything into the contents', []
+    for message in messages:
+        if message["role"] not in ROLES:
+            return f"the role {message['role']!r} is not one of {', '.join(ROLES)}", []
+        if message["content"] != message["content"].encode("utf-8", "ignore").decode():
+            return "a text holds half a character, a lone surrogate", []
+        if message["role"] == "assistant" and not message["content"].strip():
+            return "the assistant says nothing", []
     if messages[0]["role"] == "assistant":
         return "the assistant speaks first, with nothing to answer", []
-    if all(message["role"] != "assistant" for message in messages):
-        return "the assistant says nothing", []
+    if messages[-1]["role"] != "assistant":
+        return "the assistant says nothing after the last message", []
     return "", messages
+
+
+def without_repeats(pairs: list[tuple[str, object]]) -> dict:
+    """A JSON object; ValueError if it names a field twice, of which Python would drop the first."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a field stands twice")
+    return made
+
+
+def sample_in(place: str, messages: list[dict], tokenizer) -> Sample:
+    """`sample_of`, with the place in front of what it refuses."""
+    try:
+        return sample_of(messages, tokenizer)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
 
 
 def sample_of(messages: list[dict], tokenizer) -> Sample:
     """A conversation as one sample: the assistant's messages carry loss, each with its end mark.
 
     The model's template writes everything. UserError if it rewrites earlier messages when later
-    ones are added.
+    ones are added, or if a text holds a mark of the model's own, with which it could forge a turn.
     """
+    marks = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    for message in messages:
+        found = marks.intersection(tokenizer.encode(message["content"], add_special_tokens=False))
+        if found:
+            raise UserError(
+                f"a text holds the model's mark {tokenizer.decode(min(found))}: write it otherwise"
+            )
     sample = Sample("assistant", 0, 0)
     written = ""
     for number, message in enumerate(messages):
@@ -283,14 +334,15 @@ def sample_of(messages: list[dict], tokenizer) -> Sample:
                 "give every message of the assistant a line of its own"
             )
         said = tokenizer.encode(through[len(before) :], add_special_tokens=False)
-        ends = [i for i, token in enumerate(said) if token in tokenizer.all_special_ids]
+        ends = [i for i, token in enumerate(said) if token in marks]
         if not ends:
             raise UserError("the model's chat template does not close a message with a mark")
         said = said[: ends[-1] + 1]
         given = before[len(written) :]
         sample.append_given(tokenizer.encode(given, add_special_tokens=False))
         sample.append_sampled(Completion(said, [0.0] * len(said), "stop"))
-        written = before + tokenizer.decode(said, clean_up_tokenization_spaces=False)
+        end = tokenizer.decode(said[-1])
+        written = through[: through.rindex(end) + len(end)]
     return sample
 
 
@@ -311,7 +363,7 @@ def main(arguments: list[str]) -> int:
         options = WarmStart(**parse(parser(WarmStart, __doc__), arguments))
         options.check()
         folder = Path(options.out)
-        if folder.exists():
+        if os.path.lexists(folder):
             raise UserError(f"{folder} exists: choose another --out")
         batches = demonstrations(options)
         start = options.model

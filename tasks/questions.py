@@ -376,6 +376,8 @@ def read_row(row, source: str, number: int) -> Question:
     named = row.get("set")
     if not isinstance(named, str) or not named.strip():
         named = source
+    elif named.strip() == "all" or not named.isprintable():
+        raise ValueError(f'"set" is {named!r}: give it a printable name, and not "all"')
     for part in (str(name), text, named, *golds):
         part.encode("utf-8")  # half a surrogate pair raises UnicodeEncodeError, a ValueError
     return Question(str(name), text, tuple(golds), named)

@@ -637,6 +637,36 @@ def test_presets_are_settings_that_hold(preset):
     assert config.longest() <= config.kv_tokens
 
 
+@pytest.mark.parametrize("command", ["eval", "closed", "ask"])
+def test_a_name_too_long_for_a_file_is_one_sentence(command, capsys):
+    asked = ["Who?"] if command == "ask" else []
+    assert atlas.main([command, "x" * 300, *asked]) == 2
+    assert "there is no checkpoint" in capsys.readouterr().err
+
+
+def test_a_warm_start_belongs_to_the_model_and_not_to_its_folders_name(monkeypatch, tmp_path):
+    made = []
+
+    def train(options, start, batches, folder):
+        made.append(Path(start, "weights").read_text())
+
+    monkeypatch.setattr(atlas.warm_start, "train", train)
+    monkeypatch.setattr(atlas, "demonstrations", lambda *given: None)
+    config = atlas.AtlasConfig(preset="atlas", cache=str(tmp_path / "cache"), model="model")
+
+    def put(place, content):
+        Path(place, "model").mkdir(parents=True, exist_ok=True)
+        Path(place, "model", "weights").write_text(content)
+        monkeypatch.chdir(place)
+        return atlas.warm_model(config)
+
+    first = put(tmp_path / "here", "one")
+    assert atlas.warm_model(config) == first and made == ["one"]
+    assert put(tmp_path / "here", "three") != first
+    assert put(tmp_path / "elsewhere", "one") != first
+    assert made == ["one", "three", "one"]
+
+
 def test_without_takes_an_option_and_its_value_out():
     arguments = ["--lr", "1", "--model", "x", "--model=y", "--models", "z"]
     assert atlas.without(arguments, "--model") == ["--lr", "1", "--models", "z"]

@@ -777,6 +777,9 @@ def test_ones_own_questions_and_documents(trained, base):
     (folder / "own.jsonl").write_text("\n".join(reversed(lines)))  # another draw from the same
     refused = mars("eval", "runs/own", cwd=folder)
     assert refused.returncode == 2 and "was trained on" in refused.stderr
+    (folder / "runs/own/questions.json").write_text('{"trained": null}')
+    refused = mars("eval", "runs/own", cwd=folder)
+    assert refused.returncode == 2 and "questions.json is damaged" in refused.stderr
     assert not (folder / "runs" / "eval-own-2").exists()
 
 

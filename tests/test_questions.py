@@ -103,6 +103,8 @@ def test_bom_crlf_and_blank_last_lines_are_fine(tmp_path):
         (line(2, id=1.5), '"id"'),
         (line(1), "stands in line 1 already"),
         (line(2, question="\ud800"), "surrogates not allowed"),
+        (line(2, set="all"), '"set" is'),
+        (line(2, set="a\x1b[2Jb"), '"set" is'),
         (line(2) + line(3), "not JSON"),
     ],
 )
