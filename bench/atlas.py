@@ -160,8 +160,8 @@ def train(seed: int, arm: str, options: argparse.Namespace) -> None:
 def evaluate(seed: int, options: argparse.Namespace) -> None:
     """Every model's evaluations that are missing, the trained one's first: time may run out.
 
-    A model that no run made gets the run's seed, preset and arithmetic. All are asked all held-out
-    questions, though the run may have asked itself fewer.
+    A model that no run made gets the run's seed and preset, and the limits among the options. All
+    are asked all held-out questions, though the run may have asked itself fewer.
     """
     run = options.runs / f"rl-{seed}"
     made = read_json(run / "config.json")

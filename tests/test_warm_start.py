@@ -216,6 +216,13 @@ def test_a_mark_in_a_text_forges_no_turn(role, tmp_path):
         next(batches)
 
 
+def test_a_word_that_the_tokenizer_does_not_know_is_no_mark():
+    tok = tokenizer(QWEN25, eos="<|im_end|>")
+    tok.unk_token = "da"  # a part of ada
+    assert tok.unk_token_id in tok.encode("ada") and tok.unk_token_id in tok.all_special_ids
+    assert "ada baker" in tok.decode(warm_start.sample_of(TALK, tok).tokens)
+
+
 def test_text_that_a_tokenizer_rewrites_is_learned(tmp_path):
     """Its decoded text is not the one that was written."""
     tok = tokenizer(QWEN25, eos="<|im_end|>")
