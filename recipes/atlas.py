@@ -455,13 +455,12 @@ def warm_options(config: AtlasConfig) -> warm_start.WarmStart:
 
 
 def fingerprint(model: str) -> tuple:
-    """What tells a model from another one that lay in the same folder; of a name, the name."""
+    """The name of a model; of a folder its files, for another model may come to lie there."""
     folder = Path(model)
     if not folder.is_dir():
         return (model,)
-    files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-    states = [(name, state.st_size, state.st_mtime_ns) for name, state in files]
-    return (str(folder.resolve()), *states)
+    files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+    return tuple((name, state.st_size, state.st_mtime_ns) for name, state in files)
 
 
 def digest(settings: tuple, *sources: str) -> str:
