@@ -5,11 +5,11 @@
     python -m bench.atlas --preset atlas-long --arms no-purpose balance-none
     python -m bench.atlas --table --seeds 0 1 2         tabulates what is there
 
-A seed is one run of `python -m recipes.atlas` in RUNS/rl-SEED, and evaluations on its held-out
-questions, sampled at the run's temperature and greedily: of the run, of what its RL began with, and
-for the first seed of the untaught model. An arm changes something of RL, from the same start, in
-RUNS/ARM-SEED, and is evaluated like the run. Of the arm with System 1 frozen the table has its own
-last evaluation: nobody else can make it, since a checkpoint does not hold the start's weights.
+A seed is one run of `python -m recipes.atlas` in RUNS/rl-SEED. Its held-out questions are put to
+the trained model, to its warm start and, with the first seed, to the untaught model, which also
+answers from memory; each of them samples at the run's temperature, and decodes greedily. An arm
+changes something of RL, from the same start, in RUNS/ARM-SEED, and is evaluated like the run. Only
+the frozen arm evaluates itself, at its end: its checkpoint lacks the frozen System 1.
 
 The same command goes on where it stopped. A folder of --runs holds runs of one setting: other
 options are refused there.
@@ -61,11 +61,11 @@ ARMS = {
 # The frozen arm is asked all questions by its own run, before its first step and after its last.
 ITS_OWN = ["--eval_questions", HELD_OUT, "--eval_every", "1000000"]
 # The bench asks its own questions, of which it has the pages.
-BENCHS_OWN = set("seed name resume model data eval_data docs eval_docs search".split())
+RESERVED = set("seed name resume model data eval_data docs eval_docs search".split())
 # What runs of one setting may differ in. Questions asked along the way are in no row.
-FREE = BENCHS_OWN | MAY_CHANGE - {"steps"} | {"eval_questions"}
-# What the evaluation of a model that no run made does not take over from the options.
-OF_THE_RUN = atlas.AtlasConfig.for_training | {"eval_questions", "threads", "temperature"}
+MAY_DIFFER = RESERVED | (MAY_CHANGE - {"steps"}) | {"eval_questions"}
+# What evaluations do not take over from the options: only training reads it, or `ask` sets it.
+NOT_PASSED_ON = atlas.AtlasConfig.for_training | {"eval_questions", "threads", "temperature"}
 
 
 def metrics_of(folder: Path) -> list[dict]:
@@ -85,7 +85,7 @@ def typed(arguments: list[str]) -> dict:
 def refuse_contradictions(options: argparse.Namespace) -> None:
     """UserError for options that the bench sets itself, or an arm."""
     given = typed(options.more)
-    own = BENCHS_OWN.intersection(given)
+    own = RESERVED.intersection(given)
     if own:
         advice = "give --seeds" if "seed" in own else "leave it out"
         raise UserError(f"--{min(own)} is this bench's own: {advice}")
@@ -117,7 +117,7 @@ def refuse_other_settings(options: argparse.Namespace) -> None:
             expected = expected or made
             changed = typed(ARMS[arm][0]).keys() if arm in ARMS else set()
             # An option that is younger than the run has no place in its config.
-            compared = made.keys() & expected.keys() - FREE - changed
+            compared = made.keys() & expected.keys() - MAY_DIFFER - changed
             other = sorted(name for name in compared if made[name] != expected[name])
             if other:
                 name = "preset" if "preset" in other else other[0]
@@ -167,7 +167,7 @@ def evaluate(seed: int, options: argparse.Namespace) -> None:
     made = read_json(run / "config.json")
     paths = {"run": str(run), "start": made["model"], "smollm2": smollm2.NAME}
     told = typed(options.more)
-    limits = {name: value for name, value in told.items() if name not in OF_THE_RUN}
+    limits = {name: value for name, value in told.items() if name not in NOT_PASSED_ON}
     for model, (command, asked) in reversed(MODELS.items()):
         if asked == "smollm2" and seed != options.seeds[0]:
             continue
@@ -189,7 +189,7 @@ def as_options(values: dict) -> list[str]:
 
 
 def evaluate_arm(seed: int, arm: str, options: argparse.Namespace) -> None:
-    """An arm's evaluations that are missing; none of one that did not come to its end."""
+    """An arm's evaluations that are missing; none before its end, and none of the frozen one."""
     folder = options.runs / f"{arm}-{seed}"
     if arm == "frozen" or not is_finished(folder):
         return
@@ -215,36 +215,36 @@ def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
     rows = []
     models = {model: (model.replace(" ", "-"), None) for model in MODELS}
     models["after RL"] = ("after-RL", "rl")
-    models |= {f"after RL, {name}": (f"after-{arm}", arm) for arm, (_, name) in ARMS.items()}
+    names = {arm: f"after RL, {name}" for arm, (_, name) in ARMS.items()}
+    models |= {names[arm]: (f"after-{arm}", arm) for arm in ARMS if arm != "frozen"}
     for model, (named, trained) in models.items():
         if trained and not is_finished(options.runs / f"{trained}-{seed}"):
             continue
         for decoding in DECODING:
             folder = options.runs / f"{named}-{decoding}-{seed}"
             if was_asked(folder):
-                sets = table_of(folder)
-                rows.append({"seed": seed, "model": model, "decoding": decoding, "sets": sets})
-                rows[-1] |= how_it_ended(folder)
-    frozen = options.runs / f"frozen-{seed}"
-    return rows + rows_of_itself(seed, frozen, f"after RL, {ARMS['frozen'][1]}")
+                row = {"seed": seed, "model": model, "decoding": decoding}
+                rows.append(row | {"sets": table_of(folder), **how_it_ended(folder)})
+    return rows + rows_of_itself(seed, options.runs / f"frozen-{seed}", names["frozen"])
 
 
 def rows_of_itself(seed: int, folder: Path, name: str) -> list[dict]:
     """What a run said of itself at its end; nothing if it has not come there."""
     if not is_finished(folder):
         return []
-    lines = metrics_of(folder)
-    asked = read_json(folder / "config.json")["eval_questions"]
-    asked = min(asked, atlas_world.QUESTIONS["held_out"])
+    asked = atlas_world.QUESTIONS["held_out"]
     rows = []
     for decoding, key in (("sampled", "eval_accuracy"), ("greedy", "eval_greedy")):
-        right = round(lines[-1][key] * asked)
-        low, high = wilson_interval(right, asked)
-        share = {"set": "all", "questions": asked, "accuracy": right / asked}
-        share |= {"low": low, "high": high}
-        row = {"seed": seed, "model": name, "decoding": decoding, "sets": [share]}
+        sets = [share_of("all", round(metrics_of(folder)[-1][key] * asked), asked)]
+        row = {"seed": seed, "model": name, "decoding": decoding, "sets": sets}
         rows.append(row | how_it_ended(folder))
     return rows
+
+
+def share_of(name: str, right: int, asked: int) -> dict:
+    """A set's part of a row: the share of right answers with its 95 % interval."""
+    low, high = wilson_interval(right, asked)
+    return {"set": name, "questions": asked, "accuracy": right / asked, "low": low, "high": high}
 
 
 def pooled(rows: list[dict]) -> list[dict]:
@@ -264,9 +264,7 @@ def pooled(rows: list[dict]) -> list[dict]:
             parts = [part for table in tables for part in table if part["set"] == name]
             asked = sum(part["questions"] for part in parts)
             right = sum(round(part["questions"] * part["accuracy"]) for part in parts)
-            low, high = wilson_interval(right, asked)
-            sets.append({"set": name, "questions": asked, "accuracy": right / asked})
-            sets[-1] |= {"low": low, "high": high}
+            sets.append(share_of(name, right, asked))
         found.append({"seed": "all", "model": model, "decoding": decoding, "sets": sets})
     return found
 
@@ -319,8 +317,8 @@ def report(rows: list[dict]) -> str:
         line = {key: row[key] for key in ("seed", "model", "decoding")}
         for part in sorted(row["sets"], key=lambda part: part["set"]):
             line[part["set"]] = with_interval(part["accuracy"], part["low"], part["high"])
-        whole = {part["set"]: part for part in row["sets"]}.get("all", {})
-        line["n"] = whole.get("questions", "")
+        whole = next(part for part in row["sets"] if part["set"] == "all")
+        line["n"] = whole["questions"]
         for key in ("calls", "malformed", "sys2_tokens", "sys1_tokens"):
             if key in whole:
                 line[key] = f"{whole[key]:.2f}"

@@ -25,7 +25,7 @@ import itertools
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -228,9 +228,7 @@ def call(tool: str, argument: str, value: str, purpose: str) -> str:
     return f"<tool_call>\n{json.dumps(content, ensure_ascii=False)}\n</tool_call>"
 
 
-def demonstrations(
-    preset: str, seed: int, count: int
-) -> Callable[[object], Iterator[warm_start.Batch]]:
+def demonstrations(preset: str, seed: int, count: int) -> warm_start.Batches:
     """Batches of `count` demonstrations about training countries, of `shown` kinds in turn.
 
     UserError if those of a kind never fit the preset's limits.

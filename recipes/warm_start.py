@@ -1,7 +1,7 @@
 """Warm start: supervised training on demonstrations, before RL has anything to choose from.
 
 The paper starts from 7B models, which speak a call format when they are told of it. A model of
-135M does not: untaught, every step of it is malformed and every group of attempts earns 0. A few
+135M does not: untaught, nearly every step is malformed and every group of attempts earns 0. A few
 minutes of demonstrations give it the form.
 
 RL's own loss does the supervised training. With advantage 1 and ratio 1 the gradient of
@@ -14,17 +14,17 @@ short answer weigh as much as a long call, and the model would learn to answer a
     python mars.py --model warm …
 
 A line of the file is {"messages": [{"role": …, "content": …}, …]}; the assistant's messages are
-learned. Whatever would be learned otherwise than it is written is refused: roles of other names,
-fields that a template may or may not read, a mark such as <|im_end|> in a text.
+learned. A line is refused if the model could not learn just what it says: for a role of another
+name, a field that a template may not read, a mark such as <|im_end|> within a text.
 
-`Demonstrator` makes demonstrations of any method instead: it plays the method's own episode, and
-where a role would sample, it writes what it is told to. So the contexts are those of RL to the last
-token.
+`play` makes demonstrations of any method instead. It runs the method's own episode, with given
+texts where a role would sample. So the contexts are those of RL to the last token.
 
 Tests: pytest tests/test_warm_start.py
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
@@ -51,6 +51,7 @@ from tools import Tool
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Batch = dict[str, list[Sample]]  # role -> its samples; one batch is one optimizer step
+Batches = Callable[[object], Iterator[Batch]]  # makes them out of a tokenizer
 
 
 @dataclass
@@ -60,7 +61,7 @@ class WarmStart:
     model: str = smollm2.NAME  # what to start from: smollm2, a folder, a hub name
     data: str = "atlas"  # JSON lines of {"messages": […]}; or atlas, atlas-long
     out: str = "warm"  # the folder to write, as transformers loads it
-    steps: int = 64  # optimizer steps; 16 teach SmolLM2 the form, and hardly what to look for
+    steps: int = 64  # optimizer steps; the atlas preset takes 20
     demonstrations: int = 6  # per step
     lr: float = 2e-4  # of a 135M model; a larger one wants less
     warmup: int = 5  # steps of linear warm-up; then the rate falls in a line
@@ -91,12 +92,12 @@ class WarmStart:
 def train(
     options: WarmStart,
     start: Path | str,
-    batches: Callable[[object], Iterator[Batch]],
+    batches: Batches,
     folder: Path,
 ) -> None:
     """Trains the model at `start` and writes it to `folder`, with its tokenizer.
 
-    `batches` makes the demonstrations out of the tokenizer; they must not end.
+    There have to be at least as many batches as steps.
     """
     device = torch.device("cpu")
     if options.device != "cpu" and torch.cuda.is_available():
@@ -141,6 +142,7 @@ def learn(
         micro_batch.old_logprob = None  # ρ is 1
     optimizer.zero_grad(set_to_none=True)
     references = [None] * len(micro_batches)
+    # As ρ is 1, nothing is clipped.
     objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
     stats = trainer.backward(policy, micro_batches, references, **objective)
     if not math.isfinite(trainer.gradient_norm(policy, 1.0)):
@@ -221,15 +223,15 @@ def play(
 # ------------------------------------------------------------------------ demonstrations in a file
 
 
-def from_file(options: WarmStart) -> Callable[[object], Iterator[Batch]]:
+def from_file(options: WarmStart) -> Batches:
     """Batches of a file's demonstrations, in a new order every time that all were seen."""
     conversations = read(Path(options.data))
 
     def batches(tokenizer) -> Iterator[Batch]:
-        samples = [
-            sample_in(f"{options.data}, line {number}", messages, tokenizer)
-            for number, messages in conversations
-        ]
+        samples = []
+        for number, messages in conversations:
+            with place_of_errors(f"{options.data}, line {number}"):
+                samples.append(sample_of(messages, tokenizer))
         rng = random.Random(f"warm start {options.seed}")
         orders = (rng.sample(samples, len(samples)) for _ in itertools.count())
         stream = itertools.chain.from_iterable(orders)
@@ -254,17 +256,24 @@ def read(path: Path) -> list[tuple[int, list[dict]]]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        problem, messages = checked(line)
-        if problem:
-            raise UserError(f"{path}, line {number}: {problem}")
-        conversations.append((number, messages))
+        with place_of_errors(f"{path}, line {number}"):
+            conversations.append((number, messages_of(line)))
     if not conversations:
         raise UserError(f"{path} holds no demonstration")
     return conversations
 
 
-def checked(line: str) -> tuple[str, list[dict]]:
-    """(what is wrong with a line, its messages)."""
+@contextlib.contextmanager
+def place_of_errors(place: str) -> Iterator[None]:
+    """Puts the place in front of what is refused within."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+
+
+def messages_of(line: str) -> list[dict]:
+    """A line's messages; UserError says what is wrong with it."""
     try:
         record = json.loads(line, object_pairs_hook=without_repeats)
         messages = record["messages"]
@@ -272,24 +281,24 @@ def checked(line: str) -> tuple[str, list[dict]]:
     except (ValueError, KeyError, TypeError, RecursionError):
         known = False
     if not known or not messages:
-        return 'it is not {"messages": [{"role": …, "content": …}, …]}', []
+        raise UserError('it is not {"messages": [{"role": …, "content": …}, …]}')
     fields = {name for message in messages for name in message} - {"role", "content"}
     if "tools" in record:
         fields.add("tools")
     if fields:
-        return f'"{min(fields)}" is not read: write everything into the contents', []
+        raise UserError(f'"{min(fields)}" is not read: write everything into the contents')
     for message in messages:
         if message["role"] not in ROLES:
-            return f"the role {message['role']!r} is not one of {', '.join(ROLES)}", []
+            raise UserError(f"the role {message['role']!r} is not one of {', '.join(ROLES)}")
         if message["content"] != message["content"].encode("utf-8", "ignore").decode():
-            return "a text holds half a character, a lone surrogate", []
+            raise UserError("a text holds half a character, a lone surrogate")
         if message["role"] == "assistant" and not message["content"].strip():
-            return "the assistant says nothing", []
+            raise UserError("the assistant says nothing")
     if messages[0]["role"] == "assistant":
-        return "the assistant speaks first, with nothing to answer", []
+        raise UserError("the assistant speaks first, with nothing to answer")
     if messages[-1]["role"] != "assistant":
-        return "the assistant says nothing after the last message", []
-    return "", messages
+        raise UserError("the assistant says nothing after the last message")
+    return messages
 
 
 def without_repeats(pairs: list[tuple[str, object]]) -> dict:
@@ -298,14 +307,6 @@ def without_repeats(pairs: list[tuple[str, object]]) -> dict:
     if len(made) < len(pairs):
         raise ValueError("a field stands twice")
     return made
-
-
-def sample_in(place: str, messages: list[dict], tokenizer) -> Sample:
-    """`sample_of`, with the place in front of what it refuses."""
-    try:
-        return sample_of(messages, tokenizer)
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
 
 
 def sample_of(messages: list[dict], tokenizer) -> Sample:
@@ -328,15 +329,18 @@ def sample_of(messages: list[dict], tokenizer) -> Sample:
             continue
         before = rendered(messages[:number], tokenizer, True)
         through = rendered(messages[: number + 1], tokenizer, False)
-        if not before.startswith(written) or not through.startswith(before):
+        if not through.startswith(before):
+            raise UserError("the model's chat template does not begin an answer as it is asked for")
+        if not before.startswith(written):
             raise UserError(
                 "the model's chat template rewrites earlier messages when later ones are added: "
-                "give every message of the assistant a line of its own"
+                "give lines with one message of the assistant each"
             )
         said = tokenizer.encode(through[len(before) :], add_special_tokens=False)
         ends = [i for i, token in enumerate(said) if token in marks]
         if not ends:
             raise UserError("the model's chat template does not close a message with a mark")
+        # Templates write a line break after the mark. RL never samples it, so it is not learned.
         said = said[: ends[-1] + 1]
         given = before[len(written) :]
         sample.append_given(tokenizer.encode(given, add_special_tokens=False))
@@ -376,7 +380,7 @@ def main(arguments: list[str]) -> int:
             written.append(folder)
 
         made_once(folder, make, option="--out")
-        if not written:  # somebody else's, from demonstrations that may be other ones
+        if not written:  # another process made it, perhaps from other demonstrations
             raise UserError(f"another process wrote {folder} meanwhile: choose another --out")
     except UserError as error:
         return fail(error)
@@ -387,7 +391,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def demonstrations(options: WarmStart) -> Callable[[object], Iterator[Batch]]:
+def demonstrations(options: WarmStart) -> Batches:
     """What --data names."""
     from recipes import atlas
 

@@ -154,15 +154,6 @@ def test_an_arm_that_failed_is_not_evaluated(bench, monkeypatch):
     assert len(commands) == 1
 
 
-def test_a_frozen_run_asks_no_more_questions_than_there_are(bench):
-    options, commands = bench
-    go(options)
-    config = json.loads(Path("runs/frozen-0/config.json").read_text()) | {"eval_questions": 500}
-    Path("runs/frozen-0/config.json").write_text(json.dumps(config))
-    rows = atlas.summarise(0, options)
-    assert [row["sets"][0]["questions"] for row in rows if "frozen" in row["model"]] == [200, 200]
-
-
 def test_what_nobody_taught_is_asked_once(bench):
     options, commands = bench
     options.seeds = [0, 1]
