@@ -232,7 +232,7 @@ def rows_of_itself(seed: int, folder: Path, name: str) -> list[dict]:
     """What a run said of itself at its end; nothing if it has not come there."""
     if not is_finished(folder):
         return []
-    asked = atlas_world.QUESTIONS["held_out"]
+    asked = read_json(folder / "config.json")["eval_questions"]  # fewer if it was made by hand
     rows = []
     for decoding, key in (("sampled", "eval_accuracy"), ("greedy", "eval_greedy")):
         sets = [share_of("all", round(metrics_of(folder)[-1][key] * asked), asked)]

@@ -45,6 +45,7 @@ from plumbing import smollm2, surroundings
 from plumbing.cache import made_once
 from rollout import Game, Method, Sample, Trajectory
 from sampler import Completion
+from sampler.architectures import position_limit
 from tasks.format import Format
 from tasks.questions import Question
 from tools import Tool
@@ -106,13 +107,13 @@ def train(
         torch.set_num_threads(options.threads)
     tokenizer = surroundings.load_tokenizer(start)
     model = trainer.load_model(start, device, training=True)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+    longest = position_limit(model) or math.inf
     policy = trainer.Policy(model, bf16=uses_bf16(options, device.type == "cuda"))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
     for step, batch in zip(range(options.steps), batches(tokenizer)):
         length = max(len(sample.tokens) for sample in itertools.chain(*batch.values()))
         if length > longest:
-            raise UserError(f"a demonstration has {length} tokens, the model takes {longest}")
+            raise UserError(f"a demonstration has {length} tokens, the model {longest} positions")
         for parameters in optimizer.param_groups:
             parameters["lr"] = options.lr * trainer.schedule(step, options.warmup, options.steps)
         losses = learn(policy, optimizer, batch, options, device)

@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from helpers.tiny import CPU, make_samples, model
 from test_chat import LLAMA, LLAMA_MARKS, QWEN3, QWEN25, tokenizer
 from tokenizers import normalizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import trainer
 from config import UserError
@@ -264,14 +271,19 @@ def start(tmp_path_factory):
     return folder
 
 
-def test_a_demonstration_longer_than_the_model_is_refused(start, tmp_path, capsys):
+def test_a_demonstration_with_more_tokens_than_positions_is_refused(tmp_path, capsys):
+    """By a model with a table of positions: rotations go on, as in the sampler."""
+    tok = tokenizer(QWEN25, eos="<|im_end|>")
+    shape = {"n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 4}
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tok), **shape)).save_pretrained(tmp_path / "short")
+    tok.save_pretrained(tmp_path / "short")
     talk = [dict(message) for message in TALK]
-    talk[-1]["content"] = "ada " * 3000
+    talk[-1]["content"] = "ada " * 100
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": talk}))
-    arguments = ["--model", start, "--data", tmp_path / "data.jsonl", "--out", tmp_path / "warm"]
-    assert warm_start.main(list(map(str, arguments))) == 2
+    arguments = ["--data", tmp_path / "data.jsonl", "--out", tmp_path / "warm", "--threads", 1]
+    assert warm_start.main(["--model", str(tmp_path / "short"), *map(str, arguments)]) == 2
     said = capsys.readouterr().err
-    assert re.search(r"a demonstration has \d+ tokens, the model takes 2048", said)
+    assert re.search(r"a demonstration has \d+ tokens, the model 64 positions", said)
     assert not (tmp_path / "warm").exists()
 
 
