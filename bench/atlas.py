@@ -44,6 +44,7 @@ MODELS = {
 }
 DECODING = ("sampled", "greedy")
 KEPT = ("config.json", "metrics.jsonl")
+MADE_BY = ("cpu_seconds", "commit", "cpu")
 HELD_OUT = str(atlas_world.QUESTIONS["held_out"])
 # What an arm changes, and its name in the table.
 ARMS = {
@@ -224,7 +225,7 @@ def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
             folder = options.runs / f"{named}-{decoding}-{seed}"
             if was_asked(folder):
                 row = {"seed": seed, "model": model, "decoding": decoding}
-                rows.append(row | {"sets": table_of(folder), **how_it_ended(folder)})
+                rows.append(row | {"sets": table_of(folder), **made_by(folder)})
     return rows + rows_of_itself(seed, options.runs / f"frozen-{seed}", names["frozen"])
 
 
@@ -237,7 +238,7 @@ def rows_of_itself(seed: int, folder: Path, name: str) -> list[dict]:
     for decoding, key in (("sampled", "eval_accuracy"), ("greedy", "eval_greedy")):
         sets = [share_of("all", round(metrics_of(folder)[-1][key] * asked), asked)]
         row = {"seed": seed, "model": name, "decoding": decoding, "sets": sets}
-        rows.append(row | how_it_ended(folder))
+        rows.append(row | made_by(folder))
     return rows
 
 
@@ -276,8 +277,7 @@ def record_of(folder: Path) -> Path:
 
 def went_well(folder: Path) -> bool:
     """Whether the command that made a folder came to its end, without a failure."""
-    record = record_of(folder)
-    return record.exists() and read_json(record)["exit"] == 0
+    return record_of(folder).exists() and how_it_ended(folder)["exit"] == 0
 
 
 def is_finished(folder: Path) -> bool:
@@ -305,9 +305,19 @@ def was_asked(folder: Path) -> bool:
 
 
 def how_it_ended(folder: Path) -> dict:
-    """CPU seconds of what made a folder, and of its last part the commit and the CPU."""
+    """A folder's record; UserError if it is damaged."""
     how = read_json(record_of(folder))
-    return {key: how[key] for key in ("cpu_seconds", "commit", "cpu")}
+    if not {"exit", *MADE_BY} <= how.keys():
+        raise UserError(
+            f"{record_of(folder)} is damaged: delete it, and run the same command again"
+        )
+    return how
+
+
+def made_by(folder: Path) -> dict:
+    """CPU seconds of what made a folder, and of its last part the commit and the CPU."""
+    how = how_it_ended(folder)
+    return {key: how[key] for key in MADE_BY}
 
 
 def report(rows: list[dict]) -> str:
@@ -354,7 +364,7 @@ def keep(options: argparse.Namespace) -> Path:
         parts = ("seconds_rollout", "seconds_train", "seconds_eval")
         # Wall time, without the warm start and what else stands around the steps.
         seconds = sum(line.get(part) or 0 for line in lines for part in parts)
-        runs.append({"run": folder.name, "seconds_of_steps": seconds, **how_it_ended(folder)})
+        runs.append({"run": folder.name, "seconds_of_steps": seconds, **made_by(folder)})
     plot(rows, options, common.RESULTS / preset / "seeds.png")
     seeds = ["--seeds", *map(str, options.seeds)]
     arms = ["--arms", *options.arms] if options.arms else []
@@ -421,7 +431,8 @@ def copy_run(folder: Path, target: Path, options: argparse.Namespace) -> None:
         page = options.runs / f"after-RL-sampled-{first}" / "trajectories.html"
         texts += [page] if page.exists() else []
     for path in texts:
-        (target / path.name).write_text(without_paths(path.read_text(), options))
+        text = path.read_text(encoding="utf-8", errors="replace")
+        (target / path.name).write_text(without_paths(text, options))
 
 
 def run_all(options: argparse.Namespace) -> None:

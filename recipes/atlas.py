@@ -457,7 +457,7 @@ def fingerprint(model: str) -> tuple:
     folder = Path(model)
     if not folder.is_dir():
         return (model,)
-    files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+    files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.exists()]
     return tuple((name, state.st_size, state.st_mtime_ns) for name, state in files)
 
 

@@ -665,6 +665,8 @@ def test_a_warm_start_belongs_to_the_model_and_not_to_its_folders_name(monkeypat
     assert put(tmp_path / "here", "three") != first
     assert put(tmp_path / "elsewhere", "one") != first
     assert made == ["one", "three", "one"]
+    Path("model", "broken").symlink_to("nowhere")  # loading the model will say what it lacks
+    assert atlas.warm_model(config) == atlas.warm_model(config)
 
 
 def test_without_takes_an_option_and_its_value_out():

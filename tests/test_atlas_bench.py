@@ -384,6 +384,25 @@ def test_a_damaged_table_is_one_sentence(bench):
             atlas.keep(options)
 
 
+def test_a_damaged_record_is_one_sentence(bench):
+    options, _ = bench
+    go(options)
+    record = Path("runs/after-RL-greedy-0.run.json")
+    for content in ("{", "{}", "3", '{"exit": 0}'):
+        record.write_text(content)
+        with pytest.raises(UserError, match="greedy-0.run.json.*(damaged|not hold)"):
+            atlas.keep(options)
+
+
+def test_a_log_with_broken_bytes_is_kept(bench):
+    options, _ = bench
+    go(options)
+    with open("runs/rl-0.log", "ab") as log:
+        log.write(b"\xff\n")
+    atlas.keep(options)
+    assert (common.RESULTS / "atlas" / "rl-0" / "rl-0.log").read_text().endswith("\ufffd\n")
+
+
 def test_two_benches_in_one_folder_are_refused(bench, monkeypatch, capsys):
     options, commands = bench
     monkeypatch.setattr(atlas.sys, "argv", ["bench.atlas", "--runs", "runs", "--cache", "cache"])
