@@ -8,8 +8,9 @@
 A seed is one run of `python -m recipes.atlas` in RUNS/rl-SEED. Its held-out questions are put to
 the trained model, to its warm start and, with the first seed, to the untaught model, which also
 answers from memory; each of them samples at the run's temperature, and decodes greedily. An arm
-changes something of RL, from the same start, in RUNS/ARM-SEED, and is evaluated like the run. Only
-the frozen arm evaluates itself, at its end: its checkpoint lacks the frozen System 1.
+changes something of RL, from the same start, in RUNS/ARM-SEED, and is evaluated like the run. Two
+differ. no-purpose has a warm start of its own: from the usual one RL found nothing to learn. frozen
+evaluates itself, at its end: its checkpoint lacks the frozen System 1.
 
 The same command goes on where it stopped. A folder of --runs holds runs of one setting: other
 options are refused there.

@@ -13,8 +13,8 @@ training questions, held-out questions, and the pages that each of them searches
 (recipes/warm_start.py) begins with --model; --warm_steps 0 skips it.
 
 Demonstrations hold no mistakes (`demonstrate`). The model makes its own later, and RL learns from
-those. Demonstrations follow the preset and --seed: a limit or tool given on the command line
-changes RL only.
+those. Demonstrations follow the preset, --seed and --no-purpose: a limit or tool given on the
+command line changes RL only.
 
 Tests: pytest tests/test_atlas.py tests/test_warm_start.py
 """
@@ -114,7 +114,7 @@ def demonstrate(
 
     None unless the episode fits the limits, finds every fact, and earns reward 1.
     """
-    steps = sayings(plan, world)
+    steps = sayings(plan, world, purposes=config.purpose)
     written = []
     noted = []
 
@@ -183,7 +183,7 @@ def value(world: World, hop: Hop) -> str:
     return hop.fact[0] if hop.backwards else world.facts[hop.fact].text
 
 
-def sayings(plan: Plan, world: World) -> list[str]:
+def sayings(plan: Plan, world: World, purposes: bool = True) -> list[str]:
     """What System 2 says in each step: what it found, what is wanted now, and a call.
 
         step 1    Wanted: the calling code of the country with the capital Lima.  (call)
@@ -200,12 +200,12 @@ def sayings(plan: Plan, world: World) -> list[str]:
     A space stands before every name, in the answer too. Without it a name has other tokens than in
     the pages, and a small model then gets rare names wrong.
     """
-    calls = [call("search", "query", hop.query, hop.purpose) for hop in plan.hops]
+    calls = [call("search", "query", hop.query, hop.purpose, purposes) for hop in plan.hops]
     values = [value(world, hop) for hop in plan.hops]
     clauses = [clause(world, hop, hop.fact[0]) for hop in plan.hops]
     answer = plan.golds[0]
     if plan.code:
-        calls.append(call("python", "code", plan.code, wanted(plan, values)))
+        calls.append(call("python", "code", plan.code, wanted(plan, values), purposes))
         clauses.append(f"{wanted(plan, values)} is {answer}")
     asked = [f"Wanted: {wanted(plan, values[:i])}.\n{made}" for i, made in enumerate(calls)]
     first, *later = [*asked, f"<answer> {answer}</answer>"]
@@ -222,18 +222,21 @@ def wanted(plan: Plan, values: list[str]) -> str:
     return "".join(f"the {hop.fact[1]} of " for hop in reversed(later)) + now.purpose
 
 
-def call(tool: str, argument: str, value: str, purpose: str) -> str:
-    """The tool call that ends a step."""
-    content = {"name": tool, "arguments": {argument: value}, "purpose": purpose}
+def call(tool: str, argument: str, value: str, purpose: str, purposes: bool) -> str:
+    """The tool call that ends a step; `purposes`: whether it states one."""
+    content = {"name": tool, "arguments": {argument: value}}
+    if purposes:
+        content["purpose"] = purpose
     return f"<tool_call>\n{json.dumps(content, ensure_ascii=False)}\n</tool_call>"
 
 
-def demonstrations(preset: str, seed: int, count: int) -> warm_start.Batches:
+def demonstrations(preset: str, seed: int, count: int, purpose: bool = True) -> warm_start.Batches:
     """Batches of `count` demonstrations about training countries, of `shown` kinds in turn.
 
-    UserError if those of a kind never fit the preset's limits.
+    Without `purpose` System 1 still notes what is wanted, though it cannot know: so it learns to
+    guess. UserError if demonstrations of a kind never fit the preset's limits.
     """
-    config = AtlasConfig(**PRESETS[preset])
+    config = AtlasConfig(**PRESETS[preset], purpose=purpose)
     world = atlas_world.make_world(seed, SIZES[preset])
     pages = world.searched("train")
     functions = {"search": search.local(pages, config.top_k), "python": python.tool}
@@ -424,12 +427,13 @@ def warm_model(config: AtlasConfig) -> Path:
     bf16 = uses_bf16(config, cuda=config.device != "cpu" and torch.cuda.is_available())
     # Without threads, micro-batches and shared prefixes: these change the time and the last bits.
     model = fingerprint(config.model)
-    settings = (config.preset, model, options.steps, options.lr, options.seed, bf16)
+    shown = (config.preset, config.purpose, options.seed)
+    settings = (*shown, model, options.steps, options.lr, bf16)
     sources = (__file__, atlas_world.__file__, warm_start.__file__, mars.__file__, chat.__file__)
     folder = Path(config.cache) / f"warm-{digest(settings, *sources)}" / config.preset
     if folder.exists():
         return folder
-    batches = demonstrations(config.preset, config.seed, options.demonstrations)
+    batches = demonstrations(config.preset, config.seed, options.demonstrations, config.purpose)
     start = config.model
     if start == smollm2.NAME:
         start = smollm2.build(config.cache)

@@ -407,6 +407,21 @@ def test_demonstrations_are_flawless_and_true(world):
 
 
 @needs_facts
+def test_demonstrations_without_purposes_neither_state_nor_tell_one(world):
+    for told in (True, False):
+        config, chat, tools = playing(world, purpose=told)
+        for plan in plans(world, "train", 8):
+            trajectory = atlas.demonstrate(plan, world, config, chat, tools)
+            assert trajectory is not None and trajectory.reward == 1
+            (said,) = trajectory.samples("sys2")
+            assert ('"purpose"' in written(said, chat)) == told
+            assert all(bool(turn.action.call.purpose) == told for turn in trajectory.turns[:-1])
+            for sample in trajectory.samples("sys1"):
+                read = chat.decode(sample.tokens)
+                assert ("What to find out: " in read) == told
+
+
+@needs_facts
 def test_the_first_step_names_everything_that_is_wanted(world):
     """In words of the question; each later step follows from it and from the notes."""
     for plan in plans(world, "train", 24):
@@ -667,6 +682,8 @@ def test_a_warm_start_belongs_to_the_model_and_not_to_its_folders_name(monkeypat
     assert made == ["one", "three", "one"]
     Path("model", "broken").symlink_to("nowhere")  # loading the model will say what it lacks
     assert atlas.warm_model(config) == atlas.warm_model(config)
+    untold = dataclasses.replace(config, purpose=False)
+    assert atlas.warm_model(untold) != atlas.warm_model(config)
 
 
 def test_without_takes_an_option_and_its_value_out():
