@@ -13,8 +13,9 @@ training questions, held-out questions, and the pages that each of them searches
 (recipes/warm_start.py) begins with --model; --warm_steps 0 skips it.
 
 Demonstrations hold no mistakes (`demonstrate`). The model makes its own later, and RL learns from
-those. Demonstrations follow the preset, --seed and --no-purpose: a limit or tool given on the
-command line changes RL only.
+those. In the long world RL asks about countries that no demonstration has named. Demonstrations
+follow the preset, --seed and --no-purpose: a limit or tool given on the command line changes RL
+only.
 
 Tests: pytest tests/test_atlas.py tests/test_warm_start.py
 """
@@ -231,14 +232,15 @@ def call(tool: str, argument: str, value: str, purpose: str, purposes: bool) -> 
 
 
 def demonstrations(preset: str, seed: int, count: int, purpose: bool = True) -> warm_start.Batches:
-    """Batches of `count` demonstrations about training countries, of `shown` kinds in turn.
+    """Batches of `count` demonstrations about the first part's countries, of `shown` kinds in turn.
 
     Without `purpose` System 1 still notes what is wanted, though it cannot know: so it learns to
     guess. UserError if demonstrations of a kind never fit the preset's limits.
     """
     config = AtlasConfig(**PRESETS[preset], purpose=purpose)
     world = atlas_world.make_world(seed, SIZES[preset])
-    pages = world.searched("train")
+    part = next(iter(world.parts))
+    pages = world.searched(part)
     functions = {"search": search.local(pages, config.top_k), "python": python.tool}
     tools = [Tool(name, *KNOWN[name], functions[name]) for name in config.tools.split(",")]
     lacking = python.available() if "python" in config.tools else None
@@ -247,7 +249,7 @@ def demonstrations(preset: str, seed: int, count: int, purpose: bool = True) -> 
 
     def one(kind: str, chat: ChatFormat, rng: random.Random) -> Trajectory:
         for _ in range(atlas_world.TRIES):
-            plan = atlas_world.draw_plan(world, "train", kind, rng)
+            plan = atlas_world.draw_plan(world, part, kind, rng)
             trajectory = demonstrate(plan, world, config, chat, tools)
             if trajectory is not None:
                 return trajectory

@@ -287,6 +287,9 @@ class Size:
     travel: int = 1  # travel pages about each country
     filler: int = 1  # idle sentences on a page; on a travel page one of them names another country
     indirect: bool = False  # facts are also told as in TELL_INDIRECTLY
+    # Demonstrations are about half of the training countries, RL's questions about the others.
+    # After many demonstrations a model knows their countries, and RL would see few mistakes.
+    apart: bool = False
 
     @property
     def top_k(self) -> int:
@@ -311,20 +314,22 @@ LONG = Size(
     travel=2,
     filler=4,
     indirect=True,
+    apart=True,
 )
 
 
 @dataclass
 class World:
-    """Countries in two parts, their facts, and the pages.
+    """Countries in parts, their facts, and the pages.
 
-    `told` has, for each fact, the (title, sentence) pairs that tell it.
+    Parts are "train" and "held_out"; before them "taught", where demonstrations have countries of
+    their own. `told` has, for each fact, the (title, sentence) pairs that tell it.
     """
 
     size: Size
     seed: int
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)  # country -> its spellings
-    parts: dict[str, list[str]] = field(default_factory=dict)  # "train", "held_out"
+    parts: dict[str, list[str]] = field(default_factory=dict)
     facts: dict[Fact, Value] = field(default_factory=dict)
     pages: dict[str, list[Document]] = field(default_factory=dict)  # of each part
     told: dict[Fact, set[tuple[str, str]]] = field(default_factory=dict)
@@ -349,10 +354,10 @@ class World:
         return unique and not says(text, self.names[name])
 
     def searched(self, part: str) -> list[Document]:
-        """The pages that a part's questions are searched in."""
-        if part == "train":
-            return self.pages["train"]
-        return self.pages["train"] + self.pages["held_out"]
+        """The pages that a part's questions are searched in: its own, and those of parts before."""
+        parts = list(self.parts)
+        before = parts[: parts.index(part) + 1]
+        return [page for known in before for page in self.pages[known]]
 
     def finds(self, part: str, hop: "Hop") -> bool:
         """Whether a part's search finds the fact of a look-up, among its first few pages."""
@@ -390,7 +395,11 @@ def make_world(seed: int = 0, size: Size = SHORT) -> World:
             world.names[name] = names_of(row)
             world.facts |= {(name, attribute): value for attribute, value in values.items()}
     neighbours = largest_neighbours(world, rows)
-    world.parts = split(list(world.names), neighbours, rng)
+    trained, held_out = split(list(world.names), neighbours, rng, TRAINED)
+    world.parts = {"train": trained, "held_out": held_out}
+    if size.apart:
+        taught, asked = split(trained, neighbours, rng, 1 / 2)
+        world.parts = {"taught": taught, "train": asked, "held_out": held_out}
     if "three" in size.kinds:  # only a world with three look-ups tells neighbours
         for name, neighbour in neighbours.items():
             world.facts[name, NEIGHBOUR] = Value(neighbour, world.names[neighbour])
@@ -416,8 +425,10 @@ def largest_neighbours(world: World, rows: dict[str, dict]) -> dict[str, str]:
     return found
 
 
-def split(names: list[str], neighbours: dict[str, str], rng: random.Random) -> dict[str, list[str]]:
-    """The countries of training and the held-out ones.
+def split(
+    names: list[str], neighbours: dict[str, str], rng: random.Random, share: float
+) -> tuple[list[str], list[str]]:
+    """A share of the countries, and the others.
 
     A country and its most populous neighbour are always in the same part. So countries linked this
     way form a cluster, and a cluster is never split.
@@ -425,19 +436,20 @@ def split(names: list[str], neighbours: dict[str, str], rng: random.Random) -> d
     # Every country points at its cluster's list, which all members share.
     cluster = {name: [name] for name in names}
     for name, neighbour in neighbours.items():
-        if cluster[name] is not cluster[neighbour]:
+        if name in cluster and cluster[name] is not cluster[neighbour]:
             cluster[name] += cluster[neighbour]
             cluster |= dict.fromkeys(cluster[neighbour], cluster[name])
     clusters = list({id(members): members for members in cluster.values()}.values())
     rng.shuffle(clusters)
-    room = len(names) - round(TRAINED * len(names))
-    parts = {"train": [], "held_out": []}
+    room = len(names) - round(share * len(names))
+    chosen, others = [], []
     for members in clusters:
-        part = "held_out" if len(members) <= room else "train"
-        if part == "held_out":
-            room -= len(members)
-        parts[part] += members
-    return parts
+        if len(members) > room:
+            chosen += members
+            continue
+        others += members
+        room -= len(members)
+    return chosen, others
 
 
 def page(
@@ -613,7 +625,7 @@ def questions(world: World, part: str) -> list[dict]:
 
 def write(world: World, folder: Path) -> None:
     """The world as files: what --data, --eval_data, --docs and --eval_docs take."""
-    for part in world.parts:
+    for part in QUESTIONS:
         write_lines(folder / f"{part}.jsonl", questions(world, part))
         pages = [
             {"id": page.id, "title": page.title, "contents": page.text}
