@@ -398,7 +398,9 @@ def make_world(seed: int = 0, size: Size = SHORT) -> World:
     trained, held_out = split(list(world.names), neighbours, rng, TRAINED)
     world.parts = {"train": trained, "held_out": held_out}
     if size.apart:
-        taught, asked = split(trained, neighbours, rng, 1 / 2)
+        # A generator of its own, so that this choice changes no other.
+        apart = random.Random(f"atlas apart {seed}")
+        taught, asked = split(trained, neighbours, apart, 1 / 2)
         world.parts = {"taught": taught, "train": asked, "held_out": held_out}
     if "three" in size.kinds:  # only a world with three look-ups tells neighbours
         for name, neighbour in neighbours.items():
