@@ -685,12 +685,13 @@ def test_a_name_too_long_for_a_file_is_one_sentence(command, capsys):
 
 def test_a_warm_start_belongs_to_the_model_and_not_to_its_folders_name(monkeypatch, tmp_path):
     made = []
+    taught = []  # whether with purposes
 
     def train(options, start, batches, folder):
         made.append(Path(start, "weights").read_text())
 
     monkeypatch.setattr(atlas.warm_start, "train", train)
-    monkeypatch.setattr(atlas, "demonstrations", lambda *given: None)
+    monkeypatch.setattr(atlas, "demonstrations", lambda *given: taught.append(given[-1]))
     config = atlas.AtlasConfig(preset="atlas", cache=str(tmp_path / "cache"), model="model")
 
     def put(place, content):
@@ -708,6 +709,7 @@ def test_a_warm_start_belongs_to_the_model_and_not_to_its_folders_name(monkeypat
     assert atlas.warm_model(config) == atlas.warm_model(config)
     untold = dataclasses.replace(config, purpose=False)
     assert atlas.warm_model(untold) != atlas.warm_model(config)
+    assert taught == [True] * 3 + [False]
 
 
 def test_without_takes_an_option_and_its_value_out():
