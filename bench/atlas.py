@@ -8,9 +8,10 @@
 A seed is one run of `python -m recipes.atlas` in RUNS/rl-SEED. Its held-out questions are put to
 the trained model, to its warm start and, with the first seed, to the untaught model, which also
 answers from memory; each of them samples at the run's temperature, and decodes greedily. An arm
-changes something of RL, from the same start, in RUNS/ARM-SEED, and is evaluated like the run. Two
-differ. no-purpose has a warm start of its own: from the usual one RL found nothing to learn. frozen
-evaluates itself, at its end: its checkpoint lacks the frozen System 1.
+changes something of RL, in RUNS/ARM-SEED. It begins with the same warm start and is evaluated like
+the run, save two. no-purpose has a warm start of its own: from one that was taught to state
+purposes RL found nothing to learn. frozen evaluates itself, at its end: its checkpoint lacks the
+frozen System 1.
 
 The same command goes on where it stopped. A folder of --runs holds runs of one setting: other
 options are refused there.
@@ -36,7 +37,7 @@ from plumbing.files import read_json, read_lines
 from plumbing.statistics import wilson_interval
 from recipes import atlas, atlas_world
 
-# A row of the table: the command, and the model that it asks.
+# A row of the table: the command, and whom it asks (a key of `paths` in `evaluate`).
 MODELS = {
     "untaught": ("eval", "smollm2"),
     "from memory": ("closed", "smollm2"),
@@ -62,11 +63,11 @@ ARMS = {
 }
 # The frozen arm is asked all questions by its own run, before its first step and after its last.
 ITS_OWN = ["--eval_questions", HELD_OUT, "--eval_every", "1000000"]
-# The bench asks its own questions, of which it has the pages.
+# The bench sets the first four itself; the others would replace its questions or pages.
 RESERVED = set("seed name resume model data eval_data docs eval_docs search".split())
-# What runs of one setting may differ in. Questions asked along the way are in no row.
+# What runs of one setting may differ in. Their own evaluations are in no row, save those of frozen.
 MAY_DIFFER = RESERVED | (MAY_CHANGE - {"steps"}) | {"eval_questions"}
-# What evaluations do not take over from the options: only training reads it, or `ask` sets it.
+# Options that evaluations do not get: only training reads them, or `put_questions` sets them.
 NOT_PASSED_ON = atlas.AtlasConfig.for_training | {"eval_questions", "threads", "temperature"}
 
 
@@ -162,32 +163,23 @@ def train(seed: int, arm: str, options: argparse.Namespace) -> None:
 def evaluate(seed: int, options: argparse.Namespace) -> None:
     """Every model's evaluations that are missing, the trained one's first: time may run out.
 
-    A model that no run made gets the run's seed and preset, and the limits among the options. All
-    are asked all held-out questions, though the run may have asked itself fewer.
+    The warm start and the untaught model bring no settings. They get the run's seed and preset, and
+    those options that evaluations have. All are asked all held-out questions, though the run may
+    have asked itself fewer.
     """
     run = options.runs / f"rl-{seed}"
     made = read_json(run / "config.json")
     paths = {"run": str(run), "start": made["model"], "smollm2": smollm2.NAME}
-    told = typed(options.more)
-    limits = {name: value for name, value in told.items() if name not in NOT_PASSED_ON}
-    for model, (command, asked) in reversed(MODELS.items()):
-        if asked == "smollm2" and seed != options.seeds[0]:
+    given = typed(options.more)
+    passed_on = {name: value for name, value in given.items() if name not in NOT_PASSED_ON}
+    for model, (command, whom) in reversed(MODELS.items()):
+        if whom == "smollm2" and seed != options.seeds[0]:
             continue
-        settings = ["--seed", str(seed), "--preset", made["preset"], *as_options(limits)]
-        if asked == "run":
+        settings = ["--seed", str(seed), "--preset", made["preset"], *atlas.as_options(passed_on)]
+        if whom == "run":
             settings = []
-        ask(model.replace(" ", "-"), seed, [command, paths[asked], *settings], made, options)
-
-
-def as_options(values: dict) -> list[str]:
-    """{"top_k": 5, "purpose": False} -> ["--top_k=5", "--no-purpose"]"""
-    written = []
-    for name, value in values.items():
-        if isinstance(value, bool):
-            written.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            written.append(f"--{name}={value}")
-    return written
+        line = [command, paths[whom], *settings]
+        put_questions(model.replace(" ", "-"), seed, line, made, options)
 
 
 def evaluate_arm(seed: int, arm: str, options: argparse.Namespace) -> None:
@@ -195,10 +187,13 @@ def evaluate_arm(seed: int, arm: str, options: argparse.Namespace) -> None:
     folder = options.runs / f"{arm}-{seed}"
     if arm == "frozen" or not is_finished(folder):
         return
-    ask(f"after-{arm}", seed, ["eval", str(folder)], read_json(folder / "config.json"), options)
+    made = read_json(folder / "config.json")
+    put_questions(f"after-{arm}", seed, ["eval", str(folder)], made, options)
 
 
-def ask(name: str, seed: int, line: list[str], made: dict, options: argparse.Namespace) -> None:
+def put_questions(
+    name: str, seed: int, line: list[str], made: dict, options: argparse.Namespace
+) -> None:
     """One model's evaluations that are missing, sampled at its run's temperature and greedily."""
     line = [*line, "--eval_questions", HELD_OUT, "--threads", str(made["threads"])]
     for decoding in DECODING:
@@ -215,15 +210,16 @@ def ask(name: str, seed: int, line: list[str], made: dict, options: argparse.Nam
 def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
     """A row for each model and decoding that was asked, with the evaluation's own table."""
     rows = []
+    # A row's model -> how its folders begin, and the training that must have ended, if any.
     models = {model: (model.replace(" ", "-"), None) for model in MODELS}
     models["after RL"] = ("after-RL", "rl")
     names = {arm: f"after RL, {name}" for arm, (_, name) in ARMS.items()}
     models |= {names[arm]: (f"after-{arm}", arm) for arm in ARMS if arm != "frozen"}
-    for model, (named, trained) in models.items():
+    for model, (prefix, trained) in models.items():
         if trained and not is_finished(options.runs / f"{trained}-{seed}"):
             continue
         for decoding in DECODING:
-            folder = options.runs / f"{named}-{decoding}-{seed}"
+            folder = options.runs / f"{prefix}-{decoding}-{seed}"
             if was_asked(folder):
                 row = {"seed": seed, "model": model, "decoding": decoding}
                 rows.append(row | {"sets": table_of(folder), **made_by(folder)})
@@ -234,10 +230,10 @@ def rows_of_itself(seed: int, folder: Path, name: str) -> list[dict]:
     """What a run said of itself at its end; nothing if it has not come there."""
     if not is_finished(folder):
         return []
-    asked = read_json(folder / "config.json")["eval_questions"]  # fewer if it was made by hand
+    count = read_json(folder / "config.json")["eval_questions"]  # fewer if it was made by hand
     rows = []
     for decoding, key in (("sampled", "eval_accuracy"), ("greedy", "eval_greedy")):
-        sets = [share_of("all", round(metrics_of(folder)[-1][key] * asked), asked)]
+        sets = [share_of("all", round(metrics_of(folder)[-1][key] * count), count)]
         row = {"seed": seed, "model": name, "decoding": decoding, "sets": sets}
         rows.append(row | made_by(folder))
     return rows
@@ -316,7 +312,7 @@ def how_it_ended(folder: Path) -> dict:
 
 
 def made_by(folder: Path) -> dict:
-    """CPU seconds of what made a folder, and of its last part the commit and the CPU."""
+    """The CPU seconds that a folder took in all; the commit and the CPU of its last resumption."""
     how = how_it_ended(folder)
     return {key: how[key] for key in MADE_BY}
 
@@ -451,7 +447,7 @@ def run_all(options: argparse.Namespace) -> None:
 
 def main() -> int:
     """The command line; returns the exit code."""
-    # Without abbreviations --seed is no --seeds.
+    # Else --seed would be read as --seeds, and could not be refused.
     reader = OneLineParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     reader.add_argument("--seeds", type=int, nargs="+", default=[0])
     reader.add_argument("--arms", nargs="+", default=[], choices=ARMS, help="further runs a seed")
@@ -463,7 +459,7 @@ def main() -> int:
     options.failed = []
     options.runs = options.runs.resolve()
     options.cache = options.cache.resolve()
-    # The run that is going on ends with this process.
+    # SystemExit lets the pool end the run that is going on.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         refuse_contradictions(options)

@@ -64,7 +64,8 @@ ATLAS = {
     "sys2_context": 1024,
     "step_tokens": 128,
     "answer_tokens": 40,
-    "max_turns": 3,  # two look-ups and an answer: with more, RL came to look up what it had found
+    # Two look-ups and the answer. With more turns RL came to look up again what it had found.
+    "max_turns": 3,
     "sys1_prompt": 288,  # a chunk holds one or two pages
     "sys1_response": 64,
     "steps": 12,
@@ -72,9 +73,9 @@ ATLAS = {
     # the capital Lima?", and the model unlearned those.
     "questions": 8,
     "loss_mean": "token",  # a mean per sample hardly punishes long wrong attempts: they grew longer
-    # At 2e-5 two updates changed the habit that RL has to change, and went far beyond.
+    # At 2e-5 two updates changed the habit of answering too early, and went far beyond.
     "lr": 7e-6,
-    "beta1": 0.5,  # at 0.9 momentum went on for ten updates: two look-ups whatever was asked
+    "beta1": 0.5,  # at 0.9 momentum went on for ten updates, to two look-ups for every question
     "warmup": 3,  # Adam's first updates are its largest
     "decay": True,  # at a constant rate one run drifted to two look-ups everywhere, then to one
     "eval_every": 12,  # before and after: on two cores 200 questions take eight minutes
@@ -88,7 +89,7 @@ ATLAS = {
 ATLAS_LONG = ATLAS | {
     "tools": "search,python",
     "top_k": atlas_world.LONG.top_k,
-    "max_turns": 4,  # three look-ups, or two and a sum
+    "max_turns": 4,  # three look-ups, or two and a sum; then the answer
     "sys1_prompt": 384,
     # After 24 it made mistakes of many kinds, and 12 steps of RL changed little.
     "warm_steps": 40,
@@ -121,11 +122,12 @@ def demonstrate(
 
     def system2(read: str) -> str:
         if len(written) == len(steps):
-            raise warm_start.DoesNotFit  # a step was refused, so the answer came too early
+            raise warm_start.DoesNotFit  # the answer itself was refused: a step more is asked for
         written.append(steps[len(written)])
         return written[-1]
 
     def system1(read: str) -> str:
+        # It reads pages only: what Python prints goes to System 2 as it is.
         fact, said = note(plan.hops[len(written) - 1], world, read)
         noted.append(fact)
         return said
@@ -158,19 +160,19 @@ def note(hop: Hop, world: World, read: str) -> tuple[Fact | None, str]:
     chose its first words before it knew which sentence to quote.
     """
     name, attribute = hop.fact
-    title = world.titles(attribute, read)
-    if not title:
+    titles = world.titles(attribute, read)
+    if not titles:
         return None, IDLE
-    if name not in title:
-        name = next(iter(title))
-    return (name, attribute), f"The page {title[name]} says: {clause(world, hop, name)}."
+    if name not in titles:
+        name = next(iter(titles))
+    return (name, attribute), f"The page {titles[name]} says: {clause(world, hop, name)}."
 
 
 def clause(world: World, hop: Hop, name: str) -> str:
-    """What a look-up finds if it is about this country, in words: "the capital of Peru is Lima".
+    """The fact of a look-up in words, as it is for this country: "the capital of Peru is Lima".
 
-    For the wanted country it begins with the purpose's own words. Notes and System 2 use the same
-    ones, so a small model only has to copy.
+    For the wanted country it begins with the purpose. System 1's notes and System 2's "Found" have
+    this same wording, so a small model only has to copy.
     """
     attribute = hop.fact[1]
     text = world.facts[name, attribute].text
@@ -193,10 +195,11 @@ def sayings(plan: Plan, world: World, purposes: bool = True) -> list[str]:
         step 3    Found: the calling code of Peru is 51.  <answer> 51</answer>
 
     A step says first what it found. Whether to go on then follows from that line: a country was
-    found, and a calling code was asked for. Earlier forms announced the choice before ("Two
-    look-ups", "Step 1 of 2", "Found X:"), and RL made it "go on" everywhere: that helps questions
-    of two look-ups and hardly harms the others. Where the answer could come before "Found", it was
-    copied from the first note, also if only the second was about the wanted country.
+    found, and a calling code was asked for. Earlier forms announced the choice first ("Two
+    look-ups", "Step 1 of 2", "Found X:"), and RL then made the model go on everywhere.
+
+    A look-up gives a note for each chunk. Where the answer could come before "Found", it was copied
+    from the first note, even if only the second was about the wanted country.
 
     A space stands before every name, in the answer too. Without it a name has other tokens than in
     the pages, and a small model then gets rare names wrong.
@@ -232,8 +235,9 @@ def call(tool: str, argument: str, value: str, purpose: str, purposes: bool) -> 
 
 
 def demonstrations(preset: str, seed: int, count: int, purpose: bool = True) -> warm_start.Batches:
-    """Batches of `count` demonstrations about the first part's countries, of `shown` kinds in turn.
+    """Batches of `count` demonstrations, of the world's `shown` kinds in turn.
 
+    They are about the countries of "taught", or of "train" in a world without that part.
     Without `purpose` System 1 still notes what is wanted, though it cannot know: so it learns to
     guess. UserError if demonstrations of a kind never fit the preset's limits.
     """
@@ -290,7 +294,7 @@ async def from_memory(game: Game, trajectory: Trajectory) -> None:
     async with Context(game, trajectory, "sys2") as system2:
         prompt = game.chat.prompt("sys2", question=trajectory.question.text)
         turn = await mars.act(game, system2, prompt, final=True)
-    spoken = game.chat.decode(game.chat.note(turn.sampled))
+    spoken = game.chat.decode(game.chat.note(turn.sampled))  # without thoughts and marks
     trajectory.answer = turn.action.answer or spoken.removesuffix(".")
     trajectory.ended = "answer"
 
@@ -330,13 +334,13 @@ def run(arguments: list[str], typed: dict) -> int:
         claims.refuse_taken(config)
         options |= places(config)
         whole = resolve(AtlasConfig, options | typed, presets=PRESETS)
-        surroundings.usable_tools(whole, rank=1)  # quietly: only rank 0 prints
+        surroundings.usable_tools(whole, rank=1)  # refuses what is missing; rank 1 prints nothing
         options["model"] = warm_model(config) if config.warm_steps else config.model
     return train.main(METHOD, [*as_options(options), *without(arguments, "--model")], __doc__)
 
 
 def begun(config: AtlasConfig) -> dict:
-    """The model and the paths that the resumed run has saved; the cache may have moved since.
+    """The model and the files of the run that is resumed, whatever --cache says now.
 
     Empty if there is no such run; train.main refuses that later, in a sentence.
     """
@@ -366,7 +370,7 @@ def look(arguments: list[str]) -> int:
         command, method = "eval", CLOSED_BOOK
     help_only = not rest or rest[0] in ("-h", "--help")
     if not help_only:
-        evaluation.find_checkpoint(method, rest[0])  # a mistyped name makes no world
+        evaluation.find_checkpoint(method, rest[0])  # refuses a mistyped name, before any work
     if not help_only and evaluation.run_of(Path(rest[0])) is None:
         files = world_files(known.preset, known.cache, known.seed)
         settings = {
@@ -385,8 +389,14 @@ def look(arguments: list[str]) -> int:
 
 
 def as_options(values: dict) -> list[str]:
-    """{"lr": 1e-5} -> ["--lr=1e-05"]"""
-    return [f"--{name}={value}" for name, value in values.items()]
+    """{"lr": 1e-5, "purpose": False} -> ["--lr=1e-05", "--no-purpose"]"""
+    written = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            written.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            written.append(f"--{name}={value}")
+    return written
 
 
 def without(arguments: list[str], name: str) -> list[str]:
@@ -423,14 +433,14 @@ def world_files(preset: str, cache: str, seed: int) -> Path:
 def warm_model(config: AtlasConfig) -> Path:
     """The warm-started model's folder in the cache.
 
-    It has the preset's name, since a run without --name is called after its model.
+    It is called after the preset, since a run without --name is called after its model.
     """
     options = warm_options(config)
     bf16 = uses_bf16(config, cuda=config.device != "cpu" and torch.cuda.is_available())
-    # Without threads, micro-batches and shared prefixes: these change the time and the last bits.
+    # Threads, micro-batches and shared prefixes are left out: they change only time and rounding.
     model = fingerprint(config.model)
-    shown = (config.preset, config.purpose, options.seed)
-    settings = (*shown, model, options.steps, options.lr, bf16)
+    demonstrated = (config.preset, config.purpose, options.seed)
+    settings = (*demonstrated, model, options.steps, options.lr, bf16)
     sources = (__file__, atlas_world.__file__, warm_start.__file__, mars.__file__, chat.__file__)
     folder = Path(config.cache) / f"warm-{digest(settings, *sources)}" / config.preset
     if folder.exists():
@@ -447,7 +457,7 @@ def warm_model(config: AtlasConfig) -> Path:
 def warm_options(config: AtlasConfig) -> warm_start.WarmStart:
     """The run's settings, as far as the warm start has them too."""
     return warm_start.WarmStart(
-        steps=max(1, config.warm_steps),  # 0 leaves it out, and its own check wants one
+        steps=max(1, config.warm_steps),  # with 0 it never runs, but its check wants at least 1
         lr=config.warm_lr,
         seed=config.seed,
         device=config.device,

@@ -2,17 +2,20 @@
 
 The facts are those of PyPI's countryinfo (MIT): capital, currency, calling code, internet domain,
 demonym, population, area, neighbours. A country is kept only if each of these fields gives one
-usable value (`facts_of`), though its neighbours may be unknown. The United States are left out,
+usable value (`facts_of`); not all of its neighbours need be kept. The United States are left out,
 since the package lists three currencies. The facts are as old as that package.
+
+The short world has questions of the first two kinds, the long one of all four.
 
     one      What is the capital of Peru?                  Which country has the capital Lima?
     two      What is the calling code of the country with the capital Lima?
     three    What is the demonym of the most populous neighbour of the country with the capital …?
     sum      How many more people live in Peru than in Chile?           (Python subtracts)
 
-A seed splits the countries. Training asks about the ones of the first part and searches pages
-that name no other country. Held-out questions go through countries of the second part alone, and
-all pages are searched. So no page of training tells what a held-out question asks.
+A seed splits the countries into parts: "train" and "held_out", and in the long world before them
+"taught", for demonstrations. A page names countries of its own part only. A part's questions are
+about its own countries, and search its own pages and those of the parts before it. So no page of
+training tells what a held-out question asks.
 
 Every country has a page of its own in varied English, and travel pages that tell the same facts.
 Each travel page names another country too, so searches for that one find it as well: a distractor,
@@ -186,7 +189,7 @@ class Value:
 
 
 def countries() -> list[dict]:
-    """All rows of countryinfo's data files, sorted by name. The package itself is not imported."""
+    """All rows of countryinfo's data files, sorted by name."""
     spec = importlib.util.find_spec("countryinfo")
     if spec is None:
         raise UserError(
@@ -287,18 +290,18 @@ class Size:
     travel: int = 1  # travel pages about each country
     filler: int = 1  # idle sentences on a page; on a travel page one of them names another country
     indirect: bool = False  # facts are also told as in TELL_INDIRECTLY
-    # Demonstrations are about half of the training countries, RL's questions about the others.
-    # After many demonstrations a model knows their countries, and RL would see few mistakes.
+    # One half of the training countries is for demonstrations, the other half for RL's questions.
+    # After many demonstrations a model knows their countries, and RL would see few mistakes there.
     apart: bool = False
 
     @property
     def top_k(self) -> int:
         """Pages that a search returns.
 
-        As many as name a country: its own page, the travel pages about it, and those about others
-        that name it. In a long world more may name it, as a neighbour. With more pages to return,
-        BM25 filled up with the shortest ones that have the word "capital", and a few pages came in
-        up to half of all searches.
+        As many as name one country: its own page, the travel pages about it, and as many about
+        others that name it. In a long world a few more may name it, as a neighbour. With a larger
+        top_k BM25 filled up with the shortest pages that have the word "capital", and such a page
+        came in up to half of all searches.
         """
         return 1 + 2 * self.travel
 
@@ -417,7 +420,7 @@ def make_world(seed: int = 0, size: Size = SHORT) -> World:
 
 
 def largest_neighbours(world: World, rows: dict[str, dict]) -> dict[str, str]:
-    """country -> the neighbour with the most inhabitants, where all its neighbours are known."""
+    """country -> its most populous neighbour, if all its neighbours are in the world."""
     by_code = {rows[name]["ISO"]["alpha3"]: name for name in world.names}
     found = {}
     for name in world.names:
@@ -435,7 +438,8 @@ def split(
     A country and its most populous neighbour are always in the same part. So countries linked this
     way form a cluster, and a cluster is never split.
     """
-    # Every country points at its cluster's list, which all members share.
+    # Every country points at its cluster's list, which all members share. `neighbours` may tell of
+    # countries that are not among the names.
     cluster = {name: [name] for name in names}
     for name, neighbour in neighbours.items():
         if name in cluster and cluster[name] is not cluster[neighbour]:
@@ -443,7 +447,7 @@ def split(
             cluster |= dict.fromkeys(cluster[neighbour], cluster[name])
     clusters = list({id(members): members for members in cluster.values()}.values())
     rng.shuffle(clusters)
-    room = len(names) - round(share * len(names))
+    room = len(names) - round(share * len(names))  # for others
     chosen, others = [], []
     for members in clusters:
         if len(members) > room:
@@ -483,7 +487,7 @@ def page(
 class Hop:
     """One look-up: the query, its purpose, and the fact that must be found.
 
-    backwards: it looks for the country that the fact's value belongs to.
+    backwards: the fact's value is given, and its country is looked for.
     """
 
     query: str
@@ -555,13 +559,11 @@ def draw_sum(world: World, names: list[str], rng: random.Random) -> Plan:
     pair = rng.sample(names, 2)
     numbers = {name: int(world.facts[name, attribute].text.replace(",", "")) for name in pair}
     pair.sort(key=numbers.get, reverse=True)
-    code = f"{numbers[pair[0]]} {operation} {numbers[pair[1]]}"
-    result = numbers[pair[0]] + numbers[pair[1]]
-    if operation == "-":
-        result = numbers[pair[0]] - numbers[pair[1]]
+    larger, smaller = (numbers[name] for name in pair)
+    result = larger - smaller if operation == "-" else larger + smaller
     hops = tuple(hop_to_fact(name, attribute) for name in pair)
     text = words.format(*pair)
-    return Plan("sum", text, hops, (str(result),), code)
+    return Plan("sum", text, hops, (str(result),), f"{larger} {operation} {smaller}")
 
 
 def by_key(world: World, name: str, rng: random.Random) -> Hop | None:
