@@ -251,7 +251,11 @@ def pool(
 def alone_in(folder: Path):
     """Refuses a second bench in the same folder."""
     make_folder(folder)
-    with open(folder / ".lock", "w") as lock:
+    try:
+        lock = open(folder / ".lock", "w")
+    except OSError as error:
+        raise UserError(f"cannot write {folder / '.lock'} ({error.strerror})") from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -22,7 +22,9 @@ curves and a page of held-out trajectories after RL. Tests: pytest tests/test_at
 
 import argparse
 import dataclasses
+import io
 import json
+import math
 import shutil
 import signal
 import sys
@@ -33,7 +35,7 @@ from bench.ablations import ROOT, Ended, alone_in, pool, remember
 from config import MAY_CHANGE, OneLineParser, UserError, fail, parse, parser, resolve
 from plumbing import smollm2
 from plumbing.evaluation import with_interval
-from plumbing.files import read_json, read_lines
+from plumbing.files import make_folder, read_json, read_lines, write_whole
 from plumbing.statistics import wilson_interval
 from recipes import atlas, atlas_world
 
@@ -47,6 +49,7 @@ MODELS = {
 DECODING = ("sampled", "greedy")
 KEPT = ("config.json", "metrics.jsonl")
 MADE_BY = ("cpu_seconds", "commit", "cpu")
+SHOWN = ("calls", "malformed", "sys2_tokens", "sys1_tokens")  # of an evaluation's table
 HELD_OUT = str(atlas_world.QUESTIONS["held_out"])
 # What an arm changes, and its name in the table.
 ARMS = {
@@ -71,13 +74,44 @@ MAY_DIFFER = RESERVED | (MAY_CHANGE - {"steps"}) | {"eval_questions"}
 NOT_PASSED_ON = atlas.AtlasConfig.for_training | {"eval_questions", "threads", "temperature"}
 
 
+def config_of(folder: Path) -> dict:
+    """A run's options; UserError if some of those that the bench reads are not there."""
+    made = read_json(folder / "config.json")
+    read = {"preset", "model", "seed", "steps", "threads", "temperature", "eval_questions"}
+    if not read <= made.keys():
+        raise UserError(f"{folder}/config.json is damaged: it has no {min(read - made.keys())}")
+    return made
+
+
 def metrics_of(folder: Path) -> list[dict]:
-    """A run's metrics, a line a step; none unless it has made all its steps."""
-    if not (folder / "metrics.jsonl").exists():
+    """A run's metrics, a line a step; none unless it has made all its steps.
+
+    UserError if a line is missing or damaged.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.exists():
         return []
-    lines = read_lines(folder / "metrics.jsonl")
-    steps = read_json(folder / "config.json")["steps"]
-    return lines if lines and lines[-1].get("eval_step") == steps else []
+    lines = read_lines(path)
+    steps = config_of(folder)["steps"]
+    if not lines or lines[-1].get("eval_step") != steps:
+        return []
+    numbers = ("reward", "seconds_rollout", "seconds_train")
+    whole = [line.get("step") for line in lines] == list(range(steps))
+    whole = whole and all(is_number(line.get(name)) for line in lines for name in numbers)
+    whole = whole and all(is_number(line.get("seconds_eval", 0)) for line in lines)
+    if not whole or not all(is_share(lines[-1].get(f"eval_{of}")) for of in ("accuracy", "greedy")):
+        raise UserError(f"{path} is damaged: name another --runs, or delete the folder")
+    return lines
+
+
+def is_number(value) -> bool:
+    """Whether a value out of a file is a finite number."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def is_share(value) -> bool:
+    """Whether a value out of a file is a number between 0 and 1."""
+    return is_number(value) and 0 <= value <= 1
 
 
 def typed(arguments: list[str]) -> dict:
@@ -101,11 +135,12 @@ def refuse_contradictions(options: argparse.Namespace) -> None:
 
 
 def refuse_other_settings(options: argparse.Namespace) -> None:
-    """UserError if runs of different settings would come into one table.
+    """UserError if runs of different settings would come into one table, or a record is damaged.
 
-    With --table all runs are compared with the first one, else with the options.
+    With --table all runs are compared with the first one, else with the options. Each run must
+    also have its own seed, and what its arm changes.
     """
-    expected = None
+    expected = {}
     if not options.table:
         given = {"preset": "atlas"} | typed(options.more)
         expected = dataclasses.asdict(
@@ -114,20 +149,37 @@ def refuse_other_settings(options: argparse.Namespace) -> None:
     for seed in options.seeds:
         for arm in ("rl", *ARMS):
             folder = options.runs / f"{arm}-{seed}"
+            if record_of(folder).exists():
+                how_it_ended(folder)
             if not (folder / "config.json").exists():
+                if not options.table:
+                    refuse_orphans(seed, arm, options)
                 continue
-            made = read_json(folder / "config.json")
-            expected = expected or made
-            changed = typed(ARMS[arm][0]).keys() if arm in ARMS else set()
+            made = config_of(folder)
+            changed = {"seed": seed} | (typed(ARMS[arm][0]) if arm in ARMS else {})
+            if not expected:  # of --table
+                expected = {name: made[name] for name in made.keys() - changed.keys() - MAY_DIFFER}
+            wanted = expected | changed
             # An option that is younger than the run has no place in its config.
-            compared = made.keys() & expected.keys() - MAY_DIFFER - changed
-            other = sorted(name for name in compared if made[name] != expected[name])
+            compared = made.keys() & wanted.keys() - (MAY_DIFFER - changed.keys())
+            other = sorted(name for name in compared if made[name] != wanted[name])
             if other:
                 name = "preset" if "preset" in other else other[0]
                 raise UserError(
-                    f"{folder} was made with --{name} {made[name]}, not {expected[name]}: name "
+                    f"{folder} was made with --{name} {made[name]}, not {wanted[name]}: name "
                     "another --runs"
                 )
+
+
+def refuse_orphans(seed: int, arm: str, options: argparse.Namespace) -> None:
+    """UserError if evaluations are there of a training that is not: they asked another model."""
+    asked = [model.replace(" ", "-") for model in MODELS] if arm == "rl" else [f"after-{arm}"]
+    for name in [f"{model}-{decoding}-{seed}" for model in asked for decoding in DECODING]:
+        if record_of(options.runs / name).exists():
+            raise UserError(
+                f"{options.runs / name} asked a model whose run {arm}-{seed} is gone: delete both "
+                "it and its .run.json, or name another --runs"
+            )
 
 
 def carry_out(name: str, arguments: list[str], options: argparse.Namespace) -> None:
@@ -168,7 +220,7 @@ def evaluate(seed: int, options: argparse.Namespace) -> None:
     have asked itself fewer.
     """
     run = options.runs / f"rl-{seed}"
-    made = read_json(run / "config.json")
+    made = config_of(run)
     paths = {"run": str(run), "start": made["model"], "smollm2": smollm2.NAME}
     given = typed(options.more)
     passed_on = {name: value for name, value in given.items() if name not in NOT_PASSED_ON}
@@ -187,7 +239,7 @@ def evaluate_arm(seed: int, arm: str, options: argparse.Namespace) -> None:
     folder = options.runs / f"{arm}-{seed}"
     if arm == "frozen" or not is_finished(folder):
         return
-    made = read_json(folder / "config.json")
+    made = config_of(folder)
     put_questions(f"after-{arm}", seed, ["eval", str(folder)], made, options)
 
 
@@ -230,7 +282,7 @@ def rows_of_itself(seed: int, folder: Path, name: str) -> list[dict]:
     """What a run said of itself at its end; nothing if it has not come there."""
     if not is_finished(folder):
         return []
-    count = read_json(folder / "config.json")["eval_questions"]  # fewer if it was made by hand
+    count = config_of(folder)["eval_questions"]  # fewer if it was made by hand
     rows = []
     for decoding, key in (("sampled", "eval_accuracy"), ("greedy", "eval_greedy")):
         sets = [share_of("all", round(metrics_of(folder)[-1][key] * count), count)]
@@ -249,6 +301,7 @@ def pooled(rows: list[dict]) -> list[dict]:
     """A row over all seeds for each model and decoding that several seeds asked, set by set.
 
     The interval speaks of these models and questions. It does not say how far seeds lie apart.
+    UserError if seeds were asked different sets.
     """
     together = {}
     for row in rows:
@@ -257,8 +310,13 @@ def pooled(rows: list[dict]) -> list[dict]:
     for (model, decoding), tables in together.items():
         if len(tables) < 2:
             continue
+        names = [part["set"] for part in tables[0]]
+        if any({part["set"] for part in table} != set(names) for table in tables):
+            raise UserError(
+                f"{model}, {decoding}: the seeds were asked different sets of questions"
+            )
         sets = []
-        for name in [part["set"] for part in tables[0]]:
+        for name in names:
             parts = [part for table in tables for part in table if part["set"] == name]
             asked = sum(part["questions"] for part in parts)
             right = sum(round(part["questions"] * part["accuracy"]) for part in parts)
@@ -286,14 +344,26 @@ def table_of(folder: Path) -> list[dict]:
     """An evaluation's table; UserError if it is damaged."""
     try:
         table = json.loads((folder / "table.json").read_text())
-        whole = all(
-            {"set", "questions", "accuracy", "low", "high"} <= part.keys() for part in table
-        )
-    except (OSError, ValueError, TypeError, AttributeError):
-        whole = False
-    if not whole or not table:
+    except (OSError, ValueError, RecursionError):
+        table = None
+    whole = isinstance(table, list) and all(map(is_whole, table))
+    names = [part["set"] for part in table] if whole else []
+    if "all" not in names or len(set(names)) < len(names):
         raise UserError(f"{folder} holds no whole table: delete it, and run the same command again")
     return table
+
+
+def is_whole(part) -> bool:
+    """Whether a part of a table has all that the bench reads, and nothing absurd."""
+    return (
+        isinstance(part, dict)
+        and isinstance(part.get("set"), str)
+        and type(part.get("questions")) is int
+        and part["questions"] > 0
+        and all(is_share(part.get(name)) for name in ("accuracy", "low", "high"))
+        and all(is_number(part.get(name, 0)) and part.get(name, 0) >= 0 for name in SHOWN)
+        and not any(isinstance(value, float) and not is_number(value) for value in part.values())
+    )
 
 
 def was_asked(folder: Path) -> bool:
@@ -304,7 +374,13 @@ def was_asked(folder: Path) -> bool:
 def how_it_ended(folder: Path) -> dict:
     """A folder's record; UserError if it is damaged."""
     how = read_json(record_of(folder))
-    if not {"exit", *MADE_BY} <= how.keys():
+    texts = (how.get("commit"), how.get("cpu"))
+    if (
+        type(how.get("exit")) is not int
+        or not is_number(how.get("cpu_seconds"))
+        or not all(text is None or isinstance(text, str) for text in texts)
+        or not {"exit", *MADE_BY} <= how.keys()
+    ):
         raise UserError(
             f"{record_of(folder)} is damaged: delete it, and run the same command again"
         )
@@ -326,7 +402,7 @@ def report(rows: list[dict]) -> str:
             line[part["set"]] = with_interval(part["accuracy"], part["low"], part["high"])
         whole = next(part for part in row["sets"] if part["set"] == "all")
         line["n"] = whole["questions"]
-        for key in ("calls", "malformed", "sys2_tokens", "sys1_tokens"):
+        for key in SHOWN:
             if key in whole:
                 line[key] = f"{whole[key]:.2f}"
         shown.append(line)
@@ -350,7 +426,7 @@ def keep(options: argparse.Namespace) -> Path:
         raise UserError(f"nothing was evaluated in {options.runs}")
     rows += pooled(rows)
     print(report(rows))
-    preset = read_json(options.runs / f"rl-{rows[0]['seed']}" / "config.json")["preset"]
+    preset = config_of(options.runs / f"rl-{rows[0]['seed']}")["preset"]
     runs = []
     names = [f"{arm}-{seed}" for seed in options.seeds for arm in ("rl", *ARMS)]
     for folder in [options.runs / name for name in names]:
@@ -395,8 +471,10 @@ def plot(rows: list[dict], options: argparse.Namespace, path: Path) -> None:
         ax.grid(axis="y", alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
     rewards.legend(frameon=False, loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(str(path))
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    make_folder(path.parent)
+    write_whole(path, picture.getvalue())
 
 
 def plot_pair(ax, rows: list[dict], seed: int, decoding: str, offset: float, colour: str) -> None:
@@ -420,16 +498,16 @@ def plot_pair(ax, rows: list[dict], seed: int, decoding: str, offset: float, col
 
 def copy_run(folder: Path, target: Path, options: argparse.Namespace) -> None:
     """A run's texts; of the first seed's also what is large, its curves and trajectories."""
-    target.mkdir(parents=True, exist_ok=True)
+    make_folder(target)
     texts = [folder / name for name in KEPT] + [folder.with_name(f"{folder.name}.log")]
     first = options.seeds[0]
     if folder.name == f"rl-{first}":
-        shutil.copyfile(folder / "curves.png", target / "curves.png")
+        write_whole(target / "curves.png", (folder / "curves.png").read_bytes())
         page = options.runs / f"after-RL-sampled-{first}" / "trajectories.html"
         texts += [page] if page.exists() else []
     for path in texts:
         text = path.read_text(encoding="utf-8", errors="replace")
-        (target / path.name).write_text(without_paths(text, options))
+        write_whole(target / path.name, without_paths(text, options).encode())
 
 
 def run_all(options: argparse.Namespace) -> None:
@@ -473,6 +551,8 @@ def main() -> int:
         return 0
     except UserError as error:
         return fail(error)
+    except OSError as error:  # a run's file is missing, or is a folder
+        return fail(f"cannot read or write {error.filename}: {error.strerror}")
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on where it stopped")
         return 130

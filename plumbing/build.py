@@ -302,8 +302,8 @@ def environment(config: Config, machine: Machine, training: bool, additions: Add
 # ------------------------------------------------------------------------------- the machine
 
 
-def join(config: Config) -> Machine:
-    """This process's device and rank; joins the process group when there are several."""
+def place(config: Config) -> Machine:
+    """This process's device and rank. UserError if the environment and the options disagree."""
     rank = number_from("RANK", 0)
     ranks = number_from("WORLD_SIZE", 1)
     local = number_from("LOCAL_RANK", 0)
@@ -328,14 +328,20 @@ def join(config: Config) -> Machine:
             )
         torch.cuda.set_device(local)
         device = torch.device("cuda", local)
-    if ranks > 1 and not dist.is_initialized():
+    return Machine(device, rank, ranks, uses_bf16(config, device.type == "cuda"))
+
+
+def join(config: Config) -> Machine:
+    """This process's place; it joins the process group when there are several."""
+    machine = place(config)
+    if machine.ranks > 1 and not dist.is_initialized():
         # Ranks wait for the slowest one's rollouts, and while rank 0 writes a state.
         patience = datetime.timedelta(hours=2)
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "nccl" if machine.cuda else "gloo"
         dist.init_process_group(backend, timeout=patience)
-    elif ranks == 1 and device.type == "cpu":
+    elif machine.ranks == 1 and not machine.cuda:
         torch.set_num_threads(min(config.threads, os.cpu_count() or 1))
-    return Machine(device, rank, ranks, uses_bf16(config, device.type == "cuda"))
+    return machine
 
 
 def number_from(variable: str, default: int) -> int:
@@ -356,7 +362,7 @@ def check_machine(config: Config, machine: Machine) -> None:
             "--preset paper needs CUDA GPUs and PyTorch finds none; 8 of 80 GB train Qwen3-8B, one "
             "trains a 0.6B model (--model Qwen/Qwen3-0.6B --no-fsdp)"
         )
-    if config.fsdp and not dist.is_initialized():
+    if config.fsdp and machine.ranks == 1:
         raise UserError(
             "--fsdp shards over processes; start them with torchrun --nproc_per_node=N mars.py "
             "--fsdp …"

@@ -139,7 +139,9 @@ def claim_again(config: Config, method: str, folder: Path) -> Claim:
 def check_writable(folder: Path) -> None:
     """UserError if the folder cannot be made or written."""
     try:
-        parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        # A dangling link is there and is no folder.
+        ancestors = (folder, *folder.absolute().parents)
+        parent = next(path for path in ancestors if os.path.lexists(path))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"--runs cannot be used ({reason}); choose another folder") from None

@@ -36,7 +36,7 @@ import mars
 import train
 from config import Config, OneLineParser, UserError, fail, parse, parser, resolve, uses_bf16
 from mars import MarsConfig
-from plumbing import claims, evaluation, smollm2, surroundings
+from plumbing import build, claims, evaluation, smollm2
 from plumbing.cache import made_once
 from plumbing.files import read_json
 from recipes import atlas_world, warm_start
@@ -334,7 +334,7 @@ def run(arguments: list[str], typed: dict) -> int:
         claims.refuse_taken(config)
         options |= places(config)
         whole = resolve(AtlasConfig, options | typed, presets=PRESETS)
-        surroundings.usable_tools(whole, rank=1)  # refuses what is missing; rank 1 prints nothing
+        build.environment(whole, build.place(whole), training=True, additions=build.Additions())
         options["model"] = warm_model(config) if config.warm_steps else config.model
     return train.main(METHOD, [*as_options(options), *without(arguments, "--model")], __doc__)
 

@@ -22,7 +22,7 @@ import mars
 import train
 from config import UserError, resolve
 from mars import MarsConfig
-from plumbing import build
+from plumbing import build, smollm2
 from recipes import atlas, atlas_world
 from recipes.atlas_world import LONG, NEIGHBOUR, SHORT, TELL, TELL_INDIRECTLY, Hop
 from tasks import questions
@@ -756,14 +756,24 @@ def test_bad_options_are_refused_before_anything_is_made(arguments, reason, caps
         ("--resume --name taken --model x", "leave --model out"),
         ("--name taken", "runs/taken exists: add --resume to go on with it"),
         ("--runs runs/taken/a-file", "cannot write to runs/taken/a-file"),
+        ("--runs runs/dangling", "cannot write to runs/dangling"),
+        ("--data no-such.jsonl", "cannot read the questions in no-such.jsonl"),
+        ("--docs no-such", "there is no no-such"),
+        ("--questions 5000", "fewer than --questions 5000"),
+        ("--server nonsense", "'nonsense'"),
+        ("--fsdp", "start them with torchrun"),
+        ("--search serper", "SERPER_API_KEY is not set"),
     ],
 )
 def test_what_a_run_refuses_is_refused_before_the_warm_start(
     given, reason, monkeypatch, capsys, tmp_path
 ):
     monkeypatch.setattr(atlas, "warm_model", lambda config: pytest.fail("a warm start began"))
+    monkeypatch.setattr(smollm2, "build", lambda cache: "smollm2")
+    monkeypatch.delenv("SERPER_API_KEY", raising=False)
     monkeypatch.chdir(tmp_path)
     Path("runs/taken").mkdir(parents=True)
+    Path("runs/dangling").symlink_to("nowhere")
     Path("runs/taken/a-file").write_text("somebody's")
     assert atlas.main(given.split()) == 2
     assert reason in capsys.readouterr().err

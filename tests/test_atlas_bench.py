@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from test_documented_commands import accept  # noqa: F401
 
 from bench import ablations, atlas, common
 from config import UserError, resolve
+from plumbing import files
 from recipes.atlas import PRESETS, AtlasConfig
 
 MORE = "--bf16 on --eval_questions 20 --steps 3 --temperature 0.7".split()
@@ -185,6 +187,10 @@ def test_seeds_are_pooled_by_their_questions():
     assert part["questions"] == 300 and part["accuracy"] == 0.6
     assert part["low"] == pytest.approx(0.544, abs=1e-3)
     assert part["high"] == pytest.approx(0.654, abs=1e-3)
+    other = row(1, 30, 100)
+    other["sets"][0]["set"] = "one"
+    with pytest.raises(UserError, match="after RL, greedy: the seeds were asked different sets"):
+        atlas.pooled([row(0, 150, 200), other])
 
 
 def test_a_cut_run_is_resumed(bench):
@@ -375,23 +381,151 @@ def test_runs_of_two_settings_are_not_mixed(bench, more, reason, monkeypatch, ca
     assert not common.RESULTS.exists()
 
 
-def test_a_damaged_table_is_one_sentence(bench):
+def test_an_arm_that_does_not_change_what_it_says_is_refused(bench, monkeypatch, capsys):
     options, _ = bench
     go(options)
-    for content in ("[", "[]", "{}", '[{"set": "all"}]', "[3]"):
-        Path("runs/after-RL-greedy-0/table.json").write_text(content)
-        with pytest.raises(UserError, match="after-RL-greedy-0 holds no whole table: delete it"):
-            atlas.keep(options)
+    config = Path("runs/frozen-0/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"system1": "train"}))
+    monkeypatch.setattr(atlas.sys, "argv", "bench.atlas --table --runs runs".split())
+    assert atlas.main() == 2
+    assert "frozen-0 was made with --system1 train, not frozen" in capsys.readouterr().err
+
+
+def test_a_run_does_not_count_as_two_seeds(bench, monkeypatch, capsys):
+    options, _ = bench
+    go(options)
+    shutil.copytree("runs/rl-0", "runs/rl-1")
+    monkeypatch.setattr(atlas.sys, "argv", "bench.atlas --table --runs runs --seeds 0 1".split())
+    assert atlas.main() == 2
+    assert "rl-1 was made with --seed 0, not 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arm", ["rl", "inherited"])
+def test_evaluations_of_a_run_that_is_gone_are_no_other_runs(bench, arm, monkeypatch, capsys):
+    """Another model would be trained, and have the old one's rows."""
+    _, commands = bench
+    line = "bench.atlas --arms inherited --runs runs --cache cache".split() + MORE
+    monkeypatch.setattr(atlas.sys, "argv", line)
+    assert atlas.main() == 0
+    count = len(commands)
+    shutil.rmtree(f"runs/{arm}-0")
+    Path(f"runs/{arm}-0.run.json").unlink()
+    assert atlas.main() == 2
+    assert f"asked a model whose run {arm}-0 is gone" in capsys.readouterr().err
+    assert len(commands) == count
+
+
+def test_a_cut_run_with_a_damaged_record_is_refused_before_its_rest(bench, monkeypatch, capsys):
+    options, commands = bench
+    go(options)
+    count = len(commands)
+    lines = Path("runs/rl-0/metrics.jsonl").read_text().splitlines(keepends=True)
+    Path("runs/rl-0/metrics.jsonl").write_text(lines[0])
+    line = "bench.atlas --runs runs --cache cache".split() + MORE
+    monkeypatch.setattr(atlas.sys, "argv", line)
+    for content in ("{", '{"exit": 2}', "\udcff"):
+        Path("runs/rl-0.run.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+        assert atlas.main() == 2
+        said = capsys.readouterr().err
+        assert "rl-0.run.json" in said and said.count("\n") == 1 and len(commands) == count
+
+
+ALL = part("all")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[",
+        "[" * 100_000,
+        "[]",
+        "{}",
+        '[{"set": "all"}]',
+        "[3]",
+        json.dumps([part("one")]),
+        json.dumps([ALL, ALL]),
+        *(json.dumps([ALL | {"accuracy": wrong}]) for wrong in (None, "x", 2.5, -1, float("nan"))),
+        *(json.dumps([ALL | {"questions": wrong}]) for wrong in (0, -1, 2.5, "x", None)),
+        *(json.dumps([ALL | {"calls": wrong}]) for wrong in (None, -1, float("inf"))),
+        json.dumps([ALL | {"seconds": float("nan")}]),
+    ],
+)
+def test_a_damaged_table_is_one_sentence(bench, content):
+    options, _ = bench
+    go(options)
+    Path("runs/after-RL-greedy-0/table.json").write_text(content)
+    with pytest.raises(UserError, match="after-RL-greedy-0 holds no whole table: delete it"):
+        atlas.keep(options)
 
 
 def test_a_damaged_record_is_one_sentence(bench):
     options, _ = bench
     go(options)
     record = Path("runs/after-RL-greedy-0.run.json")
-    for content in ("{", "{}", "3", '{"exit": 0}'):
+    whole = json.loads(record.read_text())
+    wrong = ({"exit": None}, {"exit": "x"}, {"cpu_seconds": float("nan")}, {"commit": 3})
+    for content in ("{", "{}", "3", '{"exit": 0}', *(json.dumps(whole | part) for part in wrong)):
         record.write_text(content)
         with pytest.raises(UserError, match="greedy-0.run.json.*(damaged|not hold)"):
             atlas.keep(options)
+
+
+def cut_first_line(lines: list[dict]) -> None:
+    del lines[0]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut_first_line,
+        lambda lines: lines[0].update(reward=None),
+        lambda lines: lines[1].update(seconds_rollout="x"),
+        lambda lines: lines[-1].update(seconds_eval="x"),
+        lambda lines: lines[-1].update(eval_accuracy=2),
+        lambda lines: lines[-1].pop("eval_greedy"),
+    ],
+)
+def test_damaged_metrics_are_one_sentence(bench, damage):
+    options, _ = bench
+    go(options)
+    atlas.keep(options)
+    kept = {path: path.read_bytes() for path in common.RESULTS.rglob("*") if path.is_file()}
+    path = Path("runs/frozen-0/metrics.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    damage(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match="frozen-0/metrics.jsonl is damaged"):
+        atlas.keep(options)
+    assert kept == {path: path.read_bytes() for path in kept}
+
+
+@pytest.mark.parametrize("name", ["rl-0.log", "rl-0/curves.png"])
+def test_a_missing_file_is_one_sentence(bench, name, monkeypatch, capsys):
+    options, _ = bench
+    go(options)
+    Path("runs", name).unlink()
+    monkeypatch.setattr(atlas.sys, "argv", "bench.atlas --table --runs runs".split())
+    assert atlas.main() == 2
+    said = capsys.readouterr().err
+    assert f"{name}: No such file" in said and said.count("\n") == 1
+
+
+def test_a_write_that_fails_leaves_what_was_kept(bench, monkeypatch):
+    options, _ = bench
+    go(options)
+    atlas.keep(options)
+    kept = {path: path.read_bytes() for path in common.RESULTS.rglob("*") if path.is_file()}
+    for path in Path("runs").rglob("*.*"):
+        if path.suffix in (".log", ".png", ".html"):
+            path.write_bytes(path.read_bytes() * 2)
+
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(UserError, match="No space left"):
+        atlas.keep(options)
+    assert kept == {path: path.read_bytes() for path in common.RESULTS.rglob("*") if path.is_file()}
 
 
 def test_a_log_with_broken_bytes_is_kept(bench):

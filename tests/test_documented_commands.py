@@ -41,6 +41,9 @@ def accept(tmp_path, monkeypatch):
         (config,) = [x for x in given if dataclasses.is_dataclass(x) and hasattr(x, "bf16")]
         raise Accepted(config)
 
+    def stand_in(config, machine, *, training, additions):
+        assert config.data and training
+
     def find_checkpoint(method, name):
         if name.startswith("runs/"):
             return name, dataclasses.asdict(method.config(**method.presets["atlas"]))
@@ -56,6 +59,8 @@ def accept(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "find_checkpoint", find_checkpoint)
     monkeypatch.setattr(evaluation, "run_of", run_of)
     monkeypatch.setattr(atlas, "world_files", lambda *given: tmp_path)
+    # What lies outside is looked at before the warm start.
+    monkeypatch.setattr(atlas.build, "environment", stand_in)
     # A run is told the name of the model that the warm start has made.
     monkeypatch.setattr(atlas, "warm_model", lambda config: config.model)
     # A run of that name may lie here.
