@@ -93,6 +93,7 @@ ATLAS_LONG = ATLAS | {
     "sys1_prompt": 384,
     # After 24 it made mistakes of many kinds, and 12 steps of RL changed little.
     "warm_steps": 40,
+    "lr": 2e-5,  # here RL has many mistakes to change; 12 steps at 7e-6 changed little
 }
 PRESETS = {"atlas": ATLAS, "atlas-long": ATLAS_LONG}
 SIZES = {"atlas": atlas_world.SHORT, "atlas-long": atlas_world.LONG}
