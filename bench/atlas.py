@@ -13,6 +13,9 @@ the run, save two. no-purpose has a warm start of its own: from one that was tau
 purposes RL found nothing to learn. frozen evaluates itself, at its end: its checkpoint lacks the
 frozen System 1.
 
+Runs are compared question by question as well: the trained model with its warm start, an arm with
+the run that it changes. That tells smaller differences from chance than two intervals do.
+
 The same command goes on where it stopped. A folder of --runs holds runs of one setting: other
 options are refused there.
 
@@ -36,7 +39,7 @@ from config import MAY_CHANGE, OneLineParser, UserError, fail, parse, parser, re
 from plumbing import smollm2
 from plumbing.evaluation import with_interval
 from plumbing.files import make_folder, read_json, read_lines, write_whole
-from plumbing.statistics import wilson_interval
+from plumbing.statistics import sign_test, wilson_interval
 from recipes import atlas, atlas_world
 
 # A row of the table: the command, and whom it asks (a key of `paths` in `evaluate`).
@@ -262,20 +265,52 @@ def put_questions(
 def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
     """A row for each model and decoding that was asked, with the evaluation's own table."""
     rows = []
+    right = {}  # (model, decoding) -> question id -> whether its answer is right
     # A row's model -> how its folders begin, and the training that must have ended, if any.
     models = {model: (model.replace(" ", "-"), None) for model in MODELS}
     models["after RL"] = ("after-RL", "rl")
     names = {arm: f"after RL, {name}" for arm, (_, name) in ARMS.items()}
     models |= {names[arm]: (f"after-{arm}", arm) for arm in ARMS if arm != "frozen"}
+    others = {"after RL": "warm start"} | dict.fromkeys(names.values(), "after RL")
+    others[names["balance-advantage"]] = names["sample-mean"]
     for model, (prefix, trained) in models.items():
         if trained and not is_finished(options.runs / f"{trained}-{seed}"):
             continue
         for decoding in DECODING:
             folder = options.runs / f"{prefix}-{decoding}-{seed}"
-            if was_asked(folder):
-                row = {"seed": seed, "model": model, "decoding": decoding}
-                rows.append(row | {"sets": table_of(folder), **made_by(folder)})
+            if not was_asked(folder):
+                continue
+            row = {"seed": seed, "model": model, "decoding": decoding}
+            row |= {"sets": table_of(folder), **made_by(folder)}
+            right[model, decoding] = right_answers(folder)
+            other = others.get(model)
+            if (other, decoding) in right:
+                row["change"] = change(other, right[other, decoding], right[model, decoding])
+            rows.append(row)
     return rows + rows_of_itself(seed, options.runs / f"frozen-{seed}", names["frozen"])
+
+
+def right_answers(folder: Path) -> dict[str, bool]:
+    """Of an evaluation: question id -> whether its answer is right.
+
+    UserError unless each question of the table is there once.
+    """
+    path = folder / "rollouts" / "step_0.jsonl"
+    records = read_lines(path)
+    right = {record.get("question_id"): record.get("reward") == 1 for record in records}
+    asked = next(part["questions"] for part in table_of(folder) if part["set"] == "all")
+    if not len(records) == len(right) == asked:
+        raise UserError(f"{path} lacks questions: delete {folder}, and run the same command again")
+    return right
+
+
+def change(other: str, before: dict[str, bool], after: dict[str, bool]) -> dict:
+    """What a model gained and lost against the other one; UserError for other questions."""
+    if before.keys() != after.keys():
+        raise UserError(f"{other} was asked other questions: name another --runs")
+    gained = sum(after[name] > before[name] for name in after)
+    lost = sum(after[name] < before[name] for name in after)
+    return {"from": other, "gained": gained, "lost": lost, "p": sign_test(gained, lost)}
 
 
 def rows_of_itself(seed: int, folder: Path, name: str) -> list[dict]:
@@ -305,11 +340,12 @@ def pooled(rows: list[dict]) -> list[dict]:
     """
     together = {}
     for row in rows:
-        together.setdefault((row["model"], row["decoding"]), []).append(row["sets"])
+        together.setdefault((row["model"], row["decoding"]), []).append(row)
     found = []
-    for (model, decoding), tables in together.items():
-        if len(tables) < 2:
+    for (model, decoding), members in together.items():
+        if len(members) < 2:
             continue
+        tables = [row["sets"] for row in members]
         names = [part["set"] for part in tables[0]]
         if any({part["set"] for part in table} != set(names) for table in tables):
             raise UserError(
@@ -321,7 +357,13 @@ def pooled(rows: list[dict]) -> list[dict]:
             asked = sum(part["questions"] for part in parts)
             right = sum(round(part["questions"] * part["accuracy"]) for part in parts)
             sets.append(share_of(name, right, asked))
-        found.append({"seed": "all", "model": model, "decoding": decoding, "sets": sets})
+        row = {"seed": "all", "model": model, "decoding": decoding, "sets": sets}
+        changes = [row["change"] for row in members if "change" in row]
+        if len(changes) == len(members):
+            gained, lost = (sum(one[key] for one in changes) for key in ("gained", "lost"))
+            row["change"] = changes[0] | {"gained": gained, "lost": lost}
+            row["change"]["p"] = sign_test(gained, lost)
+        found.append(row)
     return found
 
 
@@ -394,7 +436,10 @@ def made_by(folder: Path) -> dict:
 
 
 def report(rows: list[dict]) -> str:
-    """The table: accuracy with its interval, by kind of question and of all; calls, lengths."""
+    """The table: accuracy with its interval, by kind of question and of all; calls, lengths.
+
+    Last what changed, question by question, and how probably chance alone would change as much.
+    """
     shown = []
     for row in rows:
         line = {key: row[key] for key in ("seed", "model", "decoding")}
@@ -405,6 +450,8 @@ def report(rows: list[dict]) -> str:
         for key in SHOWN:
             if key in whole:
                 line[key] = f"{whole[key]:.2f}"
+        if "change" in row:
+            line["change"] = "+{gained} -{lost} from {from}, p {p:.2g}".format(**row["change"])
         shown.append(line)
     return common.table(shown)
 

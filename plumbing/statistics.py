@@ -55,6 +55,20 @@ def average_interval(right: list[int], attempts: int) -> tuple[float, float]:
     return wilson_interval(share * total, total)
 
 
+def sign_test(gained: int, lost: int) -> float:
+    """How probably chance alone makes two models differ so unevenly: McNemar's exact test.
+
+    Both models were asked the same questions: `gained` of them only the second one has right,
+    `lost` only the first. By chance each of these is as likely the one as the other. Both
+    directions count, so an even split has 1. ValueError for a negative count.
+    """
+    if min(gained, lost) < 0:
+        raise ValueError(f"{gained} gained and {lost} lost are no counts")
+    changed = gained + lost
+    as_uneven = sum(math.comb(changed, rarer) for rarer in range(min(gained, lost) + 1))
+    return min(1.0, 2 * as_uneven / 2**changed)
+
+
 def pass_at(right: list[int], attempts: int, draws: int) -> float:
     """pass@draws: how probably one of `draws` attempts is right, drawn from the k that were made.
 

@@ -27,6 +27,14 @@ def part(name: str) -> dict:
     return {"set": name, "questions": 20, **shares, "sys2_tokens": 80.0, "sys1_tokens": 60.0}
 
 
+def answers(folder: Path, right, questions=20) -> None:
+    """An evaluation's rollouts, as far as the bench reads them; `right`: numbers of questions."""
+    records = [{"question_id": f"q{n}", "reward": float(n in right)} for n in range(questions)]
+    (folder / "rollouts").mkdir(exist_ok=True)
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "rollouts" / "step_0.jsonl").write_text(lines)
+
+
 def made(folder: Path, line: list[str]) -> None:
     """What a command leaves behind, as far as the bench reads it."""
     folder.mkdir(exist_ok=True)
@@ -34,6 +42,7 @@ def made(folder: Path, line: list[str]) -> None:
     if "eval" in line or "closed" in line:
         (folder / "table.json").write_text(json.dumps([part(name) for name in PARTS]))
         (folder / "trajectories.html").write_text(f"a page in {folder}")
+        answers(folder, range(0, 20, 2))
         return
     given = {"preset": "atlas"} | atlas.typed(line[2:])
     config = resolve(AtlasConfig, given, presets=PRESETS)
@@ -191,6 +200,71 @@ def test_seeds_are_pooled_by_their_questions():
     other["sets"][0]["set"] = "one"
     with pytest.raises(UserError, match="after RL, greedy: the seeds were asked different sets"):
         atlas.pooled([row(0, 150, 200), other])
+
+
+def test_models_are_compared_question_by_question(bench):
+    options, _ = bench
+    arms = ("inherited", "sample-mean", "balance-advantage")
+    go(options)
+    for arm in arms:
+        atlas.train(0, arm, options)
+        atlas.evaluate_arm(0, arm, options)
+    answers(Path("runs/warm-start-sampled-0"), range(4))
+    answers(Path("runs/after-RL-sampled-0"), range(1, 10))
+    answers(Path("runs/after-inherited-sampled-0"), range(1, 10))
+    answers(Path("runs/after-sample-mean-sampled-0"), range(8))
+    answers(Path("runs/after-balance-advantage-sampled-0"), range(2, 8))
+    rows = {
+        row["model"]: row for row in atlas.summarise(0, options) if row["decoding"] == "sampled"
+    }
+    changes = {model: row.get("change") for model, row in rows.items()}
+    assert changes == {
+        "untaught": None,
+        "from memory": None,
+        "warm start": None,
+        "after RL": {"from": "warm start", "gained": 6, "lost": 1, "p": 0.125},
+        "after RL, advantage inherited": {"from": "after RL", "gained": 0, "lost": 0, "p": 1.0},
+        "after RL, mean over samples": {"from": "after RL", "gained": 1, "lost": 2, "p": 1.0},
+        "after RL, mean over samples, balanced by advantage": {
+            "from": "after RL, mean over samples",
+            "gained": 0,
+            "lost": 2,
+            "p": 0.5,
+        },
+        "after RL, System 1 frozen": None,
+    }
+    assert "+6 -1 from warm start, p 0.12" in atlas.report(list(rows.values()))
+
+
+def test_changes_are_pooled_over_seeds():
+    def row(seed, gained, lost):
+        sets = [part("all")]
+        change = {"from": "warm start", "gained": gained, "lost": lost, "p": 1.0}
+        made = {"seed": seed, "model": "after RL", "decoding": "greedy", "sets": sets}
+        return made | ({"change": change} if gained is not None else {})
+
+    (made,) = atlas.pooled([row(0, 5, 1), row(1, 4, 0)])
+    assert made["change"] == {"from": "warm start", "gained": 9, "lost": 1, "p": 0.021484375}
+    (made,) = atlas.pooled([row(0, 5, 1), row(1, None, None)])
+    assert "change" not in made
+
+
+@pytest.mark.parametrize("fault", ["missing", "cut", "twice", "others"])
+def test_an_evaluation_without_its_answers_is_refused(bench, fault):
+    options, _ = bench
+    go(options)
+    path = Path("runs/after-RL-greedy-0/rollouts/step_0.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    if fault == "missing":
+        path.unlink()
+    if fault == "cut":
+        path.write_text("".join(lines)[:-9])
+    if fault == "twice":
+        path.write_text("".join(lines + lines[:1]))
+    if fault == "others":
+        path.write_text("".join(lines).replace('"q3"', '"p3"'))
+    with pytest.raises(UserError, match="lacks questions|was asked other questions|cannot read"):
+        atlas.summarise(0, options)
 
 
 def test_a_cut_run_is_resumed(bench):

@@ -11,6 +11,7 @@ from plumbing.statistics import (
     average_interval,
     calibration_error,
     pass_at,
+    sign_test,
     wilson_interval,
 )
 
@@ -119,3 +120,20 @@ def test_calibration_error():
     for bad in (([], []), ([0.5], []), ([80.0], [True]), ([float("nan")], [True])):
         with pytest.raises(ValueError):
             calibration_error(*bad)
+
+
+@given(st.integers(0, 6), st.integers(0, 6))
+def test_the_sign_test_counts_the_coins_that_fall_as_unevenly(gained, lost):
+    uneven = abs(gained - lost)
+    coins = list(itertools.product((1, -1), repeat=gained + lost))
+    share = sum(abs(sum(coin)) >= uneven for coin in coins) / len(coins)
+    assert sign_test(gained, lost) == pytest.approx(share)
+
+
+def test_the_sign_test_of_known_counts():
+    # 2 · (1 + 10) / 2^10, and 1000 of 1000 coins.
+    assert sign_test(9, 1) == sign_test(1, 9) == pytest.approx(0.021484375)
+    assert sign_test(1000, 0) == pytest.approx(2.0**-999, rel=1e-9, abs=0)
+    assert sign_test(0, 0) == 1
+    with pytest.raises(ValueError, match="no counts"):
+        sign_test(3, -1)
