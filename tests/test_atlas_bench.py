@@ -649,6 +649,17 @@ def test_the_page_tells_what_was_measured(preset):
         for line in row["sets"]:
             share, low, high = (round(100 * line[key]) for key in ("accuracy", "low", "high"))
             assert f"{share} ({low}–{high})" in page, (row["model"], row["decoding"], line["set"])
+    words = " ".join(page.split())
+    several = any(row["seed"] == "all" for row in rows)
+    for row in rows:
+        # Of several seeds the page tells the sum.
+        if row["model"] != "after RL" or several != (row["seed"] == "all"):
+            continue
+        gained, lost = row["change"]["gained"], row["change"]["lost"]
+        told = f"greedily {gained} and {lost}"
+        if row["decoding"] == "sampled":
+            told = f"made {gained} right that the warm start had wrong, and {lost} wrong"
+        assert told in words
 
 
 @pytest.mark.parametrize("preset", ["atlas", "atlas-long"])
