@@ -9,9 +9,8 @@ A seed is one run of `python -m recipes.atlas` in RUNS/rl-SEED. Its held-out que
 the trained model, to its warm start and, with the first seed, to the untaught model, which also
 answers from memory; each of them samples at the run's temperature, and decodes greedily. An arm
 changes something of RL, in RUNS/ARM-SEED. It begins with the same warm start and is evaluated like
-the run, save two. no-purpose has a warm start of its own: from one that was taught to state
-purposes RL found nothing to learn. frozen evaluates itself, at its end: its checkpoint lacks the
-frozen System 1.
+the run. Only no-purpose has a warm start of its own: from one that was taught to state purposes RL
+found nothing to learn.
 
 Runs are compared question by question as well: the trained model with its warm start, an arm with
 the run that it changes. That tells smaller differences from chance than two intervals do.
@@ -67,11 +66,9 @@ ARMS = {
     ),
     "inherited": (["--shared_group"], "advantage inherited"),
 }
-# The frozen arm is asked all questions by its own run, before its first step and after its last.
-ITS_OWN = ["--eval_questions", HELD_OUT, "--eval_every", "1000000"]
 # The bench sets the first four itself; the others would replace its questions or pages.
 RESERVED = set("seed name resume model data eval_data docs eval_docs search".split())
-# What runs of one setting may differ in. Their own evaluations are in no row, save those of frozen.
+# What runs of one setting may differ in. Their own evaluations are in no row.
 MAY_DIFFER = RESERVED | (MAY_CHANGE - {"steps"}) | {"eval_questions"}
 # Options that evaluations do not get: only training reads them, or `put_questions` sets them.
 NOT_PASSED_ON = atlas.AtlasConfig.for_training | {"eval_questions", "threads", "temperature"}
@@ -102,7 +99,7 @@ def metrics_of(folder: Path) -> list[dict]:
     whole = [line.get("step") for line in lines] == list(range(steps))
     whole = whole and all(is_number(line.get(name)) for line in lines for name in numbers)
     whole = whole and all(is_number(line.get("seconds_eval", 0)) for line in lines)
-    if not whole or not all(is_share(lines[-1].get(f"eval_{of}")) for of in ("accuracy", "greedy")):
+    if not whole:
         raise UserError(f"{path} is damaged: name another --runs, or delete the folder")
     return lines
 
@@ -208,8 +205,6 @@ def train(seed: int, arm: str, options: argparse.Namespace) -> None:
     line = ["--seed", str(seed), *options.more]
     if arm in ARMS:
         line += ARMS[arm][0]
-    if arm == "frozen":
-        line += ITS_OWN
     if (folder / "config.json").exists():
         line.append("--resume")
     carry_out(folder.name, line, options)
@@ -238,9 +233,9 @@ def evaluate(seed: int, options: argparse.Namespace) -> None:
 
 
 def evaluate_arm(seed: int, arm: str, options: argparse.Namespace) -> None:
-    """An arm's evaluations that are missing; none before its end, and none of the frozen one."""
+    """An arm's evaluations that are missing; none before its end."""
     folder = options.runs / f"{arm}-{seed}"
-    if arm == "frozen" or not is_finished(folder):
+    if not is_finished(folder):
         return
     made = config_of(folder)
     put_questions(f"after-{arm}", seed, ["eval", str(folder)], made, options)
@@ -270,7 +265,7 @@ def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
     models = {model: (model.replace(" ", "-"), None) for model in MODELS}
     models["after RL"] = ("after-RL", "rl")
     names = {arm: f"after RL, {name}" for arm, (_, name) in ARMS.items()}
-    models |= {names[arm]: (f"after-{arm}", arm) for arm in ARMS if arm != "frozen"}
+    models |= {names[arm]: (f"after-{arm}", arm) for arm in ARMS}
     others = {"after RL": "warm start"} | dict.fromkeys(names.values(), "after RL")
     others[names["balance-advantage"]] = names["sample-mean"]
     for model, (prefix, trained) in models.items():
@@ -287,7 +282,7 @@ def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
             if (other, decoding) in right:
                 row["change"] = change(other, right[other, decoding], right[model, decoding])
             rows.append(row)
-    return rows + rows_of_itself(seed, options.runs / f"frozen-{seed}", names["frozen"])
+    return rows
 
 
 def right_answers(folder: Path) -> dict[str, bool]:
@@ -311,19 +306,6 @@ def change(other: str, before: dict[str, bool], after: dict[str, bool]) -> dict:
     gained = sum(after[name] > before[name] for name in after)
     lost = sum(after[name] < before[name] for name in after)
     return {"from": other, "gained": gained, "lost": lost, "p": sign_test(gained, lost)}
-
-
-def rows_of_itself(seed: int, folder: Path, name: str) -> list[dict]:
-    """What a run said of itself at its end; nothing if it has not come there."""
-    if not is_finished(folder):
-        return []
-    count = config_of(folder)["eval_questions"]  # fewer if it was made by hand
-    rows = []
-    for decoding, key in (("sampled", "eval_accuracy"), ("greedy", "eval_greedy")):
-        sets = [share_of("all", round(metrics_of(folder)[-1][key] * count), count)]
-        row = {"seed": seed, "model": name, "decoding": decoding, "sets": sets}
-        rows.append(row | made_by(folder))
-    return rows
 
 
 def share_of(name: str, right: int, asked: int) -> dict:

@@ -87,14 +87,16 @@ def build(
     training: bool,
     folder: Path | None = None,
     base: str = "",
+    frozen: Path | None = None,
     **additions,
 ) -> Run:
     """A Run; with `training` also policy, optimizer and, if there is a KL term, the reference.
 
     The run's folder is claimed first, so that no second start can take it, and given back if
     anything is missing. Without --name it is called after `base`, else after the model. `folder`:
-    none is claimed, for a caller that writes no run. `additions` are the fields of Additions.
-    UserError lists everything that is missing.
+    none is claimed, for a caller that writes no run. `frozen`: the model that plays frozen roles,
+    if it is not the start. `additions` are the fields of Additions. UserError lists everything that
+    is missing.
     """
     machine = join(config)
     claim = None
@@ -102,7 +104,8 @@ def build(
         base = base or Path(config.model).resolve().name
         folder, claim = claim_folder(config, method.name, machine.rank, base)
     try:
-        run = assemble(method, config, machine, folder, training, Additions(**additions))
+        more = Additions(**additions)
+        run = assemble(method, config, machine, folder, training, frozen, more)
     except BaseException:
         if claim:
             claim.release()
@@ -117,6 +120,7 @@ def assemble(
     machine: Machine,
     folder: Path,
     training: bool,
+    frozen: Path | None,
     additions: Additions,
 ) -> Run:
     """What `build` builds when the folder is ours."""
@@ -150,7 +154,7 @@ def assemble(
     base = model
     if not config.lora_rank and (config.frozen() or (training and config.kl_beta)):
         device = machine.device if config.kl_beta else "cpu"
-        base = trainer.load_model(start, device, dtype=machine.dtype, training=False)
+        base = trainer.load_model(frozen or start, device, dtype=machine.dtype, training=False)
     if config.server:
         sampler = make_remote(config, outside.servers, model, machine, folder)
         if not config.lora_rank:  # else it gets adapters below, beside the model of its start
@@ -171,6 +175,7 @@ def assemble(
         device=machine.device,
         rank=machine.rank,
         ranks=machine.ranks,
+        start=start,
         tokenizer=tokenizer,
         chat=chat,
         driver=Driver(list(dict.fromkeys(samplers.values())), deterministic=deterministic),

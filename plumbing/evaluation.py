@@ -1,8 +1,8 @@
 """A trained checkpoint on questions: `mars.py eval CKPT` and `mars.py ask CKPT "question"`.
 
 CKPT is a run (runs/NAME), its checkpoint/ folder, or any chat model that transformers loads. A
-run brings its own settings and held-out questions; a plain model gets the paper's limits and
-needs `--data`. `--docs FOLDER` searches your own documents. One process.
+run brings its own settings, held-out questions and frozen model; a plain model gets the paper's
+limits and needs `--data`. `--docs FOLDER` searches your own documents. One process.
 
     python mars.py eval runs/toy
     python mars.py eval runs/toy --temperature 0 --eval_questions 500
@@ -14,9 +14,11 @@ Written: runs/NAME/ with predictions.json (HLE's format: the first attempt at ea
 others follow it as "further"), table.json, rollouts/ and trajectories.html; `ask` writes one page.
 """
 
+import dataclasses
 import time
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import trainer
 import view
@@ -54,6 +56,8 @@ def main(method: Method, arguments: list[str], **additions) -> int:
     given = parse(options, arguments[1:])
     refuse_ignored(method.config, given, asking)
     config = settings(method, given, asking)
+    if config.frozen():
+        additions["frozen"] = frozen_model(config, Path(given["checkpoint"]))
     if asking:
         return ask(method, config, given["question"], Path(given["checkpoint"]), **additions)
     return evaluate(method, config, **additions)
@@ -61,10 +65,6 @@ def main(method: Method, arguments: list[str], **additions) -> int:
 
 def refuse_ignored(config: type[Config], given: dict, asking: bool) -> None:
     """UserError for options that would be read by nobody."""
-    if given.get("system1") == "frozen":
-        raise UserError(
-            "--system1 frozen is for training: the start's model is not saved with the checkpoint"
-        )
     ignored = sorted(config.for_training.intersection(given))
     if asking:
         ignored += sorted(
@@ -86,12 +86,6 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
         saved = plain_model_settings(method, given, asking)
     elif not asking:
         refuse_training_questions(given, saved)
-    if saved.get("system1") == "frozen" and "system1" not in given:
-        raise UserError(
-            "System 1 was the start's model in this run, and only the trained one is saved: add "
-            "--system1 train to let it play both roles, or see eval_accuracy in the run's "
-            "metrics.jsonl"
-        )
     saved |= {"model": str(model), "name": "", "resume": False, "kl_beta": 0.0, "fsdp": False}
     saved["lora_rank"] = 0  # the checkpoint has the adapters merged in
     saved["server"] = ""  # the run's servers may hold anything now
@@ -115,6 +109,21 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
     if not asking and config.data == "toy" and config.eval_questions < 1:
         raise UserError("--eval_questions must be at least 1")
     return config
+
+
+def frozen_model(config: Config, checkpoint: Path) -> Path:
+    """The model that plays the checkpoint's frozen roles; UserError if it is not there."""
+    fields = dataclasses.fields(config)
+    option = next(field.name for field in fields if "frozen" in get_args(field.type))
+    run = run_of(checkpoint)
+    if run is None or files.read_json(run / "config.json").get(option) != "frozen":
+        raise UserError(f"{checkpoint} was not trained with --{option} frozen: leave it out")
+    if not (run / trainer.FROZEN).exists():
+        raise UserError(
+            f"{run / trainer.FROZEN} is missing, the frozen model: put the one there that the run "
+            f"began with, or let the trained one play all roles with --{option} train"
+        )
+    return run / trainer.FROZEN
 
 
 def plain_model_settings(method: Method, given: dict, asking: bool) -> dict:

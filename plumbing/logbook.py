@@ -29,6 +29,8 @@ def open_folder(run: Run) -> int:
         run.tracker = tracker.start(run.config, run.method.name, run.folder, first)
         settings(run)
         take_back(run, first)
+    if run.config.frozen() and not finished:
+        trainer.keep_frozen(run.folder, run.start, run.tokenizer)
     if run.ranks > 1:
         dist.barrier()
     return first

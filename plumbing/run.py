@@ -31,6 +31,7 @@ class Run:
     device: torch.device
     rank: int
     ranks: int
+    start: Path | str  # the model that it begins with
     tokenizer: object
     chat: Format
     driver: Driver

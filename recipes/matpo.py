@@ -99,11 +99,6 @@ class MatpoConfig(Config):
             raise UserError("--balance advantage has no --kl_beta: use --balance uniform")
         if self.own_groups and self.workers == "frozen":
             raise UserError("--own_groups trains the workers: use --workers train")
-        if self.workers == "frozen" and not training:
-            raise UserError(
-                "this run's workers were the start's model, and only the trained one is saved: add "
-                "--workers train to let it play both roles"
-            )
 
 
 # -------------------------------------------------------------------------------------------- words

@@ -11,5 +11,15 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import pytest  # noqa: E402
+
 # Fixtures: a loopback server, and pauses that are taken down instead of slept.
 from loopback import server, waits  # noqa: E402, F401
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """A base model that speaks the toy's language after a fifth of its usual training."""
+    from toy import base_model
+
+    return base_model.build(tmp_path_factory.mktemp("base"), threads=1, steps=(120, 40))

@@ -48,10 +48,9 @@ def made(folder: Path, line: list[str]) -> None:
     config = resolve(AtlasConfig, given, presets=PRESETS)
     config.model = "cache/warm/atlas"
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
-    scores = {"eval_step": config.steps, "eval_accuracy": 0.35, "eval_greedy": 0.9}
     seconds = {"seconds_rollout": 2.0, "seconds_train": 3.0}
     lines = [{"step": step, "reward": 0.5, **seconds} for step in range(config.steps)]
-    lines[-1] |= {"seconds_eval": 1.0, **scores}
+    lines[-1] |= {"seconds_eval": 1.0, "eval_step": config.steps}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "curves.png").write_bytes(b"a picture")
 
@@ -84,24 +83,28 @@ def go(options):
     atlas.train(0, "rl", options)
     atlas.evaluate(0, options)
     atlas.train(0, "frozen", options)
+    atlas.evaluate_arm(0, "frozen", options)
 
 
 def test_every_command_is_run_once_and_accepted(bench, accept):  # noqa: F811
     options, commands = bench
     Path("runs").mkdir(exist_ok=True)
     go(options)
-    assert len(commands) == 2 + len(atlas.MODELS) * len(atlas.DECODING)
+    assert len(commands) == 2 + (len(atlas.MODELS) + 1) * len(atlas.DECODING)
     asked = [accept(f"python {shlex.join(line)}") for line in commands]
-    assert [config.temperature for config in asked[1:-1]] == [0.7, 0.0] * len(atlas.MODELS)
-    assert [config.eval_questions for config in asked] == [20, *[200] * (len(asked) - 1)]
-    assert {config.bf16 for config in asked[:-1]} >= {"on"}
-    assert [config.model for config in asked[1:-1:2]] == [
+    assert [config.temperature for config in asked[1:-3]] == [0.7, 0.0] * len(atlas.MODELS)
+    evaluations = asked[1:-3] + asked[-2:]
+    assert {config.eval_questions for config in evaluations} == {200}
+    assert [config.eval_questions for config in (asked[0], asked[-3])] == [20, 20]
+    assert {config.bf16 for config in asked} >= {"on"}
+    assert [config.model for config in asked[1:-3:2]] == [
         "runs/rl-0",
         "cache/warm/atlas",
         "smollm2",
         "smollm2",
     ]
-    assert asked[-1].system1 == "frozen"
+    assert asked[-3].system1 == "frozen"
+    assert [config.model for config in asked[-2:]] == ["runs/frozen-0"] * 2
     go(options)
     assert len(commands) == len(asked)
 
@@ -130,15 +133,13 @@ def test_an_arm_changes_what_it_says_and_has_a_row(bench, accept, arm, monkeypat
         for field in dataclasses.fields(plain)
         if getattr(plain, field.name) != getattr(changed, field.name)
     }
-    itself = {"eval_every", "eval_questions"} if arm == "frozen" else set()
-    assert differing >= itself | {"name"}
-    assert len(differing - itself) - 1 == (2 if arm == "balance-advantage" else 1)
+    assert "name" in differing
+    assert len(differing) - 1 == (2 if arm == "balance-advantage" else 1)
     record = json.loads((common.RESULTS / "atlas" / "table.json").read_text())
     name = f"after RL, {atlas.ARMS[arm][1]}"
     told = [row for row in record["rows"] if row["model"] == name]
     assert [row["decoding"] for row in told] == ["sampled", "greedy"]
-    kinds = ["all"] if arm == "frozen" else list(PARTS)
-    assert [part["set"] for part in told[0]["sets"]] == kinds
+    assert [part["set"] for part in told[0]["sets"]] == list(PARTS)
     assert atlas.main() == 0
     assert len(commands) == len(names)  # all is there
 
@@ -163,14 +164,6 @@ def test_an_arm_that_failed_is_not_evaluated(bench, monkeypatch):
     record.write_text(json.dumps(json.loads(record.read_text()) | {"exit": 2}))
     atlas.evaluate_arm(0, "inherited", options)
     assert len(commands) == 1
-
-
-def test_a_frozen_run_tells_how_many_questions_it_asked(bench):
-    """One that was made by hand, with fewer than the bench's."""
-    options, _ = bench
-    atlas.carry_out("frozen-0", ["--seed", "0", "--system1", "frozen", *MORE], options)
-    rows = atlas.summarise(0, options)
-    assert [row["sets"][0]["questions"] for row in rows] == [20, 20]
 
 
 def test_what_nobody_taught_is_asked_once(bench):
@@ -211,6 +204,7 @@ def test_models_are_compared_question_by_question(bench):
         atlas.evaluate_arm(0, arm, options)
     answers(Path("runs/warm-start-sampled-0"), range(4))
     answers(Path("runs/after-RL-sampled-0"), range(1, 10))
+    answers(Path("runs/after-frozen-sampled-0"), range(3, 10))
     answers(Path("runs/after-inherited-sampled-0"), range(1, 10))
     answers(Path("runs/after-sample-mean-sampled-0"), range(8))
     answers(Path("runs/after-balance-advantage-sampled-0"), range(2, 8))
@@ -231,7 +225,7 @@ def test_models_are_compared_question_by_question(bench):
             "lost": 2,
             "p": 0.5,
         },
-        "after RL, System 1 frozen": None,
+        "after RL, System 1 frozen": {"from": "after RL", "gained": 0, "lost": 2, "p": 0.5},
     }
     assert "+6 -1 from warm start, p 0.12" in atlas.report(list(rows.values()))
 
@@ -282,9 +276,6 @@ def test_the_table_has_intervals_and_no_place_of_this_machine(bench, tmp_path, c
     options.runs, options.cache = tmp_path / "runs", tmp_path / "cache"
     record = json.loads(atlas.keep(options).read_text())
     assert "50.0% (40.0%–60.0%)" in capsys.readouterr().out
-    frozen = [row["sets"][0] for row in record["rows"] if "frozen" in row["model"]]
-    assert [row["accuracy"] for row in frozen] == [0.35, 0.9]
-    assert frozen[1]["low"] == pytest.approx(0.851, abs=1e-3)
     assert [run["seconds_of_steps"] for run in record["runs"]] == [16.0, 16.0]
     kept = [path for path in (tmp_path / "results").rglob("*") if path.is_file()]
     assert len(kept) == 2 + 2 * 3 + 2  # table, figure; two runs; the first one's curves and page
@@ -555,8 +546,6 @@ def cut_first_line(lines: list[dict]) -> None:
         lambda lines: lines[0].update(reward=None),
         lambda lines: lines[1].update(seconds_rollout="x"),
         lambda lines: lines[-1].update(seconds_eval="x"),
-        lambda lines: lines[-1].update(eval_accuracy=2),
-        lambda lines: lines[-1].pop("eval_greedy"),
     ],
 )
 def test_damaged_metrics_are_one_sentence(bench, damage):

@@ -17,7 +17,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plumbing.statistics import average_interval, wilson_interval
-from toy import base_model as toy_base
 
 REPO = Path(__file__).parent.parent
 SMALL = [
@@ -35,12 +34,6 @@ SMALL = [
     "16384",
 ]
 TIMES = {"seconds_rollout", "seconds_sync", "seconds_train", "seconds_eval", "tokens_per_second"}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A base model that speaks the toy's language after a fifth of its usual training."""
-    return toy_base.build(tmp_path_factory.mktemp("base"), threads=1, steps=(120, 40))
 
 
 def command(*arguments, ranks: int = 1) -> list[str]:
@@ -414,7 +407,6 @@ BAD = {
     "eval with a tracker": (["eval", "runs/x", "--track", "wandb"], "--track"),
     "several attempts of a run": (["--eval_samples", "2"], "--eval_samples is for"),
     "eval with another model": (["eval", "runs/x", "--model", "y"], "--model"),
-    "eval with the start's model": (["eval", "runs/x", "--system1", "frozen"], "--system1"),
     "negative": (["--lr", "-1"], "--lr"),
     "not a number": (["--lr", "nan"], "--lr"),
     "unknown tool": (["--tools", "search,fax"], "fax"),
@@ -642,20 +634,6 @@ def test_eval_and_ask(trained):
     done = mars("ask", "runs/whole", "when was ada baker born ?", cwd=folder)
     assert done.returncode == 0 and "system 2 |" in done.stdout and "answer |" in done.stdout
     assert (folder / "runs/whole/ask.html").exists()
-    frozen = (
-        folder / "runs" / "frozen"
-    )  # as if System 1 had been the start's model, which is not saved
-    shutil.copytree(folder / "runs/whole", frozen, symlinks=True)
-    saved = json.loads((frozen / "config.json").read_text())
-    (frozen / "config.json").write_text(json.dumps(saved | {"system1": "frozen"}))
-    done = mars("eval", "runs/frozen", "--eval_questions", 2, cwd=folder)
-    assert done.returncode == 2 and "--system1 train" in done.stderr
-    assert (
-        mars(
-            "eval", "runs/frozen", "--eval_questions", 2, "--system1", "train", cwd=folder
-        ).returncode
-        == 0
-    )
     done = mars("ask", "runs/whole", "where is ada ? " * 60, cwd=folder)
     assert done.returncode == 2 and "leaves no room in --sys2_context" in done.stderr
     done = mars("eval", "runs/whole", ranks=2, cwd=folder)

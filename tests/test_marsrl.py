@@ -74,6 +74,7 @@ def scripted(say, **options) -> Run:
         device=None,
         rank=0,
         ranks=1,
+        start="nothing",
         tokenizer=CHAT.tokenizer,
         chat=CHAT,
         driver=Driver([script], deterministic=True),

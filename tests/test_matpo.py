@@ -581,8 +581,6 @@ def test_bad_options_are_one_sentence():
     ):
         with pytest.raises(UserError, match=word):
             resolve(matpo.MatpoConfig, given, presets={})
-    with pytest.raises(UserError, match="--workers train"):
-        resolve(matpo.MatpoConfig, {"workers": "frozen"}, presets={}, training=False)
     config = matpo.MatpoConfig(sys2_context=70)
     with pytest.raises(UserError, match="--sys2_context"):
         matpo.fits(config, FORMAT, Question("q", " ".join(["ada"] * 40), (), "own"))

@@ -10,7 +10,7 @@ memory.py      what a process will hold
 """
 
 from trainer.batches import MicroBatch, make_micro_batch, micro_batches
-from trainer.checkpoint import load_optimizer, newest, save, write_model
+from trainer.checkpoint import FROZEN, keep_frozen, load_optimizer, newest, save, write_model
 from trainer.loading import check_exact, load_model
 from trainer.lora import add_adapters, read_adapters, reference, write_adapters
 from trainer.memory import memory_plan
@@ -26,12 +26,14 @@ from trainer.policy import (
 )
 
 __all__ = [
+    "FROZEN",
     "MicroBatch",
     "Policy",
     "add_adapters",
     "backward",
     "check_exact",
     "gradient_norm",
+    "keep_frozen",
     "load_model",
     "load_optimizer",
     "logprob",

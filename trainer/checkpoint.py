@@ -8,6 +8,8 @@ still there. Nothing is overwritten, and old states go only when the new one sta
 With adapters (lora.py) a state holds `adapter/` instead of `model/`, a few MB. The model with the
 adapters merged in is written beside the states, to merged/step_N, of which only the newest stays.
 
+A frozen role's model lies in frozen/, for evaluations: where it came from it may be gone by then.
+
 Tests: `pytest tests/test_checkpoint.py tests/test_lora.py`.
 """
 
@@ -32,12 +34,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from config import UserError
+from trainer.loading import load_model
 from trainer.lora import adapter_weights, merged_weights, write_adapters
 from trainer.policy import unwrap
 
 STATE_NAME = re.compile(r"step_(\d{6,})")
 WRITING = ".writing"  # the state under way
 REPLACED = ".replaced"  # a damaged state whose step has been done again
+FROZEN = "frozen"  # the model that plays the frozen roles
 # What says of which kind a state's weights are.
 DESCRIPTIONS = ("model/config.json", "adapter/adapter_config.json")
 
@@ -177,6 +181,29 @@ def save_model(folder: Path, model, weights: dict, tokenizer) -> None:
     """A folder that transformers and vLLM load."""
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
+
+
+def keep_frozen(folder: Path, start: Path | str, tokenizer) -> None:
+    """Copies the model that a run begins with to frozen/ in its folder, whole, unless it is there.
+
+    Every rank must call it; rank 0 writes. UserError on all ranks if the disk does not take it.
+    """
+    problem = None
+    final = folder / FROZEN
+    if (not dist.is_initialized() or dist.get_rank() == 0) and not final.exists():
+        try:
+            model = load_model(start, "cpu", dtype="auto", training=False)
+            temporary = begin(folder)
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            sync_tree(temporary)
+            finish(temporary, final)
+        except Exception as error:  # safetensors has errors of its own kind
+            shutil.rmtree(folder / WRITING, ignore_errors=True)
+            problem = f"cannot copy {start} to {final} ({reason(error, folder)}): make room"
+    problem = from_first_rank(problem)
+    if problem:
+        raise UserError(f"{problem}, and go on with --resume")
 
 
 def write_model(folder: Path, model, dtype: torch.dtype) -> str:
