@@ -111,7 +111,7 @@ class Config:
         return self.longest()
 
     def frozen(self) -> set[str]:
-        """Roles that the start's weights play."""
+        """Roles that the start's weights play: those of the option that has the choice `frozen`."""
         return set()
 
     def correction(self) -> str:

@@ -1,25 +1,27 @@
 """The atlas before and after: untaught, from memory, after the warm start, after RL.
 
-    python -m bench.atlas --bf16 on                     seed 0; further options are the RL run's
-    python -m bench.atlas --seeds 0 1 2 --arms frozen   three seeds, each also with System 1 frozen
-    python -m bench.atlas --preset atlas-long --arms no-purpose balance-none
-    python -m bench.atlas --table --seeds 0 1 2         tabulates what is there
+    python -m bench.atlas --bf16 on              seed 0; options that the bench lacks are the run's
+    python -m bench.atlas --bf16 on --seeds 0 1 2 --arms frozen     also with System 1 frozen
+    python -m bench.atlas --table --seeds 0 1 2                     tabulates what is there
+    python -m bench.atlas --bf16 on --preset atlas-long --runs runs/long --arms no-purpose inherited
 
 A seed is one run of `python -m recipes.atlas` in RUNS/rl-SEED. Its held-out questions are put to
 the trained model, to its warm start and, with the first seed, to the untaught model, which also
 answers from memory; each of them samples at the run's temperature, and decodes greedily. An arm
 changes something of RL, in RUNS/ARM-SEED. It begins with the same warm start and is evaluated like
-the run. Only no-purpose has a warm start of its own: from one that was taught to state purposes RL
-found nothing to learn.
+the run. Only no-purpose changes the warm start as well: a model that was taught to state purposes
+does not speak the form without them, so that RL found nothing to learn.
 
-Runs are compared question by question as well: the trained model with its warm start, an arm with
-the run that it changes. That tells smaller differences from chance than two intervals do.
+The column "change" compares two models on the same questions: the trained one with its warm start,
+an arm with the run. Such a paired test finds smaller differences than two intervals do.
 
 The same command goes on where it stopped. A folder of --runs holds runs of one setting: other
 options are refused there.
 
-Results: bench/results/PRESET/, with each run's config, metrics and log, and of the first seed its
-curves and a page of held-out trajectories after RL. Tests: pytest tests/test_atlas_bench.py
+Results: bench/results/PRESET/, in place of the former ones; with each run's config, metrics and
+log, and of the first seed its curves and a page of held-out trajectories after RL.
+
+Tests: pytest tests/test_atlas_bench.py
 """
 
 import argparse
@@ -66,9 +68,9 @@ ARMS = {
     ),
     "inherited": (["--shared_group"], "advantage inherited"),
 }
-# The bench sets the first four itself; the others would replace its questions or pages.
+# Set by the bench or by recipes.atlas, and what would replace the questions or the pages.
 RESERVED = set("seed name resume model data eval_data docs eval_docs search".split())
-# What runs of one setting may differ in. Their own evaluations are in no row.
+# What runs of one setting may differ in. What a run asks itself stands in no row.
 MAY_DIFFER = RESERVED | (MAY_CHANGE - {"steps"}) | {"eval_questions"}
 # Options that evaluations do not get: only training reads them, or `put_questions` sets them.
 NOT_PASSED_ON = atlas.AtlasConfig.for_training | {"eval_questions", "threads", "temperature"}
@@ -77,9 +79,11 @@ NOT_PASSED_ON = atlas.AtlasConfig.for_training | {"eval_questions", "threads", "
 def config_of(folder: Path) -> dict:
     """A run's options; UserError if some of those that the bench reads are not there."""
     made = read_json(folder / "config.json")
-    read = {"preset", "model", "seed", "steps", "threads", "temperature", "eval_questions"}
+    read = {"preset", "model", "seed", "steps", "threads", "temperature"}
     if not read <= made.keys():
         raise UserError(f"{folder}/config.json is damaged: it has no {min(read - made.keys())}")
+    if type(made["steps"]) is not int:
+        raise UserError(f"{folder}/config.json is damaged: steps is {made['steps']!r}")
     return made
 
 
@@ -132,36 +136,45 @@ def refuse_contradictions(options: argparse.Namespace) -> None:
         both = given.keys() & typed(ARMS[arm][0]).keys()
         if both:
             raise UserError(f"--{min(both)} is what the arm {arm} changes: leave it out")
+        try:
+            settings(given | typed(ARMS[arm][0]))
+        except UserError as error:
+            raise UserError(f"the arm {arm} cannot have these options: {error}") from None
+
+
+def settings(given: dict) -> dict:
+    """All options of a run, as given or else as the preset has them; UserError if they clash."""
+    given = {"preset": "atlas"} | given
+    return dataclasses.asdict(
+        resolve(atlas.AtlasConfig, given, presets=atlas.PRESETS, training=True)
+    )
 
 
 def refuse_other_settings(options: argparse.Namespace) -> None:
-    """UserError if runs of different settings would come into one table, or a record is damaged.
+    """UserError if runs of different settings would come into one table.
 
     With --table all runs are compared with the first one, else with the options. Each run must
     also have its own seed, and what its arm changes.
     """
     expected = {}
     if not options.table:
-        given = {"preset": "atlas"} | typed(options.more)
-        expected = dataclasses.asdict(
-            resolve(atlas.AtlasConfig, given, presets=atlas.PRESETS, training=True)
-        )
+        expected = settings(typed(options.more))
     for seed in options.seeds:
         for arm in ("rl", *ARMS):
             folder = options.runs / f"{arm}-{seed}"
             if record_of(folder).exists():
-                how_it_ended(folder)
+                how_it_ended(folder)  # UserError if it is damaged
             if not (folder / "config.json").exists():
                 if not options.table:
                     refuse_orphans(seed, arm, options)
                 continue
-            made = config_of(folder)
+            # An option that is younger than the run counts as its default.
+            made = dataclasses.asdict(atlas.AtlasConfig()) | config_of(folder)
             changed = {"seed": seed} | (typed(ARMS[arm][0]) if arm in ARMS else {})
             if not expected:  # of --table
                 expected = {name: made[name] for name in made.keys() - changed.keys() - MAY_DIFFER}
             wanted = expected | changed
-            # An option that is younger than the run has no place in its config.
-            compared = made.keys() & wanted.keys() - (MAY_DIFFER - changed.keys())
+            compared = wanted.keys() - (MAY_DIFFER - changed.keys())
             other = sorted(name for name in compared if made[name] != wanted[name])
             if other:
                 name = "preset" if "preset" in other else other[0]
@@ -173,12 +186,12 @@ def refuse_other_settings(options: argparse.Namespace) -> None:
 
 def refuse_orphans(seed: int, arm: str, options: argparse.Namespace) -> None:
     """UserError if evaluations are there of a training that is not: they asked another model."""
-    asked = [model.replace(" ", "-") for model in MODELS] if arm == "rl" else [f"after-{arm}"]
+    asked = ["warm-start", "after-RL"] if arm == "rl" else [f"after-{arm}"]
     for name in [f"{model}-{decoding}-{seed}" for model in asked for decoding in DECODING]:
         if record_of(options.runs / name).exists():
             raise UserError(
-                f"{options.runs / name} asked a model whose run {arm}-{seed} is gone: delete both "
-                "it and its .run.json, or name another --runs"
+                f"{options.runs / name} asked a model whose run {arm}-{seed} is gone: delete it "
+                "and its .run.json, or name another --runs"
             )
 
 
@@ -222,6 +235,8 @@ def evaluate(seed: int, options: argparse.Namespace) -> None:
     paths = {"run": str(run), "start": made["model"], "smollm2": smollm2.NAME}
     given = typed(options.more)
     passed_on = {name: value for name, value in given.items() if name not in NOT_PASSED_ON}
+    if passed_on.get("system1") == "frozen":
+        del passed_on["system1"]  # in a model that no RL has trained both roles are the start's
     for model, (command, whom) in reversed(MODELS.items()):
         if whom == "smollm2" and seed != options.seeds[0]:
             continue
@@ -266,8 +281,9 @@ def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
     models["after RL"] = ("after-RL", "rl")
     names = {arm: f"after RL, {name}" for arm, (_, name) in ARMS.items()}
     models |= {names[arm]: (f"after-{arm}", arm) for arm in ARMS}
-    others = {"after RL": "warm start"} | dict.fromkeys(names.values(), "after RL")
-    others[names["balance-advantage"]] = names["sample-mean"]
+    # A row's model -> the one that it is compared with, which stands before it in `models`.
+    references = {"after RL": "warm start"} | dict.fromkeys(names.values(), "after RL")
+    references[names["balance-advantage"]] = names["sample-mean"]
     for model, (prefix, trained) in models.items():
         if trained and not is_finished(options.runs / f"{trained}-{seed}"):
             continue
@@ -278,9 +294,10 @@ def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
             row = {"seed": seed, "model": model, "decoding": decoding}
             row |= {"sets": table_of(folder), **made_by(folder)}
             right[model, decoding] = right_answers(folder)
-            other = others.get(model)
-            if (other, decoding) in right:
-                row["change"] = change(other, right[other, decoding], right[model, decoding])
+            reference = references.get(model)
+            if (reference, decoding) in right:
+                before = right[reference, decoding]
+                row["change"] = change(reference, before, right[model, decoding], folder)
             rows.append(row)
     return rows
 
@@ -288,24 +305,35 @@ def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
 def right_answers(folder: Path) -> dict[str, bool]:
     """Of an evaluation: question id -> whether its answer is right.
 
-    UserError unless each question of the table is there once.
+    UserError unless each question of the table is there once, and as many are right.
     """
     path = folder / "rollouts" / "step_0.jsonl"
     records = read_lines(path)
-    right = {record.get("question_id"): record.get("reward") == 1 for record in records}
-    asked = next(part["questions"] for part in table_of(folder) if part["set"] == "all")
-    if not len(records) == len(right) == asked:
-        raise UserError(f"{path} lacks questions: delete {folder}, and run the same command again")
+    right = {str(record.get("question_id")): record.get("reward") == 1 for record in records}
+    whole = next(part for part in table_of(folder) if part["set"] == "all")
+    number = round(whole["accuracy"] * whole["questions"])
+    if not len(records) == len(right) == whole["questions"] or sum(right.values()) != number:
+        raise UserError(
+            f"{path} does not hold what the table tells: delete {folder}, and run the same "
+            "command again"
+        )
     return right
 
 
-def change(other: str, before: dict[str, bool], after: dict[str, bool]) -> dict:
-    """What a model gained and lost against the other one; UserError for other questions."""
+def change(reference: str, before: dict[str, bool], after: dict[str, bool], folder: Path) -> dict:
+    """How many questions a model has right and its reference has not, and the reverse.
+
+    before, after: right answers of the reference and of the model. UserError, which names the
+    model's `folder`, if they were not asked the same questions.
+    """
     if before.keys() != after.keys():
-        raise UserError(f"{other} was asked other questions: name another --runs")
+        raise UserError(
+            f"{folder} and the {reference} were asked different questions: delete the evaluation "
+            "that is wrong, and run the same command again"
+        )
     gained = sum(after[name] > before[name] for name in after)
     lost = sum(after[name] < before[name] for name in after)
-    return {"from": other, "gained": gained, "lost": lost, "p": sign_test(gained, lost)}
+    return {"from": reference, "gained": gained, "lost": lost, "p": sign_test(gained, lost)}
 
 
 def share_of(name: str, right: int, asked: int) -> dict:
@@ -315,7 +343,7 @@ def share_of(name: str, right: int, asked: int) -> dict:
 
 
 def pooled(rows: list[dict]) -> list[dict]:
-    """A row over all seeds for each model and decoding that several seeds asked, set by set.
+    """A row over all seeds for each model and decoding that several seeds have, set by set.
 
     The interval speaks of these models and questions. It does not say how far seeds lie apart.
     UserError if seeds were asked different sets.
@@ -412,7 +440,10 @@ def how_it_ended(folder: Path) -> dict:
 
 
 def made_by(folder: Path) -> dict:
-    """The CPU seconds that a folder took in all; the commit and the CPU of its last resumption."""
+    """How a folder was made: its CPU seconds, and commit and CPU of its last part.
+
+    A seed's first run includes the warm start. Parts that were interrupted are not counted.
+    """
     how = how_it_ended(folder)
     return {key: how[key] for key in MADE_BY}
 
@@ -420,7 +451,7 @@ def made_by(folder: Path) -> dict:
 def report(rows: list[dict]) -> str:
     """The table: accuracy with its interval, by kind of question and of all; calls, lengths.
 
-    Last what changed, question by question, and how probably chance alone would change as much.
+    Last the change against another model on the same questions, with its p-value.
     """
     shown = []
     for row in rows:
@@ -581,7 +612,7 @@ def main() -> int:
     except UserError as error:
         return fail(error)
     except OSError as error:  # a run's file is missing, or is a folder
-        return fail(f"cannot read or write {error.filename}: {error.strerror}")
+        return fail(f"cannot read or write {error.filename or 'the output'}: {error.strerror}")
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on where it stopped")
         return 130

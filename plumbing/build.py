@@ -152,6 +152,8 @@ def assemble(
     # Both a frozen role and the KL term need the model that the run began with. With adapters that
     # is the model itself, as long as it has none or they are off.
     base = model
+    if training and (folder / trainer.FROZEN).exists():  # of a run that is resumed
+        frozen = folder / trainer.FROZEN
     if not config.lora_rank and (config.frozen() or (training and config.kl_beta)):
         device = machine.device if config.kl_beta else "cpu"
         base = trainer.load_model(frozen or start, device, dtype=machine.dtype, training=False)

@@ -56,7 +56,7 @@ def main(method: Method, arguments: list[str], **additions) -> int:
     given = parse(options, arguments[1:])
     refuse_ignored(method.config, given, asking)
     config = settings(method, given, asking)
-    if config.frozen():
+    if config.frozen():  # else every role is played by the checkpoint
         additions["frozen"] = frozen_model(config, Path(given["checkpoint"]))
     if asking:
         return ask(method, config, given["question"], Path(given["checkpoint"]), **additions)
@@ -116,14 +116,16 @@ def frozen_model(config: Config, checkpoint: Path) -> Path:
     fields = dataclasses.fields(config)
     option = next(field.name for field in fields if "frozen" in get_args(field.type))
     run = run_of(checkpoint)
-    if run is None or files.read_json(run / "config.json").get(option) != "frozen":
+    saved = files.read_json(run / "config.json") if run else {}
+    if saved.get(option) != "frozen":
         raise UserError(f"{checkpoint} was not trained with --{option} frozen: leave it out")
-    if not (run / trainer.FROZEN).exists():
+    frozen = run / trainer.FROZEN
+    if not frozen.exists():
         raise UserError(
-            f"{run / trainer.FROZEN} is missing, the frozen model: put the one there that the run "
-            f"began with, or let the trained one play all roles with --{option} train"
+            f"{frozen} is missing, the frozen model: copy the one there that the run began with "
+            f"({saved.get('model')}), or let the trained one play all roles with --{option} train"
         )
-    return run / trainer.FROZEN
+    return frozen
 
 
 def plain_model_settings(method: Method, given: dict, asking: bool) -> dict:
@@ -224,8 +226,12 @@ def find_checkpoint(method: Method, name: str) -> tuple[Path | str, dict | None]
 
 
 def run_of(path: Path) -> Path | None:
-    """The run's folder, seen from the run, from its checkpoint or from the model of a state."""
-    for folder in (path, path.parent, path.parent.parent.parent):
+    """The run's folder, seen from the run, from its checkpoint or from the model of a state.
+
+    Its frozen model is none of the run's: it is what the run began with.
+    """
+    above = [path, *path.parents][:4]  # runs/x/merged/step_1 lies two below the run
+    for folder in above[:1] if path.name == trainer.FROZEN else above:
         if (folder / "config.json").exists() and (folder / "method.json").exists():
             return folder
     return None

@@ -1,8 +1,8 @@
-"""Statistics of an evaluation: how sure an accuracy is, and how honest stated confidences are.
+"""Statistics of evaluations: how sure an accuracy is, or a difference of two; calibration.
 
 With k attempts at each question avg@k is the mean over all attempts, and pass@k the share of the
-questions that at least one attempt answers. Both intervals are over questions: attempts at one
-question depend on each other, so that k of them tell less than k questions.
+questions that at least one attempt answers. The intervals of both are over questions: attempts at
+one question depend on each other, so that k of them tell less than k questions.
 
 Test: pytest tests/test_statistics.py
 """
@@ -56,11 +56,12 @@ def average_interval(right: list[int], attempts: int) -> tuple[float, float]:
 
 
 def sign_test(gained: int, lost: int) -> float:
-    """How probably chance alone makes two models differ so unevenly: McNemar's exact test.
+    """The two-sided p-value of McNemar's exact test, for two models on the same questions.
 
-    Both models were asked the same questions: `gained` of them only the second one has right,
-    `lost` only the first. By chance each of these is as likely the one as the other. Both
-    directions count, so an even split has 1. ValueError for a negative count.
+    gained: questions that only the second model has right; lost: those that only the first has
+    right. If the models were equally good, a question that only one has right would be either's
+    with probability 1/2. p is then the probability of a split at least as uneven; an even split has
+    p = 1. ValueError for a negative count.
     """
     if min(gained, lost) < 0:
         raise ValueError(f"{gained} gained and {lost} lost are no counts")

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -21,15 +22,20 @@ ENDING = {"commit": "abc", "cpu": "a CPU", "date": "today"}
 PARTS = ("one", "two", "all")
 
 
-def part(name: str) -> dict:
+def part(name: str, accuracy: float = 0.5) -> dict:
     """A line of an evaluation's table."""
-    shares = {"accuracy": 0.5, "low": 0.4, "high": 0.6, "calls": 1.5, "malformed": 0.1}
+    shares = {"accuracy": accuracy, "low": 0.4, "high": 0.6, "calls": 1.5, "malformed": 0.1}
     return {"set": name, "questions": 20, **shares, "sys2_tokens": 80.0, "sys1_tokens": 60.0}
 
 
-def answers(folder: Path, right, questions=20) -> None:
-    """An evaluation's rollouts, as far as the bench reads them; `right`: numbers of questions."""
-    records = [{"question_id": f"q{n}", "reward": float(n in right)} for n in range(questions)]
+def answers(folder: Path, right: range) -> None:
+    """An evaluation's rollouts and table, as far as the bench reads them.
+
+    right: numbers of the questions with right answers.
+    """
+    table = [part(name, len(right) / 20) for name in PARTS]
+    (folder / "table.json").write_text(json.dumps(table))
+    records = [{"question_id": f"q{n}", "reward": float(n in right)} for n in range(20)]
     (folder / "rollouts").mkdir(exist_ok=True)
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "rollouts" / "step_0.jsonl").write_text(lines)
@@ -40,7 +46,6 @@ def made(folder: Path, line: list[str]) -> None:
     folder.mkdir(exist_ok=True)
     folder.with_name(f"{folder.name}.log").write_text(f"written to {folder}\n")
     if "eval" in line or "closed" in line:
-        (folder / "table.json").write_text(json.dumps([part(name) for name in PARTS]))
         (folder / "trajectories.html").write_text(f"a page in {folder}")
         answers(folder, range(0, 20, 2))
         return
@@ -243,7 +248,7 @@ def test_changes_are_pooled_over_seeds():
     assert "change" not in made
 
 
-@pytest.mark.parametrize("fault", ["missing", "cut", "twice", "others"])
+@pytest.mark.parametrize("fault", ["missing", "cut", "twice", "others", "odd", "wrong"])
 def test_an_evaluation_without_its_answers_is_refused(bench, fault):
     options, _ = bench
     go(options)
@@ -257,7 +262,16 @@ def test_an_evaluation_without_its_answers_is_refused(bench, fault):
         path.write_text("".join(lines + lines[:1]))
     if fault == "others":
         path.write_text("".join(lines).replace('"q3"', '"p3"'))
-    with pytest.raises(UserError, match="lacks questions|was asked other questions|cannot read"):
+    if fault == "odd":
+        path.write_text("".join(lines).replace('"q3"', '["q3"]').replace('"q4"', "null"))
+    if fault == "wrong":
+        path.write_text("".join(lines).replace("0.0", "1.0", 1))
+    said = {
+        "missing": "cannot read",
+        "others": "warm start were asked different questions",
+        "odd": "warm start were asked different questions",
+    }
+    with pytest.raises(UserError, match=said.get(fault, "does not hold what the table tells")):
         atlas.summarise(0, options)
 
 
@@ -657,3 +671,58 @@ def test_what_is_kept_is_small_and_of_no_machine(preset):
     assert sum(path.stat().st_size for path in files) < 1_000_000
     for path in files:
         assert b"/tmp/" not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        ("--balance none --arms frozen", "frozen cannot have these options: --balance draws"),
+        ("--kl_beta 0.05 --arms balance-advantage", "balance-advantage cannot .* --kl_beta"),
+    ],
+)
+def test_an_arm_that_contradicts_the_options_is_refused_before_anything_runs(
+    bench, monkeypatch, capsys, line, why
+):
+    _, commands = bench
+    monkeypatch.setattr(atlas.sys, "argv", f"bench.atlas --runs runs --cache c {line}".split())
+    assert atlas.main() == 2
+    assert re.search(why, capsys.readouterr().err)
+    assert not commands
+
+
+def test_a_frozen_run_asks_its_warm_start_without_a_frozen_role(bench, accept, monkeypatch):  # noqa: F811
+    _, commands = bench
+    line = "bench.atlas --system1 frozen --runs runs --cache c"
+    monkeypatch.setattr(atlas.sys, "argv", line.split())
+    assert atlas.main() == 0
+    configs = [accept(f"python {shlex.join(line)}") for line in commands]
+    assert [config.system1 for config in configs] == ["frozen"] + ["train"] * 8
+
+
+def test_a_run_of_before_an_option_counts_as_its_default(bench, monkeypatch, capsys):
+    options, _ = bench
+    go(options)
+    config = Path("runs/rl-0/config.json")
+    made = json.loads(config.read_text())
+    del made["beta1"]  # 0.9 by default, 0.5 in the preset
+    config.write_text(json.dumps(made))
+    line = ["bench.atlas", "--runs", "runs", "--cache", "cache", *MORE]
+    monkeypatch.setattr(atlas.sys, "argv", line)
+    assert atlas.main() == 2
+    assert "rl-0 was made with --beta1 0.9, not 0.5" in capsys.readouterr().err
+
+
+def test_evaluations_of_the_untaught_model_outlive_a_run(bench, monkeypatch):
+    options, commands = bench
+    go(options)
+    for name in (
+        "rl-0",
+        *(f"{model}-{how}-0" for model in ("warm-start", "after-RL") for how in atlas.DECODING),
+    ):
+        shutil.rmtree(f"runs/{name}")
+        Path(f"runs/{name}.run.json").unlink()
+    before = len(commands)
+    line = ["bench.atlas", "--runs", "runs", "--cache", "cache", *MORE]
+    monkeypatch.setattr(atlas.sys, "argv", line)
+    assert atlas.main() == 0
+    assert len(commands) - before == 5

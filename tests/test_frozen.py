@@ -12,7 +12,7 @@ import mars
 from config import UserError
 from plumbing import build, evaluation
 from recipes import matpo
-from trainer import checkpoint
+from trainer import checkpoint, load_model
 
 SMALL = "--questions 8 --group 8 --steps 2 --save_every 1 --eval_questions 12 --eval_every 2"
 SMALL += " --threads 1 --kv_tokens 16384 --warmup 1 --lr 3e-4"
@@ -36,45 +36,58 @@ def run(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "runs" / "x", symlinks=True)
 
 
-def evaluated(run: Path, *options: str) -> float:
+@pytest.fixture
+def played(monkeypatch):
+    """The models that samplers are made of: the trained role's, then the frozen role's."""
+    models = []
+    make = build.make_sampler
+
+    def note(config, model, machine):
+        models.append(model)
+        return make(config, model, machine)
+
+    monkeypatch.setattr(build, "make_sampler", note)
+    return models
+
+
+def evaluated(asked: Path, *options: str) -> float:
     """The accuracy that `eval` says."""
-    name = "_".join(options).replace("-", "") or "plain"
-    runs = evaluation.run_of(run).parent
-    line = ["eval", str(run), "--runs", str(runs), "--name", name, *options]
-    assert mars.main(line) == 0
-    return json.loads((runs / name / "table.json").read_text())[-1]["accuracy"]
+    runs = evaluation.run_of(asked).parent
+    assert mars.main(["eval", str(asked), "--runs", str(runs), "--name", "eval", *options]) == 0
+    return json.loads((runs / "eval" / "table.json").read_text())[-1]["accuracy"]
+
+
+def last_accuracy(run: Path) -> float:
+    """What the run said of itself at its end."""
+    return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["eval_accuracy"]
+
+
+def same(model, folder: Path) -> bool:
+    """Whether a model has the weights that lie in a folder."""
+    weights = dict(load_model(folder, "cpu", training=False).named_parameters())
+    return all(torch.equal(weight, weights[name]) for name, weight in model.named_parameters())
 
 
 @pytest.mark.parametrize("asked", ["", "checkpoint", "state/step_000002/model"])
-def test_eval_plays_each_role_with_its_own_model(run, base, asked, monkeypatch):
+def test_eval_plays_each_role_with_its_own_model(run, base, asked, played):
     """Whatever folder of the run is named."""
-    roles = []
-    make = build.make_sampler
-    monkeypatch.setattr(
-        build,
-        "make_sampler",
-        lambda config, model, machine: roles.append(model) or make(config, model, machine),
-    )
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert evaluated(run / asked) == last["eval_accuracy"]
-    system2, system1 = (dict(model.named_parameters()) for model in roles)
-    start = dict(build.trainer.load_model(base, "cpu", training=False).named_parameters())
-    newest = dict(
-        build.trainer.load_model(run / "checkpoint", "cpu", training=False).named_parameters()
-    )
-    assert all(torch.equal(system1[name], start[name]) for name in start)
-    assert all(torch.equal(system2[name], newest[name]) for name in start)
-    assert not all(torch.equal(start[name], newest[name]) for name in start)
+    assert evaluated(run / asked) == last_accuracy(run)
+    system2, system1 = played
+    assert same(system1, base) and same(system2, run / "checkpoint")
+    assert not same(system2, base)
 
 
-def test_one_model_may_play_both_roles_all_the_same(run):
+def test_the_trained_model_may_play_both_roles(run, played):
     shutil.rmtree(run / "frozen")
-    assert evaluated(run, "--system1", "train") >= 0
+    evaluated(run, "--system1", "train")
+    (both,) = played
+    assert same(both, run / "checkpoint")
 
 
-def test_ask_plays_the_frozen_role(run, capsys):
+def test_ask_plays_each_role_with_its_own_model(run, base, played):
     assert mars.main(["ask", str(run), "when was ada baker born ?"]) == 0
-    assert "answer |" in capsys.readouterr().out
+    system2, system1 = played
+    assert same(system1, base) and same(system2, run / "checkpoint")
 
 
 @pytest.mark.parametrize("command", [["eval"], ["ask"]])
@@ -84,23 +97,31 @@ def test_a_run_without_its_frozen_model_says_what_to_do(run, command, capsys):
     assert mars.main([*command, str(run), *question]) == 2
     said = capsys.readouterr().err
     assert f"{run}/frozen is missing" in said and "--system1 train" in said
+    assert json.loads((run / "config.json").read_text())["model"] in said
 
 
-def test_what_was_not_trained_frozen_is_not_evaluated_so(run, capsys):
+def test_what_trained_both_roles_cannot_be_evaluated_with_a_frozen_one(run, capsys):
     saved = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(saved | {"system1": "train"}))
-    assert mars.main(["eval", str(run), "--system1", "frozen"]) == 2
+    line = ["eval", str(run), "--runs", str(run.parent), "--name", "eval"]
+    assert mars.main([*line, "--system1", "frozen"]) == 2
     assert "was not trained with --system1 frozen: leave it out" in capsys.readouterr().err
-    assert not list(run.parent.glob("eval-*"))
+    assert not (run.parent / "eval").exists()
 
 
-def test_a_run_called_frozen_is_no_frozen_run(run):
-    assert evaluated(run, "--system1", "none") >= 0
-    line = ["eval", str(run), "--runs", str(run.parent), "--name", "frozen"]
-    assert mars.main(line) == 0
+def test_the_frozen_model_itself_is_a_plain_model(run, capsys):
+    assert mars.main(["eval", str(run / "frozen"), "--runs", str(run.parent)]) == 2
+    assert "--data is missing" in capsys.readouterr().err
 
 
-def test_the_frozen_model_is_copied_once_and_whole(run, base, monkeypatch):
+def test_a_run_may_be_called_frozen(run):
+    renamed = run.rename(run.with_name("frozen"))
+    assert evaluation.run_of(renamed) == renamed
+    assert evaluation.run_of(renamed / "checkpoint") == renamed
+    assert evaluated(renamed) == last_accuracy(renamed)
+
+
+def test_the_frozen_model_is_copied_once_and_whole(run, base):
     kept = {path: path.stat().st_mtime_ns for path in (run / "frozen").iterdir()}
     tokenizer = build.surroundings.load_tokenizer(base)
     checkpoint.keep_frozen(run, "nowhere", tokenizer)
@@ -109,8 +130,14 @@ def test_the_frozen_model_is_copied_once_and_whole(run, base, monkeypatch):
     (run / ".writing").mkdir()
     (run / ".writing" / "half").write_text("of a copy that was killed")
     checkpoint.keep_frozen(run, base, tokenizer)
-    assert sorted(path.name for path in (run / "frozen").iterdir()) == sorted(p.name for p in kept)
+    assert set((run / "frozen").iterdir()) == kept.keys()
     assert not (run / ".writing").exists()
+
+
+def test_a_start_that_cannot_be_read_is_told_as_that(run):
+    shutil.rmtree(run / "frozen")
+    with pytest.raises(UserError, match="^cannot load a model from nowhere"):
+        checkpoint.keep_frozen(run, "nowhere", None)
 
 
 def test_a_full_disk_leaves_no_half_of_a_frozen_model(run, base, monkeypatch):
@@ -125,21 +152,32 @@ def test_a_full_disk_leaves_no_half_of_a_frozen_model(run, base, monkeypatch):
     assert not (run / "frozen").exists() and not (run / ".writing").exists()
 
 
+def resume(run: Path, start: Path) -> None:
+    """One more step, from a start that lies elsewhere by now."""
+    saved = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(saved | {"model": str(start)}))
+    small = SMALL.replace("--steps 2", "--steps 3").split()
+    line = ["--model", str(start), "--runs", str(run.parent), "--name", "x", *small]
+    assert mars.main([*line, "--system1", "frozen", "--resume"]) == 0
+
+
 def test_a_run_of_an_older_version_gets_its_frozen_model_when_it_goes_on(run, base):
     shutil.rmtree(run / "frozen")
-    saved = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(saved | {"model": str(base)}))
-    line = ["--model", str(base), "--runs", str(run.parent), "--name", "x", *SMALL.split()]
-    line += ["--system1", "frozen", "--steps", "3", "--resume"]
-    assert mars.main(line) == 0
-    assert (run / "frozen" / "config.json").exists()
+    resume(run, base)
+    assert same(load_model(run / "frozen", "cpu", training=False), base)
+
+
+def test_a_resumed_run_goes_on_with_its_own_frozen_model(run, base, played):
+    """Not with what the start has become in the meantime."""
+    resume(run, run / "checkpoint")
+    _, system1 = played
+    assert same(system1, base)
 
 
 def test_with_adapters_the_frozen_model_is_the_start(base, tmp_path):
     line = ["--model", str(base), "--runs", str(tmp_path), "--name", "x", *SMALL.split()]
     assert mars.main([*line, "--system1", "frozen", "--lora_rank", "4"]) == 0
-    last = json.loads((tmp_path / "x" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert evaluated(tmp_path / "x") == last["eval_accuracy"]
+    assert evaluated(tmp_path / "x") == last_accuracy(tmp_path / "x")
 
 
 def test_matpos_frozen_workers_are_evaluated_too(base, tmp_path, capsys):
@@ -151,6 +189,6 @@ def test_matpos_frozen_workers_are_evaluated_too(base, tmp_path, capsys):
     assert "--workers train" in capsys.readouterr().err
 
 
-def test_frozen_is_asked_for_by_the_option_that_means_it(run):
+def test_the_option_is_found_by_its_choices_not_by_a_value(run):
     config = mars.MarsConfig(name="frozen", system1="frozen")
     assert evaluation.frozen_model(config, run) == run / "frozen"

@@ -8,9 +8,10 @@ still there. Nothing is overwritten, and old states go only when the new one sta
 With adapters (lora.py) a state holds `adapter/` instead of `model/`, a few MB. The model with the
 adapters merged in is written beside the states, to merged/step_N, of which only the newest stays.
 
-A frozen role's model lies in frozen/, for evaluations: where it came from it may be gone by then.
+A copy of the model that plays frozen roles lies in frozen/. A resumed run and its evaluations read
+it, since the start may have changed by then, or be gone.
 
-Tests: `pytest tests/test_checkpoint.py tests/test_lora.py`.
+Tests: `pytest tests/test_checkpoint.py tests/test_frozen.py tests/test_lora.py`.
 """
 
 import errno
@@ -39,7 +40,7 @@ from trainer.lora import adapter_weights, merged_weights, write_adapters
 from trainer.policy import unwrap
 
 STATE_NAME = re.compile(r"step_(\d{6,})")
-WRITING = ".writing"  # the state under way
+WRITING = ".writing"  # the state or model under way
 REPLACED = ".replaced"  # a damaged state whose step has been done again
 FROZEN = "frozen"  # the model that plays the frozen roles
 # What says of which kind a state's weights are.
@@ -184,9 +185,10 @@ def save_model(folder: Path, model, weights: dict, tokenizer) -> None:
 
 
 def keep_frozen(folder: Path, start: Path | str, tokenizer) -> None:
-    """Copies the model that a run begins with to frozen/ in its folder, whole, unless it is there.
+    """Writes frozen/, a copy of the model that a run begins with. One that is there stays.
 
-    Every rank must call it; rank 0 writes. UserError on all ranks if the disk does not take it.
+    Every rank must call it; rank 0 writes. UserError on all ranks if the disk does not take it, or
+    if the start cannot be read.
     """
     problem = None
     final = folder / FROZEN
@@ -198,12 +200,17 @@ def keep_frozen(folder: Path, start: Path | str, tokenizer) -> None:
             tokenizer.save_pretrained(temporary)
             sync_tree(temporary)
             finish(temporary, final)
+        except UserError as error:  # of load_model
+            problem = str(error)
         except Exception as error:  # safetensors has errors of its own kind
             shutil.rmtree(folder / WRITING, ignore_errors=True)
-            problem = f"cannot copy {start} to {final} ({reason(error, folder)}): make room"
+            problem = (
+                f"cannot copy {start} to {final} ({reason(error, folder)}): make room, and go on "
+                "with --resume"
+            )
     problem = from_first_rank(problem)
     if problem:
-        raise UserError(f"{problem}, and go on with --resume")
+        raise UserError(problem)
 
 
 def write_model(folder: Path, model, dtype: torch.dtype) -> str:
