@@ -655,6 +655,8 @@ def test_the_page_tells_what_was_measured(preset):
     words = " ".join(page.split())
     several = any(row["seed"] == "all" for row in rows)
     for row in rows:
+        if row["model"].startswith("after RL, ") and "change" in row:
+            assert "+{gained} −{lost}".format(**row["change"]) in page
         # Of several seeds the page tells the sum.
         if row["model"] != "after RL" or several != (row["seed"] == "all"):
             continue
