@@ -10,7 +10,7 @@ the trained model, to its warm start and, with the first seed, to the untaught m
 answers from memory; each of them samples at the run's temperature, and decodes greedily. An arm
 changes something of RL, in RUNS/ARM-SEED. It begins with the same warm start and is evaluated like
 the run. Only no-purpose changes the warm start as well: a model that was taught to state purposes
-does not speak the form without them, so that RL found nothing to learn.
+does not speak the form without them, so that RL found nothing to learn. So its start is asked too.
 
 The column "change" compares two models on the same questions: the trained one with its warm start,
 an arm with the run. Such a paired test finds smaller differences than two intervals do.
@@ -18,8 +18,9 @@ an arm with the run. Such a paired test finds smaller differences than two inter
 The same command goes on where it stopped. A folder of --runs holds runs of one setting: other
 options are refused there.
 
-Results: bench/results/PRESET/, in place of the former ones; with each run's config, metrics and
-log, and of the first seed its curves and a page of held-out trajectories after RL.
+Results: bench/results/PRESET/, or the folder there that --results names, in place of the former
+ones; with each run's config, metrics and log, and of the first seed its curves and a page of
+held-out trajectories after RL.
 
 Tests: pytest tests/test_atlas_bench.py
 """
@@ -29,6 +30,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 import shutil
 import signal
 import sys
@@ -68,6 +70,7 @@ ARMS = {
     ),
     "inherited": (["--shared_group"], "advantage inherited"),
 }
+OWN_START = {"no-purpose"}  # arms whose warm start differs from the run's
 # Set by the bench or by recipes.atlas, and what would replace the questions or the pages.
 RESERVED = set("seed name resume model data eval_data docs eval_docs search".split())
 # What runs of one setting may differ in. What a run asks itself stands in no row.
@@ -126,6 +129,8 @@ def typed(arguments: list[str]) -> dict:
 def refuse_contradictions(options: argparse.Namespace) -> None:
     """UserError for options that the bench sets itself, or an arm."""
     given = typed(options.more)
+    if options.results is not None and not re.fullmatch(r"\w[\w-]*", options.results):
+        raise UserError(f"--results {options.results}: give a plain name, such as atlas-arms")
     own = RESERVED.intersection(given)
     if own:
         advice = "give --seeds" if "seed" in own else "leave it out"
@@ -187,6 +192,7 @@ def refuse_other_settings(options: argparse.Namespace) -> None:
 def refuse_orphans(seed: int, arm: str, options: argparse.Namespace) -> None:
     """UserError if evaluations are there of a training that is not: they asked another model."""
     asked = ["warm-start", "after-RL"] if arm == "rl" else [f"after-{arm}"]
+    asked += [f"warm-start-{arm}"] if arm in OWN_START else []
     for name in [f"{model}-{decoding}-{seed}" for model in asked for decoding in DECODING]:
         if record_of(options.runs / name).exists():
             raise UserError(
@@ -226,34 +232,44 @@ def train(seed: int, arm: str, options: argparse.Namespace) -> None:
 def evaluate(seed: int, options: argparse.Namespace) -> None:
     """Every model's evaluations that are missing, the trained one's first: time may run out.
 
-    The warm start and the untaught model bring no settings. They get the run's seed and preset, and
-    those options that evaluations have. All are asked all held-out questions, though the run may
-    have asked itself fewer.
+    All are asked all held-out questions, though the run may have asked itself fewer.
     """
     run = options.runs / f"rl-{seed}"
     made = config_of(run)
     paths = {"run": str(run), "start": made["model"], "smollm2": smollm2.NAME}
-    given = typed(options.more)
-    passed_on = {name: value for name, value in given.items() if name not in NOT_PASSED_ON}
-    if passed_on.get("system1") == "frozen":
-        del passed_on["system1"]  # in a model that no RL has trained both roles are the start's
     for model, (command, whom) in reversed(MODELS.items()):
         if whom == "smollm2" and seed != options.seeds[0]:
             continue
-        settings = ["--seed", str(seed), "--preset", made["preset"], *atlas.as_options(passed_on)]
-        if whom == "run":
-            settings = []
-        line = [command, paths[whom], *settings]
+        line = [command, paths[whom]]
+        if whom != "run":
+            line += settings_of_start(made, options)
         put_questions(model.replace(" ", "-"), seed, line, made, options)
 
 
 def evaluate_arm(seed: int, arm: str, options: argparse.Namespace) -> None:
-    """An arm's evaluations that are missing; none before its end."""
+    """An arm's evaluations that are missing, its own start's included; none before its end."""
     folder = options.runs / f"{arm}-{seed}"
     if not is_finished(folder):
         return
     made = config_of(folder)
     put_questions(f"after-{arm}", seed, ["eval", str(folder)], made, options)
+    if arm in OWN_START:
+        line = ["eval", made["model"], *settings_of_start(made, options), *ARMS[arm][0]]
+        put_questions(f"warm-start-{arm}", seed, line, made, options)
+
+
+def settings_of_start(made: dict, options: argparse.Namespace) -> list[str]:
+    """The options of an evaluation of a model that brings none: a warm start, or the untaught one.
+
+    They are the seed and preset of the run that `made` tells of, and what evaluations have of the
+    bench's further options.
+    """
+    given = typed(options.more)
+    passed_on = {name: value for name, value in given.items() if name not in NOT_PASSED_ON}
+    if passed_on.get("system1") == "frozen":
+        del passed_on["system1"]  # in a model that no RL has trained both roles are the start's
+    own = ["--seed", str(made["seed"]), "--preset", made["preset"]]
+    return [*own, *atlas.as_options(passed_on)]
 
 
 def put_questions(
@@ -280,9 +296,12 @@ def summarise(seed: int, options: argparse.Namespace) -> list[dict]:
     models = {model: (model.replace(" ", "-"), None) for model in MODELS}
     models["after RL"] = ("after-RL", "rl")
     names = {arm: f"after RL, {name}" for arm, (_, name) in ARMS.items()}
+    starts = {f"warm start, {ARMS[arm][1]}": f"warm-start-{arm}" for arm in OWN_START}
+    models |= {name: (prefix, None) for name, prefix in starts.items()}
     models |= {names[arm]: (f"after-{arm}", arm) for arm in ARMS}
     # A row's model -> the one that it is compared with, which stands before it in `models`.
     references = {"after RL": "warm start"} | dict.fromkeys(names.values(), "after RL")
+    references |= dict.fromkeys(starts, "warm start")
     references[names["balance-advantage"]] = names["sample-mean"]
     for model, (prefix, trained) in models.items():
         if trained and not is_finished(options.runs / f"{trained}-{seed}"):
@@ -486,24 +505,24 @@ def keep(options: argparse.Namespace) -> Path:
         raise UserError(f"nothing was evaluated in {options.runs}")
     rows += pooled(rows)
     print(report(rows))
-    preset = config_of(options.runs / f"rl-{rows[0]['seed']}")["preset"]
+    name = options.results or config_of(options.runs / f"rl-{rows[0]['seed']}")["preset"]
     runs = []
-    names = [f"{arm}-{seed}" for seed in options.seeds for arm in ("rl", *ARMS)]
-    for folder in [options.runs / name for name in names]:
+    for folder in [options.runs / f"{arm}-{s}" for s in options.seeds for arm in ("rl", *ARMS)]:
         if not is_finished(folder):
             continue
         lines = metrics_of(folder)
-        copy_run(folder, common.RESULTS / preset / folder.name, options)
+        copy_run(folder, common.RESULTS / name / folder.name, options)
         parts = ("seconds_rollout", "seconds_train", "seconds_eval")
         # Wall time, without the warm start and what else stands around the steps.
         seconds = sum(line.get(part) or 0 for line in lines for part in parts)
         runs.append({"run": folder.name, "seconds_of_steps": seconds, **made_by(folder)})
-    plot(rows, options, common.RESULTS / preset / "seeds.png")
+    plot(rows, options, common.RESULTS / name / "seeds.png")
     seeds = ["--seeds", *map(str, options.seeds)]
     arms = ["--arms", *options.arms] if options.arms else []
     table = ["--table"] if options.table else []
-    command = " ".join(["python -m bench.atlas", *seeds, *arms, *table, *options.more])
-    return common.save(f"{preset}/table", command, rows, runs=runs)
+    results = ["--results", options.results] if options.results else []
+    command = " ".join(["python -m bench.atlas", *seeds, *arms, *results, *table, *options.more])
+    return common.save(f"{name}/table", command, rows, runs=runs)
 
 
 def plot(rows: list[dict], options: argparse.Namespace, path: Path) -> None:
@@ -591,6 +610,7 @@ def main() -> int:
     reader.add_argument("--arms", nargs="+", default=[], choices=ARMS, help="further runs a seed")
     reader.add_argument("--runs", type=Path, default=ROOT / "runs" / "atlas-bench")
     reader.add_argument("--cache", type=Path, default=ROOT / ".cache", help="of the models")
+    reader.add_argument("--results", help="folder of bench/results for them; the preset's name")
     reader.add_argument("--table", action="store_true", help="run nothing")
     options, options.more = reader.parse_known_args()
     options.seeds = list(dict.fromkeys(options.seeds))

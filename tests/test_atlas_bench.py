@@ -81,7 +81,7 @@ def bench(tmp_path, monkeypatch):
         "cache": Path("cache"),
         "failed": [],
     }
-    return argparse.Namespace(**options, more=MORE, arms=[], table=False), commands
+    return argparse.Namespace(**options, more=MORE, arms=[], table=False, results=None), commands
 
 
 def go(options):
@@ -154,12 +154,36 @@ def test_an_arm_is_evaluated_by_itself(bench, accept, monkeypatch):  # noqa: F81
     arguments = "bench.atlas --arms no-purpose inherited --runs runs --cache cache"
     monkeypatch.setattr(atlas.sys, "argv", arguments.split() + MORE)
     assert atlas.main() == 0
-    for arm, asked in (("no-purpose", commands[-5:-3]), ("inherited", commands[-2:])):
-        run = str(Path.cwd() / "runs" / f"{arm}-0")
-        assert [line[line.index("eval") + 1] for line in asked] == [run, run]
+    runs = Path.cwd() / "runs"
+    start = "cache/warm/atlas"
+    for model, asked in (
+        (f"{runs}/no-purpose-0", commands[-7:-5]),
+        (start, commands[-5:-3]),
+        (f"{runs}/inherited-0", commands[-2:]),
+    ):
+        assert [line[line.index("eval") + 1] for line in asked] == [model, model]
         configs = [accept(f"python {shlex.join(line)}") for line in asked]
         assert [config.temperature for config in configs] == [0.7, 0.0]
         assert [config.eval_questions for config in configs] == [200, 200]
+        assert {config.purpose for config in configs} == {model != start}
+    record = json.loads((common.RESULTS / "atlas" / "table.json").read_text())
+    changes = {row["model"]: row["change"]["from"] for row in record["rows"] if "change" in row}
+    assert changes["warm start, no purpose"] == "warm start"
+    assert changes["after RL, no purpose"] == "after RL"
+
+
+def test_results_may_be_kept_beside_the_presets(bench, monkeypatch, capsys):
+    arguments = "bench.atlas --runs runs --cache cache --results atlas-arms".split()
+    monkeypatch.setattr(atlas.sys, "argv", arguments + MORE)
+    assert atlas.main() == 0
+    assert [path.name for path in common.RESULTS.iterdir()] == ["atlas-arms"]
+    record = json.loads((common.RESULTS / "atlas-arms" / "table.json").read_text())
+    assert "--results atlas-arms" in record["command"]
+    assert (common.RESULTS / "atlas-arms" / "rl-0" / "metrics.jsonl").exists()
+    for wrong in ("", "..", "a/b", "-a"):
+        monkeypatch.setattr(atlas.sys, "argv", [*arguments[:-2], f"--results={wrong}", *MORE])
+        assert atlas.main() == 2
+        assert "plain name" in capsys.readouterr().err
 
 
 def test_an_arm_that_failed_is_not_evaluated(bench, monkeypatch):
@@ -492,6 +516,19 @@ def test_evaluations_of_a_run_that_is_gone_are_no_other_runs(bench, arm, monkeyp
     assert atlas.main() == 2
     assert f"asked a model whose run {arm}-0 is gone" in capsys.readouterr().err
     assert len(commands) == count
+
+
+def test_an_arms_own_start_is_no_other_arms(bench, monkeypatch, capsys):
+    line = "bench.atlas --arms no-purpose --runs runs --cache cache".split() + MORE
+    monkeypatch.setattr(atlas.sys, "argv", line)
+    assert atlas.main() == 0
+    shutil.rmtree("runs/no-purpose-0")
+    Path("runs/no-purpose-0.run.json").unlink()
+    for decoding in atlas.DECODING:
+        Path(f"runs/after-no-purpose-{decoding}-0.run.json").unlink()
+    assert atlas.main() == 2
+    told = capsys.readouterr().err
+    assert "warm-start-no-purpose-sampled-0 asked a model whose run no-purpose-0 is gone" in told
 
 
 def test_a_cut_run_with_a_damaged_record_is_refused_before_its_rest(bench, monkeypatch, capsys):
