@@ -15,7 +15,7 @@ from plumbing.build import Machine, check_machine
 from toy import base_model
 
 SMALL = (
-    "--questions 4 --group 4 --eval_questions 6 --eval_every 2 --save_every 2 --lr 5e-3 "
+    "--questions 4 --group 4 --eval_questions 6 --eval_every 2 --save_every 2 --lr 5e-4 "
     "--threads 1 --kv_tokens 16384"
 ).split()
 ADAPTERS = ["--lora_rank", "4", "--kl_beta", "0.05", "--system1", "frozen"]
