@@ -1,8 +1,9 @@
 """A trained checkpoint on questions: `mars.py eval CKPT` and `mars.py ask CKPT "question"`.
 
 CKPT is a run (runs/NAME), its checkpoint/ folder, or any chat model that transformers loads. A
-run brings its own settings, held-out questions and frozen model; a plain model gets the paper's
-limits and needs `--data`. `--docs FOLDER` searches your own documents. One process.
+run brings its own settings, held-out questions and frozen model. A plain model gets the paper's
+limits; `eval` then needs `--data`, and `ask` something to search. `--docs FOLDER` searches your own
+documents. One process.
 
     python mars.py eval runs/toy
     python mars.py eval runs/toy --temperature 0 --eval_questions 500
@@ -10,8 +11,9 @@ limits and needs `--data`. `--docs FOLDER` searches your own documents. One proc
     python mars.py eval Qwen/Qwen3-8B --data bamboogle --search serper --grader judge
     python mars.py ask runs/toy "when was ada baker born ?" --docs my_notes/
 
-Written: runs/NAME/ with predictions.json (HLE's format: the first attempt at each question; the
-others follow it as "further"), table.json, rollouts/ and trajectories.html; `ask` writes one page.
+Written: runs/eval-CKPT/, or what --name says, with predictions.json (HLE's format: the first
+attempt at each question; the others follow it as "further"), table.json, rollouts/ and
+trajectories.html; `ask` writes one page.
 """
 
 import dataclasses
@@ -85,20 +87,13 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
     if saved is None:
         saved = plain_model_settings(method, given, asking)
     elif not asking:
-        refuse_training_questions(given, saved)
+        refuse_another_draw(given, saved)
     saved |= {"model": str(model), "name": "", "resume": False, "kl_beta": 0.0, "fsdp": False}
     saved["lora_rank"] = 0  # the checkpoint has the adapters merged in
     saved["server"] = ""  # the run's servers may hold anything now
     for name in ("engine", "max_mismatch_kl"):
         saved[name] = getattr(method.config, name)
-    if given.get("search", "local") != "local" and "docs" not in given:
-        saved["docs"] = ""
-    if given.get("search", "serper") != "serper":
-        saved["pages"] = "none"
-    if given.get("search") == "local":
-        saved["block"] = ""
-    if given.get("search", "local") != "local" or "docs" in given:
-        saved["eval_docs"] = ""
+    forget_other_search(given, saved)
     if asking:  # needs neither questions nor a judge
         saved |= {"data": "toy", "eval_data": "", "grader": "em", "eval_questions": 0}
     elif "data" in given:
@@ -109,6 +104,20 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
     if not asking and config.data == "toy" and config.eval_questions < 1:
         raise UserError("--eval_questions must be at least 1")
     return config
+
+
+def forget_other_search(given: dict, saved: dict) -> None:
+    """Takes out of a run's settings what belongs to another search than the one given."""
+    search = given.get("search")
+    web = search not in (None, "local")
+    if web and "docs" not in given:
+        saved["docs"] = ""
+    if web or "docs" in given:
+        saved["eval_docs"] = ""  # given documents are for all questions
+    if search not in (None, "serper"):
+        saved["pages"] = "none"  # only serper's results have pages behind them
+    if search == "local":
+        saved["block"] = ""
 
 
 def frozen_model(config: Config, checkpoint: Path) -> Path:
@@ -146,7 +155,7 @@ def plain_model_settings(method: Method, given: dict, asking: bool) -> dict:
     return saved
 
 
-def refuse_trained_questions(run: Run) -> None:
+def refuse_what_it_was_trained_on(run: Run) -> None:
     """UserError if a question was among those that the checkpoint was trained on."""
     made = run_of(Path(run.config.model))
     if made is None or not (made / "questions.json").exists():
@@ -166,10 +175,10 @@ def refuse_trained_questions(run: Run) -> None:
         )
 
 
-def refuse_training_questions(given: dict, saved: dict) -> None:
-    """UserError if a run would be asked what it was trained on.
+def refuse_another_draw(given: dict, saved: dict) -> None:
+    """UserError for options that draw held-out questions anew: some were trained on.
 
-    The toy's worlds are disjoint, so it may.
+    The toy's worlds are disjoint, so there any draw will do.
     """
     own_data = "data" not in given and saved.get("data") != "toy"
     if not own_data:
@@ -245,7 +254,7 @@ def evaluate(method: Method, config: Config, **additions) -> int:
     made = run_of(Path(config.model)) or Path(config.model)
     base = f"eval-{made.resolve().name}"
     run = build(method, config, training=False, base=base, **additions)
-    refuse_trained_questions(run)
+    refuse_what_it_was_trained_on(run)
     confidences = {}
     if config.grader == "judge" and "grade" not in additions:
         run.grade = judge_with_confidence(confidences)
