@@ -3,7 +3,7 @@
     python -m bench.atlas --bf16 on              seed 0; options that the bench lacks are the run's
     python -m bench.atlas --bf16 on --seeds 0 1 2 --arms frozen     also with System 1 frozen
     python -m bench.atlas --table --seeds 0 1 2                     tabulates what is there
-    python -m bench.atlas --bf16 on --preset atlas-long --runs runs/atlas-long --arms no-purpose inherited
+    python -m bench.atlas --bf16 on --preset atlas-long --runs runs/atlas-long --arms frozen
 
 A seed is one run of `python -m recipes.atlas` in RUNS/rl-SEED. Its held-out questions are put to
 the trained model, to its warm start and, with the first seed, to the untaught model, which also
@@ -12,9 +12,10 @@ changes something of RL, in RUNS/ARM-SEED. It begins with the same warm start an
 the run. Only no-purpose changes the warm start as well: a model that was taught to state purposes
 does not speak the form without them, so that RL found nothing to learn. So its start is asked too.
 
-The column "change" compares two models on the same questions: the trained one with its warm start,
-an arm with the run (balance-advantage with sample-mean, for only their difference is the balancing),
-an arm's own start with the run's. Such a paired test finds smaller differences than two intervals do.
+The column "change" compares two models on the same questions: the trained one with its warm
+start, an arm with the run (but balance-advantage with sample-mean, from which it differs in the
+balancing alone), and an arm's own start with the run's. Such a paired test finds smaller
+differences than two intervals do.
 
 The same command goes on where it stopped. A folder of --runs holds runs of one setting: other
 options are refused there.
