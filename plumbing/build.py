@@ -94,9 +94,9 @@ def build(
 
     The run's folder is claimed first, so that no second start can take it, and given back if
     anything is missing. Without --name it is called after `base`, else after the model. `folder`:
-    none is claimed, for a caller that writes no run. `frozen`: the model that plays frozen roles,
-    if it is not the start. `additions` are the fields of Additions. UserError lists everything that
-    is missing.
+    none is claimed, for a caller that writes no run. `frozen`: the model that plays frozen roles in
+    an evaluation. `additions` are the fields of Additions. UserError lists everything that is
+    missing.
     """
     machine = join(config)
     claim = None
@@ -124,7 +124,10 @@ def assemble(
     additions: Additions,
 ) -> Run:
     """What `build` builds when the folder is ours."""
-    outside = environment(config, machine, training, additions)
+    kept = None
+    if training and config.resume and os.path.lexists(folder / trainer.FROZEN):
+        kept = folder / trainer.FROZEN  # its --model may have changed since, or be gone
+    outside = environment(config, machine, training, additions, kept)
     start = outside.start
     tokenizer = surroundings.load_tokenizer(start)
     chat = surroundings.make_format(
@@ -143,20 +146,14 @@ def assemble(
     if state and not config.lora_rank:
         origin = state[1] / "model"
     model = load_model(config, origin, machine, training)
-    known = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > known:
-        raise UserError(
-            f"{start} has {len(tokenizer)} tokens in its tokenizer and {known} in its model: use "
-            "two that belong together"
-        )
+    surroundings.check_vocabulary(tokenizer, model, start)
     # Both a frozen role and the KL term need the model that the run began with. With adapters that
     # is the model itself, as long as it has none or they are off.
     base = model
-    if training and (folder / trainer.FROZEN).exists():  # of a run that is resumed
-        frozen = folder / trainer.FROZEN
     if not config.lora_rank and (config.frozen() or (training and config.kl_beta)):
         device = machine.device if config.kl_beta else "cpu"
         base = trainer.load_model(frozen or start, device, dtype=machine.dtype, training=False)
+        surroundings.check_same_vocabulary(base, frozen or start, model, origin)
     if config.server:
         sampler = make_remote(config, outside.servers, model, machine, folder)
         if not config.lora_rank:  # else it gets adapters below, beside the model of its start
@@ -241,10 +238,18 @@ def introduce(run: Run, start: Path | str, memory: str) -> None:
     )
 
 
-def environment(config: Config, machine: Machine, training: bool, additions: Additions) -> Outside:
-    """All that comes from outside. UserError lists all that is missing."""
+def environment(
+    config: Config,
+    machine: Machine,
+    training: bool,
+    additions: Additions,
+    start: Path | str | None = None,
+) -> Outside:
+    """All that comes from outside. UserError lists all that is missing.
+
+    `start`: the model to start from, if it is not the one that --model names.
+    """
     problems = []
-    start = None
     memory = ""
 
     def attempt(function, *arguments, **options):
@@ -282,7 +287,7 @@ def environment(config: Config, machine: Machine, training: bool, additions: Add
             servers.connect, urls, engine, config.tool_seconds, adapters=config.lora_rank > 0
         )
     # The toy's model takes two minutes to make: not for a run that cannot start.
-    if not problems or config.model != "toy":
+    if start is None and (not problems or config.model != "toy"):
         start = attempt(start_model, config, machine, additions.base_model or base_model.build)
     if start:
         memory = attempt(

@@ -26,7 +26,10 @@ def made_once(folder: Path, make: Callable[[Path], None], option: str = "--cache
         if folder.exists():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(folder.with_name(f"{folder.name}.lock"), "a")
+        path = folder.with_name(f"{folder.name}.lock")
+        if unfinished.exists() and not path.exists():  # we leave none without its lock
+            raise UserError(f"{unfinished} is in the way: rename it, or choose another {option}")
+        lock = open(path, "a")
     except OSError as error:
         raise UserError(
             f"the folder {folder.parent} cannot be written ({error.strerror}): name another one "

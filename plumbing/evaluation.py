@@ -25,7 +25,7 @@ from typing import get_args
 import trainer
 import view
 from config import Config, UserError, parse, parser, resolve
-from plumbing import files, logbook, smollm2
+from plumbing import claims, files, logbook, smollm2
 from plumbing.build import build, number_from
 from plumbing.metrics import rollout_sums, share
 from plumbing.records import record
@@ -57,9 +57,12 @@ def main(method: Method, arguments: list[str], **additions) -> int:
         options.add_argument("question")
     given = parse(options, arguments[1:])
     refuse_ignored(method.config, given, asking)
-    config = settings(method, given, asking)
-    if config.frozen():  # else every role is played by the checkpoint
-        additions["frozen"] = frozen_model(config, Path(given["checkpoint"]))
+    try:
+        config = settings(method, given, asking)
+        if config.frozen():  # else every role is played by the checkpoint
+            additions["frozen"] = frozen_model(config, Path(given["checkpoint"]))
+    except PermissionError as error:
+        raise UserError(f"cannot read {error.filename} ({error.strerror})") from None
     if asking:
         return ask(method, config, given["question"], Path(given["checkpoint"]), **additions)
     return evaluate(method, config, **additions)
@@ -206,6 +209,8 @@ def find_checkpoint(method: Method, name: str) -> tuple[Path | str, dict | None]
     path = Path(name)
     try:
         exists = path.exists()
+    except PermissionError:
+        raise
     except (OSError, ValueError):  # a name that no file system takes
         exists = False
     if not exists:
@@ -239,7 +244,8 @@ def run_of(path: Path) -> Path | None:
 
     Its frozen model is none of the run's: it is what the run began with.
     """
-    above = [path, *path.parents][:4]  # runs/x/merged/step_1 lies two below the run
+    path = path.resolve()  # its name alone would not say where a link or ".." leads
+    above = [path, *path.parents][:4]  # runs/x/state/step_1/model lies three below the run
     for folder in above[:1] if path.name == trainer.FROZEN else above:
         if (folder / "config.json").exists() and (folder / "method.json").exists():
             return folder
@@ -251,6 +257,8 @@ def run_of(path: Path) -> Path | None:
 
 def evaluate(method: Method, config: Config, **additions) -> int:
     """Answers every held-out question; prints and writes table, predictions and page."""
+    if config.name and not claims.is_free(Path(config.runs) / config.name):
+        raise UserError(f"{Path(config.runs) / config.name} exists: choose another --name")
     made = run_of(Path(config.model)) or Path(config.model)
     base = f"eval-{made.resolve().name}"
     run = build(method, config, training=False, base=base, **additions)

@@ -25,11 +25,14 @@ def open_folder(run: Run) -> int:
     state = trainer.newest(run.folder) if run.config.resume else None
     first = state[0] if state else 0
     finished = first >= run.config.steps
+    frozen = bool(run.config.frozen())
+    if frozen and run.config.resume:  # before anything of the run is changed
+        trainer.keep_frozen(run.folder, run.start, run.tokenizer)
     if run.rank == 0 and not finished:
         run.tracker = tracker.start(run.config, run.method.name, run.folder, first)
         settings(run)
         take_back(run, first)
-    if run.config.frozen() and not finished:
+    if frozen and not run.config.resume:  # a run has its options first: else none could go on
         trainer.keep_frozen(run.folder, run.start, run.tokenizer)
     if run.ranks > 1:
         dist.barrier()

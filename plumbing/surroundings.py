@@ -81,12 +81,35 @@ def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
 
 
 def load_tokenizer(start: Path | str):
-    """The model's tokenizer."""
+    """The model's tokenizer. UserError if it cannot be read."""
     try:
         return AutoTokenizer.from_pretrained(start, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers raises many kinds for damaged files
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot load a tokenizer from {start}: {reason}") from None
+        raise UserError(
+            f"cannot load a tokenizer from {start} ({reason}): it needs a tokenizer's files beside "
+            "its weights"
+        ) from None
+
+
+def check_vocabulary(tokenizer, model, name: Path | str) -> None:
+    """UserError if the tokenizer has tokens that the model does not know."""
+    known = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > known:
+        raise UserError(
+            f"{name} has {len(tokenizer)} tokens in its tokenizer and {known} in its model: use "
+            "two that belong together"
+        )
+
+
+def check_same_vocabulary(base, base_name: Path | str, model, name: Path | str) -> None:
+    """UserError if a run's start and what became of it differ in their number of tokens."""
+    sizes = [m.get_input_embeddings().num_embeddings for m in (base, model)]
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"{base_name} has {sizes[0]} tokens and {name} {sizes[1]}, so the one did not begin "
+            "with the other: put back the model that the run began with"
+        )
 
 
 def make_format(

@@ -107,6 +107,7 @@ def train(
         torch.set_num_threads(options.threads)
     tokenizer = surroundings.load_tokenizer(start)
     model = trainer.load_model(start, device, training=True)
+    surroundings.check_vocabulary(tokenizer, model, start)
     longest = position_limit(model) or math.inf
     policy = trainer.Policy(model, bf16=uses_bf16(options, device.type == "cuda"))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
@@ -364,17 +365,17 @@ def rendered(messages: list[dict], tokenizer, prompt: bool) -> str:
 
 def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
+    written = []
     try:
         options = WarmStart(**parse(parser(WarmStart, __doc__), arguments))
         options.check()
-        folder = Path(options.out)
+        folder = Path(os.path.normpath(options.out))  # "x/.." is the folder that is there
         if os.path.lexists(folder):
             raise UserError(f"{folder} exists: choose another --out")
         batches = demonstrations(options)
         start = options.model
         if start == smollm2.NAME:
             start = smollm2.build(options.cache)
-        written = []
 
         def make(unfinished: Path) -> None:
             train(options, start, batches, unfinished)
@@ -386,7 +387,10 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         return fail(error)
     except KeyboardInterrupt:
-        fail("interrupted: no folder was written; start again")
+        if written and folder.exists():
+            fail(f"interrupted when {folder} was written already, whole")
+        else:
+            fail("interrupted: no folder was written; start again")
         return 130
     print(f"written to {folder}: use it with --model {folder}")
     return 0

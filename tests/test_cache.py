@@ -54,6 +54,15 @@ def test_it_is_made_once(tmp_path):
     assert names(folder) == {"file"}
 
 
+def test_a_folder_of_somebody_elses_is_not_taken_for_a_leftover(tmp_path):
+    theirs = tmp_path / "thing.unfinished"
+    theirs.mkdir()
+    fill(theirs)
+    with pytest.raises(UserError, match="thing.unfinished is in the way: .* another --out"):
+        made_once(tmp_path / "thing", fill, option="--out")
+    assert names(theirs) == {"file"} and names(tmp_path) == {"thing.unfinished"}
+
+
 def test_what_fails_leaves_nothing(tmp_path):
     def fail(folder):
         fill(folder)

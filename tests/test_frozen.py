@@ -2,11 +2,13 @@
 
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import mars
 from config import UserError
@@ -152,32 +154,143 @@ def test_a_full_disk_leaves_no_half_of_a_frozen_model(run, base, monkeypatch):
     assert not (run / "frozen").exists() and not (run / ".writing").exists()
 
 
-def resume(run: Path, start: Path) -> None:
-    """One more step, from a start that lies elsewhere by now."""
+def resume(run: Path, start: Path, *options: str) -> int:
+    """One more step, from a start that lies elsewhere by now; the exit code."""
     saved = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(saved | {"model": str(start)}))
     small = SMALL.replace("--steps 2", "--steps 3").split()
     line = ["--model", str(start), "--runs", str(run.parent), "--name", "x", *small]
-    assert mars.main([*line, "--system1", "frozen", "--resume"]) == 0
+    return mars.main([*line, "--system1", "frozen", "--resume", *options])
 
 
 def test_a_run_of_an_older_version_gets_its_frozen_model_when_it_goes_on(run, base):
     shutil.rmtree(run / "frozen")
-    resume(run, base)
+    assert resume(run, base) == 0
     assert same(load_model(run / "frozen", "cpu", training=False), base)
 
 
 def test_a_resumed_run_goes_on_with_its_own_frozen_model(run, base, played):
     """Not with what the start has become in the meantime."""
-    resume(run, run / "checkpoint")
+    assert resume(run, run / "checkpoint") == 0
     _, system1 = played
     assert same(system1, base)
 
 
-def test_with_adapters_the_frozen_model_is_the_start(base, tmp_path):
-    line = ["--model", str(base), "--runs", str(tmp_path), "--name", "x", *SMALL.split()]
+@pytest.fixture(scope="module")
+def adapted(base, tmp_path_factory):
+    """A run with adapters, System 1 frozen."""
+    folder = tmp_path_factory.mktemp("adapted")
+    line = ["--model", str(base), "--runs", str(folder), "--name", "x", *SMALL.split()]
     assert mars.main([*line, "--system1", "frozen", "--lora_rank", "4"]) == 0
-    assert evaluated(tmp_path / "x") == last_accuracy(tmp_path / "x")
+    return folder / "x"
+
+
+def test_with_adapters_the_frozen_model_is_the_start(adapted):
+    assert evaluated(adapted) == last_accuracy(adapted)
+
+
+def test_with_adapters_too_a_resumed_run_goes_on_from_its_own_start(
+    adapted, trained, base, tmp_path
+):
+    run = shutil.copytree(adapted, tmp_path / "x", symlinks=True)
+    assert resume(run, trained / "checkpoint", "--lora_rank", "4") == 0
+    # Adapters leave the embeddings alone, so these tell of which model they are.
+    kept, own, other = (
+        load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+        for folder in (run / "checkpoint", base, trained / "checkpoint")
+    )
+    assert torch.equal(kept, own) and not torch.equal(kept, other)
+
+
+def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(run, trained, base, played):
+    """As after a kill in its first steps."""
+    shutil.rmtree(run / "state")
+    (run / "checkpoint").unlink()
+    assert resume(run, trained / "checkpoint") == 0
+    assert len(played) == 2
+    assert same(played[1], base)
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["step"] == 0
+
+
+def test_a_run_goes_on_although_its_start_is_gone(run):
+    words = (run / "frozen" / "tokenizer.json").read_text()
+    assert resume(run, run.parent / "nowhere") == 0
+    assert (run / "checkpoint" / "tokenizer.json").read_text() == words
+
+
+@pytest.mark.parametrize("command", ["eval", "resume"])
+@pytest.mark.parametrize("words", [50, 2000])
+def test_a_frozen_model_of_another_vocabulary_is_one_sentence(run, base, command, words, capsys):
+    model = load_model(base, "cpu", training=False)
+    model.resize_token_embeddings(words)
+    model.save_pretrained(run / "frozen")
+    before = (run / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    if command == "eval":
+        code = mars.main(["eval", str(run), "--runs", str(run.parent), "--name", "eval"])
+    else:
+        code = resume(run, base)
+    said = capsys.readouterr().err
+    assert code == 2 and said.count("\n") == 1
+    assert "tokens" in said and "frozen" in said
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["dangling link", "no weights", "a tensor less"])
+def test_a_damaged_frozen_model_is_told_before_anything_is_changed(run, base, damage, capsys):
+    frozen = run / "frozen"
+    if damage == "dangling link":
+        shutil.rmtree(frozen)
+        frozen.symlink_to("nowhere")
+    elif damage == "no weights":
+        (frozen / "model.safetensors").unlink()
+    else:
+        weights = load_file(frozen / "model.safetensors")
+        weights.pop("model.norm.weight")
+        save_file(weights, frozen / "model.safetensors", {"format": "pt"})
+    logs = [run / "metrics.jsonl", *(run / "rollouts").iterdir()]
+    before = [path.read_bytes() for path in logs]
+    assert resume(run, Path(json.loads((run / "config.json").read_text())["model"])) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "frozen" in said
+    assert before == [path.read_bytes() for path in logs]
+
+
+@pytest.mark.parametrize("asked", ["checkpoint", "state/step_000001", "state/step_000002/model"])
+def test_a_folder_is_known_by_where_it_lies_and_not_by_its_name(run, asked, tmp_path, monkeypatch):
+    link = tmp_path / "best"
+    link.symlink_to(run / asked)
+    assert evaluation.run_of(link) == run
+    monkeypatch.chdir(run / asked)
+    assert evaluation.run_of(Path(".")) == run
+    assert evaluation.run_of(Path("..") / Path(os.getcwd()).name) == run
+
+
+def test_a_plain_model_is_not_the_runs_in_which_one_stands(run, base, monkeypatch):
+    monkeypatch.chdir(run)
+    assert evaluation.run_of(Path(os.path.relpath(base))) is None
+
+
+def test_a_run_that_may_not_be_read_is_one_sentence(run, capsys):
+    (run / "state").chmod(0)
+    nobody = 65534
+    if os.geteuid() == 0:
+        os.seteuid(nobody)
+    try:
+        code = mars.main(["eval", str(run), "--runs", "/tmp"])
+    finally:
+        if os.getuid() == 0:
+            os.seteuid(0)
+        (run / "state").chmod(0o755)
+    said = capsys.readouterr().err
+    assert code == 2 and said.count("\n") == 1 and "Permission denied" in said
+
+
+def test_an_evaluation_whose_name_is_taken_is_not_told_to_resume(run, capsys):
+    line = ["eval", str(run), "--runs", str(run.parent), "--name", "x"]
+    assert mars.main(line) == 2
+    said = capsys.readouterr().err
+    assert "exists: choose another --name" in said and "--resume" not in said
 
 
 def test_matpos_frozen_workers_are_evaluated_too(base, tmp_path, capsys):

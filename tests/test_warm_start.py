@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -318,6 +320,7 @@ def test_the_command_writes_a_model_that_has_learned(start, tmp_path):
         ("data", "nowhere.jsonl"),
         ("model", "nowhere"),
         ("out", "x" * 300),
+        ("out", "nowhere/.."),
     ],
 )
 def test_bad_options_are_one_sentence_and_leave_nothing(start, option, value, tmp_path, capsys):
@@ -370,6 +373,51 @@ def test_what_is_interrupted_or_killed_leaves_no_folder(start, end, code, tmp_pa
     assert done.returncode == 0, done.stderr
     AutoModelForCausalLM.from_pretrained(tmp_path / "warm")
     assert not (tmp_path / "warm.unfinished").exists()
+
+
+def test_a_tokenizer_larger_than_its_model_is_one_sentence(start, tmp_path, capsys):
+    shutil.copytree(start, tmp_path / "start")
+    model = AutoModelForCausalLM.from_pretrained(start)
+    model.resize_token_embeddings(8)
+    model.save_pretrained(tmp_path / "start")
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    line = ["--model", tmp_path / "start", "--data", tmp_path / "data.jsonl"]
+    assert warm_start.main([*map(str, line), "--out", str(tmp_path / "warm")]) == 2
+    said = capsys.readouterr().err
+    assert "tokens in its tokenizer and 8 in its model" in said and said.count("\n") == 1
+    assert not (tmp_path / "warm").exists()
+
+
+@pytest.mark.parametrize("text", ["[]", '{"tokenizer_class": 5}', "{"])
+def test_a_damaged_tokenizer_is_one_sentence(start, text, tmp_path, capsys):
+    shutil.copytree(start, tmp_path / "start")
+    (tmp_path / "start" / "tokenizer_config.json").write_text(text)
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    line = ["--model", tmp_path / "start", "--data", tmp_path / "data.jsonl"]
+    assert warm_start.main([*map(str, line), "--out", str(tmp_path / "warm")]) == 2
+    said = capsys.readouterr().err
+    assert "cannot load a tokenizer" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_who_interrupts_is_told_what_was_written(start, when, tmp_path, monkeypatch, capsys):
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    rename = os.rename
+
+    def interrupted(*paths):
+        if when == "after":
+            rename(*paths)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    line = ["--model", start, "--data", tmp_path / "data.jsonl", "--steps", 1, "--threads", 1]
+    assert warm_start.main([*map(str, line), "--out", str(tmp_path / "warm")]) == 130
+    said = capsys.readouterr().err
+    if when == "before":
+        assert "no folder was written" in said and not (tmp_path / "warm").exists()
+        return
+    assert f"{tmp_path}/warm was written already, whole" in said
+    AutoModelForCausalLM.from_pretrained(tmp_path / "warm")
 
 
 def test_another_process_wrote_the_folder_meanwhile(start, tmp_path, monkeypatch, capsys):

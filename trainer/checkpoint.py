@@ -8,8 +8,8 @@ still there. Nothing is overwritten, and old states go only when the new one sta
 With adapters (lora.py) a state holds `adapter/` instead of `model/`, a few MB. The model with the
 adapters merged in is written beside the states, to merged/step_N, of which only the newest stays.
 
-A copy of the model that plays frozen roles lies in frozen/. A resumed run and its evaluations read
-it, since the start may have changed by then, or be gone.
+A copy of the model that plays frozen roles lies in frozen/. A resumed run takes it for its start,
+and evaluations read it: what --model named may have changed by then, or be gone.
 
 Tests: `pytest tests/test_checkpoint.py tests/test_frozen.py tests/test_lora.py`.
 """
@@ -192,7 +192,8 @@ def keep_frozen(folder: Path, start: Path | str, tokenizer) -> None:
     """
     problem = None
     final = folder / FROZEN
-    if (not dist.is_initialized() or dist.get_rank() == 0) and not final.exists():
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    if first and not os.path.lexists(final):
         try:
             model = load_model(start, "cpu", dtype="auto", training=False)
             temporary = begin(folder)

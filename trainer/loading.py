@@ -10,6 +10,8 @@ tokens through packed attention and through the model's own eager attention.
 Tests: `pytest tests/test_loading.py`.
 """
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -38,9 +40,10 @@ def load_model(path: str | Path, device, *, dtype=torch.float32, training: bool)
     read, lacks weights or brings code of its own, which is never run.
     """
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=False, output_loading_info=True
-        )
+        with silence():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, trust_remote_code=False, output_loading_info=True
+            )
     except Exception as error:  # transformers and safetensors raise many kinds for a bad folder
         raise UserError(f"cannot load a model from {path}: {first_line(error)}") from None
     missing = sorted(report["missing_keys"])
@@ -52,6 +55,17 @@ def load_model(path: str | Path, device, *, dtype=torch.float32, training: bool)
     if training:
         check_exact(model)
     return model.to(device)
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """No warnings of transformers: the caller looks what became of its request, and says so."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
 
 
 def load_shape(path: str | Path):
@@ -145,12 +159,8 @@ def probe_reason(model: nn.Module, longest: int | None) -> str | None:
 
 def set_attention(model: nn.Module, name: str) -> None:
     """Exchanges the attention of all layers; a model that cannot keeps its own."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # No warning: the caller looks what became of it.
-    try:
+    with silence():
         model.set_attn_implementation(name)
-    finally:
-        transformers.logging.set_verbosity(verbosity)
 
 
 def arithmetic(model: nn.Module):
