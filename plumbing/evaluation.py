@@ -25,7 +25,7 @@ from typing import get_args
 import trainer
 import view
 from config import Config, UserError, parse, parser, resolve
-from plumbing import claims, files, logbook, smollm2
+from plumbing import files, logbook, smollm2
 from plumbing.build import build, number_from
 from plumbing.metrics import rollout_sums, share
 from plumbing.records import record
@@ -257,8 +257,6 @@ def run_of(path: Path) -> Path | None:
 
 def evaluate(method: Method, config: Config, **additions) -> int:
     """Answers every held-out question; prints and writes table, predictions and page."""
-    if config.name and not claims.is_free(Path(config.runs) / config.name):
-        raise UserError(f"{Path(config.runs) / config.name} exists: choose another --name")
     made = run_of(Path(config.model)) or Path(config.model)
     base = f"eval-{made.resolve().name}"
     run = build(method, config, training=False, base=base, **additions)

@@ -286,13 +286,6 @@ def test_a_run_that_may_not_be_read_is_one_sentence(run, capsys):
     assert code == 2 and said.count("\n") == 1 and "Permission denied" in said
 
 
-def test_an_evaluation_whose_name_is_taken_is_not_told_to_resume(run, capsys):
-    line = ["eval", str(run), "--runs", str(run.parent), "--name", "x"]
-    assert mars.main(line) == 2
-    said = capsys.readouterr().err
-    assert "exists: choose another --name" in said and "--resume" not in said
-
-
 def test_matpos_frozen_workers_are_evaluated_too(base, tmp_path, capsys):
     line = ["--model", str(base), "--runs", str(tmp_path), "--name", "x", *SMALL.split()]
     assert matpo.main([*line, "--workers", "frozen"]) == 0

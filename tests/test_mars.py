@@ -577,7 +577,9 @@ def test_resume_may_change_what_a_run_that_broke_off_needs(trained, base):
     assert mars(*options, "--steps", 4, cwd=folder).returncode == 0, "no metrics: nothing is said"
 
 
-def test_damaged_files_of_a_run_are_one_sentence(trained, base):
+def test_damaged_files_of_a_run_are_one_sentence(trained, base, monkeypatch, capsys):
+    import mars as program
+
     folder, _ = trained
     run = folder / "runs" / "damaged"
     shutil.copytree(folder / "runs/whole", run, symlinks=True)
@@ -590,8 +592,11 @@ def test_damaged_files_of_a_run_are_one_sentence(trained, base):
     for content in ("", "[1]", '{"seed": ', "\xff"):
         (run / "config.json").write_bytes(content.encode("latin-1"))
         for command_line in (options, ["eval", "runs/damaged"]):
-            done = mars(*command_line, cwd=folder)
-            assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+            monkeypatch.chdir(folder)
+            capsys.readouterr()
+            code = program.main([*map(str, command_line)])
+            said = capsys.readouterr().err
+            assert code == 2 and len(said.strip().splitlines()) == 1, said
 
 
 def test_two_starts_at_once_never_share_a_folder(base, tmp_path):
