@@ -708,6 +708,25 @@ def test_the_page_tells_what_was_measured(kept):
         assert told in words
 
 
+@pytest.mark.parametrize(
+    "kept, parts",
+    [
+        ("atlas-long/inherited-0/table.json", 5),
+        ("atlas-long/no-purpose-0/table.json", 5),
+        ("atlas-long/no-purpose-0/table-of-its-start.json", 5),
+        ("atlas-arms/bf16-mask-3/table.json", 1),
+    ],
+)
+def test_the_page_tells_what_single_evaluations_gave(kept, parts):
+    """They were made after the bench's table; of the last one only the total is told."""
+    page = (REPO / "docs" / "atlas.md").read_text()
+    rows = json.loads((MEASURED.parent / kept).read_text())
+    assert {row["set"] for row in rows} >= {"one", "two", "all"}
+    for row in rows[-parts:]:
+        share, low, high = (round(100 * row[key]) for key in ("accuracy", "low", "high"))
+        assert f"{share} ({low}–{high})" in page, (kept, row["set"])
+
+
 @pytest.mark.parametrize("kept", KEPT_TABLES)
 def test_what_is_kept_is_small_and_of_no_machine(kept):
     files = [path for path in MEASURED.with_name(kept).rglob("*") if path.is_file()]
