@@ -202,13 +202,24 @@ def test_with_adapters_too_a_resumed_run_goes_on_from_its_own_start(
     assert torch.equal(kept, own) and not torch.equal(kept, other)
 
 
-def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(run, trained, base, played):
+def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(
+    run, trained, base, played, monkeypatch
+):
     """As after a kill in its first steps."""
+    origins = []
+    load = build.load_model
+
+    def noted(config, origin, machine, training):
+        origins.append(origin)
+        return load(config, origin, machine, training)
+
+    monkeypatch.setattr(build, "load_model", noted)
     shutil.rmtree(run / "state")
     (run / "checkpoint").unlink()
     assert resume(run, trained / "checkpoint") == 0
-    assert len(played) == 2
-    assert same(played[1], base)
+    assert origins == [run / "frozen"]
+    _, system1 = played
+    assert same(system1, base)
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["step"] == 0
 
 

@@ -690,17 +690,8 @@ def test_two_ranks_share_the_servers(toy, server, tmp_path):
     The random model earns nothing; with a KL term its samples are scored all the same.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [
-        "--nproc_per_node=2",
-        "mars.py",
-        "--model",
-        toy,
-        *SMALL.split(),
-        "--kl_beta",
-        "0.1",
-        "--threads",
-        "1",
-    ]
+    command += ["--nproc_per_node=2", "mars.py"]
+    command += ["--model", toy, *SMALL.split(), "--kl_beta", "0.1", "--threads", "1"]
     command += ["--runs", tmp_path / "runs", "--name", "served", "--server", server.url]
     done = subprocess.run(
         [str(word) for word in command], cwd=REPO, capture_output=True, text=True, timeout=200
