@@ -154,6 +154,21 @@ def test_a_full_disk_leaves_no_half_of_a_frozen_model(run, base, monkeypatch):
     assert not (run / "frozen").exists() and not (run / ".writing").exists()
 
 
+def test_a_copy_that_fails_on_resume_has_changed_nothing_yet(run, base, monkeypatch, capsys):
+    shutil.rmtree(run / "frozen")
+    before = (run / "metrics.jsonl").read_bytes()
+    last = (run / "rollouts" / "step_2.jsonl").read_bytes()
+
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "sync_tree", full)
+    assert resume(run, base) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert (run / "rollouts" / "step_2.jsonl").read_bytes() == last
+
+
 def resume(run: Path, start: Path, *options: str) -> int:
     """One more step, from a start that lies elsewhere by now; the exit code."""
     saved = json.loads((run / "config.json").read_text())
