@@ -47,7 +47,7 @@ import grpo
 import train
 from binpack import pack_documents
 from config import Config, UserError
-from rollout import Chunk, Context, Game, Method, Sample, Trajectory, Turn
+from rollout import Chunk, Context, Env, Method, Sample, Trajectory, Turn
 from tasks.chat import END, Prompt, Words
 from tasks.format import Action, Call, Format
 from tasks.questions import Question
@@ -173,39 +173,39 @@ def words(config: MarsConfig, tools: list[Tool]) -> Words:
 # -------------------------------------------------------------------------------------- the episode
 
 
-async def episode(game: Game, trajectory: Trajectory) -> None:
+async def episode(env: Env, trajectory: Trajectory) -> None:
     """One attempt: System 2 acts and reads notes until it answers."""
-    async with Context(game, trajectory, "sys2") as system2:
-        given = game.chat.prompt("sys2", question=trajectory.question.text)  # c_0
+    async with Context(env, trajectory, "sys2") as system2:
+        given = env.chat.prompt("sys2", question=trajectory.question.text)  # c_0
         final = False
         while not trajectory.ended:
-            turn = await act(game, system2, given, final)  # (1)
+            turn = await act(env, system2, given, final)  # (1)
             if turn.action.answer is not None:
                 trajectory.answer = turn.action.answer
                 trajectory.ended = "answer on demand" if final else "answer"
             elif final:
                 trajectory.ended = "no answer"
             else:
-                notes = await observe(game, trajectory, turn)  # (2)
-                given, final = extend(game, system2, notes)  # (3)
+                notes = await observe(env, trajectory, turn)  # (2)
+                given, final = extend(env, system2, notes)  # (3)
 
 
-async def act(game: Game, system2: Context, given: list[int], final: bool, *key: int) -> Turn:
+async def act(env: Env, system2: Context, given: list[int], final: bool, *key: int) -> Turn:
     """Formula (1): one step of System 2.
 
     `given` completes its context c_i; `final` says that `given` demands an answer. `key` is part
     of the seed of its draws, for methods that open several such contexts in an attempt.
     """
-    room = game.config.sys2_context - len(system2.sample.tokens) - len(given)
+    room = env.config.sys2_context - len(system2.sample.tokens) - len(given)
     if not final:
-        room -= reserve(game.config, game.chat)
-    limit = min(room, game.config.step_tokens)
+        room -= reserve(env.config, env.chat)
+    limit = min(room, env.config.step_tokens)
     step = await system2.write(given, limit, *key, len(system2.turns))
-    game.on_event(system2.role, game.chat.decode(step.tokens))
+    env.on_event(system2.role, env.chat.decode(step.tokens))
     if step.finish == "length":
         action = Action(error=f"the step was cut after {len(step.tokens)} tokens; be shorter")
     else:
-        action = game.chat.parse(step.tokens, final=final)
+        action = env.chat.parse(step.tokens, final=final)
     turn = Turn(step.tokens, action)
     if action.error:
         turn.problem = f"malformed: {action.error}"
@@ -213,20 +213,20 @@ async def act(game: Game, system2: Context, given: list[int], final: bool, *key:
     return turn
 
 
-async def observe(game: Game, trajectory: Trajectory, turn: Turn) -> list[list[int]]:
+async def observe(env: Env, trajectory: Trajectory, turn: Turn) -> list[list[int]]:
     """What System 2 gets to see of its call: notes as ids, or one sentence of ours instead."""
-    config = game.config
-    chat = game.chat
+    config = env.config
+    chat = env.chat
     call = turn.action.call
     if call is None:
         return [chat.message(turn.action.error)]
     distilled = call.tool in config.distill.split(",")
-    capacity = config.sys1_prompt - len(system1_prompt(game, trajectory, call, []))
+    capacity = config.sys1_prompt - len(system1_prompt(env, trajectory, call, []))
     if distilled and config.system1 != "none" and capacity < 1:
         turn.problem = "malformed: the purpose is too long"
         return [chat.message("The purpose is too long for its reader; say it in one sentence.")]
     try:
-        documents = await game.call(turn)
+        documents = await env.call(turn)
     except ToolError as error:
         return [chat.message(f"error: the tool failed ({error})")]
     if not documents:
@@ -237,56 +237,56 @@ async def observe(game: Game, trajectory: Trajectory, turn: Turn) -> list[list[i
         texts = [chat.encode(document.text) for document in documents]
     turn.lengths = [len(tokens) for tokens in texts]
     if distilled and config.system1 != "none":
-        return await distil(game, trajectory, turn, texts, capacity)
+        return await distil(env, trajectory, turn, texts, capacity)
     # The documents share one of max_turns equal parts of System 2's context.
     part = config.sys2_context // config.max_turns // len(texts)
     return [tokens[:part] for tokens in texts]
 
 
 async def distil(
-    game: Game, trajectory: Trajectory, turn: Turn, texts: list[list[int]], capacity: int
+    env: Env, trajectory: Trajectory, turn: Turn, texts: list[list[int]], capacity: int
 ) -> list[list[int]]:
     """Formula (2): the documents' ids are packed into chunks; System 1 writes a note for each.
 
     `capacity`: tokens of documents that fit beside System 1's wording and the purpose.
     """
     bins = [[index] for index in range(len(texts))]
-    if game.config.packing:
+    if env.config.packing:
         bins = pack_documents(turn.lengths, capacity)
 
     async def read(number: int, indices: list[int]) -> list[int]:
         """The note of one chunk."""
         chunk = [token for index in indices for token in texts[index][:capacity]]
         truncated = any(turn.lengths[index] > capacity for index in indices)
-        async with Context(game, trajectory, "sys1") as system1:
+        async with Context(env, trajectory, "sys1") as system1:
             system1.chunk = Chunk(indices, len(chunk), capacity, truncated)
             turn.readers.append(system1)
-            prompt = system1_prompt(game, trajectory, turn.action.call, chunk)
+            prompt = system1_prompt(env, trajectory, turn.action.call, chunk)
             key = (len(trajectory.turns), number)
-            response = await system1.write(prompt, game.config.sys1_response, *key)
-        game.on_event(system1.role, game.chat.decode(response.tokens))
-        return game.chat.note(response.tokens)
+            response = await system1.write(prompt, env.config.sys1_response, *key)
+        env.on_event(system1.role, env.chat.decode(response.tokens))
+        return env.chat.note(response.tokens)
 
     return await asyncio.gather(*(read(n, indices) for n, indices in enumerate(bins, 1)))
 
 
-def system1_prompt(game: Game, trajectory: Trajectory, call: Call, chunk: list[int]) -> list[int]:
+def system1_prompt(env: Env, trajectory: Trajectory, call: Call, chunk: list[int]) -> list[int]:
     """System 1's whole context: the chunk's token ids, and what to find out."""
-    purpose = call.purpose if game.config.purpose else ""
+    purpose = call.purpose if env.config.purpose else ""
     question = trajectory.question.text
-    return game.chat.prompt("sys1", chunk=chunk, purpose=purpose, question=question)
+    return env.chat.prompt("sys1", chunk=chunk, purpose=purpose, question=question)
 
 
 def extend(
-    game: Game, system2: Context, notes: list[list[int]], final: bool = False
+    env: Env, system2: Context, notes: list[list[int]], final: bool = False
 ) -> tuple[list[int], bool]:
     """Formula (3): the ids that follow System 2's step, and whether they demand an answer.
 
     The step stands in the context already, so these are the notes in their wrapping. They end in
     the demand if it is `final`, at the last turn, or when the context is nearly full.
     """
-    config = game.config
-    chat = game.chat
+    config = env.config
+    chat = env.chat
     close = []
     if system2.turns[-1].sampled[-1] not in chat.stop_ids:
         close = chat.close_step()
@@ -344,9 +344,9 @@ def credit(
     for samples in (sys2, sys1):
         compare(config, samples)
     if config.shared_group:
-        inherited = {(sample.place, sample.attempt): sample.advantage for sample in sys2}
+        inherited = {(sample.question_index, sample.attempt): sample.advantage for sample in sys2}
         for sample in sys1:
-            sample.advantage = inherited[sample.place, sample.attempt]
+            sample.advantage = inherited[sample.question_index, sample.attempt]
     if config.system1 != "train":
         sys1 = []
     for sample in sys2 + sys1:
@@ -359,7 +359,7 @@ def credit(
 def compare(config: Config, samples: list[Sample]) -> None:
     """Sets advantages: each question's samples are a group."""
     rewards = torch.tensor([sample.reward for sample in samples])
-    groups = [sample.place for sample in samples]
+    groups = [sample.question_index for sample in samples]
     divide = config.advantage == "std"
     advantages = grpo.group_advantages(rewards, groups, divide=divide)
     for sample, advantage in zip(samples, advantages.tolist()):
@@ -372,11 +372,11 @@ def balance(config: MarsConfig, sys2: list[Sample], sys1: list[Sample], step: in
     Drawn uniformly, samples keep their advantage. Drawn in proportion to |A|, each gets
     sign(A) · mean |A| instead, which keeps the estimate unbiased.
     """
-    for place in {sample.place for sample in sys1}:
-        members = [sample for sample in sys1 if sample.place == place]
-        target = sum(sample.place == place for sample in sys2)
+    for question_index in {sample.question_index for sample in sys1}:
+        members = [sample for sample in sys1 if sample.question_index == question_index]
+        target = sum(sample.question_index == question_index for sample in sys2)
         # The generator is the question's own, so that any number of ranks draws the same samples.
-        seed = random.Random(f"{config.seed} {step} {place}").getrandbits(63)
+        seed = random.Random(f"{config.seed} {step} {question_index}").getrandbits(63)
         generator = torch.Generator().manual_seed(seed)
         if config.balance == "uniform":
             drawn = grpo.balance(range(len(members)), target, generator)

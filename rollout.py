@@ -4,7 +4,7 @@
     Context     one role's growing context: a Sample, and the KV pages that hold it. `write` is
                 the only way in which tokens arise.
     Trajectory  one attempt at a question: its contexts, its answer, its reward.
-    Game        what an episode may use: samplers, tools, the chat format, a grader, the options.
+    Env        what an episode may use: samplers, tools, the chat format, a grader, the options.
     Method      words, `episode` and `credit`: what is handed to the loop in train.py.
 
 Tokens, masks and log-probs are stored as they arise and never remade: no context is decoded and
@@ -36,7 +36,7 @@ class Sample:
     """What one role wrote in one context. The three lists have one entry per token."""
 
     role: str
-    place: int  # of the question in the step's batch: the key of its advantage groups
+    question_index: int  # in the step's batch: the key of its advantage groups
     attempt: int  # which of the question's G, from 0
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)  # True: sampled by this role, carries loss
@@ -90,7 +90,7 @@ class Trajectory:
     """One attempt at a question. The first context is the one that answers."""
 
     question: Question
-    place: int  # of the question in the step's batch
+    question_index: int  # in the step's batch
     attempt: int
     contexts: list["Context"] = field(default_factory=list)  # in the order of their opening
     answer: str | None = None
@@ -113,11 +113,11 @@ class Trajectory:
 class Context:
     """One role's growing context. The pages are held from `async with` to its end.
 
-    async with Context(game, trajectory, "sys2") as system2:
+    async with Context(env, trajectory, "sys2") as system2:
         completion = await system2.write(prompt, 64, turn)
     """
 
-    game: "Game"
+    env: "Env"
     trajectory: Trajectory
     role: str
     chunk: Chunk | None = None  # what a reader was given
@@ -126,15 +126,15 @@ class Context:
     conversation: Conversation = field(init=False, repr=False)
 
     def __post_init__(self):
-        self.sample = Sample(self.role, self.trajectory.place, self.trajectory.attempt)
+        self.sample = Sample(self.role, self.trajectory.question_index, self.trajectory.attempt)
         self.trajectory.contexts.append(self)
 
     async def __aenter__(self) -> "Context":
-        self.conversation = self.game.samplers[self.role].open()
+        self.conversation = self.env.samplers[self.role].open()
         return self
 
     async def __aexit__(self, *error) -> None:
-        self.game.samplers[self.role].close(self.conversation)
+        self.env.samplers[self.role].close(self.conversation)
 
     async def write(self, given: list[int], limit: int, *key: int) -> Completion:
         """Reads the tokens `given`, then samples up to `limit` tokens or the stop token.
@@ -142,17 +142,17 @@ class Context:
         `key` tells this draw's seed from those of the role's other draws in the same attempt; the
         turn's number does.
         """
-        game = self.game
+        env = self.env
         self.sample.append_given(given)
-        completion = await game.driver.sample(
-            game.samplers[self.role],
+        completion = await env.driver.sample(
+            env.samplers[self.role],
             self.conversation,
             given,
             max_new_tokens=limit,
-            temperature=game.temperature,
-            top_p=game.top_p,
-            stop_ids=game.chat.stop_ids,
-            seed=game.seed(self.trajectory, self.role, *key),
+            temperature=env.temperature,
+            top_p=env.top_p,
+            stop_ids=env.chat.stop_ids,
+            seed=env.seed(self.trajectory, self.role, *key),
         )
         self.sample.append_sampled(completion)
         return completion
@@ -166,7 +166,7 @@ def ignore(kind: str, text: str) -> None:
 
 
 @dataclass
-class Game:
+class Env:
     """Everything that the episodes of one batch may use."""
 
     driver: Driver
@@ -214,10 +214,10 @@ class Game:
         return turn.documents
 
     async def play(
-        self, method: "Method", question: Question, place: int, attempt: int
+        self, method: "Method", question: Question, question_index: int, attempt: int
     ) -> Trajectory:
         """One attempt from the question to its reward."""
-        trajectory = Trajectory(question, place, attempt)
+        trajectory = Trajectory(question, question_index, attempt)
         try:
             await method.episode(self, trajectory)
         except Lost as error:
@@ -254,7 +254,7 @@ class Method:
     name: str
     roles: dict[str, str]  # role -> caption on pages and curves; the first role answers
     config: type[Config]
-    episode: Callable[[Game, Trajectory], Coroutine]
+    episode: Callable[[Env, Trajectory], Coroutine]
     # Options, graded trajectories and step become the samples of each term of the loss, with their
     # advantages and copies set. The loss is the sum of the terms, each a mean over its samples.
     credit: Callable[[Config, list[Trajectory], int], dict[str, list[Sample]]]

@@ -99,11 +99,11 @@ def refill(run: Run, step: int, trajectories: list[Trajectory]) -> list[Trajecto
         if not ids:
             break
         flat = [t for t in trajectories if t.question.id in ids]
-        places = {t.place for t in flat}
+        places = {t.question_index for t in flat}
         batch = [asked for asked in questions_of(run, step, again) if asked[0] in places]
-        kept = [t for t in trajectories if t.place not in places]
+        kept = [t for t in trajectories if t.question_index not in places]
         kept += attempts(run, step, batch)
-        trajectories[:] = sorted(kept, key=lambda t: (t.place, t.attempt))
+        trajectories[:] = sorted(kept, key=lambda t: (t.question_index, t.attempt))
         left += flat
     return left
 
@@ -171,7 +171,9 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
     parts = []
     for inner in range(config.inner_steps):
         part = {
-            term: [sample for sample in samples if sample.place % config.inner_steps == inner]
+            term: [
+                sample for sample in samples if sample.question_index % config.inner_steps == inner
+            ]
             for term, samples in terms.items()
         }
         parts.append(prepare(run, part))
@@ -258,7 +260,7 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
 def skip(run: Run, step: int, samples: list[Sample]) -> None:
     """Counts and reports an update that is left out; the third in a row stops the run."""
     run.skipped += 1
-    names = ", ".join(f"{s.role} {s.place}.{s.attempt}" for s in samples if s.advantage)
+    names = ", ".join(f"{s.role} {s.question_index}.{s.attempt}" for s in samples if s.advantage)
     print(
         f"step {step}: loss or gradient is not finite, step skipped; samples (role "
         f"question.attempt): {names}",

@@ -56,7 +56,7 @@ def packed(sequences: list[tuple[list[int], list[int], list[float]]]) -> trainer
     """One micro-batch of (given tokens, sampled tokens, their log-probs)."""
     samples = []
     for given, sampled, logprobs in sequences:
-        sample = Sample("sys2", place=0, attempt=len(samples), advantage=1.0)
+        sample = Sample("sys2", question_index=0, attempt=len(samples), advantage=1.0)
         sample.append_given(given)
         sample.tokens += sampled
         sample.mask += [True] * len(sampled)

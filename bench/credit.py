@@ -1,6 +1,6 @@
 """Ways to give credit to agents that share one model, side by side on one task.
 
-The task is that of recipes/marsrl.py, for there all rules can be told apart: attempts are of
+The task is that of siblings/marsrl.py, for there all rules can be told apart: attempts are of
 several agents (MARS, MATPO), an agent's own reward is known (MarsRL), and inputs can be repeated
 (groups by input). Where an attempt has one planner and its workers, as in MARS's and MATPO's own
 tasks, nobody can say what a worker's own reward would be.
@@ -91,7 +91,7 @@ def train(options: argparse.Namespace) -> None:
     others = [arm for arm in options.arms if arm in OTHERS]
     listed = [(arm, seed) for seed in options.seeds or [0, 1, 2] for arm in rules]
     listed += [(arm, seed) for seed in options.seeds or [0] for arm in others]
-    arms.train(options, "recipes.marsrl", "verification", ARMS, listed)
+    arms.train(options, "siblings.marsrl", "verification", ARMS, listed)
 
 
 def summarise(options: argparse.Namespace) -> list[dict]:

@@ -1,4 +1,4 @@
-"""What each part of MATPO contributes on its toy: an arm of recipes/matpo.py changes one thing.
+"""What each part of MATPO contributes on its toy: an arm of siblings/matpo.py changes one thing.
 
     python -m bench.matpo                            every arm with seed 0, one run at a time
     python -m bench.matpo --arms matpo single --seeds 0 1 2
@@ -110,7 +110,7 @@ def main() -> int:
 
     def train(options: argparse.Namespace) -> None:
         listed = [(arm, seed) for seed in options.seeds or [0] for arm in options.arms]
-        arms.train(options, "recipes.matpo", "delegation", ARMS, listed)
+        arms.train(options, "siblings.matpo", "delegation", ARMS, listed)
 
     return arms.main("matpo", options, train, summarise, report, plot)
 

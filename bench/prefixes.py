@@ -34,7 +34,7 @@ def draw_groups(share: float, length: int, vocabulary: int) -> list[Sample]:
     for _ in range(GROUPS):
         prompt = [rng.randrange(vocabulary) for _ in range(int(share * length))]
         for attempt in range(SIZE):
-            sample = Sample("sys2", place=0, attempt=attempt, copies=1)
+            sample = Sample("sys2", question_index=0, attempt=attempt, copies=1)
             sample.advantage = rng.choice((-1.0, 1.0))
             rest = [rng.randrange(vocabulary) for _ in range(length - len(prompt))]
             sample.append_given([*prompt, *rest[:-trained]])

@@ -96,7 +96,7 @@ def choose(run: Run, trajectories: list[Trajectory]) -> tuple[Trajectory, Contex
     note is trained on, and at least two attempts at the question are right and two wrong.
     """
     for attempt in trajectories:
-        right = sum(t.reward for t in trajectories if t.place == attempt.place)
+        right = sum(t.reward for t in trajectories if t.question_index == attempt.place)
         mixed = 2 <= right <= run.config.group - 2
         call = attempt.turns[0]
         packed = 1 < len(call.readers) < len(call.documents)
@@ -197,7 +197,7 @@ def episode(run: Run, walk: Walk) -> dict:
 
 def credit(run: Run, walk: Walk) -> dict:
     """Sections 7 to 9: advantages, balance and weights."""
-    group = [t for t in walk.trajectories if t.place == walk.attempt.place]
+    group = [t for t in walk.trajectories if t.question_index == walk.attempt.question_index]
     slots = {"right": int(sum(t.reward for t in group))}
     attempts = []
     notes = []
@@ -270,7 +270,7 @@ def token_loss(run: Run, walk: Walk) -> dict:
 
 def effect(run: Run, walk: Walk) -> dict:
     """Sections 11 and 12: what the step did to the log-probs, and to the answers."""
-    place = walk.attempt.place
+    place = walk.attempt.question_index
     # Per sample, the mean over its tokens.
     before = [float(values.mean()) for values in walk.before]
     after = [float(values.mean()) for values in walk.after]
@@ -278,7 +278,9 @@ def effect(run: Run, walk: Walk) -> dict:
     for role, name in run.method.roles.items():
         for kind, reward in (("right", 1), ("wrong", 0)):
             key = (place, role, reward)
-            those = [i for i, s in enumerate(walk.trained) if (s.place, s.role, s.reward) == key]
+            those = [
+                i for i, s in enumerate(walk.trained) if (s.question_index, s.role, s.reward) == key
+            ]
             if those:
                 advantage = walk.trained[those[0]].advantage
                 means = [statistics.mean(m[i] for i in those) for m in (before, after)]
@@ -295,7 +297,7 @@ def effect(run: Run, walk: Walk) -> dict:
         "risen": sum(rose[True]),
         "negative": len(rose[False]),
         "fallen": rose[False].count(False),
-        "again_here": int(sum(t.reward for t in walk.again if t.place == place)),
+        "again_here": int(sum(t.reward for t in walk.again if t.question_index == place)),
         "again": int(sum(t.reward for t in walk.again)),
         "once": int(sum(t.reward for t in walk.trajectories)),
         "all": len(walk.trajectories),

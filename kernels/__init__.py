@@ -12,9 +12,9 @@ this folder transformers finds ours and goes without, unless the hub's is instal
 
 from kernels.backend import triton, use_triton
 from kernels.decode import add_rms_norm, qk_norm_rope_store, silu_mul
-from kernels.grpo_loss import grpo_loss
 from kernels.linear_loss import linear_grpo_loss, linear_logprob
 from kernels.paged_attention import paged_attention
+from kernels.token_loss import grpo_loss
 
 __all__ = [
     "add_rms_norm",

@@ -388,7 +388,7 @@ def repeated(trajectories: list[Trajectory], attempts: int) -> dict:
     """What k attempts at each question change in a row: avg@k's interval, pass@1 to pass@k."""
     right = Counter()  # place of a question -> how many of its attempts are
     for trajectory in trajectories:
-        right[trajectory.place] += bool(trajectory.reward)
+        right[trajectory.question_index] += bool(trajectory.reward)
     right = list(right.values())
     low, high = average_interval(right, attempts)
     pass_low, pass_high = wilson_interval(sum(count > 0 for count in right), len(right))

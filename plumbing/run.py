@@ -13,7 +13,7 @@ from config import Config
 from driver import Driver
 from plumbing.files import Claim
 from plumbing.tracker import Tracker
-from rollout import Game, Method, Trajectory, ignore
+from rollout import Env, Method, Trajectory, ignore
 from sampler import Sampler
 from sampler.remote import Remote
 from tasks.format import Format
@@ -63,7 +63,7 @@ class Run:
         on_event: Callable[[str, str], None] = ignore,
     ) -> list[Trajectory]:
         """`attempts` trajectories for each (place, question), all in one running batch."""
-        game = Game(
+        env = Env(
             driver=self.driver,
             samplers=self.samplers,
             chat=self.chat,
@@ -76,7 +76,7 @@ class Run:
             on_event=on_event,
         )
         episodes = [
-            game.play(self.method, question, place, attempt)
+            env.play(self.method, question, place, attempt)
             for place, question in batch
             for attempt in range(attempts)
         ]

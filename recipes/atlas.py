@@ -10,7 +10,7 @@
 
 A run is a run of mars.py, with the presets below. atlas_world.py writes its files to the cache:
 training questions, held-out questions, and the pages that each of them searches. The warm start
-(recipes/warm_start.py) begins with --model; --warm_steps 0 skips it.
+(warm_start.py) begins with --model; --warm_steps 0 skips it.
 
 Demonstrations hold no mistakes (`demonstrate`). The model makes its own later, and RL learns from
 those. In the long world RL asks about countries that no demonstration has named. Demonstrations
@@ -34,14 +34,15 @@ import torch
 
 import mars
 import train
+import warm_start
 from config import Config, OneLineParser, UserError, fail, parse, parser, resolve, uses_bf16
 from mars import MarsConfig
 from plumbing import build, claims, evaluation, smollm2
 from plumbing.cache import made_once
 from plumbing.files import read_json
-from recipes import atlas_world, warm_start
+from recipes import atlas_world
 from recipes.atlas_world import KEYS, Fact, Hop, Plan, World
-from rollout import Context, Game, Trajectory
+from rollout import Context, Env, Trajectory
 from tasks import chat, grading
 from tasks.chat import ChatFormat, Words
 from tasks.questions import Question
@@ -290,12 +291,12 @@ def closed_words(config: Config, tools: list[Tool]) -> Words:
     return dataclasses.replace(words, prompts=words.prompts | {"sys2": asked})
 
 
-async def from_memory(game: Game, trajectory: Trajectory) -> None:
+async def from_memory(env: Env, trajectory: Trajectory) -> None:
     """One step without a tool. An answer without its tags counts too."""
-    async with Context(game, trajectory, "sys2") as system2:
-        prompt = game.chat.prompt("sys2", question=trajectory.question.text)
-        turn = await mars.act(game, system2, prompt, final=True)
-    spoken = game.chat.decode(game.chat.note(turn.sampled))  # without thoughts and marks
+    async with Context(env, trajectory, "sys2") as system2:
+        prompt = env.chat.prompt("sys2", question=trajectory.question.text)
+        turn = await mars.act(env, system2, prompt, final=True)
+    spoken = env.chat.decode(env.chat.note(turn.sampled))  # without thoughts and marks
     trajectory.answer = turn.action.answer or spoken.removesuffix(".")
     trajectory.ended = "answer"
 

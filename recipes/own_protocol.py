@@ -11,25 +11,25 @@ import sys
 
 import mars
 import train
-from rollout import Context, Game, Trajectory
+from rollout import Context, Env, Trajectory
 
 
-async def draft_and_critique(game: Game, trajectory: Trajectory) -> None:
+async def draft_and_critique(env: Env, trajectory: Trajectory) -> None:
     """Three samples: a draft, a note on it, an answer that has read the note."""
     question = trajectory.question.text
-    async with Context(game, trajectory, "sys2") as writer:
-        prompt = game.chat.prompt("sys2", question=question)
-        turn = await mars.act(game, writer, prompt, final=False)
-        async with Context(game, trajectory, "sys1") as critic:
+    async with Context(env, trajectory, "sys2") as writer:
+        prompt = env.chat.prompt("sys2", question=question)
+        turn = await mars.act(env, writer, prompt, final=False)
+        async with Context(env, trajectory, "sys1") as critic:
             turn.readers.append(critic)
-            draft = game.chat.note(turn.sampled)  # its words, without the end-of-turn token
+            draft = env.chat.note(turn.sampled)  # its words, without the end-of-turn token
             task = "what is wrong with this draft"
-            prompt = game.chat.prompt("sys1", chunk=draft, purpose=task, question=question)
-            note = await critic.write(prompt, game.config.sys1_response)
-        given = game.chat.observation([game.chat.note(note.tokens)], final=True)
-        if turn.sampled[-1] not in game.chat.stop_ids:  # the draft was cut
-            given = game.chat.close_step() + given
-        end = await mars.act(game, writer, given, final=True)
+            prompt = env.chat.prompt("sys1", chunk=draft, purpose=task, question=question)
+            note = await critic.write(prompt, env.config.sys1_response)
+        given = env.chat.observation([env.chat.note(note.tokens)], final=True)
+        if turn.sampled[-1] not in env.chat.stop_ids:  # the draft was cut
+            given = env.chat.close_step() + given
+        end = await mars.act(env, writer, given, final=True)
     trajectory.answer = end.action.answer
     trajectory.ended = "answer on demand" if end.action.answer else "no answer"
 

@@ -11,7 +11,7 @@ Tests: pytest tests/test_decoder.py
 
 import torch
 
-from sampler.decoder import OwnForward, unsupported
+from sampler.model import OwnForward, unsupported
 from sampler.stock import StockForward
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import kernels
 from sampler.attention import Batch
-from sampler.decoder import OwnForward
+from sampler.model import OwnForward
 
 
 class Buckets:

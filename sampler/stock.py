@@ -23,7 +23,7 @@ from sampler.architectures import (
     refusal,
 )
 from sampler.attention import Batch, attention, cache_dtype, store
-from sampler.decoder import share, whole
+from sampler.model import share, whole
 
 IMPLEMENTATION = "mars_paged"
 PROBED = "mars_paged_probed"

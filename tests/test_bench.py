@@ -1008,7 +1008,7 @@ def test_arms_run_what_is_missing_and_resume_what_is_half_done(tmp_path, monkeyp
     monkeypatch.setattr(arms, "pool", lambda commands, *rest: started.extend(commands))
     options = argparse.Namespace(runs=tmp_path, cache=tmp_path, steps=4, jobs=1)
     listed = [("matpo", 0), ("single", 0), ("no_recap", 1)]
-    arms.train(options, "recipes.matpo", "delegation", matpo.ARMS, listed)
+    arms.train(options, "siblings.matpo", "delegation", matpo.ARMS, listed)
     bases, runs = started[:2], dict(started[2:])
     assert [name for name, _ in bases] == ["base-0", "base-1"]
     assert list(runs) == ["single-0", "no_recap-1"]

@@ -106,7 +106,7 @@ def test_the_learning_rate_rises_and_falls_if_told_to(monkeypatch):
 
 
 def of(samples: list[Sample], group: int) -> list[Sample]:
-    return [s for s in samples if s.place == group]
+    return [s for s in samples if s.question_index == group]
 
 
 def test_each_role_has_its_own_group_and_an_unjudged_trajectory_none():
@@ -282,11 +282,17 @@ def asked(rank: int, ranks: int, refill: int, seen: list) -> tuple[list, list]:
 def test_questions_that_teach_nothing_are_replaced_so_many_times(refill):
     seen = []
     kept, left = asked(0, 1, refill, seen)
-    assert [(t.place, t.attempt) for t in kept] == [(p, k) for p in range(6) for k in range(3)]
+    assert [(t.question_index, t.attempt) for t in kept] == [
+        (p, k) for p in range(6) for k in range(3)
+    ]
     replaced = sum(min(refill, rounds + 1) for rounds in HARD.values())
     assert len(left) == 3 * replaced
     assert len(seen) == len(set(seen)) == 6 + replaced  # no draw has the name of another
-    still_flat = {t.place for t in kept if {u.reward for u in kept if u.place == t.place} == {1.0}}
+    still_flat = {
+        t.question_index
+        for t in kept
+        if {u.reward for u in kept if u.question_index == t.question_index} == {1.0}
+    }
     assert still_flat == {place for place, rounds in HARD.items() if rounds >= refill}
 
 
@@ -363,8 +369,8 @@ def test_ranks_refill_as_one_process_does():
     whole = asked(0, 1, 2, [])
     parts = [asked(rank, 3, 2, []) for rank in range(3)]
     for i in range(2):
-        ids = [(t.place, t.question.id, t.attempt) for t in whole[i]]
-        shared = [(t.place, t.question.id, t.attempt) for part in parts for t in part[i]]
+        ids = [(t.question_index, t.question.id, t.attempt) for t in whole[i]]
+        shared = [(t.question_index, t.question.id, t.attempt) for part in parts for t in part[i]]
         assert sorted(ids) == sorted(shared)
 
 

@@ -8,10 +8,11 @@ import torch
 import transformers
 
 import kernels
-from sampler import Sampler, decoder
+from sampler import Sampler
+from sampler import model as decoder
 from sampler.attention import Batch, packed_plan, row_attention, sparse_decode
-from sampler.decoder import PACKED_ROWS, OwnForward
 from sampler.graphs import Buckets
+from sampler.model import PACKED_ROWS, OwnForward
 
 SMALL = dict(
     vocab_size=96,

@@ -14,8 +14,9 @@ import test_memory
 
 import mars
 import train
+import warm_start
 from plumbing import evaluation, smollm2
-from recipes import atlas, warm_start
+from recipes import atlas
 
 PAGE = (Path(__file__).parent.parent / "docs" / "real_models.md").read_text()
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -88,7 +89,7 @@ def program_of(command: str):
     assert words[1] == "-m", command
     if words[2] == "recipes.atlas":
         return atlas.main, words[3:]
-    assert words[2] == "recipes.warm_start", command
+    assert words[2] == "warm_start", command
     return warm_start.main, words[3:]
 
 
@@ -99,7 +100,7 @@ def test_it_is_accepted(command, accept):
 
 def test_the_page_shows_every_program():
     shown = " ".join(commands(PAGE))
-    for words in ("recipes.atlas eval", "recipes.atlas closed", "recipes.warm_start", "--preset"):
+    for words in ("recipes.atlas eval", "recipes.atlas closed", "warm_start", "--preset"):
         assert words in shown
     assert len(commands(PAGE)) > 12
 
@@ -109,7 +110,7 @@ def test_the_page_shows_every_program():
     [
         "python mars.py --nonsense 1",
         "python -m recipes.atlas --group 1",
-        "python -m recipes.warm_start --steps 0",
+        "python -m warm_start --steps 0",
         "python mars.py eval Qwen/Qwen3-8B",
     ],
 )

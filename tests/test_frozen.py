@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import mars
 from config import UserError
 from plumbing import build, evaluation
-from recipes import matpo
+from siblings import matpo
 from trainer import checkpoint, load_model
 
 SMALL = "--questions 8 --group 8 --steps 2 --save_every 1 --eval_questions 12 --eval_every 2"

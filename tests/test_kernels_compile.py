@@ -23,7 +23,7 @@ from kernels.backend import INTERPRETED
 
 attention = importlib.import_module("kernels.paged_attention")
 linear_loss = importlib.import_module("kernels.linear_loss")
-grpo_loss = importlib.import_module("kernels.grpo_loss")
+grpo_loss = importlib.import_module("kernels.token_loss")
 ROOT = Path(__file__).parent.parent
 ARCHITECTURES = (80, 90)  # A100, H100 and H200
 # Shared memory of one block, in bytes: what CUDA lets a program ask for.

@@ -26,7 +26,7 @@ from config import UserError
 
 # The package exports functions under the names of these modules.
 LL = importlib.import_module("kernels.linear_loss")
-GL = importlib.import_module("kernels.grpo_loss")
+GL = importlib.import_module("kernels.token_loss")
 ROOT = Path(__file__).parent.parent
 
 
@@ -720,7 +720,7 @@ LINEAR_MUTANTS = {  # what is broken: (form, piece of kernels/linear_loss.py, wh
         "mask=column < V, other=0.0",
     ),
 }
-TRITON_TOKEN_MUTANTS = {  # the same for kernels/grpo_loss.py
+TRITON_TOKEN_MUTANTS = {  # the same for kernels/token_loss.py
     "mask dropped": ("live = weight != 0.0", "live = token < N"),
     "ratio dropped": ("log_ratio = logprob - old", "log_ratio = logprob - logprob"),
     "lower clip dropped": ("tl.maximum(ratio, lowest)", "ratio"),
@@ -803,7 +803,7 @@ def test_linear_mutants_are_caught(name, tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NaN of a masked token
 def test_triton_token_mutants_are_caught(name, tmp_path, monkeypatch):
     monkeypatch.setenv("MARS_KERNELS", "triton")
-    mutant = load_mutant("kernels/grpo_loss.py", *TRITON_TOKEN_MUTANTS[name], tmp_path)
+    mutant = load_mutant("kernels/token_loss.py", *TRITON_TOKEN_MUTANTS[name], tmp_path)
     assert caught([partial(check_tokens, mutant.grpo_loss)])
 
 

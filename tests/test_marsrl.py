@@ -14,14 +14,15 @@ from test_mars import SMALL
 from config import UserError, parse, parser, resolve
 from driver import Driver
 from plumbing.run import Run
-from recipes import marsrl
-from recipes.marsrl import METHOD, STAGES, MarsrlConfig
 from rollout import Trajectory
 from sampler import Completion
+from siblings import marsrl
+from siblings import marsrl_toy as verification
+from siblings.marsrl import METHOD, STAGES, MarsrlConfig
 from tasks.chat import ChatFormat
 from tasks.grading import grader
 from tasks.questions import Question
-from toy import verification, world
+from toy import world
 
 REPO = Path(__file__).parent.parent
 CHAT = verification.Language(verification.make_tokenizer())
@@ -216,7 +217,7 @@ def test_a_group_is_one_input(choice):
     prompts = {}
     for key, members in groups.items():
         assert len(members) == 8
-        assert len({member.place for member in members}) == 1
+        assert len({member.question_index for member in members}) == 1
         (prompts[key],) = {given(member.contexts[0]) for member in members}
     for name in ("q0", "q1", "q2"):
         mine = [prompt for key, prompt in prompts.items() if key[0] == name]
@@ -224,7 +225,7 @@ def test_a_group_is_one_input(choice):
         # Both correctors may be shown the same; within a stage no two groups are.
         staged = {(key[1], prompt) for key, prompt in prompts.items() if key[0] == name}
         assert len(staged) == len(mine)
-    assert len({members[0].place for members in groups.values()}) == len(groups)
+    assert len({members[0].question_index for members in groups.values()}) == len(groups)
 
     METHOD.credit(run.config, played, 0)
     for members in groups.values():
@@ -315,7 +316,7 @@ def test_the_pipeline_shifts_each_stage_by_a_batch():
         seen = {(t.question.stage, t.question.asked.id) for t in played}
         wanted = {(stage, f"q{step - i}") for i, stage in enumerate(STAGES) if i <= step}
         assert seen == wanted
-        places = {t.place: t.question.key for t in played}
+        places = {t.question_index: t.question.key for t in played}
         assert len(places) == len(groups_of(played))
 
 
@@ -453,7 +454,7 @@ def base(tmp_path_factory):
 
 def command(base, folder, name, *more) -> list[dict]:
     """The metrics of a run of the command."""
-    line = [sys.executable, "-m", "recipes.marsrl", "--model", base, "--runs", folder]
+    line = [sys.executable, "-m", "siblings.marsrl", "--model", base, "--runs", folder]
     line += ["--name", name, *SMALL, *more]
     done = subprocess.run(
         [str(word) for word in line], cwd=REPO, capture_output=True, text=True, timeout=200

@@ -16,15 +16,16 @@ import train
 import trainer
 from config import UserError, resolve
 from driver import Driver
-from recipes import matpo
-from rollout import Game, Sample, Trajectory, Turn
+from rollout import Env, Sample, Trajectory, Turn
 from sampler import Completion
+from siblings import matpo
+from siblings import matpo_toy as delegation
 from tasks.chat import ChatFormat
 from tasks.format import Action, Call
 from tasks.grading import exact_match
 from tasks.questions import Question
 from tools import KNOWN, Document, Tool, ToolError
-from toy import delegation, world
+from toy import world
 
 REPO = Path(__file__).parent.parent
 FORMAT = delegation.DelegationFormat(delegation.make_tokenizer(), [*world.TOOLS, "work"])
@@ -87,8 +88,8 @@ def play(planner: list[str], worker: list[str], search=lambda query: PAGES, **op
 
     driver = Driver([script], deterministic=True)
     samplers = {"planner": script, "worker": script}
-    game = Game(driver, samplers, FORMAT, tools, grade, config, step=0)
-    (trajectory,) = driver.run([game.play(matpo.METHOD, QUESTION, 0, 0)])
+    env = Env(driver, samplers, FORMAT, tools, grade, config, step=0)
+    (trajectory,) = driver.run([env.play(matpo.METHOD, QUESTION, 0, 0)])
     assert script.opened == 0, "every context gives its pages back"
     assert not any(script.said.values()), f"not said: {script.said}"
     return trajectory, script
@@ -334,8 +335,8 @@ def test_the_last_token_of_a_worker_is_trained_however_short_its_planner():
 def test_the_weights_of_a_rollout_sum_to_one_in_g(inner_steps):
     trajectories, terms, config = credited(inner_steps=inner_steps)
     for part in range(inner_steps):
-        mine = [t for t in trajectories if t.place % inner_steps == part]
-        chosen = [s for s in terms["rollout"] if s.place % inner_steps == part]
+        mine = [t for t in trajectories if t.question_index % inner_steps == part]
+        chosen = [s for s in terms["rollout"] if s.question_index % inner_steps == part]
         samples, batches = prepared(config, {"rollout": chosen})
         weights = torch.zeros(len(samples))
         for made in batches:
@@ -400,7 +401,9 @@ def test_mars_groups_compare_workers_with_workers():
     assert all(made.weight == 1.0 for samples in terms.values() for made in samples)
     assert list(terms) == ["planner", "worker"]
     _, balanced, _ = credited(own_groups=True, balance="uniform")
-    copies = [[s.copies for s in balanced["worker"] if s.place == place] for place in (0, 1)]
+    copies = [
+        [s.copies for s in balanced["worker"] if s.question_index == place] for place in (0, 1)
+    ]
     assert [sum(drawn) for drawn in copies] == [3, 2]
 
 
@@ -450,9 +453,9 @@ def test_a_flawless_planner_earns_the_reward():
         tools = {"search": lambda query: PAGES, "work": matpo.refuse}
         driver = Driver([script], deterministic=True)
         samplers = {"planner": script, "worker": script}
-        game = Game(driver, samplers, FORMAT, tools, lambda q, a: 1.0, config, step=0)
+        env = Env(driver, samplers, FORMAT, tools, lambda q, a: 1.0, config, step=0)
         question = Question("q", plan_text, (), "toy")
-        (trajectory,) = driver.run([game.play(matpo.METHOD, question, 0, 0)])
+        (trajectory,) = driver.run([env.play(matpo.METHOD, question, 0, 0)])
         assert trajectory.ended == "answer"
         assert text(trajectory.contexts[0].sample, True) == " ".join(said)
 
@@ -467,7 +470,7 @@ def base(tmp_path_factory):
 
 
 def command(*arguments, cwd: Path) -> subprocess.CompletedProcess:
-    line = [sys.executable, "-m", "recipes.matpo", *map(str, arguments)]
+    line = [sys.executable, "-m", "siblings.matpo", *map(str, arguments)]
     return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=300)
 
 

@@ -154,7 +154,7 @@ def full_batch():
     """2,000 tokens in four samples; half of them carry loss."""
     samples = []
     for k in range(4):
-        sample = Sample("sys2", place=0, attempt=k, advantage=1.0)
+        sample = Sample("sys2", question_index=0, attempt=k, advantage=1.0)
         sample.append_given([1] * 250)
         sample.tokens += [2] * 251
         sample.mask += [True] * 251
@@ -190,7 +190,7 @@ def test_shared_prefixes_keep_no_more_than_the_plan_says(kind):
     """Seven samples of which 900 tokens are the same: 7,259 keys to 1,859 tokens."""
     samples = []
     for k in range(7):
-        sample = Sample("sys2", place=0, attempt=k, advantage=1.0)
+        sample = Sample("sys2", question_index=0, attempt=k, advantage=1.0)
         sample.append_given([1] * 900)
         sample.tokens += [k + 2] * 138
         sample.mask += [True] * 138

@@ -11,7 +11,8 @@ import train
 from config import UserError
 from plumbing import evaluation
 from plumbing.metrics import method_shares
-from recipes import atlas, marsrl, matpo
+from recipes import atlas
+from siblings import marsrl, matpo
 from toy import base_model
 from toy.language import ToyFormat
 

@@ -34,7 +34,7 @@ def family() -> list[Sample]:
     calls = draw(2, 6, 1)
     for prompt_number, prompt in enumerate(draw(2, 17, 2)):
         for attempt, note in enumerate(draw(6, 9, 3 + prompt_number)):
-            sample = Sample("sys2", place=prompt_number, attempt=attempt)
+            sample = Sample("sys2", question_index=prompt_number, attempt=attempt)
             sample.advantage = 1.0 - 0.3 * attempt
             sample.copies = 1
             sample.append_given(prompt)
@@ -44,10 +44,10 @@ def family() -> list[Sample]:
                 sample.mask += [own] * len(tokens)
                 sample.logprobs += [-4.0 - 0.01 * attempt if own else 0.0] * len(tokens)
             samples.append(sample)
-    twin = Sample("sys2", place=0, attempt=9)
+    twin = Sample("sys2", question_index=0, attempt=9)
     twin.tokens, twin.mask = list(samples[0].tokens), list(samples[0].mask)
     twin.logprobs, twin.advantage, twin.copies = list(samples[0].logprobs), -2.0, 1
-    start = Sample("sys2", place=0, attempt=10)
+    start = Sample("sys2", question_index=0, attempt=10)
     start.tokens, start.mask = samples[0].tokens[:23], samples[0].mask[:23]
     start.logprobs, start.advantage, start.copies = samples[0].logprobs[:23], 0.7, 1
     return [samples[0], twin, start, *samples[1:]]
@@ -163,7 +163,7 @@ def test_every_prediction_knows_its_sample_and_its_tokens(texts, capacity):
     """Whatever samples have in common: the keys of each spell it, and limits hold."""
     samples = []
     for text in texts:
-        sample = Sample("sys2", place=0, attempt=len(samples))
+        sample = Sample("sys2", question_index=0, attempt=len(samples))
         sample.advantage, sample.copies = 1.0, 1
         sample.append_given(text[:1])
         sample.tokens += text[1:]
@@ -205,7 +205,7 @@ def test_each_limit_of_a_micro_batch_holds_and_is_used(alike, trained):
     prefix = draw(1, alike, 1)[0] if alike else []
     samples = []
     for attempt, rest in enumerate(draw(12, 21, 2)):
-        sample = Sample("sys2", place=0, attempt=attempt, advantage=1.0, copies=1)
+        sample = Sample("sys2", question_index=0, attempt=attempt, advantage=1.0, copies=1)
         tokens = prefix + rest[: 22 - trained if not alike else 2]
         sample.append_given(tokens[: len(tokens) - trained])
         sample.tokens += tokens[len(tokens) - trained :]

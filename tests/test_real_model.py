@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kernels
 import mars
 import trainer
+import warm_start
 from config import UserError
 from plumbing import smollm2
 from plumbing.metrics import batch_sums
-from recipes import atlas, atlas_world, warm_start
+from recipes import atlas, atlas_world
 from rollout import Sample
 from sampler import Sampler
 from tasks.chat import ChatFormat

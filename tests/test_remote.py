@@ -24,11 +24,13 @@ import train
 import trainer
 from config import UserError
 from plumbing import build
-from recipes import marsrl, matpo
 from rollout import Context, Turn
 from sampler import Lost, Sampler, nccl, remote, servers
+from siblings import marsrl, matpo
+from siblings import marsrl_toy as verification
+from siblings import matpo_toy as delegation
 from tasks.format import Action
-from toy import base_model, delegation, language, verification
+from toy import base_model, language
 from trainer import lora
 
 REPO = Path(__file__).parent.parent
@@ -531,21 +533,21 @@ def test_closing_a_conversation_ends_its_request(engine, folder):
 # ---------------------------------------------------------------- whole runs
 
 
-async def episode(game, trajectory):
+async def episode(env, trajectory):
     """Two turns and a reader, none of which a random model can get wrong."""
 
     async def read(number):
-        async with Context(game, trajectory, "sys1") as reader:
+        async with Context(env, trajectory, "sys1") as reader:
             await reader.write([7 + number, 12], 5, number)
             return reader.sample.tokens[-1]
 
-    async with Context(game, trajectory, "sys2") as system2:
-        given = game.chat.prompt("sys2", question=trajectory.question.text)
+    async with Context(env, trajectory, "sys2") as system2:
+        given = env.chat.prompt("sys2", question=trajectory.question.text)
         for turn in range(2):
             step = await system2.write(given, 6, turn)
             system2.turns.append(Turn(step.tokens, Action(error="none")))
             given = list(await asyncio.gather(*(read(number) for number in range(2))))
-        trajectory.answer = game.chat.decode(step.tokens)
+        trajectory.answer = env.chat.decode(step.tokens)
         trajectory.ended = "answer"
 
 

@@ -8,7 +8,7 @@ import mars
 import rollout
 from driver import Driver
 from plumbing.records import record
-from rollout import Game, Sample
+from rollout import Env, Sample
 from sampler import Completion
 from tasks.grading import exact_match
 from tasks.questions import Question
@@ -83,8 +83,8 @@ def play(system2, *, search=lambda query: PAGES, grade=None, **options):
     driver = Driver([script], deterministic=True)
     grade = grade or (lambda question, answer: float(exact_match(answer, question.golden_answers)))
     samplers = {"sys2": script, "sys1": script}
-    game = Game(driver, samplers, FORMAT, tools, grade, config, step=0)
-    (trajectory,) = driver.run([game.play(mars.METHOD, QUESTION, 0, 0)])
+    env = Env(driver, samplers, FORMAT, tools, grade, config, step=0)
+    (trajectory,) = driver.run([env.play(mars.METHOD, QUESTION, 0, 0)])
     assert script.closed == len([a for a in script.asked if a[0] == "sys1"]) + 1, (
         "every conversation gives its pages back"
     )
@@ -289,27 +289,27 @@ def test_a_context_that_fails_gives_its_pages_back():
     script = Script([CALL])
     driver = Driver([script], deterministic=True)
     samplers = {"sys2": script, "sys1": script}
-    game = Game(driver, samplers, FORMAT, {"search": broken}, None, mars.MarsConfig(), step=0)
+    env = Env(driver, samplers, FORMAT, {"search": broken}, None, mars.MarsConfig(), step=0)
     with pytest.raises(RuntimeError, match="a bug"):
-        driver.run([game.play(mars.METHOD, QUESTION, 0, 0)])
+        driver.run([env.play(mars.METHOD, QUESTION, 0, 0)])
     assert script.closed == 1
 
 
 def test_a_role_may_write_several_times_and_read_in_between():
     """A context is all that another method's worker needs: here two turns of its own."""
 
-    async def worker(game, trajectory):
-        async with rollout.Context(game, trajectory, "sys2") as context:
+    async def worker(env, trajectory):
+        async with rollout.Context(env, trajectory, "sys2") as context:
             first = await context.write(FORMAT.encode("ada"), 8, 0)
             second = await context.write(FORMAT.encode("baker"), 8, 1)
         trajectory.answer = FORMAT.decode(first.tokens + second.tokens)
 
     script = Script(["born 1968 <eot>", "chess <eot>"])
     driver = Driver([script], deterministic=True)
-    game = Game(driver, {"sys2": script}, FORMAT, {}, None, mars.MarsConfig(), step=0)
-    game.grade = lambda question, answer: 0.0
+    env = Env(driver, {"sys2": script}, FORMAT, {}, None, mars.MarsConfig(), step=0)
+    env.grade = lambda question, answer: 0.0
     method = SimpleNamespace(episode=worker)
-    (trajectory,) = driver.run([game.play(method, QUESTION, 0, 0)])
+    (trajectory,) = driver.run([env.play(method, QUESTION, 0, 0)])
     (sample,) = trajectory.samples()
     assert FORMAT.decode(sample.tokens) == "ada born 1968 <eot> baker chess <eot>"
     assert sample.mask == [False, True, True, True, False, True, True]

@@ -31,7 +31,7 @@ from transformers import (
 
 from sampler import Sampler, attention, hashed, sample_token, uniform
 from sampler.attention import Batch
-from sampler.decoder import rotate_and_store, unsupported
+from sampler.model import rotate_and_store, unsupported
 
 V = 96
 PAGE = 4

@@ -99,7 +99,7 @@ def test_the_step_is_one_of_the_loop(walked, cache):
 def test_the_attempt_is_worth_following(walked):
     _, walk, page = walked
     assert walk.attempt.reward == 1
-    group = [t.reward for t in walk.trajectories if t.place == walk.attempt.place]
+    group = [t.reward for t in walk.trajectories if t.question_index == walk.attempt.question_index]
     assert 2 <= sum(group) <= len(group) - 2
     call = walk.attempt.turns[0]
     assert 1 < len(call.readers) < len(call.documents)
@@ -216,7 +216,7 @@ def test_the_page_can_be_read_in_ten_minutes():
 
 
 def named(page: str) -> list[str]:
-    """Names like mars.act or rollout.Game.reward."""
+    """Names like mars.act or rollout.Env.reward."""
     names = re.findall(r"`((?:\w+\.)+\w+)`", page)
     return [name for name in names if not name.endswith((".md", ".py", ".jsonl"))]
 

@@ -26,9 +26,9 @@ from transformers import (
 )
 
 import trainer
+import warm_start
 from config import UserError
-from recipes import warm_start
-from recipes.warm_start import WarmStart
+from warm_start import WarmStart
 
 REPO = Path(__file__).parent.parent
 TALK = [
@@ -290,7 +290,7 @@ def test_a_demonstration_with_more_tokens_than_positions_is_refused(tmp_path, ca
 
 
 def command(*arguments, cwd):
-    line = [sys.executable, "-m", "recipes.warm_start", *map(str, arguments)]
+    line = [sys.executable, "-m", "warm_start", *map(str, arguments)]
     done = subprocess.run(line, cwd=REPO, capture_output=True, text=True, timeout=200)
     return done
 
@@ -349,7 +349,7 @@ def test_a_model_is_trained_in_place_of_a_folder_only_when_whole(start, tmp_path
 @pytest.mark.parametrize("end, code", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_what_is_interrupted_or_killed_leaves_no_folder(start, end, code, tmp_path):
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    line = [sys.executable, "-u", "-m", "recipes.warm_start", "--threads", "1"]
+    line = [sys.executable, "-u", "-m", "warm_start", "--threads", "1"]
     line += ["--model", start, "--data", tmp_path / "data.jsonl", "--out", tmp_path / "warm"]
     child = subprocess.Popen(
         [*map(str, line), "--steps", "1000000"],

@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import trainer
-from sampler import Sampler, decoder, stock
+from sampler import Sampler, stock
+from sampler import model as decoder
 from sampler.graphs import Buckets
 
 # The package `kernels` exports functions under the names of these modules.

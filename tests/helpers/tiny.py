@@ -58,7 +58,7 @@ def make_samples(count: int = 13, vocabulary: int = 61, seed: int = 0) -> list[S
 
     for i in range(count):
         turns = 3 if i % 3 == 0 else 1
-        sample = Sample("sys2" if turns == 3 else "sys1", place=i % 4, attempt=i)
+        sample = Sample("sys2" if turns == 3 else "sys1", question_index=i % 4, attempt=i)
         for _ in range(turns):
             given = draw(2, 20)
             sampled = draw(1, 9)

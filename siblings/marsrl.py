@@ -15,13 +15,13 @@ The solver's input is the question. Each later stage takes two outputs of the st
 its inputs (`choose`); a corrector takes reports that say "wrong" and no others. So a question has
 at most 8 + 4 · 2 · 8 = 72 samples, all in one mean of the loss.
 
-    python -m recipes.marsrl                            the arm that the paper proposes, on a toy
-    python -m recipes.marsrl --choice random            inputs drawn blindly, or balanced
-    python -m recipes.marsrl --rollouts pipelined       step t trains the solver on batch t, the
+    python -m siblings.marsrl                            the arm that the paper proposes, on a toy
+    python -m siblings.marsrl --choice random            inputs drawn blindly, or balanced
+    python -m siblings.marsrl --rollouts pipelined       step t trains the solver on batch t, the
                                                         first verifier on batch t − 1, …
-    python -m recipes.marsrl --rollouts linear --credit own        no groups by input
-    python -m recipes.marsrl --rollouts linear --credit role       MARS's rule: a shared outcome
-    python -m recipes.marsrl --learners solver          the others stay; or: checkers
+    python -m siblings.marsrl --rollouts linear --credit own        no groups by input
+    python -m siblings.marsrl --rollouts linear --credit role       MARS's rule: a shared outcome
+    python -m siblings.marsrl --learners solver          the others stay; or: checkers
 
 From the paper: the stages, the rewards, the groups, the three choices, the pipeline over agents.
 Ours: that two inputs per question and stage are meant. Equal outputs count once, so that no two
@@ -32,7 +32,7 @@ pipeline within an agent (segments of 16k tokens), which would not be on policy.
 In the pipeline only an input is old. What is trained was sampled in the same step, so ρ stays 1. A
 resumed run refills the pipe: its first four steps train fewer stages.
 
-The toy is toy/verification.py. Tests: pytest tests/test_marsrl.py
+The toy is siblings/marsrl_toy.py. Tests: pytest tests/test_marsrl.py
 """
 
 import functools
@@ -49,12 +49,12 @@ import train
 from config import Config, UserError
 from plumbing import surroundings
 from plumbing.run import Run
-from rollout import Context, Game, Method, Sample, Trajectory, Turn
+from rollout import Context, Env, Method, Sample, Trajectory, Turn
+from siblings import marsrl_toy as verification
 from tasks.chat import Prompt, Words
 from tasks.format import Action, Format
 from tasks.questions import Question
 from tools import Tool
-from toy import verification
 
 STAGES = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
 
@@ -162,55 +162,55 @@ class Said(Turn):
 # ---------------------------------------------------------------------------------- the episode
 
 
-async def speak(game: Game, trajectory: Trajectory, task: Task) -> Said:
+async def speak(env: Env, trajectory: Trajectory, task: Task) -> Said:
     """One agent reads its task and writes."""
     role = role_of(task.stage)
-    config = game.config
+    config = env.config
     limit = config.report_tokens if role == "verifier" else config.solution_tokens
-    async with Context(game, trajectory, role) as agent:
-        given = game.chat.prompt(role, question=task.text, answer=task.answer, report=task.report)
+    async with Context(env, trajectory, role) as agent:
+        given = env.chat.prompt(role, question=task.text, answer=task.answer, report=task.report)
         written = await agent.write(given, limit, STAGES.index(task.stage))
     action = Action(error="it was cut")
     if written.finish != "length":
-        action = game.chat.parse(written.tokens, final=True)
+        action = env.chat.parse(written.tokens, final=True)
     if action.answer and role == "verifier":
         # The verdict is the last word, behind the report.
         action = Action(answer=action.answer.split()[-1].strip(".").lower())
     own = 0.0
     if action.answer:
-        own = game.grade(task, action.answer)
+        own = env.grade(task, action.answer)
     said = Said(written.tokens, action, task=task, own=own)
     if action.error:
         said.problem = f"malformed: {action.error}"
     agent.turns.append(said)
-    game.on_event(task.stage, game.chat.decode(written.tokens))
+    env.on_event(task.stage, env.chat.decode(written.tokens))
     return said
 
 
-async def episode(game: Game, trajectory: Trajectory) -> None:
+async def episode(env: Env, trajectory: Trajectory) -> None:
     """The whole system answers a question; of a Task only its agent speaks."""
     asked = trajectory.question
     if isinstance(asked, Task):
-        solution = await speak(game, trajectory, asked)
+        solution = await speak(env, trajectory, asked)
     else:
-        solution = await solve(game, trajectory, asked)
+        solution = await solve(env, trajectory, asked)
     trajectory.answer = solution.action.answer
     trajectory.ended = "no answer" if solution.action.error else "answer"
 
 
-async def solve(game: Game, trajectory: Trajectory, asked: Question) -> Said:
+async def solve(env: Env, trajectory: Trajectory, asked: Question) -> Said:
     """The solution that the system ends with."""
-    solution = await speak(game, trajectory, make_task(asked, "solver"))
+    solution = await speak(env, trajectory, make_task(asked, "solver"))
     for verifier, corrector in (STAGES[1:3], STAGES[3:5]):
-        answer = game.chat.note(solution.sampled)
+        answer = env.chat.note(solution.sampled)
         task = make_task(asked, verifier, answer=answer, right=solution.own)
-        checked = await speak(game, trajectory, task)
+        checked = await speak(env, trajectory, task)
         show_below(trajectory)
         if not checked.flags:
             break
-        report = game.chat.note(checked.sampled)
+        report = env.chat.note(checked.sampled)
         task = make_task(asked, corrector, answer=answer, report=report)
-        solution = await speak(game, trajectory, task)
+        solution = await speak(env, trajectory, task)
         show_below(trajectory)
     return solution
 
@@ -273,7 +273,7 @@ def next_tasks(run: Run, played: list[Trajectory], step: int) -> list[tuple[int,
         for number, output in enumerate(choose(config, candidates, follower, rng)):
             # Each input has a place of its own. As --inner_steps divides --questions, all groups
             # of a question are trained in the same inner step.
-            place = output.place % config.questions
+            place = output.question_index % config.questions
             place += config.questions * (STAGES.index(follower) * config.inputs + number)
             tasks.append((place, follow(run.chat, output, follower, number)))
     return tasks
@@ -338,12 +338,12 @@ def credit(
         for context in trajectory.contexts:
             said = context.turns[0]
             reward = trajectory.reward
-            group = (trajectory.place,)
+            group = (trajectory.question_index,)
             if config.credit == "own":
                 reward = said.own
                 group = said.task.key
             elif config.credit == "role":
-                group = (trajectory.place, context.role)
+                group = (trajectory.question_index, context.role)
             samples.append(context.sample)
             rewards.append(reward)
             groups.append(group)
@@ -364,7 +364,7 @@ def credit(
 def inherited(trajectories: list[Trajectory], divide: bool) -> list[float]:
     """Each sample's advantage: that of its attempt among the question's attempts."""
     rewards = torch.tensor([trajectory.reward for trajectory in trajectories])
-    places = [trajectory.place for trajectory in trajectories]
+    places = [trajectory.question_index for trajectory in trajectories]
     advantages = grpo.group_advantages(rewards, places, divide=divide)
     of_samples = []
     for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True):

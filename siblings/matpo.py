@@ -11,8 +11,8 @@ mars.py:
     A_i = (r_i − mean over the G planners) / std     the same for planner i and all its workers
     L = −1/G Σ_i 1/(Σ_t |τ_i^t|) Σ_t Σ_j min(ρ A_i, clip(ρ, 1−ε, 1+ε) A_i)     t = 0: the planner
 
-    python -m recipes.matpo                    the toy (toy/delegation.py), as `python mars.py`
-    python -m recipes.matpo --no-delegate      a single agent: all documents in its own context
+    python -m siblings.matpo                    the toy (siblings/matpo_toy.py), as `python mars.py`
+    python -m siblings.matpo --no-delegate      a single agent: all documents in its own context
 
 Arms: --no-recap, --no-summary, --workers frozen, --own_groups (MARS's rule), --no-delegate.
 
@@ -34,12 +34,12 @@ import mars
 import train
 from config import Config, UserError
 from plumbing import surroundings
-from rollout import Context, Game, Method, Sample, Trajectory, Turn
+from rollout import Context, Env, Method, Sample, Trajectory, Turn
+from siblings import matpo_toy as delegation
 from tasks.chat import Prompt, Words
 from tasks.format import Action, Format
 from tasks.questions import Question
 from tools import Tool, ToolError
-from toy import delegation
 
 WORK = "work"  # the planner's tool
 
@@ -178,69 +178,69 @@ def words(config: MatpoConfig, tools: list[Tool]) -> Words:
 # -------------------------------------------------------------------------------------- the episode
 
 
-async def episode(game: Game, trajectory: Trajectory) -> None:
+async def episode(env: Env, trajectory: Trajectory) -> None:
     """One attempt: mars.episode, with a worker where MARS has tools and readers."""
-    config = game.config
+    config = env.config
     role = "planner" if config.delegate else "agent"
-    async with Context(game, trajectory, "planner") as planner:
-        given = game.chat.prompt(role, question=trajectory.question.text)
+    async with Context(env, trajectory, "planner") as planner:
+        given = env.chat.prompt(role, question=trajectory.question.text)
         final = False
         while not trajectory.ended:
-            turn = await act(game, planner, given, final)
+            turn = await act(env, planner, given, final)
             if turn.action.answer is not None:
                 trajectory.answer = turn.action.answer
                 trajectory.ended = "answer on demand" if final else "answer"
             elif final:
                 trajectory.ended = "no answer"
             elif config.delegate and turn.action.call:
-                summary = await work(game, trajectory, turn)
-                given, final = mars.extend(game, planner, [summary])
+                summary = await work(env, trajectory, turn)
+                given, final = mars.extend(env, planner, [summary])
             else:
-                given, final = mars.extend(game, planner, await look(game, turn))
+                given, final = mars.extend(env, planner, await look(env, turn))
 
 
-async def work(game: Game, trajectory: Trajectory, assigned: Turn) -> list[int]:
+async def work(env: Env, trajectory: Trajectory, assigned: Turn) -> list[int]:
     """A worker from its subtask to its summary, as the planner sees it."""
-    config = game.config
+    config = env.config
     question = trajectory.question.text if config.recap else ""
-    async with Context(game, trajectory, "worker") as worker:
+    async with Context(env, trajectory, "worker") as worker:
         assigned.readers.append(worker)
-        given = game.chat.prompt("worker", question=question, task=assigned.action.call.argument)
+        given = env.chat.prompt("worker", question=question, task=assigned.action.call.argument)
         final = False
         while True:
-            turn = await act(game, worker, given, final, len(trajectory.turns))
+            turn = await act(env, worker, given, final, len(trajectory.turns))
             # A worker that answers unasked, or has one turn left, is asked for its summary next.
             answered = turn.action.answer is not None
             over = answered or len(worker.turns) == config.worker_turns - 1
             if final or (over and not config.summary):
                 break
-            seen = [] if answered else await look(game, turn)
-            given, final = mars.extend(game, worker, seen, over)
+            seen = [] if answered else await look(env, turn)
+            given, final = mars.extend(env, worker, seen, over)
     if not config.summary:
-        return game.chat.note(turn.sampled)
+        return env.chat.note(turn.sampled)
     if turn.action.answer is None:
-        return game.chat.message(NO_SUMMARY)
-    return game.chat.encode(turn.action.answer)
+        return env.chat.message(NO_SUMMARY)
+    return env.chat.encode(turn.action.answer)
 
 
-async def act(game: Game, context: Context, given: list[int], final: bool, *key: int) -> Turn:
+async def act(env: Env, context: Context, given: list[int], final: bool, *key: int) -> Turn:
     """One turn. Whoever calls a tool that is not its own has made a malformed call."""
-    turn = await mars.act(game, context, given, final, *key)
-    delegates = game.config.delegate and context.role == "planner"
+    turn = await mars.act(env, context, given, final, *key)
+    delegates = env.config.delegate and context.role == "planner"
     if turn.action.call and (turn.action.call.tool == WORK) != delegates:
-        yours = WORK if delegates else ", ".join(tool for tool in game.tools if tool != WORK)
+        yours = WORK if delegates else ", ".join(tool for tool in env.tools if tool != WORK)
         turn.action = Action(error=f"{turn.action.call.tool} is not your tool; yours: {yours}")
         turn.problem = f"malformed: {turn.action.error}"
     return turn
 
 
-async def look(game: Game, turn: Turn) -> list[list[int]]:
+async def look(env: Env, turn: Turn) -> list[list[int]]:
     """What a context gets to see of its own call: the documents as they stand."""
-    chat = game.chat
+    chat = env.chat
     if turn.action.call is None:
         return [chat.message(turn.action.error)]
     try:
-        documents = await game.call(turn)
+        documents = await env.call(turn)
     except ToolError as error:
         return [chat.message(f"error: the tool failed ({error})")]
     if not documents:

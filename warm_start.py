@@ -9,8 +9,8 @@ grpo.grpo_loss is that of the negative log-likelihood, so packing, kernels and o
 well. Each role's loss is a mean over its tokens. A mean per sequence would let a
 short answer weigh as much as a long call, and the model would learn to answer at once.
 
-    python -m recipes.warm_start --data demonstrations.jsonl --out warm
-    python -m recipes.warm_start --data atlas --out warm     demonstrations of recipes/atlas.py
+    python -m warm_start --data demonstrations.jsonl --out warm
+    python -m warm_start --data atlas --out warm     demonstrations of recipes/atlas.py
     python mars.py --model warm …
 
 A line of the file is {"messages": [{"role": …, "content": …}, …]}; the assistant's messages are
@@ -43,7 +43,7 @@ import trainer
 from config import MOST_THREADS, Config, UserError, fail, parse, parser, uses_bf16
 from plumbing import smollm2, surroundings
 from plumbing.cache import made_once
-from rollout import Game, Method, Sample, Trajectory
+from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
 from sampler.architectures import position_limit
 from tasks.format import Format
@@ -210,7 +210,7 @@ def play(
     say: dict[str, Callable[[str], str]],
 ) -> Trajectory:
     """The method's own episode, with `say` (role -> what it writes) in place of a model."""
-    game = Game(
+    env = Env(
         driver=Demonstrator(chat),
         samplers={role: Writer(words) for role, words in say.items()},
         chat=chat,
@@ -219,7 +219,7 @@ def play(
         config=config,
         step="demonstration",
     )
-    return asyncio.run(game.play(method, question, 0, 0))
+    return asyncio.run(env.play(method, question, 0, 0))
 
 
 # ------------------------------------------------------------------------ demonstrations in a file

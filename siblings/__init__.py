@@ -1,0 +1,1 @@
+"""Methods of other papers, one file each beside mars.py, with their toys."""
