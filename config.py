@@ -70,7 +70,6 @@ class Config:
     clip_grad: float = 1.0  # the gradient's largest norm; 0: no limit
     advantage: Literal["std", "mean"] = "std"  # r − mean, over std or not (Dr. GRPO)
     loss_mean: Literal["sample", "token"] = "sample"  # what each term of the loss is a mean over
-    refill: int = 0  # times that a question whose G rewards are equal is replaced by another
     clip_low: float = 0.2  # ε; the paper's is unknown (our choice)
     clip_high: float = 0.2  # ε upwards; a larger one is DAPO's "clip higher"
     kl_beta: float = 0.0  # λ; needs a reference model in memory
@@ -98,7 +97,7 @@ class Config:
     for_training = frozenset(
         "steps resume track save_every eval_every model eval_data questions group lr warmup "
         "decay weight_decay beta1 clip_grad clip_low clip_high kl_beta lora_rank inner_steps "
-        "importance importance_cap fsdp max_mismatch_kl advantage loss_mean refill "
+        "importance importance_cap fsdp max_mismatch_kl advantage loss_mean "
         "recompute_activations micro_tokens share_prefixes preset".split()
     )
 
@@ -133,7 +132,7 @@ class Config:
             "max_sequences top_k threads group tool_seconds eval_samples"
         )
         self.at_least(1, *counts.split())
-        self.at_least(0, "eval_questions", "passage_words", "seed", "refill", "lora_rank", "warmup")
+        self.at_least(0, "eval_questions", "passage_words", "seed", "lora_rank", "warmup")
         if self.beta1 >= 1:
             raise UserError(f"--beta1 must be below 1, got {self.beta1}")
         if self.clip_low > 1:

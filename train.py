@@ -26,7 +26,6 @@ from plumbing import evaluation, logbook
 from plumbing.build import build
 from plumbing.metrics import (
     batch_sums,
-    flat_questions,
     method_shares,
     reduced,
     rollout_metrics,
@@ -42,24 +41,17 @@ from tasks.questions import Question
 # ----------------------------------------------------------------------------------------- one step
 
 
-def all_attempts(run: Run, step: int) -> tuple[list[Trajectory], list[Trajectory]]:
-    """A step's rollouts: G attempts at each of its questions, and those that --refill replaced."""
-    trajectories = attempts(run, step, questions_of(run, step))
-    replaced = refill(run, step, trajectories)
-    return trajectories, replaced
-
-
-def train_step(run: Run, step: int, rollouts=all_attempts) -> tuple[dict, list[Trajectory]]:
+def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     """One step: rollouts with rewards, credit, an update, new weights in the sampler.
 
-    Returns the step's metrics and this rank's trajectories. `rollouts`: for a method whose batches
-    are not G attempts at each question.
+    Returns the step's metrics and this rank's trajectories.
     """
     config = run.config
     start = time.perf_counter()
-    trajectories, replaced = rollouts(run, step)
+    play = run.method.rollouts or attempts
+    trajectories = play(run, step)
     seconds_rollout = time.perf_counter() - start
-    metrics = rollout_metrics(trajectories, replaced, run.method, seconds_rollout)
+    metrics = rollout_metrics(trajectories, run.method, seconds_rollout)
     # KV pages: 0 unless an episode left a context open. The sync below empties the pool.
     metrics["pages_in_use"] = sum(sampler.pages_in_use for sampler in run.driver.samplers)
 
@@ -72,90 +64,42 @@ def train_step(run: Run, step: int, rollouts=all_attempts) -> tuple[dict, list[T
     metrics["seconds_sync"] = time.perf_counter() - start_sync
     metrics["seconds_rollout"] = seconds_rollout
     metrics["seconds_train"] = time.perf_counter() - start
-    return metrics, replaced + trajectories
+    return metrics, trajectories
 
 
-def attempts(run: Run, step: int, batch: list[tuple[int, Question]]) -> list[Trajectory]:
-    """G trajectories for each (place, question)."""
+def attempts(run: Run, step: int) -> list[Trajectory]:
+    """G trajectories for each of this rank's questions."""
+    config = run.config
     return run.rollouts(
-        batch,
-        run.config.group,
+        questions_of(run, step),
+        config.group,
         step=step,
         tools=run.tools,
-        temperature=run.config.temperature,
+        temperature=config.temperature,
     )
 
 
-def refill(run: Run, step: int, trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Bounded dynamic sampling (DAPO): other questions for those that teach nothing.
-
-    Where all G attempts earned the same, they leave `trajectories` for attempts at another
-    question, --refill times at most. Returns those that left. A rank refills its own places, so
-    nothing is communicated.
-    """
-    left = []
-    for again in range(1, run.config.refill + 1):
-        ids = flat_questions(trajectories)
-        if not ids:
-            break
-        flat = [t for t in trajectories if t.question.id in ids]
-        places = {t.question_index for t in flat}
-        batch = [asked for asked in questions_of(run, step, again) if asked[0] in places]
-        kept = [t for t in trajectories if t.question_index not in places]
-        kept += attempts(run, step, batch)
-        trajectories[:] = sorted(kept, key=lambda t: (t.question_index, t.attempt))
-        left += flat
-    return left
-
-
-def questions_of(run: Run, step: int, again: int = 0) -> list[tuple[int, Question]]:
-    """This rank's questions of a step with their places in its batch.
+def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
+    """This rank's questions of a step, each with its index in the step's batch.
 
     A rank gets whole questions, so that advantage groups need no communication. Across the end of
     an epoch a question can come twice. Draws are named by its id, so the second one gets an id of
-    its own. With `again` it is what the `again`-th refill asks at each place.
+    its own.
     """
     count = run.config.questions
-    batch = [run.question(step * count + place) for place in range(count)]
+    batch = [run.question(step * count + index) for index in range(count)]
+    taken = {question.id for question in batch}
     seen = set()
-    if again:
-        seen = {question.id for question in batch}
-        batch = spare_questions(run, step, again, seen)
-    taken = seen | {question.id for question in batch}
-    for place, question in enumerate(batch):
+    for index, question in enumerate(batch):
         name = question.id
         if name in seen:
             name = next(f"{name}#{n}" for n in itertools.count(2) if f"{name}#{n}" not in taken)
-            batch[place] = dataclasses.replace(question, id=name)
+            batch[index] = dataclasses.replace(question, id=name)
         seen.add(name)
         taken.add(name)
     first = count * run.rank // run.ranks
     end = count * (run.rank + 1) // run.ranks
     return list(enumerate(batch))[first:end]
-
-
-def spare_questions(run: Run, step: int, again: int, asked: set[str]) -> list[Question]:
-    """What the `again`-th refill of a step asks: neither `asked` nor spared before, if possible.
-
-    They stand far ahead in the stream, in an order of their own, so that what a step asks does not
-    depend on what earlier steps have used up. In a data set that is too small questions repeat.
-    """
-    wanted = again * run.config.questions
-    first = 2**60 + step * 2**20
-    found = {}
-    for index in range(first, first + 4 * wanted):
-        question = run.question(index)
-        if question.id not in asked:
-            found.setdefault(question.id, question)
-        if len(found) == wanted:
-            break
-    spares = list(found.values())
-    index = first
-    while len(spares) < wanted:
-        spares.append(run.question(index))
-        index += 1
-    spares = spares[-run.config.questions :]
-    return [dataclasses.replace(q, id=f"{q.id}, refill {again}") for q in spares]
 
 
 def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
@@ -216,24 +160,20 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
     no gradient, so it is left out unless there is a KL term.
     """
     config = run.config
-    per_token = config.loss_mean == "token"
     counts = dict.fromkeys(terms, 0)
     for term, samples in terms.items():
         for sample in samples:
-            size = sum(sample.mask) if per_token else 1
-            counts[term] += sample.copies * sample.weight * size
+            size = sum(sample.mask) if config.loss_mean == "token" else 1
+            counts[term] += sample.copies * size
     counts = reduced(counts)
     kept = []
     weights = []
     for term, samples in terms.items():
-        if not config.kl_beta:
-            samples = [sample for sample in samples if sample.advantage]
-        samples = [sample for sample in samples if sample.copies]
+        samples = [s for s in samples if s.copies and (s.advantage or config.kl_beta)]
         masks = [torch.tensor(sample.mask) for sample in samples]  # [T] each
+        copies = [sample.copies for sample in samples]
         kept += samples
-        shares = grpo.token_weights(masks, counts[term], mean=config.loss_mean)
-        for sample, share_of_copy in zip(samples, shares):
-            weights.append(share_of_copy * sample.copies * sample.weight)
+        weights += grpo.token_weights(masks, counts[term], copies=copies, mean=config.loss_mean)
     batches = trainer.micro_batches(
         kept, weights, config.micro_tokens, run.device, share_prefixes=config.share_prefixes
     )
@@ -276,11 +216,8 @@ def skip(run: Run, step: int, samples: list[Sample]) -> None:
 # ------------------------------------------------------------------------------------------ the run
 
 
-def train(run: Run, one_step=train_step) -> None:
-    """The whole run: steps, evaluations, states on disk, pictures.
-
-    `one_step`: for a method whose batches are not G attempts at each question.
-    """
+def train(run: Run) -> None:
+    """The whole run: steps, evaluations, states on disk, pictures."""
     config = run.config
     first = logbook.open_folder(run)
     quiet = run.rank > 0 or not sys.stderr.isatty()
@@ -289,7 +226,7 @@ def train(run: Run, one_step=train_step) -> None:
         scores = {}
         if step % config.eval_every == 0:
             scores = evaluate(run, step)
-        metrics, trajectories = one_step(run, step)
+        metrics, trajectories = train_step(run, step)
         if step == config.steps - 1:
             # No later line will come, so the last one carries the end result.
             scores = {f"{key}_before": value for key, value in scores.items()}
@@ -341,9 +278,7 @@ def evaluate(run: Run, updates: int) -> dict:
 # --------------------------------------------------------------------------------- the command line
 
 
-def main(
-    method: Method, arguments: list[str], description: str, *, one_step=train_step, **additions
-) -> int:
+def main(method: Method, arguments: list[str], description: str, **additions) -> int:
     """Trains, or evaluates or asks what was trained; returns the exit code.
 
     `[options]` trains, `eval CKPT …` and `ask CKPT "question"` use a checkpoint. `additions` are
@@ -357,7 +292,7 @@ def main(
             return evaluation.main(method, arguments, **additions)
         given = parse(parser(method.config, description), arguments)
         config = resolve(method.config, given, presets=method.presets)
-        train(build(method, config, training=True, **additions), one_step)
+        train(build(method, config, training=True, **additions))
         return 0
     # FloatingPointError: the sampler met logits that are no numbers.
     except (UserError, FloatingPointError) as error:

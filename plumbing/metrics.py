@@ -78,17 +78,10 @@ def flat_questions(trajectories: list[Trajectory]) -> set[str]:
     return {question for question, seen in rewards.items() if len(seen) == 1}
 
 
-def rollout_metrics(
-    trajectories: list[Trajectory], replaced: list[Trajectory], method: Method, seconds: float
-) -> dict:
-    """The step's line in metrics.jsonl, as far as the rollouts tell.
-
-    `replaced` are the attempts at questions that --refill replaced. They count in everything: the
-    reward is that of the questions as they come, not of those that teach something.
-    """
+def rollout_metrics(trajectories: list[Trajectory], method: Method, seconds: float) -> dict:
+    """The step's line in metrics.jsonl, as far as the rollouts tell."""
     roles = method.roles
-    s = rollout_sums(replaced + trajectories, roles)
-    s |= reduced({"replaced": len({t.question.id for t in replaced})})
+    s = rollout_sums(trajectories, roles)
     metrics = {
         "reward": s["reward"] / s["graded"] if s["graded"] else None,
         "calls_per_question": share(s["calls"], s["trajectories"]),
@@ -103,7 +96,6 @@ def rollout_metrics(
         "repeated_share": share(s["repeated"], s["calls"]),
         "truncated_chunks": int(s["cut"]),
         "zero_variance_share": share(s["flat"], s["groups"]),
-        "replaced_questions": int(s["replaced"]),
         "tokens_per_second": sum(s[f"{role}_tokens"] for role in roles) / seconds,
     }
     for role in roles:
@@ -114,7 +106,7 @@ def rollout_metrics(
         metrics[f"{role}_samples"] = int(s[f"{role}_samples"])
         metrics[f"{role}_tokens"] = int(s[f"{role}_tokens"])
         metrics[f"{role}_length"] = share(s[f"{role}_tokens"], s[f"{role}_samples"])
-    return metrics | method_shares(trajectories + replaced, method)
+    return metrics | method_shares(trajectories, method)
 
 
 def method_shares(trajectories: list[Trajectory], method: Method) -> dict[str, float]:

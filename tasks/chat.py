@@ -36,7 +36,7 @@ from tools import Document, Tool
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Template:
     """A role's first messages. `user` names its slots as {slot}.
 
     `fill` makes the slots' contents, text or token ids, from the keywords of `ChatFormat.prompt`.
@@ -54,7 +54,7 @@ class Words:
     The first role of `prompts` acts in turns; `purpose`: its calls must state one.
     """
 
-    prompts: dict[str, Prompt]
+    prompts: dict[str, Template]
     final: str  # the demand to answer now
     no_note: str  # stands where the readers wrote nothing
     purpose: bool = True
@@ -218,7 +218,7 @@ class ChatFormat:
         self._system_role = knows({"role": "system", "content": RESULT_A}, user)
         self._tool_role = knows(user, step, {"role": "tool", "content": RESULT_A})
 
-    def _find_frame_of_turns(self, prompt: Prompt) -> None:
+    def _find_frame_of_turns(self, prompt: Template) -> None:
         """The fixed pieces of a context, from two renderings: a question, and two tool rounds."""
         (slot,) = slots(prompt.user)
         opening = self._open(prompt.system, prompt.user.replace(f"{{{slot}}}", QUESTION))
@@ -255,7 +255,7 @@ class ChatFormat:
             stops.append(self.tokenizer.eos_token_id)
         self.stop_ids = tuple(stops)
 
-    def _find_frame(self, prompt: Prompt) -> list[tuple[str | None, list[int]]]:
+    def _find_frame(self, prompt: Template) -> list[tuple[str | None, list[int]]]:
         """The ids before each slot of a role's prompt, and (None, ids) after the last one."""
         names = slots(prompt.user)
         marks = [f"slot-{name}-of-the-template" for name in names]
@@ -366,7 +366,7 @@ class ChatFormat:
     # ---- rollout.Format
 
     def prompt(self, role: str, **keywords) -> list[int]:
-        """A role's first tokens; the keywords are those of its Prompt's `fill`."""
+        """A role's first tokens; the keywords are those of its Template's `fill`."""
         filled = self.words.prompts[role].fill(**keywords)
         ids = []
         for slot, piece in self._frames[role]:

@@ -388,7 +388,7 @@ def test_the_share_of_form_reaches_the_advantages_but_not_the_accuracy():
 def test_frozen_workers_leave_the_mean_to_the_planner():
     trajectories, terms, config = credited(workers="frozen")
     assert {made.role for made in terms["rollout"]} == {"planner"}
-    assert [made.weight for made in terms["rollout"]] == [1.0] * 5
+    assert [made.copies for made in terms["rollout"]] == [1] * 5
     assert not any(made.copies for t in trajectories for made in t.samples("worker"))
     assert config.frozen() == {"worker"}
 
@@ -398,7 +398,6 @@ def test_mars_groups_compare_workers_with_workers():
     workers = [made for t in trajectories[:3] for made in t.samples("worker")]
     half = 1 / math.sqrt(2)
     assert [made.advantage for made in workers] == pytest.approx([half, half, -2 * half])
-    assert all(made.weight == 1.0 for samples in terms.values() for made in samples)
     assert list(terms) == ["planner", "worker"]
     _, balanced, _ = credited(own_groups=True, balance="uniform")
     copies = [
