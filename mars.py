@@ -41,12 +41,16 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
+from config import Config, UserError, help_at_once, no_option
+
+if __name__ == "__main__":
+    help_at_once(__doc__, __file__)
+
 import torch
 
 import grpo
 import train
 from binpack import pack_documents
-from config import Config, UserError
 from rollout import Chunk, Context, Env, Method, Sample, Trajectory, Turn
 from tasks.chat import END, Template, Words
 from tasks.format import Action, Call, Format
@@ -66,8 +70,6 @@ class MarsConfig(Config):
     packing: bool = True  # without: one document per chunk
     purpose: bool = True  # without: System 1 is not told what to look for
     shared_group: bool = False  # System 1 inherits System 2's advantage, without a group of its own
-    question_in_system1: bool = False  # show System 1 the question too (chat models)
-    distill: str = "search,scholar"  # whose output System 1 reads; the toy's Python prints a number
     # an episode's limits, in tokens where not said otherwise
     max_turns: int = 5  # steps of System 2; the last one must answer
     sys2_context: int = 160  # prompt, steps and notes together
@@ -75,6 +77,9 @@ class MarsConfig(Config):
     answer_tokens: int = 6  # kept free for an answer on demand
     sys1_prompt: int = 76  # a chunk (about 69) with the wording and the purpose around it
     sys1_response: int = 12  # a note: one fact is 5 or 6 words
+    # no options
+    question_in_system1: bool = no_option(False)  # show System 1 the question too (chat models)
+    distill: str = no_option("search,scholar")  # whose output System 1 reads
 
     for_training = Config.for_training | {"balance", "shared_group"}
 

@@ -22,21 +22,24 @@ from tqdm import tqdm
 import grpo
 import trainer
 from config import UserError, fail, parse, parser, resolve
-from plumbing import evaluation, logbook
-from plumbing.build import build
+from plumbing import evaluation, logbook, report
+from plumbing.logbook import record
 from plumbing.metrics import (
     batch_sums,
     method_shares,
     reduced,
+    right_by_kind,
     rollout_metrics,
     rollout_sums,
     share,
     update_metrics,
 )
-from plumbing.records import record
-from plumbing.run import Run
+from plumbing.start import Run, build
 from rollout import Method, Sample, Trajectory
 from tasks.questions import Question
+
+MAX_NORM = 1.0  # of the gradient
+SAVE_EVERY = 10  # steps between states on disk at most: what a kill can cost
 
 # ----------------------------------------------------------------------------------------- one step
 
@@ -106,8 +109,8 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
     """One optimizer step on L = Σ over the terms; with `inner_steps` several, on parts of them."""
     config = run.config
     objective = {
-        "clip_low": config.clip_low,
-        "clip_high": config.clip_high,
+        "clip_low": config.clip,
+        "clip_high": config.clip,
         "kl_beta": config.kl_beta,
         "temperature": config.temperature,
     }
@@ -131,9 +134,9 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         run.optimizer.zero_grad(set_to_none=True)
         # -> Policy.forward -> kernels.linear_grpo_loss -> grpo.grpo_loss
         stats = trainer.backward(run.policy, batches, references, **objective)
-        if inner == 0 and config.server:
+        if inner == 0:
             logbook.stop_if_mismatched(run, batches, stats, samples)
-        norms.append(trainer.gradient_norm(run.policy, config.clip_grad))
+        norms.append(trainer.gradient_norm(run.policy, MAX_NORM))
         loss = sum(float(numbers["loss"]) for numbers in stats)
         if math.isfinite(norms[-1]) and math.isfinite(reduced({"loss": loss})["loss"]):
             run.optimizer.step()
@@ -235,11 +238,10 @@ def train(run: Run) -> None:
         records = [record(trajectory, run.chat, step, "train") for trajectory in trajectories]
         logbook.write(run, records, metrics)
         logbook.report(run, bar, metrics)
-        logbook.warn(run)
         logbook.stop_if_blind(run, metrics)
-        if (step + 1) % config.save_every == 0 or step == config.steps - 1:
+        if (step + 1) % min(SAVE_EVERY, config.eval_every) == 0 or step == config.steps - 1:
             trainer.save(run.folder, step + 1, run.policy, run.optimizer, run.tokenizer)
-    logbook.summary(run)
+    report.summary(run)
 
 
 def evaluate(run: Run, updates: int) -> dict:
@@ -257,6 +259,9 @@ def evaluate(run: Run, updates: int) -> dict:
         sums = rollout_sums(trajectories, run.method.roles)
         # An answer that nobody could grade is not right; how many there were stands beside it.
         scores[f"eval_{name}"] = share(sums["reward"], sums["trajectories"])
+        kinds = right_by_kind(trajectories, run.eval_questions)
+        if kinds:
+            scores[f"eval_{name}_by_kind"] = kinds
         troubles = {
             "eval_tool_error_share": share(sums["failed"], sums["calls"]),
             "eval_judge_failures": int(sums["unjudged"]),

@@ -40,9 +40,10 @@ import torch
 
 import grpo
 import trainer
-from config import MOST_THREADS, Config, UserError, fail, parse, parser, uses_bf16
-from plumbing import smollm2, surroundings
-from plumbing.cache import made_once
+from config import Config, UserError, fail, parse, parser, uses_bf16
+from plumbing import smollm2
+from plumbing import start as starting
+from plumbing.folders import made_once
 from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
 from sampler.architectures import position_limit
@@ -79,8 +80,6 @@ class WarmStart:
         for name in ("steps", "demonstrations", "threads", "micro_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} must be at least 1, got {getattr(self, name)}")
-        if self.threads > MOST_THREADS:
-            raise UserError(f"--threads {self.threads}: give at most {MOST_THREADS}")
         if not 0 < self.lr < 1:
             raise UserError(f"--lr must lie between 0 and 1, got {self.lr}")
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -105,9 +104,9 @@ def train(
         device = torch.device("cuda")
     if device.type == "cpu":
         torch.set_num_threads(options.threads)
-    tokenizer = surroundings.load_tokenizer(start)
+    tokenizer = starting.load_tokenizer(start)
     model = trainer.load_model(start, device, training=True)
-    surroundings.check_vocabulary(tokenizer, model, start)
+    starting.check_vocabulary(tokenizer, model, start)
     longest = position_limit(model) or math.inf
     policy = trainer.Policy(model, bf16=uses_bf16(options, device.type == "cuda"))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)

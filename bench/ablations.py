@@ -43,7 +43,7 @@ from statistics import mean
 import mars
 from bench import common
 from config import MAY_CHANGE, Config, UserError, fail, parse, parser, resolve
-from plumbing.files import make_folder, read_lines, write_whole
+from plumbing.folders import make_folder, read_lines, write_whole
 
 ROOT = Path(__file__).parent.parent
 # name: what the arm changes of the default setting

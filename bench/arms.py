@@ -16,7 +16,7 @@ from pathlib import Path
 from bench import common
 from bench.ablations import ROOT, Ended, accuracies, alone_in, pool, remember
 from config import UserError, fail
-from plumbing.files import read_json, read_lines
+from plumbing.folders import read_json, read_lines
 
 STEPS = 60  # of the published tables; others are saved under a name of their own
 

@@ -13,7 +13,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from plumbing.files import write_whole
+from plumbing.folders import write_whole
 
 FOLDER = Path(__file__).parent
 RESULTS = Path(os.environ.get("MARS_BENCH_RESULTS") or FOLDER / "results")

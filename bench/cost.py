@@ -45,7 +45,7 @@ from types import SimpleNamespace
 
 from bench import common
 from config import Config, UserError, fail
-from plumbing.files import read_lines
+from plumbing.folders import read_lines
 
 # Of one H200. Both were measured elsewhere, not by this repository.
 PEAK_FLOPS = 790e12  # bf16 product

@@ -32,7 +32,7 @@ import trainer
 from bench import common
 from bench.ablations import ROOT, accuracies
 from config import UserError, fail
-from plumbing.files import read_lines
+from plumbing.folders import read_lines
 from sampler import remote, servers
 from toy import base_model
 

@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 
 from bench import common
-from plumbing.files import read_lines
+from plumbing.folders import read_lines
 
 ROOT = Path(__file__).parent.parent
 PART_SECONDS = 570

@@ -34,7 +34,7 @@ import numpy as np
 from bench import common
 from bench.ablations import ROOT, accuracies
 from config import UserError, fail
-from plumbing.files import read_lines, write_whole
+from plumbing.folders import read_lines, write_whole
 
 FLAT = 0.01  # of the resident set per 100 steps
 PR_SET_CHILD_SUBREAPER = 36  # of prctl: orphans below this process become its children

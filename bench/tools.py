@@ -104,9 +104,10 @@ def remember(tool: Tool, answers: dict) -> Tool:
 
 def rollout(checkpoint: str, questions: int, rounds: int) -> list[dict]:
     """Seconds of toy rollouts with real and with remembered tools, and the difference a call."""
+    from plumbing.build import build
+
     import mars
     from plumbing import evaluation
-    from plumbing.build import build
 
     given = {"checkpoint": checkpoint, "eval_questions": questions}
     config = evaluation.settings(mars.METHOD, given, asking=False)

@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from plumbing.build import build
+from plumbing.records import segments
+from plumbing.run import Run
 from torch import Tensor
 
 import grpo
@@ -30,10 +33,7 @@ import train
 import trainer
 from bench import common
 from config import UserError, fail
-from plumbing.build import build
-from plumbing.files import write_whole
-from plumbing.records import segments
-from plumbing.run import Run
+from plumbing.folders import write_whole
 from rollout import Context, Sample, Trajectory
 
 TEMPLATE = Path(__file__).parent / "walkthrough_template.md"

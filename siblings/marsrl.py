@@ -47,8 +47,8 @@ import torch
 import grpo
 import train
 from config import Config, UserError
-from plumbing import surroundings
-from plumbing.run import Run
+from plumbing import outside
+from plumbing.start import Run
 from rollout import Context, Env, Method, Sample, Trajectory, Turn
 from siblings import marsrl_toy as verification
 from tasks.chat import Template, Words
@@ -438,7 +438,7 @@ def fits(config: MarsrlConfig, chat: Format, question: Question) -> None:
 def questions(config: MarsrlConfig, tools: list[str], training: bool) -> tuple:
     """Training questions and held-out ones: the toy's pages, or those of --data."""
     if config.data != "toy":
-        return surroundings.training_and_held_out(config, tools, training)
+        return outside.training_and_held_out(config, tools, training)
     numbers = range(config.eval_questions)
     held_out = [verification.question("eval", config.seed, i) for i in numbers]
     return lambda i: verification.question("train", config.seed, i), held_out

@@ -33,7 +33,7 @@ from typing import Literal
 import mars
 import train
 from config import Config, UserError
-from plumbing import surroundings
+from plumbing import outside
 from rollout import Context, Env, Method, Sample, Trajectory, Turn
 from siblings import matpo_toy as delegation
 from tasks.chat import Template, Words
@@ -318,7 +318,7 @@ def fits(config: MatpoConfig, chat: Format, question: Question) -> None:
 def questions(config: MatpoConfig, tools: list[str], training: bool) -> tuple:
     """The training questions and the held-out ones: the toy's of two steps, or those of --data."""
     if config.data != "toy":
-        return surroundings.training_and_held_out(config, tools, training)
+        return outside.training_and_held_out(config, tools, training)
 
     def ask(split: str, i: int) -> Question:
         return delegation.question(split, config.seed, i, tools)
