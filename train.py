@@ -278,8 +278,8 @@ def evaluate(run: Run, updates: int) -> dict:
 # --------------------------------------------------------------------------------- the command line
 
 OUT_OF_MEMORY = (
-    "out of memory within a step: lower --micro_tokens (the trainer's activations), then --kv_tokens "
-    "(the sampler's pool), or train adapters (--lora_rank 16); on GPUs try --recompute_activations "
+    "out of memory within a step: lower --micro_tokens (activations), then --kv_tokens (the "
+    "sampler's pool), or train adapters (--lora_rank 16); on GPUs try --recompute_activations "
     "and --fsdp first; then go on with --resume and the run's --name"
 )
 
