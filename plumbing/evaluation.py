@@ -316,7 +316,7 @@ def write(run: Run, trajectories: list[Trajectory], rows: list[dict]) -> None:
         }
         prediction = {
             "model": str(run.config.model),
-            "response": "".join(run.chat.decode(t.sampled) for t in trajectory.turns[-1:]),
+            "response": "".join(run.chat.text(t.sampled) for t in trajectory.turns[-1:]),
             "answer": trajectory.answer,
             "usage": usage,
         }
