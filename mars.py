@@ -212,7 +212,7 @@ async def act(env: Env, system2: Context, prompt: Prompt, *key: int) -> Turn:
     """
     limit = min(room_left(env, system2, prompt), env.config.step_tokens)
     step = await system2.write(prompt.tokens, limit, *key, len(system2.turns))
-    env.on_event(system2.role, env.chat.decode(step.tokens))
+    env.on_event(system2.role, env.chat.text(step.tokens))
     if step.finish == "length":
         action = Action(error=f"the step was cut after {len(step.tokens)} tokens; be shorter")
     else:
@@ -275,7 +275,7 @@ async def distil(
             prompt = system1_prompt(env, trajectory, turn.action.call, chunk)
             key = (len(trajectory.turns), number)
             response = await system1.write(prompt, env.config.sys1_response, *key)
-        env.on_event(system1.role, env.chat.decode(response.tokens))
+        env.on_event(system1.role, env.chat.text(response.tokens))
         return env.chat.note(response.tokens)
 
     return await asyncio.gather(*(read(n, indices) for n, indices in enumerate(bins, 1)))

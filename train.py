@@ -282,6 +282,19 @@ def evaluate(run: Run, updates: int) -> dict:
 
 # --------------------------------------------------------------------------------- the command line
 
+OUT_OF_MEMORY = (
+    "out of memory within a step: lower --micro_tokens (activations), then --kv_tokens (the "
+    "sampler's pool), or train adapters (--lora_rank 16); on GPUs try --recompute_activations "
+    "and --fsdp first; then go on with --resume and the run's --name"
+)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether PyTorch or Python could not get the memory; on a CPU PyTorch has no type for it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return "can't allocate memory" in str(error)
+
 
 def main(method: Method, arguments: list[str], description: str, **additions) -> int:
     """Trains, or evaluates or asks what was trained; returns the exit code.
@@ -302,6 +315,10 @@ def main(method: Method, arguments: list[str], description: str, **additions) ->
     # FloatingPointError: the sampler met logits that are no numbers.
     except (UserError, FloatingPointError) as error:
         return fail(error)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        return fail(OUT_OF_MEMORY)
     except KeyboardInterrupt:
         advice = "; go on with --resume and the run's --name" if command == "train" else ""
         fail(f"interrupted{advice}")

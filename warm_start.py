@@ -188,7 +188,7 @@ class Demonstrator:
     ) -> Completion:
         """What the writer says, as the role's own tokens."""
         conversation += given
-        said = self.chat.encode(writer.say(self.chat.decode(conversation))) + [stop_ids[0]]
+        said = self.chat.encode(writer.say(self.chat.text(conversation))) + [stop_ids[0]]
         if len(said) > max_new_tokens:
             raise DoesNotFit
         conversation += said

@@ -104,7 +104,7 @@ def choose(run: Run, trajectories: list[Trajectory]) -> tuple[Trajectory, Contex
             continue
         for reader in call.readers:
             sample = reader.sample
-            note = f" {run.chat.decode(sampled(sample))} "
+            note = f" {run.chat.text(sampled(sample))} "
             if f" {attempt.answer} " in note and sample.copies == 1 and sample.advantage:
                 return attempt, reader
     return None
@@ -151,7 +151,7 @@ def tokens_of(run: Run, sample: Sample, start: int, end: int | None) -> str:
     """A stretch of a sample's tokens with all that is stored for each."""
     tokens = sample.tokens[start:end]
     rows = {
-        "token": [run.chat.decode([token]) for token in tokens],
+        "token": [run.chat.text([token]) for token in tokens],
         "id": tokens,
         "mask": [int(mask) for mask in sample.mask[start:end]],
     }
@@ -186,9 +186,9 @@ def episode(run: Run, walk: Walk) -> dict:
         "packing": table("document tokens chunk", packing),
         "chunks": len(readers),
         "chunk": readers.index(walk.reader),
-        "reader_prompt": textwrap.fill(run.chat.decode(note.tokens[:begin]), 96),
+        "reader_prompt": textwrap.fill(run.chat.text(note.tokens[:begin]), 96),
         "note": tokens_of(run, note, begin, None),
-        "notes": "\n".join(f"chunk {i}: {run.chat.decode(note)}" for i, note in enumerate(notes)),
+        "notes": "\n".join(f"chunk {i}: {run.chat.text(note)}" for i, note in enumerate(notes)),
         "note_tokens": sum(map(len, notes)),
         "document_tokens": sum(call.lengths),
         "context": "\n".join(context),
@@ -207,7 +207,7 @@ def credit(run: Run, walk: Walk) -> dict:
         row = [t.attempt, calls, len(readers), t.answer, int(t.reward)]
         attempts.append([*row, *decimals([first.sample.advantage])])
         for reader in readers:
-            note = run.chat.decode(run.chat.note(sampled(reader.sample)))
+            note = run.chat.text(run.chat.note(sampled(reader.sample)))
             row = [t.attempt, note, int(t.reward), *decimals([reader.sample.advantage])]
             notes.append([*row, reader.sample.copies])
     slots["attempts"] = table("attempt calls notes answer r A", attempts)
@@ -253,7 +253,7 @@ def token_loss(run: Run, walk: Walk) -> dict:
     clipped = min(max(ratio, low), high)
     loss = -min(ratio * sample.advantage, clipped * sample.advantage)
     return {
-        "word": run.chat.decode([sampled(sample)[place]]),
+        "word": run.chat.text([sampled(sample)[place]]),
         "new": float(new),
         "old": float(old),
         "low": low,
@@ -308,7 +308,7 @@ def chances(run: Run, walk: Walk, sample: Sample, end: int | None) -> str:
     """The probabilities of a sample's first tokens, before the step and after it."""
     index = walk.index(sample)
     return columns(
-        token=[run.chat.decode([token]) for token in sampled(sample)[:end]],
+        token=[run.chat.text([token]) for token in sampled(sample)[:end]],
         before=decimals(walk.before[index][:end].exp(), 2),
         after=decimals(walk.after[index][:end].exp(), 2),
     )

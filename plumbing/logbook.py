@@ -131,7 +131,7 @@ def segments(sample: Sample, chat: Format) -> list[dict]:
     start = 0
     for end in range(1, len(sample.tokens) + 1):
         if end == len(sample.tokens) or sample.mask[end] != sample.mask[start]:
-            text = chat.decode(sample.tokens[start:end])
+            text = chat.text(sample.tokens[start:end])
             cut.append({"text": text, "trained": sample.mask[start]})
             start = end
     return cut
@@ -141,7 +141,7 @@ def turn_record(turn: Turn, chat: Format) -> dict:
     """One turn, with the contexts that it opened."""
     documents = zip(turn.documents, turn.lengths)
     return {
-        "text": chat.decode(turn.sampled),
+        "text": chat.text(turn.sampled),
         "call": turn.action.call and vars(turn.action.call),
         "answer": turn.action.answer,
         "error": turn.problem,
@@ -157,8 +157,8 @@ def reader_record(reader: Context, chat: Format) -> dict:
     prompt = [*sample.mask, True].index(True)  # a reader whose server was lost wrote nothing
     made = {
         "role": reader.role,
-        "prompt": chat.decode(sample.tokens[:prompt]),
-        "note": chat.decode(sample.tokens[prompt:]),
+        "prompt": chat.text(sample.tokens[:prompt]),
+        "note": chat.text(sample.tokens[prompt:]),
         "note_tokens": len(sample.tokens) - prompt,
         "advantage": sample.advantage,
         "drawn": sample.copies,

@@ -295,7 +295,7 @@ async def from_memory(env: Env, trajectory: Trajectory) -> None:
     async with Context(env, trajectory, "sys2") as system2:
         prompt = env.chat.prompt("sys2", question=trajectory.question.text)
         turn = await mars.act(env, system2, mars.Prompt(prompt, must_answer=True))
-    spoken = env.chat.decode(env.chat.note(turn.sampled))  # without thoughts and marks
+    spoken = env.chat.text(env.chat.note(turn.sampled))  # without thoughts and marks
     trajectory.answer = turn.action.answer or spoken.removesuffix(".")
     trajectory.ended = "answer"
 

@@ -179,7 +179,7 @@ async def speak(env: Env, trajectory: Trajectory, task: Task) -> Said:
     if action.error:
         said.problem = f"malformed: {action.error}"
     agent.turns.append(said)
-    env.on_event(task.stage, env.chat.decode(written.tokens))
+    env.on_event(task.stage, env.chat.text(written.tokens))
     return said
 
 

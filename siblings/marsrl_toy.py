@@ -163,7 +163,7 @@ class Language(language.ToyFormat):
 
     def parse(self, tokens: list[int], *, final: bool = False) -> Action:
         """What a role says is all answer; a verifier's last word is its verdict."""
-        return self.read_answer(self.decode(self.note(tokens)).split())
+        return self.read_answer(self.text(self.note(tokens)).split())
 
 
 # ---------------------------------------------------------------------------- base model

@@ -301,7 +301,7 @@ class ChatFormat:
     def _template_ids(self, text: str) -> list[int]:
         # The template itself writes the special tokens.
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        if self.decode(ids) != text or self.decode(self.encode("two words")) != "two words":
+        if self.text(ids) != text or self.text(self.encode("two words")) != "two words":
             raise UserError(
                 "the model's tokenizer does not give back the text that it was given, so "
                 "pieces of a "
@@ -336,7 +336,7 @@ class ChatFormat:
             ids += self.tokenizer.encode(letter, add_special_tokens=False)
         return [token_id for token_id in ids if token_id not in self._added]
 
-    def decode(self, tokens: list[int]) -> str:
+    def text(self, tokens: list[int]) -> str:
         """The text of ids, marks included."""
         return self.tokenizer.decode(
             tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -382,7 +382,7 @@ class ChatFormat:
         said = self._without_thoughts(tokens, self._result_tail)
         while said and said[-1] in self.stop_ids:
             said.pop()
-        return read_action(self.decode(said), self.tools, purpose=self.words.purpose, final=final)
+        return read_action(self.text(said), self.tools, purpose=self.words.purpose, final=final)
 
     def observation(self, notes: list[list[int]], *, final: bool = False) -> list[int]:
         """The ids between a step's stop token and the next step: notes, as a tool result.
@@ -429,9 +429,9 @@ class ChatFormat:
         """
         opened = self._question_frame[-1][1]
         note = [i for i in self._without_thoughts(tokens, opened) if i not in self._control]
-        while note and not self.decode(note[:1]).strip():
+        while note and not self.text(note[:1]).strip():
             note.pop(0)
-        while note and not self.decode(note[-1:]).strip():
+        while note and not self.text(note[-1:]).strip():
             note.pop()
         return note
 

@@ -390,7 +390,7 @@ def notes_of(world, hop):
 
 def written(sample, chat):
     """What a role wrote."""
-    text = chat.decode([token for token, own in zip(sample.tokens, sample.mask) if own])
+    text = chat.text([token for token, own in zip(sample.tokens, sample.mask) if own])
     return text.removesuffix("<|im_end|>")
 
 
@@ -406,7 +406,7 @@ def test_demonstrations_are_flawless_and_true(world):
         possible = set().union(*(notes_of(world, hop) for hop in plan.hops))
         for sample in trajectory.samples("sys1"):
             assert written(sample, chat) in {*possible, atlas.IDLE}
-        read = chat.decode(trajectory.samples("sys2")[0].tokens)
+        read = chat.text(trajectory.samples("sys2")[0].tokens)
         for hop in plan.hops:
             assert hop.purpose in read
             found = atlas.clause(world, hop, hop.fact[0])
@@ -426,7 +426,7 @@ def test_demonstrations_without_purposes_neither_state_nor_tell_one(world):
             assert ('"purpose"' in written(said, chat)) == told
             assert all(bool(turn.action.call.purpose) == told for turn in trajectory.turns[:-1])
             for sample in trajectory.samples("sys1"):
-                read = chat.decode(sample.tokens)
+                read = chat.text(sample.tokens)
                 assert ("What to find out: " in read) == told
 
 

@@ -53,7 +53,7 @@ class Script:
         (role,) = [
             role for role, mark in verification.MARKS.items() if CHAT.control[mark] in tokens
         ]
-        words = self.say(role, CHAT.decode(tokens), seed)
+        words = self.say(role, CHAT.text(tokens), seed)
         new = CHAT.tokenizer.encode(f"{words} <eot>", add_special_tokens=False)
         completion = Completion(new[:max_new_tokens], [-0.5] * len(new[:max_new_tokens]), "stop")
         self.queue.append(SimpleNamespace(error=None, completion=completion))
@@ -92,7 +92,7 @@ def scripted(say, **options) -> Run:
 def given(context) -> str:
     """What an agent was given, as text."""
     sample = context.sample
-    return CHAT.decode([token for token, own in zip(sample.tokens, sample.mask) if not own])
+    return CHAT.text([token for token, own in zip(sample.tokens, sample.mask) if not own])
 
 
 def system(*said: str, **options) -> Trajectory:
@@ -271,7 +271,7 @@ def chosen(
     run = scripted(None, choice=choice, inputs=inputs)
     stage = STAGES[STAGES.index(follower) - 1]
     picked = marsrl.choose(run.config, outputs(run, stage, said), follower, random.Random(seed))
-    return [CHAT.decode(CHAT.note(output.turns[0].sampled)) for output in picked]
+    return [CHAT.text(CHAT.note(output.turns[0].sampled)) for output in picked]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -385,7 +385,7 @@ def test_a_chat_model_is_shown_the_solution_and_the_report():
     chat = ChatFormat(tokenizer(QWEN3), METHOD.words(MarsrlConfig(), []), [])
     shown = {"answer": chat.encode("It is Ada."), "report": chat.encode("It is Bob.")}
     for role, seen in (("solver", []), ("verifier", ["Ada"]), ("corrector", ["Ada", "Bob"])):
-        prompt = chat.decode(chat.prompt(role, question="Who is it?", **shown))
+        prompt = chat.text(chat.prompt(role, question="Who is it?", **shown))
         assert "Who is it?" in prompt
         assert [name for name in ("Ada", "Bob") if f"It is {name}." in prompt] == seen
     said = chat.encode("It is Bob. <answer>wrong</answer>")
@@ -430,7 +430,7 @@ def test_demonstrations_are_what_the_recipe_plays(role):
             if content and name == "answer":
                 shown["answer"] = CHAT.encode(content)
         made = CHAT.prompt(role, question=f"{page.text} {page.question}", **shown)
-        assert CHAT.decode(made) == f"<doc> {page.text} {prompt}"
+        assert CHAT.text(made) == f"<doc> {page.text} {prompt}"
 
 
 def test_flawless_verdicts_are_right():

@@ -96,7 +96,7 @@ def play(planner: list[str], worker: list[str], search=lambda query: PAGES, **op
 
 
 def text(sample: Sample, sampled: bool) -> str:
-    return FORMAT.decode([t for t, m in zip(sample.tokens, sample.mask) if m == sampled])
+    return FORMAT.text([t for t, m in zip(sample.tokens, sample.mask) if m == sampled])
 
 
 PLANNER = [
@@ -527,14 +527,14 @@ def test_a_chat_model_is_told_who_it_is():
 
     tools = [Tool(name, *KNOWN[name], call=None) for name in KNOWN] + [matpo.WORKER_TOOL]
     chat = ChatFormat(tokenizer(QWEN3), matpo.words(matpo.MatpoConfig(), tools), tools)
-    planner = chat.decode(chat.prompt("planner", question="Who was it?"))
+    planner = chat.text(chat.prompt("planner", question="Who was it?"))
     assert "- work" in planner and "- search" not in planner and "Who was it?" in planner
-    worker = chat.decode(chat.prompt("worker", question="Who was it?", task="find her"))
+    worker = chat.text(chat.prompt("worker", question="Who was it?", task="find her"))
     assert "- search" in worker and "- work" not in worker and "find her" in worker
     assert "Who was it?" in worker
-    alone = chat.decode(chat.prompt("worker", question="", task="find her"))
+    alone = chat.text(chat.prompt("worker", question="", task="find her"))
     assert "larger question" not in alone
-    agent = chat.decode(chat.prompt("agent", question="Who was it?"))
+    agent = chat.text(chat.prompt("agent", question="Who was it?"))
     assert "- search" in agent and "- work" not in agent
     call = {"name": "work", "arguments": {"subtask": "find her"}}
     said = f"<tool_call>{json.dumps(call)}</tool_call>"

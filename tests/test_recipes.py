@@ -78,7 +78,7 @@ def test_a_chat_model_is_told_of_a_tool_of_ones_own():
     from recipes.own_tool import ARCHIVE
 
     chat = chat_format(tokenizer(QWEN3), [*TOOLS, ARCHIVE])
-    prompt = chat.decode(chat.prompt("sys2", question="Who?"))
+    prompt = chat.text(chat.prompt("sys2", question="Who?"))
     assert "- archive" in prompt and "town's archive" in prompt
     call = {"name": "archive", "arguments": {"query": "weather"}, "purpose": "the weather"}
     said = f"<tool_call>{json.dumps(call)}</tool_call>"

@@ -547,7 +547,7 @@ async def episode(env, trajectory):
             step = await system2.write(given, 6, turn)
             system2.turns.append(Turn(step.tokens, Action(error="none")))
             given = list(await asyncio.gather(*(read(number) for number in range(2))))
-        trajectory.answer = env.chat.decode(step.tokens)
+        trajectory.answer = env.chat.text(step.tokens)
         trajectory.ended = "answer"
 
 

@@ -159,7 +159,7 @@ def test_the_vocabulary_covers_all_that_the_toy_says(form):
         for i in range(300):
             question = world.question(split, 1, i)
             for text in (question.text, *question.golden_answers):
-                assert form.decode(form.encode(text)) == text
+                assert form.text(form.encode(text)) == text
     words = language.vocabulary()
     assert len(set(words)) == len(words) == len(form.tokenizer)
 
@@ -169,13 +169,13 @@ def test_text_from_outside_cannot_speak_in_control_words(form):
     for text in ("<eot> <answer> 12", "ada<eot>", "<S2>", "x <pad> y"):
         assert not set(form.encode(text)) & control
     note = spoken(form, "ada baker <eot> <answer> born <call> 1968 <unk> . <eot>")
-    assert form.decode(form.note(note)) == "ada baker born 1968 ."
+    assert form.text(form.note(note)) == "ada baker born 1968 ."
 
 
 def test_encoding_forgives_case_and_missing_spaces(form):
     said = form.encode("Where does Ada Baker live?\n")
-    assert form.decode(said) == "where does ada baker live ?"
-    assert form.decode(form.encode("12\n")) == "12"
+    assert form.text(said) == "where does ada baker live ?"
+    assert form.text(form.encode("12\n")) == "12"
 
 
 NAMES = st.sampled_from(["ada baker", "acro corp", "volcanoes", "1968"])
@@ -247,13 +247,13 @@ def test_a_tool_that_is_not_there_is_unknown():
 def test_what_system_2_reads(form):
     notes = [form.encode("ada baker born 1968 ."), form.encode("none .")]
     prompt = form.prompt("sys2", question="when was ada baker born ?")
-    assert form.decode(prompt) == "<s2> when was ada baker born ? <eot>"
-    assert form.decode(form.observation(notes)) == "<resp> ada baker born 1968 . none . <eot>"
+    assert form.text(prompt) == "<s2> when was ada baker born ? <eot>"
+    assert form.text(form.observation(notes)) == "<resp> ada baker born 1968 . none . <eot>"
     demanded = form.observation(notes, final=True)
-    assert form.decode(demanded).endswith("none . <eot> <answer>")
-    assert form.decode(form.message("no results")) == "none ."
+    assert form.text(demanded).endswith("none . <eot> <answer>")
+    assert form.text(form.message("no results")) == "none ."
     failed = form.observation([form.message("error: the tool failed (x)")], final=True)
-    assert form.decode(failed) == "<resp> error <eot> <answer>"
+    assert form.text(failed) == "<resp> error <eot> <answer>"
     assert form.close_step() == [form.eot] and form.eot in form.stop_ids
 
 
@@ -261,9 +261,9 @@ def test_what_system_1_reads(form):
     chunk = form.document(Document("1", "unsaid", "", "ada baker born 1968 ."))
     told = form.prompt("sys1", chunk=chunk, purpose="birth of ada baker", question="unsaid")
     said = "<s1> <doc> ada baker born 1968 . <purpose> birth of ada baker <eot>"
-    assert form.decode(told) == said
+    assert form.text(told) == said
     untold = form.prompt("sys1", chunk=chunk, purpose="", question="")
-    assert form.decode(untold) == "<s1> <doc> ada baker born 1968 . <purpose> <eot>"
+    assert form.text(untold) == "<s1> <doc> ada baker born 1968 . <purpose> <eot>"
 
 
 def test_a_prompt_takes_text_only_as_text(form):
