@@ -19,6 +19,7 @@ trajectories.html; `ask` writes one page.
 import dataclasses
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -44,8 +45,10 @@ LIMITS = (
 )
 
 
-def main(method: Method, arguments: list[str], **additions) -> int:
-    """`eval CKPT [options]` or `ask CKPT "question" [options]`; `additions` are build's."""
+def main(
+    method: Method, arguments: list[str], complete: Callable[[str, dict], dict], **additions
+) -> int:
+    """`eval CKPT [options]` or `ask CKPT "question" [options]`; the rest is train.main's."""
     if number_from("WORLD_SIZE", 1) > 1:
         raise UserError("eval and ask run in one process: start them without torchrun")
     asking = arguments[0] == "ask"
@@ -55,7 +58,7 @@ def main(method: Method, arguments: list[str], **additions) -> int:
     )
     if asking:
         options.add_argument("question")
-    given = parse(options, arguments[1:])
+    given = complete(arguments[0], parse(options, arguments[1:]))
     refuse_ignored(method.config, given, asking)
     try:
         config = settings(method, given, asking)
