@@ -16,8 +16,7 @@ from driver import Driver
 from plumbing.run import Run
 from rollout import Trajectory
 from sampler import Completion
-from siblings import marsrl
-from siblings import marsrl_toy as verification
+from siblings import marsrl, marsrl_toy
 from siblings.marsrl import METHOD, STAGES, MarsrlConfig
 from tasks.chat import ChatFormat
 from tasks.grading import grader
@@ -25,7 +24,7 @@ from tasks.questions import Question
 from toy import world
 
 REPO = Path(__file__).parent.parent
-CHAT = verification.Language(verification.make_tokenizer())
+CHAT = marsrl_toy.Language(marsrl_toy.make_tokenizer())
 PAGE = "ada enjoys chess . ada born 1968 . ada makes lamps . "
 QUESTION = Question("q0", f"{PAGE}hobby of ada", ("chess",), "own")
 
@@ -51,7 +50,7 @@ class Script:
 
     def submit(self, conversation, tokens, *, max_new_tokens, seed, **options):
         (role,) = [
-            role for role, mark in verification.MARKS.items() if CHAT.control[mark] in tokens
+            role for role, mark in marsrl_toy.MARKS.items() if CHAT.control[mark] in tokens
         ]
         words = self.say(role, CHAT.text(tokens), seed)
         new = CHAT.tokenizer.encode(f"{words} <eot>", add_special_tokens=False)
@@ -374,9 +373,9 @@ def test_settings_that_contradict_each_other_are_one_sentence():
 
 
 def test_a_question_without_room_is_refused():
-    marsrl.fits(MarsrlConfig(), CHAT, verification.question("train", 0, 0))
+    marsrl.fits(MarsrlConfig(), CHAT, marsrl_toy.question("train", 0, 0))
     with pytest.raises(UserError, match="--context 50"):
-        marsrl.fits(MarsrlConfig(context=50), CHAT, verification.question("train", 0, 0))
+        marsrl.fits(MarsrlConfig(context=50), CHAT, marsrl_toy.question("train", 0, 0))
 
 
 def test_a_chat_model_is_shown_the_solution_and_the_report():
@@ -398,13 +397,13 @@ def test_a_chat_model_is_shown_the_solution_and_the_report():
 def test_pages_tell_what_their_questions_ask():
     usual = 0
     for seed in range(400):
-        page = verification.draw_page(random.Random(seed))
+        page = marsrl_toy.draw_page(random.Random(seed))
         right, *others = page.answers
         assert len({right, *others}) == 4
         name = page.question.split()[-1]
         firm, attribute, _ = page.paths[0].split()
         assert f"{name} joined {firm} ." in page.text
-        assert attribute == verification.CARES[firm]
+        assert attribute == marsrl_toy.CARES[firm]
         assert f"{name} {world.VERBS[attribute]} {right} ." in page.text
         assert all(f" {other} ." in page.text for other in others)
         assert f"{name} enjoys {page.usual} ." in page.text
@@ -412,13 +411,13 @@ def test_pages_tell_what_their_questions_ask():
     assert 0.6 < usual / 400 < 0.8
 
 
-@pytest.mark.parametrize("role", verification.MARKS)
+@pytest.mark.parametrize("role", marsrl_toy.MARKS)
 def test_demonstrations_are_what_the_recipe_plays(role):
     """A base model has read its prompts in the form in which the recipe gives them."""
     for seed in range(50):
-        page = verification.draw_page(random.Random(seed))
-        (prompt, trained), (said, learnt) = verification.demonstrate(
-            page, role, random.Random(seed), verification.HABITS
+        page = marsrl_toy.draw_page(random.Random(seed))
+        (prompt, trained), (said, learnt) = marsrl_toy.demonstrate(
+            page, role, random.Random(seed), marsrl_toy.HABITS
         )
         assert not trained and learnt and said.endswith(" <eot>")
         shown = {}
@@ -436,9 +435,9 @@ def test_demonstrations_are_what_the_recipe_plays(role):
 def test_flawless_verdicts_are_right():
     rng = random.Random(0)
     for _ in range(100):
-        page = verification.draw_page(rng)
-        (prompt, _), (said, _) = verification.demonstrate(
-            page, "verifier", rng, verification.FLAWLESS
+        page = marsrl_toy.draw_page(rng)
+        (prompt, _), (said, _) = marsrl_toy.demonstrate(
+            page, "verifier", rng, marsrl_toy.FLAWLESS
         )
         claimed = f"<answer> {page.answers[0]} " in prompt
         assert said.split()[-2] == ("right" if claimed else "wrong")
@@ -449,7 +448,7 @@ def test_flawless_verdicts_are_right():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return verification.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
+    return marsrl_toy.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
 
 
 def command(base, folder, name, *more) -> list[dict]:
