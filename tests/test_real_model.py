@@ -263,7 +263,7 @@ WRITTEN = st.text(CHARACTERS, max_size=80)
 @given(text=WRITTEN | st.lists(st.sampled_from(QUESTIONS)).map(" ".join))
 def test_text_comes_back_and_brings_no_mark(chat, text):
     ids = chat.encode(text)
-    assert chat.decode(ids) == text
+    assert chat.text(ids) == text
     assert not set(ids) & set(chat.tokenizer.all_special_ids)
 
 
@@ -282,7 +282,7 @@ def test_contexts_are_what_the_template_renders(chat, tokenizer):
         {"role": "tool", "content": f"One.\n\nTwo.\n\n{words.final}"},
     ]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert chat.decode(ids) == rendered
+    assert chat.text(ids) == rendered
 
 
 @needs_model
@@ -343,7 +343,7 @@ def spoken(chat):
 
     def text(sample):
         said = [token for token, own in zip(sample.tokens, sample.mask) if own]
-        return chat.decode(said).removesuffix("<|im_end|>")
+        return chat.text(said).removesuffix("<|im_end|>")
 
     return text
 
