@@ -14,6 +14,7 @@ import train
 import trainer
 from config import UserError, resolve
 from driver import Driver
+from plumbing.records import record
 from rollout import Env, Sample, Trajectory, Turn
 from sampler import Completion
 from siblings import matpo, matpo_toy
@@ -431,8 +432,8 @@ def test_a_flawless_planner_earns_the_reward():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A base model that has learned to call and to delegate, and little else."""
-    return matpo_toy.build(tmp_path_factory.mktemp("base"), threads=1, steps=(24, 12))
+    """A base model that has learned next to nothing."""
+    return matpo_toy.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
 
 
 @pytest.fixture(scope="module")
@@ -447,15 +448,17 @@ def test_a_run_leaves_what_every_run_leaves(trained):
     first, second = [json.loads(line) for line in open(trained / "metrics.jsonl")]
     assert first["step"] == 0 and second["step"] == 1
     assert second["eval_step"] == 2 and 0 <= second["eval_accuracy"] <= 1
-    assert first["planner_samples"] == 16 and first["worker_samples"] > 0
+    assert first["planner_samples"] == 16
     assert first["mismatch_kl"] < 1e-8
     for name in ("curves.png", "diagnostics.png", "trajectories.html", "checkpoint"):
         assert (trained / name).exists(), name
-    page = (trained / "trajectories.html").read_text()
-    assert "Planner" in page and "Worker" in page
-    records = [json.loads(line) for line in open(trained / "rollouts" / "step_0.jsonl")]
-    workers = [chunk for r in records for turn in r["turns"] for chunk in turn["chunks"]]
-    assert workers and all(worker["role"] == "worker" and worker["turns"] for worker in workers)
+
+
+def test_workers_stand_below_the_planners_turn_on_record():
+    trajectory, _ = play(PLANNER, WORKERS, sys2_context=256)
+    turns = record(trajectory, FORMAT, 0, "train")["turns"]
+    workers = [chunk for turn in turns for chunk in turn["chunks"]]
+    assert [(worker["role"], len(worker["turns"])) for worker in workers] == [("worker", 3)] * 2
 
 
 def test_ask_and_eval(trained, tmp_path, capsys):
