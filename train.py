@@ -14,6 +14,7 @@ import math
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -296,19 +297,33 @@ def out_of_memory(error: BaseException) -> bool:
     return "can't allocate memory" in str(error)
 
 
-def main(method: Method, arguments: list[str], description: str, **additions) -> int:
+def as_given(command: str, given: dict) -> dict:
+    """Nothing is added to what was given."""
+    return given
+
+
+def main(
+    method: Method,
+    arguments: list[str],
+    description: str,
+    *,
+    complete: Callable[[str, dict], dict] = as_given,
+    **additions,
+) -> int:
     """Trains, or evaluates or asks what was trained; returns the exit code.
 
-    `[options]` trains, `eval CKPT …` and `ask CKPT "question"` use a checkpoint. `additions` are
-    those of `build`: tools, questions, a grader, a base model or a language of one's own.
+    `[options]` trains, `eval CKPT …` and `ask CKPT "question"` use a checkpoint. `complete` may add
+    options to those that were given, by the command's name; it may take minutes to make what they
+    name. `additions` are those of `build`: tools, questions, a grader, a base model or a language
+    of one's own.
     """
     command = "train"
     if arguments[:1] in (["eval"], ["ask"]):
         command = arguments[0]
     try:
         if command != "train":
-            return evaluation.main(method, arguments, **additions)
-        given = parse(parser(method.config, description), arguments)
+            return evaluation.main(method, arguments, complete, **additions)
+        given = complete(command, parse(parser(method.config, description), arguments))
         config = resolve(method.config, given, presets=method.presets)
         train(build(method, config, training=True, **additions))
         return 0

@@ -38,13 +38,13 @@ import signal
 import sys
 from pathlib import Path
 
-from plumbing.evaluation import with_interval
 from plumbing.statistics import sign_test, wilson_interval
 
 from bench import common
 from bench.ablations import ROOT, Ended, alone_in, pool, remember
 from config import MAY_CHANGE, OneLineParser, UserError, fail, parse, parser, resolve
 from plumbing import smollm2
+from plumbing.evaluation import with_interval
 from plumbing.folders import make_folder, read_json, read_lines, write_whole
 from recipes import atlas, atlas_world
 

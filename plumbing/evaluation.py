@@ -35,10 +35,7 @@ NOT_FOR_ASK = {"name", "data", "grader", "eval_questions"}
 
 
 def main(
-    method: Method,
-    arguments: list[str],
-    complete: Callable[[str, dict], dict] | None = None,
-    **additions,
+    method: Method, arguments: list[str], complete: Callable[[str, dict], dict], **additions
 ) -> int:
     """`eval CKPT [options]` or `ask CKPT "question" [options]`; the rest is train.main's."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -51,8 +48,7 @@ def main(
     given = parse(options, arguments[1:])
     checkpoint = Path(given["checkpoint"])
     refuse_ignored(method.config, given, asking)
-    if complete:
-        given = complete(arguments[0], given)
+    given = complete(arguments[0], given)
     try:
         config = settings(method, given, asking)
         if config.frozen():  # else every role is played by the checkpoint

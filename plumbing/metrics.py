@@ -117,11 +117,11 @@ def rollout_metrics(trajectories: list[Trajectory], method: Method, seconds: flo
 
 
 def method_shares(trajectories: list[Trajectory], method: Method) -> dict[str, float]:
-    """The method's own numbers of a batch, over all ranks."""
+    """The method's own numbers of a batch, over all ranks; what nobody counted is left out."""
     counted = method.shares(trajectories)
     parts = reduced({name: part for name, (part, _) in counted.items()})
     wholes = reduced({name: whole for name, (_, whole) in counted.items()})
-    return {name: share(parts[name], wholes[name]) for name in counted}
+    return {name: parts[name] / wholes[name] for name in counted if wholes[name]}
 
 
 def right_by_kind(

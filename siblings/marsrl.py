@@ -50,7 +50,7 @@ from config import Config, UserError
 from plumbing import outside
 from plumbing.start import Run
 from rollout import Context, Env, Method, Sample, Trajectory, Turn
-from siblings import marsrl_toy as verification
+from siblings import marsrl_toy
 from tasks.chat import Template, Words
 from tasks.format import Action, Format
 from tasks.questions import Question
@@ -440,8 +440,8 @@ def questions(config: MarsrlConfig, tools: list[str], training: bool) -> tuple:
     if config.data != "toy":
         return outside.training_and_held_out(config, tools, training)
     numbers = range(config.eval_questions)
-    held_out = [verification.question("eval", config.seed, i) for i in numbers]
-    return lambda i: verification.question("train", config.seed, i), held_out
+    held_out = [marsrl_toy.question("eval", config.seed, i) for i in numbers]
+    return lambda i: marsrl_toy.question("train", config.seed, i), held_out
 
 
 # train.main needs at least one tool, though no agent calls any.
@@ -474,8 +474,8 @@ def main(arguments: list[str]) -> int:
         dataclasses.replace(METHOD, rollouts=rollouts),
         arguments,
         __doc__,
-        base_model=verification.build,
-        language=verification.Language,
+        base_model=marsrl_toy.build,
+        language=marsrl_toy.Language,
         questions=questions,
         more_tools=[NO_TOOL],
     )

@@ -35,7 +35,7 @@ import train
 from config import Config, UserError
 from plumbing import outside
 from rollout import Context, Env, Method, Sample, Trajectory, Turn
-from siblings import matpo_toy as delegation
+from siblings import matpo_toy
 from tasks.chat import Template, Words
 from tasks.format import Action, Format
 from tasks.questions import Question
@@ -321,7 +321,7 @@ def questions(config: MatpoConfig, tools: list[str], training: bool) -> tuple:
         return outside.training_and_held_out(config, tools, training)
 
     def ask(split: str, i: int) -> Question:
-        return delegation.question(split, config.seed, i, tools)
+        return matpo_toy.question(split, config.seed, i, tools)
 
     return (lambda i: ask("train", i)), [ask("eval", i) for i in range(config.eval_questions)]
 
@@ -381,8 +381,8 @@ def main(arguments: list[str]) -> int:
         arguments,
         __doc__,
         more_tools=[WORKER_TOOL],
-        base_model=delegation.build,
-        language=delegation.DelegationFormat,
+        base_model=matpo_toy.build,
+        language=matpo_toy.Language,
         questions=questions,
     )
 

@@ -42,9 +42,6 @@ def accept(tmp_path, monkeypatch):
         (config,) = [x for x in given if dataclasses.is_dataclass(x) and hasattr(x, "bf16")]
         raise Accepted(config)
 
-    def stand_in(config, machine, *, training, additions):
-        assert config.data and training
-
     def find_checkpoint(method, name):
         if name.startswith("runs/"):
             return name, dataclasses.asdict(method.config(**method.presets["atlas"]))
@@ -59,13 +56,12 @@ def accept(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "build", stop)
     monkeypatch.setattr(evaluation, "find_checkpoint", find_checkpoint)
     monkeypatch.setattr(evaluation, "run_of", run_of)
-    monkeypatch.setattr(atlas, "world_files", lambda *given: tmp_path)
-    # What lies outside is looked at before the warm start.
-    monkeypatch.setattr(atlas.build, "environment", stand_in)
-    # A run is told the name of the model that the warm start has made.
-    monkeypatch.setattr(atlas, "warm_model", lambda config: config.model)
-    # A run of that name may lie here.
+    files = {name: f"world/{file}" for name, file in atlas.FILES.items()}
+    monkeypatch.setattr(atlas, "world_files", lambda config: files)
+    # What lies outside is looked at before the warm start; a run of that name may lie here.
+    monkeypatch.setattr(atlas.build, "environment", lambda *given, **more: None)
     monkeypatch.setattr(atlas.claims, "refuse_taken", lambda config: None)
+    monkeypatch.setattr(atlas, "warm_model", lambda config: config.model)
     monkeypatch.setattr(warm_start, "train", stop)
     monkeypatch.setattr(smollm2, "build", lambda cache: "smollm2")
 
@@ -86,6 +82,8 @@ def program_of(command: str):
         words = ["python", *words[words.index(starts) :]]
     if words[1] == "mars.py":
         return (lambda given: train.main(mars.METHOD, given, "")), words[2:]
+    if words[1] == "warm_start.py":
+        return warm_start.main, words[2:]
     assert words[1] == "-m", command
     if words[2] == "recipes.atlas":
         return atlas.main, words[3:]
@@ -110,7 +108,7 @@ def test_the_page_shows_every_program():
     [
         "python mars.py --nonsense 1",
         "python -m recipes.atlas --group 1",
-        "python -m warm_start --steps 0",
+        "python warm_start.py --steps 0",
         "python mars.py eval Qwen/Qwen3-8B",
     ],
 )

@@ -22,7 +22,7 @@ def base(tmp_path_factory):
     return base_model.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
 
 
-def test_a_method_brings_numbers_a_model_a_language_and_a_step_of_its_own(base, tmp_path):
+def test_a_method_brings_numbers_a_model_a_language_and_rollouts_of_its_own(base, tmp_path):
     """All of them reach the run's folder."""
     seen = []
 
@@ -51,12 +51,15 @@ def test_a_method_brings_numbers_a_model_a_language_and_a_step_of_its_own(base, 
     assert "sys1" in seen and "sys2" in seen
     line = json.loads((tmp_path / "x" / "metrics.jsonl").read_text().splitlines()[0])
     assert 0 <= line["answered_share"] <= 1
+    rollouts = [json.loads(line) for line in open(tmp_path / "x" / "rollouts" / "step_0.jsonl")]
+    assert sum(record["split"] == "train" for record in rollouts) == 15
     assert 0 <= line["eval_answered_share"] <= 1
 
 
-def test_shares_of_nothing_are_zero():
-    method = dataclasses.replace(mars.METHOD, shares=lambda trajectories: {"a": (0, 0)})
-    assert method_shares([], method) == {"a": 0.0}
+def test_shares_of_nothing_are_left_out():
+    shares = {"a": (0, 0), "b": (1, 2)}
+    method = dataclasses.replace(mars.METHOD, shares=lambda trajectories: shares)
+    assert method_shares([], method) == {"b": 0.5}
     assert method_shares([], mars.METHOD) == {}
 
 
