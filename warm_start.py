@@ -106,7 +106,7 @@ def train(
     if device.type == "cpu":
         torch.set_num_threads(options.threads)
     tokenizer = surroundings.load_tokenizer(start)
-    model = trainer.load_model(start, device, training=True)
+    model = trainer.load_model(start, device)
     surroundings.check_vocabulary(tokenizer, model, start)
     longest = position_limit(model) or math.inf
     policy = trainer.Policy(model, bf16=uses_bf16(options, device.type == "cuda"))
@@ -138,15 +138,18 @@ def learn(
     for sample in samples:
         sample.advantage = 1.0
     micro_batches = trainer.micro_batches(
-        samples, weights, options.micro_tokens, device, share_prefixes=options.share_prefixes
+        samples,
+        weights,
+        options.micro_tokens,
+        device,
+        pack=policy.packs,
+        share_prefixes=options.share_prefixes,
     )
-    for micro_batch in micro_batches:
-        micro_batch.old_logprob = None  # ρ is 1
     optimizer.zero_grad(set_to_none=True)
     references = [None] * len(micro_batches)
-    # As ρ is 1, nothing is clipped.
+    # On policy ρ is 1, and nothing is clipped.
     objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
-    stats = trainer.backward(policy, micro_batches, references, **objective)
+    stats = trainer.backward(policy, micro_batches, references, on_policy=True, **objective)
     if not math.isfinite(trainer.gradient_norm(policy, 1.0)):
         raise UserError("the gradient is not finite; lower --lr")
     optimizer.step()

@@ -219,11 +219,8 @@ def find_checkpoint(method: Method, name: str) -> tuple[Path | str, dict | None]
         raise UserError(f"there is no checkpoint at {name}")
     model = path
     if (path / "method.json").exists():
-        # The newest whole state: the link checkpoint/ may point at a damaged one.
-        state = trainer.newest(path)
-        model = path / "checkpoint"
-        if state and (state[1] / "model").exists():
-            model = state[1] / "model"
+        # A kill may have left the link checkpoint/ one state behind.
+        model = trainer.newest_model(path) or path / "checkpoint"
     settings = model / "config.json"
     if not settings.exists() or "model_type" not in files.read_json(settings):
         raise UserError(

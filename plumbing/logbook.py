@@ -28,6 +28,8 @@ def open_folder(run: Run) -> int:
     frozen = bool(run.config.frozen())
     if frozen and run.config.resume:  # before anything of the run is changed
         trainer.keep_frozen(run.folder, run.start, run.tokenizer)
+    if run.rank == 0 and state:
+        trainer.link_checkpoint(run.folder)  # a kill may have left it one state behind
     if run.rank == 0 and not finished:
         run.tracker = tracker.start(run.config, run.method.name, run.folder, first)
         settings(run)
@@ -165,7 +167,7 @@ def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list
         sums |= {f"kl {server.url}": 0.0, f"tokens {server.url}": 0.0}
         for batch, numbers in zip(batches, stats):
             mine = torch.isin(batch.owner, torch.tensor(own, device=batch.owner.device))  # [N]
-            gap = (numbers["logprob"] - batch.sampler_logprob)[mine]
+            gap = (numbers["logprob"] - batch.behaviour_logprob)[mine]
             sums[f"kl {server.url}"] += float((torch.expm1(gap) - gap).sum())
             sums[f"tokens {server.url}"] += len(gap)
     totals = reduced(sums)

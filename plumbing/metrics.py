@@ -136,7 +136,7 @@ def batch_sums(
     tokens = len(batch.target)
     drift = torch.zeros(0)
     if mismatch:
-        drift = numbers["logprob"] - batch.sampler_logprob  # [N]
+        drift = numbers["logprob"] - batch.behaviour_logprob  # [N]
     sums = {
         "loss": float(numbers["loss"]),
         "tokens": tokens,

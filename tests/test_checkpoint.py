@@ -60,7 +60,7 @@ def test_a_state_brings_weights_and_moments_back(run, tmp_path):
     policy, optimizer = run
     save(tmp_path, 1, run)
     _, state = trainer.newest(tmp_path)
-    again = trainer.Policy(trainer.load_model(state / "model", CPU, training=True), bf16=False)
+    again = trainer.Policy(trainer.load_model(state / "model", CPU), bf16=False)
     other = trainer.make_optimizer(again, 1e-3, 0.0)
     trainer.load_optimizer(state, again, other)
     move(policy, optimizer)

@@ -66,7 +66,7 @@ def last_accuracy(run: Path) -> float:
 
 def same(model, folder: Path) -> bool:
     """Whether a model has the weights that lie in a folder."""
-    weights = dict(load_model(folder, "cpu", training=False).named_parameters())
+    weights = dict(load_model(folder, "cpu").named_parameters())
     return all(torch.equal(weight, weights[name]) for name, weight in model.named_parameters())
 
 
@@ -181,7 +181,7 @@ def resume(run: Path, start: Path, *options: str) -> int:
 def test_a_run_of_an_older_version_gets_its_frozen_model_when_it_goes_on(run, base):
     shutil.rmtree(run / "frozen")
     assert resume(run, base) == 0
-    assert same(load_model(run / "frozen", "cpu", training=False), base)
+    assert same(load_model(run / "frozen", "cpu"), base)
 
 
 def test_a_resumed_run_goes_on_with_its_own_frozen_model(run, base, played):
@@ -247,7 +247,7 @@ def test_a_run_goes_on_although_its_start_is_gone(run):
 @pytest.mark.parametrize("command", ["eval", "resume"])
 @pytest.mark.parametrize("words", [50, 2000])
 def test_a_frozen_model_of_another_vocabulary_is_one_sentence(run, base, command, words, capsys):
-    model = load_model(base, "cpu", training=False)
+    model = load_model(base, "cpu")
     model.resize_token_embeddings(words)
     model.save_pretrained(run / "frozen")
     before = (run / "metrics.jsonl").read_bytes()

@@ -212,7 +212,7 @@ def test_the_sampler_takes_up_the_merged_weights(build):
         sample.mask = [False] * len(prompt) + [True] * 30
         sample.logprobs = [0.0] * len(prompt) + completion.logprobs
     (batch,) = pack(samples)
-    mismatch = trainer.logprob(policy, batch, 1.0) - batch.sampler_logprob
+    mismatch = trainer.logprob(policy, batch, 1.0) - batch.behaviour_logprob
     assert mismatch.abs().max() < 1e-5
 
 
@@ -258,7 +258,7 @@ def test_adapters_on_other_weights_are_still_refused():
 def run(tmp_path):
     """(policy, optimizer, where the model came from) after some steps with adapters."""
     start = saved("qwen3", tmp_path / "start")
-    policy = trainer.Policy(trainer.load_model(start, CPU, training=True), bf16=False)
+    policy = trainer.Policy(trainer.load_model(start, CPU), bf16=False)
     trainer.add_adapters(policy.model, RANK, seed=0)
     return policy, learn(policy), start
 
@@ -277,7 +277,7 @@ def test_a_state_is_the_adapters_and_brings_them_back(run, tmp_path):
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     held = sum((state / name).stat().st_size for name in files)
     assert held < 3 * 4 * trained + 28 * 2_000  # 28 tensors have names and headers
-    again = trainer.Policy(trainer.load_model(start, CPU, training=True), bf16=False)
+    again = trainer.Policy(trainer.load_model(start, CPU), bf16=False)
     trainer.add_adapters(again.model, RANK, seed=7)
     trainer.read_adapters(state / "adapter", again.model)
     other = trainer.make_optimizer(again, 1e-2, 0.0)

@@ -30,7 +30,7 @@ def qwen3(tmp_path_factory):
 
 
 def load(folder, device=CPU):
-    return trainer.load_model(folder, device, training=True)
+    return trainer.load_model(folder, device)
 
 
 def pack(samples, capacity=10_000, device=CPU):

@@ -61,7 +61,7 @@ def pack(samples, capacity=10_000, device=CPU, share_prefixes=True):
 
 def step(folder, batches, device=CPU, **options):
     """Loss, gradients by name, and each owner's log-probs in the order of its tokens."""
-    loaded = trainer.load_model(folder, device, training=True)
+    loaded = trainer.load_model(folder, device)
     policy = trainer.Policy(loaded, bf16=False, **options)
     stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
     logprobs = {}
@@ -109,7 +109,7 @@ def input_count(sample: Sample) -> int:
 def test_a_change_in_one_sample_moves_no_other_samples_log_probs(folder):
     """The masks are right for those before and after it in the row."""
     samples = family()
-    policy = trainer.Policy(trainer.load_model(folder, CPU, training=True), bf16=False)
+    policy = trainer.Policy(trainer.load_model(folder, CPU), bf16=False)
     (batch,) = pack(samples)
     before = trainer.logprob(policy, batch, 1.0)
     samples[5].tokens[-2] = (samples[5].tokens[-2] + 1) % 61

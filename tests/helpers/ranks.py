@@ -52,7 +52,7 @@ def step(model: str, out: Path, mode: str) -> None:
     mine = samples
     if world > 1:  # an uneven share
         mine = samples[:9] if rank == 0 else samples[9:]
-    loaded = trainer.load_model(model, CPU, training=True)
+    loaded = trainer.load_model(model, CPU)
     if "lora" in mode:
         trainer.add_adapters(loaded, 3, seed=0)
         with torch.no_grad():
@@ -65,7 +65,7 @@ def step(model: str, out: Path, mode: str) -> None:
         recompute_activations=mode.endswith("recomputing"),
     )
     policy = trainer.parallel(policy, fsdp=fsdp, device=CPU)
-    sampler = Sampler(trainer.load_model(model, CPU, training=False), max_tokens=64)
+    sampler = Sampler(trainer.load_model(model, CPU), max_tokens=64)
     optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
     batches = trainer.micro_batches(mine, weigh(mine, counts(samples)), 60, CPU)
     count = torch.tensor(len(batches))
