@@ -6,9 +6,11 @@
     decode           norm, rotary embedding with cache write, SiLU product of a decode step
 
 token_loss is the first one to read: it is short, and has all the parts that the others have. (What
-trains is linear_loss.) `backend` tells which form runs. The package imports torch, triton, grpo and config.UserError only.
-It has the name of the hub's package `kernels`, which transformers uses where it is installed. From
-this folder transformers finds ours and goes without, unless the hub's is installed too.
+trains is linear_loss.) `backend` tells which form runs.
+
+The package imports torch, triton, grpo and config.UserError only. It has the name of the hub's
+package `kernels`, which transformers uses where it is installed. From this folder transformers
+finds ours and goes without, unless the hub's is installed too.
 """
 
 from kernels.backend import triton, use_triton

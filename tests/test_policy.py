@@ -33,8 +33,8 @@ def load(folder, device=CPU):
     return trainer.load_model(folder, device)
 
 
-def pack(samples, capacity=10_000, device=CPU):
-    return trainer.micro_batches(samples, weigh(samples), capacity, device)
+def pack(samples, capacity=10_000, device=CPU, **options):
+    return trainer.micro_batches(samples, weigh(samples), capacity, device, **options)
 
 
 def gradients(folder, samples, capacity, **options):
@@ -182,8 +182,8 @@ def test_dropout_of_a_models_config_is_off_and_said_to_be(recompute, capsys):
     for kind in (plain, dropping):
         policy = trainer.Policy(kind, bf16=False, recompute_activations=recompute)
         policy.train()  # as somebody may call it
-        batches = pack(make_samples())
-        trainer.backward(policy, batches, [None], **OBJECTIVE)
+        batches = pack(make_samples(3), pack=False)
+        trainer.backward(policy, batches, [None] * 3, **OBJECTIVE)
         found.append({name: p.grad for name, p in policy.named_parameters()})
     assert close(*found, 1e-9)
     assert capsys.readouterr().out.count("dropout is off") == 1
@@ -335,5 +335,6 @@ def test_models_that_call_their_layers_otherwise_are_sharded_too(alone):
     shape = dict(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=256)
     policy = trainer.Policy(GPT2LMHeadModel(GPT2Config(**shape)), bf16=False)
     policy = trainer.parallel(policy, fsdp=True, device=CPU)
-    (stats,) = trainer.backward(policy, pack(make_samples()), [None], **OBJECTIVE)
-    assert stats["loss"].isfinite()
+    batches = pack(make_samples(3), pack=False)
+    stats = trainer.backward(policy, batches, [None] * 3, **OBJECTIVE)
+    assert all(numbers["loss"].isfinite() for numbers in stats)

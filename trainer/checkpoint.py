@@ -210,9 +210,10 @@ def write_model(folder: Path, model, dtype: torch.dtype) -> str:
 
 
 def on_first_rank(write: Callable, folder: Path, what: str, comfort: str = ""):
-    """What `write` returns on rank 0, on every rank; UserError on all if the disk of `folder` fails.
+    """What `write` returns on rank 0, on every rank.
 
-    `what` says what was to be done, `comfort` what is safe.
+    UserError on all of them if the disk of `folder` does not take it. `what` says what was to be
+    done, `comfort` what is safe.
     """
     result = problem = None
     if is_first():

@@ -90,9 +90,7 @@ class Policy(nn.Module):
     def logits(self, batch: MicroBatch) -> Tensor:
         """The logits [N, V] of the one sample in `batch`, fp32, as the stock model makes them."""
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
-            output = self.model(
-                batch.tokens, use_cache=False, logits_to_keep=batch.loss_positions
-            )
+            output = self.model(batch.tokens, use_cache=False, logits_to_keep=batch.loss_positions)
         return output.logits[0].float()
 
     def forward(

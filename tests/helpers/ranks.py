@@ -14,6 +14,7 @@ import torch.distributed as dist
 from helpers.tiny import CPU, OBJECTIVE, Tokenizer, counts, make_samples, weigh
 
 import trainer
+from processes import leave
 from sampler import Sampler
 
 TESTS = Path(__file__).parent.parent
@@ -139,7 +140,7 @@ def main(model: str, out: str, *modes: str) -> None:
             (Path(out) / mode).mkdir()
         dist.barrier()
         step(model, Path(out) / mode, mode)
-    dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":
