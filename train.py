@@ -179,7 +179,12 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         kept += samples
         weights += grpo.token_weights(masks, counts[term], copies=copies, mean=config.loss_mean)
     batches = trainer.micro_batches(
-        kept, weights, config.micro_tokens, run.device, share_prefixes=config.share_prefixes
+        kept,
+        weights,
+        config.micro_tokens,
+        run.device,
+        pack=trainer.unwrap(run.policy).packs,
+        share_prefixes=config.share_prefixes,
     )
     # Every rank needs as many, at least one: the collectives of `backward` pair up.
     number = torch.tensor(max(1, len(batches)), device=run.device)
@@ -192,7 +197,7 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         # The trainer's log-probs become the old ones; the gap to the sampler's enters the weight.
         for batch in batches:
             batch.old_logprob = trainer.logprob(run.policy, batch, config.temperature)
-            gap = batch.old_logprob - batch.sampler_logprob
+            gap = batch.old_logprob - batch.behaviour_logprob
             owner = batch.owner if importance == "sequence" else None
             batch.weight = batch.weight * grpo.importance_weights(gap, config.importance_cap, owner)
     references = [None] * len(batches)

@@ -98,7 +98,7 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
     if not cuda:
         torch.set_num_threads(options.threads)
     tokenizer = starting.load_tokenizer(start)
-    model = trainer.load_model(start, device, training=True)
+    model = trainer.load_model(start, device)
     starting.check_vocabulary(tokenizer, model, start)
     policy = trainer.Policy(model, bf16=uses_bf16(options, cuda))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
@@ -126,15 +126,18 @@ def learn(
     for sample in samples:
         sample.advantage = 1.0
     micro_batches = trainer.micro_batches(
-        samples, weights, options.micro_tokens, device, share_prefixes=options.share_prefixes
+        samples,
+        weights,
+        options.micro_tokens,
+        device,
+        pack=policy.packs,
+        share_prefixes=options.share_prefixes,
     )
-    for micro_batch in micro_batches:
-        micro_batch.old_logprob = None  # ρ is 1
     optimizer.zero_grad(set_to_none=True)
     references = [None] * len(micro_batches)
-    # As ρ is 1, nothing is clipped.
+    # On policy ρ is 1, and nothing is clipped.
     objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
-    stats = trainer.backward(policy, micro_batches, references, **objective)
+    stats = trainer.backward(policy, micro_batches, references, on_policy=True, **objective)
     if not math.isfinite(trainer.gradient_norm(policy, 1.0)):
         raise UserError("the gradient is not finite; lower --lr")
     optimizer.step()

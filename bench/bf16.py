@@ -114,7 +114,7 @@ def mismatches(samplers: dict, policies: dict, prompts: list, new: int) -> list[
         sequences = [(p, c.tokens, c.logprobs) for p, c in zip(prompts, done, strict=True)]
         batch = packed(sequences)
         for training, policy in policies.items():
-            gap = trainer.logprob(policy, batch, 1.0) - batch.sampler_logprob
+            gap = trainer.logprob(policy, batch, 1.0) - batch.behaviour_logprob
             rows.append(
                 {
                     "sampler": sampling,

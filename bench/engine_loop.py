@@ -115,7 +115,7 @@ def play(options: argparse.Namespace, name: str, url: str = "") -> None:
 
 def time_syncs(url: str, folder: Path, rounds: int = 20) -> dict:
     """Seconds of the two halves of a sync: a model folder is written, and a server loads it."""
-    model = trainer.load_model(folder / "checkpoint", torch.device("cpu"), training=False)
+    model = trainer.load_model(folder / "checkpoint", torch.device("cpu"))
     sampler = remote.Remote(
         servers.connect([url], servers.VLLM, 60.0),
         vocabulary=model.get_input_embeddings().num_embeddings,

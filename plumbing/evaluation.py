@@ -137,12 +137,8 @@ def find_checkpoint(method: Method, name: str) -> tuple[Path | str, dict | None]
         raise UserError(f"there is no checkpoint at {name}") from None
     model = path
     if (path / "method.json").exists():
-        model = path / "checkpoint"
-        # The newest whole state's: the link checkpoint/ may point at an older or a damaged one.
-        state = trainer.newest(path)
-        if state:
-            whole = (state[1] / "model", path / "merged" / state[1].name)
-            model = next((folder for folder in whole if folder.exists()), model)
+        # A kill may have left the link checkpoint/ one state behind.
+        model = trainer.newest_model(path) or path / "checkpoint"
     described = model / "config.json"
     if not described.exists() or "model_type" not in folders.read_json(described):
         raise UserError(

@@ -36,6 +36,8 @@ def open_folder(run: Run) -> int:
     frozen = bool(run.config.frozen())
     if frozen and run.config.resume:  # before anything of the run is changed
         trainer.keep_frozen(run.folder, run.start, run.tokenizer)
+    if run.rank == 0 and state:
+        trainer.link_checkpoint(run.folder)  # a kill may have left it one state behind
     if run.rank == 0 and not finished:
         settings(run)
         start_tracker(run)
@@ -248,7 +250,7 @@ def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list
         for batch, numbers in zip(batches, stats):
             live = torch.isin(batch.owner, torch.tensor(own, device=batch.owner.device))  # [N]
             live &= batch.weight != 0
-            gap = (numbers["logprob"] - batch.sampler_logprob)[live]
+            gap = (numbers["logprob"] - batch.behaviour_logprob)[live]
             sums[f"kl {source}"] += float((torch.expm1(gap) - gap).sum())
             sums[f"tokens {source}"] += len(gap)
     totals = reduced(sums)

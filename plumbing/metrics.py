@@ -157,7 +157,7 @@ def batch_sums(
         "drifted": 0,
     }
     if mismatch:
-        drift = (numbers["logprob"] - batch.sampler_logprob)[live]
+        drift = (numbers["logprob"] - batch.behaviour_logprob)[live]
         sums["drift"] = float((torch.expm1(drift) - drift).sum())
         sums["drifted"] = count
     for role in roles:

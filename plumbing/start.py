@@ -171,7 +171,7 @@ def build(
     first = model
     if not config.lora_rank and (config.frozen() or (training and config.kl_beta)):
         device = machine.device if config.kl_beta else "cpu"
-        first = trainer.load_model(frozen or start, device, dtype=machine.dtype, training=False)
+        first = trainer.load_model(frozen or start, device, dtype=machine.dtype)
         check_same_vocabulary(first, frozen or start, model, origin)
     if config.server:
         sampler = make_remote(config, outside["servers"], model, machine)
@@ -340,13 +340,11 @@ def load_model(config: Config, origin: Path | str, machine: Machine, training: b
     Under adapters its weights are frozen, so they have the arithmetic's type.
     """
     if not training:
-        return trainer.load_model(origin, "cpu", dtype=machine.dtype, training=False)
+        return trainer.load_model(origin, "cpu", dtype=machine.dtype)
     # FSDP takes the model to the device a layer at a time, and cuts each.
     device = "cpu" if config.fsdp else machine.device
     dtype = machine.dtype if config.lora_rank else torch.float32
-    model = trainer.load_model(origin, device, dtype=dtype, training=False)
-    trainer.check_exact(model, longest=config.longest())
-    return model
+    return trainer.load_model(origin, device, dtype=dtype)
 
 
 def make_sampler(config: Config, model, machine: Machine) -> Sampler:

@@ -29,11 +29,11 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from config import UserError
+from processes import from_first_rank
 from sampler.request import Completion, Conversation, Lost, Request, make_request
 from sampler.servers import Server, checked, final, reason
 from tools.exchange import Refused, in_threads
 from tools.web import retry_after
-from trainer.checkpoint import from_first_rank
 
 FIRST_REST = 0.25  # seconds that a server is left alone after a failure
 LONGEST_REST = 30.0  # after many in a row

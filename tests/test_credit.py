@@ -11,7 +11,7 @@ import mars
 import train
 from config import UserError, resolve
 from plumbing import files, logbook
-from plumbing.surroundings import Questions, epoch_order
+from plumbing.outside import Questions, epoch_order
 from rollout import Sample, Trajectory
 from sampler import Completion
 from tasks.questions import Question

@@ -6,7 +6,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from plumbing.run import Run
+from plumbing.start import Run
 from test_mars import SMALL
 
 from config import UserError

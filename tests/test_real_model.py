@@ -104,7 +104,7 @@ def batch(drawn):
 
 @pytest.fixture(scope="module")
 def policy(folder):
-    model = trainer.load_model(folder, torch.device("cpu"), training=True)
+    model = trainer.load_model(folder, torch.device("cpu"))
     return trainer.Policy(model, bf16=False)
 
 

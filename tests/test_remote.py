@@ -175,7 +175,7 @@ def test_new_weights_reach_every_server_and_their_answers(engine, folder, other,
     before = tokens(converse(sampler, temperature=0.0))
     sampler.load_weights(other)
     after = tokens(converse(sampler, temperature=0.0))
-    model = trainer.load_model(other, torch.device("cpu"), training=False)
+    model = trainer.load_model(other, torch.device("cpu"))
     assert after == tokens(converse(Sampler(model, max_tokens=8192), temperature=0.0)) != before
     versions = [server.version for server in sampler.servers]
     assert versions == [engine.version, second.version]
@@ -243,7 +243,7 @@ def test_a_model_folder_is_written_whole_and_the_newest_two_stay(tmp_path):
     written = [trainer.write_model(tmp_path / "weights", model, torch.bfloat16) for _ in range(4)]
     assert [Path(path).name for path in written] == ["000001", "000002", "000003", "000004"]
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["000003", "000004"]
-    loaded = trainer.load_model(written[-1], torch.device("cpu"), training=False)
+    loaded = trainer.load_model(written[-1], torch.device("cpu"))
     for name, weight in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name].float(), weight.bfloat16().float()), name
 
@@ -577,7 +577,7 @@ def lines_of(run):
 
 
 def weights_in(folder):
-    return trainer.load_model(folder, torch.device("cpu"), training=False).state_dict()
+    return trainer.load_model(folder, torch.device("cpu")).state_dict()
 
 
 @pytest.fixture(scope="module")
@@ -1006,7 +1006,7 @@ def test_what_is_trained_is_weighed_by_the_gap_to_the_sampler(kind):
             masked += float(factor.sum()) == 0
             want = factor * plain[sample.role] / len(gap)
             assert torch.allclose(batch.weight[mine], want, rtol=1e-4)
-            old = batch.sampler_logprob[mine]
+            old = batch.behaviour_logprob[mine]
             if kind != "off":
                 old = old + gap
             assert torch.allclose(batch.old_logprob[mine], old, atol=1e-5)
