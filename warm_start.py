@@ -45,7 +45,6 @@ from plumbing import smollm2, surroundings
 from plumbing.cache import made_once
 from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
-from sampler.architectures import position_limit
 from tasks.format import Format
 from tasks.questions import Question
 from tools import Tool
@@ -108,7 +107,10 @@ def train(
     tokenizer = surroundings.load_tokenizer(start)
     model = trainer.load_model(start, device, training=True)
     surroundings.check_vocabulary(tokenizer, model, start)
-    longest = position_limit(model) or math.inf
+    # A table of positions ends; rotations go on.
+    longest = math.inf
+    if not any(name.endswith("inv_freq") for name, _ in model.named_buffers()):
+        longest = getattr(model.config, "max_position_embeddings", math.inf)
     policy = trainer.Policy(model, bf16=uses_bf16(options, device.type == "cuda"))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
     for step, batch in zip(range(options.steps), batches(tokenizer)):

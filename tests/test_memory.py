@@ -95,7 +95,7 @@ def tensors_held(policy, optimizer, sampler) -> dict[str, int]:
         "weights": size(policy.parameters()),
         "gradients": size(parameter.grad for parameter in policy.parameters()),
         "optimizer": size(moments),
-        "sampler": size(sampler.forward.weights.values()),
+        "sampler": size(sampler.model.weights.values()),
         "KV pool": size([sampler.pool]),
     }
 

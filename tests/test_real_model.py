@@ -161,7 +161,6 @@ def test_it_is_kept_and_is_not_made_twice(folder):
 
 @needs_model
 def test_greedy_tokens_are_those_of_transformers(sampler, stock, prompts, tokenizer):
-    assert sampler.why_stock is None  # our own forward
     stop = tokenizer.eos_token_id
     got = sampler.generate(prompts, max_new_tokens=20, temperature=0.0, stop_ids=(stop,))
     for prompt, completion in zip(prompts, got):
