@@ -218,7 +218,7 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
     if config.lora_rank:
         for role in config.frozen():
             if not config.fsdp:  # which would cut the sampler's copy up
-                run.samplers[role].share_weights(model)
+                run.samplers[role].alias_weights(model)
         trainer.add_adapters(model, config.lora_rank, config.seed)
         if state:
             trainer.read_adapters(state[1] / "adapter", model)
@@ -359,12 +359,6 @@ def make_sampler(config: Config, model, machine: Machine) -> Sampler:
         )
     except ValueError as error:
         raise UserError(str(error)) from None
-    positions = sampler.forward.positions
-    if positions is not None and config.longest() > positions:
-        raise UserError(
-            f"the model knows {positions} positions, fewer than one context of "
-            f"{config.longest()}; lower the episode's limits"
-        )
     room = sampler.pages.count * sampler.pages.size
     if config.longest() > room:
         raise UserError(

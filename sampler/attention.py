@@ -2,13 +2,13 @@
 
 Each device gets the form that moves the fewest bytes there:
 
-    decode, CUDA      kernels.paged_attention (Triton), or flash-attn where it is installed
-    decode, CPU       `sparse_decode`: two sparse products over the whole pool, without a copy
-    prefill, CUDA     `packed_attention`: one variable-length launch over the gathered rows
-    everything else   `row_attention`: one SDPA a row, for any device, type, head size and window
+    decode, CUDA             kernels.paged_attention (Triton), or flash-attn where it is installed
+    decode, CPU              `sparse_decode`: two sparse products over the whole pool, no copy
+    prefill, CUDA            `packed_attention`: one variable-length launch over the gathered rows
+    prefill, CPU or fp32     `row_attention`: one SDPA a row
 
-Decoding is a prefill of one token a row, so the last two serve both. The plain decode attention
-that the Triton kernel is tested against is `reference` in kernels/paged_attention.py.
+The plain decode attention that the Triton kernel is tested against is `reference` in
+kernels/paged_attention.py.
 
 Shapes: B rows, T packed tokens, Hq and Hkv query and key heads, Dh head size. The pages of one
 layer are k_pages and v_pages [pages, page_size, Hkv, Dh].
@@ -16,14 +16,15 @@ Tests: pytest tests/test_decoder.py
 """
 
 import inspect
+import itertools
 import warnings
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+from sampler.plan import Batch
 
 try:
     # No wheel of it is on PyPI, so everything has a path without it.
@@ -36,38 +37,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor([0, 0], [], [], (1, 1))
 
-KERNEL_HEAD_SIZES = (16, 32, 64, 128, 256)
 # Padding of fewer tokens than this costs less than one more group of launches.
 CHEAP_PADDING = 4096
-
-
-@dataclass
-class Batch:
-    """Tokens that go through the model together, and where their keys and values live.
-
-    Decode: one token a row; rows are sorted by length, longest first, and padding rows come
-    last. Prefill: the tokens of row b are starts[b]:starts[b + 1], the last ones of its
-    lengths[b] tokens.
-    """
-
-    ids: Tensor  # [T]
-    positions: Tensor  # [T]
-    slots: Tensor  # [T] page · page_size + offset of its key and value; -1 stores none
-    table: Tensor  # [B, pages of the longest row] int32
-    lengths: Tensor  # [B] int32: tokens of each row, these included; 0 for padding
-    starts: list[int] | None = None  # prefill only
-    spans: list[int] | None = None  # `lengths` on the host; None in a CUDA graph
-    # What attention works out once for a batch; all layers share it.
-    plans: dict = field(default_factory=dict)
-    # The windows that stock layers asked for, by layer; kept only while a model is probed.
-    layers_seen: dict[int, int | None] | None = None
-
-    @property
-    def stored(self) -> int:
-        """How many of the tokens have a slot. The host knows it, so no device has to be asked."""
-        if self.starts is not None:
-            return len(self.slots)
-        return sum(span > 0 for span in self.spans)
 
 
 def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -83,30 +54,18 @@ def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 def store(new: Tensor, pages: Tensor, slots: Tensor) -> None:
     """Writes the first len(slots) of the keys or values `new` [T, Hkv, Dh] into their slots."""
     flat = pages.view(-1, *pages.shape[2:])
-    flat.index_copy_(0, slots, new[: slots.shape[0]].to(pages.dtype))
+    flat.index_copy_(0, slots, new[: len(slots)].to(pages.dtype))
 
 
-def attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    batch: Batch,
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """Causal attention of q [T, Hq, Dh] over its rows' pages -> [T, Hq, Dh].
-
-    window: how many of the last tokens a token sees, itself included; None is all of them.
-    """
-    decoding = batch.starts is None
-    size = q.shape[2]
-    if decoding and q.is_cuda and window is None and size in KERNEL_HEAD_SIZES:
+def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float) -> Tensor:
+    """Causal attention of q [T, Hq, Dh] over its rows' pages -> [T, Hq, Dh]."""
+    if batch.starts is None and q.is_cuda:
         return cuda_decode(q, k_pages, v_pages, batch, scale)
-    if decoding and not q.is_cuda and k_pages.dtype in (torch.float32, torch.float64):
-        return sparse_decode(q, k_pages, v_pages, batch, scale, window)
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256:
-        return packed_attention(q, k_pages, v_pages, batch, scale, window)
-    return row_attention(q, k_pages, v_pages, batch, scale, window)
+    if batch.starts is None:
+        return sparse_decode(q, k_pages, v_pages, batch, scale)
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        return packed_attention(q, k_pages, v_pages, batch, scale)
+    return row_attention(q, k_pages, v_pages, batch, scale)
 
 
 # ---------------------------------------------------------------- decode
@@ -116,13 +75,15 @@ def cuda_decode(q, k_pages, v_pages, batch, scale):
     """flash-attn if it is there and can read pages of this size, else the Triton kernel."""
     flash_reads_it = k_pages.shape[1] % 256 == 0 and q.dtype != torch.float32
     if flash_attn_with_kvcache is None or not flash_reads_it:
-        return kernels.paged_attention(q, k_pages, v_pages, batch.table, batch.lengths, scale=scale)
+        return kernels.paged_attention(
+            q, k_pages, v_pages, batch.block_table, batch.lengths, scale=scale
+        )
     out = flash_attn_with_kvcache(
         q[:, None],
         k_pages,
         v_pages,
         cache_seqlens=batch.lengths,
-        block_table=batch.table,
+        block_table=batch.block_table,
         softmax_scale=scale,
         causal=True,
     )
@@ -147,7 +108,7 @@ def group_by_length(spans: list[int]) -> list[tuple[int, int]]:
     return runs + [(begin, len(spans))]
 
 
-def sparse_plan(batch: Batch, heads: int, k_pages: Tensor, window: int | None) -> list[tuple]:
+def sparse_plan(batch: Batch, heads: int, k_pages: Tensor) -> list[tuple]:
     """Which key vectors of the pool each query head reads, for groups of rows of similar length.
 
     Returns (first row, end row, pattern, bias) a group. pattern [rows · Hq, key vectors of the
@@ -164,11 +125,9 @@ def sparse_plan(batch: Batch, heads: int, k_pages: Tensor, window: int | None) -
         longest = max(batch.spans[begin], 1)
         lengths = batch.lengths[begin:end, None]
         position = torch.arange(longest)
-        pages = batch.table[begin:end, : -(-longest // page_size), None]
+        pages = batch.block_table[begin:end, : -(-longest // page_size), None]
         slots = (pages * page_size + torch.arange(page_size)).flatten(1)[:, :longest]
         valid = position < lengths
-        if window is not None:
-            valid &= position >= lengths - window
         slots = torch.where(valid, slots, slots[:, :1])
         columns = (slots[:, None] * kv_heads + kv_head[:, None]).flatten().to(index_type)
         bias = torch.where(valid, 0.0, float("-inf"))[:, None].expand(-1, heads, -1)
@@ -184,7 +143,7 @@ def sparse_plan(batch: Batch, heads: int, k_pages: Tensor, window: int | None) -
     return groups
 
 
-def sparse_decode(q, k_pages, v_pages, batch, scale, window=None):
+def sparse_decode(q, k_pages, v_pages, batch, scale):
     """Decode attention on a CPU as two sparse products, in the cache's type; q [B, Hq, Dh].
 
     Scores are a dense product sampled at the plan's pattern (SDDMM), outputs are weighted sums of
@@ -195,9 +154,9 @@ def sparse_decode(q, k_pages, v_pages, batch, scale, window=None):
     values = v_pages.view(-1, size)
     queries = q.to(keys.dtype)
     out = torch.empty_like(queries)
-    if window not in batch.plans:
-        batch.plans[window] = sparse_plan(batch, heads, k_pages, window)
-    for begin, end, scores, bias in batch.plans[window]:
+    if "sparse" not in batch.cache:
+        batch.cache["sparse"] = sparse_plan(batch, heads, k_pages)
+    for begin, end, scores, bias in batch.cache["sparse"]:
         rows = queries[begin:end].reshape(-1, size)
         torch.sparse.sampled_addmm(scores, rows, keys.t(), beta=0.0, alpha=scale, out=scores)
         probs = (scores.values().view(bias.shape) + bias).softmax(-1)
@@ -212,38 +171,25 @@ def sparse_decode(q, k_pages, v_pages, batch, scale, window=None):
     return out.to(q.dtype)
 
 
-# ---------------------------------------------------------------- prefill, and everything else
+# ---------------------------------------------------------------- prefill
 
 
-def bounds(batch: Batch) -> list[int]:
-    """Where each row's query tokens begin, and their end: [B + 1]."""
-    if batch.starts is not None:
-        return batch.starts
-    return list(range(len(batch.spans) + 1))
-
-
-def row_attention(q, k_pages, v_pages, batch, scale, window=None):
-    """Attention in plain PyTorch, one SDPA a row, for any device, type and head size."""
+def row_attention(q, k_pages, v_pages, batch, scale):
+    """One SDPA a row in plain PyTorch, for any type and head size."""
     page_size = k_pages.shape[1]
-    starts = bounds(batch)
-    out = torch.zeros_like(q)
+    out = torch.empty_like(q)
     for row, length in enumerate(batch.spans):
-        if length == 0:
-            continue
-        start, end = starts[row : row + 2]
-        used = batch.table[row, : -(-length // page_size)]
+        start, end = batch.starts[row : row + 2]
+        used = batch.block_table[row, : -(-length // page_size)]
         # The SDPA wants [1, heads, tokens, Dh].
         query = q[start:end].transpose(0, 1)[None]
         key = k_pages[used].flatten(0, 1)[:length].transpose(0, 1)[None].to(q.dtype)
         value = v_pages[used].flatten(0, 1)[:length].transpose(0, 1)[None].to(q.dtype)
         past = length - (end - start)
         mask = None
-        if past or window is not None:
+        if past:
             position = torch.arange(length, device=q.device)
-            own = position[past:, None]
-            mask = position <= own
-            if window is not None:
-                mask &= position > own - window
+            mask = position <= position[past:, None]
         mixed = F.scaled_dot_product_attention(
             query,
             key,
@@ -259,27 +205,26 @@ def row_attention(q, k_pages, v_pages, batch, scale, window=None):
 
 def packed_plan(batch: Batch, page_size: int) -> tuple[Tensor, Tensor, Tensor, int]:
     """What varlen_attn needs: slots of all rows' keys, both cu_seqlens, the longest query."""
-    device = batch.table.device
+    device = batch.block_table.device
     lengths = batch.lengths.long()
     cu_keys = F.pad(lengths.cumsum(0), (1, 0))
     rows = torch.arange(len(lengths), device=device)
     row = torch.repeat_interleave(rows, lengths, output_size=sum(batch.spans))
     position = torch.arange(len(row), device=device) - cu_keys[row]
-    slots = batch.table[row, position // page_size].long() * page_size + position % page_size
-    starts = bounds(batch)
-    cu_queries = torch.tensor(starts, dtype=torch.int32, pin_memory=device.type == "cuda")
+    slots = batch.block_table[row, position // page_size].long() * page_size + position % page_size
+    cu_queries = torch.tensor(batch.starts, dtype=torch.int32, pin_memory=device.type == "cuda")
     cu_queries = cu_queries.to(device, non_blocking=True)
-    longest = max(end - start for start, end in zip(starts, starts[1:], strict=False))
+    longest = max(end - start for start, end in itertools.pairwise(batch.starts))
     return slots, cu_queries, cu_keys.int(), longest
 
 
-def packed_attention(q, k_pages, v_pages, batch, scale, window=None):
+def packed_attention(q, k_pages, v_pages, batch, scale):
     """One variable-length launch over the rows' gathered keys and values."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if "packed" not in batch.plans:
-        batch.plans["packed"] = packed_plan(batch, k_pages.shape[1])
-    slots, cu_queries, cu_keys, longest = batch.plans["packed"]
+    if "packed" not in batch.cache:
+        batch.cache["packed"] = packed_plan(batch, k_pages.shape[1])
+    slots, cu_queries, cu_keys, longest = batch.cache["packed"]
     keys = k_pages.flatten(0, 1)[slots]  # [keys, Hkv, Dh]
     values = v_pages.flatten(0, 1)[slots]
     options = {"enable_gqa": True}
@@ -289,9 +234,6 @@ def packed_attention(q, k_pages, v_pages, batch, scale, window=None):
         keys = keys.repeat_interleave(repeats, 1)
         values = values.repeat_interleave(repeats, 1)
         options = {}
-    tokens_before = -1  # all of them
-    if window is not None:
-        tokens_before = window - 1
     return varlen_attn(
         q,
         keys,
@@ -301,6 +243,6 @@ def packed_attention(q, k_pages, v_pages, batch, scale, window=None):
         longest,
         max(batch.spans),
         scale=scale,
-        window_size=(tokens_before, 0),
+        window_size=(-1, 0),  # every token before, and none after
         **options,
     )

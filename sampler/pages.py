@@ -14,12 +14,8 @@ class Pages:
     def __init__(self, count: int, size: int):
         self.count = count
         self.size = size
-        self.reset()
-
-    def reset(self) -> None:
-        """All pages are free. Block tables made before are void."""
-        self.free = list(range(self.count - 1, -1, -1))
-        self.references = [0] * self.count
+        self.free = list(range(count - 1, -1, -1))
+        self.references = [0] * count
 
     @property
     def in_use(self) -> int:
@@ -44,13 +40,11 @@ class Pages:
     def fork(self, block_table: list[int], tokens: int) -> tuple[list[int], tuple | None]:
         """A second block table for the first `tokens` tokens of `block_table`.
 
-        Full pages are shared, a partial last one is copied. Returns the new table and the
-        (source, target) pages whose contents the caller must copy before anything else is written,
-        or None. ValueError if there is no free page for the copy.
+        Full pages are shared, a partial last one is copied to a free page, which must be there.
+        Returns the new table and the (source, target) pages whose contents the caller must copy
+        before anything else is written, or None.
         """
         full, rest = divmod(tokens, self.size)
-        if rest and not self.free:
-            raise ValueError("fork needs a free page for the copy of a partial page")
         new = block_table[:full]
         for page in new:
             self.references[page] += 1
@@ -59,13 +53,10 @@ class Pages:
         self.extend(new, tokens)
         return new, (block_table[full], new[full])
 
-    def release(self, block_table: list[int]) -> list[int]:
-        """Empties a block table. Returns the pages that nobody holds any more."""
-        freed = []
+    def release(self, block_table: list[int]) -> None:
+        """Empties a block table; pages that nobody holds any more are free."""
         for page in block_table:
             self.references[page] -= 1
             if self.references[page] == 0:
-                freed.append(page)
+                self.free.append(page)
         block_table.clear()
-        self.free += freed
-        return freed

@@ -113,7 +113,6 @@ class Remote:
             conversation,
             tokens,
             vocabulary=self.vocabulary,
-            positions=self.positions,
             pool=self.positions,
             **{"temperature": 1.0, "top_p": 1.0, "stop_ids": (), "seed": 0} | options,
         )

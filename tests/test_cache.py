@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from plumbing.cache import made_once
 from safetensors import SafetensorError
 
 from config import UserError
-from plumbing.cache import made_once
 
 REPO = Path(__file__).parent.parent
 MAKER = """

@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+from plumbing.collapse import warnings
 
 from plumbing import files, logbook
-from plumbing.collapse import warnings
 
 ROLES = ("sys2", "sys1")
 

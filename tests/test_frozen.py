@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import mars
 import whole
 from config import UserError
-from plumbing import build, evaluation
+from plumbing import evaluation, start
 from siblings import matpo
 from trainer import checkpoint, load_model
 
@@ -43,13 +43,13 @@ def run(trained, tmp_path):
 def played(monkeypatch):
     """The models that samplers are made of: the trained role's, then the frozen role's."""
     models = []
-    make = build.make_sampler
+    make = start.make_sampler
 
     def note(config, model, machine):
         models.append(model)
         return make(config, model, machine)
 
-    monkeypatch.setattr(build, "make_sampler", note)
+    monkeypatch.setattr(start, "make_sampler", note)
     return models
 
 
@@ -111,7 +111,7 @@ def test_what_trained_both_roles_cannot_be_evaluated_with_a_frozen_one(run, caps
 
 def test_the_frozen_model_is_copied_once_and_whole(run, base):
     kept = {path: path.stat().st_mtime_ns for path in (run / "frozen").iterdir()}
-    tokenizer = build.surroundings.load_tokenizer(base)
+    tokenizer = start.load_tokenizer(base)
     checkpoint.keep_frozen(run, "nowhere", tokenizer)
     assert kept == {path: path.stat().st_mtime_ns for path in (run / "frozen").iterdir()}
     shutil.rmtree(run / "frozen")
@@ -193,13 +193,13 @@ def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(
 ):
     """As after a kill in its first steps."""
     origins = []
-    load = build.load_model
+    load = start.load_model
 
     def noted(config, origin, machine, training):
         origins.append(origin)
         return load(config, origin, machine, training)
 
-    monkeypatch.setattr(build, "load_model", noted)
+    monkeypatch.setattr(start, "load_model", noted)
     shutil.rmtree(run / "state")
     (run / "checkpoint").unlink()
     assert resume(run, trained / "checkpoint") == 0

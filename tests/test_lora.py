@@ -199,10 +199,10 @@ def test_a_frozen_roles_sampler_shares_its_memory_with_the_frozen_weights(tmp_pa
     expected = trainer.logprob(trainer.Policy(model("qwen2"), bf16=False), batch, 1.0)
     prompts = [list(range(3, 20))]
     written = frozen.generate(prompts, max_new_tokens=20)
-    frozen.share_weights(plain)
+    frozen.alias_weights(plain)
     trainer.add_adapters(plain, RANK, seed=0)
     policy = trainer.Policy(plain, bf16=False)
-    tensors = frozen.forward.weights.values()
+    tensors = frozen.model.weights.values()
     places = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
     for name, parameter in plain.named_parameters():
         shared = parameter.untyped_storage().data_ptr() in places

@@ -6,11 +6,11 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from plumbing.start import Run
 from test_mars import SMALL
 
 from config import UserError
 from driver import Driver
+from plumbing.start import Run
 from rollout import Trajectory
 from sampler import Completion
 from siblings import marsrl, marsrl_toy

@@ -95,7 +95,7 @@ def test_the_plan_counts_what_a_step_holds(rank):
         "weights": size(policy.parameters()),
         "gradients": size(parameter.grad for parameter in policy.parameters()),
         "optimizer": size(state[k] for state in states for k in ("exp_avg", "exp_avg_sq")),
-        "sampler": size(sampler.forward.weights.values()),
+        "sampler": size(sampler.model.weights.values()),
         "KV pool": size([sampler.pool]),
     }
     for name, expected in held.items():

@@ -6,7 +6,6 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from plumbing.statistics import (
     average_interval,
     calibration_error,

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from plumbing.build import build
+from plumbing.records import record
 
 import grpo
 import mars
 import train
 from bench import walkthrough
 from config import UserError, parser
-from plumbing.build import build
-from plumbing.records import record
 from toy import base_model as toy_base
 
 REPO = Path(__file__).parent.parent

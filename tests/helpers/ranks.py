@@ -99,7 +99,7 @@ def step(model: str, out: Path, mode: str) -> None:
         assert torch.equal(part(one), part(other))
     assert part(before[0]).any()
     numbers = {"loss": loss, "norm": norm, "gradients": gradients}
-    weights = sampler.forward.weights.items()
+    weights = sampler.model.weights.items()
     numbers["sampler"] = {name: weight for name, weight in weights if weight is not None}
     if rank == 0:
         torch.save(numbers, out / "numbers.pt")
