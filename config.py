@@ -49,7 +49,7 @@ class Config:
     search: Literal["local", "serper", "retriever"] = "local"  # where search and scholar look
     docs: str = ""  # --search local: a file or a folder of documents; empty: the toy's world
     eval_docs: str = ""  # documents for the held-out questions; empty: those of `docs`
-    pages: Literal["none", "jina", "fetch"] = "none"  # how pages behind serper's results are read
+    pages: Literal["none", "jina"] = "none"  # how pages behind serper's results are read
     passage_words: int = 200  # long documents are cut into passages of so many words; 0: none are
     block: str = ""  # hosts, by commas, whose results are dropped: those that publish the answers
     top_k: int = 3  # results per call: about 100 words in the toy

@@ -271,12 +271,6 @@ def environment(
         question, held_out = pair or (None, [])
     tools = attempt(surroundings.make_tools, config, "train", names) or []
     eval_tools = attempt(surroundings.make_tools, config, "eval", names) or []
-    keys = [name for name in ("SERPER_API_KEY", "JINA_API_KEY") if not os.environ.get(name)]
-    if config.search == "serper" and config.pages == "jina" and len(keys) == 2:
-        # make_tools names one missing key at a time.
-        problems.append(
-            "JINA_API_KEY is not set either: export it, or read pages with --pages fetch"
-        )
     found = []
     if config.server:
         urls = [url for url in config.server.split(",") if url]

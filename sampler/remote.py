@@ -31,8 +31,7 @@ import torch.distributed as dist
 from config import UserError
 from sampler.request import Completion, Conversation, Lost, Request, make_request
 from sampler.servers import Server, checked, final, reason
-from tools.exchange import Refused, in_threads
-from tools.web import retry_after
+from tools.web import Refused, in_threads, retry_after
 from trainer.checkpoint import from_first_rank
 
 FIRST_REST = 0.25  # seconds that a server is left alone after a failure
