@@ -82,7 +82,7 @@ def katex(content, source, drawn):
     return (
         '<span class="katex"><span class="katex-mathml"><math><semantics><mrow>'
         f'{content}</mrow><annotation encoding="application/x-tex">{source}</annotation>'
-        '</semantics></math></span>'
+        "</semantics></math></span>"
         f'<span class="katex-html" aria-hidden="true">{drawn}</span></span>'
     )
 

@@ -79,7 +79,7 @@ def read(raw: bytes, kind: str) -> str:
             raise NotText(f"it takes more than {PATIENCE * seconds} s to read") from None
         except OSError as error:
             raise NotText(f"no process could be started to read it ({error.strerror})") from None
-        if child.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        if child.returncode == -signal.SIGXCPU:
             raise NotText(f"it takes more than {seconds} s of processor time to read")
         if child.returncode != 0:
             raise NotText(
@@ -459,10 +459,10 @@ def pdf_to_text(raw: bytes, most: int) -> str:
 def limit(what: int, most: int) -> None:
     """Sets a limit of this process, or keeps a lower one that holds already."""
     ceiling = resource.getrlimit(what)[1]
-    if ceiling != resource.RLIM_INFINITY:
-        most = min(most, ceiling)
+    if ceiling == resource.RLIM_INFINITY:
+        ceiling = most + 1  # at `most` comes a signal of its own, above it SIGKILL
     with contextlib.suppress(ValueError, OSError):  # macOS does not limit address space
-        resource.setrlimit(what, (most, most))
+        resource.setrlimit(what, (min(most, ceiling), ceiling))
 
 
 def main(kind: str, seconds: int) -> None:

@@ -302,10 +302,12 @@ def _spellings(character: str) -> str:
     """
     code = ord(character)
     names = [name for name, meaning in html.entities.html5.items() if meaning == character]
-    entity = "|".join([f"#0{{0,6}}{code};?", f"#x0{{0,6}}{code:x};?", *names])
+    entity = "|".join(
+        [f"#0{{0,6}}{code};?", f"#x0{{0,6}}{code:x};?", *sorted(names, key=len)[::-1]]
+    )
     return (
-        rf"(?:\\{{0,8}}{re.escape(character)}|\\{{1,8}}(?:u00|x){code:02x}"
-        rf"|%(?:25){{0,4}}{code:02x}|&(?:amp;){{0,4}}(?:{entity}))"
+        rf"(?:&(?:amp;){{0,4}}(?:{entity})|%(?:25){{0,4}}{code:02x}|\\{{1,8}}(?:u00|x){code:02x}"
+        rf"|\\{{0,8}}{re.escape(character)})"
     )
 
 
