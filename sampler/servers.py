@@ -173,7 +173,7 @@ def connect(
     deadline = time.monotonic() + seconds
     servers = {}  # by URL, each once
     for url in urls:
-        url = check_base_url("--server", url, path=True).removesuffix("/v1")
+        url = check_base_url("--server", url).removesuffix("/v1")
         try:
             found = [engine(worker, adapters) for worker in workers(url, deadline)]
             for server in found:

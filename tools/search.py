@@ -2,12 +2,11 @@
 
 local      BM25 over your own documents, cut into passages. No key, no network.
 serper     Google and Google Scholar: POST {MARS_SERPER_URL}/search or /scholar, key SERPER_API_KEY.
-           A result's text is its snippet, or with pages="jina" the page behind it, as a reader
-           service gives it: GET {MARS_JINA_URL}/{page}; JINA_API_KEY only raises its limits.
+           A result's text is its snippet, or with pages="jina" the page behind it, as Jina's
+           reader gives it: GET {MARS_JINA_URL}/{page}. A JINA_API_KEY raises its limits.
 retriever  A Search-R1 server: POST {MARS_RETRIEVER_URL}/retrieve.
 
-The MARS_*_URL hold scheme, host and port, and no path. They come from the operator and may name any
-machine, loopback too. A search that fails raises ToolError; [] means that it ran and found nothing.
+The MARS_*_URL come from the operator and may name any machine, loopback too. A search that fails raises ToolError; [] means that it ran and found nothing.
 A result whose page cannot be read keeps its snippet and says so in the text. Only when no page at
 all could be read has the search failed.
 
@@ -16,6 +15,7 @@ all could be read has the search failed.
 Tests: pytest tests/test_search.py
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -23,7 +23,6 @@ import os
 import re
 import string
 import sys
-import unicodedata
 import urllib.parse
 from collections.abc import Iterable
 from dataclasses import replace
@@ -84,7 +83,8 @@ def make(
         return local(docs, k, cache, passage_words)
     client = web.Client(cache and Path(cache) / "web", **client_options)
     if backend == "retriever":
-        search = functools.partial(_retriever, client, base_url("MARS_RETRIEVER_URL"), k)
+        base = base_url("MARS_RETRIEVER_URL").removesuffix("/retrieve")
+        search = functools.partial(_retriever, client, base, k)
     else:
         key = {"X-API-KEY": _key("SERPER_API_KEY")}
         path = "scholar" if scholar else "search"
@@ -104,23 +104,28 @@ def make(
 
 
 def _check(backend: str, scholar: bool, k: int, docs, pages: str) -> None:
-    if k < 1:
-        raise UserError(f"k is {k}: ask for at least 1 document")
-    if backend == "local" and docs is None:
-        raise UserError(f"the local backend searches your documents: name {WHAT_IS_READ} by --docs")
-    if backend != "local" and docs is not None:
-        raise UserError(
-            f"--docs is for the local backend: leave it out with {backend}, or choose local"
-        )
-    if backend != "serper" and pages != "none":
-        raise UserError(
-            f"--pages is for serper: the {backend} backend has the text of its documents already"
-        )
-    if backend == "retriever" and scholar:
-        raise UserError(
-            "the retriever has no scholar search: leave it out with --tools search,python, or "
-            "choose serper, or local with papers as documents"
-        )
+    refusals = [
+        (k < 1, f"k is {k}: ask for at least 1 document"),
+        (
+            backend == "local" and docs is None,
+            f"the local backend searches your documents: name {WHAT_IS_READ} by --docs",
+        ),
+        (
+            backend != "local" and docs is not None,
+            f"--docs is for the local backend: leave it out with {backend}, or choose local",
+        ),
+        (
+            backend != "serper" and pages != "none",
+            f"--pages is for serper: the {backend} backend has its documents' text already",
+        ),
+        (
+            backend == "retriever" and scholar,
+            "the retriever has no scholar search: leave it out with --tools search,python",
+        ),
+    ]
+    for wrong, sentence in refusals:
+        if wrong:
+            raise UserError(sentence)
 
 
 def base_url(variable: str) -> str:
@@ -199,22 +204,16 @@ def serper_documents(answer) -> list[Document]:
 def _serper_document(row: dict, rank: int) -> Document:
     """One result; every field is optional. Scholar adds authors, journal, year and citations."""
     url = _text(row.get("link")) or _text(row.get("pdfUrl"))
-    about = row.get("publicationInfo")
-    if isinstance(about, dict):
-        about = about.get("summary")
-    about = _text(about)
-    cited = row.get("citedBy")
-    if isinstance(cited, dict):
-        cited = cited.get("total")
-    cited = _text(cited)
+    about = _text(row.get("publicationInfo"))
     year = _text(row.get("year"))
-    lines = [about]
-    if year not in about:
-        lines.append(year)
-    lines.append(_text(row.get("date")))
-    if cited:
-        lines.append(f"Cited by {cited}")
-    lines.append(_text(row.get("snippet")))
+    cited = _text(row.get("citedBy"))
+    lines = [
+        about,
+        year if year not in about else "",
+        _text(row.get("date")),
+        f"Cited by {cited}" if cited else "",
+        _text(row.get("snippet")),
+    ]
     text = "\n".join(filter(None, lines))
     return make_document(url or f"result-{rank}", _text(row.get("title")), url, text)
 
@@ -278,7 +277,7 @@ def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
         host = _plain_host(name.strip()).removeprefix("www.").removeprefix(".")
         if not re.fullmatch(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", host):
             raise UserError(
-                f"--block {one_line(name.strip(), 80)}: give hosts by commas, such as "
+                f"--block {one_line(name, 80)}: give hosts by commas, such as "
                 "huggingface.co,hf.co, without https://, port or path"
             )
         hosts.append(host)
@@ -287,26 +286,19 @@ def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
 
 def is_blocked(url: str, block: tuple[str, ...]) -> bool:
     """Whether a URL's host is one of `block` (blocked_hosts), or below one of them."""
-    # Browsers read all of these alike, and a retriever may leave the scheme out.
-    url = re.sub(r"^([a-z][a-z0-9+.-]*:(?=//)|https?:)?/*", "//", _tidy(url), flags=re.IGNORECASE)
+    # A retriever may leave the scheme out.
+    url = re.sub(r"^([a-z][a-z0-9+.-]*:)?/*(?=[^/:]*[.])", "//", url.strip(), flags=re.IGNORECASE)
     try:
-        host = urllib.parse.urlsplit(url).hostname or ""
+        host = _plain_host(urllib.parse.urlsplit(url).hostname or "")
     except ValueError:
         return bool(block)
-    host = _plain_host(urllib.parse.unquote(host))
     return any(host == name or host.endswith(f".{name}") for name in block)
-
-
-def _tidy(url: str) -> str:
-    return re.sub(r"[\t\r\n]|view-source:", "", url).strip().replace("\\", "/")
 
 
 def _plain_host(host: str) -> str:
     """A host as name servers know it: in ASCII and lower case, without the last dot."""
-    try:
+    with contextlib.suppress(UnicodeError):  # no name server knows it
         host = host.encode("idna").decode()
-    except UnicodeError:
-        pass  # no name server knows it
     return host.lower().rstrip(".")
 
 
@@ -362,54 +354,29 @@ def _read_by_jina(client, base, headers, block, url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ToolError("only http and https pages are read")
 
-    def check(text) -> None:
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError("the page holds no text")
-        # The reader follows redirects itself, and its head may name the page that it ended at.
-        head, _ = _head_and_body(text)
-        for source in re.findall(r"^URL Source: *(\S+)", head, re.MULTILINE | re.IGNORECASE):
-            if is_blocked(source, block):
-                raise ToolError("the page redirects to a blocked host")
+    def check(page: dict) -> None:
+        if is_blocked(page["url"], block):  # the reader follows redirects itself
+            raise ToolError("the page redirects to a blocked host")
 
-    page = urllib.parse.quote(url, safe=string.punctuation)  # as it is, but in ASCII
-    return client.call(f"{base}/{page}", _decode_jina, headers=headers, check=check, quote=False)
+    headers = headers | {"Accept": "application/json"}
+    address = f"{base}/{urllib.parse.quote(url, safe=string.punctuation)}"  # as it is, but in ASCII
+    page = client.call(address, jina_page, headers=headers, check=check, quote=False)
+    return page["text"]
 
 
-def _head_and_body(text: str) -> tuple[str, str]:
-    """What the reader says of a page, and the page. A title may hold any words of the head."""
-    head, *body = re.split(r"^Markdown Content:", text, maxsplit=1, flags=re.MULTILINE)
-    return head, "".join(body)
+def jina_page(raw: bytes, _headers) -> dict:
+    """{"url": where the page was found in the end, "text"} of a reader's answer.
 
-
-def _decode_jina(raw: bytes, _headers) -> str:
-    """The text of a page; the reader answers 200 also when it could not read it."""
-    text = raw.decode("utf-8", "replace").strip()
-    if _is_report_of_error(text):
-        raise ValueError("the reader reports an error")
-    head, body = _head_and_body(text)
-    if "Warning: Target URL returned error" in head:
-        status = re.search(r"returned error (\d{3})", head)
-        if status is None:
-            raise ToolError("the page is an error")
-        raise ToolError(f"the page answered HTTP {status[1]}")
-    if not head.startswith("Title:"):
-        body = text
-    if not body.strip():
+    The reader answers 200 also when it could not read the page, or read an error in its place.
+    """
+    page = json.loads(raw)["data"]
+    refused = re.search(r"returned error (\d{3})", str(page.get("warning")))
+    if refused:
+        raise ToolError(f"the page answered HTTP {refused[1]}")
+    text = page["content"].encode("utf-8", "replace").decode()
+    if not text.strip():
         raise ValueError("the reader found no text on the page")
-    return text.encode("utf-8", "replace").decode()
-
-
-def _is_report_of_error(text: str) -> bool:
-    if not text.startswith("{"):
-        return False
-    try:
-        answer = json.loads(text)
-    except ValueError:
-        return False
-    if not isinstance(answer, dict):
-        return False
-    has_message = any(name in answer for name in ("message", "readableMessage", "error", "detail"))
-    return has_message and any(name in answer for name in ("code", "status", "error", "detail"))
+    return {"url": str(page.get("url") or ""), "text": text}
 
 
 # The command -------------------------------------------------------------------------------------
@@ -453,11 +420,7 @@ def _as_json(document: Document) -> str:
     """One line. What a terminal would obey or hide is escaped, for strangers wrote the text."""
     fields = {"title": document.title, "url": document.url, "text": document.text}
     line = json.dumps(fields, ensure_ascii=False)
-    return "".join(json.dumps(c)[1:-1] if _is_unprintable(c) else c for c in line)
-
-
-def _is_unprintable(character: str) -> bool:
-    return unicodedata.category(character) in ("Cc", "Cf", "Co", "Cs", "Cn", "Zl", "Zp")
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
 
 
 if __name__ == "__main__":

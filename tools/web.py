@@ -34,7 +34,6 @@ import ssl
 import tempfile
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -319,24 +318,16 @@ def retry_after(header: str | None) -> float:
     return 0.0
 
 
-def check_base_url(name: str, url: str, *, path: bool = False) -> str:
+def check_base_url(name: str, url: str) -> str:
     """The base URL of a service without its last slashes; UserError, which names it, if it is none.
 
-    path: whether one may follow the host. A password in the URL is refused: it would stand in every
-    error message.
+    A password in the URL is refused: it would stand in every error message.
     """
     url = url.strip().rstrip("/")
     if "@" in url:
         raise UserError(f"{name} holds an @: give the address without a user or a password")
-    allowed = r"https?://[^/?#\s\\]+"
-    shape = "http(s)://host:port without a path"
-    if path:
-        allowed += r"(/[^?#\s\\]*)?"
-        shape = "http(s)://host:port/path"
-    try:
-        well_formed = re.fullmatch(allowed, url) and urllib.parse.urlsplit(url).port != 0
-    except ValueError:
-        well_formed = False
-    if not well_formed:
-        raise UserError(f"{name} is {one_line(url, 80)!r}: give {shape}")
+    if not re.fullmatch(
+        r"https?://(\[[\da-f:.]+\]|[^/?#\s\\:]+)(:[1-9]\d{0,4})?(/[^?#\s\\]*)?", url
+    ):
+        raise UserError(f"{name} is {one_line(url, 80)!r}: give http(s)://host:port")
     return url
