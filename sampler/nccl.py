@@ -22,7 +22,7 @@ from torch import Tensor
 
 from config import UserError
 from sampler.servers import VLLM
-from tools.exchange import host_and_port, seconds_left
+from tools.web import seconds_left
 from trainer.lora import merged_weights
 
 MEMORY = "the trainer's memory"  # in the place of a folder
@@ -101,9 +101,9 @@ class Source:
 
 def meeting_point(url: str) -> tuple[str, int]:
     """An address of this machine that the server at `url` can reach, and a free port there."""
-    host, port = host_and_port(urllib.parse.urlsplit(url))
+    parts = urllib.parse.urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # chooses a route and sends nothing
+        probe.connect((parts.hostname, parts.port or 80))  # chooses a route and sends nothing
         address = probe.getsockname()[0]
     with socket.socket() as free:
         free.bind((address, 0))

@@ -32,8 +32,7 @@ from config import UserError
 from processes import from_first_rank
 from sampler.request import Completion, Conversation, Lost, Request, make_request
 from sampler.servers import Server, checked, final, reason
-from tools.exchange import Refused, in_threads
-from tools.web import retry_after
+from tools.web import Refused, in_threads, retry_after
 
 FIRST_REST = 0.25  # seconds that a server is left alone after a failure
 LONGEST_REST = 30.0  # after many in a row

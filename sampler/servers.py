@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 
 from config import UserError
 from sampler.request import Completion, Request
-from tools.documents import one_line
-from tools.exchange import Refused, seconds_left, service
-from tools.web import check_base_url
+from tools import one_line
+from tools.web import Refused, check_base_url, seconds_left, service
 
 LEAST = -1e6  # a log-prob lies above it
 SLACK = 1e-3  # and may lie so far above 0: bf16 rounds
@@ -174,7 +173,7 @@ def connect(
     deadline = time.monotonic() + seconds
     servers = {}  # by URL, each once
     for url in urls:
-        url = check_base_url("--server", url, path=True).removesuffix("/v1")
+        url = check_base_url("--server", url).removesuffix("/v1")
         try:
             found = [engine(worker, adapters) for worker in workers(url, deadline)]
             for server in found:

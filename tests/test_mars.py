@@ -385,7 +385,7 @@ BAD = {
     "hardly warm": (["--temperature", "1e-40"], "--temperature"),
     "hosts blocked where nothing is asked": (["--block", "hf.co"], "--block"),
     "held-out questions without own ones": (["--eval_data", "some.jsonl"], "--eval_data"),
-    "pages of no search": (["--pages", "fetch"], "--pages"),
+    "pages of no search": (["--pages", "jina"], "--pages"),
     "no tool at all": (["--tools", ","], "--tools"),
     "a name that is a path": (["--name", "../x"], "--name"),
     "a name with NUL": (["--name", "a\0b"], "--name"),
@@ -476,14 +476,14 @@ def test_the_papers_preset_lists_everything_that_is_missing_before_any_work(
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU: one entry fewer")
-    for name in ("SERPER_API_KEY", "JINA_API_KEY", "MARS_JUDGE_URL", "MARS_JUDGE_MODEL"):
+    for name in ("SERPER_API_KEY", "MARS_JUDGE_URL", "MARS_JUDGE_MODEL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     assert (
         program.main(["--preset", "paper", "--model", str(base), "--tools", "search,scholar"]) == 2
     )
     said = capsys.readouterr().err
-    for missing in ("SERPER_API_KEY", "JINA_API_KEY", "MARS_JUDGE_URL", "--data", "GPU"):
+    for missing in ("SERPER_API_KEY", "MARS_JUDGE_URL", "--data", "GPU"):
         assert missing in said, missing
     assert (
         "(1)" in said
