@@ -1,7 +1,7 @@
 """Paged decode attention against what the memory can deliver.
 
-    python -m bench.attention                    shapes of two models in bf16
-    python -m bench.attention --tiny             the same lines on a CPU, in seconds; writes no file
+    python -m bench.gpu --step attention_goal    batch 64 and 1 at context 4k, launch configurations
+    python -m bench.gpu --step attention_all     more shapes of two models
 
 A shape's row is the time and the bandwidth (bytes of keys and values over time) of one call: a
 captured graph of calls, page tables in turn, so that no call finds its pages in the L2 cache. The
@@ -12,10 +12,9 @@ pages for PyTorch's attention, and flash-attn where it is installed.
 Predictions are those of arithmetic and of the compiled code, made before any GPU was seen: 88 % of
 the copy rate, 30 % at batch 1 (128 programs of four steps each).
 
-Results: bench/results/attention.json. Tests: pytest tests/test_bench.py
+Tests: pytest tests/test_bench_gpu.py
 """
 
-import argparse
 import itertools
 import math
 from functools import partial
@@ -24,20 +23,17 @@ import torch
 import torch.nn.functional as F
 
 from bench.common import (
-    SMALL_RATES,
     clock,
     device,
     free_bytes,
     interleaved,
     measure,
-    rates,
-    save,
     spread,
-    table,
 )
 from kernels.paged_attention import triton_paged_attention
 
-HEADS = {"Qwen3-8B": (32, 8, 128), "Qwen2.5-7B": (28, 4, 128)}  # of queries, of keys, their size
+# Heads of queries, heads of keys, their size.
+HEADS = {"Qwen3-8B": (32, 8, 128), "Qwen2.5-7B": (28, 4, 128), "tiny": (4, 2, 16)}
 COLD = 512 << 20  # bytes that a graph reads before it comes back to a page: ten L2 caches
 GOAL = ("Qwen3-8B", 16, 64, 4096, False)
 SIZES = {
@@ -58,7 +54,7 @@ SIZES = {
     "tiny": {
         "calls": 1,
         "rounds": 1,
-        "shapes": [("Qwen3-8B", 16, 2, 40, True)],
+        "shapes": [("tiny", 16, 2, 24, True)],
     },
 }
 
@@ -159,10 +155,6 @@ def timed(call, size: int, sizes: dict, copy: float) -> dict:
     return columns | {"TB/s": speed / 1e12, "share of copy": speed / copy}
 
 
-def predict(size: int, share: float, copy: float) -> dict:
-    return {"MB": size / 1e6, "µs": 1e6 * size / copy / share, "share of copy": share}
-
-
 def one_shape(shape: tuple, form, sizes: dict, copy: float) -> dict:
     """One row: a form on a shape, whose keys and values exist for as long as it runs."""
     read, total = case_bytes(shape, sizes["calls"])
@@ -178,38 +170,20 @@ def one_shape(shape: tuple, form, sizes: dict, copy: float) -> dict:
     return timed(call, read, sizes, copy)
 
 
-def name_of(shape: tuple) -> dict:
-    return dict(zip(("model", "page", "batch", "context", "mixed"), shape))
-
-
-def shapes(sizes: dict, rows: list[dict], write, copy: float, forms=FORMS) -> None:
-    """A row for each shape and form, ours first."""
-    for shape, (name, form) in itertools.product(sizes["shapes"], forms.items()):
+def goal(tiny: bool, rows: list[dict], write, rate: dict, count: int = 2, forms=FORMS) -> None:
+    """A row for each form of the first `count` shapes; rate: see bench.common.rates."""
+    sizes = SIZES["tiny" if tiny else "full"]
+    for shape, (name, form) in itertools.product(sizes["shapes"][:count], forms.items()):
         read, _ = case_bytes(shape, sizes["calls"])
         predicted = {}
         if name == "MARS":
-            predicted = predict(read, 0.3 if shape[2] * shape[3] < 2**14 else 0.88, copy)
-        run = partial(one_shape, shape, form, sizes, copy)
-        measure(rows, write, name_of(shape) | {"form": name}, predicted, run)
+            share = 0.3 if shape[2] * shape[3] < 2**14 else 0.88
+            microseconds = 1e6 * read / rate["copy"] / share
+            predicted = {"MB": read / 1e6, "µs": microseconds, "share of copy": share}
+        row = dict(zip(("model", "page", "batch", "context", "mixed"), shape)) | {"form": name}
+        measure(rows, write, row, predicted, partial(one_shape, shape, form, sizes, rate["copy"]))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="small shapes, no file")
-    options = parser.parse_args()
-    if not (options.tiny or torch.cuda.is_available()):
-        parser.exit(2, "bench.attention measures on a GPU; --tiny runs its lines on a CPU.\n")
-    sizes = SIZES["tiny" if options.tiny else "full"]
-    copy = rates(**SMALL_RATES if options.tiny else {})["copy"]
-
-    def write(rows):
-        if not options.tiny:
-            save("attention", "python -m bench.attention", rows, copy_bytes_per_second=copy)
-
-    rows = []
-    shapes(sizes, rows, write, copy)
-    print(table(rows))
-
-
-if __name__ == "__main__":
-    main()
+def all_shapes(tiny: bool, rows: list[dict], write, rate: dict) -> None:
+    forms = {name: FORMS[name] for name in ("MARS", "flash-attn", "gather + SDPA")}
+    goal(tiny, rows, write, rate, count=99, forms=forms)

@@ -1,13 +1,13 @@
 """The loss kernels: accuracy and cost beside the implementations that people use.
 
-    python -m bench.kernels                    this machine's parts: accuracy, and cpu or gpu
-    python -m bench.kernels --only accuracy    one of: accuracy, cpu, gpu
-    python -m bench.kernels --tiny             the same lines in seconds; writes no file
+    python -m bench.kernels                      accuracy, and time on a CPU (about 3 minutes)
+    python -m bench.kernels --tiny               the same lines in seconds; writes no file
+    python -m bench.gpu --step loss_peers        on a GPU
 
 accuracy  bf16 hidden states and head; log-probs and gradients against float64. Every gradient ends
           in bf16: the row "all in fp32" is what that alone costs.
 cpu       N = 4,096, D = 256, V = 32,000 in fp32: the chunked form against whole logits in plain
-          PyTorch (about 3 minutes; the memory, measured once: 91 against 1,536 MB).
+          PyTorch.
 gpu       N = 16,384, D = 4,096, V = 151,936 in bf16; useful operations against a large product on
           the card at hand. Goals on an H200: forward ≤ 30 ms, forward + backward ≤ 92 ms, ≤ 5 GB of
           extra memory, twice as fast as Liger.
@@ -27,14 +27,12 @@ import torch
 import grpo
 import kernels
 from bench.common import (
-    SMALL_RATES,
     clock,
     device,
     free_bytes,
     interleaved,
     measure,
     peak_bytes,
-    rates,
     save,
     spread,
     table,
@@ -179,9 +177,10 @@ ACCURACY = {
 }
 
 
-def accuracy(shape, rows, write) -> None:
+def accuracy(tiny: bool, rows: list[dict], write) -> None:
     """Errors of each form against float64."""
-    case = make_case(*shape, torch.bfloat16, device())
+    N, D, V = SHAPES["tiny" if tiny else "full"]["accuracy"]
+    case = make_case(N, D, V, torch.bfloat16, device())
     exact = [x.double() if x.is_floating_point() else x for x in case]
     true_logprob = whole_logits(*exact[:3])
     true_gradients = gradients(loss_of(whole_logits), exact)
@@ -202,17 +201,16 @@ def accuracy(shape, rows, write) -> None:
 
 # --- CPU ------------------------------------------------------------------------------------------
 
-CPU = {
-    "MARS": partial(gradients, mars_loss),
-    "whole logits": partial(gradients, loss_of(whole_logits)),
-}
 
-
-def cpu(shape, rows, write, rounds=5) -> None:
-    """CPU seconds of each form, forward and backward."""
-    case = make_case(*shape, torch.float32, "cpu")
-    times = interleaved({name: partial(form, case) for name, form in CPU.items()}, rounds)
-    for name, seconds in times.items():
+def cpu(tiny: bool, rows: list[dict], write) -> None:
+    """CPU seconds of forward and backward."""
+    N, D, V = SHAPES["tiny" if tiny else "full"]["cpu"]
+    case = make_case(N, D, V, torch.float32, "cpu")
+    forms = {
+        "MARS": lambda: gradients(mars_loss, case),
+        "whole logits": lambda: gradients(loss_of(whole_logits), case),
+    }
+    for name, seconds in interleaved(forms, 1 if tiny else 5).items():
         columns = {f"CPU s, {key}": value for key, value in spread(seconds).items()}
         rows.append({"form": name} | columns)
     write(rows)
@@ -232,22 +230,28 @@ def gpu_forms(case) -> dict:
     }
 
 
+def peers_too(tiny: bool, rows: list[dict], write, rate: dict) -> None:
+    accuracy(tiny, rows, write)
+    gpu(tiny, rows, write, rate)
+
+
 def case_bytes(N, D, V) -> float:
     """Memory of the GPU part: case, a float copy of the head, gradients, and 5 GB for a form."""
     return 3 * 2 * (N * D + V * D) + 2 * 4 * V * D + 5e9
 
 
-def gpu(shape, rows, write, product: float, peers=True, rounds=5) -> None:
-    """Time and extra memory of each form; product: FLOP/s of a large matrix product."""
-    N, D, V = shape
-    if case_bytes(*shape) > free_bytes():
-        raise MemoryError(f"needs {case_bytes(*shape) / 1e9:.0f} GB of free GPU memory")
+def gpu(tiny: bool, rows: list[dict], write, rate: dict, peers: bool = True) -> None:
+    """Time and extra memory of each form; rate: see bench.common.rates."""
+    N, D, V = SHAPES["tiny" if tiny else "full"]["gpu"]
+    product = rate["product"]
+    if case_bytes(N, D, V) > free_bytes():
+        raise MemoryError(f"needs {case_bytes(N, D, V) / 1e9:.0f} GB of free GPU memory")
     case = make_case(N, D, V, torch.bfloat16, device())
 
     def one(form, flops):
         form()  # compiles
         row = {"extra GB": peak_bytes(form) / 1e9}
-        seconds = spread(interleaved({"form": form}, rounds, clock)["form"])
+        seconds = spread(interleaved({"form": form}, 1 if tiny else 5, clock)["form"])
         row |= {f"ms, {key}": 1e3 * value for key, value in seconds.items()}
         speed = flops / seconds["median"]
         return row | {"TFLOP/s": speed / 1e12, "share of a product": speed / product}
@@ -267,28 +271,17 @@ def gpu(shape, rows, write, product: float, peers=True, rounds=5) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    cuda = torch.cuda.is_available()
-    default = ["gpu" if cuda else "cpu", "accuracy"]
-    parser.add_argument("--only", nargs="+", choices=("gpu", "accuracy", "cpu"), default=default)
     parser.add_argument("--tiny", action="store_true", help="small shapes, no files")
-    options = parser.parse_args()
-    if "gpu" in options.only and not (cuda or options.tiny):
-        parser.exit(2, "--only gpu measures on a GPU; --tiny runs its lines on a CPU.\n")
-    size = "tiny" if options.tiny else "full"
-    for part in options.only:
+    tiny = parser.parse_args().tiny
+    for name, part in (("accuracy", accuracy), ("cpu", cpu)):
+
+        def write(rows, name=name):
+            if not tiny:
+                save(f"kernels_{name}", "python -m bench.kernels", rows)
+
         rows = []
-        more = {}
-        if part == "gpu":
-            more["product"] = rates(**SMALL_RATES if options.tiny else {})["product"]
-
-        def write(rows, part=part, more=more):
-            if not options.tiny:
-                save(f"kernels_{part}", "python -m bench.kernels", rows, **more)
-
-        {"gpu": gpu, "accuracy": accuracy, "cpu": cpu}[part](
-            SHAPES[size][part], rows, write, **more
-        )
-        print(f"\n{part}: N, D, V = {SHAPES[size][part]}\n{table(rows)}", flush=True)
+        part(tiny, rows, write)
+        print(f"\n{name}\n{table(rows)}", flush=True)
 
 
 if __name__ == "__main__":

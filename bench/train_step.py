@@ -1,26 +1,26 @@
-"""The training step: packed against padded, on a CPU and on a GPU, and a GRPO step beside TRL's.
+"""The training step: packed against padded, and a GRPO step beside TRL's.
 
-    python -m bench.train_step                            this machine's part: cpu or gpu
+    python -m bench.train_step                            packed against padded on a CPU
+    python -m bench.gpu --step training_step              the same on a GPU
     python -m bench.train_step --trl FOLDER/bin/python    a whole step of SmolLM2 beside GRPOTrainer
-    python -m bench.train_step --tiny                     the same lines in seconds; no file
+    python -m bench.train_step --tiny                     the first in seconds; writes no file
 
-cpu   One thread, a small Qwen3 in fp32 (2 minutes): the trainer (micro_batches, backward) against
-      the step that code around Hugging Face models takes: batches of 4 samples, right-padded, with
-      an attention mask. Weights, samples and loss are the same, and a form whose loss or gradients
-      differ gets no row. Padded in random order, and sorted by length.
-gpu   A random model of Qwen3-0.6B's shape in bf16 and AdamW: packed with activations recomputed
-      and kept, and padded; tokens/s, the share of a large product, peak memory. Operations are the
-      model's: 6·(weights of the layers·T + D·V·N), and for causal attention
-      6·layers·Hq·Dh·Σ length²; recomputing counts as nothing. Predicted: 35 % of a product with
-      recomputation, 45 % without, half of that padded; 18 bytes a parameter, and what the layers
-      keep.
-trl   4 prompts × G = 8, 64 new tokens that cannot end early, fp32, one thread; CPU seconds of
-      rollout and update. Not the same: draws and rewards; TRL also computes entropies and pads.
+Packed is the trainer (micro_batches, backward); padded is the step that code around Hugging Face
+models takes: batches of 4 samples, right-padded, with an attention mask, in random order or sorted
+by length. Weights, samples and loss are the same, and a form whose loss differs is a failure. A
+CPU's model is a small Qwen3 in fp32 with one thread (2 minutes); a GPU's has Qwen3-0.6B's shape, in
+bf16, with AdamW's step and activations recomputed or kept. Operations are the model's, forward and
+backward: 6·(weights of the layers·T + D·V·N), and for causal attention 6·layers·Hq·Dh·Σ length²;
+recomputing counts as nothing. Predicted for a GPU: 35 % of a large product's rate with
+recomputation, 45 % without, 20 % padded; 18 bytes a parameter, and what the layers keep.
 
-Samples of cpu and gpu: as many of System 2 as of System 1. Lengths are log-normal: System 2 with
-median 6,400 tokens and σ 0.6, a third of it sampled, in five steps; System 1 with median 1,920 and
-σ 0.7, its last fifth sampled; 31,744 at most. The paper gives the limits only, so medians and
-spreads are our assumption. On a CPU 1/16 of these lengths, on a GPU a half.
+Samples: as many of System 2 as of System 1. Lengths are log-normal: System 2 with median 6,400
+tokens and σ 0.6, a third of it sampled, in five steps; System 1 with median 1,920 and σ 0.7, its
+last fifth sampled; 31,744 at most. The paper gives the limits only, so medians and spreads are our
+assumption. On a CPU 1/16 of these lengths, on a GPU a half.
+
+Beside TRL: 4 prompts × G = 8, 64 new tokens that cannot end early, fp32, one thread, CPU seconds.
+Not the same: draws and rewards; TRL also computes entropies, and pads.
 
 Results: bench/results/train_step_PART.json. Tests: pytest tests/test_bench.py
 """
@@ -138,49 +138,6 @@ FORMS = {
 }
 
 
-def prepare(shape, samples, capacity, *, packed=False, recompute=True, by_length=False) -> tuple:
-    """(model, its step, its micro-batches) of a form; the same weights at every call."""
-    where = device()
-    model = random_model(shape, where=where)
-    cut = capacity if packed else 1  # what is longer stands alone
-    batches = trainer.micro_batches(samples, weigh(samples), cut, where)
-    if not packed:
-        return model, partial(padded_step, model, batches, by_length=by_length), batches
-    cuda = where.type == "cuda"
-    policy = trainer.Policy(model, bf16=cuda, recompute_activations=cuda and recompute)
-    return model, partial(packed_step, policy, batches), batches
-
-
-def cpu(tiny: bool, rows: list[dict], write) -> None:
-    """CPU seconds of each form, interleaved; ValueError if one disagrees with packing."""
-    shape = TINY if tiny else SMALL | {"vocab_size": 8192, "tie_word_embeddings": True}
-    count, scale, capacity = (2, 1 / 64, 256) if tiny else (16, 1 / 16, 2048)
-    samples = draw_samples(count, scale, shape["vocab_size"])
-    steps = {}
-    results = {}
-    for name, form in FORMS.items():
-        if form.get("recompute") is False:
-            continue  # on a CPU nothing is recomputed
-        model, steps[name], _ = prepare(shape, samples, capacity, **form)
-        loss, computed = steps[name]()
-        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-        results[name] = loss, gradient, computed
-    loss, gradient, _ = results["packed"]
-    times = interleaved(steps, 1 if tiny else 5)
-    for name, (theirs, other, computed) in results.items():
-        error = ((other - gradient).norm() / gradient.norm()).item()
-        if abs(theirs - loss) > 1e-5 or error > 1e-4:
-            raise ValueError(f"{name} and packed disagree: loss {theirs}, {loss}; {error:.1e}")
-        row = {f"CPU s, {key}": value for key, value in spread(times[name]).items()}
-        row |= {"tokens computed": computed, "gradient differs by": error}
-        row["packed is faster by"] = row["CPU s, median"] / spread(times["packed"])["median"]
-        rows.append({"form": name} | row)
-    write(rows)
-
-
-# --- on a GPU -------------------------------------------------------------------------------------
-
-
 def operations(shape: dict, batches) -> float:
     """Floating-point operations of forward and backward that a model needs for the batches."""
     head = shape["vocab_size"] * shape["hidden_size"]
@@ -193,49 +150,73 @@ def operations(shape: dict, batches) -> float:
     return 6 * total
 
 
-def predict(shape: dict, batches, name: str, product: float) -> dict:
-    """By arithmetic: see the head of this file."""
+def predict(shape: dict, samples, capacity: int, name: str, product: float) -> dict:
+    """By arithmetic: see the head of this file. 75 · D bytes a token and layer are kept."""
     D, layers = shape["hidden_size"], shape["num_hidden_layers"]
     share = {"packed": 0.35, "packed, activations kept": 0.45}.get(name, 0.2)
+    batches = trainer.micro_batches(samples, weigh(samples), capacity, "cpu")
+    kept = 75 * D + layers * (4 if name == "packed" else 75) * D
     tokens = max(batch.tokens.numel() for batch in batches)
-    kept = 4 * D if name == "packed" else 75 * D  # bytes a token and layer
-    size = 18 * weight_bytes(shape) / 2 + tokens * layers * kept + tokens * 75 * D
     seconds = operations(shape, batches) / product / share
+    size = 18 * weight_bytes(shape) / 2 + tokens * kept
     return {"s": seconds, "share of a product": share, "peak GB": size / 1e9}
 
 
-def gpu(tiny: bool, rows: list[dict], write, product: float) -> None:
-    """One optimizer step of each form; product: FLOP/s of a large matrix product."""
-    shape = TINY if tiny else QWEN3_0_6B
-    count, scale, capacity = (1, 1 / 64, 256) if tiny else (16, 1 / 2, 16_384)
+def steps(tiny: bool, rows: list[dict], write, rate: dict) -> None:
+    """A row for each form; on a GPU with an optimizer step. rate: see bench.common.rates."""
+    where = device()
+    cuda = where.type == "cuda"
+    shape = QWEN3_0_6B if cuda else SMALL | {"tie_word_embeddings": True}
+    count, scale, capacity = (16, 1 / 2, 16_384) if cuda else (16, 1 / 16, 2048)
+    if tiny:
+        shape, count, scale, capacity = TINY, 2, 1 / 64, 256
     samples = draw_samples(count, scale, shape["vocab_size"])
+    expected = []  # the loss and the gradient's norm of the first form
 
-    def result(form):
-        free_bytes()  # what the row before has left goes
-        model, forward_and_backward, batches = prepare(shape, samples, capacity, **form)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    def result(packed=False, recompute=True, by_length=False):
+        free_bytes()  # what the form before has left goes
+        model = random_model(shape, where=where)
+        batches = trainer.micro_batches(samples, weigh(samples), capacity if packed else 1, where)
+        run = partial(padded_step, model, batches, by_length=by_length)
+        if cuda and not packed:
+            model.train()  # it has no dropout
+            model.gradient_checkpointing_enable()
+        if packed:
+            policy = trainer.Policy(model, bf16=cuda, recompute_activations=cuda and recompute)
+            run = partial(packed_step, policy, batches)
+        optimizer = trainer.make_optimizer(model, 1e-6, 0.0)
 
         def step():
             optimizer.zero_grad(set_to_none=True)
-            forward_and_backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            found = run()
+            norm = trainer.gradient_norm(model, 1.0)
+            if cuda:
+                optimizer.step()
+            return *found, norm
 
-        step()  # the moments are there
-        held = torch.cuda.memory_allocated() if torch.cuda.is_available() else math.nan
+        loss, computed, norm = step()
+        expected[:] = expected or [loss, norm]
+        for ours, first in zip((loss, norm), expected):
+            if abs(ours - first) > (0.02 if cuda else 1e-5) * max(1.0, abs(first)):
+                raise ValueError(f"another loss or gradient: {loss}, {norm}; first {expected}")
+        held = torch.cuda.memory_allocated() if cuda else math.nan
         peak = held + peak_bytes(step)
-        taken = spread(interleaved({"step": step}, 1 if tiny else 3, clock)["step"])
-        tokens = sum(sum(batch.lengths) for batch in batches)
-        speed = operations(shape, batches) / taken["median"]
-        row = {f"s, {key}": value for key, value in taken.items()}
-        row |= {"tokens": tokens, "tokens/s": tokens / taken["median"], "peak GB": peak / 1e9}
-        return row | {"TFLOP/s": speed / 1e12, "share of a product": speed / product}
+        taken = interleaved({"": step}, 1 if tiny else 3, clock if cuda else time.process_time)[""]
+        row = {f"s, {key}": value for key, value in spread(taken).items()}
+        seconds = row["s, median"]
+        speed = operations(shape, batches) / seconds
+        row |= {
+            "tokens computed": computed,
+            "tokens/s": sum(len(s.tokens) for s in samples) / seconds,
+        }
+        row |= {"TFLOP/s": speed / 1e12, "share of a product": speed / rate["product"]}
+        return row | {"peak GB": peak / 1e9}
 
     for name, form in FORMS.items():
-        cut = capacity if form.get("packed") else 1
-        batches = trainer.micro_batches(samples, weigh(samples), cut, "cpu")
-        predicted = predict(shape, batches, name, product)
-        measure(rows, write, {"form": name}, predicted, partial(result, form))
+        if not cuda and "recompute" in form:
+            continue  # on a CPU nothing is recomputed
+        predicted = predict(shape, samples, capacity, name, rate["product"])
+        measure(rows, write, {"form": name}, predicted, partial(result, **form))
 
 
 # --- a GRPO step beside TRL's ---------------------------------------------------------------------
@@ -291,13 +272,11 @@ def beside_trl(python: str, rows: list[dict], write) -> None:
         measure(rows, write, name, {}, partial(our_step, model, prompts, 8, 64, share))
     texts = [tokenizer.decode(prompt) for prompt in prompts]
 
-    def theirs():
-        peer = peers.Peer("TRL", python, folder=folder, prompts=texts, group=8, new=64)
-        _, seconds = peer.run()
-        peer.close()
-        return {"CPU s, step": seconds, "version": peer.version}
-
-    measure(rows, write, {"form": "TRL's GRPOTrainer"}, {}, theirs)
+    work = {"folder": folder, "prompts": texts, "group": 8, "new": 64}
+    reply = peers.first("TRL", [python], rounds=1, **work)
+    rows.append({"form": "TRL's GRPOTrainer"})
+    rows[-1] |= reply if "failed" in reply else {"CPU s, step": reply["answers"]}
+    write(rows)
 
 
 def main():
@@ -306,19 +285,17 @@ def main():
     parser.add_argument("--trl", metavar="PYTHON", help="of an environment that has TRL")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    part = "trl" if options.trl else "gpu" if torch.cuda.is_available() else "cpu"
+    part = "trl" if options.trl else "cpu"
 
     def write(rows):
         if not options.tiny:
             save(f"train_step_{part}", "python -m bench.train_step", rows)
 
     rows = []
-    if part == "trl":
+    if options.trl:
         beside_trl(options.trl, rows, write)
-    elif part == "cpu":
-        cpu(options.tiny, rows, write)
-    if part == "gpu" or options.tiny:
-        gpu(options.tiny, rows, write, rates(**SMALL_RATES if options.tiny else {})["product"])
+    else:
+        steps(options.tiny, rows, write, rates(**SMALL_RATES))
     print(table(rows))
 
 

@@ -517,30 +517,3 @@ def test_graphs_are_captured_at_the_start(monkeypatch):
     assert buckets.decode(batch, pool).shape == (3, SMALL["vocab_size"])
     assert buckets.graphs[4][0].replays == 1
     assert len(captured) == 7
-
-
-# ---------------------------------------------------------------- the bench
-
-
-def test_pages_of_the_peer_are_named_as_its_version_wants(monkeypatch):
-    """transformers 5.17 calls the size of a page block_size, later ones page_size."""
-    from bench import sampler as bench
-
-    config = bench.batching_config(num_blocks=9)
-    assert 256 in (getattr(config, "page_size", None), getattr(config, "block_size", None))
-
-    def older(block_size=32, num_blocks=None):
-        return block_size, num_blocks
-
-    monkeypatch.setattr(bench, "ContinuousBatchingConfig", older)
-    assert bench.batching_config(num_blocks=9) == (256, 9)
-
-
-def test_the_ceiling_of_decoding_qwen3_8b():
-    """Weights of 15 GB and, at 64 rows of 4,096 tokens, 39 GB of keys and values."""
-    from bench.sampler import ceiling, step_bytes
-
-    weights, cache = step_bytes(64, 4096)
-    assert 15.0e9 < weights < 15.5e9
-    assert cache == 64 * 4096 * 147456
-    assert ceiling(64, 4096, 4.3e12) == pytest.approx(64 * 4.3e12 / (weights + cache))

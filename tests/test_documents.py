@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopback import needs_lxml, needs_pypdf
 
-from bench import search as bench_search
 from config import UserError
 from tools import Document, ToolError, documents, pages, reader, search
 
@@ -452,23 +451,3 @@ def test_a_long_page_is_shortened_to_the_passages_that_match():
     assert "needle" in short.text and len(short.text.split()) < 330
     assert documents.best_passages(page, rank, words=0, longest=300) == page
     assert documents.best_passages(page, rank, words=100, longest=1001) == page
-
-
-# Found, and read ---------------------------------------------------------------------------------
-
-
-def test_a_fact_planted_in_long_notes_is_in_the_passage_that_is_read(tmp_path):
-    """30 notes, three of them of 30,000 words, hold ten facts.
-
-    At least nine of the facts are within the first three passages that their question finds.
-    """
-    facts = bench_search.write_notes(tmp_path)
-    find = search.local(tmp_path, 3)
-    seen = [any(fact in part.text for part in find(question)) for question, fact in facts]
-    assert sum(seen) >= 9
-    whole = search.local(tmp_path, 3, passage_words=0)
-    shown = [
-        any(fact in " ".join(document.text.split()[:3000]) for document in whole(question))
-        for question, fact in facts
-    ]
-    assert sum(shown) <= 3, "else the notes would not be a test of anything"
