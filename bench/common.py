@@ -1,10 +1,13 @@
-"""Shared by every benchmark: who measured, ceilings of the card, interleaved timing, tables, files.
+"""Shared by every bench: who measured, time, rates of the machine, predictions, tables, files.
 
-Results go to bench/results/NAME.json, or to the folder that MARS_BENCH_RESULTS names.
+Results go to bench/results/NAME.json. A row is written as soon as it is measured, and its
+prediction before: whoever reads it sees who was right, and a run that is cut keeps what it had.
+Tests: pytest tests/test_bench.py
 """
 
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -13,20 +16,12 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from plumbing.folders import write_whole
+import torch
 
-FOLDER = Path(__file__).parent
-RESULTS = Path(os.environ.get("MARS_BENCH_RESULTS") or FOLDER / "results")
-PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "numpy",
-    "bm25s",
-    "liger_kernel",
-    "cut-cross-entropy",
-)
-
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
+SMALL_RATES = {"size": 1 << 20, "n": 64, "rounds": 1}  # of `rates`, in a rehearsal
+PACKAGES = ("torch", "triton", "transformers", "numpy", "liger_kernel", "flash_attn")
 
 # --- who measured ---------------------------------------------------------------------------------
 
@@ -42,7 +37,7 @@ def commit() -> str | None:
     """The checked-out commit; None outside a repository and on a machine without git."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER)
+        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     except FileNotFoundError:
         return None
     return result.stdout.strip() or None
@@ -60,14 +55,11 @@ def processor() -> str:
 
 def provenance() -> dict:
     """Date, machine, library versions and commit: what a reader needs to judge a figure."""
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": processor(),
         "cores": os.cpu_count(),
-        "gpu": gpu,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "commit": commit(),
@@ -75,16 +67,25 @@ def provenance() -> dict:
     }
 
 
-# --- time -----------------------------------------------------------------------------------------
+# --- time and memory, on a GPU and in a rehearsal on a CPU ----------------------------------------
 
 
-def interleaved(
-    functions: dict, rounds: int = 5, clock=time.process_time, after_round=None
-) -> dict:
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def clock() -> float:
+    """Wall seconds, when all that was launched on the GPU has ended."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def interleaved(functions: dict, rounds: int = 5, clock=time.process_time) -> dict:
     """Times each function once a round, in turn, so that a machine that drifts drifts for all.
 
     Returns name -> list of `rounds` durations in seconds of `clock` (CPU time by default). One
-    uncounted warm-up round. `after_round` is called with the times so far after each other round.
+    uncounted warm-up round.
     """
     times = {name: [] for name in functions}
     for turn in range(rounds + 1):
@@ -93,17 +94,7 @@ def interleaved(
             function()
             if turn:
                 times[name].append(clock() - start)
-        if turn and after_round is not None:
-            after_round(times)
     return times
-
-
-def gpu_clock() -> float:
-    """For `interleaved`: seconds, when all that was launched on the GPU has ended."""
-    import torch
-
-    torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def spread(values) -> dict:
@@ -111,54 +102,67 @@ def spread(values) -> dict:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-# --- ceilings of the card at hand -----------------------------------------------------------------
+def free_bytes() -> float:
+    """Free memory of the GPU; a CPU's is not looked at."""
+    if not torch.cuda.is_available():
+        return math.inf
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
 
 
-def copy_rate(rounds: int = 7, size: int = 4 << 30) -> float:
-    """Bytes a second, read and written, of a large copy on the GPU."""
-    import torch
+def peak_bytes(function) -> float:
+    """What a call adds to the GPU memory that is allocated, at its peak; NaN on a CPU."""
+    if not torch.cuda.is_available():
+        function()
+        return math.nan
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    return torch.cuda.max_memory_allocated() - before
 
-    source = torch.empty(size, dtype=torch.uint8, device="cuda")
+
+def rates(size: int = 4 << 30, n: int = 8192, rounds: int = 7) -> dict:
+    """What the machine can do: bytes a second of a copy, FLOP/s of a bf16 matrix product.
+
+    size: bytes of the copy, each of which is read and written; n: of the n × n matrices.
+    """
+    where = device()
+    source = torch.empty(size, dtype=torch.uint8, device=where)
     target = torch.empty_like(source)
-    seconds = interleaved({"copy": lambda: target.copy_(source)}, rounds, gpu_clock)["copy"]
-    return 2 * size / statistics.median(seconds)
+    a, b = torch.randn(2, n, n, device=where, dtype=torch.bfloat16)
+    calls = {"copy": lambda: target.copy_(source), "product": lambda: a @ b}
+    times = interleaved(calls, rounds, clock)
+    return {
+        "copy": 2 * size / statistics.median(times["copy"]),
+        "product": 2 * n**3 / statistics.median(times["product"]),
+    }
 
 
-def matmul_rate(rounds: int = 7, n: int = 8192) -> float:
-    """Operations a second of a large bf16 matrix product on the GPU."""
-    import torch
-
-    a = torch.randn(n, n, device="cuda", dtype=torch.bfloat16)
-    b = torch.randn(n, n, device="cuda", dtype=torch.bfloat16)
-
-    def ten_products():
-        for _ in range(10):
-            a @ b
-
-    seconds = interleaved({"product": ten_products}, rounds, gpu_clock)["product"]
-    return 10 * 2 * n**3 / statistics.median(seconds)
-
-
-def ceilings() -> dict:
-    """Both rates of the card at hand, for a bench's file and its shares."""
-    return {"copy_bytes_per_second": copy_rate(), "matmul_flops_per_second": matmul_rate()}
-
-
-def fits(needed: float, spare: float = 0.9) -> bool:
-    """Whether `needed` bytes are free on the GPU, with a tenth of it left over."""
-    import torch
-
-    free, _ = torch.cuda.mem_get_info()
-    return needed <= spare * free
+# --- rows, tables, files --------------------------------------------------------------------------
 
 
 def why(error: Exception) -> str:
-    """An error as a cell of a table: a peer that does not run is a row, not the end."""
+    """An error as a cell of a table."""
     lines = f"{type(error).__name__}: {error}".splitlines()
-    return lines[0][:80]
+    return lines[0][:100]
 
 
-# --- tables and files -----------------------------------------------------------------------------
+def measure(rows: list[dict], write, name: dict, predicted: dict, function) -> dict:
+    """One row: `name`, its prediction, and what `function` returns (a dict) or why it failed.
+
+    The row is in `rows` and written before it is measured, and again after. A failure is a cell,
+    not the end: the next row may be the one that was wanted.
+    """
+    row = name | {f"predicted {key}": value for key, value in predicted.items()}
+    rows.append(row)
+    write(rows)
+    try:
+        row |= function()
+    except Exception as error:
+        row["failed"] = why(error)
+    write(rows)
+    return row
 
 
 def table(rows: list[dict]) -> str:
@@ -176,13 +180,11 @@ def table(rows: list[dict]) -> str:
     return "\n".join(text)
 
 
-def save(name: str, command: str, rows: list[dict], **more) -> Path:
-    """Writes NAME.json whole: the rows with their command and provenance.
-
-    Called again with more rows after each measurement, it leaves all of them where a run is cut.
-    """
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def save(name: str, command: str, rows: list[dict], folder: Path | None = None, **more) -> Path:
+    """Writes NAME.json in one go: the rows with their command and provenance."""
+    folder = folder or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
     record = {"command": command, **provenance(), **more, "rows": rows}
-    write_whole(path, (json.dumps(record, indent=1) + "\n").encode())
-    return path
+    unfinished = folder / f"{name}.json.unfinished"
+    unfinished.write_text(json.dumps(record, indent=1) + "\n")
+    return unfinished.rename(folder / f"{name}.json")

