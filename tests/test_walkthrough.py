@@ -4,22 +4,8 @@ import importlib
 import re
 from pathlib import Path
 
-<<<<<<< HEAD
-import pytest
-import torch
-from plumbing.build import build
-from plumbing.records import record
-
-import grpo
-import mars
-import train
-from bench import walkthrough
-from config import UserError, parser
-from toy import base_model as toy_base
-=======
 import mars
 from config import parser
->>>>>>> refs/heads/bench
 
 REPO = Path(__file__).parent.parent
 WALKTHROUGH = (REPO / "docs" / "walkthrough.md").read_text()
