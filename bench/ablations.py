@@ -42,8 +42,8 @@ from statistics import mean
 
 import mars
 from bench import common
-from config import MAY_CHANGE, Config, UserError, fail, parse, parser, resolve
-from plumbing.folders import make_folder, read_lines, write_whole
+from config import Config, UserError, fail, parse, parser, resolve
+from plumbing.folders import read_lines, write_whole
 
 ROOT = Path(__file__).parent.parent
 # name: what the arm changes of the default setting
@@ -164,7 +164,7 @@ def look(arm: str, seed: int, options: argparse.Namespace) -> ArmRun:
         # A run of an older version did what the default of a newer option does.
         saved = dataclasses.asdict(mars.MarsConfig()) | saved
         others = []
-        for key in sorted(wanted.keys() - MAY_CHANGE):
+        for key in sorted(wanted.keys() - Config.may_change):
             if saved[key] != wanted[key]:
                 others.append(f"{key} {saved[key]}")
         if others:
@@ -250,7 +250,7 @@ def pool(
 @contextlib.contextmanager
 def alone_in(folder: Path):
     """Refuses a second bench in the same folder."""
-    make_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         lock = open(folder / ".lock", "w")
     except OSError as error:

@@ -38,14 +38,14 @@ import signal
 import sys
 from pathlib import Path
 
-from plumbing.evaluation import with_interval
-from plumbing.statistics import sign_test, wilson_interval
+from plumbing.metrics import with_interval
+from plumbing.metrics import sign_test, wilson_interval
 
 from bench import common
 from bench.ablations import ROOT, Ended, alone_in, pool, remember
-from config import MAY_CHANGE, OneLineParser, UserError, fail, parse, parser, resolve
+from config import Config, OneLineParser, UserError, fail, parse, parser, resolve
 from plumbing import smollm2
-from plumbing.folders import make_folder, read_json, read_lines, write_whole
+from plumbing.folders import read_json, read_lines, write_whole
 from recipes import atlas, atlas_world
 
 # A row of the table: the command, and whom it asks (a key of `paths` in `evaluate`).
@@ -77,7 +77,7 @@ OWN_START = {"no-purpose"}  # arms whose warm start differs from the run's
 # Set by the bench or by recipes.atlas, and what would replace the questions or the pages.
 RESERVED = set("seed name resume model data eval_data docs eval_docs search".split())
 # What runs of one setting may differ in. What a run asks itself stands in no row.
-MAY_DIFFER = RESERVED | (MAY_CHANGE - {"steps"}) | {"eval_questions"}
+MAY_DIFFER = RESERVED | (Config.may_change - {"steps"}) | {"eval_questions"}
 # Options that evaluations do not get: only training reads them, or `put_questions` sets them.
 NOT_PASSED_ON = atlas.AtlasConfig.for_training | {"eval_questions", "threads", "temperature"}
 
@@ -556,7 +556,7 @@ def plot(rows: list[dict], options: argparse.Namespace, path: Path) -> None:
     rewards.legend(frameon=False, loc="lower right")
     picture = io.BytesIO()
     FigureCanvasAgg(figure).print_png(picture)
-    make_folder(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, picture.getvalue())
 
 
@@ -581,7 +581,7 @@ def plot_pair(ax, rows: list[dict], seed: int, decoding: str, offset: float, col
 
 def copy_run(folder: Path, target: Path, options: argparse.Namespace) -> None:
     """A run's texts; of the first seed's also what is large, its curves and trajectories."""
-    make_folder(target)
+    target.mkdir(parents=True, exist_ok=True)
     texts = [folder / name for name in KEPT] + [folder.with_name(f"{folder.name}.log")]
     first = options.seeds[0]
     if folder.name == f"rl-{first}":

@@ -104,7 +104,7 @@ def remember(tool: Tool, answers: dict) -> Tool:
 
 def rollout(checkpoint: str, questions: int, rounds: int) -> list[dict]:
     """Seconds of toy rollouts with real and with remembered tools, and the difference a call."""
-    from plumbing.build import build
+    from plumbing.start import build
 
     import mars
     from plumbing import evaluation

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from plumbing.build import build
-from plumbing.records import segments
-from plumbing.run import Run
+from plumbing.start import build
+from plumbing.logbook import segments
+from plumbing.start import Run
 from torch import Tensor
 
 import grpo

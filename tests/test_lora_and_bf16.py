@@ -11,7 +11,7 @@ import mars
 import train
 from bench import bf16
 from config import UserError, uses_bf16
-from plumbing.build import Machine, check_machine
+from plumbing.start import Machine, check_machine
 from toy import base_model
 
 SMALL = (

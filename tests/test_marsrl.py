@@ -13,7 +13,7 @@ from test_mars import SMALL
 
 from config import UserError, parse, parser, resolve
 from driver import Driver
-from plumbing.run import Run
+from plumbing.start import Run
 from rollout import Trajectory
 from sampler import Completion
 from siblings import marsrl

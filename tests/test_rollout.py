@@ -7,7 +7,7 @@ import pytest
 import mars
 import rollout
 from driver import Driver
-from plumbing.records import record
+from plumbing.logbook import record
 from rollout import Env, Sample
 from sampler import Completion
 from tasks.grading import exact_match

@@ -17,8 +17,8 @@ import mars
 import train
 from bench import walkthrough
 from config import UserError, parser
-from plumbing.build import build
-from plumbing.records import record
+from plumbing.start import build
+from plumbing.logbook import record
 from toy import base_model as toy_base
 
 REPO = Path(__file__).parent.parent
