@@ -10,7 +10,7 @@ import torch
 import mars
 import train
 from config import UserError, resolve
-from plumbing import files, logbook
+from plumbing import folders, logbook
 from plumbing.outside import Questions, epoch_order
 from rollout import Sample, Trajectory
 from sampler import Completion
@@ -234,14 +234,14 @@ def test_what_resume_does_again_is_taken_back_and_a_last_evaluation_stays(tmp_pa
     (tmp_path / "rollouts").mkdir()
     for step in range(8):
         records = [{"step": step, "split": split} for split in ("eval", "train")]
-        files.append_lines(tmp_path / f"rollouts/step_{step}.jsonl", records)
-        files.append_lines(tmp_path / "metrics.jsonl", [{"step": step}])
+        folders.append_lines(tmp_path / f"rollouts/step_{step}.jsonl", records)
+        folders.append_lines(tmp_path / "metrics.jsonl", [{"step": step}])
     logbook.take_back(run, 6)
-    kept = {path.stem: files.read_lines(path) for path in (tmp_path / "rollouts").iterdir()}
+    kept = {path.stem: folders.read_lines(path) for path in (tmp_path / "rollouts").iterdir()}
     assert sorted(kept) == [f"step_{step}" for step in range(7)]
     assert kept["step_6"] == [{"step": 6, "split": "eval"}]
     assert len(kept["step_5"]) == 2
-    assert [line["step"] for line in files.read_lines(tmp_path / "metrics.jsonl")] == [*range(6)]
+    assert [line["step"] for line in folders.read_lines(tmp_path / "metrics.jsonl")] == [*range(6)]
     logbook.take_back(run, 4)  # it will be evaluated again
     assert not (tmp_path / "rollouts/step_4.jsonl").exists()
 

@@ -5,12 +5,12 @@ import zlib
 
 import pytest
 import torch
-from plumbing.build import Machine, check_machine
 from safetensors.torch import load_file
 
 import mars
 import train
 from config import UserError, uses_bf16
+from plumbing.outside import Machine, check_machine
 from toy import base_model
 
 SMALL = (

@@ -13,13 +13,7 @@ from plumbing import evaluation
 from plumbing.metrics import method_shares
 from recipes import atlas
 from siblings import marsrl, matpo
-from toy import base_model
 from toy.language import ToyFormat
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return base_model.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
 
 
 def test_a_method_brings_numbers_a_model_a_language_and_rollouts_of_its_own(base, tmp_path):
