@@ -117,6 +117,7 @@ FACTS = [
     ("x<span style='vertical-align:sub'>i</span>y", "x_i y"),
     ("1101<sub>2</sub> and 5<sub>10</sub>", "1101_2 and 5_10"),
     ("3<sup>1</sup>/<sub>2</sub> hours", "3 1/2 hours"),
+    ("3<sup>1</sup>/", "3^1/"),
     ("H<sub>2</sub>O, log<sub>10</sub>5, x<sub>i+1</sub>", "H2O, log10 5, x_(i+1)"),
     ("in 1897<sup>2</sup>", "in 1897^2"),
     ("in 1897<sup><a>[2]</a></sup>", "in 1897[2]"),

@@ -239,21 +239,6 @@ def test_a_storm_of_threads_is_bound_by_the_kernel():
 
 
 @needs_jail
-def test_large_stacks_and_little_memory_do_not_keep_the_tool_from_starting():
-    """A thread's usual stack has the size of the main thread's limit, here 2 GiB."""
-    script = "import sys; from tools import python; print(python.run('6 * 7', memory=64 << 20))"
-    done = subprocess.run(
-        ["sh", "-c", 'ulimit -s 2097152 && exec "$@"', "sh", sys.executable, "-c", script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    if "ulimit" in done.stderr:
-        pytest.skip("this user may not raise the limit of stacks")
-    assert done.stdout == "42\n", done.stderr
-
-
-@needs_jail
 def test_as_many_threads_as_allowed_fit_into_the_memory():
     """Nearly as many: the jail's trial thread may still be ending, and 14 once filled it."""
     threads = python.THREADS - 4
@@ -265,54 +250,6 @@ for _ in range({threads} - 1):
 everybody.wait()
 len([bytearray(1 << 20) for _ in range(64)])"""
     assert run(program) == "64"
-
-
-STORM_IN_A_SMALL_GROUP = """
-import sys, threading
-from concurrent.futures import ThreadPoolExecutor
-sys.path.insert(0, {root!r})
-from tools import python
-storm = {storm!r} + "import time; time.sleep(0.5)"
-failures = 0
-with ThreadPoolExecutor(8) as pool:
-    programs = [pool.submit(python.run, storm, timeout=5, memory=16 << 30) for _ in range(8)]
-    while not all(program.done() for program in programs):
-        try:
-            thread = threading.Thread(target=int)
-            thread.start()
-            thread.join()
-        except RuntimeError:
-            failures += 1
-print(failures, [program.result()[-40:] for program in programs])
-"""
-
-
-@needs_jail
-@needs_root
-def test_storms_leave_the_trainer_its_threads():
-    """In a small control group of tasks, as pods have, the parent can always start a thread."""
-    group = Path(f"/sys/fs/cgroup/pids/mars-test-{os.getpid()}")
-    try:
-        group.mkdir()
-        (group / "pids.max").write_text(str(8 * python.THREADS + 50))
-    except OSError:
-        pytest.skip("no control group of tasks can be made here")
-    script = STORM_IN_A_SMALL_GROUP.format(root=str(ROOT), storm=STORM)
-    join = f'echo $$ > {group}/cgroup.procs; exec "$@"'
-    try:
-        done = subprocess.run(
-            ["sh", "-c", join, "sh", sys.executable, "-c", script],
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
-    finally:
-        for _ in range(50):
-            if not (group / "cgroup.procs").read_text():
-                break
-            time.sleep(0.1)
-        group.rmdir()
-    assert done.stdout.startswith("0 ["), done.stdout + done.stderr
 
 
 @needs_jail
@@ -711,28 +648,15 @@ for _ in range(100):
     assert "can't start new thread" in shown or f"more than {python.THREADS} threads" in shown
 
 
-@needs_jail
-def test_the_same_program_prints_the_same():
-    code = "{str(i) for i in range(50)}"
-    assert run(code) == run(code)
-
-
-@needs_jail
-@settings(max_examples=20, deadline=None)
-@given(st.text(st.characters(), max_size=20))
-def test_any_text_is_shown_as_it_is(text):
-    code = ascii(text)
-    assert run(f"print(ascii({code}))") == code
-
-
 HARD_TEXTS = ["\ud800", "\0" * 9, "(" * 5000, "-" * 10**5 + "1", "'''"]
 
 
 @needs_jail
 @settings(max_examples=30, deadline=None)
-@given(st.text(max_size=40) | st.sampled_from(HARD_TEXTS))
-def test_no_program_is_a_failure_of_the_tool(code):
-    assert isinstance(run(code), str)
+@given(st.text(st.characters(), max_size=40) | st.sampled_from(HARD_TEXTS))
+def test_any_text_can_be_shown_and_any_program_run(text):
+    assert isinstance(run(text), str)
+    assert run(f"print(ascii({ascii(text[:99])}))") == ascii(text[:99])
 
 
 @needs_jail

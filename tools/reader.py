@@ -340,8 +340,9 @@ class _Page:
         if raised:
             if text[0] in "[*†‡" or text.lower() in ORDINALS:
                 return none
-            following = element.getnext()
-            if (element.tail or "").strip() in ("/", "⁄") and following.tag == "sub":
+            following = next(element.itersiblings("*"), None)
+            is_fraction = following is not None and following.tag == "sub"
+            if is_fraction and (element.tail or "").strip() in ("/", "⁄"):
                 return " ", "", None  # 3<sup>1</sup>/<sub>2</sub> is three and a half
             sign = "^"
         else:

@@ -6,9 +6,9 @@ serper     Google and Google Scholar: POST {MARS_SERPER_URL}/search or /scholar,
            reader gives it: GET {MARS_JINA_URL}/{page}. A JINA_API_KEY raises its limits.
 retriever  A Search-R1 server: POST {MARS_RETRIEVER_URL}/retrieve.
 
-The MARS_*_URL come from the operator and may name any machine, loopback too. A search that fails raises ToolError; [] means that it ran and found nothing.
-A result whose page cannot be read keeps its snippet and says so in the text. Only when no page at
-all could be read has the search failed.
+The MARS_*_URL come from the operator and may name any machine, loopback too. A search that fails
+raises ToolError; [] means that it ran and found nothing. A result whose page cannot be read keeps
+its snippet and says so in the text. Only when no page at all could be read has the search failed.
 
     python -m tools.search --backend local --docs FOLDER "query"        by hand
 
