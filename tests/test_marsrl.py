@@ -322,7 +322,7 @@ def test_a_chat_model_is_shown_the_solution_and_the_report():
     chat = ChatFormat(tokenizer(QWEN3), METHOD.words(MarsrlConfig(), []), [])
     shown = {"answer": chat.encode("It is Ada."), "report": chat.encode("It is Bob.")}
     for role, seen in (("solver", []), ("verifier", ["Ada"]), ("corrector", ["Ada", "Bob"])):
-        prompt = chat.decode(chat.prompt(role, question="Who is it?", **shown))
+        prompt = chat.text(chat.prompt(role, question="Who is it?", **shown))
         assert "Who is it?" in prompt
         assert [name for name in ("Ada", "Bob") if f"It is {name}." in prompt] == seen
     said = chat.encode("It is Bob. <answer>wrong</answer>")
