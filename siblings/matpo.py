@@ -54,7 +54,7 @@ class MatpoConfig(Config):
     summary: bool = True  # without: a worker's last message goes up as it stands
     workers: Literal["train", "frozen"] = "train"  # frozen: the start's weights play them
     own_groups: bool = False  # MARS's credit: workers compare with workers, and have their own mean
-    balance: Literal["uniform", "advantage", "none"] = "none"  # with --own_groups, as MARS does
+    balance: Literal["uniform", "none"] = "none"  # with --own_groups: draw workers as MARS does
     format_share: float = 0.0  # of the reward: well-formed turns, the planner's and the workers'
     steps: int = 60  # rollout batches; the toy's curve is flat after this
     questions: int = 8  # per step
@@ -91,10 +91,6 @@ class MatpoConfig(Config):
         works = self.own_groups or self.workers != "train" or not (self.recap and self.summary)
         if works and not self.delegate:
             raise UserError("--no-delegate has no workers: leave out the options that change them")
-        if self.balance == "advantage" and self.loss_mean == "token":
-            raise UserError("--balance advantage is unbiased with --loss_mean sample only")
-        if self.balance == "advantage" and self.kl_beta:
-            raise UserError("--balance advantage has no --kl_beta: use --balance uniform")
         if self.own_groups and self.workers == "frozen":
             raise UserError("--own_groups trains the workers: use --workers train")
 

@@ -194,20 +194,6 @@ def test_what_goes_wrong_stays_within_the_worker():
     assert problems == ["tool failed", "malformed", "malformed"]
 
 
-@pytest.mark.parametrize("context", [60, 160])
-def test_no_context_outgrows_its_limit(context):
-    """However many words a tool returns, and however long anybody goes on."""
-    long = [Document("d", "", "", "ada baker born 1968 . " * 80)]
-    trajectory, _ = play(
-        [PLANNER[0], "<answer> dover <eot>"],
-        [WORKERS[0], WORKERS[2]],
-        lambda query: long,
-        sys2_context=context,
-    )
-    assert all(len(sample.tokens) <= context for sample in trajectory.samples())
-    assert text(trajectory.contexts[0].sample, False).endswith("joined acro corp . <eot>")
-
-
 # ------------------------------------------------------------------------------------------- credit
 
 
@@ -353,14 +339,6 @@ def test_form_by_hand():
     assert score(0.0, good, [], delegate=False) == pytest.approx(0.1)
 
 
-def test_frozen_workers_leave_the_mean_to_the_planner():
-    trajectories, terms, config = credited(workers="frozen")
-    assert {made.role for made in terms["rollout"]} == {"planner"}
-    assert [made.copies for made in terms["rollout"]] == [1] * 5
-    assert not any(made.copies for t in trajectories for made in t.samples("worker"))
-    assert config.frozen() == {"worker"}
-
-
 def test_mars_groups_compare_workers_with_workers():
     trajectories, terms, config = credited(own_groups=True)
     workers = [made for t in trajectories[:3] for made in t.samples("worker")]
@@ -501,9 +479,3 @@ def test_a_chat_model_is_told_who_it_is():
 def test_options_that_contradict_each_other_are_refused(given, word):
     with pytest.raises(UserError, match=word):
         resolve(matpo.MatpoConfig, given, presets={})
-
-
-def test_a_question_without_room_is_refused():
-    long = Question("q", " ".join(["ada"] * 40), (), "own")
-    with pytest.raises(UserError, match="--sys2_context"):
-        matpo.fits(matpo.MatpoConfig(sys2_context=70), FORMAT, long)

@@ -17,10 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kernels
 import mars
 import trainer
-import warm_start
 from config import UserError
 from plumbing import smollm2
-from plumbing.metrics import batch_sums
 from recipes import atlas, atlas_world
 from rollout import Sample
 from sampler import Sampler
@@ -144,17 +142,6 @@ def test_greedy_tokens_are_those_of_transformers(sampler, stock, prompts, tokeni
         assert completion.tokens == made[0, len(prompt) :].tolist()
 
 
-@needs_model
-def test_log_probs_are_those_of_a_float64_softmax(stock, drawn):
-    for sample in drawn:
-        with torch.no_grad():
-            logits = stock(torch.tensor([sample.tokens])).logits[0].double()
-        logprobs = logits.log_softmax(-1)
-        sampled = [i for i, mask in enumerate(sample.mask) if mask]
-        expected = [logprobs[i - 1, sample.tokens[i]].item() for i in sampled]
-        assert [sample.logprobs[i] for i in sampled] == pytest.approx(expected, abs=2e-4)
-
-
 # ---------------------------------------------------------------- the trainer
 
 
@@ -189,17 +176,6 @@ def test_the_gradient_is_that_of_the_stock_model(policy, stock, drawn):
         assert difference < 1e-3 * parameter.grad.norm(), name
     policy.zero_grad(set_to_none=True)
     stock.zero_grad(set_to_none=True)
-
-
-@needs_model
-def test_mismatch_of_sampler_and_trainer_is_rounding(policy, drawn, batch):
-    """The run's own mismatch_kl, on what the sampler drew."""
-    objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
-    with torch.no_grad():
-        loss, stats = policy(batch, **objective)
-    sums = batch_sums(batch, {"loss": loss, **stats}, drawn, ["sys2"], mismatch=True)
-    assert sums["drifted"] == sum(sum(sample.mask) for sample in drawn)
-    assert 0 <= sums["drift"] / sums["drifted"] < 1e-7
 
 
 # ---------------------------------------------------------------- the kernels
@@ -283,17 +259,6 @@ def test_contexts_are_what_the_template_renders(chat, tokenizer):
     ]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert chat.text(ids) == rendered
-
-
-@needs_model
-def test_of_a_conversation_only_its_words_are_learned(tokenizer):
-    """Warm start on messages of one's own, by the template that the file brings."""
-    talk = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ada."}]
-    sample = warm_start.sample_of(talk + talk, tokenizer, "here")
-    learned = [token for token, mask in zip(sample.tokens, sample.mask) if mask]
-    assert tokenizer.decode(learned) == "Ada.<|im_end|>" * 2
-    whole = tokenizer.apply_chat_template(talk + talk, tokenize=False)
-    assert tokenizer.decode(sample.tokens) == whole.removesuffix("\n")
 
 
 @needs_model

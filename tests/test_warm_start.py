@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from helpers.tiny import CPU, make_samples, model
 from test_chat import LLAMA, LLAMA_MARKS, QWEN3, QWEN25, tokenizer
-from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import trainer
@@ -199,23 +198,6 @@ def test_a_mark_in_a_text_forges_no_turn(role, tmp_path):
         UserError, match=r"data.jsonl, line 2: a text holds the model's mark <\|im_"
     ):
         next(batches)
-
-
-def test_a_word_that_the_tokenizer_does_not_know_is_no_mark():
-    tok = tokenizer(QWEN25, eos="<|im_end|>")
-    tok.unk_token = "da"  # a part of ada
-    assert tok.unk_token_id in tok.encode("ada") and tok.unk_token_id in tok.all_special_ids
-    assert "ada baker" in tok.decode(warm_start.sample_of(TALK, tok, "here").tokens)
-
-
-def test_text_that_a_tokenizer_rewrites_is_learned(tmp_path):
-    """Its decoded text is not the one that was written."""
-    tok = tokenizer(QWEN25, eos="<|im_end|>")
-    tok.backend_tokenizer.normalizer = normalizers.NFC()
-    talk = [dict(message) for message in TALK]
-    talk[2]["content"] = "cafe\u0301"
-    sample = warm_start.sample_of(talk, tok, "here")
-    assert learned(sample, tok)[1] == "ada<|im_end|>"
 
 
 def test_every_demonstration_comes_once_a_round(tmp_path):
