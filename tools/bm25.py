@@ -7,7 +7,7 @@ Departures: our words keep the single letters and stop words that bm25s drops, s
 and "the who" can be found (common words weigh little in BM25 anyway). Equal scores come in the
 order of the ids.
 
-Tests: pytest tests/test_search.py. Speed: python -m bench.search
+Tests: pytest tests/test_search.py
 """
 
 import fcntl
