@@ -22,14 +22,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from bench.common import (
-    clock,
-    device,
-    free_bytes,
-    interleaved,
-    measure,
-    spread,
-)
+from bench import common
 from kernels.paged_attention import triton_paged_attention
 
 # Heads of queries, heads of keys, their size.
@@ -86,11 +79,11 @@ def make_case(shape: tuple, calls: int) -> tuple:
     sets = min(calls, math.ceil(COLD / read))
     pages_a_row = math.ceil(max(lengths) / page_size)
     count = sets * rows * pages_a_row
-    tables = torch.randperm(count, device=device()).int().view(sets, rows, pages_a_row)
-    new = partial(torch.randn, device=device(), dtype=torch.bfloat16)
+    tables = torch.randperm(count, device=common.device()).int().view(sets, rows, pages_a_row)
+    new = partial(torch.randn, device=common.device(), dtype=torch.bfloat16)
     k_pages = new(count, page_size, Hkv, Dh)
     v_pages = new(count, page_size, Hkv, Dh)
-    lengths = torch.tensor(lengths, dtype=torch.int32, device=device())
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=common.device())
     return new(rows, Hq, Dh), k_pages, v_pages, tables, lengths
 
 
@@ -148,8 +141,8 @@ def captured(call, calls: int):
 def timed(call, size: int, sizes: dict, copy: float) -> dict:
     """Columns of a call that moves `size` bytes; copy: bytes a second of a large copy."""
     replay = captured(call, sizes["calls"])
-    seconds = interleaved({"call": replay}, sizes["rounds"], clock)["call"]
-    taken = spread([each / sizes["calls"] for each in seconds])
+    seconds = common.interleaved({"call": replay}, sizes["rounds"], common.clock)["call"]
+    taken = common.spread([each / sizes["calls"] for each in seconds])
     columns = {f"µs, {key}": 1e6 * value for key, value in taken.items()}
     speed = size / taken["median"]
     return columns | {"TB/s": speed / 1e12, "share of copy": speed / copy}
@@ -158,7 +151,7 @@ def timed(call, size: int, sizes: dict, copy: float) -> dict:
 def one_shape(shape: tuple, form, sizes: dict, copy: float) -> dict:
     """One row: a form on a shape, whose keys and values exist for as long as it runs."""
     read, total = case_bytes(shape, sizes["calls"])
-    if 2 * total > free_bytes():  # gathering takes as much again
+    if 2 * total > common.free_bytes():  # gathering takes as much again
         raise MemoryError(f"needs {2 * total / 1e9:.0f} GB")
     q, k_pages, v_pages, tables, lengths = make_case(shape, sizes["calls"])
     scale = q.shape[2] ** -0.5
@@ -181,7 +174,9 @@ def goal(tiny: bool, rows: list[dict], write, rate: dict, count: int = 2, forms=
             microseconds = 1e6 * read / rate["copy"] / share
             predicted = {"MB": read / 1e6, "µs": microseconds, "share of copy": share}
         row = dict(zip(("model", "page", "batch", "context", "mixed"), shape)) | {"form": name}
-        measure(rows, write, row, predicted, partial(one_shape, shape, form, sizes, rate["copy"]))
+        common.measure(
+            rows, write, row, predicted, partial(one_shape, shape, form, sizes, rate["copy"])
+        )
 
 
 def all_shapes(tiny: bool, rows: list[dict], write, rate: dict) -> None:

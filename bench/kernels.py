@@ -26,17 +26,7 @@ import torch
 
 import grpo
 import kernels
-from bench.common import (
-    clock,
-    device,
-    free_bytes,
-    interleaved,
-    measure,
-    peak_bytes,
-    save,
-    spread,
-    table,
-)
+from bench import common
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 SHAPES = {  # part -> N, D, V
@@ -180,7 +170,7 @@ ACCURACY = {
 def accuracy(tiny: bool, rows: list[dict], write) -> None:
     """Errors of each form against float64."""
     N, D, V = SHAPES["tiny" if tiny else "full"]["accuracy"]
-    case = make_case(N, D, V, torch.bfloat16, device())
+    case = make_case(N, D, V, torch.bfloat16, common.device())
     exact = [x.double() if x.is_floating_point() else x for x in case]
     true_logprob = whole_logits(*exact[:3])
     true_gradients = gradients(loss_of(whole_logits), exact)
@@ -196,7 +186,7 @@ def accuracy(tiny: bool, rows: list[dict], write) -> None:
         return row
 
     for name, forms in ACCURACY.items():
-        measure(rows, write, {"form": name}, {}, partial(errors, *forms))
+        common.measure(rows, write, {"form": name}, {}, partial(errors, *forms))
 
 
 # --- CPU ------------------------------------------------------------------------------------------
@@ -210,8 +200,8 @@ def cpu(tiny: bool, rows: list[dict], write) -> None:
         "MARS": lambda: gradients(mars_loss, case),
         "whole logits": lambda: gradients(loss_of(whole_logits), case),
     }
-    for name, seconds in interleaved(forms, 1 if tiny else 5).items():
-        columns = {f"CPU s, {key}": value for key, value in spread(seconds).items()}
+    for name, seconds in common.interleaved(forms, 1 if tiny else 5).items():
+        columns = {f"CPU s, {key}": value for key, value in common.spread(seconds).items()}
         rows.append({"form": name} | columns)
     write(rows)
 
@@ -221,7 +211,7 @@ def cpu(tiny: bool, rows: list[dict], write) -> None:
 
 def gpu_forms(case) -> dict:
     """(pass, form) -> function; ours first."""
-    liger = partial(liger_loss, compiled=device().type == "cuda")
+    liger = partial(liger_loss, compiled=common.device().type == "cuda")
     return {
         ("forward", "MARS"): lambda: kernels.linear_logprob(*case[:3]),
         ("forward + backward", "MARS"): lambda: gradients(mars_loss, case),
@@ -244,14 +234,16 @@ def gpu(tiny: bool, rows: list[dict], write, rate: dict, peers: bool = True) -> 
     """Time and extra memory of each form; rate: see bench.common.rates."""
     N, D, V = SHAPES["tiny" if tiny else "full"]["gpu"]
     product = rate["product"]
-    if case_bytes(N, D, V) > free_bytes():
+    if case_bytes(N, D, V) > common.free_bytes():
         raise MemoryError(f"needs {case_bytes(N, D, V) / 1e9:.0f} GB of free GPU memory")
-    case = make_case(N, D, V, torch.bfloat16, device())
+    case = make_case(N, D, V, torch.bfloat16, common.device())
 
     def one(form, flops):
         form()  # compiles
-        row = {"extra GB": peak_bytes(form) / 1e9}
-        seconds = spread(interleaved({"form": form}, 1 if tiny else 5, clock)["form"])
+        row = {"extra GB": common.peak_bytes(form) / 1e9}
+        seconds = common.spread(
+            common.interleaved({"form": form}, 1 if tiny else 5, common.clock)["form"]
+        )
         row |= {f"ms, {key}": 1e3 * value for key, value in seconds.items()}
         speed = flops / seconds["median"]
         return row | {"TFLOP/s": speed / 1e12, "share of a product": speed / product}
@@ -266,7 +258,9 @@ def gpu(tiny: bool, rows: list[dict], write, rate: dict, peers: bool = True) -> 
             predicted = {"ms": ms, "share of a product": share, "extra GB": extra}
         elif not peers:
             continue
-        measure(rows, write, {"pass": kind, "form": name}, predicted, partial(one, form, flops))
+        common.measure(
+            rows, write, {"pass": kind, "form": name}, predicted, partial(one, form, flops)
+        )
 
 
 def main():
@@ -277,11 +271,11 @@ def main():
 
         def write(rows, name=name):
             if not tiny:
-                save(f"kernels_{name}", "python -m bench.kernels", rows)
+                common.save(f"kernels_{name}", "python -m bench.kernels", rows)
 
         rows = []
         part(tiny, rows, write)
-        print(f"\n{name}\n{table(rows)}", flush=True)
+        print(f"\n{name}\n{common.table(rows)}", flush=True)
 
 
 if __name__ == "__main__":

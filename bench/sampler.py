@@ -34,18 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config  # noqa: E402
 
-from bench import peers  # noqa: E402
-from bench.common import (  # noqa: E402
-    ROOT,
-    clock,
-    device,
-    free_bytes,
-    interleaved,
-    measure,
-    save,
-    spread,
-    table,
-)
+from bench import common, peers  # noqa: E402
 from sampler import Sampler  # noqa: E402
 
 SMALL = {
@@ -111,7 +100,9 @@ def compete(model, folder: str, work: dict, pythons: list[str], rounds: int) -> 
         done = sampler.generate(prompts, max_new_tokens=wanted, **options)
         answers.append([completion.tokens for completion in done])
 
-    found = {"MARS": {"seconds": interleaved({"": ours}, rounds)[""], "answers": answers[-1]}}
+    found = {
+        "MARS": {"seconds": common.interleaved({"": ours}, rounds)[""], "answers": answers[-1]}
+    }
     for name in ENGINES:
         found[name] = peers.first(name, pythons, rounds=rounds, folder=folder, **work)
     rows = []
@@ -121,7 +112,7 @@ def compete(model, folder: str, work: dict, pythons: list[str], rounds: int) -> 
         if "failed" in peer:
             row["failed"] = peer["failed"]
             continue
-        speeds = spread([sum(wanted) / seconds for seconds in peer["seconds"]])
+        speeds = common.spread([sum(wanted) / seconds for seconds in peer["seconds"]])
         row |= {f"tokens/s, {key}": round(speed, 1) for key, speed in speeds.items()}
         row["× MARS"] = round(speeds["median"] / rows[0]["tokens/s, median"], 2)
         if not work["temperature"]:
@@ -145,7 +136,7 @@ def mixed(tiny: bool, pythons: list[str]) -> list[dict]:
 
 def pieces_of_text(tokenizer, count: int) -> list[list[int]]:
     """`count` prompts out of this repository's own pages, of 64 to 700 tokens, 382 on average."""
-    text = "\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
+    text = "\n".join(path.read_text() for path in sorted((common.ROOT / "docs").glob("*.md")))
     ids = tokenizer(text)["input_ids"]
     lengths = [64 + 636 * (i % 8) // 7 for i in range(count)]
     step = len(ids) // count
@@ -157,7 +148,7 @@ def smollm2(tiny: bool, pythons: list[str]) -> list[dict]:
         return []  # it needs the weights; `mixed` runs the same lines
     from plumbing import smollm2 as weights
 
-    folder = str(weights.build(ROOT / ".cache"))
+    folder = str(weights.build(common.ROOT / ".cache"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rows = []
@@ -168,7 +159,7 @@ def smollm2(tiny: bool, pythons: list[str]) -> list[dict]:
             work |= {"temperature": 1.0, "precision": precision}
             for row in compete(model, folder, work, pythons, rounds=3):
                 rows.append({"prompts": name} | row)
-            save("sampler_smollm2", "python -m bench.sampler --only smollm2", rows)
+            common.save("sampler_smollm2", "python -m bench.sampler --only smollm2", rows)
     return rows
 
 
@@ -199,9 +190,9 @@ def needed_bytes(shape: dict, tokens: int) -> float:
 
 def make_sampler(shape: dict, tokens: int, rows: int) -> Sampler:
     """A sampler of a random model; MemoryError unless it fits the GPU."""
-    if needed_bytes(shape, tokens) > free_bytes():
+    if needed_bytes(shape, tokens) > common.free_bytes():
         raise MemoryError(f"needs {needed_bytes(shape, tokens) / 1e9:.0f} GB")
-    model = random_model(shape, torch.bfloat16, device())
+    model = random_model(shape, torch.bfloat16, common.device())
     return Sampler(model, max_tokens=tokens, max_sequences=rows)
 
 
@@ -224,10 +215,10 @@ def decode(shape: dict, rows: int, context: int, steps: int, copy: float, rounds
         sampler.step()
     taken = []
     for _ in range(rounds):
-        start = clock()
+        start = common.clock()
         for _ in range(steps):
             sampler.step()
-        taken.append((clock() - start) / steps)
+        taken.append((common.clock() - start) / steps)
     seconds = statistics.median(taken)
     size = weight_bytes(shape) + rows * (context + rounds * steps // 2) * token_bytes(shape)
     row = {"ms a step": 1e3 * seconds, "tokens/s": rows / seconds}
@@ -257,9 +248,9 @@ def requests(shape: dict, prompts, wanted, copy: float) -> dict:
     tokens = sum(len(prompt) + count + 128 for prompt, count in zip(prompts, wanted))
     sampler = make_sampler(shape, tokens, len(prompts))
     sampler.generate(prompts[:2], max_new_tokens=8, temperature=0.6)
-    start = clock()
+    start = common.clock()
     done = sampler.generate(prompts, max_new_tokens=wanted, temperature=0.6)
-    speed = sum(len(completion.tokens) for completion in done) / (clock() - start)
+    speed = sum(len(completion.tokens) for completion in done) / (common.clock() - start)
     ceiling = predict_requests(shape, prompts, wanted, copy)["tokens/s"] / 0.6
     return {"tokens/s": speed, "share of ceiling": speed / ceiling}
 
@@ -271,7 +262,7 @@ def decode_rows(tiny: bool, rows: list[dict], write, rate: dict, cases: int = 4)
     for batch, context in sizes[:cases]:
         name = {"model": "Qwen3-8B", "rows": batch, "context": context}
         run = partial(decode, shape, batch, context, steps, rate["copy"])
-        measure(rows, write, name, predict_decode(shape, batch, context, rate["copy"]), run)
+        common.measure(rows, write, name, predict_decode(shape, batch, context, rate["copy"]), run)
 
 
 def request_rows(tiny: bool, rows: list[dict], write, rate: dict) -> None:
@@ -279,7 +270,7 @@ def request_rows(tiny: bool, rows: list[dict], write, rate: dict) -> None:
     shape = TINY if tiny else QWEN3_0_6B
     name = {"model": "Qwen3-0.6B", "requests": len(work[0])}
     run = partial(requests, shape, *work, rate["copy"])
-    measure(rows, write, name, predict_requests(shape, *work, rate["copy"]), run)
+    common.measure(rows, write, name, predict_requests(shape, *work, rate["copy"]), run)
 
 
 def main():
@@ -292,9 +283,9 @@ def main():
     torch.set_num_threads(1)
     for part in options.only:
         rows = parts[part](options.tiny, [sys.executable, *options.peers])
-        print(f"\n{part}\n{table(rows)}", flush=True)
+        print(f"\n{part}\n{common.table(rows)}", flush=True)
         if not options.tiny:
-            save(f"sampler_{part}", f"python -m bench.sampler --only {part}", rows)
+            common.save(f"sampler_{part}", f"python -m bench.sampler --only {part}", rows)
 
 
 if __name__ == "__main__":

@@ -36,21 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kernels
 import trainer
-from bench import peers
-from bench.common import (
-    ROOT,
-    SMALL_RATES,
-    clock,
-    device,
-    free_bytes,
-    interleaved,
-    measure,
-    peak_bytes,
-    rates,
-    save,
-    spread,
-    table,
-)
+from bench import common, peers
 from bench.sampler import QWEN3_0_6B, SMALL, TINY, pieces_of_text, random_model, weight_bytes
 from grpo import token_weights
 from plumbing import smollm2
@@ -164,7 +150,7 @@ def predict(shape: dict, samples, capacity: int, name: str, product: float) -> d
 
 def steps(tiny: bool, rows: list[dict], write, rate: dict) -> None:
     """A row for each form; on a GPU with an optimizer step. rate: see bench.common.rates."""
-    where = device()
+    where = common.device()
     cuda = where.type == "cuda"
     shape = QWEN3_0_6B if cuda else SMALL | {"tie_word_embeddings": True}
     count, scale, capacity = (16, 1 / 2, 16_384) if cuda else (16, 1 / 16, 2048)
@@ -174,7 +160,7 @@ def steps(tiny: bool, rows: list[dict], write, rate: dict) -> None:
     expected = []  # the loss and the gradient's norm of the first form
 
     def result(packed=False, recompute=True, by_length=False):
-        free_bytes()  # what the form before has left goes
+        common.free_bytes()  # what the form before has left goes
         model = random_model(shape, where=where)
         batches = trainer.micro_batches(samples, weigh(samples), capacity if packed else 1, where)
         run = partial(padded_step, model, batches, by_length=by_length)
@@ -200,9 +186,11 @@ def steps(tiny: bool, rows: list[dict], write, rate: dict) -> None:
             if abs(ours - first) > (0.02 if cuda else 1e-5) * max(1.0, abs(first)):
                 raise ValueError(f"another loss or gradient: {loss}, {norm}; first {expected}")
         held = torch.cuda.memory_allocated() if cuda else math.nan
-        peak = held + peak_bytes(step)
-        taken = interleaved({"": step}, 1 if tiny else 3, clock if cuda else time.process_time)[""]
-        row = {f"s, {key}": value for key, value in spread(taken).items()}
+        peak = held + common.peak_bytes(step)
+        taken = common.interleaved(
+            {"": step}, 1 if tiny else 3, common.clock if cuda else time.process_time
+        )[""]
+        row = {f"s, {key}": value for key, value in common.spread(taken).items()}
         seconds = row["s, median"]
         speed = operations(shape, batches) / seconds
         row |= {
@@ -216,7 +204,7 @@ def steps(tiny: bool, rows: list[dict], write, rate: dict) -> None:
         if not cuda and "recompute" in form:
             continue  # on a CPU nothing is recomputed
         predicted = predict(shape, samples, capacity, name, rate["product"])
-        measure(rows, write, {"form": name}, predicted, partial(result, **form))
+        common.measure(rows, write, {"form": name}, predicted, partial(result, **form))
 
 
 # --- a GRPO step beside TRL's ---------------------------------------------------------------------
@@ -263,13 +251,13 @@ def our_step(model, prompts, group: int, new: int, share_prefixes: bool) -> dict
 
 def beside_trl(python: str, rows: list[dict], write) -> None:
     """SmolLM2-135M; a step of ours with and without shared prefixes, and one of TRL's."""
-    folder = str(smollm2.build(ROOT / ".cache"))
+    folder = str(smollm2.build(common.ROOT / ".cache"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = pieces_of_text(tokenizer, 4)
     for share in (True, False):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         name = {"form": "MARS, shared prefixes" if share else "MARS, plain packing"}
-        measure(rows, write, name, {}, partial(our_step, model, prompts, 8, 64, share))
+        common.measure(rows, write, name, {}, partial(our_step, model, prompts, 8, 64, share))
     texts = [tokenizer.decode(prompt) for prompt in prompts]
 
     work = {"folder": folder, "prompts": texts, "group": 8, "new": 64}
@@ -289,14 +277,14 @@ def main():
 
     def write(rows):
         if not options.tiny:
-            save(f"train_step_{part}", "python -m bench.train_step", rows)
+            common.save(f"train_step_{part}", "python -m bench.train_step", rows)
 
     rows = []
     if options.trl:
         beside_trl(options.trl, rows, write)
     else:
-        steps(options.tiny, rows, write, rates(**SMALL_RATES))
-    print(table(rows))
+        steps(options.tiny, rows, write, common.rates(**common.SMALL_RATES))
+    print(common.table(rows))
 
 
 if __name__ == "__main__":
