@@ -22,6 +22,7 @@ from trainer.policy import (
     make_optimizer,
     parallel,
     schedule,
+    score,
     unwrap,
 )
 
@@ -47,6 +48,7 @@ __all__ = [
     "reference",
     "save",
     "schedule",
+    "score",
     "unwrap",
     "write_adapters",
     "write_model",
