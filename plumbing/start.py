@@ -379,9 +379,7 @@ def make_sampler(config: Config, model, machine: Machine) -> Sampler:
     return sampler
 
 
-def make_remote(
-    config: Config, found: list[vllm.Server], model, machine: Machine
-) -> vllm.Remote:
+def make_remote(config: Config, found: list[vllm.Server], model, machine: Machine) -> vllm.Remote:
     """The servers as a sampler. They must take the longest context, and read the run's folder."""
 
     def write(model) -> str:

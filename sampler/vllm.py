@@ -66,12 +66,6 @@ class Server:
         answer.raise_for_status()
         return answer
 
-    def meet(self) -> None:
-        """Asks for the model's name and its longest context."""
-        card = self.send("/v1/models").json()["data"][0]
-        self.model = card["id"]
-        self.positions = int(card["max_model_len"])
-
     def held(self) -> str:
         """The version of the weights that it holds now."""
         version = self.send("/weight_info").json()["weight_version"]
@@ -80,7 +74,7 @@ class Server:
         return version
 
     def complete(self, version: str, prompt: list[int], **options) -> dict:
-        """What follows the prompt. All that a request omits, the model's generation_config fills."""
+        """What follows a prompt. The model's generation_config fills all that a request omits."""
         fixed = {
             "model": version if self.adapters else self.model,
             "prompt": prompt,
@@ -147,10 +141,12 @@ def connect(urls: list[str], seconds: float, *, adapters: bool = False) -> list[
     for url in urls:
         url = url.strip().rstrip("/").removesuffix("/v1")
         try:
-            servers[url] = Server(url, client, adapters)
-            servers[url].meet()
+            server = Server(url, client, adapters)
+            card = server.send("/v1/models").json()["data"][0]
+            server.model, server.positions = card["id"], int(card["max_model_len"])
         except Exception as error:  # whatever listens there may answer anything
             raise UserError(f"--server {url} is no vLLM server: {reason(error)}") from None
+        servers[url] = server
     return list(servers.values())
 
 
@@ -195,13 +191,12 @@ class Remote:
         self.folder = ""  # the weights that are to be sampled with
         self.expected: list[float] = []  # their log-probs of the probe
         self.syncs = 0  # rounds of new weights so far
-        names = ("decoded_tokens", "running", "waiting", "pages_in_use", "failures", "loads")
-        self.stats = dict.fromkeys(names, 0)
+        self.failures: list[str] = []  # why tries have failed
+        self.stats = dict.fromkeys(("decoded_tokens", "running", "waiting", "pages_in_use"), 0)
         self.conversations: set[Conversation] = set()  # open ones
         self.requests: set[Request] = set()  # open ones
         self.answers: queue.SimpleQueue = queue.SimpleQueue()
         self.turns = threading.Semaphore(parallel)
-        self.guard = threading.Lock()  # of what the threads count
 
     # ---- what callers use
 
@@ -249,15 +244,12 @@ class Remote:
                 f"{len(context)} tokens and {max_new_tokens} new ones pass the servers' limit of "
                 f"{self.positions} (vLLM: --max-model-len)"
             )
-        stop_ids = frozenset(stop_ids)
-        request = Request(
-            conversation, list(tokens), max_new_tokens, temperature, top_p, stop_ids, seed
-        )
+        given, stops = list(tokens), frozenset(stop_ids)
+        request = Request(conversation, given, max_new_tokens, temperature, top_p, stops, seed)
         conversation.tokens = context
         conversation.request = request
         self.requests.add(request)
-        work = threading.Thread(target=self._work, args=(request, list(context)), daemon=True)
-        work.start()
+        threading.Thread(target=self._work, args=(request, list(context)), daemon=True).start()
         return request
 
     def step(self) -> list[Request]:
@@ -359,8 +351,6 @@ class Remote:
                 server.load(self.folder, version)
                 self._check(server, version)
                 server.version = version
-                with self.guard:
-                    self.stats["loads"] += 1
             server.ours = True
             return server.version
 
@@ -400,9 +390,8 @@ class Remote:
                 raise
             except Exception as error:  # whatever a server sends reaches the parsers
                 why = f"{server.url}: {reason(error)}"
+            self.failures.append(why)
             server.version = ""  # it may have been started anew
-            with self.guard:
-                self.stats["failures"] += 1
             if request.done or attempt and time.monotonic() > end:
                 raise Lost(f"no answer within {self.seconds:g} seconds ({why})")
             time.sleep(PAUSE)

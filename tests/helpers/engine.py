@@ -1,12 +1,9 @@
 """A stand-in for a vLLM server: our own Sampler behind its protocol, over loopback.
 
-It takes seeds, so its draws are those of a Sampler in the process. As a program it can be killed:
-
-    python tests/helpers/engine.py FOLDER PORT
+It takes seeds, so its draws are those of a Sampler in the process.
 """
 
 import json
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +20,7 @@ LOADING = threading.Lock()  # transformers loads one model at a time
 class Engine(ThreadingHTTPServer):
     """faults: a function of (handler, answer) or None, each used up by one request for a sample.
 
-    odd: path -> what is said there instead of its answer.
+    odd: path -> what is said there instead of its answer. missing: a path that is not there.
     """
 
     daemon_threads = True
@@ -38,6 +35,7 @@ class Engine(ThreadingHTTPServer):
         self.loaded = []  # the folders of all reloads
         self.faults = []
         self.odd = {}
+        self.missing = ""
         self.seen = []  # (path, body) of every request
         self.lock = threading.Lock()
         self.resumed = threading.Event()
@@ -105,6 +103,8 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(length) or b"{}")
         path = self.path.partition("?")[0]
         engine.seen.append((path, body))
+        if path == engine.missing:
+            return self.says({}, 404)
         if path in engine.odd:
             return self.says(engine.odd[path])
         if path == "/v1/completions":
@@ -172,9 +172,3 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
-
-
-if __name__ == "__main__":
-    Engine(sys.argv[1], int(sys.argv[2]))
-    print("ready", flush=True)
-    threading.Event().wait()
