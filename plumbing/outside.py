@@ -24,7 +24,7 @@ import kernels
 import trainer
 from config import Config, UserError, uses_bf16
 from plumbing import smollm2
-from sampler import servers
+from sampler import vllm
 from tasks import grading, questions
 from tasks.format import Format
 from tasks.questions import Question, same_question
@@ -101,7 +101,7 @@ def environment(
         urls = [url for url in config.server.split(",") if url]
         adapters = config.lora_rank > 0
         seconds = config.tool_seconds
-        found = attempt(servers.connect, urls, servers.VLLM, seconds, adapters=adapters)
+        found = attempt(vllm.connect, urls, seconds, adapters=adapters)
     # The toy's model takes two minutes to make: not for a run that cannot start.
     if start is None and (not problems or config.model != "toy"):
         start = attempt(start_model, config, machine, additions.base_model)
