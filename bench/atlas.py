@@ -21,10 +21,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from plumbing.statistics import sign_test, wilson_interval
-
 from bench.ablate import read_metrics
 from bench.common import ROOT, save, table
+from plumbing.metrics import sign_test, wilson_interval
 
 ARMS = {
     "frozen": ["--system1", "frozen"],
