@@ -60,9 +60,10 @@ class Config:
     group: int = 8  # G: attempts per question
     temperature: float = 1.0  # of sampling, and so of the distribution that the loss differentiates
     lr: float = 5e-4  # the toy's; at 1e-3 one seed of three slipped late on one CPU
+    warmup: int = 1  # steps of linear warm-up, then constant
+    inner_steps: int = 1  # optimizer steps per batch of rollouts, each on a part of the questions
     advantage: Literal["std", "mean"] = "std"  # r − mean, over std or not (Dr. GRPO)
     loss_mean: Literal["sample", "token"] = "sample"  # what each term of the loss is a mean over
-    clip: float = 0.2  # ε, down and up; the paper's is unknown (our choice)
     kl_beta: float = 0.0  # λ; needs a reference model in memory
     lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: all weights
     importance: Literal["auto", "token", "sequence", "off"] = "auto"  # auto: sequence with --server
@@ -77,11 +78,10 @@ class Config:
     share_prefixes: bool = False  # compute what samples begin with alike once; pays if that is much
     kv_tokens: int = 65536  # tokens in the sampler's KV pool
     # no options
+    clip: float = no_option(0.2)  # ε, down and up; the paper's is unknown (our choice)
     top_p: float = no_option(1.0)  # nucleus of the sampled evaluation; training has none
-    warmup: int = no_option(1)  # steps of linear warm-up, then constant
     decay: bool = no_option(False)  # linear decay to 0 at --steps, also if --resume gives more
     beta1: float = no_option(0.9)  # of AdamW; in a short run less: momentum outlives its gradient
-    inner_steps: int = no_option(1)  # optimizer steps per batch, each on a part of the questions
     importance_cap: float = no_option(3.0)  # a token's ratio is cut to it; a sequence's masked
     eval_docs: str = no_option("")  # documents for the held-out questions; empty: those of `docs`
     passage_words: int = no_option(200)  # documents are cut into passages of so many; 0: none are
@@ -90,9 +90,9 @@ class Config:
 
     # Options that only training reads, so that eval and ask refuse them.
     for_training = frozenset(
-        "steps resume track eval_every model eval_data questions group lr advantage loss_mean clip "
-        "kl_beta lora_rank importance max_mismatch_kl fsdp recompute_activations micro_tokens "
-        "share_prefixes".split()
+        "steps resume track eval_every model eval_data questions group lr warmup inner_steps "
+        "advantage loss_mean kl_beta lora_rank importance max_mismatch_kl fsdp "
+        "recompute_activations micro_tokens share_prefixes".split()
     )
     # What --resume may change: the method stays the same, the last bits of a float may not.
     may_change = frozenset(

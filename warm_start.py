@@ -67,7 +67,6 @@ class WarmStart:
     warmup: int = 5  # steps of linear warm-up; then the rate falls in a line
     seed: int = 0  # of the demonstrations' order
     cache: str = ".cache"  # where a model that is made here is kept
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is one
     bf16: Literal["auto", "on", "off"] = "auto"  # the arithmetic; auto: on CUDA
     threads: int = 2  # PyTorch's, on a CPU
     micro_tokens: int = 4096  # tokens per micro-batch
@@ -80,8 +79,6 @@ class WarmStart:
                 raise UserError(f"--{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.lr < 1:
             raise UserError(f"--lr must lie between 0 and 1, got {self.lr}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("--device cuda: PyTorch finds no CUDA GPU here; use --device cpu")
 
 
 # ---------------------------------------------------------------------------------------- training
@@ -93,7 +90,7 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
     There have to be at least as many batches as steps.
     """
     start = smollm2.build(options.cache) if options.model == smollm2.NAME else options.model
-    cuda = options.device != "cpu" and torch.cuda.is_available()
+    cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     if not cuda:
         torch.set_num_threads(options.threads)

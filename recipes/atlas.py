@@ -419,13 +419,12 @@ def warm_model(config: AtlasConfig) -> Path | str:
         lr=config.warm_lr,
         seed=config.seed,
         cache=config.cache,
-        device=config.device,
         bf16=config.bf16,
         threads=config.threads,
         micro_tokens=config.micro_tokens,
         share_prefixes=config.share_prefixes,
     )
-    bf16 = uses_bf16(config, cuda=config.device != "cpu" and torch.cuda.is_available())
+    bf16 = uses_bf16(config, cuda=torch.cuda.is_available())
     # Threads, micro-batches and shared prefixes are left out: they change only time and rounding.
     demonstrated = (config.preset, config.purpose, config.seed)
     settings = (*demonstrated, fingerprint(config.model), options.steps, options.lr, bf16)

@@ -19,7 +19,7 @@ import mars
 import train
 import warm_start
 from mars import MarsConfig
-from plumbing import build, evaluation, smollm2
+from plumbing import evaluation, outside, smollm2
 from recipes import atlas, atlas_world
 from recipes.atlas_world import LONG, SHORT, Hop
 from tasks import questions
@@ -402,7 +402,7 @@ def options_of(monkeypatch, tmp_path):
     monkeypatch.setattr(train, "build", stop)
     monkeypatch.setattr(evaluation, "build", stop)
     monkeypatch.setattr(smollm2, "build", lambda cache: "smollm2")
-    monkeypatch.setattr(build, "environment", lambda *given, **more: None)
+    monkeypatch.setattr(outside, "environment", lambda *given, **more: None)
     monkeypatch.setattr(atlas, "warm_model", lambda config: "warm/atlas")
 
     def run(line):

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.tiny import CPU, OBJECTIVE, model
-from plumbing.records import record
 from test_mars import SMALL
 
 import train
 import trainer
 from config import UserError, resolve
 from driver import Driver
+from plumbing.logbook import record
 from rollout import Env, Sample, Trajectory, Turn
 from sampler import Completion
 from siblings import matpo, matpo_toy
