@@ -11,7 +11,7 @@ searches your own documents. One process.
     python mars.py ask runs/toy "when was ada baker born ?" --docs my_notes/
 
 Written: runs/eval-CKPT/, or what --name says, with table.json, rollouts/ and trajectories.html;
-`ask` writes one page. Tests: pytest tests/test_evaluation.py tests/test_frozen.py
+`ask` writes one page. Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
 
 import os

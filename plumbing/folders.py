@@ -12,7 +12,6 @@ import fcntl
 import json
 import math
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import IO
 from safetensors import SafetensorError
 
 from config import UserError
+from whole import write_folder
 
 
 def reason(error: Exception) -> str:
@@ -139,36 +139,13 @@ def made_once(folder: Path, make: Callable[[Path], None], option: str = "--cache
         with open(folder.with_name(f"{folder.name}.lock"), "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if not folder.exists():  # else somebody made it while we waited
-                make_whole(folder, make)
+                write_folder(folder, make)
     except (OSError, SafetensorError) as error:  # the latter from weights on a full disk
         raise UserError(
             f"{folder} cannot be written ({reason(error)}): make room, or name another folder "
             f"with {option}"
         ) from None
     return folder
-
-
-def make_whole(folder: Path, make: Callable[[Path], None]) -> None:
-    """Makes a folder beside its place, brings it to the disk, then renames it."""
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        unfinished.mkdir()
-        make(unfinished)
-        sync(unfinished)
-        os.rename(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def sync(folder: Path) -> None:
-    """Has the system write a folder and all below it to the disk, now."""
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 # ------------------------------------------------------------------------------ a run's own folder

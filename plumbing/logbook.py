@@ -1,6 +1,6 @@
 """What a run writes as it goes: its folder's files, a line a step, trajectories, a live view.
 
-Rank 0 writes for all ranks. Tests: pytest tests/test_logbook.py tests/test_mars.py
+Rank 0 writes for all ranks. Tests: pytest tests/test_mars.py tests/test_metrics.py
 """
 
 import dataclasses

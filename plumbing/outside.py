@@ -3,7 +3,7 @@
 `environment` looks at all of it before any work and names all that is missing in one sentence. Here
 is chosen between the toy and the real world.
 
-Tests: pytest tests/test_start.py
+Tests: pytest tests/test_mars.py tests/test_credit.py
 """
 
 import datetime
@@ -359,9 +359,5 @@ def fingerprints(questions: list[Question]) -> list[str]:
 
 def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     """A permutation of range(count)."""
-    number = seed * 1_000_003 + epoch
-    if number >= 2**32:
-        # The generator reads no more than 32 bits of its seed.
-        number = random.Random(number).getrandbits(32)
-    generator = torch.Generator().manual_seed(number)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(count, generator=generator).tolist()

@@ -1,6 +1,6 @@
 """What a run says at its end: its last lines, its pictures, and report.md, a page on all of it.
 
-Tests: pytest tests/test_report.py
+Tests: pytest tests/test_mars.py
 """
 
 import os

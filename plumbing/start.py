@@ -3,7 +3,7 @@
 `build` looks at everything outside first (outside.py). The run's folder is made when nothing can be
 missing any more.
 
-Tests: pytest tests/test_start.py tests/test_mars.py
+Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
 
 import functools
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -26,13 +25,13 @@ from config import Config, UserError
 from driver import Driver
 from plumbing import folders
 from plumbing.outside import Additions, Machine, Questions, environment, join, searches_toy
+from processes import from_first_rank, is_first
 from rollout import Env, Method, Trajectory, ignore
 from sampler import Sampler, vllm
 from tasks.chat import ChatFormat
 from tasks.format import Format
 from tasks.questions import Question
 from tools import Tool
-from trainer.checkpoint import from_first_rank
 
 # -------------------------------------------------------------------------------------- the run
 
@@ -264,7 +263,7 @@ def introduce(run: Run) -> None:
 def on_first_rank(function: Callable):
     """What `function` returns, on rank 0, and None elsewhere; its UserError on every rank."""
     value = problem = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first():
         try:
             value = function()
         except UserError as error:

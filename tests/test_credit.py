@@ -249,13 +249,6 @@ def test_what_resume_does_again_is_taken_back_and_a_last_evaluation_stays(tmp_pa
 # ------------------------------------------------------------------------------- a step's questions
 
 
-def test_orders_far_ahead_are_orders_of_their_own():
-    """PyTorch's generator reads 32 bits of a seed."""
-    orders = [epoch_order(64, 0, epoch) for epoch in (0, 2**32, 2**54, 2**55, 2**60)]
-    assert all(sorted(order) == list(range(64)) for order in orders)
-    assert len(set(map(tuple, orders))) == 5
-
-
 def test_every_step_asks_of_every_set():
     """Two thirds of one kind and a third of another: so in each step of six, in every epoch."""
     sets = ["one"] * 40 + ["two"] * 20

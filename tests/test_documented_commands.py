@@ -59,8 +59,8 @@ def accept(tmp_path, monkeypatch):
     files = {name: f"world/{file}" for name, file in atlas.FILES.items()}
     monkeypatch.setattr(atlas, "world_files", lambda config: files)
     # What lies outside is looked at before the warm start; a run of that name may lie here.
-    monkeypatch.setattr(atlas.build, "environment", lambda *given, **more: None)
-    monkeypatch.setattr(atlas.claims, "refuse_taken", lambda config: None)
+    monkeypatch.setattr(atlas.outside, "environment", lambda *given, **more: None)
+    monkeypatch.setattr(atlas.folders, "refuse_taken", lambda folder: None)
     monkeypatch.setattr(atlas, "warm_model", lambda config: config.model)
     monkeypatch.setattr(warm_start, "train", stop)
     monkeypatch.setattr(smollm2, "build", lambda cache: "smollm2")
@@ -124,7 +124,7 @@ PLANNED = [command for command in commands(ONE_GPU) if "Qwen/" in command]
 @pytest.mark.parametrize("command", PLANNED)
 def test_what_is_offered_for_one_gpu_fits(command, accept, tmp_path, monkeypatch):
     config = accept(command)
-    assert "of 22.0" in test_memory.plan_on_22_gib(config, monkeypatch, tmp_path)
+    assert "of 22.0" in test_memory.plan_with(config, 22, 1, monkeypatch, tmp_path)
 
 
 def test_a_warm_start_is_offered_where_its_weights_fit(accept):

@@ -250,6 +250,11 @@ def plan_of(options: str, gib: int, world: int, monkeypatch, folder) -> str:
     """The plan of a run of a Qwen3 on cards that show `gib` GiB."""
     given = parse(parser(mars.MarsConfig, ""), options.split())
     config = resolve(mars.MarsConfig, given, presets=mars.METHOD.presets)
+    return plan_with(config, gib, world, monkeypatch, folder)
+
+
+def plan_with(config, gib: int, world: int, monkeypatch, folder) -> str:
+    """The same of a run with these settings."""
     name = config.model.removeprefix("Qwen/Qwen3-")
     heads = {} if name in ("4B", "8B") else {"num_attention_heads": 16}
     shape = QWEN3_8B | QWEN3[name] | heads | {"tie_word_embeddings": name != "8B"}
