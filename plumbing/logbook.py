@@ -18,7 +18,7 @@ import trainer
 from config import UserError, uses_bf16
 from plumbing import folders
 from plumbing.folders import read_lines, write_json, write_whole
-from plumbing.metrics import reduced, share
+from plumbing.metrics import ratio, reduced
 from plumbing.start import Questions, Run
 from rollout import Context, Sample, Trajectory, Turn
 from tasks.format import Format
@@ -258,7 +258,7 @@ def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list
     rounding = 0.01 if uses_bf16(run.config, run.device.type == "cuda") else 1e-6
     most = run.config.max_mismatch_kl or rounding
     for source in sources:
-        kl = share(totals[f"kl {source}"], totals[f"tokens {source}"])
+        kl = ratio(totals[f"kl {source}"], totals[f"tokens {source}"])
         if not kl <= most:  # NaN included
             advice = "use another model, or report this: sampler and trainer compute it differently"
             if source:

@@ -284,7 +284,7 @@ def test_shares_by_hand():
         system("lamps", "lamps right"),
     ]
     # shown right: right, wrong (false alarm), right; shown wrong: wrong (found), right, right
-    assert METHOD.shares(played) == {
+    assert METHOD.metrics(played) == {
         "solver": (2, 4),
         "corrector": (1, 2),
         "system": (2, 4),
