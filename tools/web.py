@@ -1,18 +1,16 @@
 """The client of every service that is asked over HTTP: search, page reader, judge, servers.
 
 A call returns an answer or raises ToolError and nothing else, whatever the other side sent: a
-failure must never be taken for an empty answer, and no reply may end a run. A failure that may
-pass (a time-out, a dropped or cut connection, 408, 429, 5xx, an answer of another shape) is tried
-again after a growing, jittered pause, no sooner than Retry-After asks. Other refusals are final.
+failure must never be taken for an empty answer. A failure that may pass (a time-out, a cut
+connection, 408, 429, 5xx, an answer of another shape) is tried again after a growing, jittered
+pause, no sooner than Retry-After asks. Other refusals are final.
 
 Good answers are kept on disk under sha256(url, body), without any key; failures are not kept. Equal
-requests that are under way at the same time (a group's first searches) are sent once and share
-their outcome.
+requests that are under way at the same time (a group's first searches) are sent once.
 
 What a ToolError says reaches System 2, the rollout records and the operator's terminal. It is one
-line of at most 200 characters, without our keys and without control characters. About the pages of
-strangers it says nothing that they or a service wrote, for a stranger must not speak to System 2
-past System 1.
+line of at most 200 characters, without our keys. About strangers' pages it says nothing that they
+or a service wrote, for a stranger must not speak to System 2 past System 1.
 
 One exchange is httpx2's (huggingface_hub brings it): the machine's certificates, the environment's
 proxies, and no redirects, for our key would go along. Its time-out holds for every single wait, and
