@@ -64,7 +64,7 @@ def play(**options) -> tuple[SimpleNamespace, list[Trajectory], list[Sample], li
         ranks=1,
         device=CPU,
         reference=None,
-        policy=None,
+        policy=SimpleNamespace(packs=True, model=None),
         tools=[],
         question=lambda i: Question(f"q{i}", "?", ("x",), "own"),
         rollouts=lambda *a, **k: trajectories,
@@ -219,9 +219,7 @@ def test_a_credit_of_ones_own_can_train_each_turn_by_itself():
         {"balance": "none", "system1": "frozen"},
         {"packing": False, "system1": "none"},
         {"purpose": False, "system1": "none"},
-        {"clip_low": 1.5},
         {"warmup": -1},
-        {"beta1": 1.0},
         {"block": " , ", "search": "serper"},
     ],
 )
