@@ -23,14 +23,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import tiny
-from helpers.engine import Engine
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import mars
 import sampler
-from bench import ablations, arms, common, cost, credit, engine_loop, engines, matpo, soak
+from bench import ablations, arms, common, cost, credit, engines, matpo, soak
 from bench import sampler as sampler_bench
 from binpack import pack_documents
 from config import UserError, resolve
@@ -501,28 +499,6 @@ def test_memory_is_what_a_run_plans(shape, gpus, tmp_path, monkeypatch):
     planned = float(re.search(r"([\d.]+) before activations", line)[1])
     counted = sum(cost.memory(shape, cost.PAPER, gpus).values()) / 2**30
     assert counted == pytest.approx(planned, abs=0.01)
-
-
-def test_the_engine_loop_adds_its_lines_up_and_times_a_sync(tmp_path, monkeypatch):
-    """What vLLM itself is needed for is left out: both runs are read from made-up lines."""
-    line = {"reward": 0.5, "mismatch_kl": 1e-13, "lost_share": 0.0, "masked_share": 0.25}
-    line |= {"seconds_sync": 1.0, "seconds_rollout": 2.0, "tokens_per_second": 100.0}
-    lines = [line | {"step": step, "seconds_sync": 1.0 + step} for step in range(3)]
-    lines[0] |= {"eval_step": 0, "eval_accuracy": 0.1, "eval_greedy": 0.2}
-    lines[2] |= {"eval_step": 3, "eval_accuracy": 0.7, "eval_greedy": 0.8}
-    made = engine_loop.row("vLLM server", lines)
-    assert made["accuracy"] == {0: 0.1, 3: 0.7} and made["greedy"] == {0: 0.2, 3: 0.8}
-    assert made["seconds_sync"] == {"median": 2.0, "min": 1.0, "max": 3.0}
-    assert made["mismatch_kl"] == [1e-13] * 3 and made["masked tokens, share"] == 0.25
-    engine_loop.plot({"vLLM server": lines, "own sampler": lines}, tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setenv("no_proxy", "*")
-    tiny.saved("qwen3", tmp_path / "checkpoint")
-    server = Engine(tmp_path / "checkpoint")
-    syncs = engine_loop.time_syncs(server.url, tmp_path, rounds=3)
-    server.stop()
-    assert len(server.loaded) == 3 and len(set(server.loaded)) == 3
-    assert syncs["bytes"] > 1000 and set(syncs["seconds"]) == {"write", "load"}
 
 
 def test_check_puts_prediction_beside_measurement(options):
