@@ -47,7 +47,7 @@ def measured(live: list[bool], values: torch.Tensor, owner: torch.Tensor) -> dic
     """The step's metrics of a batch of 8 tokens, in which the kernel scored the live ones."""
     weight = torch.tensor(live).float() / 8
     scored = [values[i] * (weight != 0) for i in range(2)]
-    batch = SimpleNamespace(weight=weight, owner=owner, sampler_logprob=values[2])
+    batch = SimpleNamespace(weight=weight, owner=owner, behaviour_logprob=values[2])
     count = int((weight != 0).sum())
     numbers = {"loss": 0.5, "logprob": scored[0], "entropy": scored[1]}
     numbers |= {"clip_share": 0.25 if count else 0.0, "kl": 0.1 if count else 0.0}
