@@ -185,7 +185,6 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         config.micro_tokens,
         run.device,
         pack=trainer.unwrap(run.policy).packs,
-        share_prefixes=config.share_prefixes,
     )
     # Every rank needs as many, at least one: the collectives of `backward` pair up.
     number = torch.tensor(max(1, len(batches)), device=run.device)

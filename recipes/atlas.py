@@ -91,7 +91,6 @@ ATLAS = {
     "kv_tokens": 32_768,
     "max_sequences": 64,
     "micro_tokens": 4096,
-    "share_prefixes": True,  # a step's input tokens shrink to a fifth
     "threads": 2,
 }
 ATLAS_LONG = ATLAS | {
@@ -422,10 +421,9 @@ def warm_model(config: AtlasConfig) -> Path | str:
         bf16=config.bf16,
         threads=config.threads,
         micro_tokens=config.micro_tokens,
-        share_prefixes=config.share_prefixes,
     )
     bf16 = uses_bf16(config, cuda=torch.cuda.is_available())
-    # Threads, micro-batches and shared prefixes are left out: they change only time and rounding.
+    # Threads and micro-batches are left out: they change only time and rounding.
     demonstrated = (config.preset, config.purpose, config.seed)
     settings = (*demonstrated, fingerprint(config.model), options.steps, options.lr, bf16)
     sources = (__file__, atlas_world.__file__, warm_start.__file__, mars.__file__, chat.__file__)
