@@ -24,6 +24,7 @@ import itertools
 import warnings
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -72,22 +73,24 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: 
 # ---------------------------------------------------------------- decode on a CPU
 
 
+# A product for a run of shared pages costs as much as reading so many numbers of keys (measured).
+WORTH = 100_000
+
+
 @dataclass
 class Cascade:
     """How a batch's rows are cut into parts; all layers share it.
 
     own: a CSR matrix [rows · Hq, key vectors of the pool] with a line for a row's query head and an
-    entry for each of the row's own tokens; its values are the scores. Lines begin at `offsets`,
-    have `counts` entries, and entry i is of line `lines[i]`.
+    entry for each of the row's own tokens; its values are the scores.
     outs, sums: o and l of each level of runs, and of the own tokens last.
     """
 
     rows: int  # those behind are padding
     shared: list[tuple[Run, Tensor | range]]  # a run and its pages
     own: Tensor
-    offsets: Tensor
-    counts: Tensor
-    lines: Tensor
+    offsets: np.ndarray  # int32 [rows · Hq]: a line's first entry
+    counts: np.ndarray  # int32 [rows · Hq]: a line's entries
     outs: Tensor  # [levels + 1, rows, Hq, Dh]
     sums: Tensor  # [levels + 1, rows, Hq]; -inf where a row has no run at a level
 
@@ -97,38 +100,40 @@ def plan_cascade(q: Tensor, k_pages: Tensor, batch: Batch) -> Cascade:
     heads, size = q.shape[1:]
     page_size, kv_heads = k_pages.shape[1:3]
     rows = sum(span > 0 for span in batch.spans)
-    runs = shared_runs(batch.block_table[:rows].numpy(), page_size)
-    begins = [0] * rows  # of a row's own tokens
+    table = batch.block_table[:rows].numpy()
+    runs = shared_runs(table, WORTH / (page_size * heads * size))
+    begins = np.zeros(rows, np.int32)
     for run in runs:
-        begins[run.begin : run.end] = [run.last * page_size] * (run.end - run.begin)
-    counts = batch.lengths[:rows] - torch.tensor(begins)
-    row = torch.arange(rows).repeat_interleave(counts)
-    position = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row] + torch.tensor(begins)[row]
-    page = batch.block_table[row, position // page_size]
-    slots = page * page_size + position % page_size
-    # A line for each query head: the row's key vectors of the head that it reads.
-    kv_head = torch.arange(heads) // (heads // kv_heads)
-    columns = [
-        (own * kv_heads + kv_head[:, None]).flatten() for own in slots.split(counts.tolist())
-    ]
-    counts = counts.repeat_interleave(heads)
-    offsets = F.pad(counts.cumsum(0), (1, 0))
-    levels = max((run.level + 1 for run in runs), default=0)
+        begins[run.begin : run.end] = run.last * page_size
+    # The key vectors of each row's own tokens, those of the first head.
+    counts = batch.lengths[:rows].numpy() - begins
+    firsts = counts.cumsum(dtype=np.int32) - counts
+    row = np.repeat(np.arange(rows, dtype=np.int32), counts)
+    position = np.arange(len(row), dtype=np.int32) + (begins - firsts)[row]
+    page = table[row, position // page_size]
+    vectors = (page * page_size + position % page_size) * kv_heads
+    # A line for each query head: its entries are the row's vectors, moved to the head's own.
+    counts = np.repeat(counts, heads)
+    offsets = counts.cumsum(dtype=np.int32) - counts
+    entry = np.arange(len(row) * heads, dtype=np.int32)
+    entry += np.repeat(np.repeat(firsts, heads) - offsets, counts)
+    kv_head = np.arange(heads, dtype=np.int32) // (heads // kv_heads)
+    columns = vectors[entry] + np.repeat(np.tile(kv_head, rows), counts)
     # Indices of half the width are read faster. No memory holds 2^31 key vectors.
     own = torch.sparse_csr_tensor(
-        offsets.int(),
-        torch.cat(columns).int(),
-        torch.zeros(int(offsets[-1]), dtype=k_pages.dtype),
+        torch.from_numpy(np.append(offsets, np.int32(len(columns)))),
+        torch.from_numpy(columns),
+        torch.zeros(len(columns), dtype=k_pages.dtype),
         (rows * heads, k_pages.shape[0] * page_size * kv_heads),
         check_invariants=False,
     )
+    levels = max((run.level + 1 for run in runs), default=0)
     return Cascade(
         rows=rows,
         shared=[(run, pages_of(run, batch.block_table)) for run in runs],
         own=own,
-        offsets=offsets[:-1].int(),
+        offsets=offsets,
         counts=counts,
-        lines=torch.arange(rows * heads).repeat_interleave(counts),
         outs=torch.zeros(levels + 1, rows, heads, size, dtype=k_pages.dtype),
         sums=torch.full((levels + 1, rows, heads), float("-inf"), dtype=k_pages.dtype),
     )
@@ -195,18 +200,19 @@ def attend_apart(q, k_pages, v_pages, plan, scale):
     keys = k_pages.view(-1, size)
     torch.sparse.sampled_addmm(plan.own, queries, keys.t(), beta=0.0, alpha=scale, out=plan.own)
     scores = plan.own.values()
-    top = torch.segment_reduce(scores, "max", lengths=plan.counts, unsafe=True)
-    scores.sub_(top[plan.lines]).exp_()
-    total = torch.segment_reduce(scores, "sum", lengths=plan.counts, unsafe=True)
+    # A softmax of each line, whose division comes last; numpy has sums over ragged lines.
+    top = np.maximum.reduceat(scores.numpy(), plan.offsets)
+    scores.sub_(torch.from_numpy(np.repeat(top, plan.counts))).exp_()
+    total = np.add.reduceat(scores.numpy(), plan.offsets)
     mixed = F.embedding_bag(
         plan.own.col_indices(),
         v_pages.view(-1, size),
-        plan.offsets,
+        plan.own.crow_indices()[:-1],
         mode="sum",
         per_sample_weights=scores,
     )
-    out = mixed.div_(total[:, None])
-    return out.view(q.shape), total.log_().add_(top).view(q.shape[:2])
+    sums = torch.from_numpy(top + np.log(total))
+    return mixed.div_(torch.from_numpy(total)[:, None]).view(q.shape), sums.view(q.shape[:2])
 
 
 # ---------------------------------------------------------------- prefill

@@ -19,10 +19,6 @@ Copies = list[tuple[int, int]]
 Chunk = tuple[Request, int, int]
 
 
-# A run of shared pages has to save the reading of so many tokens: it costs a product of its own.
-WORTH = 256
-
-
 class Rows:
     """What a decode step must know of each running row, as arrays.
 
@@ -193,11 +189,11 @@ class Run:
     level: int
 
 
-def shared_runs(block_table: np.ndarray, page_size: int) -> list[Run]:
+def shared_runs(block_table: np.ndarray, least_pages: float) -> list[Run]:
     """The pages that neighbours have in common, as a tree: a row's runs follow one another.
 
-    block_table [B, W]: a row's last page is its own. A run that saves fewer reads than it costs is
-    left to its rows, or to longer runs of fewer rows.
+    block_table [B, W]: a row's last page is its own. A run that saves the reading of fewer pages
+    than `least_pages` is left to its rows, or to longer runs of fewer rows.
     """
     equal = block_table[1:] == block_table[:-1]
     common = np.logical_and.accumulate(equal, 1).sum(1)  # pages shared with the next row
@@ -208,7 +204,7 @@ def shared_runs(block_table: np.ndarray, page_size: int) -> list[Run]:
             return
         between = common[begin : end - 1]
         last = int(between.min())
-        if (end - begin - 1) * (last - first) * page_size >= WORTH:
+        if last > first and (end - begin - 1) * (last - first) >= least_pages:
             runs.append(Run(begin, end, first, last, level))
             first = last
             level += 1
