@@ -59,12 +59,11 @@ class BvpoConfig:
     runs: str = "runs"  # where results go
     cache: str = ".cache"  # keeps the base model
     seed: int = 0  # of the base model, the pairs and the traces
-    pairs: int = 64  # of the measurement
+    pairs: int = 64  # on held-out pages: for the measurement and the accuracy
     beta: float = 0.5  # β of DPO
     steps: int = 40  # of DPO for each arm; 0: none
     batch: int = 8  # pairs per step
     lr: float = 1e-4  # of AdamW
-    questions: int = 100  # held-out pages
 
 
 # --------------------------------------------------------------------------- log-probs, gradients
@@ -234,8 +233,8 @@ def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
     try:
         config = BvpoConfig(**parse(parser(BvpoConfig, __doc__), arguments))
-        if min(config.pairs, config.batch, config.questions) < 1 or config.beta <= 0:
-            raise UserError("--pairs, --batch, --questions and --beta must be above 0")
+        if config.pairs < 1 or config.batch < 1 or config.beta <= 0:
+            raise UserError("--pairs, --batch and --beta must be above 0")
     except UserError as error:
         return fail(error)
     torch.set_num_threads(1)
@@ -246,21 +245,21 @@ def main(arguments: list[str]) -> int:
 
     ref = load()
     pairs = toy.draw_pairs("eval", config.seed, 0, config.pairs)
-    held_out = toy.draw_pairs("eval", config.seed, config.pairs, config.questions)
     errors = {"at π = π_ref": measure(ref, ref, pairs, config.beta)}
-    table = {"before": accuracies(ref, held_out)}
+    table = {"before": accuracies(ref, pairs)}
     for arm, (alpha, traces) in ARMS.items() if config.steps else ():
         policy = load()
         train(policy, ref, config, alpha, traces)
-        table[arm] = accuracies(policy, held_out)
+        table[arm] = accuracies(policy, pairs)
         if arm == "alpha 1":
             errors["after DPO at α = 1"] = measure(policy, ref, pairs, config.beta)
     show(errors)
     for arm, numbers in table.items():
         print(f"right, {arm:<14}" + "   ".join(f"{name} {x:.3f}" for name, x in numbers.items()))
-    file = Path(config.runs) / config.name / f"seed-{config.seed}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(config.runs) / config.name
+    folder.mkdir(parents=True, exist_ok=True)
     told = {at: {of: vars(e) for of, e in found.items()} for at, found in errors.items()}
+    file = folder / f"seed-{config.seed}.json"
     print("written to", folders.write_json(file, {"errors": told, "right": table}))
     return 0
 
