@@ -1,17 +1,19 @@
 """The options that all methods share, and the command line that sets them.
 
-Each has its default for the toy and its reason, on one line: the reason is its help. A method
-adds its own options in a subclass (mars.MarsConfig). What is given on the command line wins
-over a preset, which wins over the defaults. An unknown or ill-typed option is one sentence and
-exit code 2.
+Each has its default for the toy and its reason, on one line: the reason is its help, and the
+comments between the fields are the help's headings. A method adds its own options in a subclass
+(mars.MarsConfig). What is given on the command line wins over a preset, which wins over the
+defaults. An unknown or ill-typed option is one sentence and exit code 2.
 """
 
 import argparse
 import dataclasses
 import inspect
+import math
 import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 
@@ -22,25 +24,26 @@ class UserError(Exception):
     """
 
 
-MOST_THREADS = 1024  # OpenMP crashes at a million
+def no_option(default):
+    """A field that is no option: recipes set it, in a preset."""
+    return dataclasses.field(default=default, metadata={"option": False})
 
 
 @dataclass
 class Config:
-    """Any field is an option of the same name: `--lr 3e-4`, `--fsdp`, `--no-fsdp`."""
+    """A field is an option of the same name, `--lr 3e-4`, `--fsdp`, `--no-fsdp`, or `no_option`."""
 
-    preset: str = "toy"  # where the other defaults come from: toy, or one of the method's
     # the run
+    preset: str = "toy"  # where the other defaults come from: toy, or one of the method's
     name: str = ""  # runs/NAME/; empty: toy, toy-2, … whichever is free
     runs: str = "runs"  # folder of all runs
     seed: int = 0  # of every draw, of the toy's world and of its base model
     steps: int = 120  # rollout batches; the toy's curve is flat after this
     resume: bool = False  # go on from the newest whole state of runs/NAME
-    save_every: int = 10  # steps between states on disk: what a kill can cost
-    track: Literal["none", "tensorboard", "trackio", "wandb"] = "none"  # a live view of the metrics
+    track: Literal["none", "trackio", "wandb"] = "none"  # a live view of the metrics
     eval_every: int = 20  # steps between evaluations on held-out questions, sampled and greedy
     eval_questions: int = 200  # 200 questions: a standard error of at most 3.5 points
-    eval_samples: int = 1  # k of eval's avg@k and pass@k; a run's own evaluations make one attempt
+    cache: str = ".cache"  # base model, search index, search answers
     # model, questions, tools
     model: str = "toy"  # "toy", "smollm2", or what transformers loads (a folder, a hub name)
     data: str = "toy"  # training questions: "toy", or what tasks.questions.load_questions reads
@@ -48,42 +51,25 @@ class Config:
     grader: Literal["em", "judge"] = "em"  # reward 1: exact match, or an LLM judge says yes
     search: Literal["local", "serper", "retriever"] = "local"  # where search and scholar look
     docs: str = ""  # --search local: a file or a folder of documents; empty: the toy's world
-    eval_docs: str = ""  # documents for the held-out questions; empty: those of `docs`
-    pages: Literal["none", "jina", "fetch"] = "none"  # how pages behind serper's results are read
-    passage_words: int = 200  # long documents are cut into passages of so many words; 0: none are
+    pages: Literal["none", "jina"] = "none"  # how pages behind serper's results are read
     block: str = ""  # hosts, by commas, whose results are dropped: those that publish the answers
     top_k: int = 3  # results per call: about 100 words in the toy
     tools: str = "search,scholar,python"  # what may be called
-    tool_seconds: float = 600.0  # a call that takes longer has failed
-    max_tool_error_share: float = 0.5  # the run stops if more calls or judgements of a step fail
-    cache: str = ".cache"  # base model, search index, search answers
     # reinforcement learning
     questions: int = 16  # per step
     group: int = 8  # G: attempts per question
     temperature: float = 1.0  # of sampling, and so of the distribution that the loss differentiates
-    top_p: float = 1.0  # nucleus of the sampled evaluation; training draws from everything
     lr: float = 5e-4  # the toy's; at 1e-3 one seed of three slipped late on one CPU
     warmup: int = 1  # steps of linear warm-up, then constant
-    decay: bool = False  # linear decay to 0 at --steps, also if --resume gives more of them
-    weight_decay: float = 0.0  # of AdamW
-    beta1: float = 0.9  # of AdamW; in a run of a few steps less: momentum outlives its gradient
-    clip_grad: float = 1.0  # the gradient's largest norm; 0: no limit
+    inner_steps: int = 1  # optimizer steps per batch of rollouts, each on a part of the questions
     advantage: Literal["std", "mean"] = "std"  # r − mean, over std or not (Dr. GRPO)
     loss_mean: Literal["sample", "token"] = "sample"  # what each term of the loss is a mean over
-    refill: int = 0  # times that a question whose G rewards are equal is replaced by another
-    clip_low: float = 0.2  # ε; the paper's is unknown (our choice)
-    clip_high: float = 0.2  # ε upwards; a larger one is DAPO's "clip higher"
     kl_beta: float = 0.0  # λ; needs a reference model in memory
-    inner_steps: int = 1  # optimizer steps per batch of rollouts, each on a part of the questions
     lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: all weights
     importance: Literal["auto", "token", "sequence", "off"] = "auto"  # auto: sequence with --server
-    importance_cap: float = 3.0  # a token's ratio is cut to it; a sequence above it is masked
-    # rollouts on serving engines: docs/engines.md
-    server: str = ""  # URLs, by commas, of servers (or of their router) that sample instead
-    engine: Literal["vllm", "sglang", "vllm_nccl"] = "vllm"  # what they run; nccl: weights by NCCL
-    max_mismatch_kl: float = 0.0  # a run stops if a server is further off; 0: fp32 1e-6, bf16 0.01
+    max_mismatch_kl: float = 0.0  # stop if sampler and trainer differ more; 0: fp32 1e-6, bf16 0.01
     # the machine
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is one
+    server: str = ""  # URLs, by commas, of vLLM servers that sample instead: docs/engines.md
     bf16: Literal["auto", "on", "off"] = "auto"  # arithmetic of sampler and trainer; auto: on CUDA
     threads: int = 1  # PyTorch's, on CPU, one process; a second one hardly pays for the toy
     fsdp: bool = False  # shard the trainer's state (needed from about 3B parameters on)
@@ -91,15 +77,27 @@ class Config:
     micro_tokens: int = 8192  # tokens per micro-batch of the trainer
     share_prefixes: bool = False  # compute what samples begin with alike once; pays if that is much
     kv_tokens: int = 65536  # tokens in the sampler's KV pool
-    max_sequences: int = 256  # decoded together at most
-    deterministic: bool | None = None  # bit-equal reruns, however slow a tool is; unset: on CPU
+    # no options
+    clip: float = no_option(0.2)  # ε, down and up; the paper's is unknown (our choice)
+    top_p: float = no_option(1.0)  # nucleus of the sampled evaluation; training has none
+    decay: bool = no_option(False)  # linear decay to 0 at --steps, also if --resume gives more
+    beta1: float = no_option(0.9)  # of AdamW; in a short run less: momentum outlives its gradient
+    importance_cap: float = no_option(3.0)  # a token's ratio is cut to it; a sequence's masked
+    eval_docs: str = no_option("")  # documents for the held-out questions; empty: those of `docs`
+    passage_words: int = no_option(200)  # documents are cut into passages of so many; 0: none are
+    tool_seconds: float = no_option(600.0)  # a call that takes longer has failed
+    max_sequences: int = no_option(256)  # decoded together at most
 
     # Options that only training reads, so that eval and ask refuse them.
     for_training = frozenset(
-        "steps resume track save_every eval_every model eval_data questions group lr warmup "
-        "decay weight_decay beta1 clip_grad clip_low clip_high kl_beta lora_rank inner_steps "
-        "importance importance_cap fsdp max_mismatch_kl advantage loss_mean refill "
-        "recompute_activations micro_tokens share_prefixes preset".split()
+        "steps resume track eval_every model eval_data questions group lr warmup inner_steps "
+        "advantage loss_mean kl_beta lora_rank importance max_mismatch_kl fsdp "
+        "recompute_activations micro_tokens share_prefixes".split()
+    )
+    # What --resume may change: the method stays the same, the last bits of a float may not.
+    may_change = frozenset(
+        "name runs steps resume track eval_every cache threads micro_tokens share_prefixes "
+        "tool_seconds kv_tokens max_sequences server recompute_activations max_mismatch_kl".split()
     )
 
     def longest(self) -> int:
@@ -111,7 +109,7 @@ class Config:
         return self.longest()
 
     def frozen(self) -> set[str]:
-        """Roles that the start's weights play: those of the option that has the choice `frozen`."""
+        """Roles that the start's weights play."""
         return set()
 
     def correction(self) -> str:
@@ -128,36 +126,19 @@ class Config:
 
     def check(self, training: bool) -> None:
         """Refuses values that contradict each other: UserError with one sentence."""
-        counts = (
-            "steps questions save_every eval_every inner_steps micro_tokens kv_tokens "
-            "max_sequences top_k threads group tool_seconds eval_samples"
-        )
-        self.at_least(1, *counts.split())
-        self.at_least(0, "eval_questions", "passage_words", "seed", "refill", "lora_rank", "warmup")
-        if self.beta1 >= 1:
-            raise UserError(f"--beta1 must be below 1, got {self.beta1}")
-        if self.clip_low > 1:
-            raise UserError(f"--clip_low must be at most 1, got {self.clip_low}")
+        counts = "steps questions eval_every inner_steps micro_tokens kv_tokens max_sequences"
+        self.at_least(1, *counts.split(), "top_k", "threads", "group", "tool_seconds")
+        self.at_least(0, "eval_questions", "passage_words", "seed", "lora_rank", "warmup")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type is float and not 0 <= value <= 1e30:
+            if field.type is float and not (math.isfinite(value) and value >= 0):
                 raise UserError(f"--{field.name} must be finite and at least 0, got {value}")
-            if isinstance(value, str) and not value.isprintable():
-                raise UserError(f"--{field.name} holds a character that cannot be printed")
-            if field.type is int and abs(value) >= 2**40:
-                raise UserError(f"--{field.name} {value} is too large")
-        if self.threads > MOST_THREADS:
-            raise UserError(f"--threads {self.threads}: give at most {MOST_THREADS}")
-        if self.max_sequences > 65536:
-            raise UserError(f"--max_sequences {self.max_sequences}: give at most 65536")
-        if self.temperature > 100 or 0 < self.temperature < 1e-3:
-            raise UserError(f"--temperature {self.temperature}: give 0, or from 0.001 to 100")
-        if self.eval_samples > 1 and self.temperature == 0:
-            raise UserError("--eval_samples: at --temperature 0 all attempts are the same; give 1")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"--top_p must be in (0, 1], got {self.top_p}")
-        plain = set(self.name).isdisjoint("/\\\0") and self.name not in (".", "..")
-        if not plain or len(self.name.encode()) > 200:
+        if 0 < self.temperature < 1e-3:
+            raise UserError(f"--temperature {self.temperature}: give 0, or at least 0.001")
+        if not 1e-3 <= self.top_p <= 1:
+            raise UserError(f"top_p must lie between 0.001 and 1, got {self.top_p}")
+        plain = set(self.name).isdisjoint("/\\") and self.name.isprintable()
+        if not plain or self.name in (".", ".."):
             raise UserError("--name is one plain folder name; --runs says where the folder lies")
         if self.data == "toy" and self.eval_data:
             raise UserError("--eval_data belongs to questions of your own: name --data as well")
@@ -169,13 +150,6 @@ class Config:
             raise UserError("--block drops what the web finds: it has no use with --search local")
         if self.docs and self.search != "local":
             raise UserError(f"--docs is searched by --search local, not by {self.search}")
-        for name in ("engine", "max_mismatch_kl"):
-            if getattr(self, name) != getattr(type(self), name) and not self.server:
-                raise UserError(f"--{name} belongs to --server: add that, or leave it out")
-        if self.server and self.deterministic:
-            raise UserError("--deterministic cannot be had with --server: a server batches anew")
-        if self.eval_docs and not self.docs:
-            raise UserError("--eval_docs goes with documents of your own: name --docs as well")
         if self.longest() > self.kv_tokens and not self.server:
             raise UserError(
                 f"--kv_tokens {self.kv_tokens} is smaller than one context of {self.longest()} "
@@ -190,19 +164,12 @@ class Config:
             raise UserError("--temperature 0 makes all attempts at a question the same")
         if self.eval_questions < 1:
             raise UserError("--eval_questions must be at least 1: a run measures itself on them")
-        if self.eval_samples > 1:
-            raise UserError("--eval_samples is for the command eval: a run makes one attempt")
         if self.group < 2:
             raise UserError("--group must be at least 2: attempts at one question are compared")
-        corrected = self.correction() != "off"
-        if corrected and not self.importance_cap:
-            raise UserError("--importance_cap 0 leaves nothing to train on: give one above 0")
-        if self.importance_cap != type(self).importance_cap and not corrected:
-            raise UserError("--importance_cap is read with --is token or --is sequence: add one")
         if self.inner_steps > self.questions:
             raise UserError(
-                f"--inner_steps {self.inner_steps} is more than --questions {self.questions}: each "
-                "needs a question"
+                f"--questions {self.questions} is fewer than the {self.inner_steps} optimizer "
+                "steps on a batch: each needs a question"
             )
 
 
@@ -211,21 +178,7 @@ def uses_bf16(config: Config, cuda: bool) -> bool:
     return config.bf16 == "on" or (config.bf16 == "auto" and cuda)
 
 
-# What --resume may change: the method stays the same, the last bits of a float may not.
-MAY_CHANGE = set(
-    "name runs steps resume track save_every eval_every eval_samples cache threads micro_tokens "
-    "share_prefixes max_tool_error_share tool_seconds kv_tokens max_sequences server engine "
-    "recompute_activations max_mismatch_kl".split()
-)
-
-# Spellings that were given up, and what to write today.
-RENAMED = {
-    "rows": "--max_sequences N",
-    "tis": "--is token --importance_cap X",
-    "lockstep": "--deterministic or --no-deterministic",
-    "checkpointing": "--recompute_activations",
-    "eval_top_p": "--top_p X",
-}
+# ------------------------------------------------------------------------------- the command line
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -236,55 +189,98 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def parser(config: type[Config], description: str) -> OneLineParser:
-    """Every field of `config` as an option, with its comment as the help."""
-    made = OneLineParser(
-        description=description,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-    )
-    reasons = comments(config)
+    """Every field of `config` as an option, unless it is `no_option`."""
+    made = OneLineParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    sources = [inspect.getsource(part) for part in reversed(config.__mro__[:-1])]
+    made.format_help = lambda: help_text(description, *sources)
     for field in dataclasses.fields(config):
-        # --shared_group or --shared-group
-        names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
+        if not field.metadata.get("option", True):
+            continue
+        names = [f"--{field.name}"]
         if field.name == "importance":
-            names["--is"] = None  # which Python keeps from being the field's name
-        if field.type in (bool, bool | None):
+            names.append("--is")  # which Python keeps from being the field's name
+        if field.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
         elif get_origin(field.type) is Literal:
             kind = {"choices": get_args(field.type)}
         else:
-            kind = {"type": field.type, "metavar": field.type.__name__.upper()}
-        reason = reasons.get(field.name, "").replace("%", "%%")
-        made.add_argument(*names, **kind, help=f"{reason} [{field.default}]")
+            kind = {"type": field.type}
+        made.add_argument(*names, **kind)
     return made
 
 
-def comments(config: type[Config]) -> dict[str, str]:
-    """field name -> the comment behind it, on the same line of the source."""
-    found = {}
-    for part in reversed(config.__mro__[:-1]):
-        found |= re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(part), re.MULTILINE)
-    return found
-
-
 def parse(made: OneLineParser, arguments: list[str]) -> dict:
-    """What a command line gives, by name. Old spellings are answered with the new ones."""
-    for argument, value in zip(arguments, [*arguments[1:], ""]):
-        name = argument.removeprefix("--").split("=")[0].replace("-", "_")
-        if argument.startswith("--") and name in RENAMED:
-            raise UserError(f"--{name} is now written {RENAMED[name]}")
-        if name == "no_balance" or (argument == "--balance" and value in ("on", "off")):
-            raise UserError("--balance takes a value now: uniform, advantage or none")
-        if argument in ("--packing", "--purpose") and value in ("on", "off", "ffd"):
-            written = argument.replace("--", "--no-") if value == "off" else argument
-            raise UserError(f"{argument} takes no value: write {written}")
-    return vars(made.parse_args(arguments))
+    """What a command line gives, by name. `--step-tokens` is `--step_tokens`."""
+    written = []
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            no = "no-" if name.startswith("no-") else ""
+            argument = f"--{no}{name.removeprefix('no-').replace('-', '_')}{equals}{value}"
+        written.append(argument)
+    return vars(made.parse_args(written))
+
+
+# An option's line: its name, its type, its default, its reason. A heading is a comment line.
+FIELD = re.compile(r"    (\w+): (.+?) = (.+?)  # (.*)")
+HEADING = re.compile(r"    # (.*)")
+KINDS = {"str": "TEXT", "int": "N", "float": "X"}
+
+
+def help_text(description: str, *sources: str) -> str:
+    """The help of a command, read from the source of the classes that hold its options."""
+    lines = [description.strip()]
+    for source in sources:
+        heading = "options"
+        for line in source.splitlines():
+            title = HEADING.fullmatch(line)
+            field = FIELD.fullmatch(line)
+            if title:
+                heading = title[1]
+            elif field and not field[3].startswith("no_option"):
+                if heading:
+                    lines.append(f"\n{heading}:")
+                    heading = ""
+                lines.append(option_line(*field.groups()))
+    return "\n".join(lines) + "\n"
+
+
+def option_line(name: str, kind: str, default: str, reason: str) -> str:
+    """An option in the help: `  --steps N               rollout batches; … [120]`."""
+    shown = f"  --{name} {KINDS.get(kind, '')}".rstrip()
+    if kind == "bool":
+        shown += f", --no-{name}"
+    if kind.startswith("Literal"):
+        shown += " " + "|".join(re.findall(r'"(.*?)"', kind))
+    if len(shown) > 25:
+        shown += "\n" + 26 * " "
+    if default != '""':
+        reason += f" [{default}]"
+    return f"{shown:<26}{reason}"
+
+
+def help_at_once(description: str, path: str) -> None:
+    """Answers `--help` of a method's file and ends, before that file loads torch for seconds."""
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        source = Path(path).read_text(encoding="utf-8")
+        options = re.search(r"^class \w+\(Config\):\n(    .*\n|\n)*", source, re.MULTILINE)
+        print(help_text(description, inspect.getsource(Config), options[0]), end="")
+        sys.exit(0)
 
 
 def fail(message: str) -> int:
-    """Prints one sentence on standard error; returns exit code 2."""
-    print(f"mars: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    """Prints one sentence on standard error; returns exit code 2.
+
+    What strangers or users wrote into it cannot speak to the terminal, nor fill it.
+    """
+    words = []
+    for word in str(message).split():
+        word = "".join(c if c.isprintable() else repr(c)[1:-1] for c in word)
+        words.append(word if len(word) <= 200 else f"{word[:100]}…{word[-50:]}")
+    line = " ".join(words)
+    if len(line) > 2000:
+        line = f"{line[:1500]} … {line[-400:]}"
+    print(f"mars: {line}", file=sys.stderr, flush=True)
     return 2
 
 

@@ -28,8 +28,6 @@ class ToolCall:
     """
 
     def __init__(self, function: Callable, seconds: float, future: asyncio.Future):
-        if not seconds > 0:
-            raise ValueError(f"a call needs a time limit above 0 seconds, not {seconds}")
         self.function = function
         self.seconds = seconds
         self.future = future
@@ -42,19 +40,14 @@ class ToolCall:
         def work() -> None:
             try:
                 outcome = (self.function(), None)
-            except Exception as error:
-                outcome = (None, error)
             except BaseException as error:
-                outcome = (None, RuntimeError(f"a tool raised {error!r}"))
+                outcome = (None, error)
             if not self.over():  # past the deadline it stays a failure
                 self.outcome = outcome
             finished.put(self)
 
         self.deadline = time.monotonic() + self.seconds
-        try:
-            threading.Thread(target=work, daemon=True).start()
-        except RuntimeError as error:  # the machine has no thread to spare
-            self.outcome = (None, ToolError(f"the call could not be started ({error})"))
+        threading.Thread(target=work, daemon=True).start()
 
     def over(self) -> bool:
         """Whether there is an outcome; past the deadline it is a failure."""
@@ -67,8 +60,6 @@ class ToolCall:
         if self.future.done():
             return
         result, error = self.outcome
-        if isinstance(error, StopIteration):  # a future refuses this one
-            error = RuntimeError(f"a tool raised {error!r}")
         if error is not None:
             self.future.set_exception(error)
         else:
@@ -97,7 +88,6 @@ class Waiting:
     """An open request and the episode that waits for it."""
 
     sampler: Sampler
-    conversation: Conversation
     request: Request
     future: asyncio.Future
 
@@ -121,12 +111,9 @@ class Driver:
     """
 
     def __init__(self, samplers: list[Sampler], *, deterministic: bool, max_calls: int = 32):
-        if max_calls < 1:
-            raise ValueError(f"max_calls must be at least 1, got {max_calls}")
         self.samplers = samplers
         self.deterministic = deterministic
         self.max_calls = max_calls
-        self.active = False
         self._clear()
 
     def _clear(self) -> None:
@@ -140,11 +127,9 @@ class Driver:
         self, sampler: Sampler, conversation: Conversation, tokens: list[int], **options
     ) -> Completion:
         """Appends `tokens` to the conversation and samples; see Sampler.submit."""
-        if sampler not in self.samplers:
-            raise ValueError("this sampler is not one of the driver's")
         future = self._new_future()
         request = sampler.submit(conversation, tokens, **options)
-        self.waiting[id(request)] = Waiting(sampler, conversation, request, future)
+        self.waiting[id(request)] = Waiting(sampler, request, future)
         return await future
 
     async def call(self, function: Callable[[], Any], seconds: float) -> Any:
@@ -166,13 +151,10 @@ class Driver:
 
         An error in one episode ends all. `on_progress` is told how many are done.
         """
-        if self.active:
-            raise RuntimeError("the driver runs already: an episode cannot run others")
         tasks: list[asyncio.Task] = []
 
         def on_idle() -> None:
-            if self.ending:
-                self._give_up()
+            if self.ending:  # the cancelled episodes are closing their contexts
                 return
             try:
                 self._advance()
@@ -195,32 +177,28 @@ class Driver:
         def new_loop() -> asyncio.AbstractEventLoop:
             return asyncio.SelectorEventLoop(IdleSelector(on_idle))
 
-        self.active = True
         try:
             with asyncio.Runner(loop_factory=new_loop) as runner:
                 return runner.run(play_all())
         finally:
             for episode in episodes:
                 episode.close()
-            for open_request in self.waiting.values():
-                open_request.sampler.close(open_request.conversation)
             self._clear()
-            self.active = False
 
     def _advance(self) -> None:
         """Every episode waits: decode one token for each open request, or wait for the tools."""
         busy = [sampler for sampler in self.samplers if sampler.busy]
         for sampler in busy:
             for request in sampler.step():
-                self._answer(request)
-        if self.deterministic and busy:
-            return
-        if not busy and not self.running and not self.queued:
-            self._answer_closed()
-            return
-        if self.running and not busy:
+                self.waiting.pop(id(request)).answer()
+        if busy and self.deterministic:
+            return  # tools wait until nothing is left to decode
+        if not busy:
             self._wait_for_calls()
-        # Deterministic: results are handed over only when no call is under way any more.
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Hands over what the tools have returned; deterministic: only when all of them have."""
         under_way = self.queued or not all(call.over() for call in self.running)
         if self.deterministic and under_way:
             return
@@ -229,27 +207,6 @@ class Driver:
                 call.hand_over()
         self.running = [call for call in self.running if not call.future.done()]
         self._start_calls()
-
-    def _answer(self, request: Request) -> None:
-        """Wakes the episode that waits for a finished request, if one of ours does."""
-        waiting = self.waiting.pop(id(request), None)
-        if waiting:
-            waiting.answer()
-
-    def _answer_closed(self) -> None:
-        """Nothing is under way: only requests whose conversation was closed can still end."""
-        closed = [waiting.request for waiting in self.waiting.values() if waiting.request.done]
-        if not closed:
-            raise RuntimeError("every episode waits, and nothing is under way that could wake one")
-        for request in closed:
-            self._answer(request)
-
-    def _give_up(self) -> None:
-        """The run ends: whoever still waits is told that nothing will come."""
-        futures = [waiting.future for waiting in self.waiting.values()]
-        futures += [call.future for call in (*self.queued, *self.running)]
-        for future in futures:
-            future.cancel()
 
     def _start_calls(self) -> None:
         """Starts queued calls. Those that were given up at their deadline no longer count."""
@@ -262,6 +219,8 @@ class Driver:
 
     def _wait_for_calls(self) -> None:
         """Waits for a call to return, at most a moment, so that Ctrl-C is heard in time."""
+        if not self.running:
+            raise RuntimeError("every episode waits, and nothing is under way that could wake one")
         if any(call.over() for call in self.running) and not self.deterministic:
             return
         try:

@@ -112,19 +112,29 @@ def balance_by_advantage(
     return copies.tolist(), float(size.mean())
 
 
-def token_weights(masks: list[Tensor], counts: float, *, mean: str = "sample") -> list[Tensor]:
-    """Each token's weight in the loss, fp32, one [T] a sample.
+def token_weights(
+    masks: list[Tensor],
+    counts: float,
+    *,
+    copies: Sequence[float] | None = None,
+    mean: str = "sample",
+) -> list[Tensor]:
+    """Each token's weight in the loss, fp32, one [T] a sample: all of it but the importance.
 
-    It is 1/|y| · 1/`counts` where the mask is set, else 0; |y| is the mask's sum. `counts` is one
-    number: the samples of this term of the loss in the whole step, over all ranks, each counted
-    with its weight. Because it is global, losses are simply summed over micro-batches and ranks.
-    With `mean` "token" the weight is 1/`counts`, and `counts` the number of trained tokens.
+    It is copies/|y| · 1/`counts` where the mask is set, else 0; |y| is the mask's sum. `copies`
+    says how often each sample counts, once unless given. `counts` is one number: the samples of
+    this term of the loss in the whole step, over all ranks, each as often as it counts. As it is
+    global, losses are simply summed over micro-batches and ranks. With `mean` "token" the weight is
+    copies/`counts`, and `counts` the number of trained tokens.
     """
     if masks and not counts > 0:
         raise ValueError(f"{len(masks)} samples cannot be {counts} of all {mean}s")
-    if mean == "token":
-        return [mask.float() / counts for mask in masks]
-    return [mask.float() / (mask.sum().clamp(min=1) * counts) for mask in masks]
+    copies = [1] * len(masks) if copies is None else copies
+    sizes = [1 if mean == "token" else mask.sum().clamp(min=1) for mask in masks]
+    return [
+        mask.float() / (size * counts) * copy
+        for mask, size, copy in zip(masks, sizes, copies, strict=True)
+    ]
 
 
 def importance_weights(gap: Tensor, cap: float, owner: Tensor | None = None) -> Tensor:
@@ -163,6 +173,12 @@ def grpo_loss(
 
     This is the only definition of the loss: the fused kernel calls it on every device, with one
     chunk of tokens after the other. So a token's ℓ may depend on that token's inputs only.
+
+    The gradient. The clipped branch is the smaller one only where the policy has gone too far in
+    the direction that A asks for: ρ > 1+clip_high with A > 0, or ρ < 1−clip_low with A < 0. There
+    it is constant, and the token teaches nothing. Everywhere else dℓ/dlogprob = −ρA. The KL term
+    adds kl_beta·(1 − exp(d)).
+
     A token of weight 0 is masked: whatever stands there, NaN included, neither enters the loss nor
     gets a gradient. Stats are means over the tokens with weight, and 0 if there are none.
     """

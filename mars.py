@@ -41,14 +41,18 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
+from config import Config, UserError, help_at_once, no_option
+
+if __name__ == "__main__":
+    help_at_once(__doc__, __file__)
+
 import torch
 
 import grpo
 import train
 from binpack import pack_documents
-from config import Config, UserError
 from rollout import Chunk, Context, Env, Method, Sample, Trajectory, Turn
-from tasks.chat import END, Prompt, Words
+from tasks.chat import END, Template, Words
 from tasks.format import Action, Call, Format
 from tasks.questions import Question
 from tools import Tool, ToolError
@@ -66,8 +70,6 @@ class MarsConfig(Config):
     packing: bool = True  # without: one document per chunk
     purpose: bool = True  # without: System 1 is not told what to look for
     shared_group: bool = False  # System 1 inherits System 2's advantage, without a group of its own
-    question_in_system1: bool = False  # show System 1 the question too (chat models)
-    distill: str = "search,scholar"  # whose output System 1 reads; the toy's Python prints a number
     # an episode's limits, in tokens where not said otherwise
     max_turns: int = 5  # steps of System 2; the last one must answer
     sys2_context: int = 160  # prompt, steps and notes together
@@ -75,6 +77,9 @@ class MarsConfig(Config):
     answer_tokens: int = 6  # kept free for an answer on demand
     sys1_prompt: int = 76  # a chunk (about 69) with the wording and the purpose around it
     sys1_response: int = 12  # a note: one fact is 5 or 6 words
+    # no options
+    question_in_system1: bool = no_option(False)  # show System 1 the question too (chat models)
+    distill: str = no_option("search,scholar")  # whose output System 1 reads
 
     for_training = Config.for_training | {"balance", "shared_group"}
 
@@ -113,6 +118,8 @@ class MarsConfig(Config):
 
 
 # -------------------------------------------------------------------------------------------- words
+
+# How chat models are addressed. The toy has words of its own: toy/language.py.
 
 SYSTEM2 = """You answer a hard question by research. Think step by step. Every step of yours ends \
 either with one tool call or with the final answer.
@@ -164,8 +171,8 @@ def words(config: MarsConfig, tools: list[Tool]) -> Words:
         return {"chunk": chunk, "task": "\n".join([*lines, "Your notes:"])}
 
     prompts = {
-        "sys2": Prompt(system2, "{question}", fill_system2),
-        "sys1": Prompt(SYSTEM1.format(end=END), user1, fill_system1),
+        "sys2": Template(system2, "{question}", fill_system2),
+        "sys1": Template(SYSTEM1.format(end=END), user1, fill_system1),
     }
     return Words(prompts, FINAL, NO_NOTE, purpose=config.purpose)
 
@@ -173,39 +180,43 @@ def words(config: MarsConfig, tools: list[Tool]) -> Words:
 # -------------------------------------------------------------------------------------- the episode
 
 
+@dataclass
+class Prompt:
+    """What completes a context before its next step."""
+
+    tokens: list[int]
+    must_answer: bool = False  # it ends in the demand to answer
+
+
 async def episode(env: Env, trajectory: Trajectory) -> None:
     """One attempt: System 2 acts and reads notes until it answers."""
     async with Context(env, trajectory, "sys2") as system2:
-        given = env.chat.prompt("sys2", question=trajectory.question.text)  # c_0
-        final = False
+        prompt = Prompt(env.chat.prompt("sys2", question=trajectory.question.text))  # c_0
         while not trajectory.ended:
-            turn = await act(env, system2, given, final)  # (1)
+            turn = await act(env, system2, prompt)  # (1)
             if turn.action.answer is not None:
                 trajectory.answer = turn.action.answer
-                trajectory.ended = "answer on demand" if final else "answer"
-            elif final:
+                trajectory.ended = "answer on demand" if prompt.must_answer else "answer"
+            elif prompt.must_answer:
                 trajectory.ended = "no answer"
             else:
                 notes = await observe(env, trajectory, turn)  # (2)
-                given, final = extend(env, system2, notes)  # (3)
+                prompt = extend(env, system2, notes)  # (3)
 
 
-async def act(env: Env, system2: Context, given: list[int], final: bool, *key: int) -> Turn:
-    """Formula (1): one step of System 2.
+async def act(env: Env, system2: Context, prompt: Prompt, *key: int) -> Turn:
+    """Formula (1): one step of System 2, whose context c_i `prompt` completes.
 
-    `given` completes its context c_i; `final` says that `given` demands an answer. `key` is part
-    of the seed of its draws, for methods that open several such contexts in an attempt.
+    `key` is part of the seed of its draws, for methods that open several such contexts in an
+    attempt.
     """
-    room = env.config.sys2_context - len(system2.sample.tokens) - len(given)
-    if not final:
-        room -= reserve(env.config, env.chat)
-    limit = min(room, env.config.step_tokens)
-    step = await system2.write(given, limit, *key, len(system2.turns))
-    env.on_event(system2.role, env.chat.decode(step.tokens))
+    limit = min(room_left(env, system2, prompt), env.config.step_tokens)
+    step = await system2.write(prompt.tokens, limit, *key, len(system2.turns))
+    env.on_event(system2.role, env.chat.text(step.tokens))
     if step.finish == "length":
         action = Action(error=f"the step was cut after {len(step.tokens)} tokens; be shorter")
     else:
-        action = env.chat.parse(step.tokens, final=final)
+        action = env.chat.parse(step.tokens, final=prompt.must_answer)
     turn = Turn(step.tokens, action)
     if action.error:
         turn.problem = f"malformed: {action.error}"
@@ -264,7 +275,7 @@ async def distil(
             prompt = system1_prompt(env, trajectory, turn.action.call, chunk)
             key = (len(trajectory.turns), number)
             response = await system1.write(prompt, env.config.sys1_response, *key)
-        env.on_event(system1.role, env.chat.decode(response.tokens))
+        env.on_event(system1.role, env.chat.text(response.tokens))
         return env.chat.note(response.tokens)
 
     return await asyncio.gather(*(read(n, indices) for n, indices in enumerate(bins, 1)))
@@ -277,32 +288,36 @@ def system1_prompt(env: Env, trajectory: Trajectory, call: Call, chunk: list[int
     return env.chat.prompt("sys1", chunk=chunk, purpose=purpose, question=question)
 
 
-def extend(
-    env: Env, system2: Context, notes: list[list[int]], final: bool = False
-) -> tuple[list[int], bool]:
-    """Formula (3): the ids that follow System 2's step, and whether they demand an answer.
+def extend(env: Env, system2: Context, notes: list[list[int]], must_answer: bool = False) -> Prompt:
+    """Formula (3): what follows System 2's step, which stands in the context already.
 
-    The step stands in the context already, so these are the notes in their wrapping. They end in
-    the demand if it is `final`, at the last turn, or when the context is nearly full.
+    These are the notes in their wrapping. They end in the demand to answer if it `must_answer`, at
+    the last turn, or when the context is nearly full.
     """
     config = env.config
     chat = env.chat
     close = []
     if system2.turns[-1].sampled[-1] not in chat.stop_ids:
         close = chat.close_step()
-    room = config.sys2_context - len(system2.sample.tokens) - len(close)
-    final = final or len(system2.turns) >= config.max_turns - 1
-    given = chat.observation(notes, final=final)
-    # Without room for one token of a step and a demand after it, the demand must come now.
-    if len(given) >= room - reserve(config, chat):
-        final = True
-        given = chat.observation(notes, final=True)
-    excess = len(given) - (room - config.answer_tokens)
-    if excess > 0:
-        # There is room for the bare demand: `reserve` kept it. So the notes are cut.
+
+    def wrap(notes: list[list[int]], must_answer: bool) -> Prompt:
+        return Prompt(close + chat.observation(notes, final=must_answer), must_answer)
+
+    prompt = wrap(notes, must_answer or len(system2.turns) >= config.max_turns - 1)
+    if room_left(env, system2, prompt) < 1:
+        prompt = wrap(notes, True)
+    excess = config.answer_tokens - room_left(env, system2, prompt)
+    if prompt.must_answer and excess > 0:
+        # The bare demand has room, which was kept for it, so it is the notes that are cut.
         joined = [token for note in notes for token in note]
-        given = chat.observation([joined[: max(0, len(joined) - excess)]], final=True)
-    return close + given, final
+        prompt = wrap([joined[: max(0, len(joined) - excess)]], True)
+    return prompt
+
+
+def room_left(env: Env, context: Context, prompt: Prompt) -> int:
+    """Tokens that a step may take after `prompt`; a demand and its answer fit behind the step."""
+    room = env.config.sys2_context - len(context.sample.tokens) - len(prompt.tokens)
+    return room if prompt.must_answer else room - reserve(env.config, env.chat)
 
 
 def reserve(config: MarsConfig, chat: Format) -> int:
@@ -341,18 +356,19 @@ def credit(
     """
     sys2 = [sample for t in trajectories for sample in t.samples("sys2")]
     sys1 = [sample for t in trajectories for sample in t.samples("sys1")]
-    for samples in (sys2, sys1):
-        compare(config, samples)
+    compare(config, sys2)
     if config.shared_group:
         inherited = {(sample.question_index, sample.attempt): sample.advantage for sample in sys2}
         for sample in sys1:
             sample.advantage = inherited[sample.question_index, sample.attempt]
+    else:
+        compare(config, sys1)
     if config.system1 != "train":
         sys1 = []
     for sample in sys2 + sys1:
         sample.copies = 1
     if config.balance != "none":
-        balance(config, sys2, sys1, step)
+        draw_sys1(config, sys2, sys1, step)
     return {"sys2": sys2, "sys1": sys1}
 
 
@@ -366,7 +382,7 @@ def compare(config: Config, samples: list[Sample]) -> None:
         sample.advantage = advantage
 
 
-def balance(config: MarsConfig, sys2: list[Sample], sys1: list[Sample], step: int) -> None:
+def draw_sys1(config: MarsConfig, sys2: list[Sample], sys1: list[Sample], step: int) -> None:
     """Sets System 1's copies: for each question as many as System 2 has samples.
 
     Drawn uniformly, samples keep their advantage. Drawn in proportion to |A|, each gets

@@ -44,8 +44,7 @@ class Sample:
     server: str = ""  # the last that sampled for it, where it was not this process
     reward: float | None = None
     advantage: float = 0.0
-    copies: int = 0  # how often it stands in the loss; `credit` decides
-    weight: float = 1.0  # of each copy, within the mean of its term of the loss
+    copies: float = 0  # how often it counts in the mean of its term of the loss; `credit` decides
 
     def append_given(self, tokens: Sequence[int]) -> None:
         """Appends tokens that this role only reads: its prompt, documents, notes."""
@@ -242,7 +241,7 @@ class Env:
             return None
 
 
-def no_shares(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
+def no_metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
     """A method without numbers of its own."""
     return {}
 
@@ -261,6 +260,8 @@ class Method:
     words: Callable[[Config, list[Tool]], Words]  # how a chat model is addressed
     fits: Callable[[Config, Format, Question], None]  # UserError if a question leaves no room
     presets: dict[str, dict] = field(default_factory=dict)
+    # (run, step) -> this rank's trajectories of a step; None: G attempts at each of its questions.
+    rollouts: Callable[..., list[Trajectory]] | None = None
     # Metrics of the method's own: {name: (numerator, denominator)} of a batch. Both are summed over
-    # the ranks, and metrics.jsonl gets the quotient, an evaluation's under eval_{name}.
-    shares: Callable[[list[Trajectory]], dict[str, tuple[float, float]]] = no_shares
+    # the ranks, and metrics.jsonl gets their ratio, an evaluation's under eval_{name}.
+    metrics: Callable[[list[Trajectory]], dict[str, tuple[float, float]]] = no_metrics

@@ -14,52 +14,49 @@ import math
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 import grpo
+import processes
 import trainer
 from config import UserError, fail, parse, parser, resolve
-from plumbing import evaluation, logbook
-from plumbing.build import build
+from plumbing import evaluation, logbook, report
+from plumbing.logbook import record
 from plumbing.metrics import (
     batch_sums,
-    flat_questions,
-    method_shares,
+    method_metrics,
+    ratio,
     reduced,
+    right_by_kind,
     rollout_metrics,
     rollout_sums,
-    share,
     update_metrics,
 )
-from plumbing.records import record
-from plumbing.run import Run
+from plumbing.start import Run, build
 from rollout import Method, Sample, Trajectory
 from tasks.questions import Question
+
+MAX_NORM = 1.0  # of the gradient
+SAVE_EVERY = 10  # steps between states on disk at most: what a kill can cost
 
 # ----------------------------------------------------------------------------------------- one step
 
 
-def all_attempts(run: Run, step: int) -> tuple[list[Trajectory], list[Trajectory]]:
-    """A step's rollouts: G attempts at each of its questions, and those that --refill replaced."""
-    trajectories = attempts(run, step, questions_of(run, step))
-    replaced = refill(run, step, trajectories)
-    return trajectories, replaced
-
-
-def train_step(run: Run, step: int, rollouts=all_attempts) -> tuple[dict, list[Trajectory]]:
+def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     """One step: rollouts with rewards, credit, an update, new weights in the sampler.
 
-    Returns the step's metrics and this rank's trajectories. `rollouts`: for a method whose batches
-    are not G attempts at each question.
+    Returns the step's metrics and this rank's trajectories.
     """
     config = run.config
     start = time.perf_counter()
-    trajectories, replaced = rollouts(run, step)
+    play = run.method.rollouts or attempts
+    trajectories = play(run, step)
     seconds_rollout = time.perf_counter() - start
-    metrics = rollout_metrics(trajectories, replaced, run.method, seconds_rollout)
+    metrics = rollout_metrics(trajectories, run.method, seconds_rollout)
     # KV pages: 0 unless an episode left a context open. The sync below empties the pool.
     metrics["pages_in_use"] = sum(sampler.pages_in_use for sampler in run.driver.samplers)
 
@@ -72,61 +69,37 @@ def train_step(run: Run, step: int, rollouts=all_attempts) -> tuple[dict, list[T
     metrics["seconds_sync"] = time.perf_counter() - start_sync
     metrics["seconds_rollout"] = seconds_rollout
     metrics["seconds_train"] = time.perf_counter() - start
-    return metrics, replaced + trajectories
+    return metrics, trajectories
 
 
-def attempts(run: Run, step: int, batch: list[tuple[int, Question]]) -> list[Trajectory]:
-    """G trajectories for each (place, question)."""
+def attempts(run: Run, step: int) -> list[Trajectory]:
+    """G trajectories for each of this rank's questions."""
+    config = run.config
     return run.rollouts(
-        batch,
-        run.config.group,
+        questions_of(run, step),
+        config.group,
         step=step,
         tools=run.tools,
-        temperature=run.config.temperature,
+        temperature=config.temperature,
     )
 
 
-def refill(run: Run, step: int, trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Bounded dynamic sampling (DAPO): other questions for those that teach nothing.
-
-    Where all G attempts earned the same, they leave `trajectories` for attempts at another
-    question, --refill times at most. Returns those that left. A rank refills its own places, so
-    nothing is communicated.
-    """
-    left = []
-    for again in range(1, run.config.refill + 1):
-        ids = flat_questions(trajectories)
-        if not ids:
-            break
-        flat = [t for t in trajectories if t.question.id in ids]
-        places = {t.question_index for t in flat}
-        batch = [asked for asked in questions_of(run, step, again) if asked[0] in places]
-        kept = [t for t in trajectories if t.question_index not in places]
-        kept += attempts(run, step, batch)
-        trajectories[:] = sorted(kept, key=lambda t: (t.question_index, t.attempt))
-        left += flat
-    return left
-
-
-def questions_of(run: Run, step: int, again: int = 0) -> list[tuple[int, Question]]:
-    """This rank's questions of a step with their places in its batch.
+def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
+    """This rank's questions of a step, each with its index in the step's batch.
 
     A rank gets whole questions, so that advantage groups need no communication. Across the end of
     an epoch a question can come twice. Draws are named by its id, so the second one gets an id of
-    its own. With `again` it is what the `again`-th refill asks at each place.
+    its own.
     """
     count = run.config.questions
-    batch = [run.question(step * count + place) for place in range(count)]
+    batch = [run.question(step * count + index) for index in range(count)]
+    taken = {question.id for question in batch}
     seen = set()
-    if again:
-        seen = {question.id for question in batch}
-        batch = spare_questions(run, step, again, seen)
-    taken = seen | {question.id for question in batch}
-    for place, question in enumerate(batch):
+    for index, question in enumerate(batch):
         name = question.id
         if name in seen:
             name = next(f"{name}#{n}" for n in itertools.count(2) if f"{name}#{n}" not in taken)
-            batch[place] = dataclasses.replace(question, id=name)
+            batch[index] = dataclasses.replace(question, id=name)
         seen.add(name)
         taken.add(name)
     first = count * run.rank // run.ranks
@@ -134,36 +107,12 @@ def questions_of(run: Run, step: int, again: int = 0) -> list[tuple[int, Questio
     return list(enumerate(batch))[first:end]
 
 
-def spare_questions(run: Run, step: int, again: int, asked: set[str]) -> list[Question]:
-    """What the `again`-th refill of a step asks: neither `asked` nor spared before, if possible.
-
-    They stand far ahead in the stream, in an order of their own, so that what a step asks does not
-    depend on what earlier steps have used up. In a data set that is too small questions repeat.
-    """
-    wanted = again * run.config.questions
-    first = 2**60 + step * 2**20
-    found = {}
-    for index in range(first, first + 4 * wanted):
-        question = run.question(index)
-        if question.id not in asked:
-            found.setdefault(question.id, question)
-        if len(found) == wanted:
-            break
-    spares = list(found.values())
-    index = first
-    while len(spares) < wanted:
-        spares.append(run.question(index))
-        index += 1
-    spares = spares[-run.config.questions :]
-    return [dataclasses.replace(q, id=f"{q.id}, refill {again}") for q in spares]
-
-
 def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
     """One optimizer step on L = Σ over the terms; with `inner_steps` several, on parts of them."""
     config = run.config
     objective = {
-        "clip_low": config.clip_low,
-        "clip_high": config.clip_high,
+        "clip_low": config.clip,
+        "clip_high": config.clip,
         "kl_beta": config.kl_beta,
         "temperature": config.temperature,
     }
@@ -187,9 +136,9 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         run.optimizer.zero_grad(set_to_none=True)
         # -> Policy.forward -> kernels.linear_grpo_loss -> grpo.grpo_loss
         stats = trainer.backward(run.policy, batches, references, **objective)
-        if inner == 0 and config.server:
+        if inner == 0:
             logbook.stop_if_mismatched(run, batches, stats, samples)
-        norms.append(trainer.gradient_norm(run.policy, config.clip_grad))
+        norms.append(trainer.gradient_norm(run.policy, MAX_NORM))
         loss = sum(float(numbers["loss"]) for numbers in stats)
         if math.isfinite(norms[-1]) and math.isfinite(reduced({"loss": loss})["loss"]):
             run.optimizer.step()
@@ -216,26 +165,27 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
     no gradient, so it is left out unless there is a KL term.
     """
     config = run.config
-    per_token = config.loss_mean == "token"
     counts = dict.fromkeys(terms, 0)
     for term, samples in terms.items():
         for sample in samples:
-            size = sum(sample.mask) if per_token else 1
-            counts[term] += sample.copies * sample.weight * size
+            size = sum(sample.mask) if config.loss_mean == "token" else 1
+            counts[term] += sample.copies * size
     counts = reduced(counts)
     kept = []
     weights = []
     for term, samples in terms.items():
-        if not config.kl_beta:
-            samples = [sample for sample in samples if sample.advantage]
-        samples = [sample for sample in samples if sample.copies]
+        samples = [s for s in samples if s.copies and (s.advantage or config.kl_beta)]
         masks = [torch.tensor(sample.mask) for sample in samples]  # [T] each
+        copies = [sample.copies for sample in samples]
         kept += samples
-        shares = grpo.token_weights(masks, counts[term], mean=config.loss_mean)
-        for sample, share_of_copy in zip(samples, shares):
-            weights.append(share_of_copy * sample.copies * sample.weight)
+        weights += grpo.token_weights(masks, counts[term], copies=copies, mean=config.loss_mean)
     batches = trainer.micro_batches(
-        kept, weights, config.micro_tokens, run.device, share_prefixes=config.share_prefixes
+        kept,
+        weights,
+        config.micro_tokens,
+        run.device,
+        pack=trainer.unwrap(run.policy).packs,
+        share_prefixes=config.share_prefixes,
     )
     # Every rank needs as many, at least one: the collectives of `backward` pair up.
     number = torch.tensor(max(1, len(batches)), device=run.device)
@@ -248,7 +198,7 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         # The trainer's log-probs become the old ones; the gap to the sampler's enters the weight.
         for batch in batches:
             batch.old_logprob = trainer.logprob(run.policy, batch, config.temperature)
-            gap = batch.old_logprob - batch.sampler_logprob
+            gap = batch.old_logprob - batch.behaviour_logprob
             owner = batch.owner if importance == "sequence" else None
             batch.weight = batch.weight * grpo.importance_weights(gap, config.importance_cap, owner)
     references = [None] * len(batches)
@@ -276,11 +226,8 @@ def skip(run: Run, step: int, samples: list[Sample]) -> None:
 # ------------------------------------------------------------------------------------------ the run
 
 
-def train(run: Run, one_step=train_step) -> None:
-    """The whole run: steps, evaluations, states on disk, pictures.
-
-    `one_step`: for a method whose batches are not G attempts at each question.
-    """
+def train(run: Run) -> None:
+    """The whole run: steps, evaluations, states on disk, pictures."""
     config = run.config
     first = logbook.open_folder(run)
     quiet = run.rank > 0 or not sys.stderr.isatty()
@@ -289,7 +236,7 @@ def train(run: Run, one_step=train_step) -> None:
         scores = {}
         if step % config.eval_every == 0:
             scores = evaluate(run, step)
-        metrics, trajectories = one_step(run, step)
+        metrics, trajectories = train_step(run, step)
         if step == config.steps - 1:
             # No later line will come, so the last one carries the end result.
             scores = {f"{key}_before": value for key, value in scores.items()}
@@ -298,11 +245,10 @@ def train(run: Run, one_step=train_step) -> None:
         records = [record(trajectory, run.chat, step, "train") for trajectory in trajectories]
         logbook.write(run, records, metrics)
         logbook.report(run, bar, metrics)
-        logbook.warn(run)
         logbook.stop_if_blind(run, metrics)
-        if (step + 1) % config.save_every == 0 or step == config.steps - 1:
+        if (step + 1) % min(SAVE_EVERY, config.eval_every) == 0 or step == config.steps - 1:
             trainer.save(run.folder, step + 1, run.policy, run.optimizer, run.tokenizer)
-    logbook.summary(run)
+    report.summary(run)
 
 
 def evaluate(run: Run, updates: int) -> dict:
@@ -319,18 +265,21 @@ def evaluate(run: Run, updates: int) -> dict:
         )
         sums = rollout_sums(trajectories, run.method.roles)
         # An answer that nobody could grade is not right; how many there were stands beside it.
-        scores[f"eval_{name}"] = share(sums["reward"], sums["trajectories"])
+        scores[f"eval_{name}"] = ratio(sums["reward"], sums["trajectories"])
+        kinds = right_by_kind(trajectories, run.eval_questions)
+        if kinds:
+            scores[f"eval_{name}_by_kind"] = kinds
         troubles = {
-            "eval_tool_error_share": share(sums["failed"], sums["calls"]),
+            "eval_tool_error_share": ratio(sums["failed"], sums["calls"]),
             "eval_judge_failures": int(sums["unjudged"]),
-            "eval_judge_failure_share": share(sums["unjudged"], sums["answered"]),
-            "eval_lost_share": share(sums["lost"], sums["trajectories"]),
+            "eval_judge_failure_share": ratio(sums["unjudged"], sums["answered"]),
+            "eval_lost_share": ratio(sums["lost"], sums["trajectories"]),
         }
         for key, value in troubles.items():
             worst[key] = max(worst[key], value)
         if name == "accuracy":
-            shares = method_shares(trajectories, run.method)
-            scores |= {f"eval_{key}": value for key, value in shares.items()}
+            own = method_metrics(trajectories, run.method)
+            scores |= {f"eval_{key}": value for key, value in own.items()}
             logbook.write(run, [record(t, run.chat, updates, "eval") for t in trajectories[:8]])
     scores |= worst
     scores["seconds_eval"] = time.perf_counter() - start
@@ -340,32 +289,62 @@ def evaluate(run: Run, updates: int) -> dict:
 
 # --------------------------------------------------------------------------------- the command line
 
+OUT_OF_MEMORY = (
+    "out of memory within a step: lower --micro_tokens (activations), then --kv_tokens (the "
+    "sampler's pool), or train adapters (--lora_rank 16); on GPUs try --recompute_activations "
+    "and --fsdp first; then go on with --resume and the run's --name"
+)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether PyTorch or Python could not get the memory; on a CPU PyTorch has no type for it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return "can't allocate memory" in str(error)
+
+
+def as_given(command: str, given: dict) -> dict:
+    """Nothing is added to what was given."""
+    return given
+
 
 def main(
-    method: Method, arguments: list[str], description: str, *, one_step=train_step, **additions
+    method: Method,
+    arguments: list[str],
+    description: str,
+    *,
+    complete: Callable[[str, dict], dict] = as_given,
+    **additions,
 ) -> int:
-    """Trains, or evaluates or asks what was trained; returns the exit code.
+    """Trains, or evaluates or asks what was trained; returns the exit code, or ends a rank with it.
 
-    `[options]` trains, `eval CKPT …` and `ask CKPT "question"` use a checkpoint. `additions` are
-    those of `build`: tools, questions, a grader, a base model or a language of one's own.
+    `[options]` trains, `eval CKPT …` and `ask CKPT "question"` use a checkpoint. `complete` may add
+    options to those that were given, by the command's name; it may take minutes to make what they
+    name. `additions` are those of `build`: tools, questions, a grader, a base model or a language
+    of one's own.
     """
     command = "train"
     if arguments[:1] in (["eval"], ["ask"]):
         command = arguments[0]
+    code = 2
     try:
-        if command != "train":
-            return evaluation.main(method, arguments, **additions)
-        given = parse(parser(method.config, description), arguments)
-        config = resolve(method.config, given, presets=method.presets)
-        train(build(method, config, training=True, **additions), one_step)
-        return 0
+        if command == "train":
+            given = complete(command, parse(parser(method.config, description), arguments))
+            config = resolve(method.config, given, presets=method.presets)
+            train(build(method, config, training=True, **additions))
+            code = 0
+        else:
+            code = evaluation.main(method, arguments, complete, **additions)
     # FloatingPointError: the sampler met logits that are no numbers.
     except (UserError, FloatingPointError) as error:
-        return fail(error)
+        fail(error)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        fail(OUT_OF_MEMORY)
     except KeyboardInterrupt:
         advice = "; go on with --resume and the run's --name" if command == "train" else ""
         fail(f"interrupted{advice}")
-        return 130
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        code = 130
+    processes.leave(code)
+    return code

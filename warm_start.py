@@ -9,22 +9,21 @@ grpo.grpo_loss is that of the negative log-likelihood, so packing, kernels and o
 well. Each role's loss is a mean over its tokens. A mean per sequence would let a
 short answer weigh as much as a long call, and the model would learn to answer at once.
 
-    python -m warm_start --data demonstrations.jsonl --out warm
-    python -m warm_start --data atlas --out warm     demonstrations of recipes/atlas.py
+    python warm_start.py --model smollm2 --data demonstrations.jsonl --out warm
     python mars.py --model warm …
 
 A line of the file is {"messages": [{"role": …, "content": …}, …]}; the assistant's messages are
-learned. A line is refused if the model could not learn just what it says: for a role of another
-name, a field that a template may not read, a mark such as <|im_end|> within a text.
+learned. A line is refused if the model could not learn just what it says: for a field that a
+template may not read, or a mark such as <|im_end|> within a text.
 
-`play` makes demonstrations of any method instead. It runs the method's own episode, with given
-texts where a role would sample. So the contexts are those of RL to the last token.
+`play` makes demonstrations of any method instead, as recipes/atlas.py does. It runs the method's
+own episode, with given texts where a role would sample. So the contexts are those of RL to the last
+token.
 
 Tests: pytest tests/test_warm_start.py
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
 import math
@@ -40,12 +39,12 @@ import torch
 
 import grpo
 import trainer
-from config import MOST_THREADS, Config, UserError, fail, parse, parser, uses_bf16
-from plumbing import smollm2, surroundings
-from plumbing.cache import made_once
+from config import Config, UserError, fail, parse, parser, uses_bf16
+from plumbing import smollm2
+from plumbing import start as starting
+from plumbing.folders import made_once
 from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
-from sampler.architectures import position_limit
 from tasks.format import Format
 from tasks.questions import Question
 from tools import Tool
@@ -60,15 +59,14 @@ class WarmStart:
     """The options, each with its reason."""
 
     model: str = smollm2.NAME  # what to start from: smollm2, a folder, a hub name
-    data: str = "atlas"  # JSON lines of {"messages": […]}; or atlas, atlas-long
+    data: str = ""  # JSON lines of {"messages": […]}
     out: str = "warm"  # the folder to write, as transformers loads it
-    steps: int = 64  # optimizer steps; the atlas preset takes 20
+    steps: int = 64  # optimizer steps
     demonstrations: int = 6  # per step
     lr: float = 2e-4  # of a 135M model; a larger one wants less
     warmup: int = 5  # steps of linear warm-up; then the rate falls in a line
-    seed: int = 0  # of the demonstrations' order, and of the atlas
+    seed: int = 0  # of the demonstrations' order
     cache: str = ".cache"  # where a model that is made here is kept
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is one
     bf16: Literal["auto", "on", "off"] = "auto"  # the arithmetic; auto: on CUDA
     threads: int = 2  # PyTorch's, on a CPU
     micro_tokens: int = 4096  # tokens per micro-batch
@@ -79,42 +77,29 @@ class WarmStart:
         for name in ("steps", "demonstrations", "threads", "micro_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} must be at least 1, got {getattr(self, name)}")
-        if self.threads > MOST_THREADS:
-            raise UserError(f"--threads {self.threads}: give at most {MOST_THREADS}")
         if not 0 < self.lr < 1:
             raise UserError(f"--lr must lie between 0 and 1, got {self.lr}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("--device cuda: PyTorch finds no CUDA GPU here; use --device cpu")
 
 
 # ---------------------------------------------------------------------------------------- training
 
 
-def train(
-    options: WarmStart,
-    start: Path | str,
-    batches: Batches,
-    folder: Path,
-) -> None:
-    """Trains the model at `start` and writes it to `folder`, with its tokenizer.
+def train(options: WarmStart, batches: Batches, folder: Path) -> None:
+    """Trains the model that --model names and writes it to `folder`, with its tokenizer.
 
     There have to be at least as many batches as steps.
     """
-    device = torch.device("cpu")
-    if options.device != "cpu" and torch.cuda.is_available():
-        device = torch.device("cuda")
-    if device.type == "cpu":
+    start = smollm2.build(options.cache) if options.model == smollm2.NAME else options.model
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    if not cuda:
         torch.set_num_threads(options.threads)
-    tokenizer = surroundings.load_tokenizer(start)
-    model = trainer.load_model(start, device, training=True)
-    surroundings.check_vocabulary(tokenizer, model, start)
-    longest = position_limit(model) or math.inf
-    policy = trainer.Policy(model, bf16=uses_bf16(options, device.type == "cuda"))
+    tokenizer = starting.load_tokenizer(start)
+    model = trainer.load_model(start, device)
+    starting.check_vocabulary(tokenizer, model, start)
+    policy = trainer.Policy(model, bf16=uses_bf16(options, cuda))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
     for step, batch in zip(range(options.steps), batches(tokenizer)):
-        length = max(len(sample.tokens) for sample in itertools.chain(*batch.values()))
-        if length > longest:
-            raise UserError(f"a demonstration has {length} tokens, the model {longest} positions")
         for parameters in optimizer.param_groups:
             parameters["lr"] = options.lr * trainer.schedule(step, options.warmup, options.steps)
         losses = learn(policy, optimizer, batch, options, device)
@@ -138,22 +123,25 @@ def learn(
     for sample in samples:
         sample.advantage = 1.0
     micro_batches = trainer.micro_batches(
-        samples, weights, options.micro_tokens, device, share_prefixes=options.share_prefixes
+        samples,
+        weights,
+        options.micro_tokens,
+        device,
+        pack=policy.packs,
+        share_prefixes=options.share_prefixes,
     )
-    for micro_batch in micro_batches:
-        micro_batch.old_logprob = None  # ρ is 1
     optimizer.zero_grad(set_to_none=True)
     references = [None] * len(micro_batches)
-    # As ρ is 1, nothing is clipped.
+    # On policy ρ is 1, and nothing is clipped.
     objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
-    stats = trainer.backward(policy, micro_batches, references, **objective)
+    stats = trainer.backward(policy, micro_batches, references, on_policy=True, **objective)
     if not math.isfinite(trainer.gradient_norm(policy, 1.0)):
         raise UserError("the gradient is not finite; lower --lr")
     optimizer.step()
     losses = dict.fromkeys(batch, 0.0)
     for micro_batch, numbers in zip(micro_batches, stats):
-        shares = (-numbers["logprob"] * micro_batch.weight).tolist()
-        for owner, part in zip(micro_batch.owner.tolist(), shares):
+        parts = (-numbers["logprob"] * micro_batch.weight).tolist()
+        for owner, part in zip(micro_batch.owner.tolist(), parts):
             losses[samples[owner].role] += part
     return losses
 
@@ -189,7 +177,7 @@ class Demonstrator:
     ) -> Completion:
         """What the writer says, as the role's own tokens."""
         conversation += given
-        said = self.chat.encode(writer.say(self.chat.decode(conversation))) + [stop_ids[0]]
+        said = self.chat.encode(writer.say(self.chat.text(conversation))) + [stop_ids[0]]
         if len(said) > max_new_tokens:
             raise DoesNotFit
         conversation += said
@@ -227,13 +215,19 @@ def play(
 
 def from_file(options: WarmStart) -> Batches:
     """Batches of a file's demonstrations, in a new order every time that all were seen."""
-    conversations = read(Path(options.data))
+    path = Path(options.data)
+    try:
+        # Not splitlines(), which also cuts at marks that JSON allows within a text.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--data: cannot read JSON lines in {path} ({error})") from None
+    places = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
+    talks = [(messages_of(line, at), at) for line, at in zip(lines, places) if line.strip()]
+    if not talks:
+        raise UserError(f"{path} holds no demonstration")
 
     def batches(tokenizer) -> Iterator[Batch]:
-        samples = []
-        for number, messages in conversations:
-            with place_of_errors(f"{options.data}, line {number}"):
-                samples.append(sample_of(messages, tokenizer))
+        samples = [sample_of(messages, tokenizer, place) for messages, place in talks]
         rng = random.Random(f"warm start {options.seed}")
         orders = (rng.sample(samples, len(samples)) for _ in itertools.count())
         stream = itertools.chain.from_iterable(orders)
@@ -243,75 +237,28 @@ def from_file(options: WarmStart) -> Batches:
     return batches
 
 
-def read(path: Path) -> list[tuple[int, list[dict]]]:
-    """(its number, its messages) of every line. UserError names the first line that is wrong."""
+def messages_of(line: str, place: str) -> list[dict]:
+    """A line's messages; UserError names the place if a model could not learn just what it says."""
     try:
-        # Not splitlines(), which also cuts at marks that JSON allows within a text.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(
-            f"cannot read the demonstrations in {path} ({reason}): give a file of JSON lines, "
-            "atlas or atlas-long"
-        ) from None
-    conversations = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        with place_of_errors(f"{path}, line {number}"):
-            conversations.append((number, messages_of(line)))
-    if not conversations:
-        raise UserError(f"{path} holds no demonstration")
-    return conversations
-
-
-@contextlib.contextmanager
-def place_of_errors(place: str) -> Iterator[None]:
-    """Puts the place in front of what is refused within."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
-
-
-def messages_of(line: str) -> list[dict]:
-    """A line's messages; UserError says what is wrong with it."""
-    try:
-        record = json.loads(line, object_pairs_hook=without_repeats)
+        record = json.loads(line)
         messages = record["messages"]
-        known = all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        known = False
-    if not known or not messages:
-        raise UserError('it is not {"messages": [{"role": …, "content": …}, …]}')
-    fields = {name for message in messages for name in message} - {"role", "content"}
-    if "tools" in record:
-        fields.add("tools")
-    if fields:
-        raise UserError(f'"{min(fields)}" is not read: write everything into the contents')
-    for message in messages:
-        if message["role"] not in ROLES:
-            raise UserError(f"the role {message['role']!r} is not one of {', '.join(ROLES)}")
-        if message["content"] != message["content"].encode("utf-8", "ignore").decode():
-            raise UserError("a text holds half a character, a lone surrogate")
-        if message["role"] == "assistant" and not message["content"].strip():
-            raise UserError("the assistant says nothing")
-    if messages[0]["role"] == "assistant":
-        raise UserError("the assistant speaks first, with nothing to answer")
-    if messages[-1]["role"] != "assistant":
-        raise UserError("the assistant says nothing after the last message")
+        roles = [message["role"] for message in messages]
+        # A template might leave out whatever else a message holds.
+        whole = all(message.keys() == {"role", "content"} for message in messages)
+        whole = whole and all(isinstance(message["content"], str) for message in messages)
+    except (ValueError, KeyError, TypeError):
+        whole = False
+    if not whole or "tools" in record or not set(roles) <= set(ROLES):
+        raise UserError(
+            f'{place}: it is not {{"messages": [{{"role": …, "content": …}}, …]}} and nothing '
+            f"else, with the roles {', '.join(ROLES)}"
+        )
+    if roles[-1:] != ["assistant"]:
+        raise UserError(f"{place}: the assistant says nothing after the last message")
     return messages
 
 
-def without_repeats(pairs: list[tuple[str, object]]) -> dict:
-    """A JSON object; ValueError if it names a field twice, of which Python would drop the first."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError("a field stands twice")
-    return made
-
-
-def sample_of(messages: list[dict], tokenizer) -> Sample:
+def sample_of(messages: list[dict], tokenizer, place: str) -> Sample:
     """A conversation as one sample: the assistant's messages carry loss, each with its end mark.
 
     The model's template writes everything. UserError if it rewrites earlier messages when later
@@ -321,9 +268,8 @@ def sample_of(messages: list[dict], tokenizer) -> Sample:
     for message in messages:
         found = marks.intersection(tokenizer.encode(message["content"], add_special_tokens=False))
         if found:
-            raise UserError(
-                f"a text holds the model's mark {tokenizer.decode(min(found))}: write it otherwise"
-            )
+            mark = tokenizer.decode(min(found))
+            raise UserError(f"{place}: a text holds the model's mark {mark}: write it otherwise")
     sample = Sample("assistant", 0, 0)
     written = ""
     for number, message in enumerate(messages):
@@ -331,12 +277,10 @@ def sample_of(messages: list[dict], tokenizer) -> Sample:
             continue
         before = rendered(messages[:number], tokenizer, True)
         through = rendered(messages[: number + 1], tokenizer, False)
-        if not through.startswith(before):
-            raise UserError("the model's chat template does not begin an answer as it is asked for")
-        if not before.startswith(written):
+        if not (through.startswith(before) and before.startswith(written)):
             raise UserError(
-                "the model's chat template rewrites earlier messages when later ones are added: "
-                "give lines with one message of the assistant each"
+                f"{place}: the model's chat template rewrites earlier messages when later ones are "
+                "added: give lines with one message of the assistant each"
             )
         said = tokenizer.encode(through[len(before) :], add_special_tokens=False)
         ends = [i for i, token in enumerate(said) if token in marks]
@@ -365,44 +309,21 @@ def rendered(messages: list[dict], tokenizer, prompt: bool) -> str:
 
 def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
-    written = []
     try:
         options = WarmStart(**parse(parser(WarmStart, __doc__), arguments))
         options.check()
-        folder = Path(os.path.normpath(options.out))  # "x/.." is the folder that is there
+        folder = Path(options.out)
         if os.path.lexists(folder):
             raise UserError(f"{folder} exists: choose another --out")
-        batches = demonstrations(options)
-        start = options.model
-        if start == smollm2.NAME:
-            start = smollm2.build(options.cache)
-
-        def make(unfinished: Path) -> None:
-            train(options, start, batches, unfinished)
-            written.append(folder)
-
-        made_once(folder, make, option="--out")
-        if not written:  # another process made it, perhaps from other demonstrations
-            raise UserError(f"another process wrote {folder} meanwhile: choose another --out")
+        batches = from_file(options)
+        made_once(folder, lambda unfinished: train(options, batches, unfinished), option="--out")
     except UserError as error:
         return fail(error)
     except KeyboardInterrupt:
-        if written and folder.exists():
-            fail(f"interrupted when {folder} was written already, whole")
-        else:
-            fail("interrupted: no folder was written; start again")
+        fail("interrupted; no half-written folder is left, so just start again")
         return 130
     print(f"written to {folder}: use it with --model {folder}")
     return 0
-
-
-def demonstrations(options: WarmStart) -> Batches:
-    """What --data names."""
-    from recipes import atlas
-
-    if options.data in atlas.PRESETS:
-        return atlas.demonstrations(options.data, options.seed, options.demonstrations)
-    return from_file(options)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from bench.ablate import read_metrics
 from bench.common import ROOT, save, table
-from plumbing.statistics import sign_test, wilson_interval
+from plumbing.metrics import sign_test, wilson_interval
 
 ARMS = {
     "frozen": ["--system1", "frozen"],

@@ -1,18 +1,26 @@
 """Custom kernels, one subject a file: a plain PyTorch reference, a Triton form, and the derivation.
 
+    token_loss       the loss on given log-probs, forward and backward in one kernel
     linear_loss      LM head, log-prob, GRPO loss and its gradients without the logits in memory
-    grpo_loss        the loss on given log-probs, forward and backward in one kernel
     paged_attention  decode attention over a paged KV cache
     decode           norm, rotary embedding with cache write, SiLU product of a decode step
 
-`backend` tells which form runs. The package imports torch, triton, grpo and config.UserError only.
-It has the name of the hub's package `kernels`, which transformers uses where it is installed. From
-this folder transformers finds ours and goes without, unless the hub's is installed too.
+token_loss is the first one to read: it is short, and has all the parts that the others have. (What
+trains is linear_loss.) `backend` tells which form runs.
+
+The package imports torch, triton, grpo and config.UserError only. It has the name of the hub's
+package `kernels`, which transformers uses where it is installed. From this folder transformers
+finds ours and goes without, unless the hub's is installed too.
 """
 
 from kernels.backend import triton, use_triton
 from kernels.decode import add_rms_norm, qk_norm_rope_store, silu_mul
-from kernels.linear_loss import linear_grpo_loss, linear_logprob
+from kernels.linear_loss import (
+    linear_grpo_loss,
+    linear_logprob,
+    logits_grpo_loss,
+    logits_logprob,
+)
 from kernels.paged_attention import paged_attention
 from kernels.token_loss import grpo_loss
 
@@ -21,6 +29,8 @@ __all__ = [
     "grpo_loss",
     "linear_grpo_loss",
     "linear_logprob",
+    "logits_grpo_loss",
+    "logits_logprob",
     "paged_attention",
     "qk_norm_rope_store",
     "silu_mul",

@@ -56,9 +56,15 @@ LOWEST_TEMPERATURE = 1e-6
 HIGHEST_TEMPERATURE = 1e6
 
 
-def reference(
-    hidden,
-    weight,
+def logits_logprob(z, target, *, temperature=1.0):
+    """(log-prob [N] of target, entropy [N]) under softmax(z / temperature), z [N, V]."""
+    logp = (z / temperature).log_softmax(-1)
+    logprob = logp.gather(-1, target[:, None])[:, 0]
+    return logprob, -(logp.exp() * logp).sum(-1)
+
+
+def logits_grpo_loss(
+    z,
     target,
     old_logprob,
     advantage,
@@ -70,14 +76,14 @@ def reference(
     kl_beta=0.0,
     temperature=1.0,
 ):
-    """`linear_grpo_loss` in plain PyTorch: all the logits in memory, gradients by autograd."""
+    """`linear_grpo_loss` on logits z [N, V] that are in memory, gradients by autograd.
+
+    It trains models whose logits are more than hidden states times LM head (trainer/loading.py).
+    """
     live = token_weight != 0
-    hidden = torch.where(live[:, None], hidden, 0)
+    z = torch.where(live[:, None], z, 0)
     target = torch.where(live, target, 0)
-    z = hidden @ weight.T / temperature  # [N, V]
-    logp = z.log_softmax(-1)
-    logprob = logp.gather(-1, target[:, None])[:, 0]
-    entropy = -(logp.exp() * logp).sum(-1)
+    logprob, entropy = logits_logprob(z, target, temperature=temperature)
     loss, stats = grpo.grpo_loss(
         logprob,
         old_logprob,
@@ -92,6 +98,13 @@ def reference(
     stats["logprob"] = logprob.detach() * live
     stats["entropy"] = entropy.detach() * live
     return loss, stats
+
+
+def reference(hidden, weight, target, old_logprob, advantage, token_weight, **options):
+    """`linear_grpo_loss` in plain PyTorch: all the logits in memory, gradients by autograd."""
+    hidden = torch.where((token_weight != 0)[:, None], hidden, 0)
+    z = hidden @ weight.T
+    return logits_grpo_loss(z, target, old_logprob, advantage, token_weight, **options)
 
 
 # --- the products ---------------------------------------------------------------------------------
@@ -322,6 +335,13 @@ class _LinearGRPOLoss(torch.autograd.Function):
     """(loss, stats); forward makes both gradients.
 
     loss_of(logprob, part) gives the loss of the tokens in slice `part`, and its stats.
+
+        for each chunk of tokens:
+            z = h Wᵀ                            [C, V]
+            logp, H, softmax = of z / τ
+            c = ∂loss/∂logp                     [C], by autograd through loss_of
+            dz = c/τ · (onehot(y) − softmax)    [C, V], in the place of z
+            dh[chunk] = dz W ;  dW += dzᵀ h
     """
 
     @staticmethod

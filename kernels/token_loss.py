@@ -1,5 +1,7 @@
 """Token-level GRPO loss on given log-probs, forward and backward in one Triton pass.
 
+The first kernel to read: one program per block of tokens, loads under a mask, the formula, stores.
+
 With ρ = exp(logp − old), d = ref − logp, w the token's weight and A its advantage:
 
     L = Σ w·ℓ ,   ℓ = −min(ρA, clip(ρ, 1−ε_low, 1+ε_high)·A) + β·k3 ,   k3 = exp(d) − 1 − d

@@ -3,13 +3,14 @@
 The first has the two panels that everybody looks at, held-out accuracy and reward. The second has
 all others. A quantity that was never logged leaves a panel that says so.
 
-view.py is the door to this file, and imports it when a picture is drawn: matplotlib is slow to
-load. Tests: pytest tests/test_view.py
+Whoever needs it imports it when a picture is drawn: matplotlib is slow to load.
+Tests: pytest tests/test_view.py
 """
 
 import io
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,7 +18,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from plumbing.trajectories import number
+from config import UserError
+from plumbing.folders import read_lines, write_whole
+from plumbing.pages import count, roles_of, shorten
 
 # Colours of Okabe and Ito, which colour-blind readers tell apart.
 BLUE = "#0072b2"
@@ -105,6 +108,22 @@ def literal(text: str) -> str:
     return text.replace("$", r"\$")
 
 
+def of_run(run: Path) -> Path:
+    """Draws RUN/metrics.jsonl into RUN/curves.png and RUN/diagnostics.png; returns the first.
+
+    UserError when there is nothing to draw or no place to write. Of a repeated step (a resumed run)
+    the later line counts.
+    """
+    lines = read_lines(run / "metrics.jsonl")
+    rows = {line["step"]: line for line in lines if "step" in line}
+    if not rows:
+        raise UserError(f"{run} holds no finished step: name a run that has trained at least one")
+    title = f"Run {shorten(run.resolve().name, 60)}: {count(len(rows), 'step')}"
+    others = draw(title, rows, diagnostics(roles_of(run)), columns=3)
+    write_whole(run / "diagnostics.png", others)
+    return write_whole(run / "curves.png", draw(title, rows, HEADLINE, columns=2))
+
+
 def draw(title: str, rows: dict[float, dict], panels: list[Panel], columns: int) -> bytes:
     """A PNG of some panels. `rows`: step -> the step's metrics."""
     steps = sorted(rows)
@@ -119,7 +138,7 @@ def draw(title: str, rows: dict[float, dict], panels: list[Panel], columns: int)
     for ax, panel in zip(grid, panels, strict=False):
         values = {}
         for line in panel.lines:
-            column = np.array([number(rows[step].get(line.key)) for step in steps])
+            column = np.array([rows[step].get(line.key) for step in steps], dtype=float)
             if np.isfinite(column).any():
                 values[line.key] = column
         ax.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", pad=20)

@@ -1,102 +1,99 @@
 """A trained checkpoint on questions: `mars.py eval CKPT` and `mars.py ask CKPT "question"`.
 
-CKPT is a run (runs/NAME), its checkpoint/ folder, or any chat model that transformers loads. A
-run brings its own settings, held-out questions and frozen model. A plain model gets the paper's
-limits; `eval` then needs `--data`, and `ask` something to search. `--docs FOLDER` searches your own
-documents. One process.
+CKPT is a run (runs/NAME), its checkpoint/ folder, or any model that transformers loads. A run
+brings its own settings, held-out questions and frozen model. Any other model takes the defaults, or
+a preset's limits; `eval` then needs `--data`, and `ask` something to search. `--docs FOLDER`
+searches your own documents. One process.
 
     python mars.py eval runs/toy
     python mars.py eval runs/toy --temperature 0 --eval_questions 500
-    python mars.py eval runs/toy --eval_samples 4        avg@4 and pass@4 instead of the accuracy
-    python mars.py eval Qwen/Qwen3-8B --data bamboogle --search serper --grader judge
+    python mars.py eval Qwen/Qwen3-8B --preset paper --data bamboogle
     python mars.py ask runs/toy "when was ada baker born ?" --docs my_notes/
 
-Written: runs/eval-CKPT/, or what --name says, with predictions.json (HLE's format: the first
-attempt at each question; the others follow it as "further"), table.json, rollouts/ and
-trajectories.html; `ask` writes one page.
+Written: runs/eval-CKPT/, or what --name says, with table.json, rollouts/ and trajectories.html;
+`ask` writes one page. Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
 
-import dataclasses
+import os
 import time
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import trainer
-import view
 from config import Config, UserError, parse, parser, resolve
-from plumbing import files, logbook, smollm2
-from plumbing.build import build, number_from
-from plumbing.metrics import rollout_sums, share
-from plumbing.records import record
-from plumbing.run import Run
-from plumbing.statistics import average_interval, calibration_error, pass_at, wilson_interval
-from plumbing.surroundings import fingerprints
+from plumbing import folders, logbook, pages, smollm2
+from plumbing.logbook import MOST_FAILED, record
+from plumbing.metrics import ratio, rollout_sums, wilson_interval, with_interval
+from plumbing.outside import fingerprints, training_and_held_out
+from plumbing.start import Run, build
 from rollout import Method, Trajectory
 from tasks import grading
-from tasks.judge import Judge
 from tasks.questions import Question
 
-# What a plain model takes over from the paper's preset.
-LIMITS = (
-    "max_turns sys2_context step_tokens answer_tokens sys1_prompt sys1_response top_k distill "
-    "question_in_system1".split()
-)
+# What ask does not read, beside what only training does.
+NOT_FOR_ASK = {"name", "data", "grader", "eval_questions"}
 
 
-def main(method: Method, arguments: list[str], **additions) -> int:
-    """`eval CKPT [options]` or `ask CKPT "question" [options]`; `additions` are build's."""
-    if number_from("WORLD_SIZE", 1) > 1:
+def main(
+    method: Method, arguments: list[str], complete: Callable[[str, dict], dict], **additions
+) -> int:
+    """`eval CKPT [options]` or `ask CKPT "question" [options]`; the rest is train.main's."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("eval and ask run in one process: start them without torchrun")
     asking = arguments[0] == "ask"
     options = parser(method.config, __doc__)
-    options.add_argument(
-        "checkpoint", help="a run, a checkpoint folder, or a model that transformers loads"
-    )
+    options.add_argument("checkpoint")
     if asking:
         options.add_argument("question")
     given = parse(options, arguments[1:])
+    checkpoint = Path(given["checkpoint"])
     refuse_ignored(method.config, given, asking)
+    given = complete(arguments[0], given)
     try:
         config = settings(method, given, asking)
         if config.frozen():  # else every role is played by the checkpoint
-            additions["frozen"] = frozen_model(config, Path(given["checkpoint"]))
+            additions["frozen"] = frozen_model(config, checkpoint)
     except PermissionError as error:
         raise UserError(f"cannot read {error.filename} ({error.strerror})") from None
     if asking:
-        return ask(method, config, given["question"], Path(given["checkpoint"]), **additions)
+        return ask(method, config, given["question"], checkpoint, **additions)
     return evaluate(method, config, **additions)
 
 
 def refuse_ignored(config: type[Config], given: dict, asking: bool) -> None:
     """UserError for options that would be read by nobody."""
-    ignored = sorted(config.for_training.intersection(given))
-    if asking:
-        ignored += sorted(
-            {"name", "data", "grader", "eval_questions", "eval_samples"}.intersection(given)
-        )
-    if ignored:
-        command = "ask" if asking else "eval"
-        raise UserError(f"{command} does not read --{ignored[0]}; leave it out")
+    ignored = config.for_training | (NOT_FOR_ASK if asking else set())
+    for name in sorted(ignored.intersection(given)):
+        raise UserError(f"{'ask' if asking else 'eval'} does not read --{name}; leave it out")
     if asking and not given["question"].strip():
         raise UserError("the question is empty")
-    if asking and given["question"].encode("utf-8", "ignore").decode() != given["question"]:
-        raise UserError("the question is not valid UTF-8")
 
 
 def settings(method: Method, given: dict, asking: bool) -> Config:
-    """The checkpoint's own settings (or the paper's limits), then what was given."""
+    """The checkpoint's own settings, or a preset's, then what was given."""
     model, saved = find_checkpoint(method, given["checkpoint"])
     if saved is None:
-        saved = plain_model_settings(method, given, asking)
-    elif not asking:
-        refuse_another_draw(given, saved)
+        saved = dict(method.presets.get(given.get("preset"), {}))
+        if not asking and not given.get("data", saved.get("data")):
+            raise UserError(
+                "--data is missing: name the questions to evaluate this model on (a JSONL file, "
+                "nq, hle, …)"
+            )
+        local = given.get("search", saved.get("search", "local")) == "local"
+        if asking and local and not given.get("docs", saved.get("docs")):
+            raise UserError(
+                "there is nothing to search: name your documents with --docs, or use --search "
+                "serper"
+            )
+    elif "preset" in given:
+        raise UserError("a run has its own settings: leave --preset out")
+    if given.get("search", saved.get("search")) != saved.get("search"):
+        saved |= {"docs": "", "eval_docs": "", "pages": "none", "block": ""}
+    if "docs" in given:
+        saved["eval_docs"] = ""  # given documents are for all questions
+    # The checkpoint has the adapters merged in, and the run's servers may hold anything now.
     saved |= {"model": str(model), "name": "", "resume": False, "kl_beta": 0.0, "fsdp": False}
-    saved["lora_rank"] = 0  # the checkpoint has the adapters merged in
-    saved["server"] = ""  # the run's servers may hold anything now
-    for name in ("engine", "max_mismatch_kl"):
-        saved[name] = getattr(method.config, name)
-    forget_other_search(given, saved)
+    saved |= {"lora_rank": 0, "server": ""}
     if asking:  # needs neither questions nor a judge
         saved |= {"data": "toy", "eval_data": "", "grader": "em", "eval_questions": 0}
     elif "data" in given:
@@ -109,97 +106,20 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
     return config
 
 
-def forget_other_search(given: dict, saved: dict) -> None:
-    """Takes out of a run's settings what belongs to another search than the one given."""
-    search = given.get("search")
-    web = search not in (None, "local")
-    if web and "docs" not in given:
-        saved["docs"] = ""
-    if web or "docs" in given:
-        saved["eval_docs"] = ""  # given documents are for all questions
-    if search not in (None, "serper"):
-        saved["pages"] = "none"  # only serper's results have pages behind them
-    if search == "local":
-        saved["block"] = ""
-
-
 def frozen_model(config: Config, checkpoint: Path) -> Path:
     """The model that plays the checkpoint's frozen roles; UserError if it is not there."""
-    fields = dataclasses.fields(config)
-    option = next(field.name for field in fields if "frozen" in get_args(field.type))
     run = run_of(checkpoint)
-    saved = files.read_json(run / "config.json") if run else {}
-    if saved.get(option) != "frozen":
-        raise UserError(f"{checkpoint} was not trained with --{option} frozen: leave it out")
+    saved = folders.read_json(run / "config.json") if run else {}
+    known = {name: value for name, value in saved.items() if name in vars(config)}
+    if not type(config)(**known).frozen():
+        raise UserError(f"{checkpoint} was not trained with a frozen role: leave that option out")
     frozen = run / trainer.FROZEN
     if not frozen.exists():
         raise UserError(
             f"{frozen} is missing, the frozen model: copy the one there that the run began with "
-            f"({saved.get('model')}), or let the trained one play all roles with --{option} train"
+            f"({saved.get('model')}), or let the trained one play all roles"
         )
     return frozen
-
-
-def plain_model_settings(method: Method, given: dict, asking: bool) -> dict:
-    """For a model that no run made: the paper's limits."""
-    paper = method.presets.get("paper", {})
-    saved = {name: paper[name] for name in LIMITS if name in paper}
-    if asking and "sys2_context" in saved:
-        saved["kv_tokens"] = 2 * saved["sys2_context"]
-    if not asking and "data" not in given:
-        raise UserError(
-            "--data is missing: name the questions to evaluate this model on (a JSONL file, "
-            "nq, hle, …)"
-        )
-    if asking and not given.get("docs") and given.get("search", "local") == "local":
-        raise UserError(
-            "there is nothing to search: name your documents with --docs, or use --search serper"
-        )
-    return saved
-
-
-def refuse_what_it_was_trained_on(run: Run) -> None:
-    """UserError if a question was among those that the checkpoint was trained on."""
-    made = run_of(Path(run.config.model))
-    if made is None or not (made / "questions.json").exists():
-        return
-    trained = files.read_json(made / "questions.json").get("trained")
-    if not isinstance(trained, list):
-        run.claim.release()
-        raise UserError(f"{made}/questions.json is damaged: it does not list what was trained on")
-    trained = set(trained)
-    asked = fingerprints(run.eval_questions)
-    known = sum(mark in trained for mark in asked)
-    if known:
-        run.claim.release()
-        raise UserError(
-            f"{made} was trained on {known} of these {len(asked)} questions: name others with "
-            "--data, or the file that it was trained with, unchanged, by leaving --data out"
-        )
-
-
-def refuse_another_draw(given: dict, saved: dict) -> None:
-    """UserError for options that draw held-out questions anew: some were trained on.
-
-    The toy's worlds are disjoint, so there any draw will do.
-    """
-    own_data = "data" not in given and saved.get("data") != "toy"
-    if not own_data:
-        return
-    if given.get("seed", saved.get("seed")) != saved.get("seed"):
-        raise UserError(
-            "another --seed would draw other held-out questions, and the run was trained on some "
-            "of them; leave it out, or name other questions with --data"
-        )
-    if saved.get("eval_data"):
-        return
-    held_out = saved.get("eval_questions")
-    if given.get("eval_questions", held_out) != held_out:
-        # A smaller number is another draw, not a part of the larger one.
-        raise UserError(
-            f"this run held out {held_out} questions and was trained on the others: leave "
-            "--eval_questions out, or name other questions with --data"
-        )
 
 
 def find_checkpoint(method: Method, name: str) -> tuple[Path | str, dict | None]:
@@ -208,35 +128,30 @@ def find_checkpoint(method: Method, name: str) -> tuple[Path | str, dict | None]
         return name, None
     path = Path(name)
     try:
-        exists = path.exists()
+        path.stat()
     except PermissionError:
         raise
-    except (OSError, ValueError):  # a name that no file system takes
-        exists = False
-    if not exists:
+    except OSError:  # it is not there, or is a name that no file system takes
         if name.count("/") == 1 and not name.startswith((".", "/", "runs/")):
             return name, None  # a name on the hub
-        raise UserError(f"there is no checkpoint at {name}")
+        raise UserError(f"there is no checkpoint at {name}") from None
     model = path
     if (path / "method.json").exists():
-        # The newest whole state: the link checkpoint/ may point at a damaged one.
-        state = trainer.newest(path)
-        model = path / "checkpoint"
-        if state and (state[1] / "model").exists():
-            model = state[1] / "model"
-    settings = model / "config.json"
-    if not settings.exists() or "model_type" not in files.read_json(settings):
+        # A kill may have left the link checkpoint/ one state behind.
+        model = trainer.newest_model(path) or path / "checkpoint"
+    described = model / "config.json"
+    if not described.exists() or "model_type" not in folders.read_json(described):
         raise UserError(
-            f"{name} holds no checkpoint: name a run that has written one (after --save_every "
+            f"{name} holds no checkpoint: name a run that has written one (after --eval_every "
             "steps), its checkpoint folder, or a model's folder"
         )
     run = run_of(path)
     if run is None:
         return model, None
-    made_by = files.read_json(run / "method.json").get("name")
+    made_by = folders.read_json(run / "method.json").get("name")
     if made_by != method.name:
         raise UserError(f"{run} was made by the method {made_by}: use that method's own file")
-    return model, files.read_json(run / "config.json")
+    return model, folders.read_json(run / "config.json")
 
 
 def run_of(path: Path) -> Path | None:
@@ -256,36 +171,39 @@ def run_of(path: Path) -> Path | None:
 
 
 def evaluate(method: Method, config: Config, **additions) -> int:
-    """Answers every held-out question; prints and writes table, predictions and page."""
+    """Answers every held-out question; prints and writes the table and the page."""
     made = run_of(Path(config.model)) or Path(config.model)
+    ask_for = additions.pop("questions", training_and_held_out)
+
+    def questions(*options) -> tuple:
+        """The questions as else, none of which the checkpoint was trained on."""
+        question, held_out = ask_for(*options)
+        refuse_trained_on(made, held_out)
+        return question, held_out
+
     base = f"eval-{made.resolve().name}"
-    run = build(method, config, training=False, base=base, **additions)
-    refuse_what_it_was_trained_on(run)
-    confidences = {}
-    if config.grader == "judge" and "grade" not in additions:
-        run.grade = judge_with_confidence(confidences)
+    run = build(method, config, training=False, base=base, questions=questions, **additions)
     start = time.perf_counter()
     trajectories = run.rollouts(
         list(enumerate(run.eval_questions)),
-        config.eval_samples,
+        1,
         step="eval",
         tools=run.eval_tools,
         temperature=config.temperature,
         top_p=config.top_p,
     )
-    seconds = time.perf_counter() - start
-    rows = [
-        row(run, name, members, confidences, seconds * len(members) / len(trajectories))
-        for name, members in by_set(trajectories)
-    ]
-    write(run, trajectories, rows)
+    seconds = (time.perf_counter() - start) / len(trajectories)
+    rows = [row(run, name, members, seconds) for name, members in by_set(trajectories)]
+    logbook.settings(run)
+    folders.write_json(run.folder / "table.json", rows)
+    records = [record(trajectory, run.chat, 0, "eval") for trajectory in trajectories]
+    folders.append_lines(run.folder / "rollouts" / "step_0.jsonl", records)
     print(table(run, rows))
-    print(f"{'predictions':<14}{run.folder / 'predictions.json'}")
     print(f"{'table':<14}{run.folder / 'table.json'}")
-    print(f"{'trajectories':<14}{view.page(run.folder, questions=12)}")
+    print(f"{'trajectories':<14}{pages.of_run(run.folder, questions=12)}")
     for kind in ("tool_error_share", "judge_failure_share", "lost_share"):
         failed = max(line[kind] for line in rows)
-        if failed > config.max_tool_error_share:
+        if failed > MOST_FAILED:
             raise UserError(
                 f"{kind} is {failed:.0%}, so the table says little about the model; see the page "
                 "for the reasons"
@@ -293,40 +211,17 @@ def evaluate(method: Method, config: Config, **additions) -> int:
     return 0
 
 
-def judge_with_confidence(confidences: dict[tuple[str, str], float | None]):
-    """A grader that also keeps each verdict's confidence, by question id and answer."""
-    judge = Judge.from_environment()
-
-    def grade(question: Question, answer: str) -> float:
-        verdict = judge(question, answer)
-        confidences[question.id, answer] = verdict.confidence
-        return float(verdict.correct)
-
-    return grade
-
-
-def write(run: Run, trajectories: list[Trajectory], rows: list[dict]) -> None:
-    """The evaluation's files."""
-    logbook.settings(run)
-    predictions = {}
-    for trajectory in trajectories:
-        usage = {
-            f"{role}_tokens": sum(sum(sample.mask) for sample in trajectory.samples(role))
-            for role in run.method.roles
-        }
-        prediction = {
-            "model": str(run.config.model),
-            "response": "".join(run.chat.decode(t.sampled) for t in trajectory.turns[-1:]),
-            "answer": trajectory.answer,
-            "usage": usage,
-        }
-        first = predictions.setdefault(trajectory.question.id, prediction)
-        if first is not prediction:
-            first.setdefault("further", []).append(prediction)
-    files.write_json(run.folder / "predictions.json", predictions)
-    files.write_json(run.folder / "table.json", rows)
-    records = [record(trajectory, run.chat, 0, "eval") for trajectory in trajectories]
-    files.append_lines(run.folder / "rollouts" / "step_0.jsonl", records)
+def refuse_trained_on(made: Path, asked: list[Question]) -> None:
+    """UserError if a run, the one that made the checkpoint, was trained on one of the questions."""
+    if not (made / "questions.json").exists():
+        return
+    trained = set(folders.read_json(made / "questions.json")["trained"])
+    known = sum(mark in trained for mark in fingerprints(asked))
+    if known:
+        raise UserError(
+            f"{made} was trained on {known} of these {len(asked)} questions: name others with "
+            "--data, or the file that it was trained with, unchanged, by leaving --data out"
+        )
 
 
 def by_set(trajectories: list[Trajectory]) -> list[tuple[str, list[Trajectory]]]:
@@ -340,108 +235,58 @@ def by_set(trajectories: list[Trajectory]) -> list[tuple[str, list[Trajectory]]]
     return listed
 
 
-def row(
-    run: Run, name: str, trajectories: list[Trajectory], confidences: dict, seconds: float
-) -> dict:
-    """One line of the table.
+def row(run: Run, name: str, trajectories: list[Trajectory], seconds: float) -> dict:
+    """One line of the table. An answer that no judge could grade counts as wrong.
 
-    Accuracy is over all attempts: an answer that no judge could grade counts as wrong. So are the
-    other shares, calls and tokens.
+    seconds: of one attempt.
     """
     sums = rollout_sums(trajectories, run.method.roles)
     n = len(trajectories)
     low, high = wilson_interval(int(sums["reward"]), n)
     golds = [(t.answer, t.question.golden_answers) for t in trajectories]
-    sure = [
-        (confidences[t.question.id, t.answer], bool(t.reward))
-        for t in trajectories
-        if confidences.get((t.question.id, t.answer)) is not None
-    ]
     made = {
         "set": name,
-        "questions": n // run.config.eval_samples,
+        "questions": n,
         "accuracy": sums["reward"] / n,
         "low": low,
         "high": high,
         "em": sum(grading.exact_match(*gold) for gold in golds) / n,
         "f1": sum(grading.f1(*gold) for gold in golds) / n,
-        "cover": sum(grading.cover_match(*gold) for gold in golds) / n,
         "judge_failures": int(sums["unjudged"]),
-        "judge_failure_share": share(sums["unjudged"], sums["answered"]),
+        "judge_failure_share": ratio(sums["unjudged"], sums["answered"]),
         "lost_share": sums["lost"] / n,
-        "calibration_error": calibration_error(*zip(*sure)) if sure else None,
         "calls": sums["calls"] / n,
-        "malformed": share(sums["malformed"], sums["steps"]),
+        "malformed": ratio(sums["malformed"], sums["steps"]),
         "tool_errors": int(sums["failed"]),
-        "tool_error_share": share(sums["failed"], sums["calls"]),
+        "tool_error_share": ratio(sums["failed"], sums["calls"]),
         "truncated_chunks": int(sums["cut"]),
-        "seconds": seconds,
+        "seconds": seconds * n,
     }
     for role in run.method.roles:
         made[f"{role}_tokens"] = sums[f"{role}_tokens"] / n
-    if run.config.eval_samples > 1:
-        made |= repeated(trajectories, run.config.eval_samples)
     return made
 
 
-def repeated(trajectories: list[Trajectory], attempts: int) -> dict:
-    """What k attempts at each question change in a row: avg@k's interval, pass@1 to pass@k."""
-    right = Counter()  # place of a question -> how many of its attempts are
-    for trajectory in trajectories:
-        right[trajectory.question_index] += bool(trajectory.reward)
-    right = list(right.values())
-    low, high = average_interval(right, attempts)
-    pass_low, pass_high = wilson_interval(sum(count > 0 for count in right), len(right))
-    return {
-        "low": low,
-        "high": high,
-        "attempts": attempts,
-        "pass_at": {str(k): pass_at(right, attempts, k) for k in range(1, attempts + 1)},
-        "pass_low": pass_low,
-        "pass_high": pass_high,
-    }
-
-
 def table(run: Run, rows: list[dict]) -> str:
-    """The rows as text: shares in percent, with intervals; calls and tokens per attempt."""
+    """The rows as text: shares in percent, the accuracy's interval; calls and tokens an attempt."""
     roles = list(run.method.roles)
-    k = run.config.eval_samples
-    shares = ["accuracy (95 %)"]
-    if k > 1:
-        shares = [f"avg@{k} (95 %)", f"pass@{k} (95 %)"]
-    head = f"{'set':<14}{'n':>6}  " + "".join(f"{name:<22}" for name in shares)
-    head += f"{'EM':>6}{'F1':>7}{'cover':>7}{'calls':>7}"
+    head = f"{'set':<14}{'n':>6}  {'accuracy (95 %)':<22}{'EM':>6}{'F1':>7}{'calls':>7}"
     head += "".join(f"{role + ' tok':>10}" for role in roles) + f"{'malformed':>11}{'seconds':>9}"
     lines = [head]
     notes = []
     for r in rows:
-        shares = [with_interval(r["accuracy"], r["low"], r["high"])]
-        if k > 1:
-            shares.append(with_interval(r["pass_at"][str(k)], r["pass_low"], r["pass_high"]))
-        line = f"{r['set']:<14}{r['questions']:>6}  " + "".join(f"{text:<22}" for text in shares)
-        line += f"{r['em']:>6.1%}{r['f1']:>7.1%}"
-        line += f"{r['cover']:>7.1%}{r['calls']:>7.2f}"
+        accuracy = with_interval(r["accuracy"], r["low"], r["high"])
+        line = f"{r['set']:<14}{r['questions']:>6}  {accuracy:<22}"
+        line += f"{r['em']:>6.1%}{r['f1']:>7.1%}{r['calls']:>7.2f}"
         line += "".join(f"{r[f'{role}_tokens']:>10.0f}" for role in roles)
         lines.append(line + f"{r['malformed']:>11.1%}{r['seconds']:>9.1f}")
-        if r["judge_failures"]:
-            notes.append(
-                f"{r['set']}: {r['judge_failures']} answers could not be judged, counted as "
-                "not right"
-            )
-        if r["tool_errors"]:
-            notes.append(
-                f"{r['set']}: {r['tool_errors']} tool calls failed, see the page for the reasons"
-            )
-        if r["truncated_chunks"]:
-            notes.append(
-                f"{r['set']}: {r['truncated_chunks']} chunks held a document that was cut off "
-                "at their end"
-            )
+        troubles = {
+            "answers could not be judged, counted as not right": r["judge_failures"],
+            "tool calls failed, see the page for the reasons": r["tool_errors"],
+            "chunks held a document that was cut off at their end": r["truncated_chunks"],
+        }
+        notes += [f"{r['set']}: {count} {text}" for text, count in troubles.items() if count]
     return "\n".join(lines + notes)
-
-
-def with_interval(share: float, low: float, high: float) -> str:
-    return f"{share:.1%} ({low:.1%}–{high:.1%})"
 
 
 # ---------------------------------------------------------------------------------------------- ask
@@ -456,7 +301,7 @@ def ask(method: Method, config: Config, text: str, checkpoint: Path, **additions
     folder = Path(config.runs)
     if (checkpoint / "rollouts").is_dir():
         folder = checkpoint
-    files.make_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     (trajectory,) = run.rollouts(
         [(0, question)],
         1,
@@ -467,13 +312,12 @@ def ask(method: Method, config: Config, text: str, checkpoint: Path, **additions
         on_event=lambda kind, text: say(method.roles.get(kind, kind).lower(), text),
     )
     trajectory.reward = None
-    captions = view.Method(method.name, method.roles)
     line = record(trajectory, run.chat, 0, "eval")
-    page = view.trajectory_page([line], folder / "ask.html", captions)
+    page = pages.write(folder / "ask.html", "One trajectory", [("", [[line]])], method.roles)
     say("page", str(page))
     return 0
 
 
 def say(kind: str, text: str) -> None:
     """One line for somebody who watches. What strangers wrote cannot speak to the terminal."""
-    print(f"{kind:>9} | {view.plain(' '.join(text.split()))}", flush=True)
+    print(f"{kind:>9} | {pages.plain(' '.join(text.split()))}", flush=True)

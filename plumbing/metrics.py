@@ -1,4 +1,10 @@
-"""What trajectories and updates add up to, over all ranks: the numbers of metrics.jsonl."""
+"""What trajectories and updates add up to, over all ranks: the numbers of metrics.jsonl.
+
+Every mean over tokens is over live ones: those with a weight in the loss. A token that importance
+masking has left out was not even scored.
+
+Tests: pytest tests/test_metrics.py
+"""
 
 import math
 from collections import Counter
@@ -8,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rollout import Method, Sample, Trajectory
+from tasks.questions import Question
 from trainer import MicroBatch
 
 
@@ -22,7 +29,7 @@ def reduced(sums: dict[str, float]) -> dict[str, float]:
     return dict(zip(sums, tensor.tolist()))
 
 
-def share(part: float, whole: float) -> float:
+def ratio(part: float, whole: float) -> float:
     """part / whole, and 0 of nothing."""
     return part / whole if whole else 0.0
 
@@ -78,32 +85,24 @@ def flat_questions(trajectories: list[Trajectory]) -> set[str]:
     return {question for question, seen in rewards.items() if len(seen) == 1}
 
 
-def rollout_metrics(
-    trajectories: list[Trajectory], replaced: list[Trajectory], method: Method, seconds: float
-) -> dict:
-    """The step's line in metrics.jsonl, as far as the rollouts tell.
-
-    `replaced` are the attempts at questions that --refill replaced. They count in everything: the
-    reward is that of the questions as they come, not of those that teach something.
-    """
+def rollout_metrics(trajectories: list[Trajectory], method: Method, seconds: float) -> dict:
+    """The step's line in metrics.jsonl, as far as the rollouts tell."""
     roles = method.roles
-    s = rollout_sums(replaced + trajectories, roles)
-    s |= reduced({"replaced": len({t.question.id for t in replaced})})
+    s = rollout_sums(trajectories, roles)
     metrics = {
         "reward": s["reward"] / s["graded"] if s["graded"] else None,
-        "calls_per_question": share(s["calls"], s["trajectories"]),
-        "malformed_share": share(s["malformed"], s["steps"]),
-        "tool_error_share": share(s["failed"], s["calls"]),
-        "empty_share": share(s["empty"], s["calls"]),
-        "demanded_share": share(s["demanded"], s["trajectories"]),
+        "calls_per_question": ratio(s["calls"], s["trajectories"]),
+        "malformed_share": ratio(s["malformed"], s["steps"]),
+        "tool_error_share": ratio(s["failed"], s["calls"]),
+        "empty_share": ratio(s["empty"], s["calls"]),
+        "demanded_share": ratio(s["demanded"], s["trajectories"]),
         "judge_failures": int(s["unjudged"]),
-        "judge_failure_share": share(s["unjudged"], s["answered"]),
-        "lost_share": share(s["lost"], s["trajectories"]),
-        "unaided_share": share(s["unaided"], s["answered"]),
-        "repeated_share": share(s["repeated"], s["calls"]),
+        "judge_failure_share": ratio(s["unjudged"], s["answered"]),
+        "lost_share": ratio(s["lost"], s["trajectories"]),
+        "unaided_share": ratio(s["unaided"], s["answered"]),
+        "repeated_share": ratio(s["repeated"], s["calls"]),
         "truncated_chunks": int(s["cut"]),
-        "zero_variance_share": share(s["flat"], s["groups"]),
-        "replaced_questions": int(s["replaced"]),
+        "zero_variance_share": ratio(s["flat"], s["groups"]),
         "tokens_per_second": sum(s[f"{role}_tokens"] for role in roles) / seconds,
     }
     for role in roles:
@@ -113,16 +112,29 @@ def rollout_metrics(
             metrics[f"{role}_logprob_{kind}"] = mean
         metrics[f"{role}_samples"] = int(s[f"{role}_samples"])
         metrics[f"{role}_tokens"] = int(s[f"{role}_tokens"])
-        metrics[f"{role}_length"] = share(s[f"{role}_tokens"], s[f"{role}_samples"])
-    return metrics | method_shares(trajectories + replaced, method)
+        metrics[f"{role}_length"] = ratio(s[f"{role}_tokens"], s[f"{role}_samples"])
+    return metrics | method_metrics(trajectories, method)
 
 
-def method_shares(trajectories: list[Trajectory], method: Method) -> dict[str, float]:
-    """The method's own numbers of a batch, over all ranks."""
-    counted = method.shares(trajectories)
+def method_metrics(trajectories: list[Trajectory], method: Method) -> dict[str, float]:
+    """The method's own numbers of a batch, over all ranks; what nobody counted is left out."""
+    counted = method.metrics(trajectories)
     parts = reduced({name: part for name, (part, _) in counted.items()})
     wholes = reduced({name: whole for name, (_, whole) in counted.items()})
-    return {name: share(parts[name], wholes[name]) for name in counted}
+    return {name: parts[name] / wholes[name] for name in counted if wholes[name]}
+
+
+def right_by_kind(
+    trajectories: list[Trajectory], questions: list[Question]
+) -> dict[str, list[int]]:
+    """kind -> [right, asked], over all ranks; empty if all `questions` are of one kind."""
+    asked = Counter(question.source for question in questions)
+    if len(asked) < 2:
+        return {}
+    right = dict.fromkeys(asked, 0)
+    for trajectory in trajectories:
+        right[trajectory.question.source] += bool(trajectory.reward)
+    return {kind: [int(count), asked[kind]] for kind, count in sorted(reduced(right).items())}
 
 
 def batch_sums(
@@ -133,43 +145,85 @@ def batch_sums(
     `numbers` are the loss's stats, `samples` those that `batch.owner` points into. With `mismatch`
     the gap between the trainer's and the sampler's log-probs counts.
     """
-    tokens = len(batch.target)
-    drift = torch.zeros(0)
-    if mismatch:
-        drift = numbers["logprob"] - batch.sampler_logprob  # [N]
+    live = batch.weight != 0  # [N]
+    count = int(live.sum())
     sums = {
         "loss": float(numbers["loss"]),
-        "tokens": tokens,
-        "masked": int((batch.weight == 0).sum()),
-        "clipped": float(numbers["clip_share"]) * tokens,
-        "kl": float(numbers["kl"]) * tokens,
-        "drift": float((torch.expm1(drift) - drift).sum()),
-        "drifted": len(drift),
+        "tokens": len(live),
+        "live": count,
+        "clipped": float(numbers["clip_share"]) * count,
+        "kl": float(numbers["kl"]) * count,
+        "drift": 0.0,
+        "drifted": 0,
     }
+    if mismatch:
+        drift = (numbers["logprob"] - batch.behaviour_logprob)[live]
+        sums["drift"] = float((torch.expm1(drift) - drift).sum())
+        sums["drifted"] = count
     for role in roles:
         owners = [index for index, sample in enumerate(samples) if sample.role == role]
         owned = torch.isin(batch.owner, torch.tensor(owners, device=batch.owner.device))  # [N]
-        sums[f"{role}_entropy"] = float(numbers["entropy"][owned].sum())
-        sums[f"{role}_trained"] = int(owned.sum())
+        sums[f"{role}_entropy"] = float(numbers["entropy"][owned & live].sum())
+        sums[f"{role}_live"] = int((owned & live).sum())
     return sums
 
 
 def update_metrics(sums: dict[str, float], roles: Iterable[str]) -> dict:
     """The step's line in metrics.jsonl, as far as the update tells, from this rank's sums.
 
-    A role's entropy is that of the distributions that its trained tokens were drawn from; None if
-    it had none.
+    A role's entropy is that of the distributions that its live tokens were drawn from; None if it
+    had none.
     """
     totals = reduced(dict(sums))
     metrics = {
         "loss": totals["loss"],
-        "clip_share": share(totals["clipped"], totals["tokens"]),
-        "kl": share(totals["kl"], totals["tokens"]),
-        "mismatch_kl": share(totals["drift"], totals["drifted"]),
+        "clip_share": ratio(totals["clipped"], totals["live"]),
+        "kl": ratio(totals["kl"], totals["live"]),
+        "mismatch_kl": ratio(totals["drift"], totals["drifted"]),
         "trained_tokens": int(totals["tokens"]),
-        "masked_share": share(totals["masked"], totals["tokens"]),
+        "masked_share": ratio(totals["tokens"] - totals["live"], totals["tokens"]),
     }
     for role in roles:
-        trained = totals[f"{role}_trained"]
-        metrics[f"{role}_entropy"] = totals[f"{role}_entropy"] / trained if trained else None
+        live = totals[f"{role}_live"]
+        metrics[f"{role}_entropy"] = totals[f"{role}_entropy"] / live if live else None
     return metrics
+
+
+# ------------------------------------------------------------------------- how sure a share is
+
+
+Z_95 = 1.959964  # the normal distribution holds 95 % within this many standard deviations
+
+
+def wilson_interval(correct: float, total: float) -> tuple[float, float]:
+    """The 95 % interval (low, high) of the share correct / total, by Wilson's score.
+
+    It stays honest for few questions and for shares near 0 and 1.
+    """
+    if total == 0:
+        return 0.0, 1.0
+    part = correct / total
+    shrink = 1 + Z_95**2 / total
+    centre = (part + Z_95**2 / (2 * total)) / shrink
+    variance = part * (1 - part) / total + Z_95**2 / (4 * total**2)
+    half = Z_95 / shrink * math.sqrt(variance)
+    # Rounding must not push the interval past the share itself.
+    return min(part, max(0.0, centre - half)), max(part, min(1.0, centre + half))
+
+
+def with_interval(part: float, low: float, high: float) -> str:
+    """A share in percent with its interval: "50.0% (23.7%–76.3%)"."""
+    return f"{part:.1%} ({low:.1%}–{high:.1%})"
+
+
+def sign_test(gained: int, lost: int) -> float:
+    """The two-sided p-value of McNemar's exact test, for two models on the same questions.
+
+    gained: questions that only the second model has right; lost: those that only the first has
+    right. If the models were equally good, a question that only one has right would be either's
+    with probability 1/2. p is then the probability of a split at least as uneven; an even split has
+    p = 1.
+    """
+    changed = gained + lost
+    as_uneven = sum(math.comb(changed, rarer) for rarer in range(min(gained, lost) + 1))
+    return min(1.0, 2 * as_uneven / 2**changed)

@@ -6,6 +6,7 @@
     python -m recipes.atlas eval runs/atlas             a table with a row for each kind of question
     python -m recipes.atlas closed runs/atlas           the same questions, from memory alone
     python -m recipes.atlas eval smollm2                the model before anything was taught
+    python -m recipes.atlas warm                        the warm start alone
     python -m recipes.atlas ask runs/atlas "What is the capital of Peru?"
 
 A run is a run of mars.py, with the presets below. atlas_world.py writes its files to the cache:
@@ -35,11 +36,10 @@ import torch
 import mars
 import train
 import warm_start
-from config import Config, OneLineParser, UserError, fail, parse, parser, resolve, uses_bf16
+from config import Config, UserError, fail, parse, parser, resolve, uses_bf16
 from mars import MarsConfig
-from plumbing import build, claims, evaluation, smollm2
-from plumbing.cache import made_once
-from plumbing.files import read_json
+from plumbing import evaluation, folders, outside, smollm2
+from plumbing.folders import made_once, read_json
 from recipes import atlas_world
 from recipes.atlas_world import KEYS, Fact, Hop, Plan, World
 from rollout import Context, Env, Trajectory
@@ -58,8 +58,15 @@ class AtlasConfig(MarsConfig):
 
     for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
 
+    def check(self, training: bool) -> None:
+        """Refuses what makes no warm start."""
+        if self.warm_steps < 0 or not 0 < self.warm_lr < 1:
+            raise UserError("--warm_steps must be at least 0, --warm_lr lie between 0 and 1")
+        super().check(training)
+
 
 ATLAS = {
+    "model": smollm2.NAME,
     "tools": "search",
     "top_k": atlas_world.SHORT.top_k,
     "sys2_context": 1024,
@@ -99,7 +106,7 @@ ATLAS_LONG = ATLAS | {
 PRESETS = {"atlas": ATLAS, "atlas-long": ATLAS_LONG}
 SIZES = {"atlas": atlas_world.SHORT, "atlas-long": atlas_world.LONG}
 # The files of a world, by the options of a run that take them.
-PLACES = {
+FILES = {
     "data": "train.jsonl",
     "eval_data": "held_out.jsonl",
     "docs": "train_pages.jsonl",
@@ -295,8 +302,8 @@ async def from_memory(env: Env, trajectory: Trajectory) -> None:
     """One step without a tool. An answer without its tags counts too."""
     async with Context(env, trajectory, "sys2") as system2:
         prompt = env.chat.prompt("sys2", question=trajectory.question.text)
-        turn = await mars.act(env, system2, prompt, final=True)
-    spoken = env.chat.decode(env.chat.note(turn.sampled))  # without thoughts and marks
+        turn = await mars.act(env, system2, mars.Prompt(prompt, must_answer=True))
+    spoken = env.chat.text(env.chat.note(turn.sampled))  # without thoughts and marks
     trajectory.answer = turn.action.answer or spoken.removesuffix(".")
     trajectory.ended = "answer"
 
@@ -308,166 +315,125 @@ CLOSED_BOOK = dataclasses.replace(METHOD, words=closed_words, episode=from_memor
 
 def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
+    if arguments[:1] == ["warm"]:
+        return warm(arguments[1:])
+    method = METHOD
+    if arguments[:1] == ["closed"]:
+        method = CLOSED_BOOK
+        arguments = ["eval", *arguments[1:]]
+    return train.main(method, arguments, __doc__, complete=complete)
+
+
+def warm(arguments: list[str]) -> int:
+    """The warm start alone."""
     try:
-        if arguments[:1] in (["eval"], ["ask"], ["closed"]):
-            return look(arguments)
-        return run(arguments, typed=parse(parser(AtlasConfig, __doc__), arguments))
+        folder = warm_model(settings(parse(parser(AtlasConfig, __doc__), arguments)))
     except UserError as error:
         return fail(error)
-    except KeyboardInterrupt:  # train.main handles its own
+    except KeyboardInterrupt:
         fail("interrupted; the cache has no half-written folder, so just start again")
         return 130
+    print(f"use it with --model {folder} --warm_steps 0")
+    return 0
 
 
-def run(arguments: list[str], typed: dict) -> int:
-    """Warm start, unless the cache has it, and RL. `typed`: the options on the command line."""
-    if typed.get("resume") and "model" in typed:
-        raise UserError("--resume goes on with the run's own model: leave --model out")
-    typed = {"preset": "atlas", "model": smollm2.NAME} | typed
-    if typed["preset"] not in PRESETS:
-        raise UserError(f"--preset {typed['preset']}: choose from {', '.join(PRESETS)}")
+def complete(command: str, given: dict) -> dict:
+    """What was given, with the world's files and the model to start from, made where they lack."""
+    if command != "train":
+        return look(command, given)
+    given = {"preset": "atlas"} | begun(given) | given
+    config = settings(given)
+    if config.resume:
+        return given
     # What can be refused is refused before minutes of warm start.
-    config = resolve(AtlasConfig, typed, presets=PRESETS)
-    if config.warm_steps < 0 or not 0 < config.warm_lr < 1:
-        raise UserError("--warm_steps must be at least 0, and --warm_lr lie between 0 and 1")
-    options = {"preset": config.preset} | begun(config)
-    if not config.resume:
-        warm_options(config).check()
-        claims.refuse_taken(config)
-        options |= places(config)
-        whole = resolve(AtlasConfig, options | typed, presets=PRESETS)
-        build.environment(whole, build.place(whole), training=True, additions=build.Additions())
-        options["model"] = warm_model(config) if config.warm_steps else config.model
-    return train.main(METHOD, [*as_options(options), *without(arguments, "--model")], __doc__)
+    if config.name:
+        folders.refuse_taken(Path(config.runs) / config.name)
+    given = world_files(config) | given
+    config = settings(given)
+    additions = outside.Additions()
+    outside.environment(config, outside.place(config), training=True, additions=additions)
+    return given | {"model": str(warm_model(config))}
 
 
-def begun(config: AtlasConfig) -> dict:
+def settings(given: dict) -> AtlasConfig:
+    """What was given, over the preset's settings."""
+    preset = given.get("preset", "atlas")
+    if preset not in PRESETS:
+        raise UserError(f"--preset {preset}: choose from {', '.join(PRESETS)}")
+    return resolve(AtlasConfig, {"preset": preset} | given, presets=PRESETS)
+
+
+def begun(given: dict) -> dict:
     """The model and the files of the run that is resumed, whatever --cache says now.
 
     Empty if there is no such run; train.main refuses that later, in a sentence.
     """
-    path = Path(config.runs) / config.name / "config.json"
-    if not config.resume or not config.name or not path.exists():
+    path = Path(given.get("runs", Config.runs)) / given.get("name", "") / "config.json"
+    if not given.get("resume") or not path.exists():
         return {}
     saved = read_json(path)
-    return {name: saved[name] for name in ("model", *PLACES) if saved.get(name)}
+    return {name: saved[name] for name in ("preset", "model", *FILES)}
 
 
-def look(arguments: list[str]) -> int:
-    """`eval`, `ask` or `closed`. A run brings its own settings; a plain model gets the preset's.
-
-    The preset's options come before the caller's, so that the caller's win.
-    """
-    command, *rest = arguments
-    if rest and rest[0].startswith("-") and rest[0] not in ("-h", "--help"):
-        raise UserError(f"{command} takes the run or the model first, then options")
-    early = OneLineParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--preset", default="atlas", choices=PRESETS)
-    early.add_argument("--cache", default=".cache")
-    early.add_argument("--search", default="local")
-    early.add_argument("--seed", type=int, default=0)
-    known, _ = early.parse_known_args(rest)
-    method = METHOD
-    if command == "closed":
-        command, method = "eval", CLOSED_BOOK
-    help_only = not rest or rest[0] in ("-h", "--help")
-    if not help_only:
-        evaluation.find_checkpoint(method, rest[0])  # refuses a mistyped name, before any work
-    if not help_only and evaluation.run_of(Path(rest[0])) is None:
-        files = world_files(known.preset, known.cache, known.seed)
-        settings = {
-            name: value
-            for name, value in PRESETS[known.preset].items()
-            if name not in AtlasConfig.for_training
-        }
-        if known.search == "local":
-            settings |= {"docs": files / PLACES["eval_docs"]}
-        if command == "eval":
-            settings |= {"data": files / PLACES["eval_data"]}
-        else:  # ask has no such option
-            del settings["eval_questions"]
-        rest = [*rest[:1], *as_options(settings), *without(rest[1:], "--preset")]
-    return train.main(method, [command, *rest], __doc__)
+def look(command: str, given: dict) -> dict:
+    """`eval` and `ask`: a run brings its own settings, a plain model gets the preset's."""
+    evaluation.find_checkpoint(METHOD, given["checkpoint"])  # refuses a mistyped name
+    if evaluation.run_of(Path(given["checkpoint"])):
+        return given
+    known = ("preset", "cache", "search", "seed")
+    config = settings({name: given[name] for name in known if name in given})
+    files = world_files(config)
+    added = PRESETS[config.preset] | {"data": files["eval_data"], "docs": files.get("eval_docs")}
+    refused = AtlasConfig.for_training
+    if command == "ask":
+        refused |= {"data", "eval_questions"}
+    if config.search != "local":
+        refused |= {"docs"}
+    added = {name: value for name, value in added.items() if name not in refused}
+    return added | {name: value for name, value in given.items() if name != "preset"}
 
 
-def as_options(values: dict) -> list[str]:
-    """{"lr": 1e-5, "purpose": False} -> ["--lr=1e-05", "--no-purpose"]"""
-    written = []
-    for name, value in values.items():
-        if isinstance(value, bool):
-            written.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            written.append(f"--{name}={value}")
-    return written
-
-
-def without(arguments: list[str], name: str) -> list[str]:
-    """The arguments without an option and its value."""
-    kept = []
-    rest = iter(arguments)
-    for argument in rest:
-        if argument == name:
-            next(rest, None)  # its value
-        elif not argument.startswith(f"{name}="):
-            kept.append(argument)
-    return kept
-
-
-def places(config: AtlasConfig) -> dict[str, str]:
-    """Where a run's world lies. It is made if the cache does not have it."""
-    files = world_files(config.preset, config.cache, config.seed)
-    found = {option: str(files / name) for option, name in PLACES.items()}
-    if config.search != "local":  # the web has no folder of documents
-        del found["docs"], found["eval_docs"]
-    return found
-
-
-def world_files(preset: str, cache: str, seed: int) -> Path:
-    """The folder of a world's files in the cache."""
-    name = f"{preset}-{digest((preset, seed), atlas_world.__file__)}"
+def world_files(config: AtlasConfig) -> dict[str, str]:
+    """The files of a run's world, by the options that take them: from the cache, or made."""
+    name = f"{config.preset}-{digest((config.preset, config.seed), atlas_world.__file__)}"
 
     def make(folder: Path) -> None:
-        atlas_world.write(atlas_world.make_world(seed, SIZES[preset]), folder)
+        atlas_world.write(atlas_world.make_world(config.seed, SIZES[config.preset]), folder)
 
-    return made_once(Path(cache) / name, make)
+    folder = made_once(Path(config.cache) / name, make)
+    if config.search != "local":  # the web has no folder of documents
+        return {name: str(folder / FILES[name]) for name in ("data", "eval_data")}
+    return {name: str(folder / file) for name, file in FILES.items()}
 
 
-def warm_model(config: AtlasConfig) -> Path:
-    """The warm-started model's folder in the cache.
+def warm_model(config: AtlasConfig) -> Path | str:
+    """The warm-started model's folder in the cache; with --warm_steps 0 the model itself.
 
     It is called after the preset, since a run without --name is called after its model.
     """
-    options = warm_options(config)
-    bf16 = uses_bf16(config, cuda=config.device != "cpu" and torch.cuda.is_available())
-    # Threads, micro-batches and shared prefixes are left out: they change only time and rounding.
-    model = fingerprint(config.model)
-    demonstrated = (config.preset, config.purpose, options.seed)
-    settings = (*demonstrated, model, options.steps, options.lr, bf16)
-    sources = (__file__, atlas_world.__file__, warm_start.__file__, mars.__file__, chat.__file__)
-    folder = Path(config.cache) / f"warm-{digest(settings, *sources)}" / config.preset
-    if folder.exists():
-        return folder
-    batches = demonstrations(config.preset, config.seed, options.demonstrations, config.purpose)
-    start = config.model
-    if start == smollm2.NAME:
-        start = smollm2.build(config.cache)
-    return made_once(
-        folder, lambda unfinished: warm_start.train(options, start, batches, unfinished)
-    )
-
-
-def warm_options(config: AtlasConfig) -> warm_start.WarmStart:
-    """The run's settings, as far as the warm start has them too."""
-    return warm_start.WarmStart(
-        steps=max(1, config.warm_steps),  # with 0 it never runs, but its check wants at least 1
+    if config.warm_steps == 0:
+        return config.model
+    options = warm_start.WarmStart(
+        model=config.model,
+        steps=config.warm_steps,
         lr=config.warm_lr,
         seed=config.seed,
-        device=config.device,
+        cache=config.cache,
         bf16=config.bf16,
         threads=config.threads,
         micro_tokens=config.micro_tokens,
         share_prefixes=config.share_prefixes,
     )
+    bf16 = uses_bf16(config, cuda=torch.cuda.is_available())
+    # Threads, micro-batches and shared prefixes are left out: they change only time and rounding.
+    demonstrated = (config.preset, config.purpose, config.seed)
+    settings = (*demonstrated, fingerprint(config.model), options.steps, options.lr, bf16)
+    sources = (__file__, atlas_world.__file__, warm_start.__file__, mars.__file__, chat.__file__)
+    folder = Path(config.cache) / f"warm-{digest(settings, *sources)}" / config.preset
+    if folder.exists():
+        return folder
+    batches = demonstrations(config.preset, config.seed, options.demonstrations, config.purpose)
+    return made_once(folder, lambda unfinished: warm_start.train(options, batches, unfinished))
 
 
 def fingerprint(model: str) -> tuple:

@@ -46,48 +46,47 @@ DEFUNCT = ("Serbia and Montenegro",)
 
 # ------------------------------------------------------------------------------------------- words
 
-# How a page tells a fact. What begins with "Its" leans on the page's title.
-TELL = {
-    "capital": (
-        "The capital of {name} is {value}.",
-        "{name} has the capital {value}.",
-        "Its capital is {value}.",
-    ),
+# attribute -> one way in which a page tells it, and one to ask for it. Others are made below.
+WORDS = {
+    "capital": ("{name} has the capital {value}.", "Which city is the capital of {}?"),
     "currency code": (
-        "The currency code of {name} is {value}.",
         "{name} uses the currency code {value}.",
-        "Its currency code is {value}.",
+        "Which currency code does {} use?",
     ),
     "calling code": (
-        "The calling code of {name} is {value}.",
         "{name} is reached by the calling code {value}.",
-        "Its calling code is {value}.",
+        "Which calling code does {} have?",
     ),
     "internet domain": (
-        "The internet domain of {name} is {value}.",
         "{name} owns the internet domain {value}.",
-        "Its internet domain is {value}.",
+        "Which internet domain has {}?",
     ),
-    "demonym": (
-        "The demonym of {name} is {value}.",
-        "{name} goes with the demonym {value}.",
-        "Its demonym is {value}.",
-    ),
-    "population": (
-        "The population of {name} is {value}.",
-        "{name} has a population of {value}.",
-        "Its population is {value}.",
-    ),
+    "demonym": ("{name} goes with the demonym {value}.", "Which demonym belongs to {}?"),
+    "population": ("{name} has a population of {value}.", "How many people live in {}?"),
     "area": (
-        "The area of {name} is {value} square kilometres.",
         "{name} has an area of {value} square kilometres.",
-        "Its area is {value} square kilometres.",
+        "How many square kilometres does {} cover?",
     ),
     "most populous neighbour": (
-        "The most populous neighbour of {name} is {value}.",
         "{name} has the most populous neighbour {value}.",
-        "Its most populous neighbour is {value}.",
+        "Which neighbour of {} has the most inhabitants?",
     ),
+}
+NEIGHBOUR = "most populous neighbour"  # the attribute whose value is another country
+UNIT = {"area": " square kilometres"}
+IN_UNIT = {"area": " in square kilometres"}
+# What begins with "Its" leans on the page's title.
+TELL = {
+    attribute: (
+        f"The {attribute} of {{name}} is {{value}}{UNIT.get(attribute, '')}.",
+        told,
+        f"Its {attribute} is {{value}}{UNIT.get(attribute, '')}.",
+    )
+    for attribute, (told, _) in WORDS.items()
+}
+ASK = {
+    attribute: (f"What is the {attribute} of {{}}{IN_UNIT.get(attribute, '')}?", asked)
+    for attribute, (_, asked) in WORDS.items()
 }
 # The same without the attribute's own words, or with the value before the country. To read out the
 # capital of Peru from "Lima is the capital of Peru" is hard for a small model: what it wants stands
@@ -119,29 +118,9 @@ TELL_INDIRECTLY = {
         "Of all its neighbours, {value} has the most inhabitants.",
     ),
 }
-ASK = {
-    "capital": ("What is the capital of {}?", "Which city is the capital of {}?"),
-    "currency code": ("What is the currency code of {}?", "Which currency code does {} use?"),
-    "calling code": ("What is the calling code of {}?", "Which calling code does {} have?"),
-    "internet domain": ("What is the internet domain of {}?", "Which internet domain has {}?"),
-    "demonym": ("What is the demonym of {}?", "Which demonym belongs to {}?"),
-    "population": ("What is the population of {}?", "How many people live in {}?"),
-    "area": (
-        "What is the area of {} in square kilometres?",
-        "How many square kilometres does {} cover?",
-    ),
-    "most populous neighbour": (
-        "What is the most populous neighbour of {}?",
-        "Which neighbour of {} has the most inhabitants?",
-    ),
-}
-NEIGHBOUR = "most populous neighbour"  # the attribute whose value is another country
-# KEYS: words that describe a country without its name. WHICH: the question that asks for it.
-KEYS = {"capital": "the country with the capital {}", "demonym": "the country with the demonym {}"}
-WHICH = {
-    "capital": "Which country has the capital {}?",
-    "demonym": "Which country has the demonym {}?",
-}
+# Words that describe a country without its name, and the question that asks for it.
+KEYS = {key: f"the country with the {key} {{}}" for key in ("capital", "demonym")}
+WHICH = {key: f"Which country has the {key} {{}}?" for key in KEYS}
 SUMS = (
     ("How many more people live in {} than in {}?", "population", "-"),
     ("How many people live in {} and {} together?", "population", "+"),

@@ -19,7 +19,7 @@ async def draft_and_critique(env: Env, trajectory: Trajectory) -> None:
     question = trajectory.question.text
     async with Context(env, trajectory, "sys2") as writer:
         prompt = env.chat.prompt("sys2", question=question)
-        turn = await mars.act(env, writer, prompt, final=False)
+        turn = await mars.act(env, writer, mars.Prompt(prompt))
         async with Context(env, trajectory, "sys1") as critic:
             turn.readers.append(critic)
             draft = env.chat.note(turn.sampled)  # its words, without the end-of-turn token
@@ -29,7 +29,7 @@ async def draft_and_critique(env: Env, trajectory: Trajectory) -> None:
         given = env.chat.observation([env.chat.note(note.tokens)], final=True)
         if turn.sampled[-1] not in env.chat.stop_ids:  # the draft was cut
             given = env.chat.close_step() + given
-        end = await mars.act(env, writer, given, final=True)
+        end = await mars.act(env, writer, mars.Prompt(given, must_answer=True))
     trajectory.answer = end.action.answer
     trajectory.ended = "answer on demand" if end.action.answer else "no answer"
 

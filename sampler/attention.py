@@ -1,73 +1,43 @@
 """Attention over a paged KV cache: every query token reads the pages of its own row.
 
-Each device gets the form that moves the fewest bytes there:
+    decode, CPU              `cascade`: pages that rows share are read once for all of them
+    decode, CUDA             kernels.paged_attention (Triton)
+    prefill, CUDA            `packed_attention`: one variable-length launch over the gathered rows
+    prefill, CPU or fp32     `row_attention`: one SDPA a row
 
-    decode, CUDA      kernels.paged_attention (Triton), or flash-attn where it is installed
-    decode, CPU       `sparse_decode`: two sparse products over the whole pool, without a copy
-    prefill, CUDA     `packed_attention`: one variable-length launch over the gathered rows
-    everything else   `row_attention`: one SDPA a row, for any device, type, head size and window
+The cascade cuts a row's tokens into parts: the runs of pages that it shares with its neighbours in
+the batch (plan.shared_runs), and its own. A part s of the softmax is known by its output o_s and
+by l_s = log Σ exp(scores), and the parts are joined exactly:
 
-Decoding is a prefill of one token a row, so the last two serve both. The plain decode attention
-that the Triton kernel is tested against is `reference` in kernels/paged_attention.py.
+    out = Σ_s w_s · o_s ,   w = softmax over s of l_s
+
+So eight rows with one prompt are one product of 8 · Hq / Hkv queries a key head with its keys, and
+the prompt is read once (Hydragen, cascade attention).
 
 Shapes: B rows, T packed tokens, Hq and Hkv query and key heads, Dh head size. The pages of one
 layer are k_pages and v_pages [pages, page_size, Hkv, Dh].
-Tests: pytest tests/test_decoder.py
+Tests: pytest tests/test_attention.py
 """
 
 import inspect
+import itertools
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-
-try:
-    # No wheel of it is on PyPI, so everything has a path without it.
-    from flash_attn import flash_attn_with_kvcache
-except ImportError:
-    flash_attn_with_kvcache = None
+from sampler.plan import Batch, Run, shared_runs
 
 # The first CSR tensor of a process brings a warning that they are in beta. It is silenced here.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor([0, 0], [], [], (1, 1))
 
-KERNEL_HEAD_SIZES = (16, 32, 64, 128, 256)
-# Padding of fewer tokens than this costs less than one more group of launches.
-CHEAP_PADDING = 4096
-
-
-@dataclass
-class Batch:
-    """Tokens that go through the model together, and where their keys and values live.
-
-    Decode: one token a row; rows are sorted by length, longest first, and padding rows come
-    last. Prefill: the tokens of row b are starts[b]:starts[b + 1], the last ones of its
-    lengths[b] tokens.
-    """
-
-    ids: Tensor  # [T]
-    positions: Tensor  # [T]
-    slots: Tensor  # [T] page · page_size + offset of its key and value; -1 stores none
-    table: Tensor  # [B, pages of the longest row] int32
-    lengths: Tensor  # [B] int32: tokens of each row, these included; 0 for padding
-    starts: list[int] | None = None  # prefill only
-    spans: list[int] | None = None  # `lengths` on the host; None in a CUDA graph
-    # What attention works out once for a batch; all layers share it.
-    plans: dict = field(default_factory=dict)
-    # The windows that stock layers asked for, by layer; kept only while a model is probed.
-    layers_seen: dict[int, int | None] | None = None
-
-    @property
-    def stored(self) -> int:
-        """How many of the tokens have a slot. The host knows it, so no device has to be asked."""
-        if self.starts is not None:
-            return len(self.slots)
-        return sum(span > 0 for span in self.spans)
+# What F.scaled_dot_product_attention calls; this one also tells the logarithm of the softmax's sum.
+sdpa_with_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -83,167 +53,181 @@ def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 def store(new: Tensor, pages: Tensor, slots: Tensor) -> None:
     """Writes the first len(slots) of the keys or values `new` [T, Hkv, Dh] into their slots."""
     flat = pages.view(-1, *pages.shape[2:])
-    flat.index_copy_(0, slots, new[: slots.shape[0]].to(pages.dtype))
+    flat.index_copy_(0, slots, new[: len(slots)].to(pages.dtype))
 
 
-def attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    batch: Batch,
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """Causal attention of q [T, Hq, Dh] over its rows' pages -> [T, Hq, Dh].
-
-    window: how many of the last tokens a token sees, itself included; None is all of them.
-    """
-    decoding = batch.starts is None
-    size = q.shape[2]
-    if decoding and q.is_cuda and window is None and size in KERNEL_HEAD_SIZES:
-        return cuda_decode(q, k_pages, v_pages, batch, scale)
-    if decoding and not q.is_cuda and k_pages.dtype in (torch.float32, torch.float64):
-        return sparse_decode(q, k_pages, v_pages, batch, scale, window)
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256:
-        return packed_attention(q, k_pages, v_pages, batch, scale, window)
-    return row_attention(q, k_pages, v_pages, batch, scale, window)
-
-
-# ---------------------------------------------------------------- decode
-
-
-def cuda_decode(q, k_pages, v_pages, batch, scale):
-    """flash-attn if it is there and can read pages of this size, else the Triton kernel."""
-    flash_reads_it = k_pages.shape[1] % 256 == 0 and q.dtype != torch.float32
-    if flash_attn_with_kvcache is None or not flash_reads_it:
-        return kernels.paged_attention(q, k_pages, v_pages, batch.table, batch.lengths, scale=scale)
-    out = flash_attn_with_kvcache(
-        q[:, None],
-        k_pages,
-        v_pages,
-        cache_seqlens=batch.lengths,
-        block_table=batch.table,
-        softmax_scale=scale,
-        causal=True,
-    )
-    return out[:, 0]
-
-
-def group_by_length(spans: list[int]) -> list[tuple[int, int]]:
-    """Cuts rows, longest first, into runs (first, end) to be padded to the longest of each.
-
-    At most half of a run is padding, unless the padding is cheap.
-    """
-    runs = []
-    begin = 0
-    real = 0
-    for row, span in enumerate(spans):
-        padding = spans[begin] * (row + 1 - begin) - (real + span)
-        if padding > max(CHEAP_PADDING, real + span):
-            runs.append((begin, row))
-            begin = row
-            real = 0
-        real += span
-    return runs + [(begin, len(spans))]
-
-
-def sparse_plan(batch: Batch, heads: int, k_pages: Tensor, window: int | None) -> list[tuple]:
-    """Which key vectors of the pool each query head reads, for groups of rows of similar length.
-
-    Returns (first row, end row, pattern, bias) a group. pattern [rows · Hq, key vectors of the
-    pool] is a CSR matrix with one line for a row's query head and one entry for a token. bias
-    [rows · Hq, longest] is 0, or -inf for padding, whose entry reads the row's first token.
-    """
-    page_size, kv_heads = k_pages.shape[1:3]
-    vectors = k_pages.shape[0] * page_size * kv_heads
-    kv_head = torch.arange(heads) // (heads // kv_heads)
-    # Indices of half the width are read faster. No memory holds 2^31 key vectors.
-    index_type = torch.int32
-    groups = []
-    for begin, end in group_by_length(batch.spans):
-        longest = max(batch.spans[begin], 1)
-        lengths = batch.lengths[begin:end, None]
-        position = torch.arange(longest)
-        pages = batch.table[begin:end, : -(-longest // page_size), None]
-        slots = (pages * page_size + torch.arange(page_size)).flatten(1)[:, :longest]
-        valid = position < lengths
-        if window is not None:
-            valid &= position >= lengths - window
-        slots = torch.where(valid, slots, slots[:, :1])
-        columns = (slots[:, None] * kv_heads + kv_head[:, None]).flatten().to(index_type)
-        bias = torch.where(valid, 0.0, float("-inf"))[:, None].expand(-1, heads, -1)
-        bias = bias.reshape(-1, longest)
-        pattern = torch.sparse_csr_tensor(
-            torch.arange(0, len(columns) + 1, longest, dtype=index_type),
-            columns,
-            torch.zeros(len(columns), dtype=k_pages.dtype),
-            (len(bias), vectors),
-            check_invariants=False,
+def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float) -> Tensor:
+    """Causal attention of q [T, Hq, Dh] over its rows' pages -> [T, Hq, Dh]."""
+    if batch.starts is None and q.is_cuda:
+        return kernels.paged_attention(
+            q, k_pages, v_pages, batch.block_table, batch.lengths, scale=scale
         )
-        groups.append((begin, end, pattern, bias))
-    return groups
+    if batch.starts is None:
+        return cascade(q, k_pages, v_pages, batch, scale)
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        return packed_attention(q, k_pages, v_pages, batch, scale)
+    return row_attention(q, k_pages, v_pages, batch, scale)
 
 
-def sparse_decode(q, k_pages, v_pages, batch, scale, window=None):
-    """Decode attention on a CPU as two sparse products, in the cache's type; q [B, Hq, Dh].
+# ---------------------------------------------------------------- decode on a CPU
 
-    Scores are a dense product sampled at the plan's pattern (SDDMM), outputs are weighted sums of
+
+@dataclass
+class Cascade:
+    """How a batch's rows are cut into parts; all layers share it.
+
+    own: a CSR matrix [rows · Hq, key vectors of the pool] with a line for a row's query head and an
+    entry for each of the row's own tokens; its values are the scores. Lines begin at `offsets`,
+    have `counts` entries, and entry i is of line `lines[i]`.
+    outs, sums: o and l of each level of runs, and of the own tokens last.
+    """
+
+    rows: int  # those behind are padding
+    shared: list[tuple[Run, Tensor | range]]  # a run and its pages
+    own: Tensor
+    offsets: Tensor
+    counts: Tensor
+    lines: Tensor
+    outs: Tensor  # [levels + 1, rows, Hq, Dh]
+    sums: Tensor  # [levels + 1, rows, Hq]; -inf where a row has no run at a level
+
+
+def plan_cascade(q: Tensor, k_pages: Tensor, batch: Batch) -> Cascade:
+    """The parts of the rows of q [B, Hq, Dh]."""
+    heads, size = q.shape[1:]
+    page_size, kv_heads = k_pages.shape[1:3]
+    rows = sum(span > 0 for span in batch.spans)
+    runs = shared_runs(batch.block_table[:rows].numpy(), page_size)
+    begins = [0] * rows  # of a row's own tokens
+    for run in runs:
+        begins[run.begin : run.end] = [run.last * page_size] * (run.end - run.begin)
+    counts = batch.lengths[:rows] - torch.tensor(begins)
+    row = torch.arange(rows).repeat_interleave(counts)
+    position = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row] + torch.tensor(begins)[row]
+    page = batch.block_table[row, position // page_size]
+    slots = page * page_size + position % page_size
+    # A line for each query head: the row's key vectors of the head that it reads.
+    kv_head = torch.arange(heads) // (heads // kv_heads)
+    columns = [
+        (own * kv_heads + kv_head[:, None]).flatten() for own in slots.split(counts.tolist())
+    ]
+    counts = counts.repeat_interleave(heads)
+    offsets = F.pad(counts.cumsum(0), (1, 0))
+    levels = max((run.level + 1 for run in runs), default=0)
+    # Indices of half the width are read faster. No memory holds 2^31 key vectors.
+    own = torch.sparse_csr_tensor(
+        offsets.int(),
+        torch.cat(columns).int(),
+        torch.zeros(int(offsets[-1]), dtype=k_pages.dtype),
+        (rows * heads, k_pages.shape[0] * page_size * kv_heads),
+        check_invariants=False,
+    )
+    return Cascade(
+        rows=rows,
+        shared=[(run, pages_of(run, batch.block_table)) for run in runs],
+        own=own,
+        offsets=offsets[:-1].int(),
+        counts=counts,
+        lines=torch.arange(rows * heads).repeat_interleave(counts),
+        outs=torch.zeros(levels + 1, rows, heads, size, dtype=k_pages.dtype),
+        sums=torch.full((levels + 1, rows, heads), float("-inf"), dtype=k_pages.dtype),
+    )
+
+
+def pages_of(run: Run, block_table: Tensor) -> Tensor | range:
+    """The pages of a run: a range where they lie side by side."""
+    pages = block_table[run.begin, run.first : run.last]
+    side_by_side = range(int(pages[0]), int(pages[0]) + len(pages))
+    return side_by_side if pages.tolist() == list(side_by_side) else pages
+
+
+def take(pages: Tensor, chosen: Tensor | range) -> Tensor:
+    """The chosen pages, without a copy where they lie side by side."""
+    if isinstance(chosen, range):
+        return pages[chosen.start : chosen.stop]
+    return pages.index_select(0, chosen)
+
+
+def cascade(q, k_pages, v_pages, batch, scale):
+    """Decode attention on a CPU, in the cache's type; q [B, Hq, Dh]."""
+    if "cascade" not in batch.cache:
+        batch.cache["cascade"] = plan_cascade(q, k_pages, batch)
+    plan = batch.cache["cascade"]
+    queries = q[: plan.rows].to(k_pages.dtype)
+    for run, pages in plan.shared:
+        part = slice(run.begin, run.end)
+        keys, values = (take(x, pages) for x in (k_pages, v_pages))
+        out, sums = attend_together(queries[part], keys, values, scale)
+        plan.outs[run.level, part] = out
+        plan.sums[run.level, part] = sums
+    plan.outs[-1], plan.sums[-1] = attend_apart(queries, k_pages, v_pages, plan, scale)
+    out = torch.zeros_like(q)  # of padding rows
+    weights = plan.sums.softmax(0)
+    out[: plan.rows] = (weights[..., None] * plan.outs).sum(0)
+    return out
+
+
+def attend_together(q, keys, values, scale):
+    """Attention of all rows q [R, Hq, Dh] to one run of pages [pages, page_size, Hkv, Dh].
+
+    Returns the output [R, Hq, Dh] and the logarithm of the softmax's sum [R, Hq].
+    """
+    rows, heads, size = q.shape
+    kv_heads = keys.shape[2]
+    # Heads that share a key stand where the tokens of one head's query would: [1, Hkv, R · G, Dh].
+    query = q.unflatten(1, (kv_heads, -1)).transpose(0, 1).reshape(1, kv_heads, -1, size)
+    keys = keys.flatten(0, 1).transpose(0, 1)[None]
+    values = values.flatten(0, 1).transpose(0, 1)[None]
+    out, sums = sdpa_with_sums(query, keys, values, scale=scale)
+    out = out.view(kv_heads, rows, -1, size).transpose(0, 1)
+    sums = sums.view(kv_heads, rows, -1).transpose(0, 1)
+    return out.flatten(1, 2), sums.flatten(1, 2)
+
+
+def attend_apart(q, k_pages, v_pages, plan, scale):
+    """Attention of each row of q [rows, Hq, Dh] to its own tokens; returns as `attend_together`.
+
+    Scores are a dense product sampled at the plan's entries (SDDMM), outputs are weighted sums of
     value vectors (embedding bags). No key or value is moved.
     """
-    heads, size = q.shape[1:]
+    size = q.shape[2]
+    queries = q.reshape(-1, size)
     keys = k_pages.view(-1, size)
-    values = v_pages.view(-1, size)
-    queries = q.to(keys.dtype)
-    out = torch.empty_like(queries)
-    if window not in batch.plans:
-        batch.plans[window] = sparse_plan(batch, heads, k_pages, window)
-    for begin, end, scores, bias in batch.plans[window]:
-        rows = queries[begin:end].reshape(-1, size)
-        torch.sparse.sampled_addmm(scores, rows, keys.t(), beta=0.0, alpha=scale, out=scores)
-        probs = (scores.values().view(bias.shape) + bias).softmax(-1)
-        mixed = F.embedding_bag(
-            scores.col_indices(),
-            values,
-            scores.crow_indices()[:-1],
-            mode="sum",
-            per_sample_weights=probs.flatten(),
-        )
-        out[begin:end] = mixed.view(-1, heads, size)
-    return out.to(q.dtype)
+    torch.sparse.sampled_addmm(plan.own, queries, keys.t(), beta=0.0, alpha=scale, out=plan.own)
+    scores = plan.own.values()
+    top = torch.segment_reduce(scores, "max", lengths=plan.counts, unsafe=True)
+    scores.sub_(top[plan.lines]).exp_()
+    total = torch.segment_reduce(scores, "sum", lengths=plan.counts, unsafe=True)
+    mixed = F.embedding_bag(
+        plan.own.col_indices(),
+        v_pages.view(-1, size),
+        plan.offsets,
+        mode="sum",
+        per_sample_weights=scores,
+    )
+    out = mixed.div_(total[:, None])
+    return out.view(q.shape), total.log_().add_(top).view(q.shape[:2])
 
 
-# ---------------------------------------------------------------- prefill, and everything else
+# ---------------------------------------------------------------- prefill
 
 
-def bounds(batch: Batch) -> list[int]:
-    """Where each row's query tokens begin, and their end: [B + 1]."""
-    if batch.starts is not None:
-        return batch.starts
-    return list(range(len(batch.spans) + 1))
-
-
-def row_attention(q, k_pages, v_pages, batch, scale, window=None):
-    """Attention in plain PyTorch, one SDPA a row, for any device, type and head size."""
+def row_attention(q, k_pages, v_pages, batch, scale):
+    """One SDPA a row in plain PyTorch, for any type and head size."""
     page_size = k_pages.shape[1]
-    starts = bounds(batch)
-    out = torch.zeros_like(q)
+    out = torch.empty_like(q)
     for row, length in enumerate(batch.spans):
-        if length == 0:
-            continue
-        start, end = starts[row : row + 2]
-        used = batch.table[row, : -(-length // page_size)]
+        start, end = batch.starts[row : row + 2]
+        used = batch.block_table[row, : -(-length // page_size)]
         # The SDPA wants [1, heads, tokens, Dh].
         query = q[start:end].transpose(0, 1)[None]
         key = k_pages[used].flatten(0, 1)[:length].transpose(0, 1)[None].to(q.dtype)
         value = v_pages[used].flatten(0, 1)[:length].transpose(0, 1)[None].to(q.dtype)
         past = length - (end - start)
         mask = None
-        if past or window is not None:
+        if past:
             position = torch.arange(length, device=q.device)
-            own = position[past:, None]
-            mask = position <= own
-            if window is not None:
-                mask &= position > own - window
+            mask = position <= position[past:, None]
         mixed = F.scaled_dot_product_attention(
             query,
             key,
@@ -259,27 +243,26 @@ def row_attention(q, k_pages, v_pages, batch, scale, window=None):
 
 def packed_plan(batch: Batch, page_size: int) -> tuple[Tensor, Tensor, Tensor, int]:
     """What varlen_attn needs: slots of all rows' keys, both cu_seqlens, the longest query."""
-    device = batch.table.device
+    device = batch.block_table.device
     lengths = batch.lengths.long()
     cu_keys = F.pad(lengths.cumsum(0), (1, 0))
     rows = torch.arange(len(lengths), device=device)
     row = torch.repeat_interleave(rows, lengths, output_size=sum(batch.spans))
     position = torch.arange(len(row), device=device) - cu_keys[row]
-    slots = batch.table[row, position // page_size].long() * page_size + position % page_size
-    starts = bounds(batch)
-    cu_queries = torch.tensor(starts, dtype=torch.int32, pin_memory=device.type == "cuda")
+    slots = batch.block_table[row, position // page_size].long() * page_size + position % page_size
+    cu_queries = torch.tensor(batch.starts, dtype=torch.int32, pin_memory=device.type == "cuda")
     cu_queries = cu_queries.to(device, non_blocking=True)
-    longest = max(end - start for start, end in zip(starts, starts[1:], strict=False))
+    longest = max(end - start for start, end in itertools.pairwise(batch.starts))
     return slots, cu_queries, cu_keys.int(), longest
 
 
-def packed_attention(q, k_pages, v_pages, batch, scale, window=None):
+def packed_attention(q, k_pages, v_pages, batch, scale):
     """One variable-length launch over the rows' gathered keys and values."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if "packed" not in batch.plans:
-        batch.plans["packed"] = packed_plan(batch, k_pages.shape[1])
-    slots, cu_queries, cu_keys, longest = batch.plans["packed"]
+    if "packed" not in batch.cache:
+        batch.cache["packed"] = packed_plan(batch, k_pages.shape[1])
+    slots, cu_queries, cu_keys, longest = batch.cache["packed"]
     keys = k_pages.flatten(0, 1)[slots]  # [keys, Hkv, Dh]
     values = v_pages.flatten(0, 1)[slots]
     options = {"enable_gqa": True}
@@ -289,9 +272,6 @@ def packed_attention(q, k_pages, v_pages, batch, scale, window=None):
         keys = keys.repeat_interleave(repeats, 1)
         values = values.repeat_interleave(repeats, 1)
         options = {}
-    tokens_before = -1  # all of them
-    if window is not None:
-        tokens_before = window - 1
     return varlen_attn(
         q,
         keys,
@@ -301,6 +281,6 @@ def packed_attention(q, k_pages, v_pages, batch, scale, window=None):
         longest,
         max(batch.spans),
         scale=scale,
-        window_size=(tokens_before, 0),
+        window_size=(-1, 0),  # every token before, and none after
         **options,
     )

@@ -1,4 +1,4 @@
-"""Which token is drawn: a function of the logits and of (seed, place), and of nothing else.
+"""Which token is drawn: a function of the logits and of (seed, index), and of nothing else.
 
 The t-th new token of a request is drawn with a uniform number that is hashed from the request's
 seed and t. A random generator with a state would make a draw depend on which rows ran before it.
@@ -66,8 +66,7 @@ def sample_token(
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     threshold = uniforms[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
-    # A row of NaN finds no place and would give V.
-    tokens = tokens.clamp_(max=logits.shape[1] - 1)
+    tokens = tokens.clamp_(max=logits.shape[1] - 1)  # a row of NaN gives V
     if temperature is not None:
         tokens = torch.where(is_greedy, logits.max(-1).indices, tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]

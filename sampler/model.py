@@ -1,8 +1,8 @@
-"""Our own forward of Qwen2, Qwen3 and Llama over a paged KV cache.
+"""The transformer of Qwen2, Qwen3, Llama and their like, over a paged KV cache.
 
 It runs over an inference copy of the weights, with one product for queries, keys and values and one
-for gate and up. `unsupported` says, strictly, for which models it would be wrong; those run on the
-stock modules of stock.py, which has the same interface (`check`, `load`, `fill`, `decode`).
+for gate and up. SmolLM2 is a Llama; Mistral is one where it has no window; SmolLM3 leaves the
+rotation out of some layers. `unsupported` names any other model, which is sampled by `--server`.
 
 Departure from the textbook: `fill` computes no output. The sampler prefills all tokens of a
 context but the last and lets the decode step feed the last one. So a prefill needs no logits,
@@ -20,46 +20,60 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
-from sampler.architectures import check_architecture, check_same, computation
-from sampler.attention import Batch, attention, cache_dtype, store
+from sampler.attention import attention, cache_dtype, store
+from sampler.plan import Batch
 
-FAMILY = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+FAMILY = ("qwen2", "qwen3", "llama", "mistral", "smollm3")  # a config's model_type
 # The rotations whose inverse frequencies do not depend on a row's length.
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+# What decides a model's logits beside its weights.
+COMPUTATION = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+    "rope_parameters",
+    "attention_bias",
+    "mlp_bias",
+    "no_rope_layers",
+)
 # On a CPU, packed weights are faster from about so many rows on.
 PACKED_ROWS = 8
 PACKED_TYPES = (torch.float32, torch.bfloat16)
 
 
-def unsupported(model) -> str | None:
-    """Why OwnForward would be wrong for `model`, or None where it is right."""
-    config = model.config
-    if type(model).__name__.removeprefix("FSDP") not in FAMILY:
-        return f"architecture {type(model).__name__}"
+def unsupported(config) -> str | None:
+    """Why `Model` would be wrong for models of this transformers config; None where it is right."""
+    if config.model_type not in FAMILY:
+        return f"architecture {config.model_type}"
     if config.hidden_act not in ("silu", "swish"):
         return f"activation {config.hidden_act}"
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        return "sliding-window layers"
-    if model.model.rotary_emb.rope_type not in STATIC_ROPE:
-        return f"rope type {model.model.rotary_emb.rope_type}"
-    head_size = model.model.layers[0].self_attn.head_dim
-    if head_size & (head_size - 1):
-        return f"head size {head_size}, no power of two"
-    for name, module in model.named_modules():
-        is_product = name.endswith(("_proj", "lm_head"))
-        if is_product and own_class(module) is not nn.Linear:
-            return f"{name} of type {type(module).__name__}"
-    if model.lm_head.bias is not None:
-        return "a biased output layer"
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None and getattr(config, "sliding_window", None):
+        return "a sliding window"
+    if any(kind != "full_attention" for kind in kinds or ()):
+        return "a sliding window"
+    rope = config.rope_parameters.get("rope_type", "default")
+    if rope not in STATIC_ROPE:
+        return f"rope type {rope}"
+    if head_size(config) & (head_size(config) - 1):
+        return f"head size {head_size(config)}, no power of two"
+    if getattr(config, "quantization_config", None):
+        return "quantised weights"
     return None
 
 
-def own_class(module) -> type:
-    """A module's class, or what it was before FSDP2 made a class of it and FSDPModule."""
-    kind = type(module)
-    if kind.__name__.startswith("FSDP"):
-        return kind.__bases__[-1]
-    return kind
+def head_size(config) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def computation(config) -> dict[str, object]:
+    return {name: getattr(config, name, None) for name in COMPUTATION}
 
 
 # ---------------------------------------------------------------- weights
@@ -82,8 +96,8 @@ def whole(module: nn.Module, kind: str) -> Tensor:
     return gather_full(getattr(module, kind))
 
 
-def share(module: nn.Module, copied: Tensor) -> None:
-    """Puts a copy of a module's weight in its place, unless it is of another type or device."""
+def alias(module: nn.Module, copied: Tensor) -> None:
+    """A module's weight becomes its copy, unless that is of another type or device."""
     weight = module.weight
     if (weight.dtype, weight.device) == (copied.dtype, copied.device):
         weight.data = copied
@@ -184,8 +198,8 @@ def rotate_and_widen(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages,
     """`rotate_and_store` for pages of a wider type; the values are rounded to qkv's type first."""
     # Pages of one token each take keys and values in qkv's type.
     scratch = qkv.new_empty(2, len(qkv), 1, *k_pages.shape[2:])
-    places = torch.arange(len(qkv))
-    q = kernels.qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, places, *scratch, eps)
+    pages = torch.arange(len(qkv))
+    q = kernels.qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, pages, *scratch, eps)
     slots = without_padding(slots)
     store(scratch[0, :, 0], k_pages, slots)
     store(scratch[1, :, 0], v_pages, slots)
@@ -199,41 +213,38 @@ def without_padding(slots: Tensor) -> Tensor:
     return slots[: int((slots >= 0).sum())]
 
 
-# ---------------------------------------------------------------- the forward
+# ---------------------------------------------------------------- the transformer
 
 
-class OwnForward:
+class Model:
     """A layer is four products, attention and four small operations."""
-
-    path = "own forward"
-    positions = None  # rotations have no end
 
     def __init__(self, model, dtype: torch.dtype, device: torch.device):
         config = model.config
+        reason = unsupported(config)
+        if reason:
+            raise ValueError(
+                f"the sampler cannot run {type(model).__name__} ({reason}); "
+                "sample it on a server, with --server"
+            )
         self.layers = config.num_hidden_layers
         self.eps = config.rms_norm_eps
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
-        self.head_size = model.model.layers[0].self_attn.head_dim
-        self.vocabulary = model.lm_head.out_features
+        self.head_size = head_size(config)
+        self.vocabulary = config.vocab_size
         self.scale = self.head_size**-0.5
         self.rope_scale = model.model.rotary_emb.attention_scaling
+        # SmolLM3's layers without a rotation are its 0s.
+        self.rotates = getattr(config, "no_rope_layers", None) or [1] * self.layers
         self.dtype = dtype
         self.device = device
         self.cache_dtype = cache_dtype(dtype, device)
-        self.computation = computation(model)
+        self.computation = computation(config)
         self.tied = model.lm_head.weight is model.model.embed_tokens.weight
         self.weights: dict[str, Tensor | None] = {}
         self.packed: dict[str, Tensor] = {}
         self.load(model)
-        sharded = hasattr(next(model.parameters()), "full_tensor")
-        # The probe runs the model itself. Elsewhere that may be slow, and in shards all ranks must.
-        if model.device == device and not sharded:
-            check_architecture(model, self)
-
-    def check(self, model) -> None:
-        """ValueError unless `load` may take the model's weights."""
-        check_same(self.computation, model)
 
     @torch.no_grad()
     def load(self, model) -> None:
@@ -242,7 +253,11 @@ class OwnForward:
         Matrices are kept as [in, out]. On a CPU that layout is up to twice as fast for few
         rows, so they are really transposed there, and a second copy is packed for many rows. On
         CUDA they are transposed views, and a tied head is the embedding itself.
+
+        ValueError unless `model` computes what the first one did, but for its weights.
         """
+        if computation(model.config) != self.computation:
+            raise ValueError("these are not weights of the sampler's model")
         cuda = self.device.type == "cuda"
         for name, value in named_weights(model):
             if value is None:
@@ -260,17 +275,17 @@ class OwnForward:
             if matrix and not cuda:
                 self.pack(name)
 
-    def share(self, model) -> None:
+    def alias_weights(self, model) -> None:
         """Makes the model's matrices views of this copy's, so that they are in memory once."""
-        share(model.model.embed_tokens, self.weights["embed"])
+        alias(model.model.embed_tokens, self.weights["embed"])
         if not self.tied:
-            share(model.lm_head, self.weights["head"].t())
+            alias(model.lm_head, self.weights["head"].t())
         for i, layer in enumerate(model.model.layers):
             for name, modules in products(layer).items():
                 rows = self.weights[f"{i}.{name}"].t()  # [out, in]
                 parts = rows.split([module.out_features for module in modules])
                 for module, part in zip(modules, parts, strict=True):
-                    share(module, part)
+                    alias(module, part)
 
     def empty_weight(self, name: str, shape: torch.Size, *, viewed: bool) -> Tensor:
         """Memory for a weight of this shape; `viewed`: it is a transposed view of its memory."""
@@ -331,16 +346,16 @@ class OwnForward:
         angle = torch.cat((angle, angle), -1)  # [T, Dh]
         cos = (angle.cos() * self.rope_scale).to(x.dtype)
         sin = (angle.sin() * self.rope_scale).to(x.dtype)
+        turned = cos, sin
+        straight = torch.ones_like(cos), torch.zeros_like(sin)
         for i in range(self.layers):
-            k_pages = pool[0, i]
-            v_pages = pool[1, i]
+            k_pages, v_pages = pool[:, i]
             x, residual = add_rms_norm(x, residual, w[f"{i}.norm1"], self.eps)
             q = rotate_and_store(
                 self.linear(x, f"{i}.qkv"),
                 w[f"{i}.q_norm"],
                 w[f"{i}.k_norm"],
-                cos,
-                sin,
+                *(turned if self.rotates[i] else straight),
                 batch.slots,
                 k_pages,
                 v_pages,

@@ -3,9 +3,12 @@
 The cache is one pool of pages; a page has room for the keys and values of `size` tokens, of every
 layer. A block table is the list of page numbers that hold a context, in order. Contexts that begin
 alike share the pages of their beginning; a page is free again when nobody holds it any more.
+The lowest free page is taken first, so that a context's pages often lie side by side.
 
 Test: pytest tests/test_pages.py
 """
+
+import heapq
 
 
 class Pages:
@@ -14,12 +17,8 @@ class Pages:
     def __init__(self, count: int, size: int):
         self.count = count
         self.size = size
-        self.reset()
-
-    def reset(self) -> None:
-        """All pages are free. Block tables made before are void."""
-        self.free = list(range(self.count - 1, -1, -1))
-        self.references = [0] * self.count
+        self.free = list(range(count))  # a heap
+        self.references = [0] * count
 
     @property
     def in_use(self) -> int:
@@ -36,7 +35,7 @@ class Pages:
         if missing > len(self.free):
             return False
         for _ in range(missing):
-            page = self.free.pop()
+            page = heapq.heappop(self.free)
             self.references[page] = 1
             block_table.append(page)
         return True
@@ -44,13 +43,11 @@ class Pages:
     def fork(self, block_table: list[int], tokens: int) -> tuple[list[int], tuple | None]:
         """A second block table for the first `tokens` tokens of `block_table`.
 
-        Full pages are shared, a partial last one is copied. Returns the new table and the
-        (source, target) pages whose contents the caller must copy before anything else is written,
-        or None. ValueError if there is no free page for the copy.
+        Full pages are shared, a partial last one is copied to a free page, which must be there.
+        Returns the new table and the (source, target) pages whose contents the caller must copy
+        before anything else is written, or None.
         """
         full, rest = divmod(tokens, self.size)
-        if rest and not self.free:
-            raise ValueError("fork needs a free page for the copy of a partial page")
         new = block_table[:full]
         for page in new:
             self.references[page] += 1
@@ -59,13 +56,10 @@ class Pages:
         self.extend(new, tokens)
         return new, (block_table[full], new[full])
 
-    def release(self, block_table: list[int]) -> list[int]:
-        """Empties a block table. Returns the pages that nobody holds any more."""
-        freed = []
+    def release(self, block_table: list[int]) -> None:
+        """Empties a block table; pages that nobody holds any more are free."""
         for page in block_table:
             self.references[page] -= 1
             if self.references[page] == 0:
-                freed.append(page)
+                heapq.heappush(self.free, page)
         block_table.clear()
-        self.free += freed
-        return freed

@@ -1,12 +1,14 @@
-"""What one step does, as arrays: the scheduler's decisions in the form that the device wants.
+"""What one step does: the scheduler's decisions as arrays, in the form that the device wants.
 
-A slot is the place of one token's key and value in the pool: page · page size + place in the page.
+A slot is where one token's key and value lie in the pool: page · page size + offset in the page.
 Shapes: B rows, T tokens, W pages of the longest row.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from sampler.draws import hashed
 from sampler.request import Request
@@ -15,6 +17,10 @@ from sampler.request import Request
 Copies = list[tuple[int, int]]
 # (request, begin, end): the tokens begin:end of its conversation are to be prefilled.
 Chunk = tuple[Request, int, int]
+
+
+# A run of shared pages has to save the reading of so many tokens: it costs a product of its own.
+WORTH = 256
 
 
 class Rows:
@@ -54,33 +60,43 @@ class Rows:
 
 
 @dataclass
-class Prefill:
-    """Tokens whose keys and values are written; those of row b are starts[b]:starts[b + 1]."""
+class Batch:
+    """Tokens that go through the model together, and where their keys and values live.
 
-    ids: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [T]
-    slots: np.ndarray  # int64 [T]
-    block_table: np.ndarray  # int32 [B, W]
-    starts: list[int]  # B + 1 numbers
-    lengths: list[int]  # of each row, these tokens included
+    Arrays when the scheduler plans it, tensors once `to` has brought it to the device.
+    Decode: one token a row; rows that share pages are neighbours, and padding rows come last.
+    Prefill: the tokens of row b are starts[b]:starts[b + 1], the last ones of its
+    lengths[b] tokens.
+    """
+
+    ids: Tensor | None  # int64 [T]; None while only the device knows them
+    positions: Tensor  # int64 [T]
+    slots: Tensor  # int64 [T]; -1 stores nothing
+    block_table: Tensor  # int32 [B, W]
+    lengths: Tensor  # int32 [B]: tokens of each row, these included; 0 for padding
+    starts: list[int] | None = None  # B + 1 numbers; None when decoding
+    spans: list[int] | None = None  # `lengths` on the host; None in a CUDA graph
+    cache: dict = field(default_factory=dict)  # what attention works out once for all layers
+
+    def to(self, device: torch.device) -> "Batch":
+        arrays = [self.ids, self.positions, self.slots, self.block_table, self.lengths]
+        tensors = [None if array is None else to_device(array, device) for array in arrays]
+        return Batch(*tensors, self.starts, self.spans)
 
 
 @dataclass
 class Decode:
-    """One token for each row. Rows are sorted by length, the longest first.
+    """One new token for each row of `batch`, and how it is to be drawn.
 
     started, newest: rows that begin to decode, and the token that each of them feeds. Every other
     row feeds the token that the device sampled for it in the step before.
     """
 
+    batch: Batch
     requests: list[Request]
     rows: np.ndarray  # int64 [B]
-    positions: np.ndarray  # int64 [B]
-    slots: np.ndarray  # int64 [B]
-    block_table: np.ndarray  # int32 [B, W]
-    lengths: np.ndarray  # int64 [B]
     seeds: np.ndarray  # uint64 [B]
-    places: np.ndarray  # int64 [B]: how many new tokens each request has before this one
+    drawn: np.ndarray  # int64 [B]: how many new tokens each request has before this one
     temperature: np.ndarray  # fp32 [B]
     top_p: np.ndarray  # fp32 [B]
     started: np.ndarray  # int64
@@ -92,46 +108,113 @@ class Plan:
     """One step, in the order in which the device does it."""
 
     copies: Copies = field(default_factory=list)
-    prefill: Prefill | None = None
+    prefill: Batch | None = None
     late_copies: Copies = field(default_factory=list)
     decode: Decode | None = None
 
 
-def plan_prefill(chunks: list[Chunk], state: Rows, page_size: int) -> Prefill:
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A tensor on the device; the host does not wait for the copy."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def plan_prefill(chunks: list[Chunk], state: Rows, page_size: int) -> Batch:
     rows = [request.row for request, _, _ in chunks]
     counts = [end - begin for _, begin, end in chunks]
-    lengths = [end for _, _, end in chunks]
-    starts = np.cumsum([0] + counts).tolist()
-    block_table = state.block_table[rows, : -(-max(lengths) // page_size)]
+    spans = [end for _, _, end in chunks]
+    block_table = state.block_table[rows, : -(-max(spans) // page_size)]
     tokens = [request.conversation.tokens[begin:end] for request, begin, end in chunks]
     positions = np.concatenate([np.arange(begin, end) for _, begin, end in chunks])
     row = np.repeat(np.arange(len(chunks)), counts)
     page = block_table[row, positions // page_size].astype(np.int64)
-    slots = page * page_size + positions % page_size
-    return Prefill(np.concatenate(tokens), positions, slots, block_table, starts, lengths)
+    return Batch(
+        ids=np.concatenate(tokens),
+        positions=positions,
+        slots=page * page_size + positions % page_size,
+        block_table=block_table,
+        lengths=np.array(spans, np.int32),
+        starts=np.cumsum([0] + counts).tolist(),
+        spans=spans,
+    )
 
 
 def plan_decode(
     requests: list[Request], started: list[Request], state: Rows, page_size: int
 ) -> Decode:
     rows = np.array([request.row for request in requests])
-    order = np.argsort(-state.length[rows], kind="stable")
+    width = -(-int(state.length[rows].max()) // page_size)
+    # Sorted by their pages, so that rows with the same first ones are neighbours. What stands
+    # behind a row's last page decides nothing, because nobody else has that page.
+    tables = [table.tobytes() for table in state.block_table[rows, :width]]
+    order = sorted(range(len(rows)), key=tables.__getitem__)
     rows = rows[order]
     lengths = state.length[rows]
     positions = lengths - 1
-    block_table = state.block_table[rows, : -(-int(lengths[0]) // page_size)]
+    block_table = state.block_table[rows, :width]
     page = block_table[np.arange(len(rows)), positions // page_size].astype(np.int64)
-    return Decode(
-        requests=[requests[i] for i in order],
-        rows=rows,
+    batch = Batch(
+        ids=None,
         positions=positions,
         slots=page * page_size + positions % page_size,
         block_table=block_table,
-        lengths=lengths,
+        lengths=lengths.astype(np.int32),
+        spans=lengths.tolist(),
+    )
+    return Decode(
+        batch=batch,
+        requests=[requests[i] for i in order],
+        rows=rows,
         seeds=state.seed[rows],
-        places=state.drawn[rows],
+        drawn=state.drawn[rows],
         temperature=state.temperature[rows],
         top_p=state.top_p[rows],
         started=np.array([request.row for request in started], np.int64),
         newest=np.array([request.conversation.tokens[-1] for request in started], np.int64),
     )
+
+
+# ---------------------------------------------------------------- pages that rows share
+
+
+@dataclass
+class Run:
+    """Rows begin:end of a batch read the same pages first:last of their block tables.
+
+    level: how many other runs are before it in these rows' tables.
+    """
+
+    begin: int
+    end: int
+    first: int
+    last: int
+    level: int
+
+
+def shared_runs(block_table: np.ndarray, page_size: int) -> list[Run]:
+    """The pages that neighbours have in common, as a tree: a row's runs follow one another.
+
+    block_table [B, W]: a row's last page is its own. A run that saves fewer reads than it costs is
+    left to its rows, or to longer runs of fewer rows.
+    """
+    equal = block_table[1:] == block_table[:-1]
+    common = np.logical_and.accumulate(equal, 1).sum(1)  # pages shared with the next row
+    runs = []
+
+    def visit(begin: int, end: int, first: int, level: int) -> None:
+        if end - begin < 2:
+            return
+        between = common[begin : end - 1]
+        last = int(between.min())
+        if (end - begin - 1) * (last - first) * page_size >= WORTH:
+            runs.append(Run(begin, end, first, last, level))
+            first = last
+            level += 1
+        for cut in [*(begin + 1 + np.flatnonzero(between == last)), end]:
+            visit(begin, int(cut), first, level)
+            begin = int(cut)
+
+    visit(0, len(block_table), 0, 0)
+    return runs

@@ -1,21 +1,12 @@
-"""What the sampler is asked and what it answers, and the checks of what callers pass.
-
-Every value is checked and brought to a plain Python type before the sampler changes anything, so a
-refused request leaves no trace. TypeError: a value is of the wrong kind. ValueError: it is out of
-range. Test: pytest tests/test_sampler.py -k "refused or accepted"
-"""
+"""What the sampler is asked and what it answers. Test: pytest tests/test_sampler.py -k refused"""
 
 import itertools
-import numbers
-import operator
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-import numpy as np
 
 # Beyond these, fp32 logits divided by the temperature overflow or lose their differences.
 COLDEST = 1e-4
 HOTTEST = 1e4
+SMALLEST_TOP_P = 1e-6  # in fp32 a very small one is 0 and would allow no token at all
 
 
 class Lost(Exception):
@@ -41,11 +32,10 @@ class Conversation:
     """A context that grows: given and sampled ids in order, and the pages of their keys and values.
 
     age: smaller is older. prompt: the tokens submitted first; conversations whose prompts begin
-    alike share pages. request: the open one. temporary: `generate` made it and closes it.
+    alike share pages. request: the open one.
     """
 
     age: int = field(default_factory=itertools.count().__next__)
-    temporary: bool = False
     tokens: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
@@ -63,9 +53,8 @@ class Conversation:
 class Request:
     """One answer to be sampled. When step() returns it, `completion` or `error` is set.
 
-    given: the tokens that it appends to its conversation. num_context_tokens: the conversation's
-    length with them; the sampled `tokens` stand behind. row: its place among the running sequences,
-    while it runs.
+    given: the tokens that it appends to its conversation. row: its number among the running
+    sequences, while it runs.
     """
 
     conversation: Conversation
@@ -76,7 +65,6 @@ class Request:
     stop_ids: frozenset[int]
     seed: int
     number: int = -1
-    num_context_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     row: int | None = None
@@ -97,15 +85,11 @@ class Request:
         return ""
 
 
-# ---------------------------------------------------------------- checks
-
-
 def make_request(
     conversation: Conversation,
-    tokens,
+    tokens: list[int],
     *,
     vocabulary: int,
-    positions: int | None,
     pool: int,
     max_new_tokens: int,
     temperature: float,
@@ -113,84 +97,33 @@ def make_request(
     stop_ids,
     seed: int,
 ) -> Request:
-    """A checked request of plain Python values; the conversation is only looked at.
+    """A checked request; the conversation is only looked at. ValueError for what cannot be done.
 
-    vocabulary: tokens the model knows. positions: where its table of positions ends, if it has
-    one. pool: tokens that the KV pool holds.
+    vocabulary: tokens that the model knows. pool: tokens that a conversation may have.
     """
-    # Iterators may themselves submit or close, so they are read first.
-    given = token_ids(tokens, "tokens")
-    stop_ids = frozenset(token_ids(stop_ids, "stop_ids"))
     if conversation.closed:
         raise ValueError("the conversation is closed")
     if conversation.request is not None:
         raise ValueError("the conversation has an open request")
-    if not given:
+    if not tokens:
         raise ValueError("tokens is empty; a request needs at least one token")
-    for token in given:
+    for token in (min(tokens), max(tokens)):
         if not 0 <= token < vocabulary:
             raise ValueError(f"token id {token} is outside the model's vocabulary of {vocabulary}")
-    max_new_tokens = integer(max_new_tokens, "max_new_tokens")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-    context = len(conversation.tokens) + len(given)
+    context = len(conversation.tokens) + len(tokens)
     if context + max_new_tokens - 1 > pool:  # the newest token needs no slot
         raise ValueError(
             f"{context} tokens and {max_new_tokens} new ones can never fit the KV pool of {pool} "
             "tokens; raise max_tokens or ask for less"
         )
-    if positions is not None and context + max_new_tokens - 1 > positions:
-        raise ValueError(
-            f"{context} tokens and {max_new_tokens} new ones pass the model's table of {positions} "
-            "positions; ask for less"
-        )
-    temperature = real(temperature, "temperature")
     if temperature != 0 and not COLDEST <= temperature <= HOTTEST:
         raise ValueError(
             f"temperature must be 0 (greedy) or from {COLDEST:g} to {HOTTEST:g}, not {temperature}"
         )
-    top_p = real(top_p, "top_p")
-    # The device gets it in fp32, where very small numbers are 0 and would allow no token at all.
-    if not 0 < np.float32(top_p) or not top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
+    if not SMALLEST_TOP_P <= top_p <= 1:
+        raise ValueError(f"top_p must be from {SMALLEST_TOP_P:g} to 1, not {top_p}")
     return Request(
-        conversation,
-        given,
-        max_new_tokens,
-        temperature,
-        top_p,
-        stop_ids,
-        integer(seed, "seed"),
-        num_context_tokens=context,
+        conversation, list(tokens), max_new_tokens, temperature, top_p, frozenset(stop_ids), seed
     )
-
-
-def token_ids(values, name: str) -> list[int]:
-    """Token ids from a list, a tensor, an array or any other iterable of integers."""
-    if hasattr(values, "tolist"):  # a tensor or an array: its items are Python numbers then
-        values = values.tolist()
-    if not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a collection of token ids, not {values!r}")
-    return [integer(value, f"each of {name}") for value in values]
-
-
-def integer(value, name: str) -> int:
-    """Any Python or numpy integer as a Python one; TypeError for anything else, bools included."""
-    if type(value) is int:
-        return value
-    if not isinstance(value, (bool, np.bool_)):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise TypeError(f"{name} must be an integer, not {value!r}")
-
-
-def real(value, name: str) -> float:
-    """Any Python or numpy number as a float; TypeError for anything else, bools included."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, not {value!r}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{name} is beyond every float") from None

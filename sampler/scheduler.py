@@ -6,11 +6,7 @@ A request's way, and the list it is in:
   decoding     only the newest token's key and value are missing: each step feeds that token and
                samples the next
   ending       its last token is being computed, and the host has not read it yet
-  finished     it has a completion or an error, and is handed to the caller next
-Prompts that begin alike share pages. A holder is a conversation that has pages; the leader of a new
-one is the holder whose prompt begins most like its own; a follower is a request that waits until
-its leader has prefilled what they share, while others pass it. A leader that is not ready runs, so
-nobody waits for one who waits.
+  finished     it has a completion and is handed to the caller next
 
 When pages run out, conversations that do not run give way first, the youngest first, and then the
 newest request. So the oldest request that runs always goes on, and no request waits for ever.
@@ -19,22 +15,20 @@ A step is planned ahead as a `Plan` (plan.py): the device copies pages, prefills
 decodes. The order matters, because a page may change hands within one step. What the host learns
 only afterwards, the tokens, comes back through `collect`.
 
-After an exception at any line `reset` makes the state whole again. It trusts three things only,
-each of which changes in one statement: the live conversations, the open requests, and what each
-request has sampled. The draws depend on seeds and places, so nothing changes but the time.
+Read `schedule` and what it calls from top to bottom. How prompts that begin alike share pages
+stands at the end of the file and can be read later.
 
 Test: pytest tests/test_scheduler.py
 """
 
 import bisect
 import itertools
-import math
 from operator import attrgetter
 
 import numpy as np
 
 from sampler.pages import Pages
-from sampler.plan import Copies, Decode, Plan, Prefill, Rows, plan_decode, plan_prefill
+from sampler.plan import Batch, Copies, Decode, Plan, Rows, plan_decode, plan_prefill
 from sampler.request import Completion, Conversation, Request
 
 number_of = attrgetter("number")
@@ -73,19 +67,14 @@ class Scheduler:
             ),
             0,
         )
+        self.rows = Rows(max_sequences, pages)
         self.live: set[Conversation] = set()
         self.requests: dict[int, Request] = {}  # the open ones, by number
-        self.finished: list[Request] = []
-        self._clear(max_sequences)
-
-    def _clear(self, max_sequences: int) -> None:
-        """Empties everything that follows from the conversations and the open requests."""
-        self.pages.reset()
-        self.rows = Rows(max_sequences, self.pages.count)
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
         self.ending: list[Request] = []
+        self.finished: list[Request] = []
         self.started: list[Request] = []  # began to decode in the step that is being planned
         self.idle: list[Conversation] = []  # hold pages, but no row; the oldest first
         self.holders: dict[tuple, list[Conversation]] = {}  # prompt -> whose pages hold it
@@ -98,7 +87,6 @@ class Scheduler:
         conversation = request.conversation
         request.number = next(self.numbers)
         self.live.add(conversation)
-        # `reset` undoes these three lines unless the fourth has run.
         conversation.request = request
         conversation.tokens += request.given
         conversation.prompt = conversation.prompt or tuple(request.given)
@@ -115,20 +103,16 @@ class Scheduler:
             for queue in (self.waiting, self.prefilling, self.decoding, self.ending):
                 if request in queue:
                     queue.remove(request)
-            self._end(request, error=f"request {request.number}: its conversation was closed")
-            del self.requests[request.number]  # nobody waits for it
+            request.error = f"request {request.number}: its conversation was closed"
+            self._end(request)
         self._release(conversation)
         self.live.discard(conversation)
 
     def hand_out(self) -> list[Request]:
         """The requests that finished since the last call, in the order in which they did."""
         finished = self.finished
-        try:
-            self.finished = []
-            return finished
-        except BaseException:
-            self.finished = finished  # the caller did not get them
-            raise
+        self.finished = []
+        return finished
 
     def count_load(self) -> None:
         """What the progress line shows."""
@@ -153,9 +137,9 @@ class Scheduler:
     def _admit(self, unread: bool) -> tuple[Copies, list[Request]]:
         """Gives rows and pages to waiting requests, the oldest first.
 
-        A conversation without pages whose prompt begins as another's in the pool forks its pages.
-        While that leader still prefills them, its followers are passed over and a row is kept for
-        each of them. Returns the page copies that the forks need, and the followers.
+        A conversation whose prompt begins as a leader's in the pool forks its pages. While the
+        leader still prefills them, its followers are passed over and a row is kept for each of
+        them. Returns the page copies that the forks need, and the followers.
         """
         copies = []
         followers = []
@@ -177,29 +161,6 @@ class Scheduler:
         self.waiting[:0] = followers
         return copies, followers
 
-    def _leader(self, conversation: Conversation) -> tuple[Conversation | None, int]:
-        """The holder that shares most of a conversation's prompt, and how many tokens it shares.
-
-        (None, 0) if the conversation has pages already, or nothing can be shared. Among sorted
-        prompts those beside a prompt begin most like it. An equal prompt is shared up to its last
-        token, which is fed again for its logits; of others only full pages are. Only the first
-        holder of a prompt can still be prefilling: every later one forked it.
-        """
-        prompt = conversation.prompt
-        if conversation.block_table or not self.share_prompts:
-            return None, 0
-        if prompt in self.holders:
-            return self.holders[prompt][0], len(prompt) - 1
-        place = bisect.bisect_left(self.prompts, prompt)
-        leader, shared = None, 0
-        for other in self.prompts[max(0, place - 1) : place + 1]:
-            # The last token of a prompt is not prefilled.
-            common = min(common_prefix(prompt, other), len(prompt) - 1, len(other) - 1)
-            full = common - common % self.pages.size
-            if full > shared:
-                leader, shared = self.holders[other][0], full
-        return leader, shared
-
     def _lacks_pages(self, conversation: Conversation, shared: int) -> bool:
         """Whether too few pages are free for a conversation that shares its first `shared` tokens.
 
@@ -213,7 +174,8 @@ class Scheduler:
     def _make_room(self, conversation: Conversation, unread: bool) -> bool:
         """Preempts the youngest idle conversation other than this one.
 
-        False, and this one must wait, if there is none or tokens under way may free pages first.
+        False, and this one must wait, if there is none or tokens under way may free pages first:
+        on CUDA the host reads a step's tokens only after it has planned the next one.
         """
         if unread and not self.prefilling and not self.decoding:
             return False  # the tokens that are under way may end their requests
@@ -223,26 +185,13 @@ class Scheduler:
                 return True
         return False
 
-    def _fork(self, leader: Conversation, conversation: Conversation, shared: int) -> Copies:
-        """The conversation gets the pages of the leader's first `shared` tokens."""
-        conversation.block_table, copy = self.pages.fork(leader.block_table, shared)
-        conversation.num_cached_tokens = shared
-        self.stats["shared_tokens"] += shared
-        if copy is None:
-            return []
-        return [copy]
-
     def _enter(self, request: Request) -> None:
         conversation = request.conversation
         self._remove_idle(conversation)
         self.pages.extend(conversation.block_table, len(conversation.tokens))
-        if conversation.prompt not in self.holders:
-            bisect.insort(self.prompts, conversation.prompt)
-        holders = self.holders.setdefault(conversation.prompt, [])
-        if conversation not in holders:
-            holders.append(conversation)
+        self._hold(conversation)
         self.rows.enter(request)
-        if conversation.num_cached_tokens < len(conversation.tokens) - 1:
+        if lacks_tokens(conversation):
             self.prefilling.append(request)
         else:
             self._start_decoding([request])
@@ -254,8 +203,8 @@ class Scheduler:
     def lacks_slots(self) -> bool:
         """Whether a row would have to give way for another row's next token.
 
-        A row can only give way when the host knows all its tokens, so the caller then reads the
-        step that is under way before it plans the next one.
+        On CUDA the host is one step behind, and a row can only give way when the host knows all
+        its tokens. So the caller then reads the step that is under way before it plans the next.
         """
         return len(self._at_page_end()) > len(self.pages.free)
 
@@ -301,21 +250,16 @@ class Scheduler:
         bisect.insort(self.idle, request.conversation, key=age_of)
 
     def _remove_idle(self, conversation: Conversation) -> None:
-        place = bisect.bisect_left(self.idle, conversation.age, key=age_of)
-        if place < len(self.idle) and self.idle[place] is conversation:
-            del self.idle[place]
+        i = bisect.bisect_left(self.idle, conversation.age, key=age_of)
+        if i < len(self.idle) and self.idle[i] is conversation:
+            del self.idle[i]
 
-    def _release(self, conversation: Conversation) -> list[int]:
-        """Gives its pages back. Returns those that nobody holds any more."""
+    def _release(self, conversation: Conversation) -> None:
+        """Gives its pages back."""
         self._remove_idle(conversation)
-        holders = self.holders.get(conversation.prompt, [])
-        if conversation in holders:
-            holders.remove(conversation)
-            if not holders:
-                del self.holders[conversation.prompt]
-                del self.prompts[bisect.bisect_left(self.prompts, conversation.prompt)]
+        self._let_go(conversation)
         conversation.num_cached_tokens = 0
-        return self.pages.release(conversation.block_table)
+        self.pages.release(conversation.block_table)
 
     def release_all(self) -> None:
         """Everybody gives way: no page holds keys and values any more."""
@@ -326,7 +270,7 @@ class Scheduler:
 
     # ---- plan
 
-    def _plan_prefill(self) -> Prefill | None:
+    def _plan_prefill(self) -> Batch | None:
         """The next tokens of the rows that can't decode yet, in the order of their admission."""
         budget = self.prefill_chunk
         chunks = []
@@ -343,15 +287,8 @@ class Scheduler:
         for request, _, end in chunks:
             request.conversation.num_cached_tokens = end
         self.stats["prefilled_tokens"] += len(prefill.ids)
-        ready = []
-        missing = []
-        for request in self.prefilling:
-            conversation = request.conversation
-            if conversation.num_cached_tokens == len(conversation.tokens) - 1:
-                ready.append(request)
-            else:
-                missing.append(request)
-        self.prefilling = missing
+        ready = [request for request in self.prefilling if not lacks_tokens(request.conversation)]
+        self.prefilling = [r for r in self.prefilling if lacks_tokens(r.conversation)]
         self._start_decoding(ready)
         return prefill
 
@@ -383,111 +320,94 @@ class Scheduler:
 
     # ---- postprocess
 
-    def collect(self, decode: Decode, tokens, logprobs, step: int) -> list[int]:
-        """Appends a step's tokens and ends the requests that are complete.
-
-        A row whose log-prob is NaN ends with an error. Rows that share its pages may end so too: a
-        causal mask multiplies what is later by 0, and 0 · NaN is NaN, so a token can spoil earlier
-        ones that are prefilled with it. Returns the pages that such rows gave back and nobody else
-        holds, to be cleared. NaN may stay in a page of a row that gave way, or was closed, while it
-        prefilled. Only rows that share the page can read it: attention reads a row's own tokens.
-        """
-        spoiled = []
+    def collect(self, decode: Decode, tokens: list[int], logprobs: list[float]) -> None:
+        """Appends a step's tokens and ends the requests that are complete."""
         ended = len(self.finished)
         for request, token, logprob in zip(decode.requests, tokens, logprobs, strict=True):
             if request.done:  # it stopped one token ago, or was closed: the token is discarded
                 continue
             conversation = request.conversation
-            if math.isnan(logprob):
-                self._end(
-                    request,
-                    error=f"request {request.number}: the model's logits were NaN at sampler step "
-                    f"{step}, for its new token {len(request.tokens) + 1}",
-                )
-                self._deliver(request)
-                spoiled += self._release(conversation)
-                continue
             # The token that was fed is in its page now.
             conversation.num_cached_tokens = len(conversation.tokens)
             conversation.tokens.append(token)
             request.tokens.append(token)
             request.logprobs.append(logprob)
             if request.finish:
+                request.completion = Completion(request.tokens, request.logprobs, request.finish)
                 self._end(request)
-                self._deliver(request)
+                self.finished.append(request)
         if len(self.finished) > ended:
             self.decoding = [request for request in self.decoding if not request.done]
             self.ending = [request for request in self.ending if not request.done]
-        return spoiled
 
-    def _end(self, request: Request, error: str | None = None) -> None:
-        """The request is done, with an error or with what it sampled. Its row is free."""
-        if error is not None:
-            request.error = error
-        else:
-            request.completion = Completion(request.tokens, request.logprobs, request.finish)
+    def _end(self, request: Request) -> None:
+        """The request is done: it is open no more, and its row is free."""
+        del self.requests[request.number]
         request.conversation.request = None
         if request.row is not None:
             self._leave(request)
 
-    def _deliver(self, request: Request) -> None:
-        self.finished.append(request)
-        del self.requests[request.number]
+    # ---- prompts that begin alike: read this later
+    #
+    # A holder is a conversation that has pages. The leader of a new one is the holder whose prompt
+    # begins most like its own; a follower waits until its leader has prefilled what they share.
+    # A leader that is not ready runs, so nobody waits for one who waits. What is prefilled in the
+    # step that is being planned can be shared in the same step, by copies that come after it.
 
-    # ---- repair
+    def _leader(self, conversation: Conversation) -> tuple[Conversation | None, int]:
+        """The holder that shares most of a conversation's prompt, and how many tokens it shares.
 
-    def reset(self) -> None:
-        """Makes the state whole after an exception cut a call short; see the head of this file.
-
-        All pages are free afterwards, temporary conversations are closed, and open requests wait.
-        It can itself be cut short and called again.
+        (None, 0) if the conversation has pages already, or nothing can be shared. Among sorted
+        prompts those beside a prompt begin most like it. An equal prompt is shared up to its last
+        token, which is fed again for its logits; of others only full pages are. Only the first
+        holder of a prompt can still be prefilling: every later one forked it.
         """
-        self._clear(self.rows.count)
-        for conversation in list(self.live):
-            self._restore(conversation)
-        finished = [request for request in self.finished if request.number not in self.requests]
-        self.finished = [request for request in finished if not request.conversation.closed]
-        for number, request in list(self.requests.items()):
-            request.row = None
-            if request.conversation.closed:
-                if not request.done:
-                    request.error = f"request {number}: its conversation was closed"
-                del self.requests[number]
-            elif request.done:
-                self._deliver(request)
-            else:
-                self.waiting.append(request)
+        prompt = conversation.prompt
+        if conversation.block_table or not self.share_prompts:
+            return None, 0
+        if prompt in self.holders:
+            return self.holders[prompt][0], len(prompt) - 1
+        i = bisect.bisect_left(self.prompts, prompt)
+        leader, shared = None, 0
+        for other in self.prompts[max(0, i - 1) : i + 1]:
+            # The last token of a prompt is not prefilled.
+            common = min(common_prefix(prompt, other), len(prompt) - 1, len(other) - 1)
+            full = common - common % self.pages.size
+            if full > shared:
+                leader, shared = self.holders[other][0], full
+        return leader, shared
 
-    def _restore(self, conversation: Conversation) -> None:
-        """A live conversation without pages, as long as its open request says it is."""
-        conversation.block_table = []
-        conversation.num_cached_tokens = 0
-        if conversation.temporary:
-            conversation.closed = True
-        request = conversation.request
-        if request is not None:
-            self._restore_request(request)
-        if conversation.closed:
-            self.live.discard(conversation)
+    def _fork(self, leader: Conversation, conversation: Conversation, shared: int) -> Copies:
+        """The conversation gets the pages of the leader's first `shared` tokens."""
+        conversation.block_table, copy = self.pages.fork(leader.block_table, shared)
+        conversation.num_cached_tokens = shared
+        self.stats["shared_tokens"] += shared
+        if copy is None:
+            return []
+        return [copy]
 
-    def _restore_request(self, request: Request) -> None:
-        conversation = request.conversation
-        request.row = None
-        if request.number not in self.requests:
-            if not request.done:  # Its submit was cut short, so it was never taken.
-                del conversation.tokens[request.num_context_tokens - len(request.given) :]
-            if not conversation.tokens:
-                conversation.prompt = ()
-            conversation.request = None
+    def _hold(self, conversation: Conversation) -> None:
+        """It has pages from now on."""
+        if conversation.prompt not in self.holders:
+            bisect.insort(self.prompts, conversation.prompt)
+        holders = self.holders.setdefault(conversation.prompt, [])
+        if conversation not in holders:
+            holders.append(conversation)
+
+    def _let_go(self, conversation: Conversation) -> None:
+        """It has pages no more."""
+        holders = self.holders.get(conversation.prompt, [])
+        if conversation not in holders:
             return
-        sampled = min(len(request.tokens), len(request.logprobs))
-        del request.tokens[sampled:]
-        del request.logprobs[sampled:]
-        del conversation.tokens[request.num_context_tokens + sampled :]
-        if not request.done and request.finish:
-            request.completion = Completion(request.tokens, request.logprobs, request.finish)
-        if request.done:
-            conversation.request = None
+        holders.remove(conversation)
+        if not holders:
+            del self.holders[conversation.prompt]
+            del self.prompts[bisect.bisect_left(self.prompts, conversation.prompt)]
+
+
+def lacks_tokens(conversation: Conversation) -> bool:
+    """Whether keys and values of more than its newest token are missing."""
+    return conversation.num_cached_tokens < len(conversation.tokens) - 1
 
 
 def common_prefix(one: tuple, other: tuple) -> int:

@@ -35,7 +35,7 @@ resumed run refills the pipe: its first four steps train fewer stages.
 The toy is siblings/marsrl_toy.py. Tests: pytest tests/test_marsrl.py
 """
 
-import functools
+import dataclasses
 import random
 import sys
 from collections import Counter
@@ -47,11 +47,11 @@ import torch
 import grpo
 import train
 from config import Config, UserError
-from plumbing import surroundings
-from plumbing.run import Run
+from plumbing import outside
+from plumbing.start import Run
 from rollout import Context, Env, Method, Sample, Trajectory, Turn
-from siblings import marsrl_toy as verification
-from tasks.chat import Prompt, Words
+from siblings import marsrl_toy
+from tasks.chat import Template, Words
 from tasks.format import Action, Format
 from tasks.questions import Question
 from tools import Tool
@@ -101,10 +101,6 @@ class MarsrlConfig(Config):
             raise UserError("--inner_steps must divide --questions: a question's groups stay whole")
         if self.rollouts == "linear" and (self.choice != "adaptive" or self.inputs != 2):
             raise UserError("--choice and --inputs choose inputs: leave out --rollouts linear")
-        if self.credit == "own" and self.refill and self.rollouts == "linear":
-            raise UserError("--refill looks at the system's reward: add --credit role or attempt")
-        if self.rollouts != "linear" and self.refill:
-            raise UserError("--refill replaces whole systems: add --rollouts linear")
 
 
 # ------------------------------------------------------------------------- inputs and rewards
@@ -183,7 +179,7 @@ async def speak(env: Env, trajectory: Trajectory, task: Task) -> Said:
     if action.error:
         said.problem = f"malformed: {action.error}"
     agent.turns.append(said)
-    env.on_event(task.stage, env.chat.decode(written.tokens))
+    env.on_event(task.stage, env.chat.text(written.tokens))
     return said
 
 
@@ -223,25 +219,25 @@ def show_below(trajectory: Trajectory) -> None:
 # --------------------------------------------------------------------- training on groups by input
 
 
-def grouped(run: Run, step: int) -> tuple[list[Trajectory], list[Trajectory]]:
-    """A step's rollouts: stage by stage, each on outputs of the one before; nothing is replaced."""
+def grouped(run: Run, step: int) -> list[Trajectory]:
+    """A step's rollouts: stage by stage, each on outputs of the one before."""
     trajectories = []
     tasks = solver_tasks(run, step)
     while tasks:
         played = play(run, tasks, step)
         trajectories += played
         tasks = next_tasks(run, played, step)
-    return trajectories, []
+    return trajectories
 
 
-def pipelined(run: Run, step: int, *, waiting: list) -> tuple[list[Trajectory], list[Trajectory]]:
+def pipelined(run: Run, step: int, *, waiting: list) -> list[Trajectory]:
     """A step's rollouts: all stages at once, each on outputs of the step before.
 
     `waiting`: the tasks that this step leaves to the next one.
     """
     played = play(run, solver_tasks(run, step) + waiting, step)
     waiting[:] = next_tasks(run, played, step)
-    return played, []
+    return played
 
 
 def solver_tasks(run: Run, step: int) -> list[tuple[int, Task]]:
@@ -372,7 +368,7 @@ def inherited(trajectories: list[Trajectory], divide: bool) -> list[float]:
     return of_samples
 
 
-def shares(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
+def own_metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
     """Accuracies, and what a verifier says of right and of wrong solutions."""
     part = Counter()
     whole = Counter()
@@ -416,9 +412,9 @@ def words(config: MarsrlConfig, tools: list[Tool]) -> Words:
         return {name: content for name, content in slots.items() if content is not None}
 
     prompts = {
-        "solver": Prompt(SOLVER, "{question}", fill),
-        "verifier": Prompt(VERIFIER, shown, fill),
-        "corrector": Prompt(CORRECTOR, shown + "\n\nThe report:\n\n{report}", fill),
+        "solver": Template(SOLVER, "{question}", fill),
+        "verifier": Template(VERIFIER, shown, fill),
+        "corrector": Template(CORRECTOR, shown + "\n\nThe report:\n\n{report}", fill),
     }
     return Words(prompts, "Give your answer now.", "(nothing)")
 
@@ -442,10 +438,10 @@ def fits(config: MarsrlConfig, chat: Format, question: Question) -> None:
 def questions(config: MarsrlConfig, tools: list[str], training: bool) -> tuple:
     """Training questions and held-out ones: the toy's pages, or those of --data."""
     if config.data != "toy":
-        return surroundings.training_and_held_out(config, tools, training)
+        return outside.training_and_held_out(config, tools, training)
     numbers = range(config.eval_questions)
-    held_out = [verification.question("eval", config.seed, i) for i in numbers]
-    return lambda i: verification.question("train", config.seed, i), held_out
+    held_out = [marsrl_toy.question("eval", config.seed, i) for i in numbers]
+    return lambda i: marsrl_toy.question("train", config.seed, i), held_out
 
 
 # train.main needs at least one tool, though no agent calls any.
@@ -459,29 +455,27 @@ METHOD = Method(
     credit=credit,
     words=words,
     fits=fits,
-    shares=shares,
+    metrics=own_metrics,
 )
 
 
 def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
-    pipe = functools.partial(pipelined, waiting=[])
+    waiting = []  # what a pipelined step leaves to the next one
 
-    def one_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
+    def rollouts(run: Run, step: int) -> list[Trajectory]:
         if run.config.rollouts == "linear":
-            return train.train_step(run, step)
-        rollouts = {"grouped": grouped, "pipelined": pipe}[run.config.rollouts]
-        metrics, trajectories = train.train_step(run, step, rollouts)
-        del metrics["system"]  # no whole system was played
-        return metrics, trajectories
+            return train.attempts(run, step)
+        if run.config.rollouts == "grouped":
+            return grouped(run, step)
+        return pipelined(run, step, waiting=waiting)
 
     return train.main(
-        METHOD,
+        dataclasses.replace(METHOD, rollouts=rollouts),
         arguments,
         __doc__,
-        one_step=one_step,
-        base_model=verification.build,
-        language=verification.Language,
+        base_model=marsrl_toy.build,
+        language=marsrl_toy.Language,
         questions=questions,
         more_tools=[NO_TOOL],
     )

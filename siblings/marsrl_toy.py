@@ -163,7 +163,7 @@ class Language(language.ToyFormat):
 
     def parse(self, tokens: list[int], *, final: bool = False) -> Action:
         """What a role says is all answer; a verifier's last word is its verdict."""
-        return self.read_answer(self.decode(self.note(tokens)).split())
+        return self.read_answer(self.text(self.note(tokens)).split())
 
 
 # ---------------------------------------------------------------------------- base model
@@ -234,5 +234,5 @@ def build(
     steps: tuple[int, int] = (SKILL_STEPS, HABIT_STEPS),
 ) -> Path:
     """The base model's folder, as base_model.build makes it."""
-    name = f"toy-verification-{base_model.recipe(seed, steps, __file__)}"
+    name = f"toy-marsrl-{base_model.recipe(seed, steps, __file__)}"
     return base_model.cached(Path(cache) / name, lambda: make_base(seed, *steps), threads)

@@ -33,10 +33,10 @@ from typing import Literal
 import mars
 import train
 from config import Config, UserError
-from plumbing import surroundings
+from plumbing import outside
 from rollout import Context, Env, Method, Sample, Trajectory, Turn
-from siblings import matpo_toy as delegation
-from tasks.chat import Prompt, Words
+from siblings import matpo_toy
+from tasks.chat import Template, Words
 from tasks.format import Action, Format
 from tasks.questions import Question
 from tools import Tool, ToolError
@@ -54,7 +54,7 @@ class MatpoConfig(Config):
     summary: bool = True  # without: a worker's last message goes up as it stands
     workers: Literal["train", "frozen"] = "train"  # frozen: the start's weights play them
     own_groups: bool = False  # MARS's credit: workers compare with workers, and have their own mean
-    balance: Literal["uniform", "advantage", "none"] = "none"  # with --own_groups, as MARS does
+    balance: Literal["uniform", "none"] = "none"  # with --own_groups: draw workers as MARS does
     format_share: float = 0.0  # of the reward: well-formed turns, the planner's and the workers'
     steps: int = 60  # rollout batches; the toy's curve is flat after this
     questions: int = 8  # per step
@@ -88,15 +88,9 @@ class MatpoConfig(Config):
             raise UserError("--worker_turns must not be more than --max_turns")
         if self.balance != "none" and not self.own_groups:
             raise UserError("--balance belongs to --own_groups: workers that inherit need none")
-        if self.format_share and self.refill:
-            raise UserError("--refill looks at answers only: leave out --format_share")
         works = self.own_groups or self.workers != "train" or not (self.recap and self.summary)
         if works and not self.delegate:
             raise UserError("--no-delegate has no workers: leave out the options that change them")
-        if self.balance == "advantage" and self.loss_mean == "token":
-            raise UserError("--balance advantage is unbiased with --loss_mean sample only")
-        if self.balance == "advantage" and self.kl_beta:
-            raise UserError("--balance advantage has no --kl_beta: use --balance uniform")
         if self.own_groups and self.workers == "frozen":
             raise UserError("--own_groups trains the workers: use --workers train")
 
@@ -168,9 +162,9 @@ def words(config: MatpoConfig, tools: list[Tool]) -> Words:
     knows = "knows the question and its subtask" if config.recap else "knows only its subtask"
     planner = PLANNER.format(example=example(work), tools=listed([work]), knows=knows)
     prompts = {
-        "planner": Prompt(planner, "{question}", ask),
-        "worker": Prompt(agent(WORKER, "your report", REPORT), "{task}", assign),
-        "agent": Prompt(agent(SINGLE, "the final answer", ANSWER), "{question}", ask),
+        "planner": Template(planner, "{question}", ask),
+        "worker": Template(agent(WORKER, "your report", REPORT), "{task}", assign),
+        "agent": Template(agent(SINGLE, "the final answer", ANSWER), "{question}", ask),
     }
     return Words(prompts, FINAL, NOTHING, purpose=False)
 
@@ -183,20 +177,19 @@ async def episode(env: Env, trajectory: Trajectory) -> None:
     config = env.config
     role = "planner" if config.delegate else "agent"
     async with Context(env, trajectory, "planner") as planner:
-        given = env.chat.prompt(role, question=trajectory.question.text)
-        final = False
+        prompt = mars.Prompt(env.chat.prompt(role, question=trajectory.question.text))
         while not trajectory.ended:
-            turn = await act(env, planner, given, final)
+            turn = await act(env, planner, prompt)
             if turn.action.answer is not None:
                 trajectory.answer = turn.action.answer
-                trajectory.ended = "answer on demand" if final else "answer"
-            elif final:
+                trajectory.ended = "answer on demand" if prompt.must_answer else "answer"
+            elif prompt.must_answer:
                 trajectory.ended = "no answer"
             elif config.delegate and turn.action.call:
                 summary = await work(env, trajectory, turn)
-                given, final = mars.extend(env, planner, [summary])
+                prompt = mars.extend(env, planner, [summary])
             else:
-                given, final = mars.extend(env, planner, await look(env, turn))
+                prompt = mars.extend(env, planner, await look(env, turn))
 
 
 async def work(env: Env, trajectory: Trajectory, assigned: Turn) -> list[int]:
@@ -205,17 +198,17 @@ async def work(env: Env, trajectory: Trajectory, assigned: Turn) -> list[int]:
     question = trajectory.question.text if config.recap else ""
     async with Context(env, trajectory, "worker") as worker:
         assigned.readers.append(worker)
-        given = env.chat.prompt("worker", question=question, task=assigned.action.call.argument)
-        final = False
+        task = assigned.action.call.argument
+        prompt = mars.Prompt(env.chat.prompt("worker", question=question, task=task))
         while True:
-            turn = await act(env, worker, given, final, len(trajectory.turns))
+            turn = await act(env, worker, prompt, len(trajectory.turns))
             # A worker that answers unasked, or has one turn left, is asked for its summary next.
             answered = turn.action.answer is not None
             over = answered or len(worker.turns) == config.worker_turns - 1
-            if final or (over and not config.summary):
+            if prompt.must_answer or (over and not config.summary):
                 break
             seen = [] if answered else await look(env, turn)
-            given, final = mars.extend(env, worker, seen, over)
+            prompt = mars.extend(env, worker, seen, over)
     if not config.summary:
         return env.chat.note(turn.sampled)
     if turn.action.answer is None:
@@ -223,9 +216,9 @@ async def work(env: Env, trajectory: Trajectory, assigned: Turn) -> list[int]:
     return env.chat.encode(turn.action.answer)
 
 
-async def act(env: Env, context: Context, given: list[int], final: bool, *key: int) -> Turn:
+async def act(env: Env, context: Context, prompt: mars.Prompt, *key: int) -> Turn:
     """One turn. Whoever calls a tool that is not its own has made a malformed call."""
-    turn = await mars.act(env, context, given, final, *key)
+    turn = await mars.act(env, context, prompt, *key)
     delegates = env.config.delegate and context.role == "planner"
     if turn.action.call and (turn.action.call.tool == WORK) != delegates:
         yours = WORK if delegates else ", ".join(tool for tool in env.tools if tool != WORK)
@@ -286,7 +279,7 @@ def credit(
     if config.own_groups:
         mars.compare(config, workers)
         if config.balance != "none":
-            mars.balance(config, planners, workers, step)
+            mars.draw_sys1(config, planners, workers, step)
         return {"planner": planners, "worker": workers}
     for trajectory in trajectories:
         samples = trajectory.samples(*trained)
@@ -296,7 +289,7 @@ def credit(
             if config.loss_mean == "sample":
                 # In its mean a token of this sample weighs 1/|y|. Weighting the sample by |y| over
                 # the rollout's tokens makes that 1/Σ_t|τ^t|, and each rollout counts 1.
-                sample.weight = sum(sample.mask) / tokens
+                sample.copies = sum(sample.mask) / tokens
     return {"rollout": [sample for t in trajectories for sample in t.samples(*trained)]}
 
 
@@ -321,10 +314,10 @@ def fits(config: MatpoConfig, chat: Format, question: Question) -> None:
 def questions(config: MatpoConfig, tools: list[str], training: bool) -> tuple:
     """The training questions and the held-out ones: the toy's of two steps, or those of --data."""
     if config.data != "toy":
-        return surroundings.training_and_held_out(config, tools, training)
+        return outside.training_and_held_out(config, tools, training)
 
     def ask(split: str, i: int) -> Question:
-        return delegation.question(split, config.seed, i, tools)
+        return matpo_toy.question(split, config.seed, i, tools)
 
     return (lambda i: ask("train", i)), [ask("eval", i) for i in range(config.eval_questions)]
 
@@ -384,8 +377,8 @@ def main(arguments: list[str]) -> int:
         arguments,
         __doc__,
         more_tools=[WORKER_TOOL],
-        base_model=delegation.build,
-        language=delegation.DelegationFormat,
+        base_model=matpo_toy.build,
+        language=matpo_toy.Language,
         questions=questions,
     )
 

@@ -64,7 +64,7 @@ def make_tokenizer():
     return tokenizer
 
 
-class DelegationFormat(ToyFormat):
+class Language(ToyFormat):
     """How planner, worker and single agent speak. A step may begin with a thought."""
 
     def prompt(self, role: str, *, question: str, task: str = "") -> list[int]:
@@ -299,5 +299,5 @@ def build(
 
     As base_model.build; the folder's name also has a hash of this file.
     """
-    folder = Path(cache) / f"toy-delegation-{base_model.recipe(seed, steps, __file__)}"
+    folder = Path(cache) / f"toy-matpo-{base_model.recipe(seed, steps, __file__)}"
     return base_model.cached(folder, lambda: make_base(seed, *steps), threads)

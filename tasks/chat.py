@@ -28,6 +28,8 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tokenizers import Tokenizer
+
 from config import UserError
 from tasks.format import Action, Call
 from tools import Document, Tool
@@ -36,7 +38,7 @@ from tools import Document, Tool
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Template:
     """A role's first messages. `user` names its slots as {slot}.
 
     `fill` makes the slots' contents, text or token ids, from the keywords of `ChatFormat.prompt`.
@@ -54,7 +56,7 @@ class Words:
     The first role of `prompts` acts in turns; `purpose`: its calls must state one.
     """
 
-    prompts: dict[str, Prompt]
+    prompts: dict[str, Template]
     final: str  # the demand to answer now
     no_note: str  # stands where the readers wrote nothing
     purpose: bool = True
@@ -76,27 +78,28 @@ def read_action(
     calls = list(CALL.finditer(text))
     answers = ANSWER.findall(CALL.sub("", text))
     if calls and answers:
-        return Action(error="The step holds both a call and an answer; give one of them.")
-    if len(calls) > 1:
-        return Action(
-            error=f"The step holds {len(calls)} calls; make one call, then wait for its result."
-        )
-    if len(answers) > 1:
-        return Action(error=f"The step holds {len(answers)} answers; give one.")
-    if calls and text[calls[0].end() :].strip():
-        return Action(error="There is text after the call; end the step with the call.")
-    if calls and final:
-        return Action(error="No further call was possible; an answer was asked for.")
-    if calls:
+        error = "The step holds both a call and an answer; give one of them."
+    elif len(calls) > 1:
+        error = f"The step holds {len(calls)} calls; make one call, then wait for its result."
+    elif len(answers) > 1:
+        error = f"The step holds {len(answers)} answers; give one."
+    elif calls and text[calls[0].end() :].strip():
+        error = "There is text after the call; end the step with the call."
+    elif calls and final:
+        error = "No further call was possible; an answer was asked for."
+    elif calls:
         return read_call(calls[0][1], tools, purpose)
-    if answers and answers[0].strip():
+    elif answers and answers[0].strip():
         return Action(answer=answers[0].strip())
-    if answers:
-        return Action(error="The answer is empty.")
-    for tag in ("tool_call", "answer"):
-        if f"<{tag}>" in text:
-            return Action(error=f"<{tag}> was not closed by </{tag}>.")
-    return Action(error="The step holds neither a call nor an answer; end it with one of them.")
+    elif answers:
+        error = "The answer is empty."
+    elif "<tool_call>" in text:
+        error = "<tool_call> was not closed by </tool_call>."
+    elif "<answer>" in text:
+        error = "<answer> was not closed by </answer>."
+    else:
+        error = "The step holds neither a call nor an answer; end it with one of them."
+    return Action(error=error)
 
 
 def read_call(body: str, tools: Sequence[Tool], purpose: bool) -> Action:
@@ -169,6 +172,8 @@ class ChatFormat:
             raise UserError(
                 "the model's tokenizer has no chat template: choose a chat (instruct) model"
             )
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise UserError("the model's tokenizer is none of the tokenizers library")
         self.tokenizer = tokenizer
         self.words = words
         self.tools = tuple(tools)
@@ -188,21 +193,17 @@ class ChatFormat:
     def _find_control_tokens(self) -> None:
         """Ids that a template uses as marks: no document and no note may bring one in."""
         added = self.tokenizer.added_tokens_decoder
-        self._added = {token_id for token_id, token in added.items() if token.content.strip()}
-        self._control = {}
-        for token_id, token in added.items():
-            if token.special or re.fullmatch(r"<.+>|\[.+\]", token.content):
-                self._control[token_id] = token.content
+        self._control = {
+            token_id: token.content
+            for token_id, token in added.items()
+            if token.special or re.fullmatch(r"<.+>|\[.+\]", token.content)
+        }
         tags = {text: token_id for token_id, text in self._control.items()}
         self._think_open = tags.get("<think>")
         self._think_close = tags.get("</think>")
-        rests: dict[str, list[str]] = {}  # first character -> rests of the marks
-        for mark in self._control.values():
-            if len(mark) > 1:
-                rests.setdefault(mark[0], []).append(re.escape(mark[1:]))
-        cuts = [f"(?<={re.escape(first)})(?={'|'.join(rest)})" for first, rest in rests.items()]
-        # The place after a mark's first character.
-        self._inside_mark = re.compile("|".join(cuts) or r"(?!)")
+        # The same tokenizer without any mark: in text from outside a mark is a text like any other.
+        plain = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        self._plain = Tokenizer.from_str(json.dumps(plain | {"added_tokens": []}))
 
     def _find_roles(self) -> None:
         """Lets the user speak for a role that the template refuses or whose words it drops."""
@@ -218,7 +219,7 @@ class ChatFormat:
         self._system_role = knows({"role": "system", "content": RESULT_A}, user)
         self._tool_role = knows(user, step, {"role": "tool", "content": RESULT_A})
 
-    def _find_frame_of_turns(self, prompt: Prompt) -> None:
+    def _find_frame_of_turns(self, prompt: Template) -> None:
         """The fixed pieces of a context, from two renderings: a question, and two tool rounds."""
         (slot,) = slots(prompt.user)
         opening = self._open(prompt.system, prompt.user.replace(f"{{{slot}}}", QUESTION))
@@ -229,9 +230,8 @@ class ChatFormat:
         same_rounds = pieces[2] == pieces[4] and bare(pieces[3]) == bare(pieces[5])
         if not same_opening or not same_rounds:
             raise UserError(
-                "the model's chat template rewrites earlier turns when later ones are added, "
-                "so the "
-                "sampled tokens cannot be kept: use a model, or a template, that only appends"
+                "the model's chat template rewrites earlier turns when later ones are added, so "
+                "sampled tokens cannot be kept: use a template that only appends"
             )
         self._question_frame = [
             (slot, self._template_ids(before)),
@@ -239,23 +239,17 @@ class ChatFormat:
         ]
         self._end, *self._result_head = self._template_ids(pieces[2])
         self._result_tail = self._template_ids(pieces[5])
-        if self._end not in self._control:
+        if self._end not in self._control or self._control.keys().isdisjoint(self._result_tail):
             raise UserError(
-                "the model's chat template does not close an assistant turn with a special "
-                "token, so "
-                "the sampler would not know where a step ends: choose another model"
-            )
-        if self._control.keys().isdisjoint(self._result_tail):
-            raise UserError(
-                "the model's chat template marks the speakers with plain text, so a document could "
-                "speak for anybody: choose another model"
+                "the model's chat template marks turns with plain text, so no step has an end and "
+                "a document could speak for anybody: choose another model"
             )
         stops = [self._end]
         if self.tokenizer.eos_token_id not in (None, self._end):
             stops.append(self.tokenizer.eos_token_id)
         self.stop_ids = tuple(stops)
 
-    def _find_frame(self, prompt: Prompt) -> list[tuple[str | None, list[int]]]:
+    def _find_frame(self, prompt: Template) -> list[tuple[str | None, list[int]]]:
         """The ids before each slot of a role's prompt, and (None, ids) after the last one."""
         names = slots(prompt.user)
         marks = [f"slot-{name}-of-the-template" for name in names]
@@ -301,42 +295,22 @@ class ChatFormat:
     def _template_ids(self, text: str) -> list[int]:
         # The template itself writes the special tokens.
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        if self.decode(ids) != text or self.decode(self.encode("two words")) != "two words":
+        if self.text(ids) != text or self.text(self.encode("two words")) != "two words":
             raise UserError(
-                "the model's tokenizer does not give back the text that it was given, so "
-                "pieces of a "
-                "context cannot be joined as ids: choose a model with a byte-level tokenizer"
+                "the model's tokenizer does not give back the text that it was given, so contexts "
+                "cannot be joined from ids: choose a model with a byte-level tokenizer"
             )
         return ids
 
     # ---- text and ids
 
     def encode(self, text: str) -> list[int]:
-        """Plain text to ids.
-
-        A mark inside it ("<|im_end|>" on a web page) is cut in two, so it stays plain text.
-        """
+        """Text from outside to ids. A mark inside it ("<|im_end|>" on a web page) stays text."""
         text = text.encode("utf-8", "replace").decode("utf-8")  # broken pages hold lone surrogates
-        ids = []
-        for piece in self._inside_mark.split(text):
-            ids += self._plain_ids(piece)
-        return ids
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        return [token_id for token_id in ids if token_id not in self._control]
 
-    def _plain_ids(self, text: str) -> list[int]:
-        """The ids of a text, none of them a mark.
-
-        Some tokenizers make a mark of letters that only look like it (NFKC). Such a text is encoded
-        letter by letter.
-        """
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        if self._added.isdisjoint(ids):
-            return ids
-        ids = []
-        for letter in text:
-            ids += self.tokenizer.encode(letter, add_special_tokens=False)
-        return [token_id for token_id in ids if token_id not in self._added]
-
-    def decode(self, tokens: list[int]) -> str:
+    def text(self, tokens: list[int]) -> str:
         """The text of ids, marks included."""
         return self.tokenizer.decode(
             tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -366,7 +340,7 @@ class ChatFormat:
     # ---- rollout.Format
 
     def prompt(self, role: str, **keywords) -> list[int]:
-        """A role's first tokens; the keywords are those of its Prompt's `fill`."""
+        """A role's first tokens; the keywords are those of its Template's `fill`."""
         filled = self.words.prompts[role].fill(**keywords)
         ids = []
         for slot, piece in self._frames[role]:
@@ -382,7 +356,7 @@ class ChatFormat:
         said = self._without_thoughts(tokens, self._result_tail)
         while said and said[-1] in self.stop_ids:
             said.pop()
-        return read_action(self.decode(said), self.tools, purpose=self.words.purpose, final=final)
+        return read_action(self.text(said), self.tools, purpose=self.words.purpose, final=final)
 
     def observation(self, notes: list[list[int]], *, final: bool = False) -> list[int]:
         """The ids between a step's stop token and the next step: notes, as a tool result.
@@ -429,9 +403,9 @@ class ChatFormat:
         """
         opened = self._question_frame[-1][1]
         note = [i for i in self._without_thoughts(tokens, opened) if i not in self._control]
-        while note and not self.decode(note[:1]).strip():
+        while note and not self.text(note[:1]).strip():
             note.pop(0)
-        while note and not self.decode(note[-1:]).strip():
+        while note and not self.text(note[-1:]).strip():
             note.pop()
         return note
 

@@ -44,7 +44,7 @@ class Format(Protocol):
     def encode(self, text: str) -> list[int]:
         """Plain text from outside: no id of it is a mark."""
 
-    def decode(self, tokens: list[int]) -> str:
+    def text(self, tokens: list[int]) -> str:
         """The text of ids, marks included."""
 
     def prompt(self, role: str, **slots: Any) -> list[int]:

@@ -2,9 +2,11 @@
 
 import os
 import signal
+from pathlib import Path
 
 import torch
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a hub
 # A background job ignores Ctrl-C and hands that on; tests of Ctrl-C need the ordinary handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
@@ -18,11 +20,12 @@ from loopback import server, waits  # noqa: E402, F401
 
 
 @pytest.fixture(scope="session")
-def base(tmp_path_factory):
+def base():
     """A base model that speaks the toy's language after 160 of its 700 training steps.
 
-    Modules that need less have a `base` of their own.
+    It is kept in .cache/tests under a hash of all that it follows from. No test may change it.
     """
     from toy import base_model
 
-    return base_model.build(tmp_path_factory.mktemp("base"), threads=1, steps=(120, 40))
+    cache = Path(__file__).parent.parent / ".cache" / "tests"
+    return base_model.build(cache, threads=1, steps=(120, 40))

@@ -8,10 +8,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tools import exchange, pages, search, web
+from tools import reader, search, web
 
-needs_lxml = pytest.mark.skipif(bool(pages.missing("html")), reason=str(pages.missing("html")))
-needs_pypdf = pytest.mark.skipif(bool(pages.missing("pdf")), reason=str(pages.missing("pdf")))
+needs_lxml = pytest.mark.skipif(bool(reader.missing("html")), reason=str(reader.missing("html")))
+needs_pypdf = pytest.mark.skipif(bool(reader.missing("pdf")), reason=str(reader.missing("pdf")))
 
 KEY = "sk-very-secret"
 ROW = {"title": "Ada", "link": "http://site.test/ada", "snippet": "born 1968"}
@@ -132,14 +132,7 @@ def waits(monkeypatch):
 
 
 def serper(tmp_path, **options):
-    return search.make("serper", **{"cache": tmp_path / "cache", "timeout": 5, **options})
+    return search.make("serper", **{"cache": tmp_path / "cache", "timeout": 60, **options})
 
 
 GOOD = says({"organic": [ROW]})
-
-
-def only_site(host, port):
-    """A resolver for tests: site.test is this machine, everything else is judged as ever."""
-    if host == "site.test":
-        return ["127.0.0.1"]
-    return exchange.public_addresses(host, port)

@@ -10,35 +10,32 @@ import random
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_chat import QWEN25, tokenizer
 
 import mars
 import train
-from config import UserError, resolve
+import warm_start
 from mars import MarsConfig
-from plumbing import build, smollm2
+from plumbing import evaluation, outside, smollm2
 from recipes import atlas, atlas_world
-from recipes.atlas_world import LONG, NEIGHBOUR, SHORT, TELL, TELL_INDIRECTLY, Hop
+from recipes.atlas_world import LONG, SHORT, Hop
 from tasks import questions
 from tasks.chat import ChatFormat
 from tasks.grading import cover_match, exact_match
-from tools import KNOWN, Document, Tool, ToolError, python, search
+from tools import KNOWN, Document, Tool, ToolError, search
 
 REPO = Path(__file__).parent.parent
 needs_facts = pytest.mark.skipif(
     importlib.util.find_spec("countryinfo") is None,
     reason="countryinfo is not installed: see requirements-real.txt",
 )
-WORLDS = [(0, SHORT), (0, LONG), (1, LONG)]
+WORLDS = [(0, SHORT), (1, LONG)]
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids=["short", "long", "another seed"])
+@pytest.fixture(scope="module", params=WORLDS, ids=["short", "long"])
 def world(request):
     return atlas_world.make_world(*request.param)
 
@@ -63,15 +60,6 @@ def test_countries_are_trained_on_or_held_out(world):
     everywhere = [name for names in world.parts.values() for name in names]
     assert sorted(everywhere) == sorted(world.names)  # none in two parts
     assert 0.25 < len(world.parts["held_out"]) / len(world.names) < 0.35
-
-
-@needs_facts
-def test_in_the_long_world_half_of_training_belongs_to_demonstrations(world):
-    if not world.size.apart:
-        assert list(world.parts) == ["train", "held_out"]
-        return
-    taught, train = (len(world.parts[part]) for part in ("taught", "train"))
-    assert 0.45 < taught / (taught + train) < 0.55
 
 
 @needs_facts
@@ -103,13 +91,6 @@ def test_held_out_facts_are_told_on_no_page_of_training(world):
             assert not any(re.search(rf"(?m)(^|\. ){re.escape(said)}", text) for said in named)
 
 
-@needs_facts
-def test_a_question_goes_through_countries_of_its_own_part(world):
-    for part, names in world.parts.items():
-        for plan in plans(world, part):
-            assert {hop.fact[0] for hop in plan.hops} <= set(names)
-
-
 # ---------------------------------------------------------------- answers in the pages
 
 
@@ -139,16 +120,6 @@ def test_every_question_is_answered_by_its_plan(world):
 
 
 @needs_facts
-@pytest.mark.parametrize("part", ["train", "held_out"])
-def test_no_page_comes_in_many_searches(world, part):
-    """A page that always comes would be learned by its name, which helps with no other page."""
-    find = search.local(world.searched(part), world.size.top_k)
-    hops = [hop for plan in plans(world, part) for hop in plan.hops]
-    came = collections.Counter(page.id for hop in hops for page in find(hop.query))
-    assert max(came.values()) < 0.1 * len(hops), came.most_common(3)
-
-
-@needs_facts
 def test_a_look_up_needs_only_what_the_question_or_a_former_note_says(world):
     """Otherwise a plan would know what nobody has found out yet."""
     for plan in plans(world, "held_out"):
@@ -168,53 +139,7 @@ def test_a_question_does_not_say_its_answer(world):
         assert not said, plan
 
 
-@needs_facts
-def test_every_page_tells_everything_of_its_country(world):
-    """So each page that a search finds answers for somebody; only a neighbour may be unknown."""
-    asked = set(TELL) - {NEIGHBOUR}
-    for part in world.parts:
-        for page in world.pages[part]:
-            name = page.id.split("/")[1]
-            for attribute in asked:
-                told = world.told[name, attribute]
-                (said,) = (words for title, words in told if title == page.title)
-                assert said in page.text
-
-
-@needs_facts
-def test_kinds_have_their_number_of_look_ups(world):
-    seen = collections.Counter()
-    for plan in plans(world, "train"):
-        seen[plan.kind] += 1
-        assert len(plan.hops) == {"one": 1, "two": 2, "three": 3, "sum": 2}[plan.kind]
-        assert bool(plan.code) == (plan.kind == "sum")
-    assert set(seen) == set(world.size.kinds)
-
-
-@needs_facts
-def test_the_python_tool_finds_the_sums():
-    if python.available():
-        pytest.skip(python.available())
-    world = atlas_world.make_world(0, LONG)
-    for plan in [plan for plan in plans(world, "train", 40) if plan.kind == "sum"][:4]:
-        (document,) = python.tool(plan.code)
-        assert exact_match(document.text, plan.golds)
-
-
 # ---------------------------------------------------------------- distractors
-
-
-@needs_facts
-def test_every_country_is_named_on_travel_pages_about_others(world):
-    for part, names in world.parts.items():
-        visitors = collections.Counter()
-        for page in world.pages[part]:
-            if page.id.startswith("travel/"):
-                subject = page.id.split("/")[1]
-                visitor = page.text.partition("Flights from ")[2].partition(f" to {subject} ")[0]
-                assert subject in page.title and visitor != subject
-                visitors[visitor] += 1
-        assert visitors == dict.fromkeys(names, world.size.travel)
 
 
 @needs_facts
@@ -232,50 +157,7 @@ def test_searches_find_what_is_wanted_and_a_distractor(world, part):
     assert distracted > 0.95 * len(hops)
 
 
-@needs_facts
-def test_pages_tell_a_fact_in_several_ways(world):
-    """Varied English: no attribute is told with the same words everywhere."""
-    asked = set(TELL) if "three" in world.size.kinds else set(TELL) - {NEIGHBOUR}
-    assert {known for _, known in world.facts} == asked
-    for attribute in asked:
-        ways = world.size.tellings(attribute)
-        used = set()
-        for name, known in world.facts:
-            if known == attribute:
-                for _, sentence in world.told[name, attribute]:
-                    value = world.facts[name, attribute].text
-                    told = [w for w in ways if w.format(name=name, value=value) == sentence]
-                    used.update(told)
-        assert used == set(ways)
-
-
-@needs_facts
-def test_only_the_long_world_tells_facts_without_their_names():
-    for size in (SHORT, LONG):
-        world = atlas_world.make_world(0, size)
-        told = [(fact[1], words) for fact, pairs in world.told.items() for _, words in pairs]
-        indirect = [(attribute, words) for attribute, words in told if attribute not in words]
-        assert bool(indirect) == size.indirect
-    for attribute, ways in TELL.items():
-        assert all(words.index(attribute) < words.index("{value}") for words in ways)
-    for attribute, ways in TELL_INDIRECTLY.items():
-        assert all(attribute not in words or words.startswith("{value}") for words in ways)
-
-
 # ---------------------------------------------------------------- answers
-
-
-@needs_facts
-def test_golden_answers_are_graded_right_and_others_wrong(world):
-    for part in atlas_world.QUESTIONS:
-        rows = atlas_world.questions(world, part)
-        for row, other in zip(rows, rows[7:]):
-            golds = row["golden_answers"]
-            assert all(exact_match(gold, golds) for gold in golds)
-            assert exact_match(golds[0].upper(), golds)
-            assert exact_match(golds[0].replace(",", ""), golds) or "," not in golds[0]
-            if not set(golds) & set(other["golden_answers"]):
-                assert not exact_match(other["golden_answers"][0], golds) or len(golds[0]) < 4
 
 
 def test_usual_spellings_count():
@@ -287,36 +169,6 @@ def test_usual_spellings_count():
     names = atlas_world.names_of(ivory)
     assert exact_match("Cote d'Ivoire", names) and exact_match("the Ivory Coast", names)
     assert not exact_match("CI", names) and not any("К" in name for name in names)
-
-
-def test_a_field_that_is_empty_or_says_two_things_is_left_out():
-    row = {"name": "Nowhere", "capital": "", "currencies": ["AAA", "BBB"], "callingCodes": []}
-    row |= {"tld": None, "demonym": "Onean,Twoan", "population": None, "area": 0.5}
-    assert atlas_world.facts_of(row) == {}
-    row |= {"capital": ["Here"], "callingCodes": ["1-876"], "population": 12345, "tld": [".nw"]}
-    told = {name: value.text for name, value in atlas_world.facts_of(row).items()}
-    assert told == {"capital": "Here", "population": "12,345", "internet domain": ".nw"}
-    # Whoever names the country would tell it.
-    assert atlas_world.facts_of({"name": "Port Here", "capital": "Here"}) == {}
-
-
-FIELD = st.none() | st.text(max_size=5) | st.lists(st.text(max_size=5), max_size=3)
-
-
-@settings(deadline=None)
-@given(
-    row=st.fixed_dictionaries(
-        {"name": st.text(min_size=1, max_size=5)},
-        optional={
-            **{key: FIELD for key in ("capital", "demonym", "tld", "currencies", "callingCodes")},
-            "population": st.none() | st.integers(),
-            "area": st.none() | st.integers() | st.floats(),
-        },
-    )
-)
-def test_facts_are_never_empty(row):
-    for attribute, value in atlas_world.facts_of(row).items():
-        assert attribute in TELL and value.text.strip() and value.text in value.golds
 
 
 # ---------------------------------------------------------------- files
@@ -344,21 +196,6 @@ def test_a_world_follows_from_its_seed(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path / "again")]
     subprocess.run(command, cwd=REPO, env=environment, check=True, timeout=200)
     assert content(tmp_path / "again") == made[1]
-
-
-@needs_facts
-def test_the_files_are_what_the_options_take(tmp_path):
-    places = atlas.places(atlas.AtlasConfig(preset="atlas-long", cache=str(tmp_path)))
-    train, held_out = questions.split(places["data"], places["eval_data"], held_out=200, seed=0)
-    assert len(train) == 1500 and len(held_out) == 200
-    kinds = collections.Counter(question.source for question in held_out)
-    assert kinds == dict.fromkeys(LONG.kinds, 50)
-    found = {
-        name: search.make("local", docs=places[name], cache=tmp_path)("Brazil")
-        for name in ("docs", "eval_docs")
-    }
-    assert found["eval_docs"][0].title
-    assert {page.id for page in found["docs"]} != {page.id for page in found["eval_docs"]}
 
 
 # ---------------------------------------------------------------- demonstrations
@@ -390,7 +227,7 @@ def notes_of(world, hop):
 
 def written(sample, chat):
     """What a role wrote."""
-    text = chat.decode([token for token, own in zip(sample.tokens, sample.mask) if own])
+    text = chat.text([token for token, own in zip(sample.tokens, sample.mask) if own])
     return text.removesuffix("<|im_end|>")
 
 
@@ -406,7 +243,7 @@ def test_demonstrations_are_flawless_and_true(world):
         possible = set().union(*(notes_of(world, hop) for hop in plan.hops))
         for sample in trajectory.samples("sys1"):
             assert written(sample, chat) in {*possible, atlas.IDLE}
-        read = chat.decode(trajectory.samples("sys2")[0].tokens)
+        read = chat.text(trajectory.samples("sys2")[0].tokens)
         for hop in plan.hops:
             assert hop.purpose in read
             found = atlas.clause(world, hop, hop.fact[0])
@@ -426,28 +263,8 @@ def test_demonstrations_without_purposes_neither_state_nor_tell_one(world):
             assert ('"purpose"' in written(said, chat)) == told
             assert all(bool(turn.action.call.purpose) == told for turn in trajectory.turns[:-1])
             for sample in trajectory.samples("sys1"):
-                read = chat.decode(sample.tokens)
+                read = chat.text(sample.tokens)
                 assert ("What to find out: " in read) == told
-
-
-@needs_facts
-def test_the_first_step_names_everything_that_is_wanted(world):
-    """In words of the question; each later step follows from it and from the notes."""
-    for plan in plans(world, "train", 24):
-        steps = atlas.sayings(plan, world)
-        first = steps[0].partition("\n")[0]
-        assert first.startswith("Wanted: ")
-        for hop in plan.hops:
-            name, attribute = hop.fact
-            assert attribute in first
-            unknown = hop is not plan.hops[0] and plan.kind != "sum"
-            if unknown and not word(name, plan.text):
-                assert not word(name, first)
-        assert [step.count("<tool_call>") for step in steps] == [1] * (len(steps) - 1) + [0]
-        assert all(f'"{hop.purpose}"' in step for hop, step in zip(plan.hops, steps))
-        assert all(step.startswith("Found: ") for step in steps[1:])
-        # Something is wanted until the answer.
-        assert [step.count("Wanted: ") for step in steps] == [1] * (len(steps) - 1) + [0]
 
 
 def test_what_was_found_takes_its_place_in_what_is_wanted():
@@ -498,37 +315,6 @@ def test_what_was_found_takes_its_place_in_what_is_wanted():
 
 
 @needs_facts
-def test_names_stand_after_a_space_where_they_are_written(world):
-    """There a tokenizer writes them with the tokens that were read."""
-    for plan in plans(world, "train", 24):
-        steps = atlas.sayings(plan, world)
-        names = [name for hop in plan.hops for name in (hop.fact[0], world.facts[hop.fact].text)]
-        names += [] if plan.code else [plan.golds[0]]
-        notes = set().union(*(notes_of(world, hop) for hop in plan.hops))
-        for said in [*steps, *notes]:
-            for name in set(names):
-                if name.replace(",", "").isdecimal():
-                    continue  # its digits are tokens of their own everywhere
-                assert not re.search(rf"[\">\n]{re.escape(name)}(?!\w)", said), (name, said)
-
-
-@needs_facts
-def test_a_page_tells_a_fact_by_its_title_and_its_words(world):
-    for page in world.searched("held_out")[:80]:
-        read = f"[document] {page.title}\n{page.text}"
-        for attribute in TELL:
-            about = [name for name, known in world.told if known == attribute]
-            told = {
-                name
-                for name in about
-                if any(title == page.title for title, _ in world.told[name, attribute])
-            }
-            assert world.titles(attribute, read) == dict.fromkeys(told, page.title)
-            # The same words under another title tell it of nobody.
-            assert not world.titles(attribute, read.replace(page.title, "Elsewhere", 1))
-
-
-@needs_facts
 def test_a_note_tells_the_wanted_fact_or_whose_the_other_one_is():
     """Each is written in the chunk, the wanted one first; without either the note is idle.
 
@@ -567,14 +353,6 @@ def test_a_note_tells_the_wanted_fact_or_whose_the_other_one_is():
 
 
 @needs_facts
-def test_a_demonstration_that_does_not_fit_is_none():
-    world = atlas_world.make_world()
-    (plan,) = plans(world, "train", 1)
-    for limits in ({"step_tokens": 5, "answer_tokens": 5}, {"sys1_response": 3}):
-        assert atlas.demonstrate(plan, world, *playing(world, **limits)) is None
-
-
-@needs_facts
 def test_wrong_plans_are_no_demonstrations():
     """A look-up whose query does not find the fact, though the answer is right."""
     world = atlas_world.make_world()
@@ -606,89 +384,107 @@ def test_a_sum_that_python_did_not_compute_is_no_demonstration(answer):
     assert atlas.demonstrate(plan, world, config, chat, tools) is None
 
 
+# ---------------------------------------------------------------- the command
+
+
+class Reached(Exception):
+    """Raised where a command would go on to load a model, with its options."""
+
+
+@pytest.fixture
+def options_of(monkeypatch, tmp_path):
+    """A function from a command line to the options that reach the run."""
+
+    def stop(method, config, **more):
+        raise Reached(config)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "build", stop)
+    monkeypatch.setattr(evaluation, "build", stop)
+    monkeypatch.setattr(smollm2, "build", lambda cache: "smollm2")
+    monkeypatch.setattr(outside, "environment", lambda *given, **more: None)
+    monkeypatch.setattr(atlas, "warm_model", lambda config: "warm/atlas")
+
+    def run(line):
+        with pytest.raises(Reached) as reached:
+            atlas.main(line.split())
+        return reached.value.args[0]
+
+    return run
+
+
 @needs_facts
-def test_demonstrations_that_never_fit_are_one_sentence(monkeypatch):
-    monkeypatch.setattr(atlas, "demonstrate", lambda *given: None)
-    monkeypatch.setattr(atlas_world, "TRIES", 3)
-    with pytest.raises(UserError, match="no demonstration of the kind one fits"):
-        next(atlas.demonstrations("atlas", 0, 6)(tokenizer(QWEN25)))
+@pytest.mark.parametrize("preset", atlas.PRESETS)
+def test_a_run_starts_warm_and_asks_about_its_world(preset, options_of):
+    config = options_of(f"--preset {preset} --steps 7")
+    assert (config.model, config.preset, config.steps) == ("warm/atlas", preset, 7)
+    assert config.top_k == atlas.SIZES[preset].top_k and config.eval_questions == 200
+    asked, held_out = questions.split(config.data, config.eval_data, held_out=200, seed=0)
+    assert len(asked) == 1500 and len(held_out) == 200
+    kinds = collections.Counter(question.source for question in held_out)
+    assert set(kinds.values()) == {200 // len(kinds)} and set(kinds) == set(
+        atlas.SIZES[preset].kinds
+    )
+    found = [search.make("local", docs=docs)("Brazil") for docs in (config.docs, config.eval_docs)]
+    assert {page.id for page in found[0]} != {page.id for page in found[1]}
+
+
+@needs_facts
+def test_a_plain_model_is_asked_as_a_run_would_be(options_of):
+    config = options_of("eval smollm2 --preset atlas-long --max_turns 3")
+    assert (config.max_turns, config.sys1_prompt) == (3, atlas.ATLAS_LONG["sys1_prompt"])
+    assert config.data.endswith("held_out.jsonl") and config.eval_questions == 200
+    assert config.docs.endswith("held_out_pages.jsonl") and config.model == "smollm2"
+    assert "atlas-long" in config.docs
+    assert options_of("closed smollm2").data == options_of("eval smollm2").data
+    assert options_of("eval smollm2 --data own.jsonl --docs own").data == "own.jsonl"
+    assert options_of("eval smollm2 --search serper").docs == ""
+
+
+def test_a_resumed_run_has_its_own_model_and_files(options_of):
+    """Though the cache was moved, or the warm start's code has changed since."""
+    saved = {"model": "old/warm", "data": "a", "eval_data": "b", "docs": "c", "eval_docs": "d"}
+    Path("runs/one").mkdir(parents=True)
+    Path("runs/one/config.json").write_text(json.dumps({"preset": "atlas-long", **saved}))
+    config = options_of("--resume --name one --cache elsewhere")
+    assert {name: getattr(config, name) for name in saved} == saved
+    assert config.preset == "atlas-long" and not Path("elsewhere").exists()
 
 
 @needs_facts
 @pytest.mark.parametrize(
-    ("preset", "expected"),
+    "line, reason",
     [
-        ("atlas", {"one": 10, "two": 2}),
-        ("atlas-long", {"one": 8, "two": 2, "three": 1, "sum": 1}),
+        ("--preset paper", "--preset paper: choose from atlas"),
+        ("warm --preset toy", "--preset toy"),
+        ("--warm_steps -1", "--warm_steps"),
+        ("--name taken", "runs/taken exists"),
+        ("--tools nonsense", "unknown tool 'nonsense'"),
+        ("--docs no-such", "there is no no-such"),
+        ("--search serper", "SERPER_API_KEY is not set"),
+        ("eval runs/atals", "there is no checkpoint at runs/atals"),
+        ("ask smollm2 Who? --preset x", "--preset x"),
     ],
 )
-def test_demonstrations_take_the_kinds_in_turn(preset, expected, monkeypatch):
-    """Over batches too: eight kinds do not divide six demonstrations."""
-    kinds = []
-
-    def played(plan, *given):
-        kinds.append(plan.kind)
-        return types.SimpleNamespace(samples=lambda role: [])
-
-    monkeypatch.setattr(atlas, "demonstrate", played)
-    batches = atlas.demonstrations(preset, 0, 6)(tokenizer(QWEN25))
-    next(batches), next(batches)
-    assert collections.Counter(kinds) == expected
-
-
-@needs_facts
-@pytest.mark.parametrize("preset, part", [("atlas", "train"), ("atlas-long", "taught")])
-def test_demonstrations_are_about_the_countries_of_the_first_part(preset, part, monkeypatch):
-    about = set()
-
-    def played(plan, *given):
-        about.update(hop.fact[0] for hop in plan.hops)
-        return types.SimpleNamespace(samples=lambda role: [])
-
-    monkeypatch.setattr(atlas, "demonstrate", played)
-    next(atlas.demonstrations(preset, 0, 60)(tokenizer(QWEN25)))
-    world = atlas_world.make_world(0, atlas.SIZES[preset])
-    assert about <= set(world.parts[part])
-
-
-# ---------------------------------------------------------------- the command
-
-
-@pytest.mark.parametrize("command", ["eval", "closed", "ask"])
-def test_the_model_comes_before_the_options(command, capsys):
-    assert atlas.main([command, "--bf16", "on", "runs/atlas"]) == 2
-    assert "takes the run or the model first" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["eval", "closed", "ask"])
-def test_a_mistyped_run_is_refused_before_a_world_is_made(command, tmp_path, capsys):
-    asked = ["Who?"] if command == "ask" else []
-    cache = tmp_path / "cache"
-    assert atlas.main([command, "runs/atals", *asked, "--cache", str(cache)]) == 2
-    assert capsys.readouterr().err == "mars: there is no checkpoint at runs/atals\n"
-    assert not cache.exists()
-
-
-@pytest.mark.parametrize("preset", atlas.PRESETS)
-def test_presets_are_settings_that_hold(preset):
-    config = resolve(atlas.AtlasConfig, {"preset": preset}, presets=atlas.PRESETS)
-    assert config.eval_questions == 200
-    assert config.longest() <= config.kv_tokens
-
-
-@pytest.mark.parametrize("command", ["eval", "closed", "ask"])
-def test_a_name_too_long_for_a_file_is_one_sentence(command, capsys):
-    asked = ["Who?"] if command == "ask" else []
-    assert atlas.main([command, "x" * 300, *asked]) == 2
-    assert "there is no checkpoint" in capsys.readouterr().err
+def test_what_is_refused_is_refused_before_the_warm_start(
+    line, reason, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(warm_start, "train", lambda *given: pytest.fail("a warm start began"))
+    monkeypatch.setattr(smollm2, "build", lambda cache: "smollm2")
+    monkeypatch.delenv("SERPER_API_KEY", raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("runs/taken").mkdir(parents=True)
+    Path("runs/taken/a-file").write_text("somebody's")
+    assert atlas.main(line.split()) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_a_warm_start_belongs_to_the_model_and_not_to_its_folders_name(monkeypatch, tmp_path):
     made = []
     taught = []  # whether with purposes
 
-    def train(options, start, batches, folder):
-        made.append(Path(start, "weights").read_text())
+    def train(options, batches, folder):
+        made.append(Path(options.model, "weights").read_text())
 
     monkeypatch.setattr(atlas.warm_start, "train", train)
     monkeypatch.setattr(atlas, "demonstrations", lambda *given: taught.append(given[-1]))
@@ -710,156 +506,3 @@ def test_a_warm_start_belongs_to_the_model_and_not_to_its_folders_name(monkeypat
     untold = dataclasses.replace(config, purpose=False)
     assert atlas.warm_model(untold) != atlas.warm_model(config)
     assert taught == [True] * 3 + [False]
-
-
-def test_without_takes_an_option_and_its_value_out():
-    arguments = ["--lr", "1", "--model", "x", "--model=y", "--models", "z"]
-    assert atlas.without(arguments, "--model") == ["--lr", "1", "--models", "z"]
-
-
-def test_without_the_facts_one_sentence_says_how_to_get_them(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert atlas.main(["--cache", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "countryinfo" in said and "requirements-real.txt" in said and said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "arguments, reason",
-    [
-        (["--preset", "paper"], "preset paper"),
-        (["--warm_steps", "-1"], "warm_steps"),
-        (["--group", "1"], "group"),
-        (["--nonsense", "1"], "nonsense"),
-        (["--device", "cuda"], "no CUDA GPU"),
-    ],
-)
-def test_bad_options_are_refused_before_anything_is_made(arguments, reason, capsys, tmp_path):
-    command = [sys.executable, "-m", "recipes.atlas", *arguments, "--cache", str(tmp_path)]
-    if reason == "nonsense":
-        with pytest.raises(SystemExit) as ended:
-            atlas.main(command[3:])
-        assert ended.value.code == 2
-    else:
-        assert atlas.main(command[3:]) == 2
-    assert reason in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-@needs_facts
-@pytest.mark.parametrize(
-    "given, reason",
-    [
-        ("--tools nonsense", "unknown tool 'nonsense'"),
-        ("--resume", "needs the run's --name"),
-        ("--resume --name x", "nothing to resume: there is no run at runs/x"),
-        ("--resume --name taken --model x", "leave --model out"),
-        ("--name taken", "runs/taken exists: add --resume to go on with it"),
-        ("--runs runs/taken/a-file", "cannot write to runs/taken/a-file"),
-        ("--runs runs/dangling", "cannot write to runs/dangling"),
-        ("--data no-such.jsonl", "cannot read the questions in no-such.jsonl"),
-        ("--docs no-such", "there is no no-such"),
-        ("--questions 5000", "fewer than --questions 5000"),
-        ("--server nonsense", "'nonsense'"),
-        ("--fsdp", "start them with torchrun"),
-        ("--search serper", "SERPER_API_KEY is not set"),
-    ],
-)
-def test_what_a_run_refuses_is_refused_before_the_warm_start(
-    given, reason, monkeypatch, capsys, tmp_path
-):
-    monkeypatch.setattr(atlas, "warm_model", lambda config: pytest.fail("a warm start began"))
-    monkeypatch.setattr(smollm2, "build", lambda cache: "smollm2")
-    monkeypatch.delenv("SERPER_API_KEY", raising=False)
-    monkeypatch.chdir(tmp_path)
-    Path("runs/taken").mkdir(parents=True)
-    Path("runs/dangling").symlink_to("nowhere")
-    Path("runs/taken/a-file").write_text("somebody's")
-    assert atlas.main(given.split()) == 2
-    assert reason in capsys.readouterr().err
-
-
-@needs_facts
-def test_the_web_is_searched_without_the_worlds_pages(tmp_path):
-    config = atlas.AtlasConfig(preset="atlas", cache=str(tmp_path), search="serper")
-    assert set(atlas.places(config)) == {"data", "eval_data"}
-
-
-@pytest.mark.parametrize("given, docs", [([], 1), (["--search", "serper"], 0)])
-def test_a_plain_model_searches_the_worlds_pages_or_the_web(given, docs, monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setattr(train, "main", lambda method, arguments, about: asked.extend(arguments))
-    monkeypatch.setattr(atlas, "world_files", lambda *given: tmp_path)
-    atlas.main(["eval", "smollm2", *given])
-    assert sum(argument.startswith("--docs=") for argument in asked) == docs
-    assert f"--data={tmp_path}/held_out.jsonl" in asked
-
-
-def test_a_resumed_run_has_its_own_model_and_files(tmp_path, monkeypatch):
-    """Though the cache was moved, or the warm start's code has changed since."""
-    asked = []
-    monkeypatch.setattr(train, "main", lambda method, arguments, about: asked.extend(arguments))
-    saved = {"model": "old/warm", "data": "a", "eval_data": "b", "docs": "c", "eval_docs": ""}
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "config.json").write_text(json.dumps(saved))
-    given = ["--resume", "--name", "one", "--runs", str(tmp_path), "--cache", str(tmp_path / "new")]
-    atlas.main(given)
-    assert asked[1:5] == ["--model=old/warm", "--data=a", "--eval_data=b", "--docs=c"]
-    assert not (tmp_path / "new").exists()
-
-
-@needs_facts
-def test_where_python_cannot_run_its_demonstrations_say_so(monkeypatch):
-    """They would all fail, and the tokens would be blamed."""
-    monkeypatch.setattr(python, "available", lambda: "there is no jail")
-    with pytest.raises(UserError, match="compute sums with Python, and there is no jail"):
-        atlas.demonstrations("atlas-long", 0, 1)
-    atlas.demonstrations("atlas", 0, 1)
-
-
-@needs_facts
-def test_a_country_may_be_called_what_people_call_it_and_not_by_its_people():
-    names = atlas_world.make_world().names
-    for name, usual in {"United Kingdom": "UK", "Myanmar": "Burma"}.items():
-        assert exact_match(usual, names[name])
-    for name, people in {"Thailand": "Thai", "Togo": "Togolese"}.items():
-        assert not exact_match(people, names[name]) and exact_match(name, names[name])
-    for name, spelled in names.items():
-        others = [known for other, known in names.items() if other != name]
-        assert not any(exact_match(name, known) for known in others), spelled
-
-
-def test_a_name_that_no_disk_takes_is_one_sentence(capsys):
-    assert atlas.main(["--cache", "x" * 300]) == 2
-    said = capsys.readouterr().err
-    assert "cannot be written" in said and said.count("\n") == 1
-
-
-def test_a_wrong_preset_is_one_sentence_also_for_a_plain_model(capsys):
-    with pytest.raises(SystemExit) as ended:
-        atlas.main(["eval", "smollm2", "--preset", "paper"])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.startswith("mars: ") and said.count("\n") == 1
-
-
-def test_ctrl_c_before_rl_is_one_sentence(monkeypatch, capsys, tmp_path):
-    def interrupted(*given):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(atlas, "world_files", interrupted)
-    assert atlas.main(["--cache", str(tmp_path)]) == 130
-    said = capsys.readouterr().err
-    assert said.startswith("mars: interrupted; the cache") and said.count("\n") == 1
-
-
-def test_documents_of_the_held_out_questions_go_with_documents():
-    with pytest.raises(UserError, match="--eval_docs"):
-        resolve(MarsConfig, {"eval_docs": "x"}, presets={})
-
-
-def test_a_run_says_where_each_part_is_searched(capsys):
-    config = MarsConfig(docs="a.jsonl", eval_docs="b.jsonl")
-    alive = {"rank": 0, "ranks": 1, "device": "cpu", "tools": []}
-    sampler = types.SimpleNamespace(path="own forward")
-    build.introduce(types.SimpleNamespace(config=config, sampler=sampler, **alive), "a model", "")
-    assert "search: local a.jsonl, for held-out questions b.jsonl;" in capsys.readouterr().out

@@ -115,6 +115,7 @@ HOSTILE = {
     "turns the order round": QWEN25.replace("for m in messages", "for m in messages | reverse"),
     "closes a step with plain text": QWEN25.replace("<|im_end|>", "\n###"),
     "always fails": "{{ raise_exception('no') }}",
+    "is not there": None,
 }
 
 CORPUS = [
@@ -214,9 +215,9 @@ def test_the_context_is_what_the_template_renders(kind, question, steps):
         sampled_at.append((len(context), step))
         context = context + step + end + format.observation([note], final=final)
         messages += format._round(
-            format.decode(step), format.decode(note) + ("\n\n" + mars.FINAL) * final
+            format.text(step), format.text(note) + ("\n\n" + mars.FINAL) * final
         )
-    assert format.decode(context) == render(format, messages)
+    assert format.text(context) == render(format, messages)
     for place, step in sampled_at:
         assert context[place : place + len(step)] == step
 
@@ -247,8 +248,8 @@ def test_thoughts_stay_in_system2s_context_as_the_template_keeps_them():
         + format.close_step()
         + format.observation([format.encode("n")])
     )
-    assert format.decode(context) == render(format, ask(format, "Q") + format._round(step, "n"))
-    assert "<think>\nhm\n</think>" in format.decode(context)
+    assert format.text(context) == render(format, ask(format, "Q") + format._round(step, "n"))
+    assert "<think>\nhm\n</think>" in format.text(context)
     # a template that rewrites history may drop the thought once a user speaks; our ids are
     # never touched
     later = render(
@@ -259,13 +260,8 @@ def test_thoughts_stay_in_system2s_context_as_the_template_keeps_them():
 
 @pytest.mark.parametrize("why", HOSTILE)
 def test_a_template_that_rewrites_or_loses_something_is_refused(why):
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="template"):
         chat_format(tokenizer(HOSTILE[why]))
-
-
-def test_a_prefix_that_changes_is_named():
-    with pytest.raises(UserError, match="rewrites earlier turns"):
-        chat_format(tokenizer(HOSTILE["counts messages in the prefix"]))
 
 
 def test_a_tokenizer_that_loses_text_is_refused():
@@ -276,19 +272,11 @@ def test_a_tokenizer_that_loses_text_is_refused():
         chat_format(lossy)
 
 
-def test_no_template_is_refused():
-    plain = tokenizer(None)
-    with pytest.raises(UserError, match="no chat template"):
-        chat_format(plain)
-
-
 @pytest.mark.parametrize("kind", ALL)
 def test_stop_ids(kind):
     format = formats(kind)
     end = {"llama": "<|eot_id|>"}.get(kind, "<|im_end|>")
-    assert format.decode([format.stop_ids[0]]) == end and format.close_step() == [
-        format.stop_ids[0]
-    ]
+    assert format.text([format.stop_ids[0]]) == end and format.close_step() == [format.stop_ids[0]]
     assert set(format.stop_ids) == {format.stop_ids[0], format.tokenizer.eos_token_id}
 
 
@@ -299,9 +287,9 @@ def test_thinking_switch_reaches_the_step():
         ("always thinking", "<think>\n"),
     ):
         format = formats(kind)
-        assert format.decode(format.prompt("sys2", question="Q")).endswith(tail)
-        assert format.decode(format.observation([format.message("m")])).endswith(tail)
-        assert format.decode(format.prompt("sys1", chunk=[], purpose="p", question="q")).endswith(
+        assert format.text(format.prompt("sys2", question="Q")).endswith(tail)
+        assert format.text(format.observation([format.message("m")])).endswith(tail)
+        assert format.text(format.prompt("sys1", chunk=[], purpose="p", question="q")).endswith(
             tail
         )
 
@@ -312,48 +300,17 @@ def test_thinking_switch_reaches_the_step():
 def test_observation_joins_notes_and_demands():
     format = formats("qwen2.5")
     one, two = format.encode("first"), format.encode("second")
-    text = format.decode(format.observation([one, two]))
+    text = format.text(format.observation([one, two]))
     assert text == (
         "\n<|im_start|>user\n<tool_response>\nfirst\n\nsecond\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    final = format.decode(format.observation([one], final=True))
+    final = format.text(format.observation([one], final=True))
     assert f"first\n\n{mars.FINAL}\n</tool_response>" in final and mars.FINAL not in text
     assert format.message(" too long ") == format.encode("too long")
-    assert mars.NO_NOTE in format.decode(format.observation([[], []]))
+    assert mars.NO_NOTE in format.text(format.observation([[], []]))
     assert format.observation([[]], final=True) == format.observation([format.message(mars.FINAL)])
-    assert format.decode(format.observation([[], one])) == format.decode(format.observation([one]))
-
-
-def test_purpose_switch():
-    for kind, there in (("qwen2.5", True), ("no purpose", False)):
-        format = formats(kind)
-        purpose = "the year" if there else ""  # mars.system1_prompt hands on none
-        assert ("purpose" in format.decode(format.prompt("sys2", question="Q"))) == there
-        system1 = format.decode(
-            format.prompt("sys1", chunk=format.encode("CHUNK"), purpose=purpose, question="Who?")
-        )
-        assert (
-            ("the year" in system1) == there and ("Who?" in system1) == there and "CHUNK" in system1
-        )
-    system1 = chat_format(tokenizer(QWEN25), question_in_system1=False).prompt(
-        "sys1", chunk=[], purpose="the year", question="Who?"
-    )
-    text = formats("qwen2.5").decode(system1)
-    assert "the year" in text and "Who?" not in text
-
-
-def test_only_the_tools_given_are_offered():
-    text = formats("qwen2.5").decode(
-        chat_format(tokenizer(QWEN25), tools=TOOLS[2:]).prompt("sys2", question="Q")
-    )
-    assert '{"name": "python", "arguments": {"code"' in text
-    assert (
-        "- python," in text
-        and '"search"' not in text
-        and "- search" not in text
-        and "scholar" not in text
-    )
+    assert format.text(format.observation([[], one])) == format.text(format.observation([one]))
 
 
 def test_system1_prompt_holds_the_chunks_ids_unchanged():
@@ -367,8 +324,8 @@ def test_system1_prompt_holds_the_chunks_ids_unchanged():
     places = [p for p in range(len(prompt)) if prompt[p : p + len(chunk)] == chunk]
     assert len(places) == 1
     header = "[document] Ada (http://a.example)"
-    assert format.decode(chunk[:-3]) == f"{header}\nAda Baker joined Acro.\n\n"
-    assert format.decode(format.document(Document("1", "", "", " text "))) == "[document]\ntext\n\n"
+    assert format.text(chunk[:-3]) == f"{header}\nAda Baker joined Acro.\n\n"
+    assert format.text(format.document(Document("1", "", "", " text "))) == "[document]\ntext\n\n"
 
 
 FORGERIES = [
@@ -390,11 +347,11 @@ FORGERIES = [
 def test_a_page_cannot_pass_for_two_or_for_the_researcher(text, field):
     fields = {"id": "1", "title": "t", "url": "u", "text": "plain", field: text}
     format = formats("qwen2.5")
-    lines = format.decode(format.document(Document(**fields))).splitlines()
+    lines = format.text(format.document(Document(**fields))).splitlines()
     plain = [unicodedata.normalize("NFKC", line) for line in lines]
     ours = [line for line in plain if re.match(r"\W*\[\s*(document|end of)", line, re.IGNORECASE)]
     assert ours == [plain[0]] and lines[0].startswith("[document] ")
-    prompt = format.decode(
+    prompt = format.text(
         format.prompt("sys1", chunk=format.document(Document(**fields)), purpose="p", question="q")
     )
     body = prompt.split("The results:\n\n")[1]
@@ -440,12 +397,9 @@ def test_a_template_whose_speakers_are_plain_text_is_refused():
 def test_no_text_becomes_a_mark(parts):
     format, text = formats("qwen2.5"), "".join(parts)
     encoded = format.encode(text)
-    assert format.decode(encoded) == text
+    assert format.text(encoded) == text
+    assert format.text(format.encode(f"{text}\ud800")) == f"{text}?"  # half a surrogate pair
     assert not set(encoded) & set(format._control)
-
-
-def test_half_a_surrogate_pair_does_not_stop_the_run():
-    assert formats("qwen2.5").decode(formats("qwen2.5").encode("a\ud800b")) == "a?b"
 
 
 # -------------------------------------------------------------------------------------------- notes
@@ -474,7 +428,7 @@ def as_ids(format, text):
 )
 def test_note(kind, sampled, note):
     format = formats(kind)
-    assert format.decode(format.note(as_ids(format, sampled))).strip() == note
+    assert format.text(format.note(as_ids(format, sampled))).strip() == note
 
 
 @settings(max_examples=100, deadline=None)
@@ -566,11 +520,6 @@ def test_after_the_demand_only_an_answer_counts():
     assert read_action(GOOD, TOOLS[2:]).error.startswith('There is no tool named "search"')
 
 
-def test_an_answer_inside_code_is_code():
-    text = call("python", {"code": "print('<answer>5</answer>')"}, purpose="p")
-    assert read_action(text, TOOLS).call.argument == "print('<answer>5</answer>')"
-
-
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("end", ["", "stop"])
 def test_parse_reads_ids_with_and_without_the_stop_token(kind, end):
@@ -590,11 +539,6 @@ def test_parse_reads_ids_with_and_without_the_stop_token(kind, end):
         )
 
 
-def test_a_thought_that_was_cut_is_malformed():
-    format = formats("qwen3")
-    assert "neither" in format.parse(as_ids(format, "<think>I could say <answer>5</answer>")).error
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(
@@ -606,9 +550,3 @@ def test_any_step_is_exactly_one_of_three(parts):
     format = formats("qwen3")
     step = format.parse(as_ids(format, "".join(parts)))
     assert isinstance(step, Action)  # the constructor refuses anything but one of three
-
-
-def test_a_step_is_exactly_one_of_three():
-    for fields in ({}, {"answer": "a", "error": "e"}):
-        with pytest.raises(ValueError):
-            Action(**fields)

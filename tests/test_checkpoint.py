@@ -1,10 +1,9 @@
 """States on disk are whole or absent, whatever happens while one is written."""
 
-import json
 import os
+import resource
 import shutil
-import subprocess
-import sys
+import signal
 import textwrap
 from pathlib import Path
 
@@ -15,16 +14,16 @@ from helpers.tiny import CPU, Tokenizer, model
 from transformers import AutoModelForCausalLM
 
 import trainer
+import whole
 from config import UserError
-from trainer import checkpoint
-
-TESTS = Path(__file__).parent
 
 
-@pytest.fixture
-def run():
+def make_run(adapters: bool = False):
     """(policy, optimizer) of a tiny model that has done a step."""
-    policy = trainer.Policy(model("qwen3"), bf16=False)
+    plain = model("qwen3")
+    if adapters:
+        trainer.add_adapters(plain, 3, seed=0)
+    policy = trainer.Policy(plain, bf16=False)
     optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
     move(policy, optimizer)
     return policy, optimizer
@@ -32,8 +31,13 @@ def run():
 
 def move(policy, optimizer):
     for parameter in policy.parameters():
-        parameter.grad = torch.ones_like(parameter)
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     optimizer.step()
+
+
+@pytest.fixture
+def run():
+    return make_run()
 
 
 def save(folder, step, run, **options):
@@ -45,7 +49,7 @@ def names(folder):
 
 
 def test_states_are_named_by_their_step_and_only_the_newest_stay(run, tmp_path):
-    assert trainer.newest(tmp_path) is None
+    assert trainer.newest(tmp_path) is None and trainer.newest_model(tmp_path) is None
     for step in (1, 2, 3):
         save(tmp_path, step, run)
     assert names(tmp_path) == ["step_000002", "step_000003"]
@@ -60,7 +64,7 @@ def test_a_state_brings_weights_and_moments_back(run, tmp_path):
     policy, optimizer = run
     save(tmp_path, 1, run)
     _, state = trainer.newest(tmp_path)
-    again = trainer.Policy(trainer.load_model(state / "model", CPU, training=True), bf16=False)
+    again = trainer.Policy(trainer.load_model(state / "model", CPU), bf16=False)
     other = trainer.make_optimizer(again, 1e-3, 0.0)
     trainer.load_optimizer(state, again, other)
     move(policy, optimizer)
@@ -68,69 +72,21 @@ def test_a_state_brings_weights_and_moments_back(run, tmp_path):
     assert all(map(torch.equal, policy.parameters(), again.parameters()))
 
 
-DAMAGE = {
-    "optimizer gone": lambda state: (state / "optimizer.pt").unlink(),
-    "optimizer cut": lambda state: os.truncate(state / "optimizer.pt", 100),
-    "optimizer of zeros": lambda state: zero(state / "optimizer.pt"),
-    "model gone": lambda state: shutil.rmtree(state / "model"),
-    "weights gone": lambda state: (state / "model" / "model.safetensors").unlink(),
-    "weights cut": lambda state: os.truncate(state / "model" / "model.safetensors", 5000),
-    "weights of zeros": lambda state: zero(state / "model" / "model.safetensors"),
-    "config gone": lambda state: (state / "model" / "config.json").unlink(),
-    "config of zeros": lambda state: zero(state / "model" / "config.json"),
-    "state.json gone": lambda state: (state / "state.json").unlink(),
-    "state.json empty": lambda state: (state / "state.json").write_text(""),
-    "state.json broken": lambda state: (state / "state.json").write_text('{"step": 2, "si'),
-    "state.json a list": lambda state: (state / "state.json").write_text("[2]"),
-    "state.json of another step": lambda state: other_step(state),
-    "empty": lambda state: (shutil.rmtree(state), state.mkdir()),
-}
-
-
-def zero(path):
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def other_step(state):
-    description = json.loads((state / "state.json").read_text())
-    (state / "state.json").write_text(json.dumps(description | {"step": 7}))
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_state_is_passed_over_for_the_older_whole_one(kind, run, tmp_path, capsys):
-    save(tmp_path, 1, run)
-    save(tmp_path, 2, run)
-    DAMAGE[kind](tmp_path / "state" / "step_000002")
-    assert trainer.newest(tmp_path) == (1, tmp_path / "state" / "step_000001")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "step_000002 is damaged" in line
-    # The step is done again, and takes the damaged one's place.
-    save(tmp_path, 2, run)
-    assert trainer.newest(tmp_path)[0] == 2
-    assert names(tmp_path) == ["step_000001", "step_000002"]
-    assert capsys.readouterr().err == ""
-
-
-def test_damaged_states_do_not_count_among_those_that_are_kept(run, tmp_path):
+def test_only_a_state_with_its_last_file_counts(run, tmp_path):
+    """And what has another name is nobody's: it stays."""
     for step in (1, 2):
         save(tmp_path, step, run)
-    (tmp_path / "state" / "step_000002" / "optimizer.pt").unlink()
-    save(tmp_path, 3, run)
-    assert names(tmp_path) == ["step_000001", "step_000003"]
-
-
-def test_stray_names_are_ignored(run, tmp_path):
-    save(tmp_path, 1, run)
     states = tmp_path / "state"
-    (states / "step_final").mkdir()
-    (states / "step_000009.bak").mkdir()
+    (states / "step_000002" / "state.json").unlink()
+    strangers = {"step_final", "step_000009.bak", "notes.txt"}
+    for name in strangers:
+        (states / name).mkdir()
+        (states / name / "state.json").write_text("{}")
     (states / "step_000010").write_text("a file")
-    (states / "notes.txt").write_text("mine")
-    shutil.copytree(states / "step_000001", states / ".writing")
     assert trainer.newest(tmp_path)[0] == 1
-    for step in (2, 3):
-        save(tmp_path, step, run)
-    assert {"step_final", "step_000009.bak", "step_000010", "notes.txt"} < set(names(tmp_path))
+    save(tmp_path, 2, run)  # it takes the damaged one's place
+    save(tmp_path, 3, run)
+    assert set(names(tmp_path)) == strangers | {"step_000002", "step_000003", "step_000010"}
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -148,44 +104,53 @@ def test_what_is_not_finite_is_never_saved(where, bad, run, tmp_path):
     assert names(tmp_path) == ["step_000001"]
 
 
+@pytest.mark.parametrize("damage", ["cut", "of another model"])
+def test_an_optimizer_that_does_not_fit_is_one_sentence(damage, run, tmp_path):
+    save(tmp_path, 1, run)
+    state = tmp_path / "state" / "step_000001"
+    if damage == "cut":
+        os.truncate(state / "optimizer.pt", 100)
+    policy = trainer.Policy(model("qwen3" if damage == "cut" else "llama"), bf16=False)
+    optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
+    with pytest.raises(UserError, match="cannot take up the optimizer.*remove that state") as told:
+        trainer.load_optimizer(state, policy, optimizer)
+    assert "\n" not in str(told.value)
+
+
 # ---------------------------------------------------------------- ends in the middle
-
-
-def calls_of_a_save(run, folder, monkeypatch) -> list[str]:
-    """The names of the calls through which a save touches the disk, in order."""
-    made = []
-    with monkeypatch.context() as patch:
-        for name, holder in TOUCHES.items():
-            real = getattr(holder, name)
-
-            def noted(*args, name=name, real=real, **options):
-                made.append(name)
-                return real(*args, **options)
-
-            patch.setattr(holder, name, noted)
-        save(folder, 2, run)
-    return made
 
 
 class Killed(BaseException):
     """As if the process had died: nothing after it runs but `finally`."""
 
 
-TOUCHES = {
-    "save": torch,
-    "fsync": os,
-    "replace": os,
-    "rmtree": shutil,
-    "damage": checkpoint,
-    "sync_tree": checkpoint,
-}
+# The calls through which a save touches the disk.
+TOUCHES = {"save": torch, "fsync": os, "rename": os, "replace": os, "rmtree": shutil}
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["new step", "damaged step"])
+def before_each_touch(patch, act):
+    def watched(real):
+        def touched(*args, **options):
+            act()
+            return real(*args, **options)
+
+        return touched
+
+    for name, holder in TOUCHES.items():
+        patch.setattr(holder, name, watched(getattr(holder, name)))
+
+
+@pytest.mark.parametrize("kind", ["new step", "with adapters", "damaged step"])
 def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
-    again, run, tmp_path, monkeypatch
+    kind, tmp_path, monkeypatch
 ):
-    """The save is killed before its first touch, before its second, and so on."""
+    """The save is killed before its first touch, before its second, and so on.
+
+    A resume, even of a finished run, mends the link; the next save goes on.
+    """
+    adapters = kind == "with adapters"
+    again = kind == "damaged step"
+    run = make_run(adapters)
 
     def prepare(folder):
         save(folder, 0, run)
@@ -195,143 +160,102 @@ def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
             (folder / "state" / "step_000002" / "state.json").unlink()
 
     prepare(tmp_path / "whole")
-    count = len(calls_of_a_save(run, tmp_path / "whole", monkeypatch))
-    assert count > 12
-    ends = set()
-    for place in range(count):
+    touches = []
+    with monkeypatch.context() as patch:
+        before_each_touch(patch, lambda: touches.append(1))
+        save(tmp_path / "whole", 2, run)
+    assert len(touches) > 12
+    ends = []
+    stale = 0
+    for place in range(len(touches)):
         folder = tmp_path / str(place)
         prepare(folder)
-        left = place
+        left = [place]
 
-        def killed(*args, real, **options):
-            nonlocal left
-            if left == 0:
+        def count_down(left=left):
+            if left[0] == 0:
                 raise Killed
-            left -= 1
-            return real(*args, **options)
+            left[0] -= 1
 
         with monkeypatch.context() as patch:
-            for name, holder in TOUCHES.items():
-                real = getattr(holder, name)
-                patch.setattr(holder, name, lambda *a, real=real, **o: killed(*a, real=real, **o))
+            before_each_touch(patch, count_down)
             with pytest.raises(Killed):
                 save(folder, 2, run)
-        step, state = trainer.newest(folder)
-        ends.add(step)
-        AutoModelForCausalLM.from_pretrained(state / "model")
+        step, _ = trainer.newest(folder)
+        ends.append(step)
         if not again:  # else checkpoint/ points at the damaged one until the new one stands
             AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
-        save(folder, 2, run)  # and the next start goes on
+        newest = trainer.newest_model(folder).resolve()
+        stale += (folder / "checkpoint").resolve() != newest
+        trainer.link_checkpoint(folder)
+        assert (folder / "checkpoint").resolve() == newest
+        AutoModelForCausalLM.from_pretrained(newest)
+        save(folder, 2, run)
         assert trainer.newest(folder)[0] == 2
-        assert names(folder) == ["step_000001", "step_000002"]
-    assert ends == {1, 2}
-
-
-def test_old_states_go_only_when_the_new_one_is_whole(run, tmp_path, monkeypatch):
-    save(tmp_path, 1, run)
-    real = checkpoint.remove_old
-
-    def watched(states, keep):
-        assert checkpoint.damage(states / "step_000002", 2) is None
-        assert (states / "step_000001").exists()
-        real(states, keep)
-
-    monkeypatch.setattr(checkpoint, "remove_old", watched)
-    save(tmp_path, 2, run, keep=1)
-    assert names(tmp_path) == ["step_000002"]
+        assert [name for name in names(folder) if name[0] != "."] == ["step_000001", "step_000002"]
+        assert not adapters or os.listdir(folder / "merged") == ["step_000002"]
+        shutil.rmtree(folder)
+    assert ends == sorted(ends) and set(ends) == {1, 2}
+    assert stale or again, "a kill between the last rename and the link"
 
 
 def test_everything_is_fsynced_before_the_state_gets_its_name(run, tmp_path, monkeypatch):
     synced = []
-    real_sync = checkpoint.sync
-    real_replace = os.replace
-
-    def replaced(source, target):
-        if Path(source).name == checkpoint.WRITING:
-            below = [p.name for p in Path(source).rglob("*")]
-            assert set(below) <= set(synced)
-            assert checkpoint.WRITING in synced
-        real_replace(source, target)
+    real = {"sync": whole.sync, "rename": os.rename}
 
     def sync(path):
-        synced.append(path.name)
-        real_sync(path)
+        synced.append(path)
+        real["sync"](path)
 
-    monkeypatch.setattr(checkpoint, "sync", sync)
-    monkeypatch.setattr(os, "replace", replaced)
+    def rename(source, target):
+        assert {source, *Path(source).rglob("*")} <= set(synced)
+        real["rename"](source, target)
+
+    monkeypatch.setattr(whole, "sync", sync)
+    monkeypatch.setattr(os, "rename", rename)
     save(tmp_path, 1, run)
-    assert synced[-2:] == ["state", tmp_path.name]
+    assert synced[-2:] == [tmp_path / "state", tmp_path]
 
 
-FULL_DISK = """
-    import resource, signal, sys
-    from pathlib import Path
-    import torch
-    from helpers.tiny import Tokenizer, model
-    import trainer
-    from config import UserError
-
-    policy = trainer.Policy(model("qwen3"), bf16=False)
-    optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
-    for parameter in policy.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    folder = Path(sys.argv[1])
-    trainer.save(folder, 1, policy, optimizer, Tokenizer())
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit is an error
-    for limit in 100, 40_000, 100_000:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        try:
-            trainer.save(folder, 2, policy, optimizer, Tokenizer())
-        except UserError as error:
-            assert trainer.newest(folder)[0] == 1
-            print(error)
-"""
-
-
-def test_a_disk_that_takes_no_more_is_one_sentence(tmp_path):
-    """Files may be no longer than a limit: the config, the weights, the optimizer fail."""
-    environment = os.environ | {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 3
-    for line in lines:
-        assert "cannot write the state of step 2" in line
-        assert "the former states are whole" in line
+@pytest.mark.parametrize("limit", [10, 40_000, 100_000], ids=["config", "weights", "optimizer"])
+def test_a_disk_that_takes_no_more_is_one_sentence(limit, run, tmp_path):
+    """Files may be no longer than a limit."""
+    save(tmp_path, 1, run)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond it is an error
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(UserError, match="cannot write the state of step 2.* are whole") as told:
+            save(tmp_path, 2, run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "\n" not in str(told.value)
     assert names(tmp_path) == ["step_000001"]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
 
 
 RANKS = """
-    import os
     import sys
     from pathlib import Path
     import torch.distributed as dist
-    from helpers.tiny import CPU, Tokenizer, model
+    from helpers.tiny import CPU, model
     import trainer
     from config import UserError
+    from processes import leave
+
+    class Tokenizer:
+        def save_pretrained(self, folder):
+            raise OSError(28, "No space left on device")
 
     dist.init_process_group("gloo")
-    policy = trainer.Policy(model("qwen3"), bf16=False)
-    policy = trainer.parallel(policy, fsdp=False, device=CPU)
+    policy = trainer.parallel(trainer.Policy(model("qwen3"), bf16=False), fsdp=False, device=CPU)
     optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
-    if dist.get_rank() == 0:
-        class Tokenizer:
-            def save_pretrained(self, folder):
-                raise OSError(28, "No space left on device")
     try:
         trainer.save(Path(sys.argv[1]), 1, policy, optimizer, Tokenizer())
     except UserError as error:
         assert "No space left" in str(error)
-        dist.barrier()  # a peer that has gone would abort this process
-        os._exit(7)
+        leave(7)
 """
 
 
@@ -340,12 +264,4 @@ def test_all_ranks_hear_that_the_first_could_not_write(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(RANKS))
     children = ranks.start(script, tmp_path)
-    assert [child.wait(timeout=60) for child in children] == [7, 7]
-
-
-def test_an_optimizer_that_does_not_fit_is_one_sentence(run, tmp_path):
-    save(tmp_path, 1, run)
-    other = trainer.Policy(model("llama"), bf16=False)
-    optimizer = trainer.make_optimizer(other, 1e-3, 0.0)
-    with pytest.raises(UserError, match="cannot take up the optimizer"):
-        trainer.load_optimizer(tmp_path / "state" / "step_000001", other, optimizer)
+    assert [child.wait(timeout=300) for child in children] == [7, 7]

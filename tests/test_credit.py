@@ -10,9 +10,8 @@ import torch
 import mars
 import train
 from config import UserError, resolve
-from plumbing import files, logbook
-from plumbing.metrics import rollout_metrics
-from plumbing.surroundings import Questions, epoch_order
+from plumbing import folders, logbook
+from plumbing.outside import Questions, epoch_order
 from rollout import Sample, Trajectory
 from sampler import Completion
 from tasks.questions import Question
@@ -85,6 +84,7 @@ def rates(monkeypatch, **options) -> list[float]:
     monkeypatch.setattr(train.trainer, "backward", lambda *given, **more: [])
     monkeypatch.setattr(train.trainer, "gradient_norm", lambda policy, limit: 1.0)
     monkeypatch.setattr(train, "update_metrics", lambda sums, roles: {"loss": 0.0})
+    monkeypatch.setattr(train.logbook, "stop_if_mismatched", lambda *given: None)
     config = mars.MarsConfig(**options)
     group = {}
     seen = []
@@ -235,89 +235,19 @@ def test_what_resume_does_again_is_taken_back_and_a_last_evaluation_stays(tmp_pa
     (tmp_path / "rollouts").mkdir()
     for step in range(8):
         records = [{"step": step, "split": split} for split in ("eval", "train")]
-        files.append_lines(tmp_path / f"rollouts/step_{step}.jsonl", records)
-        files.append_lines(tmp_path / "metrics.jsonl", [{"step": step}])
+        folders.append_lines(tmp_path / f"rollouts/step_{step}.jsonl", records)
+        folders.append_lines(tmp_path / "metrics.jsonl", [{"step": step}])
     logbook.take_back(run, 6)
-    kept = {path.stem: files.read_lines(path) for path in (tmp_path / "rollouts").iterdir()}
+    kept = {path.stem: folders.read_lines(path) for path in (tmp_path / "rollouts").iterdir()}
     assert sorted(kept) == [f"step_{step}" for step in range(7)]
     assert kept["step_6"] == [{"step": 6, "split": "eval"}]
     assert len(kept["step_5"]) == 2
-    assert [line["step"] for line in files.read_lines(tmp_path / "metrics.jsonl")] == [*range(6)]
+    assert [line["step"] for line in folders.read_lines(tmp_path / "metrics.jsonl")] == [*range(6)]
     logbook.take_back(run, 4)  # it will be evaluated again
     assert not (tmp_path / "rollouts/step_4.jsonl").exists()
 
 
-# ------------------------------------------------------------------------------------------ refills
-
-HARD = {1: 0, 3: 1, 5: 5}  # place: how many refills it takes until its attempts differ
-
-
-def asked(rank: int, ranks: int, refill: int, seen: list) -> tuple[list, list]:
-    """train.refill on a batch of 6 questions: what stays, and what was replaced."""
-
-    def rollouts(batch, attempts, **_):
-        made = []
-        for place, question in batch:
-            seen.append(question.id)
-            rounds = int((question.id + ", refill 0").split("refill ")[1].split(",")[0])
-            flat = place in HARD and rounds <= HARD[place]
-            for k in range(attempts):
-                one = Trajectory(question, place, k, ended="answer")
-                one.reward = 1.0 if flat or k else 0.0
-                made.append(one)
-        return made
-
-    def question(i):
-        return Question(f"q{i % 4 if i < 2**40 else i}", "who ?", ("x",), "own")  # ids come twice
-
-    config = mars.MarsConfig(questions=6, group=3, refill=refill)
-    run = SimpleNamespace(
-        config=config, rank=rank, ranks=ranks, tools=[], question=question, rollouts=rollouts
-    )
-    trajectories = train.attempts(run, 7, train.questions_of(run, 7))
-    return trajectories, train.refill(run, 7, trajectories)
-
-
-@pytest.mark.parametrize("refill", [0, 1, 2, 9])
-def test_questions_that_teach_nothing_are_replaced_so_many_times(refill):
-    seen = []
-    kept, left = asked(0, 1, refill, seen)
-    assert [(t.question_index, t.attempt) for t in kept] == [
-        (p, k) for p in range(6) for k in range(3)
-    ]
-    replaced = sum(min(refill, rounds + 1) for rounds in HARD.values())
-    assert len(left) == 3 * replaced
-    assert len(seen) == len(set(seen)) == 6 + replaced  # no draw has the name of another
-    still_flat = {
-        t.question_index
-        for t in kept
-        if {u.reward for u in kept if u.question_index == t.question_index} == {1.0}
-    }
-    assert still_flat == {place for place, rounds in HARD.items() if rounds >= refill}
-
-
-@pytest.mark.parametrize("size", [8, 20, 64, 100, 512])
-def test_a_refill_asks_what_the_step_has_not_asked(size):
-    """Sizes that are powers of two, and such that refills run out of questions."""
-    loaded = [Question(f"q{i}", f"who {i} ?", ("x",), "own") for i in range(size)]
-    config = mars.MarsConfig(questions=4)
-    for seed in range(3):
-        run = SimpleNamespace(config=config, rank=0, ranks=1, question=Questions(loaded, seed))
-        for step in range(20):
-            names = []
-            for again in range(4):
-                batch = train.questions_of(run, step, again)
-                names += [question.id for _, question in batch]
-            assert len(set(names)) == 16  # all draws have names of their own
-            questions = {name.partition(",")[0].partition("#")[0] for name in names}
-            assert len(questions) == min(size, 16) or step * 4 % size > size - 4
-
-
-def test_orders_far_ahead_are_orders_of_their_own():
-    """PyTorch's generator reads 32 bits of a seed, and refills stand 2**60 questions ahead."""
-    orders = [epoch_order(64, 0, epoch) for epoch in (0, 2**32, 2**54, 2**55, 2**60)]
-    assert all(sorted(order) == list(range(64)) for order in orders)
-    assert len(set(map(tuple, orders))) == 5
+# ------------------------------------------------------------------------------- a step's questions
 
 
 def test_every_step_asks_of_every_set():
@@ -349,29 +279,6 @@ def test_one_set_alone_comes_in_the_order_drawn():
     question = Questions(loaded, seed=3)
     drawn = [loaded[index] for index in epoch_order(50, 3, 0)]
     assert [question(place) for place in range(50)] == drawn
-
-
-def test_a_methods_own_numbers_count_what_was_replaced():
-    def attempt(reward):
-        return Trajectory(
-            Question("q", "who ?", ("x",), "own"), 0, 0, ended="answer", reward=reward
-        )
-
-    def right(trajectories):
-        return {"right": (sum(t.reward for t in trajectories), len(trajectories))}
-
-    method = dataclasses.replace(mars.METHOD, roles={}, shares=right)
-    metrics = rollout_metrics([attempt(1.0)], [attempt(0.0)] * 3, method, 1.0)
-    assert metrics["right"] == metrics["reward"] == 0.25
-
-
-def test_ranks_refill_as_one_process_does():
-    whole = asked(0, 1, 2, [])
-    parts = [asked(rank, 3, 2, []) for rank in range(3)]
-    for i in range(2):
-        ids = [(t.question_index, t.question.id, t.attempt) for t in whole[i]]
-        shared = [(t.question_index, t.question.id, t.attempt) for part in parts for t in part[i]]
-        assert sorted(ids) == sorted(shared)
 
 
 def test_a_step_without_any_graded_trajectory_has_an_empty_update():

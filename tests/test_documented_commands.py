@@ -42,9 +42,6 @@ def accept(tmp_path, monkeypatch):
         (config,) = [x for x in given if dataclasses.is_dataclass(x) and hasattr(x, "bf16")]
         raise Accepted(config)
 
-    def stand_in(config, machine, *, training, additions):
-        assert config.data and training
-
     def find_checkpoint(method, name):
         if name.startswith("runs/"):
             return name, dataclasses.asdict(method.config(**method.presets["atlas"]))
@@ -59,13 +56,12 @@ def accept(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "build", stop)
     monkeypatch.setattr(evaluation, "find_checkpoint", find_checkpoint)
     monkeypatch.setattr(evaluation, "run_of", run_of)
-    monkeypatch.setattr(atlas, "world_files", lambda *given: tmp_path)
-    # What lies outside is looked at before the warm start.
-    monkeypatch.setattr(atlas.build, "environment", stand_in)
-    # A run is told the name of the model that the warm start has made.
+    files = {name: f"world/{file}" for name, file in atlas.FILES.items()}
+    monkeypatch.setattr(atlas, "world_files", lambda config: files)
+    # What lies outside is looked at before the warm start; a run of that name may lie here.
+    monkeypatch.setattr(atlas.outside, "environment", lambda *given, **more: None)
+    monkeypatch.setattr(atlas.folders, "refuse_taken", lambda folder: None)
     monkeypatch.setattr(atlas, "warm_model", lambda config: config.model)
-    # A run of that name may lie here.
-    monkeypatch.setattr(atlas.claims, "refuse_taken", lambda config: None)
     monkeypatch.setattr(warm_start, "train", stop)
     monkeypatch.setattr(smollm2, "build", lambda cache: "smollm2")
 
@@ -86,6 +82,8 @@ def program_of(command: str):
         words = ["python", *words[words.index(starts) :]]
     if words[1] == "mars.py":
         return (lambda given: train.main(mars.METHOD, given, "")), words[2:]
+    if words[1] == "warm_start.py":
+        return warm_start.main, words[2:]
     assert words[1] == "-m", command
     if words[2] == "recipes.atlas":
         return atlas.main, words[3:]
@@ -110,7 +108,7 @@ def test_the_page_shows_every_program():
     [
         "python mars.py --nonsense 1",
         "python -m recipes.atlas --group 1",
-        "python -m warm_start --steps 0",
+        "python warm_start.py --steps 0",
         "python mars.py eval Qwen/Qwen3-8B",
     ],
 )
@@ -126,7 +124,7 @@ PLANNED = [command for command in commands(ONE_GPU) if "Qwen/" in command]
 @pytest.mark.parametrize("command", PLANNED)
 def test_what_is_offered_for_one_gpu_fits(command, accept, tmp_path, monkeypatch):
     config = accept(command)
-    assert "of 22.0" in test_memory.plan_on_22_gib(config, monkeypatch, tmp_path)
+    assert "of 22.0" in test_memory.plan_with(config, 22, 1, monkeypatch, tmp_path)
 
 
 def test_a_warm_start_is_offered_where_its_weights_fit(accept):

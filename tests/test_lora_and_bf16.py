@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import mars
 import train
 from config import UserError, uses_bf16
-from plumbing.build import Machine, check_machine
+from plumbing.outside import Machine, check_machine
 from toy import base_model
 
 SMALL = (
@@ -40,7 +40,7 @@ def start(base, folder, name, *arguments, one_step=train.train_step):
 
 def sampler_weights(run, role):
     """A copy of what plays a role."""
-    weights = run.samplers[role].forward.weights
+    weights = run.samplers[role].model.weights
     return {name: value.clone() for name, value in weights.items() if value is not None}
 
 
@@ -113,7 +113,7 @@ def test_the_checkpoint_of_a_run_with_adapters_is_what_its_sampler_had(adapted, 
 def types(run):
     """The types of what is trained, of what is frozen, and of each role's sampler."""
     parameters = list(train.trainer.unwrap(run.policy).parameters())
-    told = {role: run.samplers[role].forward.weights["0.qkv"].dtype for role in run.samplers}
+    told = {role: run.samplers[role].model.weights["0.qkv"].dtype for role in run.samplers}
     told["trained"] = {p.dtype for p in parameters if p.requires_grad}
     told["frozen"] = {p.dtype for p in parameters if not p.requires_grad}
     told["autocast"] = train.trainer.unwrap(run.policy).bf16

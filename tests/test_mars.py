@@ -1,430 +1,263 @@
 """The program as its users run it: a run, resume, kill, ranks, arms, bad input, eval and ask.
 
-A small, briefly trained base model.
+A small, briefly trained base model. Runs are in this process, where it need not be killed.
 """
 
+import dataclasses
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
+import types
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from plumbing.statistics import average_interval, wilson_interval
+import mars
+import train
+import trainer
+from plumbing import folders, logbook, outside, start
+from tools import ToolError
 
 REPO = Path(__file__).parent.parent
-SMALL = [
-    "--questions",
-    "4",
-    "--group",
-    "4",
-    "--eval_questions",
-    "6",
-    "--eval_every",
-    "2",
-    "--threads",
-    "1",
-    "--kv_tokens",
-    "16384",
-]
-TIMES = {"seconds_rollout", "seconds_sync", "seconds_train", "seconds_eval", "tokens_per_second"}
+SMALL = "--questions 4 --group 4 --eval_questions 6 --eval_every 2 --kv_tokens 16384".split()
 
 
-def command(*arguments, ranks: int = 1) -> list[str]:
-    start = (
-        [sys.executable]
-        if ranks == 1
-        else [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            str(ranks),
-        ]
-    )
-    return [*start, str(REPO / "mars.py"), *map(str, arguments)]
+def half(question, answer) -> float:
+    """A grader of half of the answers: so weak a model learns from nothing else."""
+    return float(zlib.crc32(answer.encode()) % 2)
 
 
-def mars(*arguments, ranks: int = 1, cwd, **environment) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command(*arguments, ranks=ranks),
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        timeout=300,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
+def run(*arguments, method=mars.METHOD, **additions) -> int:
+    """The exit code of a command."""
+    try:
+        return train.main(method, [str(argument) for argument in arguments], "", **additions)
+    except SystemExit as stop:
+        return stop.code
+
+
+def process(*arguments, ranks: int = 1) -> subprocess.Popen:
+    """The same as a process of its own, or as several, graded by `half`."""
+    started = [sys.executable]
+    if ranks > 1:
+        started += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    line = [*started, __file__, *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    return subprocess.Popen(
+        line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def metrics(run: Path) -> list[dict]:
-    return [
-        {k: v for k, v in json.loads(line).items() if k not in TIMES}
-        for line in open(run / "metrics.jsonl")
-    ]
+def metrics(folder: Path) -> list[dict]:
+    """The lines of metrics.jsonl without times."""
+    lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
+    return [{key: line[key] for key in line if "second" not in key} for line in lines]
+
+
+def records_of(folder: Path, step: int) -> list[dict]:
+    return [json.loads(line) for line in open(folder / "rollouts" / f"step_{step}.jsonl")]
+
+
+def weights(folder: Path) -> dict:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    first, second = weights(one), weights(other)
+    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.fixture(scope="module")
 def trained(base, tmp_path_factory):
-    """A whole run of 4 steps; the reference for resume and kill."""
-    folder = tmp_path_factory.mktemp("runs")
-    done = mars(
-        "--model", base, "--steps", 4, "--save_every", 2, "--name", "whole", *SMALL, cwd=folder
-    )
-    assert done.returncode == 0, done.stderr
-    return folder, done
+    """The folder of runs with a whole run of 4 steps; the reference for resume and kill."""
+    runs = tmp_path_factory.mktemp("whole") / "runs"
+    line = ["--model", base, "--runs", runs, "--steps", 4, "--name", "whole", *SMALL]
+    assert run(*line, grade=half) == 0
+    return runs
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    """A folder of runs with a copy of it that a test may change."""
+    shutil.copytree(trained, tmp_path / "runs", symlinks=True)
+    return tmp_path / "runs"
+
+
+# ------------------------------------------------------------------------------ a run, whole or not
 
 
 def test_a_run_leaves_what_it_promises(trained):
-    folder, done = trained
-    run = folder / "runs" / "whole"
-    lines = [json.loads(line) for line in open(run / "metrics.jsonl")]
+    folder = trained / "whole"
+    lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    needed = {
-        "step",
-        "reward",
-        "calls_per_question",
-        "sys1_samples",
-        "sys1_tokens",
-        "sys2_tokens",
-        "sys1_entropy",
-        "sys2_entropy",
-        "malformed_share",
-        "tool_error_share",
-        "zero_variance_share",
-        "clip_share",
-        "mismatch_kl",
-        "grad_norm",
-        "seconds_rollout",
-        "seconds_train",
-        "tokens_per_second",
+    assert [line["step"] for line in lines if "eval_accuracy" in line] == [0, 2, 3]
+    assert lines[3]["eval_step"] == 4
+    assert all(line["mismatch_kl"] < 1e-8 for line in lines)
+    for key in ("reward", "sys1_samples", "sys2_entropy", "grad_norm", "masked_share"):
+        assert all(key in line for line in lines), key
+    assert {path.name for path in folder.iterdir()} == {
+        *("config.json", "method.json", "metrics.jsonl", "report.md", "rollouts", "state"),
+        *("curves.png", "diagnostics.png", "trajectories.html", "checkpoint", ".lock"),
     }
-    assert all(needed <= line.keys() for line in lines)
-    assert [line["step"] for line in lines if "eval_accuracy" in line] == [0, 2, 3] and lines[3][
-        "eval_step"
-    ] == 4
-    assert all(line["mismatch_kl"] < 1e-8 for line in lines), (
-        "the trainer's distribution is the sampler's"
-    )
-    for name in (
-        "config.json",
-        "curves.png",
-        "trajectories.html",
-        "checkpoint/model.safetensors",
-        "rollouts/step_3.jsonl",
-    ):
-        assert (run / name).stat().st_size > 0, name
-    for name in ("curves.png", "trajectories.html", "checkpoint"):
-        assert str(Path("runs/whole") / name) in done.stdout
-    assert "held-out accuracy" in done.stdout
-    model = AutoModelForCausalLM.from_pretrained(run / "checkpoint")
-    tokens = AutoTokenizer.from_pretrained(run / "checkpoint")(
-        "<s2> when was ada baker born ? <eot>", return_tensors="pt"
-    )
-    assert model.generate(tokens["input_ids"], max_new_tokens=3).shape[1] > 8
+    tokens = AutoTokenizer.from_pretrained(folder / "checkpoint")("<s2> who ?", return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
+    assert model.generate(tokens["input_ids"], max_new_tokens=3).shape[1] > 3
 
 
-def test_resume_gives_the_numbers_of_an_uninterrupted_run(trained, base):
-    folder, _ = trained
-    options = ["--model", base, "--save_every", 2, "--name", "halves", *SMALL]
-    assert mars(*options, "--steps", 2, cwd=folder).returncode == 0
-    again = mars(*options, "--steps", 4, "--resume", cwd=folder)
-    assert again.returncode == 0, again.stderr
-    whole, halves = metrics(folder / "runs/whole"), metrics(folder / "runs/halves")
-    for a, b in zip(
-        whole, halves, strict=True
-    ):  # step 1 was the first half's last: it carries an end result
-        assert all(
-            a.get(key) == b.get(key) for key in a.keys() | b.keys() if not key.startswith("eval_")
-        )
+def test_the_report_tells_how_it_was_made_what_it_took_and_what_came_of_it(trained):
+    said = (trained / "whole" / "report.md").read_text()
+    cells = [line.strip("| ").split(" | ", 1) for line in said.splitlines() if "|" in line]
+    rows = dict(cell for cell in cells if len(cell) == 2)
+    for name in ("command", "commit", "machine", "versions", "seconds", "tokens", "peak memory"):
+        assert rows[name], name
+    first, *_, last = [json.loads(line) for line in open(trained / "whole" / "metrics.jsonl")]
+    for draw, key in (("temperature 1", "eval_accuracy"), ("greedy", "eval_greedy")):
+        before, after = rows[draw].split(" | ")
+        assert before.startswith(f"{first[key]:.1%} (") and after.startswith(f"{last[key]:.1%} (")
+    kinds = last["eval_greedy_by_kind"]
+    assert sum(asked for _, asked in kinds.values()) == 6
+    assert all(f"greedy, {kind}" in rows for kind in kinds)
+
+
+def test_resume_gives_the_numbers_of_an_uninterrupted_run(trained, base, tmp_path):
+    options = ["--model", base, "--runs", tmp_path, "--name", "halves", *SMALL]
+    assert run(*options, "--steps", 2, grade=half) == 0
+    assert run(*options, "--steps", 4, "--resume", grade=half) == 0
+    whole, halves = metrics(trained / "whole"), metrics(tmp_path / "halves")
     assert whole[2:] == halves[2:]
-    weights = [
-        AutoModelForCausalLM.from_pretrained(folder / "runs" / name / "checkpoint").state_dict()
-        for name in ("whole", "halves")
-    ]
-    assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
+    # Step 1 was the first half's last, so it carries an end result.
+    assert whole[1] == {key: value for key, value in halves[1].items() if "eval_" not in key}
+    assert same_weights(trained / "whole/checkpoint", tmp_path / "halves/checkpoint")
+    assert not same_weights(trained / "whole/checkpoint", base), "something was learned"
 
 
-def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained, base):
+def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained, base, tmp_path):
     """Kills a run whenever it has just written something; the end is the uninterrupted one."""
-    folder, _ = trained
-    run, options = (
-        folder / "runs" / "killed",
-        ["--model", base, "--save_every", 1, "--name", "killed", "--steps", 4, *SMALL],
-    )
-    for attempt in range(3):
-        resume = ["--resume"] if run.exists() else []
-        child = subprocess.Popen(
-            command(*options, *resume),
-            cwd=folder,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        before = (run / "metrics.jsonl").stat().st_size if resume else 0
-        deadline = time.monotonic() + 120
+    folder = tmp_path / "killed"
+    options = ["--model", base, "--runs", tmp_path, "--name", "killed", "--steps", 4, *SMALL]
+    for attempt in range(2):
+        child = process(*options, *(["--resume"] if folder.exists() else []))
+        log = folder / "metrics.jsonl"
+        before = log.stat().st_size if attempt else 0
+        deadline = time.monotonic() + 200
         while child.poll() is None and time.monotonic() < deadline:
-            wrote = (run / "metrics.jsonl").exists() and (
-                run / "metrics.jsonl"
-            ).stat().st_size != before
-            saving = (run / "state" / ".writing").exists()
-            if saving if attempt == 1 else wrote:  # once in the middle of writing a state
+            wrote = log.exists() and log.stat().st_size != before
+            saving = any((folder / "state").glob(".*.writing"))
+            if saving if attempt else wrote:
                 break
             time.sleep(0.002)
-        child.send_signal(signal.SIGKILL)
+        child.kill()
         child.communicate()
-        states = (
-            [path for path in (run / "state").glob("step_*")] if (run / "state").exists() else []
-        )
-        for state in states:
-            assert torch.load(state / "optimizer.pt") and AutoModelForCausalLM.from_pretrained(
-                state / "model"
-            )
-        if (run / "checkpoint").exists():
-            assert AutoModelForCausalLM.from_pretrained(run / "checkpoint")
-    last = mars(*options, "--resume", cwd=folder)
-    assert last.returncode == 0, last.stderr
-    assert metrics(run) == metrics(folder / "runs/whole")
-
-
-# A stand-in for trackio that writes down what it receives and fails at step 3.
-FAKE_TRACKER = """
-import json, os
-
-class Run:
-    def log(self, numbers, step):
-        if step == 3:
-            raise ConnectionError("the network is away")
-        put([step, numbers])
-
-    def finish(self):
-        put("finish")
-
-def put(what):
-    with open(os.environ["TRACKED"], "a") as file:
-        file.write(json.dumps(what) + "\\n")
-
-def init(**options):
-    put(options)
-    return Run()
-"""
-
-
-def tracking(folder: Path) -> dict[str, str]:
-    """An environment in which trackio is the stand-in, which writes into folder/tracked."""
-    (folder / "fake").mkdir()
-    (folder / "fake/trackio.py").write_text(FAKE_TRACKER)
-    return {"PYTHONPATH": str(folder / "fake"), "TRACKED": str(folder / "tracked")}
-
-
-def received(folder: Path) -> list:
-    return [json.loads(line) for line in open(folder / "tracked")]
+        for state in (folder / "state").glob("step_*"):
+            assert torch.load(state / "optimizer.pt") and weights(state / "model")
+    assert run(*options, "--resume", grade=half) == 0
+    assert metrics(folder) == metrics(trained / "whole")
 
 
 def test_two_ranks_walk_the_same_path(trained, base, tmp_path):
     """torchrun with 2 processes: the same rollouts; loss and gradient equal to rounding."""
-    folder, _ = trained
-    done = mars(
-        "--model",
-        base,
-        "--steps",
-        1,
-        "--save_every",
-        2,
-        "--name",
-        "ranks",
-        "--track",
-        "trackio",
-        *SMALL,
-        ranks=2,
-        cwd=folder,
-        **tracking(tmp_path),
-    )
-    assert done.returncode == 0, done.stderr
-    one, two = metrics(folder / "runs/whole")[0], metrics(folder / "runs/ranks")[0]
-    for key in (
-        "reward",
-        "calls_per_question",
-        "sys1_samples",
-        "sys1_tokens",
-        "sys2_tokens",
-        "trained_tokens",
-        "zero_variance_share",
-    ):
+    options = ["--model", base, "--runs", tmp_path, "--name", "ranks", "--steps", 1, *SMALL]
+    child = process(*options, ranks=2)
+    _, said = child.communicate(timeout=300)
+    assert child.returncode == 0, said
+    one, two = metrics(trained / "whole")[0], metrics(tmp_path / "ranks")[0]
+    for key in ("reward", "sys1_samples", "sys1_tokens", "sys2_tokens", "trained_tokens"):
         assert one[key] == two[key], key
     for key in ("loss", "grad_norm", "sys1_entropy", "sys2_entropy"):
         assert one[key] == pytest.approx(two[key], abs=1e-5), key
-    records = [json.loads(line) for line in open(folder / "runs/ranks/rollouts/step_0.jsonl")]
-    assert sum(r["split"] == "train" for r in records) == 16, (
-        "rank 0 writes the trajectories of all ranks"
-    )
-    _, (step, numbers), end = received(tmp_path)  # from rank 0 alone
-    assert step == 0 and end == "finish" and numbers["reward"] == two["reward"]
+    assert one["eval_greedy_by_kind"] == two["eval_greedy_by_kind_before"]
+    records = records_of(tmp_path / "ranks", 0)
+    assert sum(r["split"] == "train" for r in records) == 16, "rank 0 writes for all"
 
 
-def test_refills_are_the_same_on_two_ranks_and_after_a_resume(base, tmp_path):
-    options = ["--model", base, "--refill", 2, "--save_every", 1, *SMALL]
-    for name, ranks, steps in (("one", 1, [2]), ("two", 2, [2]), ("halves", 1, [1, 2])):
-        for count in steps:
-            more = ["--resume"] if count == 2 and len(steps) == 2 else []
-            done = mars(
-                *options, "--name", name, "--steps", count, *more, ranks=ranks, cwd=tmp_path
-            )
-            assert done.returncode == 0, done.stderr
-    one, two, halves = [metrics(tmp_path / "runs" / name) for name in ("one", "two", "halves")]
-    assert sum(line["replaced_questions"] for line in one) > 0
-    for whole, ranks, resumed in zip(one, two, halves, strict=True):
-        for key in ("replaced_questions", "sys2_samples", "reward", "trained_tokens"):
-            assert whole[key] == ranks[key], key
-        assert whole["sys2_samples"] == 16 + 4 * whole["replaced_questions"]
-        for key in whole:
-            if not key.startswith("eval_"):
-                assert whole[key] == resumed[key], key
-    lines = (tmp_path / "runs/one/rollouts/step_0.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines if json.loads(line)["split"] == "train"]
-    assert len(records) == one[0]["sys2_samples"]
-    again = {r["question_id"] for r in records if "refill" in r["question_id"]}
-    assert len(again) == one[0]["replaced_questions"]
+def test_of_two_starts_with_one_name_one_is_refused(base, tmp_path):
+    options = ["--model", base, "--runs", tmp_path, "--name", "same", "--steps", 1, *SMALL]
+    children = [process(*options) for _ in range(2)]
+    ends = sorted((child.communicate(timeout=300)[1], child.returncode) for child in children)
+    assert sorted(code for _, code in ends) == [0, 2], ends
+    assert any("exists" in said for said, code in ends if code)
+    assert len(metrics(tmp_path / "same")) == 1
 
 
-@pytest.mark.parametrize(
-    "arm",
-    [
-        ["--system1", "frozen"],
-        ["--system1", "none"],
-        ["--balance", "none"],
-        ["--balance", "advantage"],
-        ["--advantage", "mean"],
-        ["--loss_mean", "token"],
-        ["--refill", "1"],
-        ["--no-packing"],
-        ["--no-purpose"],
-        ["--tools", "search,scholar"],
-        ["--shared_group"],
-        ["--inner_steps", "2"],
-        ["--kl_beta", "0.01"],
-        ["--is", "token", "--importance_cap", "2"],
-    ],
-    ids=" ".join,
-)
-def test_arms(base, tmp_path, monkeypatch, arm):
-    import mars as program
+def test_a_run_without_a_name_takes_the_first_that_is_free(base, tmp_path):
+    config = mars.MarsConfig(runs=str(tmp_path))
+    (tmp_path / "toy-2").mkdir()
+    for expected in ("toy", "toy-3"):
+        config.name = ""
+        assert start.new_folder(config, "toy") and config.name == expected
 
-    monkeypatch.chdir(tmp_path)
-    assert (
-        program.main(
-            [
-                "--model",
-                str(base),
-                "--name",
-                "arm",
-                "--steps",
-                "1",
-                *SMALL[:4],
-                "--eval_questions",
-                "2",
-                "--threads",
-                "1",
-                "--kv_tokens",
-                "16384",
-                *arm,
-            ]
-        )
-        == 0
-    )
-    (line,) = metrics(tmp_path / "runs/arm")
-    records = [json.loads(text) for text in open(tmp_path / "runs/arm/rollouts/step_0.jsonl")]
-    chunks = [
-        chunk
-        for r in records
-        if r["split"] == "train"
-        for turn in r["turns"]
-        for chunk in turn["chunks"]
-    ]
-    if arm == ["--system1", "none"]:
+
+def test_ctrl_c_ends_a_run_with_advice(base, tmp_path, monkeypatch, capsys):
+    def interrupted(run, step):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "train_step", interrupted)
+    line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
+    assert run(*line, "--eval_questions", 1) == 130
+    assert "--resume" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------- arms
+
+ARMS = [
+    {"system1": "frozen", "kl_beta": 0.01, "advantage": "mean"},
+    {"system1": "none", "decay": True, "warmup": 3, "beta1": 0.5, "clip": 0.1},
+    {"balance": "none", "shared_group": True, "importance": "token", "importance_cap": 2.0},
+    {"balance": "advantage", "inner_steps": 2, "purpose": False},
+    {"packing": False, "loss_mean": "token", "tools": "search,scholar"},
+]
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+def test_arms(base, tmp_path, arm):
+    method = dataclasses.replace(mars.METHOD, presets={"arm": arm})
+    line = ["--model", base, "--runs", tmp_path, "--name", "arm", "--steps", 1, *SMALL]
+    assert run(*line, "--eval_questions", 2, "--preset", "arm", method=method) == 0
+    (line,) = metrics(tmp_path / "arm")
+    records = [r for r in records_of(tmp_path / "arm", 0) if r["split"] == "train"]
+    chunks = [(r, c) for r in records for turn in r["turns"] for c in turn["chunks"]]
+    if arm.get("system1") == "none":
         assert line["sys1_samples"] == 0
-    if arm == ["--system1", "frozen"]:
-        assert not any(chunk["drawn"] for chunk in chunks)
-    if arm == ["--balance", "none"]:
-        assert all(chunk["drawn"] == 1 for chunk in chunks)
-    if arm[0] == "--no-packing":
-        assert all(len(chunk["documents"]) == 1 for chunk in chunks)
-    if arm[0] == "--shared_group":
-        assert all(
-            chunk["advantage"] == r["advantage"]
-            for r in records
-            if r["split"] == "train"
-            for turn in r["turns"]
-            for chunk in turn["chunks"]
-        )
-    if arm[0] == "--tools":
-        assert "python" not in {
-            turn["call"]["tool"] for r in records for turn in r["turns"] if turn["call"]
-        }
+    if arm.get("system1") == "frozen":
+        assert not any(chunk["drawn"] for _, chunk in chunks)
+    if arm.get("balance") == "none":
+        assert all(chunk["drawn"] == 1 for _, chunk in chunks)
+    if "packing" in arm:
+        assert all(len(chunk["documents"]) == 1 for _, chunk in chunks)
+    if "shared_group" in arm:
+        assert all(chunk["advantage"] == record["advantage"] for record, chunk in chunks)
+    if "tools" in arm:
+        called = [turn["call"]["tool"] for r in records for turn in r["turns"] if turn["call"]]
+        assert called and "python" not in called
 
+
+# ---------------------------------------------------------------------------- what cannot start
 
 BAD = {
-    "unknown option": (["--learning_rate", "1"], "unrecognized"),
-    "ill-typed": (["--lr", "fast"], "--lr"),
-    "not a choice": (["--system1", "maybe"], "--system1"),
-    "contradiction": (["--inner_steps", "9", "--questions", "4"], "--inner_steps"),
-    "no group": (["--group", "1"], "--group"),
-    "a nucleus of nothing": (["--top_p", "0"], "--top_p"),
-    "an old spelling": (["--rows", "8"], "--max_sequences"),
-    "an old boolean": (["--packing", "off"], "--no-packing"),
-    "what was a boolean": (["--no-balance"], "uniform, advantage or none"),
-    "weights that KL lacks": (["--balance", "advantage", "--kl_beta", "0.1"], "--kl_beta"),
-    "less than no refill": (["--refill", "-1"], "--refill"),
-    "infinitely hot": (["--temperature", "inf"], "--temperature"),
-    "no temperature": (["--temperature", "nan"], "--temperature"),
-    "hardly warm": (["--temperature", "1e-40"], "--temperature"),
-    "hosts blocked where nothing is asked": (["--block", "hf.co"], "--block"),
-    "held-out questions without own ones": (["--eval_data", "some.jsonl"], "--eval_data"),
-    "pages of no search": (["--pages", "fetch"], "--pages"),
-    "no tool at all": (["--tools", ","], "--tools"),
-    "a name that is a path": (["--name", "../x"], "--name"),
-    "a name with NUL": (["--name", "a\0b"], "--name"),
-    "a name of 300 letters": (["--name", "x" * 300], "--name"),
-    "pages that hold no context": (
-        ["--kv_tokens", "95", "--sys2_context", "95", "--max_turns", "40"],
-        "--kv_tokens",
-    ),
-    "a seed beyond all numbers": (["--seed", "9" * 23], "--seed"),
-    "a negative seed": (["--seed", "-1"], "--seed"),
-    "a rate beyond all numbers": (["--lr", "1e300"], "--lr"),
-    "too many sequences": (["--max_sequences", "2000000000"], "--max_sequences"),
-    "ask with a training option": (["ask", "runs/x", "who ?", "--lr", "1"], "--lr"),
-    "ask several times": (["ask", "runs/x", "who ?", "--eval_samples", "2"], "--eval_samples"),
-    "no attempt": (["--eval_samples", "0"], "--eval_samples"),
-    "a tracker of no kind": (["--track", "paper"], "--track"),
+    "a name of 5,000 letters": (["--name", "x" * 5000], "too long"),
+    "runs in a file": (["--runs", "file/below"], "file"),
     "a tracker that is not installed": (["--track", "wandb"], "pip install wandb"),
-    "eval with a tracker": (["eval", "runs/x", "--track", "wandb"], "--track"),
-    "several attempts of a run": (["--eval_samples", "2"], "--eval_samples is for"),
-    "eval with another model": (["eval", "runs/x", "--model", "y"], "--model"),
-    "negative": (["--lr", "-1"], "--lr"),
-    "not a number": (["--lr", "nan"], "--lr"),
-    "unknown tool": (["--tools", "search,fax"], "fax"),
-    "pool too small": (["--kv_tokens", "100"], "--kv_tokens"),
-    "no turn for a tool": (["--max_turns", "1"], "--max_turns"),
+    "an unknown tool": (["--tools", "search,fax"], "fax"),
+    "no tool at all": (["--tools", ","], "--tools"),
+    "no whole page": (["--kv_tokens", "95", "--sys2_context", "95"], "--kv_tokens"),
     "no room for documents": (["--sys1_prompt", "17"], "--sys1_prompt"),
-    "nothing held out": (["--eval_questions", "0"], "--eval_questions"),
     "missing questions": (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
     "empty questions": (["--data", "empty.jsonl"], "empty.jsonl"),
     "missing model": (["--model", "no/such/model"], "no/such/model"),
     "not a model": (["--model", "empty_folder"], "empty_folder"),
     "missing documents": (["--docs", "nowhere"], "nowhere"),
-    "unwritable": (["--runs", "file/below"], "file"),
     "nothing to resume": (["--resume", "--name", "never"], "never"),
     "resume without a name": (["--resume"], "--name"),
     "no such checkpoint": (["eval", "runs/never"], "runs/never"),
+    "a checkpoint of 5,000 letters": (["eval", "x" * 5000], "no checkpoint"),
+    "a training option": (["ask", "runs/x", "who ?", "--lr", "1"], "--lr"),
+    "another model": (["eval", "runs/x", "--model", "y"], "--model"),
     "ask without a question": (["ask", "runs/never"], "question"),
-    "no GPU": (["--device", "cuda"], "CUDA"),
     "shards of one process": (["--fsdp"], "torchrun"),
     "no key": (["--data", "some.jsonl", "--search", "serper"], "SERPER_API_KEY"),
     "no judge": (["--data", "some.jsonl", "--grader", "judge"], "MARS_JUDGE_URL"),
@@ -435,625 +268,314 @@ BAD = {
 def test_bad_input_is_one_sentence_exit_2_and_nothing_written(
     base, tmp_path, monkeypatch, capsys, name
 ):
-    import mars as program
-
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    if name == "no GPU" and torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
     arguments, word = BAD[name]
+    monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("SERPER_API_KEY", raising=False)
+    for variable in ("SERPER_API_KEY", "MARS_JUDGE_URL"):
+        monkeypatch.delenv(variable, raising=False)
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "file").write_text("")
     (tmp_path / "empty_folder").mkdir()
-    lines = [
-        json.dumps({"question": f"when was ada baker {i} born ?", "answer": str(i)})
-        for i in range(40)
-    ]
+    lines = [json.dumps({"question": f"who is {i} ?", "answer": str(i)}) for i in range(40)]
     (tmp_path / "some.jsonl").write_text("\n".join(lines))
     before = sorted(p for p in tmp_path.rglob("*") if ".cache" not in p.parts)
-    if "--model" not in arguments and arguments[0] not in ("eval", "ask"):
-        arguments = [*arguments, "--model", str(base)]
-    if "--steps" not in arguments and arguments[0] not in ("eval", "ask"):
-        arguments = ["--steps", "1", "--eval_questions", "2", *arguments]
-    try:
-        code = program.main(arguments)
-    except SystemExit as stop:
-        code = stop.code
-    error = capsys.readouterr().err.strip()
-    assert code == 2 and len(error.splitlines()) == 1 and word in error, error
+    if arguments[0] not in ("eval", "ask"):
+        arguments = ["--model", str(base), "--steps", "1", "--eval_questions", "2", *arguments]
+    assert run(*arguments) == 2
+    said = capsys.readouterr().err.strip()
+    assert len(said.splitlines()) == 1 and word in said and len(said) < 1000
     assert sorted(p for p in tmp_path.rglob("*") if ".cache" not in p.parts) == before
 
 
-def test_the_papers_preset_lists_everything_that_is_missing_before_any_work(
+def test_all_that_is_missing_is_told_at_once_and_before_any_work(
     base, tmp_path, monkeypatch, capsys
 ):
-    """Key, reader's key, judge, questions, GPUs: one list, nothing written.
-
-    Its values are the paper's, as far as they are known.
-    """
-    import mars as program
-    from mars import PAPER
-
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU: one entry fewer")
+    """Key, judge, questions, GPUs: one list, nothing written."""
     for name in ("SERPER_API_KEY", "JINA_API_KEY", "MARS_JUDGE_URL", "MARS_JUDGE_MODEL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    assert (
-        program.main(["--preset", "paper", "--model", str(base), "--tools", "search,scholar"]) == 2
-    )
+    assert run("--preset", "paper", "--model", base, "--tools", "search,scholar") == 2
     said = capsys.readouterr().err
-    for missing in ("SERPER_API_KEY", "JINA_API_KEY", "MARS_JUDGE_URL", "--data", "GPU"):
-        assert missing in said, missing
-    assert (
-        "(1)" in said
-        and len(said.strip().splitlines()) == 1
-        and not [p for p in tmp_path.iterdir() if p.name != ".cache"]
-    )
-    assert (PAPER["questions"], PAPER["group"], PAPER["max_turns"], PAPER["lr"]) == (
-        32,
-        16,
-        10,
-        1e-6,
-    )
-    assert (PAPER["sys1_prompt"], PAPER["sys1_response"], PAPER["sys2_context"]) == (
-        23552,
-        8192,
-        3072 + 28672,
-    )
+    missing = ["SERPER_API_KEY", "MARS_JUDGE_URL", "--data"]
+    if not torch.cuda.is_available():
+        missing.append("GPU")
+    assert all(word in said for word in missing)
+    assert "(1)" in said and len(said.splitlines()) == 1
+    assert not [path for path in tmp_path.iterdir() if path.name != ".cache"]
 
 
-def test_a_checkpoint_of_another_model_is_refused(base, tmp_path, monkeypatch, capsys):
-    """No chat template and not the toy's language; a tokenizer that is larger than its model."""
-    from test_chat import QWEN3, tokenizer
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def test_resume_refuses_what_is_not_the_same_run(copied, base, capsys):
+    options = ["--model", base, "--runs", copied, "--name", "whole", *SMALL]
+    folder = copied / "whole"
+    before = (folder / "metrics.jsonl").read_bytes()
 
-    import mars as program
+    def refused(word: str, *more) -> None:
+        assert run(*options, *more) == 2
+        assert word in capsys.readouterr().err
+        assert (folder / "metrics.jsonl").read_bytes() == before
 
+    refused("add --resume", "--steps", 5)
+    refused("lr (0.0005 -> 0.5)", "--steps", 5, "--resume", "--lr", 0.5)
+    refused("has done 4 steps", "--steps", 3, "--resume")
+    held = folders.lock(folder)
+    refused("another process", "--steps", 5, "--resume")
+    held.close()
+    method = json.loads((folder / "method.json").read_text())
+    folders.write_json(folder / "method.json", method | {"name": "another"})
+    refused("method another", "--steps", 5, "--resume")
+    folders.write_json(folder / "method.json", method)
+    shutil.rmtree(folder / "state")
+    refused("no whole state", "--steps", 5, "--resume")
+    (folder / "config.json").write_text("[1]")
+    refused("config.json", "--steps", 5, "--resume")
+
+
+def test_a_finished_run_is_left_as_it_is(copied, base, capsys):
+    """Also with other settings that change no number; a link that a kill left behind is renewed."""
+    folder = copied / "whole"
+    (folder / "checkpoint").unlink()
+    (folder / "checkpoint").symlink_to("state/step_000002/model")
+    files = [path for path in folder.rglob("*") if path.suffix in (".json", ".jsonl", ".md")]
+    before = {path: path.read_bytes() for path in files}
+    options = ["--model", base, "--runs", copied, "--name", "whole", "--steps", 4, *SMALL]
+    assert run(*options, "--resume", "--micro_tokens", 64, "--kv_tokens", 8192) == 0
+    assert "after 4 steps" in capsys.readouterr().out
+    assert before == {path: path.read_bytes() for path in files}
+    assert (folder / "checkpoint").resolve() == (folder / "state/step_000004/model").resolve()
+
+
+# --------------------------------------------------------------------------------- eval and ask
+
+
+def test_eval_and_ask(copied, capsys):
+    last = json.loads((copied / "whole/metrics.jsonl").read_text().splitlines()[-1])
+    options = ["--runs", copied, "--eval_questions", 6]
+    for checkpoint in ("whole", "whole/checkpoint", "whole/state/step_000004/model"):
+        assert run("eval", copied / checkpoint, *options, "--name", "eval", grade=half) == 0
+        *kinds, row = json.loads((copied / "eval" / "table.json").read_text())
+        assert row["questions"] == 6 and row["accuracy"] == last["eval_accuracy"]
+        assert sum(kind["questions"] for kind in kinds) == 6
+        shutil.rmtree(copied / "eval")
+    # A kill before the link was renewed leaves it at an older model.
+    (copied / "whole/checkpoint").unlink()
+    (copied / "whole/checkpoint").symlink_to("state/step_000002/model")
+    assert run("eval", copied / "whole", *options, grade=half) == 0
+    row = json.loads((copied / "eval-whole/table.json").read_text())[-1]
+    assert row["accuracy"] == last["eval_accuracy"]
+    assert (copied / "eval-whole/trajectories.html").exists()
+    capsys.readouterr()
+    assert run("ask", copied / "whole", "when was ada baker born ?") == 0
+    said = capsys.readouterr().out
+    assert "system 2 |" in said and "answer |" in said
+    assert (copied / "whole/ask.html").exists()
+    assert run("ask", copied / "whole", "where is ada ? " * 60) == 2
+    assert "leaves no room in --sys2_context" in capsys.readouterr().err
+
+
+def test_ones_own_questions_and_documents(base, tmp_path, monkeypatch, capsys):
+    """--data and --docs: another corpus, other questions; eval asks what was not trained on."""
     monkeypatch.chdir(tmp_path)
-    words = tokenizer(QWEN3)
-    shape = dict(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        head_dim=8,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    for folder, vocabulary in (("plain", len(words)), ("small", 50)):
-        Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, **shape)).save_pretrained(folder)
-        words.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(base).save_pretrained("small")
-    words.chat_template = None
-    words.save_pretrained("plain")
-    (tmp_path / "plain" / "chat_template.jinja").unlink(missing_ok=True)
-    for folder, word in (("plain", "chat template"), ("small", "belong together")):
-        assert (
-            program.main(
-                ["eval", folder, "--data", "toy", "--eval_questions", "2", "--runs", "out"]
-            )
-            == 2
-        )
-        assert word in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-def test_resume_with_changed_settings_or_over_an_existing_run_is_refused(trained, base):
-    folder, _ = trained
-    changed = mars(
-        "--model",
-        base,
-        "--name",
-        "whole",
-        "--resume",
-        "--steps",
-        5,
-        *SMALL,
-        "--lr",
-        0.5,
-        cwd=folder,
-    )
-    assert changed.returncode == 2 and "lr (0.0005 -> 0.5)" in changed.stderr
-    again = mars("--model", base, "--name", "whole", "--steps", 5, *SMALL, cwd=folder)
-    assert again.returncode == 2 and "--resume" in again.stderr
-    assert len(metrics(folder / "runs/whole")) == 4
-
-
-def test_resume_may_change_what_a_run_that_broke_off_needs(trained, base):
-    """A finished run is left as it is: nothing of it is deleted or written again."""
-    folder, _ = trained
-    run = folder / "runs" / "finished"
-    shutil.copytree(folder / "runs/whole", run, symlinks=True)
-    before = {path: path.read_bytes() for path in run.rglob("*.json*") if path.is_file()}
-    options = ["--model", base, "--name", "finished", "--save_every", 2, *SMALL, "--resume"]
-    fewer = mars(*options, "--steps", 3, cwd=folder)
-    assert fewer.returncode == 2 and "has done 4 steps already" in fewer.stderr
-    smaller = ["--micro_tokens", 64, "--kv_tokens", 8192, "--max_sequences", 8]
-    again = mars(*options, "--steps", 4, *smaller, "--max_tool_error_share", 1, cwd=folder)
-    assert again.returncode == 0, again.stderr
-    assert "after 4 steps" in again.stdout
-    assert before == {path: path.read_bytes() for path in run.rglob("*.json*") if path.is_file()}
-    (run / "metrics.jsonl").write_text("")
-    assert mars(*options, "--steps", 4, cwd=folder).returncode == 0, "no metrics: nothing is said"
-
-
-def test_damaged_files_of_a_run_are_one_sentence(trained, base, monkeypatch, capsys):
-    import mars as program
-
-    folder, _ = trained
-    run = folder / "runs" / "damaged"
-    shutil.copytree(folder / "runs/whole", run, symlinks=True)
-    (run / "rollouts" / "step_backup.jsonl").write_text("stray")
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"no": "step"}\n{"step": 3, "cut')
-    options = ["--model", base, "--name", "damaged", "--save_every", 1, *SMALL, "--resume"]
-    done = mars(*options, "--steps", 5, cwd=folder)
-    assert done.returncode == 2 and "save_every" not in done.stderr or done.returncode == 0
-    for content in ("", "[1]", '{"seed": ', "\xff"):
-        (run / "config.json").write_bytes(content.encode("latin-1"))
-        for command_line in (options, ["eval", "runs/damaged"]):
-            monkeypatch.chdir(folder)
-            capsys.readouterr()
-            code = program.main([*map(str, command_line)])
-            said = capsys.readouterr().err
-            assert code == 2 and len(said.strip().splitlines()) == 1, said
-
-
-def test_two_starts_at_once_never_share_a_folder(base, tmp_path):
-    """Each either gets a folder of its own or is told that the name is taken."""
-    options = ["--model", base, "--steps", 1, "--save_every", 1, *SMALL]
-    both = [
-        subprocess.Popen(
-            command(*options, *name),
-            cwd=tmp_path,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for name in (["--name", "same"], ["--name", "same"], [], [])
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("ada baker born 1968 . ada baker enjoys chess .")
+    lines = [
+        json.dumps({"question": f"when was {'ada ' * i}baker born ?", "answer": "1968"})
+        for i in range(1, 13)
     ]
-    ends = [(child.communicate(timeout=200)[1], child.returncode) for child in both]
-    named = sorted(code for _, code in ends[:2])
-    assert named == [0, 2] and any("exists" in said for said, _ in ends[:2]), ends
-    assert [code for _, code in ends[2:]] == [0, 0], ends
-    assert len(metrics(tmp_path / "runs/same")) == 1
-    others = [run for run in (tmp_path / "runs").iterdir() if run.name != "same"]
-    assert len(others) == 2 and all(len(metrics(run)) == 1 for run in others)
+    (tmp_path / "own.jsonl").write_text("\n".join(lines))
+    own = ["--data", "own.jsonl", "--docs", "notes"]
+    assert run("--model", base, "--name", "own", "--steps", 1, *own, *SMALL) == 0
+    records = records_of(tmp_path / "runs/own", 0)
+    turns = [turn for r in records for turn in r["turns"] if turn["documents"]]
+    found = {d["id"] for t in turns if t["call"]["tool"] != "python" for d in t["documents"]}
+    assert found and all(name.startswith("a.txt") for name in found)
+    trained_on = {r["question_id"] for r in records if r["split"] == "train"}
+    assert run("eval", "runs/own") == 0
+    asked = {r["question_id"] for r in records_of(tmp_path / "runs/eval-own", 0)}
+    assert len(asked) == 6 and not trained_on & asked
+    capsys.readouterr()
 
+    def refused(*more) -> None:
+        assert run("eval", "runs/own", *more) == 2
+        assert "was trained on" in capsys.readouterr().err
+        assert not (tmp_path / "runs" / "eval-own-2").exists()
 
-def test_eval_and_ask(trained):
-    folder, _ = trained
-    for checkpoint in ("runs/whole", "runs/whole/checkpoint"):
-        done = mars("eval", checkpoint, "--eval_questions", 6, cwd=folder)
-        assert done.returncode == 0, done.stderr
-        assert "accuracy (95 %)" in done.stdout and "toy" in done.stdout
-    out = folder / "runs" / "eval-whole"
-    predictions = json.loads((out / "predictions.json").read_text())
-    assert len(predictions) == 6 and all(
-        {"model", "response"} <= p.keys() for p in predictions.values()
-    )
-    assert (out / "trajectories.html").exists() and json.loads((out / "table.json").read_text())[
-        -1
-    ]["questions"] == 6
-    done = mars("ask", "runs/whole", "when was ada baker born ?", cwd=folder)
-    assert done.returncode == 0 and "system 2 |" in done.stdout and "answer |" in done.stdout
-    assert (folder / "runs/whole/ask.html").exists()
-    done = mars("ask", "runs/whole", "where is ada ? " * 60, cwd=folder)
-    assert done.returncode == 2 and "leaves no room in --sys2_context" in done.stderr
-    done = mars("eval", "runs/whole", ranks=2, cwd=folder)
-    assert done.returncode and "without torchrun" in done.stderr
-
-
-def test_a_tracked_run_goes_on_without_its_tracker(trained, base, tmp_path):
-    """Resumed in the same tracker run, and the tracker changes no number of the run."""
-    options = ["--model", base, "--save_every", 2, "--name", "whole", *SMALL, "--track", "trackio"]
-    environment = tracking(tmp_path)
-    for more in (["--steps", 2], ["--steps", 4, "--resume"]):
-        done = mars(*options, *more, cwd=tmp_path, **environment)
-        assert done.returncode == 0, done.stderr
-    assert done.stdout.count("--track trackio failed (the network is away)") == 1
-    first, *firsts, end, again, third = received(tmp_path)
-    assert end == "finish" and first["name"] == again["name"]
-    lines = [json.loads(line) for line in open(tmp_path / "runs/whole/metrics.jsonl")]
-    for (step, numbers), line in zip([*firsts, third], lines[:3], strict=True):
-        line = {key: value for key, value in line.items() if value is not None}
-        assert numbers | {"step": step} == line
-    for a, b in zip(metrics(trained[0] / "runs/whole"), metrics(tmp_path / "runs/whole")):
-        assert all(a.get(k) == b.get(k) for k in a.keys() | b.keys() if not k.startswith("eval_"))
-
-
-def test_several_attempts_at_each_question(trained):
-    """The first is the one that a single evaluation makes; the table's numbers are those of all."""
-    folder, _ = trained
-    asked = ["--eval_questions", 12]
-    for name, more in (("once", []), ("thrice", ["--eval_samples", 3])):
-        done = mars("eval", "runs/whole", "--name", name, *asked, *more, cwd=folder)
-        assert done.returncode == 0, done.stderr
-    assert "avg@3 (95 %)" in done.stdout and "pass@3 (95 %)" in done.stdout
-    assert "accuracy" not in done.stdout
-    once = json.loads((folder / "runs/once/predictions.json").read_text())
-    thrice = json.loads((folder / "runs/thrice/predictions.json").read_text())
-    further = {name: prediction.pop("further") for name, prediction in thrice.items()}
-    assert thrice == once
-    assert all(len(predictions) == 2 for predictions in further.values())
-
-    rewards = {}
-    for line in open(folder / "runs/thrice/rollouts/step_0.jsonl"):
-        record = json.loads(line)
-        rewards.setdefault(record["question_id"], {})[record["trajectory"]] = record["reward"]
-        answers = [prediction["answer"] for prediction in further[record["question_id"]]]
-        answers.insert(0, once[record["question_id"]]["answer"])
-        assert record["answer"] == answers[record["trajectory"]]
-    rewards = [list(attempts.values()) for attempts in rewards.values()]
-    assert len(rewards) == 12 and {len(attempts) for attempts in rewards} == {3}
-    *parts, row = json.loads((folder / "runs/thrice/table.json").read_text())
-    assert sum(part["questions"] for part in parts) == row["questions"] == 12
-    assert row["attempts"] == 3
-    assert row["accuracy"] == pytest.approx(row["pass_at"]["1"])
-    assert row["accuracy"] == sum(map(sum, rewards)) / 36
-    assert row["pass_at"]["3"] == sum(map(max, rewards)) / 12
-    right = [int(sum(attempts)) for attempts in rewards]
-    assert len(set(right)) > 1, "the questions differ, so that the intervals are worth a look"
-    assert (row["low"], row["high"]) == average_interval(right, 3)
-    assert (row["pass_low"], row["pass_high"]) == wilson_interval(sum(map(bool, right)), 12)
-
-    row = json.loads((folder / "runs/once/table.json").read_text())[-1]
-    assert not {"attempts", "pass_at"} & row.keys()
-    first = sum(attempts[0] for attempts in rewards)
-    assert (row["low"], row["high"]) == wilson_interval(int(first), 12)
-    greedy = mars("eval", "runs/whole", "--temperature", 0, "--eval_samples", 2, cwd=folder)
-    assert greedy.returncode == 2 and "at --temperature 0 all attempts" in greedy.stderr
-
-
-def test_ones_own_questions_and_documents(trained, base):
-    """--data and --docs: another corpus, other questions, the same program."""
-    folder, _ = trained
-    (folder / "notes").mkdir()
-    (folder / "notes" / "a.txt").write_text("ada baker born 1968 . ada baker enjoys chess .")
-    (folder / "own.jsonl").write_text(
-        "\n".join(
-            json.dumps({"question": f"when was {'ada ' * i}baker born ?", "answer": "1968"})
-            for i in range(1, 13)
-        )
-    )
-    done = mars(
-        "--model",
-        base,
-        "--data",
-        "own.jsonl",
-        "--docs",
-        "notes",
-        "--name",
-        "own",
-        "--steps",
-        1,
-        *SMALL,
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in open(folder / "runs/own/rollouts/step_0.jsonl")]
-    found = {
-        d["id"]
-        for r in records
-        for turn in r["turns"]
-        for d in turn["documents"]
-        if turn["call"]["tool"] != "python"
-    }
-    assert all(name.startswith("a.txt") for name in found) and found
-    trained_on, held_out = (
-        {r["question_id"] for r in records if r["split"] == split} for split in ("train", "eval")
-    )
-    done = mars(
-        "eval", "runs/own", cwd=folder
-    )  # on the run's own held-out questions, not on what it was trained on
-    assert done.returncode == 0, done.stderr
-    predicted = set(json.loads((folder / "runs/eval-own/predictions.json").read_text()))
-    assert len(predicted) == 6 and held_out <= predicted and not trained_on & predicted
-    assert mars("ask", "runs/own", "when was ada baker born ?", cwd=folder).returncode == 0
-    for more in (["--eval_questions", 7], ["--eval_questions", 3], ["--seed", 1]):
-        refused = mars("eval", "runs/own", *more, cwd=folder)
-        assert refused.returncode == 2 and "trained on" in refused.stderr, more
-    refused = mars("eval", "runs/own", "--data", "own.jsonl", cwd=folder)
-    assert refused.returncode == 2 and "was trained on 6 of these 12" in refused.stderr
-    lines = (folder / "own.jsonl").read_text().split("\n")
-    (folder / "own.jsonl").write_text("\n".join(reversed(lines)))  # another draw from the same
-    refused = mars("eval", "runs/own", cwd=folder)
-    assert refused.returncode == 2 and "was trained on" in refused.stderr
-    (folder / "runs/own/questions.json").write_text('{"trained": null}')
-    refused = mars("eval", "runs/own", cwd=folder)
-    assert refused.returncode == 2 and "questions.json is damaged" in refused.stderr
-    assert not (folder / "runs" / "eval-own-2").exists()
+    refused("--eval_questions", 7)  # another draw of those that it held out
+    refused("--seed", 1)
+    refused("--data", "own.jsonl")
+    (tmp_path / "own.jsonl").write_text("\n".join(reversed(lines)))
+    refused()
 
 
 def test_a_chat_model_trains_answers_and_is_evaluated(tmp_path, monkeypatch, capsys):
-    """Any chat model, one's own questions and documents.
-
-    Random weights: every step is malformed, and nothing breaks.
-    """
+    """Random weights: every step is malformed, and nothing breaks."""
     from test_chat import QWEN3, tokenizer
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    import mars as program
 
     monkeypatch.chdir(tmp_path)
     words = tokenizer(QWEN3)
     torch.manual_seed(0)
-    Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(words),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            head_dim=16,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=8192,
-        )
-    ).save_pretrained("chat")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(words)}
+    config = Qwen3Config(**shape, max_position_embeddings=8192)
+    Qwen3ForCausalLM(config).save_pretrained("chat")
     words.save_pretrained("chat")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.md").write_text("Ada Baker was born in 1968.")
-    (tmp_path / "own.jsonl").write_text(
-        "\n".join(
-            json.dumps({"question": f"Who is number {i}?", "answer": "Ada"}) for i in range(12)
-        )
-    )
-    limits = [
-        "--sys2_context",
-        "3000",
-        "--step_tokens",
-        "24",
-        "--answer_tokens",
-        "16",
-        "--sys1_prompt",
-        "1500",
-        "--sys1_response",
-        "16",
-        "--max_turns",
-        "3",
-        "--data",
-        "own.jsonl",
-        "--docs",
-        "notes",
-        "--kv_tokens",
-        "60000",
-    ]
-    assert (
-        program.main(["--model", "chat", "--name", "chat", "--steps", "1", *SMALL[:-2], *limits])
-        == 0
-    )
+    lines = [json.dumps({"question": f"Who is {i}?", "answer": "Ada"}) for i in range(12)]
+    (tmp_path / "own.jsonl").write_text("\n".join(lines))
+    limits = {"sys2_context": 3000, "step_tokens": 24, "answer_tokens": 16, "sys1_prompt": 1500}
+    limits |= {"sys1_response": 16, "max_turns": 3, "kv_tokens": 60_000, "docs": "notes"}
+    method = dataclasses.replace(mars.METHOD, presets={"chat": limits})
+    own = ["--preset", "chat", "--data", "own.jsonl"]
+    assert run("--model", "chat", "--steps", 1, *SMALL[:-2], *own, method=method) == 0
     (line,) = metrics(tmp_path / "runs/chat")
     assert line["malformed_share"] > 0.5 and line["mismatch_kl"] < 1e-8
-    assert program.main(["eval", "chat", *limits[:-2], "--kv_tokens", "60000"]) == 0
-    assert (
-        program.main(
-            [
-                "ask",
-                "chat",
-                "Who is Ada Baker?",
-                "--step_tokens",
-                "24",
-                "--answer_tokens",
-                "16",
-                "--docs",
-                "notes",
-            ]
-        )
-        == 0
-    )
-    assert (
-        "page |" in capsys.readouterr().out
-        and len(json.loads((tmp_path / "runs/eval-chat/predictions.json").read_text())) == 12
-    )
+    assert run("eval", "chat", *own, method=method) == 0
+    assert len(records_of(tmp_path / "runs/eval-chat", 0)) == 12
+    assert run("ask", "chat", "Who is Ada Baker?", "--preset", "chat", method=method) == 0
+    assert "page |" in capsys.readouterr().out
+    assert run("ask", "chat", "Who is Ada Baker?", method=method) == 2
+    assert "nothing to search" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["chat template", "belong together"])
+def test_a_model_that_cannot_be_spoken_to_is_refused(base, tmp_path, capsys, damage):
+    """No chat template and not the toy's language; a tokenizer that is larger than its model."""
+    from test_chat import QWEN3, tokenizer
+
+    words = tokenizer(QWEN3)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    size = 50 if damage == "belong together" else len(words)
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": size}
+    Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(tmp_path / "model")
+    words.chat_template = None
+    if damage == "belong together":
+        words = AutoTokenizer.from_pretrained(base)
+    words.save_pretrained(tmp_path / "model")
+    out = tmp_path / "out"
+    asked = ["--data", "toy", "--eval_questions", 2, "--runs", out]
+    assert run("eval", tmp_path / "model", *asked) == 2
+    assert damage in capsys.readouterr().err and not out.exists()
+
+
+# ------------------------------------------------------------------------- what ends a run early
+
+
+def broken(query):
+    raise ToolError("no route to the service")
 
 
 def test_too_many_failing_tools_stop_the_run_with_its_state_whole(
     base, tmp_path, monkeypatch, capsys
 ):
-    import mars as program
-    import trainer
-    from plumbing import surroundings
-    from tools import ToolError
-
-    monkeypatch.chdir(tmp_path)
-    arguments = [
-        "--model",
-        str(base),
-        "--name",
-        "broken",
-        "--save_every",
-        "1",
-        *SMALL,
-        "--eval_questions",
-        "2",
-    ]
-    assert program.main([*arguments, "--steps", "1"]) == 0
-
-    def broken(query):
-        raise ToolError("no route to the service")
-
-    monkeypatch.setattr(surroundings.search, "local", lambda *a: broken)
-    assert program.main([*arguments, "--steps", "3", "--resume"]) == 2
+    line = ["--model", base, "--runs", tmp_path, "--name", "x", *SMALL, "--eval_every", 1]
+    assert run(*line, "--steps", 1) == 0
+    monkeypatch.setattr(outside.search, "local", lambda *given: broken)
+    assert run(*line, "--steps", 3, "--resume") == 2
     assert "of the tool calls of step 1 failed" in capsys.readouterr().err
-    line = metrics(tmp_path / "runs/broken")[1]
-    assert line["tool_error_share"] > 0.5 and line["empty_share"] == 0
-    assert trainer.newest(tmp_path / "runs/broken")[0] == 1
+    told = metrics(tmp_path / "x")[1]
+    assert told["tool_error_share"] > 0.5 and told["empty_share"] == 0
+    assert trainer.newest(tmp_path / "x")[0] == 1
 
 
 def test_tools_that_fail_in_the_evaluation_stop_the_run_too(base, tmp_path, monkeypatch, capsys):
     """Else an expired key would look like a low held-out accuracy."""
-    import mars as program
-    from plumbing import surroundings
-    from tools import ToolError
-
-    monkeypatch.chdir(tmp_path)
-
-    def broken(query):
-        raise ToolError("no route to the service")
-
-    real = surroundings.make_call
+    real = outside.make_call
 
     def make_call(config, split, name):
         return real(config, split, name) if split == "train" else broken
 
-    monkeypatch.setattr(surroundings, "make_call", make_call)
-    assert program.main(["--model", str(base), "--name", "eval", "--steps", "2", *SMALL]) == 2
+    monkeypatch.setattr(outside, "make_call", make_call)
+    assert run("--model", base, "--runs", tmp_path, "--name", "x", "--steps", 2, *SMALL) == 2
     assert "of the tool calls of step 0 failed" in capsys.readouterr().err
-    (line,) = metrics(tmp_path / "runs/eval")
+    (line,) = metrics(tmp_path / "x")
     assert line["eval_tool_error_share"] > 0.5 > line["tool_error_share"]
+
+
+def test_a_tool_that_hangs_is_given_up(base, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(outside.search, "local", lambda *given: lambda query: time.sleep(1000))
+    method = dataclasses.replace(mars.METHOD, presets={"short": {"tool_seconds": 1.0}})
+    line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
+    assert run(*line, "--eval_questions", 2, "--preset", "short", method=method) == 2
+    assert "of the tool calls of step 0 failed" in capsys.readouterr().err
+
+
+def test_a_judge_that_is_away_stops_the_run(base, tmp_path, monkeypatch, capsys):
+    """Else it would train on nothing, and its failures would look like wrong answers."""
+
+    def away(question, answer):
+        raise ToolError("nobody answers")
+
+    monkeypatch.setattr(outside.grading, "grader", lambda name: away)
+    assert run("--model", base, "--runs", tmp_path, "--name", "x", "--steps", 2, *SMALL) == 2
+    said = capsys.readouterr()
+    assert "of the judgements of step 0 failed" in said.err and "could not be judged" in said.out
+    (line,) = metrics(tmp_path / "x")
+    assert line["judge_failures"] > 0 and line["eval_judge_failures"] > 0
 
 
 def test_steps_without_a_finite_gradient_are_skipped_and_three_stop_the_run(
     base, tmp_path, monkeypatch, capsys
 ):
-    import mars as program
-
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "plumbing.build.grading.grader",
-        lambda name: lambda question, answer: float(len(answer) % 2),
-    )  # mixed rewards
-    import trainer
-
-    real = trainer.gradient_norm
-    monkeypatch.setattr(
-        trainer, "gradient_norm", lambda policy, limit: real(policy, limit) * float("nan")
+        outside.grading, "grader", lambda name: lambda question, answer: float(len(answer) % 2)
     )
-    assert (
-        program.main(
-            ["--model", str(base), "--name", "nan", "--steps", "5", "--save_every", "1", *SMALL]
-        )
-        == 2
-    )
+    monkeypatch.setattr(trainer, "gradient_norm", lambda policy, limit: float("nan"))
+    line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 5, *SMALL]
+    assert run(*line, "--eval_every", 1) == 2
     said = capsys.readouterr()
-    assert [line["skipped_steps"] for line in metrics(tmp_path / "runs/nan")] == [1, 1]
-    assert (
-        said.out.count("step skipped") == 3
-        and "sys2 " in said.out
-        and "three steps in a row" in said.err
-    )
-    state = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/nan/checkpoint").state_dict()
-    start = AutoModelForCausalLM.from_pretrained(base).state_dict()
-    assert all(torch.equal(state[k], start[k]) for k in start), "a skipped step moves no weight"
+    assert [line["skipped_steps"] for line in metrics(tmp_path / "x")] == [1, 1]
+    assert said.out.count("step skipped") == 3 and "three steps in a row" in said.err
+    assert same_weights(tmp_path / "x/checkpoint", base), "a skipped step moves no weight"
 
 
-def test_a_judge_that_is_away_stops_the_run(base, tmp_path, monkeypatch, capsys):
-    """Else it would train on nothing, and its failures would look like wrong answers."""
-    import mars as program
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MARS_JUDGE_URL", "http://127.0.0.1:9/v1")
-    monkeypatch.setenv("MARS_JUDGE_MODEL", "x")
-    monkeypatch.setattr("tools.web.time.sleep", lambda seconds: None)
-    arguments = ["--model", str(base), "--name", "away", "--steps", "2", *SMALL]
-    assert program.main([*arguments, "--grader", "judge"]) == 2
-    said = capsys.readouterr()
-    assert "of the judgements of step 0 failed" in said.err and "could not be judged" in said.out
-    (line,) = metrics(tmp_path / "runs/away")
-    assert line["judge_failures"] > 0 and line["eval_judge_failures"] > 0
+# ------------------------------------------------------------------------------------ a live view
 
 
-def test_a_tool_that_hangs_is_given_up(base, tmp_path, monkeypatch, capsys):
-    import mars as program
-    from plumbing import surroundings
+@pytest.fixture
+def tracker(monkeypatch):
+    """A stand-in for trackio that keeps what it gets and fails at step 3."""
+    kept = []
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(surroundings.search, "local", lambda *a: lambda query: time.sleep(1000))
-    arguments = ["--model", str(base), "--name", "hangs", "--steps", "1", *SMALL]
-    start = time.monotonic()
-    assert program.main([*arguments, "--eval_questions", "2", "--tool_seconds", "1"]) == 2
-    assert "of the tool calls of step 0 failed" in capsys.readouterr().err
-    assert time.monotonic() - start < 60
+    class Opened:
+        def log(self, numbers, step):
+            if step == 3:
+                raise ConnectionError("the network is away")
+            kept.append((step, numbers))
 
+        def finish(self):
+            kept.append("finish")
 
-def test_help_shows_every_options_reason():
-    done = mars("--help", cwd=REPO)
-    assert done.returncode == 0
-    said = " ".join(done.stdout.split())
-    for text in ("--balance", "how G of System 1's M are drawn", "seed of three slipped late"):
-        assert text in said, text
-
-
-def test_importing_the_program_draws_nothing():
-    """Matplotlib and bm25s are loaded by who needs them."""
-    check = "import sys, mars; print(sorted({'matplotlib', 'bm25s'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", check], cwd=REPO, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stderr
+    module = types.ModuleType("trackio")
+    module.init = lambda **options: kept.append(options) or Opened()
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    return kept
 
 
-def test_every_option_has_its_reason_behind_it():
-    """The help is read from the source: a reason that the formatter moved would be lost."""
-    import dataclasses
-
-    import config
-    import mars as program
-
-    names = {field.name for field in dataclasses.fields(program.MarsConfig)}
-    assert config.comments(program.MarsConfig).keys() == names
-
-
-def test_a_run_whose_states_are_gone_is_not_begun_anew(trained, base):
-    """Its results would be wiped; another method's run and an evaluation are not resumed either."""
-    folder, _ = trained
-    run = folder / "runs" / "stateless"
-    shutil.copytree(folder / "runs/whole", run, symlinks=True)
-    options = ["--model", base, "--name", "stateless", "--save_every", 2, *SMALL, "--steps", 6]
-    before = (run / "metrics.jsonl").read_bytes()
-    (run / "method.json").write_text(json.dumps({"name": "another", "roles": {}}))
-    done = mars(*options, "--resume", cwd=folder)
-    assert done.returncode == 2 and "method another" in done.stderr
-    done = mars("eval", "runs/stateless", cwd=folder)
-    assert done.returncode == 2 and "method another" in done.stderr
-    (run / "method.json").unlink()
-    shutil.rmtree(run / "state")
-    done = mars(*options, "--resume", cwd=folder)
-    assert done.returncode == 2 and "no whole state" in done.stderr
-    (run / "table.json").write_text("[]")
-    done = mars(*options, "--resume", cwd=folder)
-    assert done.returncode == 2 and "is an evaluation" in done.stderr
-    assert (run / "metrics.jsonl").read_bytes() == before and (run / "rollouts").is_dir()
+def test_a_tracked_run_goes_on_without_its_tracker(trained, base, tmp_path, tracker, capsys):
+    """Resumed in the same tracker run, and the tracker changes no number of the run."""
+    options = ["--model", base, "--runs", tmp_path, "--name", "whole", *SMALL, "--track", "trackio"]
+    assert run(*options, "--steps", 2, grade=half) == 0
+    assert run(*options, "--steps", 4, "--resume", grade=half) == 0
+    assert capsys.readouterr().out.count("--track trackio failed (the network is away)") == 1
+    first, *firsts, end, again, third = tracker
+    assert end == "finish" and first["name"] == again["name"] and first["project"] == "mars"
+    lines = [json.loads(line) for line in open(tmp_path / "whole/metrics.jsonl")]
+    for (step, numbers), line in zip([*firsts, third], lines[:3], strict=True):
+        sent = {key: value for key, value in line.items() if isinstance(value, (int, float))}
+        assert numbers | {"step": step} == sent
+    assert metrics(tmp_path / "whole")[2:] == metrics(trained / "whole")[2:]
 
 
-def test_claims_of_one_folder_never_overlap(tmp_path):
-    """Processes claim and release the same folder as fast as they can: one holder at a time."""
-    program = """
-import os, sys, time
-from pathlib import Path
-from plumbing import claims
-folder, log = Path(sys.argv[1]), open(sys.argv[2], "a")
-end = time.monotonic() + 3
-while time.monotonic() < end:
-    claim = claims.claim_new(folder)
-    if claim is None:
-        continue
-    os.write(log.fileno(), b"in\\n")
-    os.write(log.fileno(), b"out\\n")
-    claim.release()
-"""
-    command_line = [sys.executable, "-c", program, tmp_path / "runs" / "x", tmp_path / "log"]
-    children = [subprocess.Popen(command_line, cwd=REPO) for _ in range(3)]
-    assert [child.wait(timeout=60) for child in children] == [0, 0, 0]
-    log = (tmp_path / "log").read_text().split()
-    assert log[::2] == ["in"] * (len(log) // 2) and log[1::2] == ["out"] * (len(log) // 2)
-    assert len(log) > 20
+def test_a_tracker_that_cannot_start_is_told_and_the_run_can_go_on(base, tmp_path, monkeypatch):
+    def closed(**options):
+        raise SystemExit("not logged in")
+
+    monkeypatch.setattr(logbook, "tracker_init", lambda name: closed)
+    monkeypatch.setattr(outside, "tracker_init", lambda name: closed)
+    line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
+    assert run(*line, "--track", "wandb") == 2
+    assert run(*line, "--eval_questions", 6, "--resume") == 0
 
 
-def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
-    """Attempts without an answer need no judge: they would hide that it is gone."""
-    import dataclasses
-
-    import mars
-    from plumbing.metrics import rollout_metrics
-    from rollout import Trajectory
-    from tasks.questions import Question
-
-    method = dataclasses.replace(mars.METHOD, roles={})
-    question = Question("q", "who ?", ("x",), "test")
-
-    def attempt(answer, reward):
-        return Trajectory(question, 0, 0, answer=answer, reward=reward, ended="answer")
-
-    attempts = [attempt("x", None), attempt(None, 0.0), attempt(None, 0.0), attempt(None, 0.0)]
-    assert rollout_metrics(attempts, [], method, 1.0)["judge_failure_share"] == 1.0
-    assert rollout_metrics([attempt("x", None)], [], method, 1.0)["reward"] is None
+if __name__ == "__main__":
+    sys.exit(run(*sys.argv[1:], grade=half))

@@ -3,29 +3,23 @@
 import json
 import math
 import random
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from test_mars import SMALL
 
-from config import UserError, parse, parser, resolve
 from driver import Driver
-from plumbing.run import Run
+from plumbing.start import Run
 from rollout import Trajectory
 from sampler import Completion
-from siblings import marsrl
-from siblings import marsrl_toy as verification
+from siblings import marsrl, marsrl_toy
 from siblings.marsrl import METHOD, STAGES, MarsrlConfig
 from tasks.chat import ChatFormat
 from tasks.grading import grader
 from tasks.questions import Question
 from toy import world
 
-REPO = Path(__file__).parent.parent
-CHAT = verification.Language(verification.make_tokenizer())
+CHAT = marsrl_toy.Language(marsrl_toy.make_tokenizer())
 PAGE = "ada enjoys chess . ada born 1968 . ada makes lamps . "
 QUESTION = Question("q0", f"{PAGE}hobby of ada", ("chess",), "own")
 
@@ -50,10 +44,8 @@ class Script:
         pass
 
     def submit(self, conversation, tokens, *, max_new_tokens, seed, **options):
-        (role,) = [
-            role for role, mark in verification.MARKS.items() if CHAT.control[mark] in tokens
-        ]
-        words = self.say(role, CHAT.decode(tokens), seed)
+        (role,) = [role for role, mark in marsrl_toy.MARKS.items() if CHAT.control[mark] in tokens]
+        words = self.say(role, CHAT.text(tokens), seed)
         new = CHAT.tokenizer.encode(f"{words} <eot>", add_special_tokens=False)
         completion = Completion(new[:max_new_tokens], [-0.5] * len(new[:max_new_tokens]), "stop")
         self.queue.append(SimpleNamespace(error=None, completion=completion))
@@ -92,7 +84,7 @@ def scripted(say, **options) -> Run:
 def given(context) -> str:
     """What an agent was given, as text."""
     sample = context.sample
-    return CHAT.decode([token for token, own in zip(sample.tokens, sample.mask) if not own])
+    return CHAT.text([token for token, own in zip(sample.tokens, sample.mask) if not own])
 
 
 def system(*said: str, **options) -> Trajectory:
@@ -131,14 +123,6 @@ def test_each_agent_earns_its_own_reward(said):
     assert [sample.reward for sample in trajectory.samples()] == [outcome] * len(own)
 
 
-def test_what_cannot_be_read_earns_nothing_and_ends_the_system():
-    """A verifier without a verdict flags nothing; a solver without a word is wrong."""
-    trajectory = system("", "chess")
-    assert [context.turns[0].own for context in trajectory.contexts] == [0, 0]
-    assert (trajectory.answer, trajectory.ended) == (None, "no answer")
-    assert trajectory.contexts[0].turns[0].problem.startswith("malformed")
-
-
 def test_agents_read_what_the_paper_lets_them_read():
     trajectory = system("lamps", "chess wrong", "1968", "chess wrong", "chess")
     page = f"<doc> {PAGE}"
@@ -149,23 +133,6 @@ def test_agents_read_what_the_paper_lets_them_read():
         f"{page}<verify> hobby of ada <answer> 1968 <eot>",
         f"{page}<correct> hobby of ada <answer> 1968 <resp> chess wrong <eot>",
     ]
-
-
-def test_the_four_rules_of_credit():
-    """Two attempts at a question: a true alarm that helps, and a false alarm that does not."""
-
-    def advantages(rule):
-        said = ("lamps", "chess wrong", "chess", "chess right"), ("chess", "lamps wrong", "lamps")
-        played = [system(*said[0]), system(*said[1], "lamps right")]
-        samples = METHOD.credit(MarsrlConfig(rollouts="linear", credit=rule), played, 0)["all"]
-        assert [sample.copies for sample in samples] == [1] * 8
-        return [round(sample.advantage, 4) for sample in samples]
-
-    # lamps 0, true alarm 1, corrected 1, accepted 1 | chess 1, false alarm 0, spoilt 0, accepted 0
-    assert advantages("own") == [-1, 1, 1, 1, 1, -1, -1, -1]
-    assert advantages("role") == [1] * 4 + [-1] * 4
-    assert advantages("attempt") == [1] * 4 + [-1] * 4
-    assert advantages("pooled") == [1] * 4 + [-1] * 4
 
 
 def test_rules_differ_where_attempts_have_different_lengths():
@@ -211,7 +178,7 @@ def groups_of(trajectories: list[Trajectory]) -> dict[tuple, list[Trajectory]]:
 def test_a_group_is_one_input(choice):
     """Its members were given the same tokens, other groups other ones; at most 8 + 4 · 2 · 8."""
     run = scripted(careless, questions=3, group=8, choice=choice)
-    played = marsrl.grouped(run, 0)[0]
+    played = marsrl.grouped(run, 0)
     groups = groups_of(played)
     assert {key[1] for key in groups} == set(STAGES)
     prompts = {}
@@ -238,19 +205,11 @@ def test_a_group_is_one_input(choice):
 def test_correctors_are_given_alarms_only():
     run = scripted(careless, questions=3, group=8, choice="random")
     seen = 0
-    for trajectory in marsrl.grouped(run, 0)[0]:
+    for trajectory in marsrl.grouped(run, 0):
         if trajectory.contexts[0].role == "corrector":
             seen += 1
             assert given(trajectory.contexts[0]).endswith("wrong <eot>")
     assert seen
-
-
-def test_nothing_is_corrected_when_nobody_flags():
-    def trusting(role, prompt, seed):
-        return "lamps right" if role == "verifier" else careless(role, prompt, seed)
-
-    played = marsrl.grouped(scripted(trusting), 0)[0]
-    assert {trajectory.question.stage for trajectory in played} == {"solver", "verifier1"}
 
 
 # ------------------------------------------------------------------- the choice of inputs
@@ -271,10 +230,10 @@ def chosen(
     run = scripted(None, choice=choice, inputs=inputs)
     stage = STAGES[STAGES.index(follower) - 1]
     picked = marsrl.choose(run.config, outputs(run, stage, said), follower, random.Random(seed))
-    return [CHAT.decode(CHAT.note(output.turns[0].sampled)) for output in picked]
+    return [CHAT.text(CHAT.note(output.turns[0].sampled)) for output in picked]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_adaptive_picks_every_wrong_solution_before_any_right_one(seed):
     said = ["chess", "lamps", "chess", "1968", "dover", "chess", "lamps"]
     assert set(chosen("adaptive", "verifier1", said, 3, seed)) == {"lamps", "1968", "dover"}
@@ -282,7 +241,7 @@ def test_adaptive_picks_every_wrong_solution_before_any_right_one(seed):
     assert chosen("adaptive", "verifier1", ["chess", "chess"], 2, seed) == ["chess"]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_correctors_get_true_alarms(seed):
     """The solution is wrong, so every alarm is true, whatever the report found."""
     said = ["1968 right", "chess wrong", "1968 wrong", "chess right"]
@@ -290,18 +249,12 @@ def test_correctors_get_true_alarms(seed):
     assert chosen("adaptive", "corrector1", ["1968 right"] * 3, 2, seed) == []
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_balanced_takes_one_of_each(seed):
     said = ["chess", "lamps", "1968", "dover", "lamps"]
     picked = chosen("balanced", "verifier1", said, 2, seed)
     assert picked.count("chess") == 1 and len(set(picked)) == 2
     assert len(chosen("balanced", "verifier1", said[1:], 2, seed)) == 2
-
-
-def test_random_takes_any():
-    said = ["chess", "lamps", "1968", "dover"]
-    seen = {tuple(sorted(chosen("random", "verifier1", said, 2, seed))) for seed in range(40)}
-    assert len(seen) == 6
 
 
 # ----------------------------------------------------------------------------- pipeline
@@ -312,21 +265,12 @@ def test_the_pipeline_shifts_each_stage_by_a_batch():
     run = scripted(careless, group=8, choice="random")
     waiting = []
     for step in range(7):
-        played, _ = marsrl.pipelined(run, step, waiting=waiting)
+        played = marsrl.pipelined(run, step, waiting=waiting)
         seen = {(t.question.stage, t.question.asked.id) for t in played}
         wanted = {(stage, f"q{step - i}") for i, stage in enumerate(STAGES) if i <= step}
         assert seen == wanted
         places = {t.question_index: t.question.key for t in played}
         assert len(places) == len(groups_of(played))
-
-
-def test_one_agent_s_samples_only():
-    run = scripted(careless, learners="checkers")
-    terms = METHOD.credit(run.config, marsrl.grouped(run, 0)[0], 0)
-    copies = {(sample.role, sample.copies) for sample in terms["all"]}
-    assert copies == {("solver", 0), ("verifier", 1), ("corrector", 1)}
-    run = scripted(careless, learners="solver")
-    assert {t.question.stage for t in marsrl.grouped(run, 0)[0]} == {"solver"}
 
 
 # ------------------------------------------------------------------------------ numbers
@@ -340,7 +284,7 @@ def test_shares_by_hand():
         system("lamps", "lamps right"),
     ]
     # shown right: right, wrong (false alarm), right; shown wrong: wrong (found), right, right
-    assert METHOD.shares(played) == {
+    assert METHOD.metrics(played) == {
         "solver": (2, 4),
         "corrector": (1, 2),
         "system": (2, 4),
@@ -350,42 +294,13 @@ def test_shares_by_hand():
     }
 
 
-def test_an_attempt_that_nobody_finished_counts_nowhere_and_has_no_followers():
-    lost = Trajectory(QUESTION, 0, 0, ended="lost: no server answered")
-    assert METHOD.shares([lost]) == METHOD.shares([])
-    lost.question = marsrl.make_task(QUESTION, "solver")
-    assert marsrl.next_tasks(scripted(None), [lost], 0) == []
-
-
-def test_settings_that_contradict_each_other_are_one_sentence():
-    linear = "--rollouts linear"
-    for options in (
-        "--credit role",
-        "--grader judge",
-        "--refill 1",
-        f"{linear} --refill 1",
-        f"{linear} --choice random",
-        f"{linear} --inputs 3",
-        "--inner_steps 3",
-    ):
-        given = parse(parser(MarsrlConfig, ""), options.split())
-        with pytest.raises(UserError):
-            resolve(MarsrlConfig, given, presets={})
-
-
-def test_a_question_without_room_is_refused():
-    marsrl.fits(MarsrlConfig(), CHAT, verification.question("train", 0, 0))
-    with pytest.raises(UserError, match="--context 50"):
-        marsrl.fits(MarsrlConfig(context=50), CHAT, verification.question("train", 0, 0))
-
-
 def test_a_chat_model_is_shown_the_solution_and_the_report():
     from test_chat import QWEN3, tokenizer
 
     chat = ChatFormat(tokenizer(QWEN3), METHOD.words(MarsrlConfig(), []), [])
     shown = {"answer": chat.encode("It is Ada."), "report": chat.encode("It is Bob.")}
     for role, seen in (("solver", []), ("verifier", ["Ada"]), ("corrector", ["Ada", "Bob"])):
-        prompt = chat.decode(chat.prompt(role, question="Who is it?", **shown))
+        prompt = chat.text(chat.prompt(role, question="Who is it?", **shown))
         assert "Who is it?" in prompt
         assert [name for name in ("Ada", "Bob") if f"It is {name}." in prompt] == seen
     said = chat.encode("It is Bob. <answer>wrong</answer>")
@@ -398,13 +313,13 @@ def test_a_chat_model_is_shown_the_solution_and_the_report():
 def test_pages_tell_what_their_questions_ask():
     usual = 0
     for seed in range(400):
-        page = verification.draw_page(random.Random(seed))
+        page = marsrl_toy.draw_page(random.Random(seed))
         right, *others = page.answers
         assert len({right, *others}) == 4
         name = page.question.split()[-1]
         firm, attribute, _ = page.paths[0].split()
         assert f"{name} joined {firm} ." in page.text
-        assert attribute == verification.CARES[firm]
+        assert attribute == marsrl_toy.CARES[firm]
         assert f"{name} {world.VERBS[attribute]} {right} ." in page.text
         assert all(f" {other} ." in page.text for other in others)
         assert f"{name} enjoys {page.usual} ." in page.text
@@ -412,13 +327,13 @@ def test_pages_tell_what_their_questions_ask():
     assert 0.6 < usual / 400 < 0.8
 
 
-@pytest.mark.parametrize("role", verification.MARKS)
+@pytest.mark.parametrize("role", marsrl_toy.MARKS)
 def test_demonstrations_are_what_the_recipe_plays(role):
     """A base model has read its prompts in the form in which the recipe gives them."""
     for seed in range(50):
-        page = verification.draw_page(random.Random(seed))
-        (prompt, trained), (said, learnt) = verification.demonstrate(
-            page, role, random.Random(seed), verification.HABITS
+        page = marsrl_toy.draw_page(random.Random(seed))
+        (prompt, trained), (said, learnt) = marsrl_toy.demonstrate(
+            page, role, random.Random(seed), marsrl_toy.HABITS
         )
         assert not trained and learnt and said.endswith(" <eot>")
         shown = {}
@@ -430,18 +345,7 @@ def test_demonstrations_are_what_the_recipe_plays(role):
             if content and name == "answer":
                 shown["answer"] = CHAT.encode(content)
         made = CHAT.prompt(role, question=f"{page.text} {page.question}", **shown)
-        assert CHAT.decode(made) == f"<doc> {page.text} {prompt}"
-
-
-def test_flawless_verdicts_are_right():
-    rng = random.Random(0)
-    for _ in range(100):
-        page = verification.draw_page(rng)
-        (prompt, _), (said, _) = verification.demonstrate(
-            page, "verifier", rng, verification.FLAWLESS
-        )
-        claimed = f"<answer> {page.answers[0]} " in prompt
-        assert said.split()[-2] == ("right" if claimed else "wrong")
+        assert CHAT.text(made) == f"<doc> {page.text} {prompt}"
 
 
 # ------------------------------------------------------------------------------ whole runs
@@ -449,17 +353,13 @@ def test_flawless_verdicts_are_right():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return verification.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
+    return marsrl_toy.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
 
 
 def command(base, folder, name, *more) -> list[dict]:
     """The metrics of a run of the command."""
-    line = [sys.executable, "-m", "siblings.marsrl", "--model", base, "--runs", folder]
-    line += ["--name", name, *SMALL, *more]
-    done = subprocess.run(
-        [str(word) for word in line], cwd=REPO, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
+    line = ["--model", str(base), "--runs", str(folder), "--name", name, *SMALL, *more]
+    assert marsrl.main(line) == 0
     return [json.loads(text) for text in open(folder / name / "metrics.jsonl")]
 
 
@@ -473,11 +373,7 @@ def steady(line: dict) -> dict:
 
 def test_a_run_leaves_its_folder_and_resumes_to_the_same_bits(base, tmp_path):
     whole = command(base, tmp_path, "whole", "--steps", "2", "--save_every", "1")
-    for key in ("solver", "verifier_accuracy", "recall", "false_alarm_share", "corrector"):
-        assert 0 <= whole[0][key] <= 1
-    assert "system" not in whole[0]
-    for key in ("eval_solver", "eval_system", "eval_verifier_accuracy", "eval_false_alarm_share"):
-        assert 0 <= whole[0][key] <= 1
+    assert 0 <= whole[0]["solver"] <= 1 and "system" not in whole[0], "no system was played"
     assert whole[0]["eval_system"] == whole[0]["eval_accuracy"]
     assert all(line["mismatch_kl"] < 1e-8 for line in whole)
     assert "Corrector" in (tmp_path / "whole" / "trajectories.html").read_text()
@@ -490,21 +386,5 @@ def test_a_run_leaves_its_folder_and_resumes_to_the_same_bits(base, tmp_path):
 def test_the_pipeline_stays_on_policy(base, tmp_path):
     lines = command(base, tmp_path, "pipe", "--steps", "3", "--rollouts", "pipelined")
     assert all(line["mismatch_kl"] < 1e-8 for line in lines)
-    assert lines[0]["verifier_samples"] == 0
+    assert lines[0]["verifier_samples"] == 0 and "recall" not in lines[0]
     assert lines[1]["verifier_samples"] > 0 and lines[1]["solver_samples"] == 16
-
-
-def test_whole_systems_are_trained_too(base, tmp_path):
-    (line,) = command(base, tmp_path, "x", "--steps", "1", "--rollouts", "linear")
-    assert 0 <= line["system"] <= 1
-    assert line["reward"] == line["system"]
-
-
-def test_the_core_names_no_recipe():
-    """Nothing that all methods share knows of this one."""
-    core = [path for path in REPO.glob("*.py")]
-    for folder in ("plumbing", "trainer", "sampler", "kernels", "tasks", "tools"):
-        core += (REPO / folder).glob("*.py")
-    assert len(core) > 30
-    for path in core:
-        assert "marsrl" not in path.read_text().lower()

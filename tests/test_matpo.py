@@ -2,24 +2,22 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.tiny import CPU, OBJECTIVE, model
-from test_mars import SMALL, TIMES
+from test_mars import SMALL
 
 import train
 import trainer
 from config import UserError, resolve
 from driver import Driver
+from plumbing.logbook import record
 from rollout import Env, Sample, Trajectory, Turn
 from sampler import Completion
-from siblings import matpo
-from siblings import matpo_toy as delegation
+from siblings import matpo, matpo_toy
 from tasks.chat import ChatFormat
 from tasks.format import Action, Call
 from tasks.grading import exact_match
@@ -28,7 +26,7 @@ from tools import KNOWN, Document, Tool, ToolError
 from toy import world
 
 REPO = Path(__file__).parent.parent
-FORMAT = delegation.DelegationFormat(delegation.make_tokenizer(), [*world.TOOLS, "work"])
+FORMAT = matpo_toy.Language(matpo_toy.make_tokenizer(), [*world.TOOLS, "work"])
 QUESTION = Question("q", "where is the employer of ada baker based ?", ("dover",), "toy")
 PAGES = [
     Document("d1", "", "", "ada baker born 1968 . ada baker joined acro corp ."),
@@ -96,7 +94,7 @@ def play(planner: list[str], worker: list[str], search=lambda query: PAGES, **op
 
 
 def text(sample: Sample, sampled: bool) -> str:
-    return FORMAT.decode([t for t, m in zip(sample.tokens, sample.mask) if m == sampled])
+    return FORMAT.text([t for t, m in zip(sample.tokens, sample.mask) if m == sampled])
 
 
 PLANNER = [
@@ -194,20 +192,6 @@ def test_what_goes_wrong_stays_within_the_worker():
     assert text(planner.sample, False).endswith("<resp> error <eot>"), "it gave no summary"
     problems = [turn.problem.split(":")[0] for turn in worker.turns]
     assert problems == ["tool failed", "malformed", "malformed"]
-
-
-@pytest.mark.parametrize("context", [60, 90, 160, 256])
-def test_no_context_outgrows_its_limit(context):
-    """However many words a tool returns, and however long anybody goes on."""
-    long = [Document("d", "", "", "ada baker born 1968 . " * 80)]
-    trajectory, _ = play(
-        [PLANNER[0], "<answer> dover <eot>"],
-        [WORKERS[0], WORKERS[2]],
-        lambda query: long,
-        sys2_context=context,
-    )
-    assert all(len(sample.tokens) <= context for sample in trajectory.samples())
-    assert text(trajectory.contexts[0].sample, False).endswith("joined acro corp . <eot>")
 
 
 # ------------------------------------------------------------------------------------------- credit
@@ -320,17 +304,6 @@ def test_the_gradient_is_that_of_the_papers_objective_also_beyond_the_planners_e
     assert distance(official) > 1e-2
 
 
-def test_the_last_token_of_a_worker_is_trained_however_short_its_planner():
-    trajectories, terms, config = credited()
-    samples, batches = prepared(config, terms)
-    live = torch.zeros(len(samples), dtype=torch.long)
-    for made in batches:
-        live += torch.bincount(made.owner[made.weight > 0], minlength=len(samples))
-    written = [sum(made.mask) for t in batch() for made in t.samples()]
-    assert live.tolist() == written
-    assert len(samples) == 13 and all(made.advantage for made in samples)
-
-
 @pytest.mark.parametrize("inner_steps", [1, 2])
 def test_the_weights_of_a_rollout_sum_to_one_in_g(inner_steps):
     trajectories, terms, config = credited(inner_steps=inner_steps)
@@ -347,15 +320,6 @@ def test_the_weights_of_a_rollout_sum_to_one_in_g(inner_steps):
             lengths = [sum(samples[i].mask) for i in of]
             shares = [length / sum(lengths) / len(mine) for length in lengths]
             assert weights[of].tolist() == pytest.approx(shares)
-
-
-def test_a_mean_over_tokens_weighs_all_tokens_alike():
-    """The official code's default: --loss_mean token."""
-    _, terms, config = credited(loss_mean="token")
-    _, batches = prepared(config, terms)
-    tokens = sum(sum(made.mask) for made in terms["rollout"])
-    for made in batches:
-        assert made.weight.tolist() == pytest.approx([1 / tokens] * len(made.weight))
 
 
 def test_form_by_hand():
@@ -375,30 +339,11 @@ def test_form_by_hand():
     assert score(0.0, good, [], delegate=False) == pytest.approx(0.1)
 
 
-def test_the_share_of_form_reaches_the_advantages_but_not_the_accuracy():
-    trajectories = batch()[3:]
-    trajectories[0].contexts[0].turns[0].action = Action(error="malformed")
-    for trajectory in trajectories:
-        trajectory.reward = 1.0
-    matpo.credit(matpo.MatpoConfig(format_share=0.1), trajectories, 0)
-    assert [t.contexts[0].sample.advantage for t in trajectories] == pytest.approx([-1.0, 1.0])
-    assert [t.reward for t in trajectories] == [1.0, 1.0]
-
-
-def test_frozen_workers_leave_the_mean_to_the_planner():
-    trajectories, terms, config = credited(workers="frozen")
-    assert {made.role for made in terms["rollout"]} == {"planner"}
-    assert [made.weight for made in terms["rollout"]] == [1.0] * 5
-    assert not any(made.copies for t in trajectories for made in t.samples("worker"))
-    assert config.frozen() == {"worker"}
-
-
 def test_mars_groups_compare_workers_with_workers():
     trajectories, terms, config = credited(own_groups=True)
     workers = [made for t in trajectories[:3] for made in t.samples("worker")]
     half = 1 / math.sqrt(2)
     assert [made.advantage for made in workers] == pytest.approx([half, half, -2 * half])
-    assert all(made.weight == 1.0 for samples in terms.values() for made in samples)
     assert list(terms) == ["planner", "worker"]
     _, balanced, _ = credited(own_groups=True, balance="uniform")
     copies = [
@@ -413,16 +358,16 @@ def test_mars_groups_compare_workers_with_workers():
 def test_questions_take_two_steps_and_every_role_is_shown_how():
     import random
 
-    asked = [delegation.question("eval", 0, i) for i in range(60)]
+    asked = [matpo_toy.question("eval", 0, i) for i in range(60)]
     assert {question.source for question in asked} == {"toy-two", "toy-age"}
-    assert delegation.question("eval", 0, 7) == asked[7]
-    no_python = [delegation.question("eval", 0, i, ["search"]) for i in range(60)]
+    assert matpo_toy.question("eval", 0, 7) == asked[7]
+    no_python = [matpo_toy.question("eval", 0, i, ["search"]) for i in range(60)]
     assert {question.source for question in no_python} == {"toy-two"}
-    library = delegation.Library("test")
+    library = matpo_toy.Library("test")
     rng = random.Random(0)
     ids = FORMAT.tokenizer.get_vocab()
-    for demonstrate in (delegation.planner, delegation.worker, delegation.agent):
-        for habits in (delegation.FLAWLESS, delegation.HABITS):
+    for demonstrate in (matpo_toy.planner, matpo_toy.worker, matpo_toy.agent):
+        for habits in (matpo_toy.FLAWLESS, matpo_toy.HABITS):
             for _ in range(30):
                 pieces = demonstrate(library, rng, habits)
                 words = " ".join(said for said, _ in pieces).split()
@@ -440,9 +385,9 @@ def test_a_flawless_planner_earns_the_reward():
     import random
 
     rng = random.Random(1)
-    library = delegation.Library("test")
+    library = matpo_toy.Library("test")
     for _ in range(20):
-        pieces = delegation.planner(library, rng, delegation.FLAWLESS)
+        pieces = matpo_toy.planner(library, rng, matpo_toy.FLAWLESS)
         plan_text = pieces[0][0].removeprefix("<s2> ").removesuffix(" <eot>")
         said = [words for words, trained in pieces if trained]
         told = [words for words, trained in pieces if not trained][1:]
@@ -465,62 +410,41 @@ def test_a_flawless_planner_earns_the_reward():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A base model that has learned to call and to delegate, and little else."""
-    return delegation.build(tmp_path_factory.mktemp("base"), threads=1, steps=(40, 30))
-
-
-def command(*arguments, cwd: Path) -> subprocess.CompletedProcess:
-    line = [sys.executable, "-m", "siblings.matpo", *map(str, arguments)]
-    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=300)
+    """A base model that has learned next to nothing."""
+    return matpo_toy.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
 
 
 @pytest.fixture(scope="module")
 def trained(base, tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
     line = ["--model", base, "--runs", runs, "--name", "whole", "--steps", 2, *SMALL]
-    done = command(*line, cwd=REPO)
-    assert done.returncode == 0, done.stderr
+    assert matpo.main([str(word) for word in line]) == 0
     return runs / "whole"
 
 
-def lines(run: Path) -> list[dict]:
-    return [json.loads(line) for line in open(run / "metrics.jsonl")]
-
-
 def test_a_run_leaves_what_every_run_leaves(trained):
-    first, second = lines(trained)
+    first, second = [json.loads(line) for line in open(trained / "metrics.jsonl")]
     assert first["step"] == 0 and second["step"] == 1
     assert second["eval_step"] == 2 and 0 <= second["eval_accuracy"] <= 1
-    assert first["planner_samples"] == 16 and first["worker_samples"] > 0
+    assert first["planner_samples"] == 16
     assert first["mismatch_kl"] < 1e-8
     for name in ("curves.png", "diagnostics.png", "trajectories.html", "checkpoint"):
         assert (trained / name).exists(), name
-    page = (trained / "trajectories.html").read_text()
-    assert "Planner" in page and "Worker" in page
-    records = [json.loads(line) for line in open(trained / "rollouts" / "step_0.jsonl")]
-    workers = [chunk for r in records for turn in r["turns"] for chunk in turn["chunks"]]
-    assert workers and all(worker["role"] == "worker" and worker["turns"] for worker in workers)
 
 
-def test_resume_gives_the_numbers_of_an_uninterrupted_run(trained, base):
-    runs = trained.parent
-    line = ["--model", base, "--runs", runs, "--name", "halves", *SMALL, "--save_every", 1]
-    assert command(*line, "--steps", 1, cwd=REPO).returncode == 0
-    done = command(*line, "--steps", 2, "--resume", cwd=REPO)
-    assert done.returncode == 0, done.stderr
-    whole, halves = lines(trained)[1], lines(runs / "halves")[-1]
-    for key in whole.keys() - TIMES:
-        if "before" not in key:
-            assert halves[key] == whole[key], key
+def test_workers_stand_below_the_planners_turn_on_record():
+    trajectory, _ = play(PLANNER, WORKERS, sys2_context=256)
+    turns = record(trajectory, FORMAT, 0, "train")["turns"]
+    workers = [chunk for turn in turns for chunk in turn["chunks"]]
+    assert [(worker["role"], len(worker["turns"])) for worker in workers] == [("worker", 3)] * 2
 
 
-def test_eval_and_ask(trained, tmp_path):
-    done = command("eval", trained, "--eval_questions", 3, "--runs", tmp_path, cwd=REPO)
-    assert done.returncode == 0, done.stderr
-    assert "planner tok" in done.stdout
-    done = command("ask", trained, QUESTION.text, "--runs", tmp_path, cwd=REPO)
-    assert done.returncode == 0, done.stderr
-    assert "answer |" in done.stdout
+def test_ask_and_eval(trained, tmp_path, capsys):
+    line = ["eval", str(trained), "--eval_questions", "3", "--runs", str(tmp_path)]
+    assert matpo.main(line) == 0
+    assert matpo.main(["ask", str(trained), QUESTION.text, "--runs", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "planner tok" in said and "answer |" in said
 
 
 def test_a_chat_model_is_told_who_it_is():
@@ -528,14 +452,14 @@ def test_a_chat_model_is_told_who_it_is():
 
     tools = [Tool(name, *KNOWN[name], call=None) for name in KNOWN] + [matpo.WORKER_TOOL]
     chat = ChatFormat(tokenizer(QWEN3), matpo.words(matpo.MatpoConfig(), tools), tools)
-    planner = chat.decode(chat.prompt("planner", question="Who was it?"))
+    planner = chat.text(chat.prompt("planner", question="Who was it?"))
     assert "- work" in planner and "- search" not in planner and "Who was it?" in planner
-    worker = chat.decode(chat.prompt("worker", question="Who was it?", task="find her"))
+    worker = chat.text(chat.prompt("worker", question="Who was it?", task="find her"))
     assert "- search" in worker and "- work" not in worker and "find her" in worker
     assert "Who was it?" in worker
-    alone = chat.decode(chat.prompt("worker", question="", task="find her"))
+    alone = chat.text(chat.prompt("worker", question="", task="find her"))
     assert "larger question" not in alone
-    agent = chat.decode(chat.prompt("agent", question="Who was it?"))
+    agent = chat.text(chat.prompt("agent", question="Who was it?"))
     assert "- search" in agent and "- work" not in agent
     call = {"name": "work", "arguments": {"subtask": "find her"}}
     said = f"<tool_call>{json.dumps(call)}</tool_call>"
@@ -543,47 +467,15 @@ def test_a_chat_model_is_told_who_it_is():
     assert action.call == Call("work", "find her")
 
 
-def test_a_chat_model_trains_and_answers(tmp_path, monkeypatch, capsys):
-    """Random weights: every step is malformed, and nothing breaks."""
-    from test_chat import QWEN3, tokenizer
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    monkeypatch.chdir(tmp_path)
-    words = tokenizer(QWEN3)
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    more = {"vocab_size": len(words), "max_position_embeddings": 8192}
-    config = Qwen3Config(**shape, **heads, **more)
-    Qwen3ForCausalLM(config).save_pretrained("chat")
-    words.save_pretrained("chat")
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "a.md").write_text("Ada Baker was born in 1968.")
-    asked = [{"question": f"Who is number {i}?", "answer": "Ada"} for i in range(12)]
-    (tmp_path / "own.jsonl").write_text("\n".join(json.dumps(one) for one in asked))
-    limits = ["--sys2_context", "3000", "--step_tokens", "24", "--answer_tokens", "16"]
-    limits += ["--docs", "notes", "--kv_tokens", "60000"]
-    line = ["--model", "chat", "--name", "chat", "--steps", "1", "--data", "own.jsonl"]
-    assert matpo.main([*line, *SMALL[:-2], *limits]) == 0
-    assert lines(tmp_path / "runs" / "chat")[0]["malformed_share"] > 0.5
-    assert matpo.main(["ask", "runs/chat", "Who is Ada Baker?", *limits]) == 0
-    assert "planner |" in capsys.readouterr().out
-
-
-def test_bad_options_are_one_sentence():
-    for given, word in (
+@pytest.mark.parametrize(
+    "given, word",
+    [
         ({"balance": "uniform"}, "--own_groups"),
         ({"workers": "frozen", "own_groups": True}, "--workers train"),
-        ({"format_share": 1.5}, "--format_share"),
-        ({"worker_turns": 1}, "--worker_turns"),
         ({"worker_turns": 9}, "--max_turns"),
         ({"delegate": False, "recap": False}, "--no-delegate"),
-        ({"delegate": False, "own_groups": True}, "--no-delegate"),
-        ({"refill": 1, "format_share": 0.1}, "--refill"),
-        ({"own_groups": True, "balance": "advantage", "loss_mean": "token"}, "--loss_mean"),
-    ):
-        with pytest.raises(UserError, match=word):
-            resolve(matpo.MatpoConfig, given, presets={})
-    config = matpo.MatpoConfig(sys2_context=70)
-    with pytest.raises(UserError, match="--sys2_context"):
-        matpo.fits(config, FORMAT, Question("q", " ".join(["ada"] * 40), (), "own"))
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(given, word):
+    with pytest.raises(UserError, match=word):
+        resolve(matpo.MatpoConfig, given, presets={})

@@ -10,23 +10,17 @@ import mars
 import train
 from config import UserError
 from plumbing import evaluation
-from plumbing.metrics import method_shares
+from plumbing.metrics import method_metrics
 from recipes import atlas
 from siblings import marsrl, matpo
-from toy import base_model
 from toy.language import ToyFormat
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return base_model.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
-
-
-def test_a_method_brings_numbers_a_model_a_language_and_a_step_of_its_own(base, tmp_path):
+def test_a_method_brings_numbers_a_model_a_language_and_rollouts_of_its_own(base, tmp_path):
     """All of them reach the run's folder."""
     seen = []
 
-    def shares(trajectories):
+    def own_metrics(trajectories):
         answered = sum(t.answer is not None for t in trajectories)
         return {"answered_share": (answered, len(trajectories))}
 
@@ -39,27 +33,28 @@ def test_a_method_brings_numbers_a_model_a_language_and_a_step_of_its_own(base, 
             seen.append(role)
             return super().prompt(role, **slots)
 
-    def one_step(run, step):
-        metrics, trajectories = train.train_step(run, step)
-        return {**metrics, "own": 7}, trajectories
+    def rollouts(run, step):
+        return train.attempts(run, step)[:-1]
 
-    method = dataclasses.replace(mars.METHOD, name="own", shares=shares)
+    method = dataclasses.replace(mars.METHOD, name="own", metrics=own_metrics, rollouts=rollouts)
     options = ["--runs", str(tmp_path), "--name", "x", "--steps", "1", *SMALL]
     options += ["--cache", str(tmp_path)]
-    done = train.main(method, options, "", one_step=one_step, base_model=make, language=Language)
+    done = train.main(method, options, "", base_model=make, language=Language)
     assert done == 0
     assert (str(tmp_path), 0) in seen
     assert "sys1" in seen and "sys2" in seen
     line = json.loads((tmp_path / "x" / "metrics.jsonl").read_text().splitlines()[0])
-    assert line["own"] == 7
     assert 0 <= line["answered_share"] <= 1
+    rollouts = [json.loads(line) for line in open(tmp_path / "x" / "rollouts" / "step_0.jsonl")]
+    assert sum(record["split"] == "train" for record in rollouts) == 15
     assert 0 <= line["eval_answered_share"] <= 1
 
 
-def test_shares_of_nothing_are_zero():
-    method = dataclasses.replace(mars.METHOD, shares=lambda trajectories: {"a": (0, 0)})
-    assert method_shares([], method) == {"a": 0.0}
-    assert method_shares([], mars.METHOD) == {}
+def test_shares_of_nothing_are_left_out():
+    shares = {"a": (0, 0), "b": (1, 2)}
+    method = dataclasses.replace(mars.METHOD, metrics=lambda trajectories: shares)
+    assert method_metrics([], method) == {"b": 0.5}
+    assert method_metrics([], mars.METHOD) == {}
 
 
 @pytest.mark.parametrize("method", [mars.METHOD, matpo.METHOD, marsrl.METHOD, atlas.METHOD])

@@ -7,10 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainer
-from config import UserError
 from rollout import Sample
-from trainer import attention
-from trainer import batches as batches_module
+from trainer import attention, prefixes
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -61,7 +59,7 @@ def pack(samples, capacity=10_000, device=CPU, share_prefixes=True):
 
 def step(folder, batches, device=CPU, **options):
     """Loss, gradients by name, and each owner's log-probs in the order of its tokens."""
-    loaded = trainer.load_model(folder, device, training=True)
+    loaded = trainer.load_model(folder, device)
     policy = trainer.Policy(loaded, bf16=False, **options)
     stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
     logprobs = {}
@@ -109,7 +107,7 @@ def input_count(sample: Sample) -> int:
 def test_a_change_in_one_sample_moves_no_other_samples_log_probs(folder):
     """The masks are right for those before and after it in the row."""
     samples = family()
-    policy = trainer.Policy(trainer.load_model(folder, CPU, training=True), bf16=False)
+    policy = trainer.Policy(trainer.load_model(folder, CPU), bf16=False)
     (batch,) = pack(samples)
     before = trainer.logprob(policy, batch, 1.0)
     samples[5].tokens[-2] = (samples[5].tokens[-2] + 1) % 61
@@ -139,10 +137,8 @@ def test_a_prefix_found_one_token_too_short_changes_nothing(folder, monkeypatch)
     """It only costs tokens."""
     samples = family()
     _, _, expected = step(folder, pack(samples))
-    right = batches_module.common_prefix
-    monkeypatch.setattr(
-        batches_module, "common_prefix", lambda one, other: max(0, right(one, other) - 1)
-    )
+    right = prefixes.common_prefix
+    monkeypatch.setattr(prefixes, "common_prefix", lambda one, other: max(0, right(one, other) - 1))
     (batch,) = pack(samples)
     assert batch.tokens.numel() > pack_size(samples)
     _, _, found = step(folder, [batch])
@@ -184,9 +180,7 @@ def test_every_prediction_knows_its_sample_and_its_tokens(texts, capacity):
         several = len(set(owners)) > 1
         assert not several or len(row) <= capacity
         assert not several or len(owners) <= capacity
-        assert (
-            not several or len(batch.keys.indices) <= batches_module.MAX_KEYS_PER_TOKEN * capacity
-        )
+        assert not several or len(batch.keys.indices) <= prefixes.MAX_KEYS_PER_TOKEN * capacity
         for index in set(owners):
             whole = tuple(samples[index].tokens[:-1])
             assert any(text[: len(whole)] == whole for text in spelled)
@@ -217,12 +211,12 @@ def test_each_limit_of_a_micro_batch_holds_and_is_used(alike, trained):
     assert len(batches) > 1
     for batch in batches:
         assert batch.tokens.numel() <= capacity and len(batch.target) <= capacity
-        assert sum(batch.keys.lengths) <= batches_module.MAX_KEYS_PER_TOKEN * capacity
+        assert sum(batch.keys.lengths) <= prefixes.MAX_KEYS_PER_TOKEN * capacity
     full = batches[0]
     shares = (
         full.tokens.numel() / capacity,
         len(full.target) / capacity,
-        sum(full.keys.lengths) / (batches_module.MAX_KEYS_PER_TOKEN * capacity),
+        sum(full.keys.lengths) / (prefixes.MAX_KEYS_PER_TOKEN * capacity),
     )
     assert max(shares) > 0.75
 
@@ -261,17 +255,6 @@ def test_the_cuda_branch_aligns_queries_at_the_end(monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", varlen)
     found, _ = attention.packed_attention(None, *(x.as_subclass(OnCuda) for x in heads), **given)
     assert torch.allclose(found, expected, atol=1e-5)
-
-
-def test_a_window_is_compared_with_whole_samples():
-    """A window of 30 is too short for samples of 31, of which no sequence adds more than 22."""
-    (batch,) = pack(family())
-    heads = [torch.zeros(1, h, batch.tokens.numel(), 16) for h in (4, 2, 2)]
-    given = {"lengths": batch.lengths, "cu_seqlens": batch.cu_seqlens, "keys": batch.keys}
-    assert max(batch.lengths) == 22 and max(batch.keys.lengths) == 31
-    attention.packed_attention(None, *heads, sliding_window=31, **given)
-    with pytest.raises(UserError, match="sliding window"):
-        attention.packed_attention(None, *heads, sliding_window=30, **given)
 
 
 @pytest.mark.gpu

@@ -1,17 +1,14 @@
-"""The README's forks run as they stand, and stay short."""
+"""The README's forks run as they stand."""
 
 import json
-import subprocess
+import runpy
 import sys
-from pathlib import Path
 
 import pytest
 from test_mars import SMALL
 
 from tasks.format import Call
 from toy import base_model as toy_base
-
-REPO = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -20,41 +17,18 @@ def base(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["own_tool", "own_task", "own_protocol"])
-def test_example(base, tmp_path, name):
-    command = [
-        sys.executable,
-        "-m",
-        f"recipes.{name}",
-        "--model",
-        base,
-        "--runs",
-        tmp_path,
-        "--name",
-        name,
-        "--steps",
-        "1",
-    ]
-    done = subprocess.run([*command, *SMALL], cwd=REPO, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+def test_example(base, tmp_path, monkeypatch, name):
+    options = ["--model", str(base), "--runs", str(tmp_path), "--name", name, "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options, *SMALL])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"recipes.{name}", run_name="__main__")
+    assert ended.value.code == 0
     records = [json.loads(line) for line in open(tmp_path / name / "rollouts" / "step_0.jsonl")]
     if name == "own_task":
-        assert {r["question_id"] for r in records if r["split"] == "train"} == {
-            "year-1970",
-            "year-1971",
-            "year-1972",
-            "year-1973",
-        }
+        asked = {r["question_id"] for r in records if r["split"] == "train"}
+        assert asked == {f"year-{year}" for year in range(1970, 1974)}
     if name == "own_protocol":
         assert all(len(r["turns"]) == 2 and len(r["turns"][0]["chunks"]) == 1 for r in records)
-
-
-@pytest.mark.parametrize("name", ["own_tool", "own_task", "own_protocol"])
-def test_a_recipe_is_short(name):
-    lines = (REPO / "recipes" / f"{name}.py").read_text().splitlines()
-    own = [
-        line for line in lines if line.strip() and not line.startswith(("import ", "from ", '"""'))
-    ]
-    assert len(own) < 40
 
 
 def test_a_tool_of_ones_own_can_be_called():
@@ -78,7 +52,7 @@ def test_a_chat_model_is_told_of_a_tool_of_ones_own():
     from recipes.own_tool import ARCHIVE
 
     chat = chat_format(tokenizer(QWEN3), [*TOOLS, ARCHIVE])
-    prompt = chat.decode(chat.prompt("sys2", question="Who?"))
+    prompt = chat.text(chat.prompt("sys2", question="Who?"))
     assert "- archive" in prompt and "town's archive" in prompt
     call = {"name": "archive", "arguments": {"query": "weather"}, "purpose": "the weather"}
     said = f"<tool_call>{json.dumps(call)}</tool_call>"

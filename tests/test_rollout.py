@@ -7,7 +7,7 @@ import pytest
 import mars
 import rollout
 from driver import Driver
-from plumbing.records import record
+from plumbing.logbook import record
 from rollout import Env, Sample
 from sampler import Completion
 from tasks.grading import exact_match
@@ -58,7 +58,7 @@ class Script:
         finish = "stop" if new[-1] == FORMAT.eot and len(new) <= max_new_tokens else "length"
         new = new[:max_new_tokens]
         self.asked.append(
-            ("sys1" if is_sys1 else "sys2", FORMAT.decode(tokens), max_new_tokens, seed)
+            ("sys1" if is_sys1 else "sys2", FORMAT.text(tokens), max_new_tokens, seed)
         )
         conversation.tokens += new
         self.queue.append(
@@ -96,7 +96,7 @@ def sys2_of(trajectory) -> Sample:
 
 
 def text(sample: Sample, trained: bool) -> str:
-    return FORMAT.decode([t for t, m in zip(sample.tokens, sample.mask) if m == trained])
+    return FORMAT.text([t for t, m in zip(sample.tokens, sample.mask) if m == trained])
 
 
 def test_call_distil_answer():
@@ -256,7 +256,7 @@ def test_draws_are_named_and_all_different():
 def test_record_holds_the_whole_trajectory():
     trajectory, _ = play([CALL, "<answer> 1968 <eot>"])
     line = record(trajectory, FORMAT, 3, "train")
-    assert "".join(f" {s['text']}" for s in line["segments"]).strip() == FORMAT.decode(
+    assert "".join(f" {s['text']}" for s in line["segments"]).strip() == FORMAT.text(
         sys2_of(trajectory).tokens
     )
     assert line["turns"][0]["call"] == {
@@ -302,7 +302,7 @@ def test_a_role_may_write_several_times_and_read_in_between():
         async with rollout.Context(env, trajectory, "sys2") as context:
             first = await context.write(FORMAT.encode("ada"), 8, 0)
             second = await context.write(FORMAT.encode("baker"), 8, 1)
-        trajectory.answer = FORMAT.decode(first.tokens + second.tokens)
+        trajectory.answer = FORMAT.text(first.tokens + second.tokens)
 
     script = Script(["born 1968 <eot>", "chess <eot>"])
     driver = Driver([script], deterministic=True)
@@ -311,6 +311,6 @@ def test_a_role_may_write_several_times_and_read_in_between():
     method = SimpleNamespace(episode=worker)
     (trajectory,) = driver.run([env.play(method, QUESTION, 0, 0)])
     (sample,) = trajectory.samples()
-    assert FORMAT.decode(sample.tokens) == "ada born 1968 <eot> baker chess <eot>"
+    assert FORMAT.text(sample.tokens) == "ada born 1968 <eot> baker chess <eot>"
     assert sample.mask == [False, True, True, True, False, True, True]
     assert len(set(asked[3] for asked in script.asked)) == 2, "every draw has a seed of its own"

@@ -7,17 +7,13 @@ steps take a second.
 """
 
 import functools
-import itertools
 import random
-import sys
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-import sampler
 from sampler import Sampler, engine, hashed, sample_token, uniform
 from sampler.scheduler import Scheduler
 
@@ -26,14 +22,11 @@ PAGE = 4
 LOGITS = torch.randn(97, V, generator=torch.Generator().manual_seed(0))
 
 
-class ExactForward:
+class ExactModel:
     """Writes hashes of contexts into the pages and answers with logits that depend on them."""
 
-    path = "exact"
-    why_stock = None
     cache_dtype = torch.float64
     vocabulary = V
-    positions = None
     layers = 1
     kv_heads = 1
     head_size = 1
@@ -42,25 +35,22 @@ class ExactForward:
         """Token i of the batch, which belongs to `row`."""
         memory = pool.view(2, -1)[0].numpy()
         places = np.arange(batch.positions[i].item())
-        pages = batch.table[row].numpy()[places // PAGE].astype(np.int64)
+        pages = batch.block_table[row].numpy()[places // PAGE].astype(np.int64)
         before = memory[pages * PAGE + places % PAGE]
         value = digest(tuple(before.tolist()), batch.ids[i].item())
         memory[batch.slots[i].item()] = value
         return value
 
     def fill(self, batch, pool):
-        for row in range(len(batch.spans)):
+        for row in range(len(batch.lengths)):
             for i in range(batch.starts[row], batch.starts[row + 1]):
                 self.write(batch, row, i, pool)
 
     def decode(self, batch, pool):
         values = []
-        for row in range(len(batch.spans)):
+        for row in range(len(batch.lengths)):
             values.append(self.write(batch, row, row, pool))
         return LOGITS[[int(value) % len(LOGITS) for value in values]]
-
-    def check(self, model):
-        pass
 
     def load(self, model):
         pass
@@ -80,7 +70,7 @@ def value_of(tokens):
 
 def make(**options):
     options = {"max_tokens": 16 * PAGE, "page_size": PAGE, **options}
-    with mock.patch.object(engine, "make_forward", lambda *_: ExactForward()):
+    with mock.patch.object(engine, "Model", lambda *_: ExactModel()):
         return Sampler(torch.nn.Linear(1, 1), buckets=False, **options)
 
 
@@ -381,167 +371,3 @@ def test_preemption_does_not_look_at_every_conversation():
     assert engine.stats["preemptions"] > 10
     for request in requests:
         check_answer(request, request.given)
-
-
-# ---------------------------------------------------------------- calls that are cut short
-
-FOLDER = str(Path(sampler.__file__).parent)
-
-
-class Cut:
-    """Runs calls of the sampler and raises KeyboardInterrupt before the given line of them all."""
-
-    def __init__(self, line):
-        self.line = line
-        self.lines = []
-
-    def enter_function(self, frame, event, argument):
-        if frame.f_code.co_filename.startswith(FOLDER):
-            return self.enter_line
-        return None
-
-    def enter_line(self, frame, event, argument):
-        if event == "line":
-            self.lines.append((frame.f_code.co_name, frame.f_lineno))
-            if len(self.lines) == self.line:
-                raise KeyboardInterrupt
-        return self.enter_line
-
-    def again(self, call):
-        """The call, and once more if it is cut short."""
-        sys.settrace(self.enter_function)
-        try:
-            return call()
-        except KeyboardInterrupt:
-            return call()
-        finally:
-            sys.settrace(None)
-
-
-def story(line, overlap):
-    """Two turns of a group over a short pool, cut short before one line. Returns all lines run."""
-    cut = Cut(line)
-    engine = make(max_tokens=5 * PAGE, prefill_chunk=5, overlap=overlap)
-    conversations = [engine.open() for _ in range(3)]
-    returned = []
-
-    def submit(conversation, tokens, seed):
-        try:
-            return engine.submit(conversation, tokens, max_new_tokens=4, seed=seed)
-        except ValueError as error:
-            assert "open request" in str(error)  # the cut came after it was taken
-            return conversation.request
-
-    def turn(tokens, seed):
-        contexts = {}
-        for i, conversation in enumerate(conversations):
-            context = conversation.tokens + tokens
-            request = cut.again(lambda c=conversation, i=i: submit(c, tokens, seed + i))
-            contexts[request] = context
-        while engine.busy:
-            returned.extend(cut.again(engine.step))
-            check_state(engine)
-        for request, context in contexts.items():
-            check_answer(request, context)
-            assert request.conversation.tokens == context + request.tokens
-        return list(contexts)
-
-    requests = turn([1, 2, 3, 4, 5, 6], 0)
-    requests += turn([7, 8], 10)
-    assert sorted(returned, key=requests.index) == requests  # each once
-    answers = cut.again(lambda: engine.generate([[9, 8, 7]] * 2, max_new_tokens=3, seed=1))
-    assert [len(answer.tokens) for answer in answers] == [3, 3]
-    assert not engine.busy
-    cut.again(lambda: engine.load_weights(None))
-    for conversation in conversations:
-        cut.again(lambda c=conversation: engine.close(c))
-    engine.step()
-    check_empty(engine)
-    assert engine.stats["preemptions"] > 0
-    return cut.lines
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_call_may_be_cut_short_before_any_line(overlap):
-    """Nothing leaks, no token is lost or doubled, and every request is returned once."""
-    lines = story(0, overlap)
-    assert len(lines) > 2_000
-    times = {}
-    for time, line in enumerate(lines, 1):
-        times.setdefault(line, []).append(time)
-    assert len(times) > 200
-    rng = random.Random(overlap)
-    # Every line that changes what `reset` trusts, and some of all others.
-    critical = ("submit", "close", "collect", "_end")
-    chosen = [line for line in times if line[0] in critical]
-    chosen += rng.sample(sorted(times), 30)
-    for line in chosen:
-        story(rng.choice(times[line]), overlap)
-
-
-def test_a_step_may_be_cut_short_before_any_of_its_lines():
-    """A step that prefills, decodes and finishes a request: the next one returns it."""
-    for line in itertools.count(1):
-        engine = make()
-        request = engine.submit(engine.open(), [1, 2, 3], max_new_tokens=1, seed=5)
-        cut = Cut(line)
-        assert cut.again(engine.step) == [request]
-        check_answer(request, [1, 2, 3])
-        assert not engine.busy
-        check_state(engine)
-        if len(cut.lines) < line:
-            break
-    assert line > 100
-
-
-def test_a_row_of_nan_is_cleared_after_a_cut_too():
-    engine = make()
-
-    def spoiled(batch, pool):
-        pool.view(2, -1)[:, batch.slots] = torch.nan
-        return torch.full((len(batch.slots), V), torch.nan)
-
-    collect = engine.scheduler.collect
-
-    def cut(*arguments):
-        collect(*arguments)
-        raise KeyboardInterrupt
-
-    with mock.patch.object(engine.forward, "decode", spoiled):
-        with mock.patch.object(engine.scheduler, "collect", cut):
-            request = engine.submit(engine.open(), [1, 2, 3], max_new_tokens=4)
-            with pytest.raises(KeyboardInterrupt):
-                engine.step()
-    assert engine.step() == [request]
-    assert "NaN" in request.error
-    assert not engine.pool.isnan().any()
-
-
-def test_an_error_of_the_model_loses_nothing():
-    """An exception in fill or decode, as when memory runs out: the step is simply made again."""
-    engine = make(max_tokens=7 * PAGE, overlap=True)
-    rng = random.Random(0)
-    forward = engine.forward
-    for name in ("fill", "decode"):
-        function = getattr(forward, name)
-
-        def failing(batch, pool, function=function):
-            if rng.random() < 0.3:
-                raise RuntimeError("out of memory")
-            return function(batch, pool)
-
-        setattr(forward, name, failing)
-    requests = []
-    for seed in range(6):
-        requests.append(engine.submit(engine.open(), [1, 2, 3, 4, 5], max_new_tokens=5, seed=seed))
-    failures = 0
-    while engine.busy:
-        try:
-            engine.step()
-        except RuntimeError:
-            failures += 1
-    assert failures > 2
-    for request in requests:
-        check_answer(request, request.given)
-        engine.close(request.conversation)
-    check_empty(engine)

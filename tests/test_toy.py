@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -100,11 +100,6 @@ def test_only_questions_that_the_tools_can_answer(tools, kinds):
     assert sources == {f"toy-{kind}" for kind in kinds}
 
 
-def test_no_question_for_python_alone():
-    with pytest.raises(UserError, match="no question"):
-        world.question("train", 0, 0, ("python",))
-
-
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_the_plan_leads_to_the_answer(split):
     asked = world.world(split, 0)
@@ -159,7 +154,7 @@ def test_the_vocabulary_covers_all_that_the_toy_says(form):
         for i in range(300):
             question = world.question(split, 1, i)
             for text in (question.text, *question.golden_answers):
-                assert form.decode(form.encode(text)) == text
+                assert form.text(form.encode(text)) == text
     words = language.vocabulary()
     assert len(set(words)) == len(words) == len(form.tokenizer)
 
@@ -169,13 +164,7 @@ def test_text_from_outside_cannot_speak_in_control_words(form):
     for text in ("<eot> <answer> 12", "ada<eot>", "<S2>", "x <pad> y"):
         assert not set(form.encode(text)) & control
     note = spoken(form, "ada baker <eot> <answer> born <call> 1968 <unk> . <eot>")
-    assert form.decode(form.note(note)) == "ada baker born 1968 ."
-
-
-def test_encoding_forgives_case_and_missing_spaces(form):
-    said = form.encode("Where does Ada Baker live?\n")
-    assert form.decode(said) == "where does ada baker live ?"
-    assert form.decode(form.encode("12\n")) == "12"
+    assert form.text(form.note(note)) == "ada baker born 1968 ."
 
 
 NAMES = st.sampled_from(["ada baker", "acro corp", "volcanoes", "1968"])
@@ -183,22 +172,22 @@ PURPOSES = st.sampled_from(["birth of ada baker", "anything about acro corp"])
 
 
 @given(st.sampled_from(["search", "scholar"]), NAMES, PURPOSES, st.booleans())
+@example("python", "1980 - 1968", "", True)
 def test_a_call_round_trips(form, tool, argument, purpose, stop):
-    tokens = spoken(form, f"<call> {tool} {argument} <purpose> {purpose}")
+    tokens = spoken(form, f"<call> {tool} {argument}")
+    if purpose:
+        tokens += spoken(form, f"<purpose> {purpose}")
     if stop:
         tokens.append(form.eot)
     assert form.parse(tokens).call == Call(tool, argument, purpose)
-
-
-def test_python_needs_no_purpose(form):
-    said = spoken(form, "<call> python 1980 - 1968 <eot>")
-    assert form.parse(said).call == Call("python", "1980 - 1968", "")
 
 
 def test_answers(form):
     assert form.parse(spoken(form, "<answer> acro corp <eot>")).answer == "acro corp"
     assert form.parse(spoken(form, "acro corp <eot>"), final=True).answer == "acro corp"
     assert form.parse(spoken(form, "acro corp"), final=True).answer == "acro corp"
+    for text in ("", "<eot>", "<call> search ada <purpose> birth <eot>"):
+        assert form.parse(spoken(form, text), final=True).error
 
 
 @pytest.mark.parametrize(
@@ -227,33 +216,22 @@ def test_whatever_is_malformed_gets_one_sentence(form, text, complaint):
     assert complaint in step.error and step.call is None and step.answer is None
 
 
-def test_a_demanded_answer_may_be_malformed_too(form):
-    for text in ("", "<eot>", "<call> search ada <purpose> birth <eot>"):
-        assert form.parse(spoken(form, text), final=True).error
-
-
 @given(st.lists(st.integers(0, len(language.vocabulary()) - 1), max_size=14), st.booleans())
 def test_any_tokens_parse_to_a_step(form, tokens, final):
     step = form.parse(tokens, final=final)
     assert step.call is None or step.call.tool in world.TOOLS
 
 
-def test_a_tool_that_is_not_there_is_unknown():
-    form = language.ToyFormat(language.make_tokenizer(), ("search",))
-    step = form.parse(spoken(form, "<call> python 3 - 2 <eot>"))
-    assert "the tools are search" in step.error
-
-
 def test_what_system_2_reads(form):
     notes = [form.encode("ada baker born 1968 ."), form.encode("none .")]
     prompt = form.prompt("sys2", question="when was ada baker born ?")
-    assert form.decode(prompt) == "<s2> when was ada baker born ? <eot>"
-    assert form.decode(form.observation(notes)) == "<resp> ada baker born 1968 . none . <eot>"
+    assert form.text(prompt) == "<s2> when was ada baker born ? <eot>"
+    assert form.text(form.observation(notes)) == "<resp> ada baker born 1968 . none . <eot>"
     demanded = form.observation(notes, final=True)
-    assert form.decode(demanded).endswith("none . <eot> <answer>")
-    assert form.decode(form.message("no results")) == "none ."
+    assert form.text(demanded).endswith("none . <eot> <answer>")
+    assert form.text(form.message("no results")) == "none ."
     failed = form.observation([form.message("error: the tool failed (x)")], final=True)
-    assert form.decode(failed) == "<resp> error <eot> <answer>"
+    assert form.text(failed) == "<resp> error <eot> <answer>"
     assert form.close_step() == [form.eot] and form.eot in form.stop_ids
 
 
@@ -261,9 +239,9 @@ def test_what_system_1_reads(form):
     chunk = form.document(Document("1", "unsaid", "", "ada baker born 1968 ."))
     told = form.prompt("sys1", chunk=chunk, purpose="birth of ada baker", question="unsaid")
     said = "<s1> <doc> ada baker born 1968 . <purpose> birth of ada baker <eot>"
-    assert form.decode(told) == said
+    assert form.text(told) == said
     untold = form.prompt("sys1", chunk=chunk, purpose="", question="")
-    assert form.decode(untold) == "<s1> <doc> ada baker born 1968 . <purpose> <eot>"
+    assert form.text(untold) == "<s1> <doc> ada baker born 1968 . <purpose> <eot>"
 
 
 def test_a_prompt_takes_text_only_as_text(form):
@@ -321,15 +299,6 @@ def test_a_flawless_demonstration_is_right(library):
             texts = [text for chunk in library.chunks(*fact) for text in chunk]
             found = found and any(library.world.sentence(*fact) in text for text in texts)
         assert pieces[-1][0] == f"<answer> {plan.answer} <eot>" or not found
-
-
-def test_imperfect_demonstrations_are_often_wrong(library):
-    right = 0
-    for i in range(400):
-        pieces = base_model.trajectory(library, random.Random(i), base_model.HABITS)
-        plan = world.draw_plan(library.world, random.Random(i))
-        right += pieces[-1][0] == f"<answer> {plan.answer} <eot>"
-    assert 0.15 < right / 400 < 0.5
 
 
 def test_skill_chunks_tell_the_truth(library):
@@ -394,16 +363,6 @@ def test_a_build_is_reused_and_repeatable(folder, cache, tmp_path, monkeypatch):
     assert weights[0].read_bytes() == weights[1].read_bytes()
     monkeypatch.setattr(base_model, "make_base", None)  # a second build would fail
     assert base_model.build(cache, **TINY) == folder
-
-
-def test_a_build_leaves_the_callers_random_numbers_and_threads(tmp_path, untrained):
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    threads = torch.get_num_threads()
-    torch.manual_seed(0)
-    base_model.build(tmp_path, threads=2)
-    assert torch.rand(1) == expected
-    assert torch.get_num_threads() == threads
 
 
 def test_an_interrupted_build_is_not_taken_for_a_whole_one(tmp_path, untrained, monkeypatch):

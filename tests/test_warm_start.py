@@ -1,36 +1,20 @@
 """Warm start: the gradient is that of cross-entropy, and only the assistant's words are learned."""
 
-import functools
 import json
-import os
-import re
-import shutil
-import signal
-import subprocess
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.tiny import CPU, make_samples, model
 from test_chat import LLAMA, LLAMA_MARKS, QWEN3, QWEN25, tokenizer
-from tokenizers import normalizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import trainer
 import warm_start
 from config import UserError
 from warm_start import WarmStart
 
-REPO = Path(__file__).parent.parent
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Who joined acro corp?"},
@@ -150,7 +134,7 @@ def test_the_assistant_is_learned_and_nobody_else(template):
     marks = LLAMA_MARKS if template == LLAMA else ("<|im_start|>", "<|im_end|>")
     end = marks[-1]
     tok = tokenizer(template, marks=marks, eos=end)
-    sample = warm_start.sample_of(TALK, tok)
+    sample = warm_start.sample_of(TALK, tok, "here")
     assert learned(sample, tok) == [f"a search{end}", f"ada{end}"]
     whole = tok.apply_chat_template(TALK, tokenize=False)
     assert whole.startswith(tok.decode(sample.tokens))
@@ -162,42 +146,26 @@ def test_a_template_that_rewrites_is_refused():
     talk = [dict(message) for message in TALK]
     talk[2]["content"] = "<think>\nwell\n</think>\n\na search"
     with pytest.raises(UserError, match="rewrites earlier"):
-        warm_start.sample_of(talk, tokenizer(QWEN3, eos="<|im_end|>"))
+        warm_start.sample_of(talk, tokenizer(QWEN3, eos="<|im_end|>"), "here")
 
 
 @pytest.mark.parametrize(
     "line, reason",
     [
-        ("nonsense", "line 2: it is not"),
-        ('{"messages": []}', "line 2: it is not"),
-        ('{"messages": [{"role": "user"}]}', "line 2: it is not"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "line 2: it is not"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "line 2: the assistant says nothing"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 2: the assistant speaks"),
-        ('{"messages": [], "messages": [{"role": "user", "content": "x"}]}', "line 2: it is not"),
-        (line_of("user: q", "Assistant: a", "assistant: b"), "line 2: the role 'Assistant' is not"),
-        (
-            line_of("user: q", "assistant: \n", "user: r", "assistant: b"),
-            "the assistant says nothing",
-        ),
+        ("nonsense", "it is not"),
+        ('{"messages": [{"role": "user"}]}', "it is not"),
+        (line_of("user: q", "Assistant: a", "assistant: b"), "with the roles"),
+        (line_of("user: q", "assistant: a", tool_calls=[]), "and nothing else"),
+        (line_of("user: q", "assistant: a")[:-1] + ', "tools": []}', "and nothing else"),
         (line_of("user: q", "assistant: a", "user: r"), "nothing after the last message"),
-        (line_of("user: \ud800", "assistant: a"), "line 2: a text holds half a character"),
-        (line_of("user: q", "assistant: a", name="x"), 'line 2: "name" is not read'),
-        (line_of("user: q", "assistant: a", tool_calls=[]), 'line 2: "tool_calls" is not read'),
+        ('{"messages": []}', "nothing after the last message"),
     ],
 )
 def test_a_bad_line_is_named(line, reason, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"messages": TALK}) + "\n" + line + "\n")
-    with pytest.raises(UserError, match=reason):
-        warm_start.read(path)
-
-
-def test_tools_beside_the_messages_are_refused(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps({"messages": TALK, "tools": []}))
-    with pytest.raises(UserError, match='line 1: "tools" is not read'):
-        warm_start.read(path)
+    with pytest.raises(UserError, match=f"line 2: .*{reason}"):
+        warm_start.from_file(WarmStart(data=str(path)))
 
 
 def test_lines_end_where_json_lines_end(tmp_path):
@@ -206,9 +174,16 @@ def test_lines_end_where_json_lines_end(tmp_path):
     lines = [json.dumps(json.loads(line), ensure_ascii=False) if line else "" for line in lines]
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\r\n")
-    (first, talk), (second, _) = warm_start.read(path)
-    assert (first, second) == (1, 3)
-    assert [message["content"] for message in talk] == ["a\u2028b", "c\x85d"]
+    batches = warm_start.from_file(WarmStart(data=str(path), demonstrations=2))
+    seen = []
+    tok = SimpleNamespace(
+        all_special_ids=[0],
+        unk_token_id=None,
+        encode=lambda text, **options: seen.append(text) or [],
+    )
+    with pytest.raises(UserError, match="template failed"):  # it has none
+        next(batches(tok))
+    assert seen[:2] == ["a\u2028b", "c\x85d"]
 
 
 @pytest.mark.parametrize("role", ["user", "assistant"])
@@ -223,23 +198,6 @@ def test_a_mark_in_a_text_forges_no_turn(role, tmp_path):
         UserError, match=r"data.jsonl, line 2: a text holds the model's mark <\|im_"
     ):
         next(batches)
-
-
-def test_a_word_that_the_tokenizer_does_not_know_is_no_mark():
-    tok = tokenizer(QWEN25, eos="<|im_end|>")
-    tok.unk_token = "da"  # a part of ada
-    assert tok.unk_token_id in tok.encode("ada") and tok.unk_token_id in tok.all_special_ids
-    assert "ada baker" in tok.decode(warm_start.sample_of(TALK, tok).tokens)
-
-
-def test_text_that_a_tokenizer_rewrites_is_learned(tmp_path):
-    """Its decoded text is not the one that was written."""
-    tok = tokenizer(QWEN25, eos="<|im_end|>")
-    tok.backend_tokenizer.normalizer = normalizers.NFC()
-    talk = [dict(message) for message in TALK]
-    talk[2]["content"] = "cafe\u0301"
-    sample = warm_start.sample_of(talk, tok)
-    assert learned(sample, tok)[1] == "ada<|im_end|>"
 
 
 def test_every_demonstration_comes_once_a_round(tmp_path):
@@ -273,160 +231,47 @@ def start(tmp_path_factory):
     return folder
 
 
-def test_a_demonstration_with_more_tokens_than_positions_is_refused(tmp_path, capsys):
-    """By a model with a table of positions: rotations go on, as in the sampler."""
-    tok = tokenizer(QWEN25, eos="<|im_end|>")
-    shape = {"n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 4}
-    GPT2LMHeadModel(GPT2Config(vocab_size=len(tok), **shape)).save_pretrained(tmp_path / "short")
-    tok.save_pretrained(tmp_path / "short")
-    talk = [dict(message) for message in TALK]
-    talk[-1]["content"] = "ada " * 100
-    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": talk}))
-    arguments = ["--data", tmp_path / "data.jsonl", "--out", tmp_path / "warm", "--threads", 1]
-    assert warm_start.main(["--model", str(tmp_path / "short"), *map(str, arguments)]) == 2
-    said = capsys.readouterr().err
-    assert re.search(r"a demonstration has \d+ tokens, the model 64 positions", said)
-    assert not (tmp_path / "warm").exists()
-
-
-def command(*arguments, cwd):
-    line = [sys.executable, "-m", "warm_start", *map(str, arguments)]
-    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True, timeout=200)
-    return done
-
-
-def test_the_command_writes_a_model_that_has_learned(start, tmp_path):
+@pytest.fixture
+def command(start, tmp_path):
+    """A function that runs the command with these options; it returns its exit code."""
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    arguments = ["--model", start, "--data", tmp_path / "data.jsonl", "--out", tmp_path / "warm"]
-    arguments += ["--steps", 60, "--lr", 0.01, "--demonstrations", 1, "--threads", 1]
-    done = command(*arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "nats a token: assistant" in done.stdout
+    here = {"data": tmp_path / "data.jsonl", "out": tmp_path / "warm"}
+
+    def run(**given):
+        options = {"model": start, "threads": 1, **here, **given}
+        return warm_start.main([f"--{name}={value}" for name, value in options.items()])
+
+    return run
+
+
+def test_the_command_writes_a_model_that_has_learned(command, tmp_path, capsys):
+    options = {"steps": 60, "lr": 0.01, "demonstrations": 1}
+    assert command(**options) == 0
+    assert "nats a token: assistant" in capsys.readouterr().out
     tok = AutoTokenizer.from_pretrained(tmp_path / "warm")
     warm = AutoModelForCausalLM.from_pretrained(tmp_path / "warm")
     asked = tok.apply_chat_template(TALK[:2], add_generation_prompt=True, return_tensors="pt")
     made = warm.generate(**asked, max_new_tokens=12, do_sample=False)
     assert "assistant\na search<|im_end|>" in tok.decode(made[0])
-    again = command(*arguments, cwd=tmp_path)
-    assert again.returncode == 2 and "exists" in again.stderr
+    assert command(**options) == 2 and "exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "option, value",
-    [
-        ("steps", "0"),
-        ("lr", "-1"),
-        ("threads", "1000000"),
-        ("data", "nowhere.jsonl"),
-        ("model", "nowhere"),
-        ("out", "x" * 300),
-        ("out", "nowhere/.."),
-    ],
+    [("steps", 0), ("lr", -1), ("data", "nowhere.jsonl"), ("model", "nowhere")],
 )
-def test_bad_options_are_one_sentence_and_leave_nothing(start, option, value, tmp_path, capsys):
-    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    given = {"model": start, "data": tmp_path / "data.jsonl", "out": tmp_path / "warm"}
-    given = {**given, option: value}
-    assert warm_start.main([f"--{name}={told}" for name, told in given.items()]) == 2
+def test_bad_options_are_one_sentence_and_leave_nothing(option, value, command, tmp_path, capsys):
+    assert command(**{option: value}) == 2
     said = capsys.readouterr().err
     assert said.startswith("mars: ") and said.count("\n") == 1
     assert not (tmp_path / "warm").exists()
 
 
-def test_a_model_is_trained_in_place_of_a_folder_only_when_whole(start, tmp_path, monkeypatch):
-    """Cut short between two steps it leaves no folder of that name."""
-    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-
-    def fail(*arguments):
-        raise UserError("cut short")
+@pytest.mark.parametrize("error, code", [(UserError("no"), 2), (KeyboardInterrupt(), 130)])
+def test_what_is_cut_short_leaves_no_folder(error, code, command, tmp_path, monkeypatch):
+    def fail(*given):
+        raise error
 
     monkeypatch.setattr(warm_start, "learn", fail)
-    arguments = ["--model", str(start), "--data", str(tmp_path / "data.jsonl")]
-    assert warm_start.main([*arguments, "--out", str(tmp_path / "warm")]) == 2
-    assert not (tmp_path / "warm").exists()
-
-
-@pytest.mark.parametrize("end, code", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_what_is_interrupted_or_killed_leaves_no_folder(start, end, code, tmp_path):
-    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    line = [sys.executable, "-u", "-m", "warm_start", "--threads", "1"]
-    line += ["--model", start, "--data", tmp_path / "data.jsonl", "--out", tmp_path / "warm"]
-    child = subprocess.Popen(
-        [*map(str, line), "--steps", "1000000"],
-        cwd=REPO,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A background job ignores Ctrl-C and hands that on.
-        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler),
-    )
-    assert child.stdout.readline().startswith("warm start: step 1/")
-    child.send_signal(end)
-    said = child.communicate(timeout=100)[1]
-    assert child.returncode == code
-    assert not (tmp_path / "warm").exists()
-    if end == signal.SIGINT:
-        assert said.startswith("mars: interrupted") and said.count("\n") == 1
-        assert not (tmp_path / "warm.unfinished").exists()
-        return
-    done = command(*line[4:], "--steps", 1, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    AutoModelForCausalLM.from_pretrained(tmp_path / "warm")
-    assert not (tmp_path / "warm.unfinished").exists()
-
-
-def test_a_tokenizer_larger_than_its_model_is_one_sentence(start, tmp_path, capsys):
-    shutil.copytree(start, tmp_path / "start")
-    model = AutoModelForCausalLM.from_pretrained(start)
-    model.resize_token_embeddings(8)
-    model.save_pretrained(tmp_path / "start")
-    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    line = ["--model", tmp_path / "start", "--data", tmp_path / "data.jsonl"]
-    assert warm_start.main([*map(str, line), "--out", str(tmp_path / "warm")]) == 2
-    said = capsys.readouterr().err
-    assert "tokens in its tokenizer and 8 in its model" in said and said.count("\n") == 1
-    assert not (tmp_path / "warm").exists()
-
-
-@pytest.mark.parametrize("text", ["[]", '{"tokenizer_class": 5}', "{"])
-def test_a_damaged_tokenizer_is_one_sentence(start, text, tmp_path, capsys):
-    shutil.copytree(start, tmp_path / "start")
-    (tmp_path / "start" / "tokenizer_config.json").write_text(text)
-    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    line = ["--model", tmp_path / "start", "--data", tmp_path / "data.jsonl"]
-    assert warm_start.main([*map(str, line), "--out", str(tmp_path / "warm")]) == 2
-    said = capsys.readouterr().err
-    assert "cannot load a tokenizer" in said and said.count("\n") == 1
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_who_interrupts_is_told_what_was_written(start, when, tmp_path, monkeypatch, capsys):
-    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    rename = os.rename
-
-    def interrupted(*paths):
-        if when == "after":
-            rename(*paths)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "rename", interrupted)
-    line = ["--model", start, "--data", tmp_path / "data.jsonl", "--steps", 1, "--threads", 1]
-    assert warm_start.main([*map(str, line), "--out", str(tmp_path / "warm")]) == 130
-    said = capsys.readouterr().err
-    if when == "before":
-        assert "no folder was written" in said and not (tmp_path / "warm").exists()
-        return
-    assert f"{tmp_path}/warm was written already, whole" in said
-    AutoModelForCausalLM.from_pretrained(tmp_path / "warm")
-
-
-def test_another_process_wrote_the_folder_meanwhile(start, tmp_path, monkeypatch, capsys):
-    """Its demonstrations may have been other ones, so nobody is told that these were learned."""
-    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    waited = {}
-    monkeypatch.setattr(warm_start, "made_once", lambda *given, **options: waited.update(options))
-    arguments = ["--model", str(start), "--data", str(tmp_path / "data.jsonl")]
-    assert warm_start.main([*arguments, "--out", str(tmp_path / "warm")]) == 2
-    told = capsys.readouterr()
-    assert "another process wrote" in told.err and "written to" not in told.out
-    assert waited == {"option": "--out"}
+    assert command() == code
+    assert not any(path.is_dir() for path in tmp_path.iterdir()), "nor an unfinished one"

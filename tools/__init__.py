@@ -5,8 +5,13 @@ list means that it ran and found nothing. A failure of the outside world raises 
 that the two can never be confused.
 """
 
+import os
+import sys
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from config import UserError
 
 
 class ToolError(Exception):
@@ -45,3 +50,27 @@ KNOWN = {
         "runs a Python program and returns what it prints and the value of its last expression",
     ),
 }
+
+
+def one_line(text: str, longest: int) -> str:
+    """At most `longest` characters in one line: control and invisible characters become spaces."""
+    visible = [" " if unicodedata.category(c)[0] in "CZ" else c for c in text]
+    line = " ".join("".join(visible).split())
+    if len(line) > longest:
+        line = line[: longest - 1] + "…"
+    return line
+
+
+def show(line: str) -> None:
+    """Prints a line of a tool's command; UserError when standard output cannot take it.
+
+    Quiet exit when nobody reads on, as in `… | head -1`.
+    """
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        # Python would try once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            sys.exit(0)
+        raise UserError(f"standard output cannot be written ({error.strerror})") from None

@@ -4,8 +4,8 @@ It is Lucene's variant by bm25s (k1 = 1.5, b = 0.75), whose scores are computed 
 Every process of a machine loads the index on disk by mmap.
 
 Departures: our words keep the single letters and stop words that bm25s drops, so that "vitamin c"
-and "the who" can be found (common words weigh little in BM25 anyway). Equal scores come in the
-order of the ids.
+and "the who" can be found (common words weigh little in BM25 anyway). Accents are dropped, so that
+"Zurich" finds "Zürich". Equal scores come in the order of the ids.
 
 Tests: pytest tests/test_search.py
 """
@@ -26,11 +26,19 @@ from pathlib import Path
 import numpy as np
 
 from config import UserError
-from tools import Document, pages
-from tools.documents import CJK, files_below, passages, read_documents
+from tools import Document, ToolError, one_line, reader
+from tools.documents import UNSPACED, files_below, passages, read_documents
 
-WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
-LAYOUT = 2  # of the index on disk; an index of another layout is not used
+# Each character is a word: Korean has spaces, but its endings grow onto the words.
+ALONE = UNSPACED + "\uac00-\ud7a3"
+LETTER = rf"[^\W_{ALONE}]"
+# Vowel signs, of Indic scripts for instance, belong to their word; for Python they are no letters.
+SIGNS = "".join(c for c in map(chr, range(0x370, 0x1DC0)) if unicodedata.category(c)[0] == "M")
+WORD = re.compile(rf"[{ALONE}]|{LETTER}+(?:[{SIGNS}]+{LETTER}*)*")
+# Accents (Latin, Greek, Cyrillic), points (Hebrew, Arabic), marks of where a word may break.
+DROPPED = "\u0300-\u036f\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u064b-\u065f\u00ad\u200c\u200d"
+DROPPED = re.compile(f"[{DROPPED}]+")
+LAYOUT = 3  # of the index on disk; an index of another layout is not used
 Search = Callable[[str], list[Document]]
 
 
@@ -44,8 +52,9 @@ def library():
 
 
 def words(text: str) -> list[str]:
-    """The words BM25 counts: runs of letters and digits, case folded."""
-    return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+    """The words BM25 counts: runs of letters and digits, case folded, without accents."""
+    letters = DROPPED.sub("", unicodedata.normalize("NFKD", text.casefold()))
+    return WORD.findall(unicodedata.normalize("NFC", letters))
 
 
 def in_memory(documents: list[Document], k: int) -> Search:
@@ -97,28 +106,38 @@ def on_disk(path: Path, k: int, cache: Path, passage_words: int) -> Search:
         cache.mkdir(parents=True, exist_ok=True)
         lock = open(cache / f"{prefix}.lock", "a")
     except OSError as error:
+        shown = one_line(str(cache), 80)
         raise UserError(
-            f"the cache folder {cache} cannot be written ({error.strerror}): name another one"
+            f"the cache folder {shown} cannot be written ({error.strerror}): name another one"
         ) from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            build(path, folder, passage_words)
-            for other in cache.glob(f"{prefix}-*"):
-                if other != folder:
-                    shutil.rmtree(other, ignore_errors=True)
+        try:
+            return _load(folder, k)
+        except Exception:  # there is none, or it is damaged
+            shutil.rmtree(folder, ignore_errors=True)
+        build(path, folder, passage_words)
+        for other in cache.glob(f"{prefix}-*"):
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
         return _load(folder, k)
 
 
 def _load(folder: Path, k: int) -> Search:
+    """The index in a folder. Any exception if it is not whole."""
     index = library().BM25.load(folder, mmap=True, show_progress=False)
     ends = np.load(folder / "ends.npy", mmap_mode="r")  # [documents]: where each one's line ends
     with open(folder / "documents.jsonl", "rb") as file:
         lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if len(lines) != ends[-1] or index.scores["num_docs"] != len(ends):
+        raise ValueError("the files do not belong together")
 
     def document(i: int) -> Document:
         begin = ends[i - 1] if i else 0
-        return Document(**json.loads(lines[begin : ends[i]]))
+        try:
+            return Document(**json.loads(lines[begin : ends[i]]))
+        except (ValueError, TypeError):
+            raise ToolError("the search index is damaged: remove it from the cache") from None
 
     return functools.partial(_search, index, document, min(k, len(ends)))
 
@@ -129,8 +148,8 @@ def build(path: Path, folder: Path, passage_words: int) -> None:
     cut.sort(key=lambda document: document.id)
     index = _index(cut)
     try:
-        unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}."))
-        try:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as unfinished:
+            unfinished = Path(unfinished, "index")
             index.save(unfinished, show_progress=False)
             lengths = []
             with open(unfinished / "documents.jsonl", "wb") as file:
@@ -139,20 +158,18 @@ def build(path: Path, folder: Path, passage_words: int) -> None:
                     lengths.append(file.write(line.encode() + b"\n"))
             np.save(unfinished / "ends.npy", np.cumsum(lengths))
             os.rename(unfinished, folder)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         raise UserError(
-            f"the index cannot be written to {folder.parent} ({error.strerror}): "
-            "make room, or name another cache folder"
+            f"the index cannot be written to {one_line(str(folder.parent), 80)} "
+            f"({error.strerror}): make room, or name another cache folder"
         ) from None
 
 
 def _fingerprint(path: Path) -> str:
     """A hash of the documents' bytes, and of everything else that shapes an index made of them."""
-    readers = [pages.missing(kind) for kind in ("html", "pdf")]
+    readers = [reader.missing(kind) for kind in ("html", "pdf")]
     shape = (LAYOUT, WORD.pattern, library().__version__, path.is_dir(), readers)
-    digest = hashlib.sha256(repr(shape).encode() + pages.READER.read_bytes())
+    digest = hashlib.sha256(repr(shape).encode() + Path(reader.__file__).read_bytes())
     files = files_below(path) if path.is_dir() else [path]
     for file in files:
         try:

@@ -17,14 +17,13 @@ import json
 import os
 import re
 import sys
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from config import UserError
-from tools import Document, pages
-from tools.exchange import in_threads
+from tools import Document, one_line, reader
+from tools.web import in_threads
 
 KINDS = {
     ".txt": "text",
@@ -39,21 +38,14 @@ WHAT_IS_READ = f"a JSONL file, or a folder of {', '.join(KINDS)} files, or one s
 A_LINE = 'a line is {"id": …, "title"?: …, "contents": …}'
 LARGEST_FILE = 64 << 20  # bytes
 LONGEST_TITLE = 300
-CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"  # written without spaces: a character is a word
-WORD = re.compile(rf"[{CJK}]|[^\s{CJK}]+")
-HEADING = re.compile(r"#{1,7}[ \t]+(.*?)[ \t#]*")
+# Scripts without spaces (Chinese and Japanese; Thai, Lao, Burmese, Khmer): a character is a word.
+UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
+UNSPACED += "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
+WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
+HEADING = re.compile(r"#{1,7}[ \t]+")
 UNDERLINE = re.compile(r"(=|-|~|\^|\*|\+)\1{2,}[ \t]*")
 PASSAGE_WORDS = 200
 OVERLAP = 50
-
-
-def one_line(text: str, longest: int) -> str:
-    """At most `longest` characters in one line: control and invisible characters become spaces."""
-    visible = [" " if unicodedata.category(c)[0] in "CZ" else c for c in text]
-    line = " ".join("".join(visible).split())
-    if len(line) > longest:
-        line = line[: longest - 1] + "…"
-    return line
 
 
 def make_document(id: str, title: str, url: str, text: str) -> Document:
@@ -83,23 +75,24 @@ def read_documents(path: Path) -> list[Document]:
     UserError for a path that is missing, malformed (file and line are named) or without a document.
     """
     skipped: dict[str, list[str]] = {}  # why -> which files
+    shown = one_line(str(path), 200)
     if path.is_dir():
-        documents = _read_folder(path, skipped)
+        documents = _read_files(files_below(path, skipped), path, skipped)
     elif not path.is_file():
-        raise UserError(f"{path} is neither a file nor a folder: give {WHAT_IS_READ} as documents")
+        raise UserError(f"{shown} is neither a file nor a folder: give {WHAT_IS_READ} as documents")
     elif path.suffix.lower() in KINDS:
         documents = _read_files([path], path.parent, skipped)
         for reason in skipped:
-            raise UserError(f"{path} cannot be read: {reason}")
+            raise UserError(f"{shown} cannot be read: {reason}")
     else:
         try:
             documents = list(_read_jsonl(path))
         except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror})") from None
+            raise UserError(f"{shown} cannot be read ({error.strerror})") from None
     if skipped:
-        print(f"{path}: skipped {_list(skipped)}", file=sys.stderr, flush=True)
+        print(f"{shown}: skipped {_list(skipped)}", file=sys.stderr, flush=True)
     if not documents:
-        raise UserError(f"{path} holds no document: give {WHAT_IS_READ}")
+        raise UserError(f"{shown} holds no document: give {WHAT_IS_READ}")
     return documents
 
 
@@ -107,7 +100,7 @@ def _list(skipped: dict[str, list[str]]) -> str:
     """ "3 files (a.doc, b.doc, …): why; 1 file (c.md): why" """
     parts = []
     for reason, names in skipped.items():
-        shown = [one_line(name, 60) for name in names[:3]]
+        shown = [one_line(name, 60) for name in sorted(names)[:3]]
         if len(names) > len(shown):
             shown.append("…")
         count = "1 file" if len(names) == 1 else f"{len(names)} files"
@@ -134,8 +127,7 @@ def files_below(folder: Path, skipped: dict[str, list[str]] | None = None) -> li
             if reason is None:
                 files.append(file)
             elif not name.startswith("."):
-                shown = file.relative_to(folder).as_posix()
-                skipped.setdefault(reason, []).append(shown)
+                skipped.setdefault(reason, []).append(file.relative_to(folder).as_posix())
     return sorted(files)
 
 
@@ -143,8 +135,6 @@ def _why_skipped(file: Path, home: Path) -> str | None:
     kind = KINDS.get(file.suffix.lower())
     if kind is None:
         return "of a kind that is not read"
-    if pages.missing(kind):
-        return pages.missing(kind)
     try:
         if file.is_symlink() and not file.resolve().is_relative_to(home):
             return "a link out of the folder"
@@ -154,14 +144,7 @@ def _why_skipped(file: Path, home: Path) -> str | None:
             return f"more than {LARGEST_FILE >> 20} MiB"
     except (OSError, RuntimeError):  # RuntimeError: links in a circle
         return "cannot be opened"
-    return None
-
-
-def _read_folder(folder: Path, skipped: dict[str, list[str]]) -> list[Document]:
-    files = files_below(folder, skipped)
-    for names in skipped.values():
-        names.sort()
-    return _read_files(files, folder, skipped)
+    return reader.missing(kind)
 
 
 def _read_files(files: list[Path], folder: Path, skipped: dict[str, list[str]]) -> list[Document]:
@@ -170,8 +153,8 @@ def _read_files(files: list[Path], folder: Path, skipped: dict[str, list[str]]) 
     def attempt(file: Path):
         """(text, None), or (None, why there is none)."""
         try:
-            return pages.read(file.read_bytes(), KINDS[file.suffix.lower()]), None
-        except pages.NotText as error:
+            return reader.read(file.read_bytes(), KINDS[file.suffix.lower()]), None
+        except reader.NotText as error:
             return None, str(error)
         except OSError as error:
             return None, f"cannot be opened ({error.strerror})"
@@ -180,11 +163,7 @@ def _read_files(files: list[Path], folder: Path, skipped: dict[str, list[str]]) 
     at_once = os.cpu_count() or 1  # HTML and PDF are read in child processes.
     for start in range(0, len(files), at_once):
         batch = files[start : start + at_once]
-        if any(KINDS[file.suffix.lower()] != "text" for file in batch):
-            results = in_threads(attempt, batch)
-        else:
-            results = map(attempt, batch)
-        for file, (text, reason) in zip(batch, results, strict=True):
+        for file, (text, reason) in zip(batch, in_threads(attempt, batch), strict=True):
             name = file.relative_to(folder).as_posix()
             if text is None:
                 skipped.setdefault(reason, []).append(name)
@@ -238,33 +217,50 @@ def passages(
     document: Document, words: int = PASSAGE_WORDS, overlap: int = OVERLAP
 ) -> list[Document]:
     """The document in passages of `words` words; a document that fits, or words=0, gives itself."""
-    spans = [match.span() for match in WORD.finditer(document.text)]
-    if not words or len(spans) <= words:
+    spans = _windows(document.text, words, overlap)
+    if len(spans) < 2:
         return [document]
-    overlap = min(overlap, words // 2)
-    starts = range(0, len(spans) - overlap, words - overlap)
     places = _Places(document.text)
     cut = []
-    for number, first in enumerate(starts, 1):
-        last = min(first + words, len(spans)) - 1
-        begin = spans[first][0]
-        end = spans[last][1]
-        line_begin = document.text.rfind("\n", 0, begin) + 1
-        if not document.text[line_begin:begin].strip():
-            begin = line_begin  # the indentation of code
+    for number, (begin, end) in enumerate(spans, 1):
         heading = places.heading(begin)
         title = document.title
         if heading:
             title = f"{title} › {heading}"
         url = document.url
         if url.startswith(("http://", "https://")):
-            title = f"{title} (part {number} of {len(starts)})"
+            title = f"{title} (part {number} of {len(spans)})"
         else:
             url = ", ".join(filter(None, [url, places.place(begin, end)]))
         id = f"{document.id}#{number:04}"
         text = document.text[begin:end].replace("\f", "\n")
         cut.append(Document(id, one_line(title, LONGEST_TITLE), url, text))
     return cut
+
+
+def _windows(text: str, words: int, overlap: int) -> list[tuple[int, int]]:
+    """(begin, end) of each passage; [] for one. One walk over the text, which may be one long line.
+
+    A passage that begins with a line begins with its indentation, as code needs it.
+    """
+    if not words:
+        return []
+    overlap = min(overlap, words // 2)
+    step = words - overlap
+    begins = []
+    ends = []
+    count = 0
+    end = 0  # of the word before
+    for count, word in enumerate(WORD.finditer(text), 1):
+        if (count - 1) % step == 0:
+            begin = word.start()
+            line_begin = text.rfind("\n", end, begin) + 1
+            begins.append(line_begin or (begin if end else 0))
+        end = word.end()
+        if count >= words and (count - words) % step == 0:
+            ends.append(end)
+    begins = begins[: len(range(0, count - overlap, step))]
+    return list(zip(begins, [*ends, end], strict=False))
 
 
 class _Places:
@@ -278,12 +274,12 @@ class _Places:
         begin = 0
         in_code = False
         for line, next_line in zip(lines, [*lines[1:], ""], strict=True):
-            marked = HEADING.fullmatch(line)
-            underlined = UNDERLINE.fullmatch(next_line) and line[:1].isalnum() and len(line) < 200
+            mark = HEADING.match(line)
+            underlined = len(line) < 200 and line[:1].isalnum() and UNDERLINE.fullmatch(next_line)
             if line.lstrip().startswith(("```", "~~~")):
                 in_code = not in_code
-            elif marked and not in_code:
-                self.headings.append((begin, marked[1]))
+            elif mark and not in_code:
+                self.headings.append((begin, line[mark.end() :][:LONGEST_TITLE].rstrip(" \t#")))
             elif underlined and not in_code:
                 self.headings.append((begin, line.strip()))
             begin += len(line) + 1

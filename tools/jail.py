@@ -14,6 +14,7 @@ add 5 to 8 ms.
 Tests: pytest tests/test_python_tool.py
 """
 
+import _ast
 import _thread
 import ctypes
 import os
@@ -268,12 +269,8 @@ def limit_threads(threads: int, user: str) -> None:
 def execute(code: str) -> None:
     """Runs a program as a fresh __main__ and shows the value of its last expression.
 
-    A traceback holds the program's own frames only. The function imports what it needs,
-    because tools/python.py also sends its source to a sandbox server.
+    A traceback holds the program's own frames only. What only a failure needs is imported then.
     """
-    import _ast
-    import sys
-
     only_ast = 0x400  # ast.PyCF_ONLY_AST
     module = type(sys)("__main__")
     sys.modules["__main__"] = module

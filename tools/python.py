@@ -5,16 +5,16 @@ gets nothing of ours, no environment, no open file and no working folder, and ha
 own. Its output goes to one nameless file in memory, which the program can only append to.
 
 Output that does not begin with the jail's word `locked` is refused with ToolError: there is no
-plain subprocess to fall back to. The only other backend is a SandboxFusion server, when
-MARS_SANDBOX_URL names one. docs/jail.md says what holds a program and what does not.
+plain subprocess to fall back to. docs/jail.md says what holds a program and what does not.
+
+In training a call runs in a thread of its own (driver.ToolCall). When that thread ends, however it
+ends, the kernel kills the child (parent-death signal).
 
     python -m tools.python < program.py        prints what the model would see
     pytest tests/test_python_tool.py           runs the programs of tests/attacks/ among others
 """
 
 import functools
-import inspect
-import json
 import math
 import os
 import select
@@ -24,11 +24,10 @@ import sys
 import threading
 import time
 import zlib
-from concurrent import futures
 from pathlib import Path
 
-from config import UserError
-from tools import Document, ToolError, jail
+from config import UserError, fail
+from tools import Document, ToolError, jail, show
 
 TIMEOUT = 10.0  # seconds a program may take, its start included
 MEMORY = 1 << 30  # bytes of address space: numpy takes 0.2 GiB of it
@@ -39,7 +38,6 @@ NO_OUTPUT = "(no output)"
 LOCKED = b"locked\n"
 JAIL = Path(jail.__file__).resolve()
 LOOK_EVERY = 0.05  # seconds between two looks at a running program
-SIGNAL_DELAY = 0.5  # seconds that a Ctrl-C may take
 CAP_KILL, CAP_SETGID, CAP_SETUID = 5, 6, 7
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -54,11 +52,6 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
 }
 
-SERVER_QUEUE = 30.0  # seconds a sandbox server may take on top of the program's own time
-SERVER_TRIES = 3
-SERVER_PAUSE = 1.0  # seconds before the second try
-LONGEST_MESSAGE = 200  # characters of a server's own words that are handed on
-
 _slots = threading.BoundedSemaphore(max(8, 2 * (os.cpu_count() or 1)))
 
 
@@ -67,14 +60,17 @@ def run(code: str, *, timeout: float = TIMEOUT, memory: int = MEMORY) -> str:
 
     That is its output and the value of its last expression. The model's own mistakes are output:
     a traceback, or a last line `output cut …`, `timed out after … s`, `killed: …`.
-    ToolError when the program could not be run at all; UserError when MARS_SANDBOX_URL is wrong.
-    Safe to call from many threads; more than a few programs at once wait for each other, and
-    waiting does not count as their time.
+    ToolError when the program could not be run at all. Safe to call from many threads; more than a
+    few programs at once wait for each other, and waiting does not count as their time.
     """
-    url = os.environ.get("MARS_SANDBOX_URL")
-    if url:
-        return _run_on_server(url, code, timeout, memory)
-    return _run_in_jail(code, timeout, memory)
+    if sys.platform != "linux":
+        raise ToolError("the Python tool needs Linux")
+    with _slots:
+        try:
+            printed, ended = _run_child(code, timeout, memory)
+        except OSError as error:
+            raise ToolError(f"the Python tool could not start a process: {error}") from None
+    return _read(printed, ended)
 
 
 def tool(code: str) -> list[Document]:
@@ -88,7 +84,7 @@ def available() -> str | None:
     """None when programs can be run here; otherwise the reason, in one sentence. Runs one."""
     try:
         answer = run("20 + 22")
-    except (ToolError, UserError) as error:
+    except ToolError as error:
         return str(error)
     if answer != "42":
         return f"the Python tool gave {answer[-200:]!r} for 20 + 22"
@@ -98,80 +94,31 @@ def available() -> str | None:
 # The jail -----------------------------------------------------------------------------------------
 
 
-def _run_in_jail(code: str, timeout: float, memory: int) -> str:
-    """Leaves all work to a thread, which cleans up whatever happens to its caller.
-
-    A Ctrl-C falls between any two lines of the main thread, also between the start of a child and
-    the `try` that would kill it. It never falls into another thread.
-    """
-    if sys.platform != "linux":
-        raise ToolError(
-            "the Python tool needs Linux, or a SandboxFusion server named by MARS_SANDBOX_URL"
+def _run_child(code: str, timeout: float, memory: int) -> tuple[bytes, str]:
+    """(what the child printed, why it was ended or "")"""
+    with (
+        open(os.memfd_create("program"), "w+b") as program,
+        open(os.memfd_create("output"), "rb") as output,
+        open(f"/proc/self/fd/{output.fileno()}", "ab") as append,
+    ):
+        program.write(code.encode("utf-8", "replace"))
+        program.seek(0)
+        child = subprocess.Popen(
+            _command(timeout, memory),
+            stdin=program,
+            stdout=append,
+            stderr=append,
+            env=ENVIRONMENT,
+            cwd="/",
+            start_new_session=True,
         )
-    outcome = futures.Future()
-    caller_left = threading.Event()
-
-    def work():
         try:
-            outcome.set_result(_run_child(code, timeout, memory, caller_left))
-        except OSError as error:
-            failure = ToolError(f"the Python tool could not start a process: {error}")
-            outcome.set_exception(failure)
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    worker = threading.Thread(target=work, daemon=True)
-    try:
-        _start(worker)
-        # Not one long wait: a signal that comes just before a wait begins does not end it.
-        while not outcome.done():
-            futures.wait([outcome], SIGNAL_DELAY)
-        return outcome.result()
-    finally:
-        caller_left.set()
-        # Thread.join would not do: interrupted once, Python 3.11 takes the thread for ended.
-        if worker.ident:
-            futures.wait([outcome])
-
-
-def _start(thread: threading.Thread) -> None:
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise ToolError(f"the Python tool could not start a thread: {error}") from error
-
-
-def _run_child(code: str, timeout: float, memory: int, caller_left: threading.Event) -> str:
-    while not _slots.acquire(timeout=LOOK_EVERY):
-        if caller_left.is_set():
-            return ""
-    try:
-        with (
-            open(os.memfd_create("program"), "w+b") as program,
-            open(os.memfd_create("output"), "rb") as output,
-            open(f"/proc/self/fd/{output.fileno()}", "ab") as append,
-        ):
-            program.write(code.encode("utf-8", "replace"))
-            program.seek(0)
-            child = subprocess.Popen(
-                _command(timeout, memory),
-                stdin=program,
-                stdout=append,
-                stderr=append,
-                env=ENVIRONMENT,
-                cwd="/",
-                start_new_session=True,
-            )
-            try:
-                ended = _wait(child.pid, timeout, memory, caller_left)
-            finally:
-                # The child was not waited for yet, so the number is still its own.
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-            printed = output.read()
-    finally:
-        _slots.release()
-    return _read(printed, ended or _death(child.returncode, timeout))
+            ended = _wait(child.pid, timeout, memory)
+        finally:
+            # The child was not waited for yet, so the number is still its own.
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        return output.read(), ended or _death(child.returncode, timeout)
 
 
 def _command(timeout: float, memory: int) -> list[str]:
@@ -230,7 +177,7 @@ def _is_public(folder: str) -> bool:
     return True
 
 
-def _wait(pid: int, timeout: float, memory: int, caller_left: threading.Event) -> str:
+def _wait(pid: int, timeout: float, memory: int) -> str:
     """Waits until the child has ended by itself ("") or has to be killed (why)."""
     deadline = time.monotonic() + timeout
     pidfd = os.pidfd_open(pid)
@@ -241,8 +188,6 @@ def _wait(pid: int, timeout: float, memory: int, caller_left: threading.Event) -
             seconds_left = max(0.0, deadline - time.monotonic())
             if child.poll(1000 * min(LOOK_EVERY, seconds_left)):
                 return ""
-            if caller_left.is_set():
-                return "the caller left"
             if time.monotonic() >= deadline:
                 return f"timed out after {timeout:g} s"
             excess = _excess(pid, memory)
@@ -308,69 +253,7 @@ def _shown(output: bytes, ended: str) -> str:
     return "\n".join(line for line in lines if line)
 
 
-# A sandbox server ---------------------------------------------------------------------------------
-
-
-def _run_on_server(url: str, code: str, timeout: float, memory: int) -> str:
-    """SandboxFusion's `POST /run_code`.
-
-    The program travels inside jail.execute, so that both backends show the same. The server keeps
-    standard output and error apart: the second comes after the first.
-    """
-    # Imported here because the jail needs no HTTP client.
-    from tools import web
-
-    if "@" in url:
-        raise UserError("MARS_SANDBOX_URL must not hold a user name or a password: it has an @")
-    if not url.startswith(("http://", "https://")):
-        raise UserError(f"MARS_SANDBOX_URL must begin with http:// or https://, not {url!r}")
-    body = {
-        "code": f"{inspect.getsource(jail.execute)}\n\nexecute({ascii(code)})\n",
-        "language": "python",
-        "run_timeout": timeout,
-        "memory_limit_MB": memory >> 20,
-    }
-    client = web.Client(
-        cache=None,
-        timeout=timeout + SERVER_QUEUE,
-        tries=SERVER_TRIES,
-        pause=SERVER_PAUSE,
-    )
-    try:
-        result = client.call(url.rstrip("/") + "/run_code", _decode, body=body)
-    except ToolError as error:
-        raise ToolError(f"the sandbox server failed: {error}") from error
-    ended = _death(result["return_code"], timeout)
-    if result["status"] == "TimeLimitExceeded":
-        ended = f"timed out after {timeout:g} s"
-    output = result["stdout"] + result["stderr"]
-    return _shown(output.encode("utf-8", "replace"), ended)
-
-
-def _decode(raw: bytes, headers) -> dict:
-    """The result of a server's answer, each of its fields checked; ValueError for another shape."""
-    answer = json.loads(raw)
-    if not isinstance(answer, dict):
-        raise ValueError("the answer is no JSON object")
-    if answer.get("status") == "SandboxError":
-        # The server's words reach the model: few, and without control characters.
-        raise ToolError(f"it says {answer.get('message')!r:.{LONGEST_MESSAGE}}")
-    result = answer.get("run_result")
-    if not isinstance(result, dict):
-        raise ValueError("the answer holds no run_result")
-    checked = {
-        "status": result.get("status"),
-        "stdout": result.get("stdout") or "",
-        "stderr": result.get("stderr") or "",
-        # A negative code is the signal that ended the program, as subprocess counts it.
-        "return_code": result.get("return_code") or 0,
-    }
-    for name in ("status", "stdout", "stderr"):
-        if not isinstance(checked[name], str):
-            raise ValueError(f"{name} is no text")
-    if type(checked["return_code"]) is not int or not -64 <= checked["return_code"] <= 255:
-        raise ValueError("return_code is not the code of a process")
-    return checked
+# The command --------------------------------------------------------------------------------------
 
 
 def main() -> int:
@@ -378,10 +261,9 @@ def main() -> int:
         if sys.argv[1:]:
             raise UserError("tools.python takes no options: give it the program on standard input")
         [document] = tool(sys.stdin.buffer.read().decode("utf-8", "replace"))
-        print(document.text)
+        show(document.text)
     except (ToolError, UserError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        return fail(error)
     return 0
 
 

@@ -2,51 +2,47 @@
 
 local      BM25 over your own documents, cut into passages. No key, no network.
 serper     Google and Google Scholar: POST {MARS_SERPER_URL}/search or /scholar, key SERPER_API_KEY.
-           A result's text is its snippet, or the page behind it: pages="fetch" reads it directly,
-           under the safety rules of tools/exchange.py; pages="jina" lets a reader service do so:
-           GET {MARS_JINA_URL}/{page}, key JINA_API_KEY. Only pages that a search returned are read.
+           A result's text is its snippet, or with pages="jina" the page behind it, as Jina's
+           reader gives it: GET {MARS_JINA_URL}/{page}. A JINA_API_KEY raises its limits.
 retriever  A Search-R1 server: POST {MARS_RETRIEVER_URL}/retrieve.
 
-The MARS_*_URL hold scheme, host and port, and no path. They come from the operator and may name any
-machine, loopback too. A search that fails raises ToolError; [] means that it ran and found nothing.
-A result whose page cannot be read keeps its snippet and says so in the text. Only when no page at
-all could be read has the search failed.
+The MARS_*_URL come from the operator and may name any machine, loopback too. A search that fails
+raises ToolError; [] means that it ran and found nothing. A result whose page cannot be read keeps
+its snippet and says so in the text. Only when no page at all could be read has the search failed.
 
     python -m tools.search --backend local --docs FOLDER "query"        by hand
 
 Tests: pytest tests/test_search.py
 """
 
-import argparse
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import re
+import string
 import sys
-import unicodedata
 import urllib.parse
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from config import UserError
-from tools import Document, ToolError, bm25, exchange, web
+from config import OneLineParser, UserError, fail
+from tools import Document, ToolError, bm25, one_line, show, web
 from tools.bm25 import Search
 from tools.documents import (
     PASSAGE_WORDS,
     WHAT_IS_READ,
     best_passages,
     make_document,
-    one_line,
     passages,
     read_documents,
     split_title,
 )
-from tools.pages import missing, page_text
 
 BACKENDS = ("local", "serper", "retriever")
-PAGES = ("none", "jina", "fetch")
+PAGES = ("none", "jina")
 URLS = {
     "MARS_SERPER_URL": "https://google.serper.dev",
     "MARS_JINA_URL": "https://r.jina.ai",
@@ -67,12 +63,7 @@ def make(
     passage_words: int = PASSAGE_WORDS,
     page_words: int = PAGE_WORDS,
     block: Iterable[str] = (),
-    offline: bool = False,
-    timeout: float = 20.0,
-    tries: int = 5,
-    pause: float = 1.0,
-    parallel: int = 16,
-    resolve: Callable = exchange.public_addresses,
+    **client_options,
 ) -> Search:
     """The search tool of a backend: search(query) -> at most k documents, best first.
 
@@ -84,56 +75,57 @@ def make(
     more than page_words words is shortened to those of its passages that match the query. With 0
     all documents stay whole, and System 1 reads their beginning, as in the paper. block: hosts from
     which nothing is taken, nor from below them, such as those that publish a benchmark's answers.
-    offline: answer from the cache alone, no key needed. timeout, tries, pause, parallel: see
-    web.Client; a page gets at most 2 tries. resolve: which addresses a page may be fetched from
-    (only tests change it).
+    client_options: see web.Client; a page gets at most 2 tries.
     """
     _check(backend, scholar, k, docs, pages)
-    if passage_words < 0 or page_words < 1:
-        raise UserError("passages have at least 0 words, and pages at least 1")
     block = blocked_hosts(block)
     if backend == "local":
         return local(docs, k, cache, passage_words)
-    folder = None if cache is None else Path(cache) / "web"
-    client = web.Client(folder, offline, timeout, tries, pause, parallel)
+    client = web.Client(None if cache is None else Path(cache) / "web", **client_options)
     if backend == "retriever":
-        search = functools.partial(_retriever, client, base_url("MARS_RETRIEVER_URL"), k)
+        base = base_url("MARS_RETRIEVER_URL").removesuffix("/retrieve")
+        search = functools.partial(_retriever, client, base, k)
     else:
-        key = {"X-API-KEY": _key("SERPER_API_KEY", offline)}
+        key = {"X-API-KEY": _key("SERPER_API_KEY")}
         path = "scholar" if scholar else "search"
-        url = f"{base_url('MARS_SERPER_URL')}/{path}"
-        search = functools.partial(_serper, client, url, key, k)
+        search = functools.partial(_serper, client, f"{base_url('MARS_SERPER_URL')}/{path}", key, k)
     if block:
         search = functools.partial(_allowed, search, block)
     if pages == "none":
         return search
-    read = _reader(pages, client, block, resolve)
+    # Dead pages are common, and their results have a snippet.
+    client = replace(client, tries=min(client.tries, 2))
+    key = {}
+    if os.environ.get("JINA_API_KEY", "").strip():
+        key = {"Authorization": f"Bearer {_key('JINA_API_KEY')}"}
+    read = functools.partial(_read_by_jina, client, base_url("MARS_JINA_URL"), key, block)
     bm25.library()
     return functools.partial(_with_pages, search, read, passage_words, page_words)
 
 
-def _check(backend, scholar, k, docs, pages) -> None:
-    choices = [("search backend", backend, BACKENDS), ("way to read pages", pages, PAGES)]
-    for name, value, allowed in choices:
-        if value not in allowed:
-            raise UserError(f"there is no {name} {value!r}: choose one of {', '.join(allowed)}")
-    if k < 1:
-        raise UserError(f"k is {k}: ask for at least 1 document")
-    if backend == "local" and docs is None:
-        raise UserError(f"the local backend searches your documents: name {WHAT_IS_READ} by --docs")
-    if backend != "local" and docs is not None:
-        raise UserError(
-            f"--docs is for the local backend: leave it out with {backend}, or choose local"
-        )
-    if backend != "serper" and pages != "none":
-        raise UserError(
-            f"--pages is for serper: the {backend} backend has the text of its documents already"
-        )
-    if backend == "retriever" and scholar:
-        raise UserError(
-            "the retriever has no scholar search: leave it out with --tools search,python, or "
-            "choose serper, or local with papers as documents"
-        )
+def _check(backend: str, scholar: bool, k: int, docs, pages: str) -> None:
+    refusals = [
+        (k < 1, f"k is {k}: ask for at least 1 document"),
+        (
+            backend == "local" and docs is None,
+            f"the local backend searches your documents: name {WHAT_IS_READ} by --docs",
+        ),
+        (
+            backend != "local" and docs is not None,
+            f"--docs is for the local backend: leave it out with {backend}, or choose local",
+        ),
+        (
+            backend != "serper" and pages != "none",
+            f"--pages is for serper: the {backend} backend has its documents' text already",
+        ),
+        (
+            backend == "retriever" and scholar,
+            "the retriever has no scholar search: leave it out with --tools search,python",
+        ),
+    ]
+    for wrong, sentence in refusals:
+        if wrong:
+            raise UserError(sentence)
 
 
 def base_url(variable: str) -> str:
@@ -141,9 +133,9 @@ def base_url(variable: str) -> str:
     return web.check_base_url(variable, os.environ.get(variable) or URLS[variable])
 
 
-def _key(variable: str, offline: bool) -> str:
+def _key(variable: str) -> str:
     key = os.environ.get(variable, "").strip()
-    if not offline and not re.fullmatch(r"[!-~]+", key):
+    if not re.fullmatch(r"[!-~]+", key):
         raise UserError(
             f"{variable} is not set to a key: export {variable}=…, or choose another backend"
         )
@@ -163,15 +155,13 @@ def local(
     other processes load it by mmap; None builds in memory. UserError for a path that is missing,
     malformed (file and line are named) or without a document.
     """
-    if k < 1:
-        raise UserError(f"k is {k}: ask for at least 1 document")
     if passage_words < 0:
         raise UserError(f"passage_words is {passage_words}: give a number of words, or 0")
     if not isinstance(documents, (str, Path)):
         return bm25.in_memory(documents, k)
     path = Path(documents)
-    if not path.exists():
-        raise UserError(f"there is no {path}: give {WHAT_IS_READ} as documents")
+    if not os.path.lexists(path):
+        raise UserError(f"there is no {one_line(str(path), 200)}: give {WHAT_IS_READ} as documents")
     if cache is not None and (path.is_dir() or path.is_file()):
         return bm25.on_disk(path, k, Path(cache), passage_words)
     whole = read_documents(path)
@@ -214,22 +204,16 @@ def serper_documents(answer) -> list[Document]:
 def _serper_document(row: dict, rank: int) -> Document:
     """One result; every field is optional. Scholar adds authors, journal, year and citations."""
     url = _text(row.get("link")) or _text(row.get("pdfUrl"))
-    about = row.get("publicationInfo")
-    if isinstance(about, dict):
-        about = about.get("summary")
-    about = _text(about)
-    cited = row.get("citedBy")
-    if isinstance(cited, dict):
-        cited = cited.get("total")
-    cited = _text(cited)
+    about = _text(row.get("publicationInfo"))
     year = _text(row.get("year"))
-    lines = [about]
-    if year not in about:
-        lines.append(year)
-    lines.append(_text(row.get("date")))
-    if cited:
-        lines.append(f"Cited by {cited}")
-    lines.append(_text(row.get("snippet")))
+    cited = _text(row.get("citedBy"))
+    lines = [
+        about,
+        year if year not in about else "",
+        _text(row.get("date")),
+        f"Cited by {cited}" if cited else "",
+        _text(row.get("snippet")),
+    ]
     text = "\n".join(filter(None, lines))
     return make_document(url or f"result-{rank}", _text(row.get("title")), url, text)
 
@@ -252,25 +236,17 @@ def _retriever(client, base, k, query: str) -> list[Document]:
 def retriever_documents(answer) -> list[Document]:
     """The results of a /retrieve answer to one query; ValueError if it is none.
 
-    The answer is [[…]] of {"document", "score"?}, or of bare documents, or of strings.
+    The answer is [[…]] of {"document": {"contents", …}, "score"?}, or of bare documents.
     """
-    rows = None
-    if isinstance(answer, dict):
-        rows = answer.get("result")
-    if not isinstance(rows, list) or len(rows) != 1 or not isinstance(rows[0], list):
-        raise ValueError("the answer holds no list of results for the query")
-    return [_retrieved_document(row) for row in rows[0]]
+    try:
+        (rows,) = answer["result"]
+        return [_retrieved_document(row.get("document", row)) for row in rows]
+    except (TypeError, LookupError, AttributeError):
+        raise ValueError("the answer holds no list of documents for the query") from None
 
 
-def _retrieved_document(row) -> Document:
-    found = row
-    if isinstance(row, dict):
-        found = row.get("document", row)
-    if isinstance(found, str):
-        found = {"contents": found}
-    contents = None
-    if isinstance(found, dict):
-        contents = found.get("contents", found.get("text"))
+def _retrieved_document(found: dict) -> Document:
+    contents = found.get("contents", found.get("text"))
     if not isinstance(contents, str):
         raise ValueError("a result has no contents")
     title = _text(found.get("title"))
@@ -301,7 +277,7 @@ def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
         host = _plain_host(name.strip()).removeprefix("www.").removeprefix(".")
         if not re.fullmatch(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", host):
             raise UserError(
-                f"--block {one_line(name.strip(), 80)}: give hosts by commas, such as "
+                f"--block {one_line(name, 80)}: give hosts by commas, such as "
                 "huggingface.co,hf.co, without https://, port or path"
             )
         hosts.append(host)
@@ -310,62 +286,23 @@ def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
 
 def is_blocked(url: str, block: tuple[str, ...]) -> bool:
     """Whether a URL's host is one of `block` (blocked_hosts), or below one of them."""
-    url = re.sub(r"[\t\r\n]", "", url).strip().replace("\\", "/")
-    # Browsers read https:/host and https:host as https://host; a retriever may leave it all out.
-    scheme = r"^(view-source:)?(https?:|[a-z][a-z0-9+.-]*:(?=//))?/*"
-    url = re.sub(scheme, "//", url, flags=re.IGNORECASE)
+    # A retriever may leave the scheme out.
+    url = re.sub(r"^([a-z][a-z0-9+.-]*:)?/*(?=[^/:]*[.])", "//", url.strip(), flags=re.IGNORECASE)
     try:
-        host = urllib.parse.urlsplit(url).hostname or ""
+        host = _plain_host(urllib.parse.urlsplit(url).hostname or "")
     except ValueError:
         return bool(block)
-    return _is_below(urllib.parse.unquote(host), block)
-
-
-def _is_below(host: str, block: tuple[str, ...]) -> bool:
-    host = _plain_host(host)
     return any(host == name or host.endswith(f".{name}") for name in block)
 
 
 def _plain_host(host: str) -> str:
     """A host as name servers know it: in ASCII and lower case, without the last dot."""
-    try:
+    with contextlib.suppress(UnicodeError):  # no name server knows it
         host = host.encode("idna").decode()
-    except UnicodeError:
-        pass  # no name server knows it
     return host.lower().rstrip(".")
 
 
 # The pages behind the results --------------------------------------------------------------------
-
-
-def _reader(kind: str, client: web.Client, block, resolve) -> Callable[[str], str]:
-    """read(url) -> the page's text, or ToolError."""
-    # Dead pages are common, and their results have a snippet.
-    client = replace(client, tries=min(client.tries, 2))
-    if kind == "jina":
-        key = {"Authorization": f"Bearer {_key('JINA_API_KEY', client.offline)}"}
-        return functools.partial(_read_by_jina, client, base_url("MARS_JINA_URL"), key, block)
-    lacking = missing("html")
-    if lacking:
-        raise UserError(f"--pages fetch reads pages itself: {lacking}")
-
-    if block and client.cache:
-        # A page that was kept under another list may have come by way of a host of this one.
-        mark = hashlib.sha256(",".join(sorted(block)).encode()).hexdigest()[:12]
-        client = replace(client, cache=client.cache / mark)
-
-    def unblocked(host: str, port: int) -> list[str]:
-        if _is_below(host, block):
-            raise ToolError("the page redirects to a blocked host")
-        return resolve(host, port)
-
-    send = functools.partial(exchange.page, resolve=unblocked)
-    return functools.partial(client.call, decode=page_text, send=send, check=_check_text)
-
-
-def _check_text(text) -> None:
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError("the page holds no text")
 
 
 def _with_pages(search, read, passage_words: int, page_words: int, query: str) -> list[Document]:
@@ -390,7 +327,7 @@ def _with_pages(search, read, passage_words: int, page_words: int, query: str) -
         except ToolError as error:
             return error
 
-    results = exchange.in_threads(attempt, linked)
+    results = web.in_threads(attempt, linked)
     errors = [result for result in results if isinstance(result, ToolError)]
     if len(errors) == len(results):
         why = f"none of the {len(results)} pages found could be read: {errors[0]}"
@@ -413,64 +350,36 @@ def _rank(query: str, parts: list[Document]) -> list[Document]:
 
 
 def _read_by_jina(client, base, headers, block, url: str) -> str:
+    """The page's text, or a ToolError that quotes nothing of what strangers wrote."""
     if not url.startswith(("http://", "https://")):
         raise ToolError("only http and https pages are read")
 
-    def check(text) -> None:
-        _check_text(text)
-        # The reader follows redirects itself, and its head may name the page that it ended at.
-        head, _ = _head_and_body(text)
-        for source in re.findall(r"^URL Source: *(\S+)", head, re.MULTILINE | re.IGNORECASE):
-            if is_blocked(source, block):
-                raise ToolError("the page redirects to a blocked host")
+    def check(page: dict) -> None:
+        if is_blocked(page["url"], block):  # the reader follows redirects itself
+            raise ToolError("the page redirects to a blocked host")
 
-    page = exchange.quote(url)
-    return client.call(f"{base}/{page}", _decode_jina, headers=headers, check=check)
+    headers = headers | {"Accept": "application/json"}
+    address = f"{base}/{urllib.parse.quote(url, safe=string.punctuation)}"  # as it is, but in ASCII
+    page = client.call(address, jina_page, headers=headers, check=check, quote=False)
+    return page["text"]
 
 
-def _head_and_body(text: str) -> tuple[str, str]:
-    """What the reader says of a page, and the page. A title may hold any words of the head."""
-    head, *body = re.split(r"^Markdown Content:", text, maxsplit=1, flags=re.MULTILINE)
-    return head, "".join(body)
+def jina_page(raw: bytes, _headers) -> dict:
+    """{"url": where the page was found in the end, "text"} of a reader's answer.
 
-
-def _decode_jina(raw: bytes, _headers) -> str:
-    """The text of a page; the reader answers 200 also when it could not read it."""
-    text = raw.decode("utf-8", "replace").strip()
-    if _is_report_of_error(text):
-        raise ValueError("the reader reports an error")
-    head, body = _head_and_body(text)
-    if "Warning: Target URL returned error" in head:
-        status = re.search(r"returned error (\d{3})", head)
-        if status is None:
-            raise ToolError("the page is an error")
-        raise ToolError(f"the page answered HTTP {status[1]}")
-    if not head.startswith("Title:"):
-        body = text
-    if not body.strip():
+    The reader answers 200 also when it could not read the page, or read an error in its place.
+    """
+    page = json.loads(raw)["data"]
+    refused = re.search(r"returned error (\d{3})", str(page.get("warning")))
+    if refused:
+        raise ToolError(f"the page answered HTTP {refused[1]}")
+    text = page["content"].encode("utf-8", "replace").decode()
+    if not text.strip():
         raise ValueError("the reader found no text on the page")
-    return text.encode("utf-8", "replace").decode()
-
-
-def _is_report_of_error(text: str) -> bool:
-    if not text.startswith("{"):
-        return False
-    try:
-        answer = json.loads(text)
-    except ValueError:
-        return False
-    if not isinstance(answer, dict):
-        return False
-    has_message = any(name in answer for name in ("message", "readableMessage", "error", "detail"))
-    return has_message and any(name in answer for name in ("code", "status", "error", "detail"))
+    return {"url": str(page.get("url") or ""), "text": text}
 
 
 # The command -------------------------------------------------------------------------------------
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(message)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -478,35 +387,32 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns 0; 1 when the service failed, 2 on misuse, with one sentence.
     """
-    parser = _Parser(
+    parser = OneLineParser(
         prog="python -m tools.search", description="Search, and print one JSON document per line."
     )
     add = parser.add_argument
     add("query")
-    add("--backend", required=True, metavar="|".join(BACKENDS))
+    add("--backend", required=True, choices=BACKENDS)
     add("--scholar", action="store_true", help="search papers (serper)")
     add("--k", type=int, default=5, help="how many documents (default 5)")
     add("--docs", help=f"{WHAT_IS_READ} (local)")
     add("--passage_words", type=int, default=PASSAGE_WORDS, help="0: documents are not cut")
-    add("--pages", default="none", metavar="|".join(PAGES), help="how to read the pages (serper)")
+    add("--pages", default="none", choices=PAGES, help="how to read the pages (serper)")
     add("--block", default="", help="hosts whose results are left out, separated by commas")
     add("--cache", default=".cache", help="folder of the index and of past answers (.cache)")
-    add("--offline", action="store_true", help="answer from the cache alone")
+    options = vars(parser.parse_args(arguments))
+    query = options.pop("query")
+    options["block"] = options["block"].split(",")
     try:
-        options = vars(parser.parse_args(arguments))
-        query = options.pop("query")
         if not query.strip():
             raise UserError("the query is empty: say what to search for")
-        options["block"] = options["block"].split(",")
         for document in make(options.pop("backend"), **options)(query):
-            print(_as_json(document), flush=True)
-    except (UserError, ToolError) as error:
-        print(error, file=sys.stderr)
-        if isinstance(error, UserError):
-            return 2
+            show(_as_json(document))
+    except UserError as error:
+        return fail(error)
+    except ToolError as error:
+        fail(error)
         return 1
-    except BrokenPipeError:  # as in `… | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -514,11 +420,7 @@ def _as_json(document: Document) -> str:
     """One line. What a terminal would obey or hide is escaped, for strangers wrote the text."""
     fields = {"title": document.title, "url": document.url, "text": document.text}
     line = json.dumps(fields, ensure_ascii=False)
-    return "".join(json.dumps(c)[1:-1] if _is_unprintable(c) else c for c in line)
-
-
-def _is_unprintable(character: str) -> bool:
-    return unicodedata.category(character) in ("Cc", "Cf", "Co", "Cs", "Cn", "Zl", "Zp")
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,29 @@
-"""The client of all web calls: a cache on disk, retries, and messages that are safe to pass on.
+"""The client of every service that is asked over HTTP: search, page reader, judge, servers.
 
 A call returns an answer or raises ToolError and nothing else, whatever the other side sent: a
-failure must never be taken for an empty answer, and no stranger's page may end a run. A failure
-that may pass (a time-out, a dropped or cut connection, 408, 429, 5xx, an answer of another shape)
-is tried again after a growing, jittered pause, no sooner than Retry-After asks. Other refusals are
-final.
+failure must never be taken for an empty answer. A failure that may pass (a time-out, a cut
+connection, 408, 429, 5xx, an answer of another shape) is tried again after a growing, jittered
+pause, no sooner than Retry-After asks. Other refusals are final.
 
 Good answers are kept on disk under sha256(url, body), without any key; failures are not kept. Equal
-requests that are under way at the same time (a group's first searches) are sent once and share
-their outcome. Offline, only the cache answers.
+requests that are under way at the same time (a group's first searches) are sent once.
 
 What a ToolError says reaches System 2, the rollout records and the operator's terminal. It is one
-line of at most 200 characters, without our keys and without control characters. About a page it
-says nothing that the page wrote, for a stranger must not speak to System 2 past System 1.
+line of at most 200 characters, without our keys. About strangers' pages it says nothing that they
+or a service wrote, for a stranger must not speak to System 2 past System 1.
 
-The exchanges themselves stand in tools/exchange.py. Tests: pytest tests/test_web.py
+One exchange is httpx2's (huggingface_hub brings it): the machine's certificates, the environment's
+proxies, and no redirects, for our key would go along. Its time-out holds for every single wait, and
+between two pieces of a body we look at the deadline of the whole. A head that drips in, or a name
+server that never answers, may take longer: the thread of the tool call (driver.ToolCall) ends it.
+
+Tests: pytest tests/test_web.py (a loopback server that misbehaves)
 """
 
 import contextlib
-import datetime
-import email.utils
+import functools
 import hashlib
-import http.client
+import html
 import json
 import os
 import random
@@ -30,53 +32,143 @@ import ssl
 import tempfile
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import UserError
-from tools import ToolError
-from tools.documents import one_line
-from tools.exchange import Refused, service
+import httpx2
 
+from config import UserError
+from tools import ToolError, one_line
+
+HEADERS = {"User-Agent": "mars", "Accept-Encoding": "identity"}
+ANSWER_BYTES = 8 << 20  # a longer answer is cut
+REASON_BYTES = 64 << 10  # of a refusal
 LONGEST_WAIT = 60.0  # seconds; a larger Retry-After is cut to this
 LONGEST_MESSAGE = 200  # characters of a ToolError
-ABANDONED = 3600.0  # seconds after which an unfinished file is nobody's any more
+AT_ONCE = 16  # exchanges of one client
+
+
+# One exchange ------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Refused(Exception):
+    """The server answered with a status that is no success."""
+
+    status: int
+    headers: httpx2.Headers
+    body: bytes  # the beginning of the answer
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """Reading the machine's certificates takes 20 ms, so they are read once."""
+    return httpx2.create_ssl_context()
+
+
+def service(
+    url: str, body: dict | None, headers: dict, timeout: float
+) -> tuple[bytes, httpx2.Headers]:
+    """GET of `url`, or POST of `body` as JSON: (at most ANSWER_BYTES, headers).
+
+    Refused unless the status is one of success; TimeoutError after `timeout` seconds;
+    ConnectionError when there is no connection, or none that speaks HTTP to its end.
+    """
+    deadline = time.monotonic() + timeout
+    headers = HEADERS | headers
+    method = "GET"
+    content = None
+    if body is not None:
+        method = "POST"
+        content = json.dumps(body).encode()
+        headers["Content-Type"] = "application/json"
+    try:
+        with (
+            httpx2.Client(verify=_tls(), timeout=timeout) as client,
+            client.stream(method, url, content=content, headers=headers) as response,
+        ):
+            if response.is_success:
+                return _read(response, ANSWER_BYTES, deadline), response.headers
+            reason = b""
+            with contextlib.suppress(Exception):  # the status is known, and it counts
+                reason = _read(response, REASON_BYTES, deadline)
+            raise Refused(response.status_code, response.headers, reason)
+    except httpx2.TimeoutException:
+        raise TimeoutError("timed out") from None
+    except httpx2.HTTPError as error:
+        why = re.sub(r"^\[Errno -?\d+\] ", "", str(error))
+        raise ConnectionError(0, why or type(error).__name__) from None
+
+
+def _read(response: httpx2.Response, limit: int, deadline: float) -> bytes:
+    raw = bytearray()
+    for piece in response.iter_bytes():
+        raw += piece
+        if len(raw) >= limit:
+            break
+        seconds_left(deadline)
+    return bytes(raw[:limit])
+
+
+def seconds_left(deadline: float) -> float:
+    """Seconds until the deadline (time.monotonic); TimeoutError when it has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left
+
+
+def in_threads(function: Callable, items: list) -> list:
+    """[function(item) for each item], each in a thread of its own.
+
+    The threads are daemons: neither Ctrl-C nor the end of the program waits for them.
+    """
+    outcomes = [Future() for _ in items]
+
+    def work(item, outcome: Future):
+        try:
+            outcome.set_result(function(item))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    for item, outcome in zip(items, outcomes, strict=True):
+        try:
+            threading.Thread(target=work, args=(item, outcome), daemon=True).start()
+        except RuntimeError:
+            raise ToolError("this machine has no thread left for the call") from None
+    return [outcome.result() for outcome in outcomes]
+
+
+# Calls -------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Client:
-    """Thread-safe. cache: a folder, or None. timeout: seconds for one whole exchange.
+    """Thread-safe. cache: a folder, or None. timeout: seconds for one exchange.
 
     tries, pause: how often, and seconds before the second try (doubled for each further one).
-    parallel: exchanges at once.
     """
 
     cache: Path | None
-    offline: bool = False
     timeout: float = 20.0
     tries: int = 5
     pause: float = 1.0
-    parallel: int = 16
 
     def __post_init__(self):
-        self.slots = threading.BoundedSemaphore(self.parallel)
+        self.slots = threading.BoundedSemaphore(AT_ONCE)
         self.guard = threading.Lock()
         self.under_way: dict[str, Future] = {}  # name of a request -> its outcome
-        if self.offline and self.cache is None:
-            raise UserError("offline mode answers from the cache alone: name a cache folder")
         if self.cache is None:
             return
-        self.unfinished = self.cache / "unfinished"
         try:
-            self.unfinished.mkdir(parents=True, exist_ok=True)
+            self.cache.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"the cache folder {self.cache} cannot be made ({error.strerror}): name another one"
+                f"the cache folder {one_line(str(self.cache), 80)} cannot be made "
+                f"({error.strerror}): name another one"
             ) from None
-        _remove_abandoned(self.unfinished)
 
     def call(
         self,
@@ -85,187 +177,160 @@ class Client:
         *,
         body: dict | None = None,
         headers: dict | None = None,
-        send: Callable = service,
         check: Callable | None = None,
+        quote: bool = True,
     ):
         """The answer of `url`: GET, or POST of `body` as JSON. ToolError when it cannot be had.
 
         decode(raw: bytes, headers) -> an answer that JSON can hold.
         check(answer): raises when the answer, fresh or from the cache, is not the one asked for.
-        send: the kind of exchange: `service`, or exchange.page for what a stranger chose.
+        quote: whether a ToolError may quote the answer; not if a stranger may have a part in it.
         """
         request = json.dumps([url, body], sort_keys=True)
         name = hashlib.sha256(request.encode()).hexdigest()
+        mine = Future()
         with self.guard:
-            future = self.under_way.get(name)
-            is_mine = future is None
-            if is_mine:
-                future = self.under_way[name] = Future()
-        if not is_mine:
-            return future.result()
-        try:
-            answer = self._answer(name, url, decode, body, headers or {}, send, check)
-            future.set_result(answer)
-        except BaseException as error:
-            future.set_exception(error)
-        finally:
-            with self.guard:
-                del self.under_way[name]
-        return future.result()
-
-    def _answer(self, name, url, decode, body, headers, send, check):
-        """From the cache, or else from the web, and then into the cache."""
-        path = None
-        if self.cache is not None:
-            path = self.cache / name[:2] / f"{name}.json"
-            # A file that is not as we wrote it counts as none.
-            with contextlib.suppress(Exception):
-                answer = json.loads(path.read_bytes())["answer"]
-                if check:
-                    check(answer)
-                return answer
-        if self.offline:
-            raise ToolError("this request is not in the cache, and the run is offline")
+            outcome = self.under_way.setdefault(name, mine)
+        if outcome is not mine:
+            return outcome.result()
 
         def attempt():
             with self.slots:
-                raw, answer_headers = send(url, body, headers, self.timeout)
+                raw, answer_headers = service(url, body, headers or {}, self.timeout)
             answer = decode(raw, answer_headers)
             if check:
                 check(answer)
             return answer
 
-        from_stranger = send is not service
-        answer = self._persist(attempt, url, headers, from_stranger)
-        if path:
-            with contextlib.suppress(OSError):  # a full disk does not take the answer away
-                self._keep(path, {"url": url, "body": body, "answer": answer})
-        return answer
+        try:
+            answer = self._kept(name, check)
+            if answer is None:
+                answer = self._persist(attempt, url, headers or {}, quote)
+                self._keep(name, {"url": url, "body": body, "answer": answer})
+            mine.set_result(answer)
+        except BaseException as error:
+            mine.set_exception(error)
+        finally:
+            with self.guard:
+                del self.under_way[name]
+        return mine.result()
 
-    def _persist(self, attempt: Callable, url: str, headers: dict, from_stranger: bool):
+    def _persist(self, attempt: Callable, url: str, headers: dict, quote: bool):
         """Makes attempts until one succeeds, or is refused for good, or none is left."""
+        site = one_line("/".join(url.split("/")[:3]), 80)
         for number in range(1, self.tries + 1):
             wait = self.pause * 2 ** (number - 1) * random.uniform(0.5, 1)
+            may_pass = True
             try:
                 return attempt()
             except ToolError as error:
-                raise ToolError(_message(url, str(error), headers)) from None
+                why = str(error)
+                may_pass = False
             except Refused as refused:
-                why = _refusal(refused)
-                if refused.status not in (408, 429) and refused.status < 500:
-                    raise ToolError(_message(url, why, headers)) from None
+                why = f"HTTP {refused.status}"
+                if quote:
+                    why += f" {refused.body.decode('utf-8', 'replace')}"
+                may_pass = refused.status in (408, 429) or refused.status >= 500
                 wait = max(wait, retry_after(refused.headers.get("Retry-After")))
             except Exception as error:
-                # What strangers send reaches the parsers of the standard library, which raise many
-                # kinds of exceptions. All of them mean the same: there is no answer.
-                why = _failure(error, from_stranger)
+                # What is sent reaches many parsers, which raise many kinds of exceptions. All of
+                # them mean the same: there is no answer.
+                why = _failure(error, quote)
+            # A key may stand where the answer was cut, so what is quoted ends long before.
+            why = one_line(f"{site}: {hide(why, headers.values())[:1000]}", LONGEST_MESSAGE - 10)
+            if not may_pass:
+                raise ToolError(why)
             if number < self.tries:
                 time.sleep(wait)
-        raise ToolError(_message(url, f"{why}, {self.tries} tries", headers))
+        raise ToolError(f"{why}, {self.tries} tries")
 
-    def _keep(self, path: Path, content: dict) -> None:
-        """Writes the file whole or not at all, also when several processes do so at once."""
-        path.parent.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=self.unfinished, delete=False) as file:
-            try:
-                json.dump(content, file)
-                file.flush()
-                os.replace(file.name, path)
-            except OSError:
-                os.unlink(file.name)
-                raise
+    def _path(self, name: str) -> Path:
+        return self.cache / name[:2] / f"{name}.json"
 
+    def _kept(self, name: str, check: Callable | None):
+        """The answer that is kept under a name; None if there is none as we would write it."""
+        if self.cache is None:
+            return None
+        with contextlib.suppress(Exception):
+            answer = json.loads(self._path(name).read_bytes())["answer"]
+            if check:
+                check(answer)
+            return answer
 
-def _remove_abandoned(folder: Path) -> None:
-    """Removes what processes left behind that were killed while they wrote."""
-    with contextlib.suppress(OSError):
-        for file in folder.iterdir():
-            if time.time() - file.stat().st_mtime > ABANDONED:
-                file.unlink()
+    def _keep(self, name: str, content: dict) -> None:
+        """Writes the file whole or not at all. A full disk does not take the answer away."""
+        if self.cache is None:
+            return
+        path = self._path(name)
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.cache, prefix="unfinished-") as folder:
+                unfinished = Path(folder, "answer")
+                unfinished.write_text(json.dumps(content))
+                os.replace(unfinished, path)
 
 
 # Messages ----------------------------------------------------------------------------------------
 
 
-def _refusal(refused: Refused) -> str:
-    """The status, and a service's own words. The exchange drops those of a page."""
-    return f"HTTP {refused.status} {refused.body.decode('utf-8', 'replace')}".strip()
-
-
-def _failure(error: Exception, from_stranger: bool) -> str:
+def _failure(error: Exception, quote: bool) -> str:
     """Why an exchange failed. Messages of exceptions may quote what the other side sent."""
     if isinstance(error, TimeoutError):
         return "timed out"
-    if isinstance(error, ssl.SSLError):
-        return f"TLS failed ({error.reason})"
+    if not quote:
+        return f"the answer cannot be had ({type(error).__name__})"
     if isinstance(error, OSError):
-        return error.strerror or str(error) or type(error).__name__
-    if isinstance(error, http.client.HTTPException):
-        return f"the answer is not HTTP ({type(error).__name__})"
-    if from_stranger:
-        return f"the answer cannot be read ({type(error).__name__})"
+        return error.strerror or str(error)
     return f"the answer is not what was asked for ({error})"
 
 
-def _message(url: str, why: str, headers: dict) -> str:
-    """One short line for System 2 and the operator, without our keys and control characters."""
-    why = hide(why, headers.values())
-    site = "/".join(url.split("/")[:3])
-    return one_line(f"{one_line(site, 80)}: {why}", LONGEST_MESSAGE)
-
-
 def hide(text: str, secrets) -> str:
-    """`text` with *** for each secret, in whatever case it is written.
+    """`text` with *** for each secret, in whatever case and in whatever spelling it is written.
 
-    The text may be cut where a secret stands, so the length of the longest one is dropped from the
-    end of a long text. Therefore callers hide first and cut afterwards.
+    Hide first and cut afterwards, or a part of a secret may be left at the cut.
     """
-    secrets = [secret.removeprefix("Bearer ") for secret in secrets]
-    secrets = [secret for secret in secrets if secret]
     for secret in secrets:
-        text = re.sub(re.escape(secret), "***", text, flags=re.IGNORECASE)
-    longest = max(map(len, secrets), default=0)
-    if longest and len(text) > LONGEST_MESSAGE + longest:
-        text = text[:-longest]
+        secret = secret.removeprefix("Bearer ")
+        if secret:
+            text = re.sub("".join(map(_spellings, secret)), "***", text, flags=re.IGNORECASE)
     return text
 
 
-def retry_after(header: str | None) -> float:
-    """Seconds that a Retry-After header (a number, or a date) asks for; 0 if none or unreadable.
+@functools.cache
+def _spellings(character: str) -> str:
+    r"""A pattern of the forms of a character: x, \x, \u0078, \x78, %78, &#120;, &#x78;, by name.
 
-    At most LONGEST_WAIT.
+    Each may have been escaped a second time.
     """
+    code = ord(character)
+    names = [name for name, meaning in html.entities.html5.items() if meaning == character]
+    entity = "|".join(
+        [f"#0{{0,6}}{code};?", f"#x0{{0,6}}{code:x};?", *sorted(names, key=len)[::-1]]
+    )
+    return (
+        rf"(?:&(?:amp;){{0,4}}(?:{entity})|%(?:25){{0,4}}{code:02x}|\\{{1,8}}(?:u00|x){code:02x}"
+        rf"|\\{{0,8}}{re.escape(character)})"
+    )
+
+
+def retry_after(header: str | None) -> float:
+    """Seconds that a Retry-After header asks for, at most LONGEST_WAIT; 0 if it holds no number."""
     header = str(header or "").strip()
     if header.isascii() and header.isdigit():
         return min(float(header), LONGEST_WAIT)
-    try:
-        date = email.utils.parsedate_to_datetime(header)
-        if date.tzinfo is None:
-            date = date.replace(tzinfo=datetime.UTC)
-        seconds = (date - datetime.datetime.now(datetime.UTC)).total_seconds()
-    except (ValueError, TypeError, LookupError, ArithmeticError):
-        return 0.0
-    return min(max(seconds, 0.0), LONGEST_WAIT)
+    return 0.0
 
 
-def check_base_url(name: str, url: str, *, path: bool = False) -> str:
+def check_base_url(name: str, url: str) -> str:
     """The base URL of a service without its last slashes; UserError, which names it, if it is none.
 
-    path: whether one may follow the host. A password in the URL is refused: it would not be sent,
-    and it would stand in every error message.
+    A password in the URL is refused: it would stand in every error message.
     """
     url = url.strip().rstrip("/")
     if "@" in url:
         raise UserError(f"{name} holds an @: give the address without a user or a password")
-    allowed = r"https?://[^/?#\s\\]+"
-    shape = "http(s)://host:port without a path"
-    if path:
-        allowed += r"(/[^?#\s\\]*)?"
-        shape = "http(s)://host:port/path"
-    try:
-        well_formed = re.fullmatch(allowed, url) and urllib.parse.urlsplit(url).port != 0
-    except ValueError:
-        well_formed = False
-    if not well_formed:
-        raise UserError(f"{name} is {one_line(url, 80)!r}: give {shape}")
+    if not re.fullmatch(
+        r"https?://(\[[\da-f:.]+\]|[^/?#\s\\:]+)(:[1-9]\d{0,4})?(/[^?#\s\\]*)?", url
+    ):
+        raise UserError(f"{name} is {one_line(url, 80)!r}: give http(s)://host:port")
     return url

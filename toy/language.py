@@ -92,7 +92,7 @@ class ToyFormat:
         """
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
-    def decode(self, tokens: list[int]) -> str:
+    def text(self, tokens: list[int]) -> str:
         """The words of ids, control words included."""
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
@@ -142,7 +142,7 @@ class ToyFormat:
 
     def parse(self, tokens: list[int], *, final: bool = False) -> Action:
         """One step of System 2. `final`: an answer was demanded, so <answer> was given already."""
-        words = self.decode(tokens).split()
+        words = self.text(tokens).split()
         if words and words[-1] == "<eot>":
             words.pop()
         if final:

@@ -1,8 +1,9 @@
 """The trainer's room. `import trainer` gives all that the loop needs:
 
-loading.py     a model, refused if packed training would be wrong
-attention.py   attention within samples that lie end to end
+loading.py     a model, and whether its samples can be packed
 batches.py     samples -> micro-batches
+prefixes.py    what samples begin with alike, only once
+attention.py   attention within samples that lie end to end
 policy.py      the model with the objective as its forward pass; DDP, FSDP2; backward
 lora.py        adapters beside frozen weights
 checkpoint.py  states on disk
@@ -10,8 +11,17 @@ memory.py      what a process will hold
 """
 
 from trainer.batches import MicroBatch, make_micro_batch, micro_batches
-from trainer.checkpoint import FROZEN, keep_frozen, load_optimizer, newest, save, write_model
-from trainer.loading import check_exact, load_model
+from trainer.checkpoint import (
+    FROZEN,
+    keep_frozen,
+    link_checkpoint,
+    load_optimizer,
+    newest,
+    newest_model,
+    save,
+    write_model,
+)
+from trainer.loading import load_model, packs
 from trainer.lora import add_adapters, read_adapters, reference, write_adapters
 from trainer.memory import memory_plan
 from trainer.policy import (
@@ -22,6 +32,7 @@ from trainer.policy import (
     make_optimizer,
     parallel,
     schedule,
+    score,
     unwrap,
 )
 
@@ -31,9 +42,9 @@ __all__ = [
     "Policy",
     "add_adapters",
     "backward",
-    "check_exact",
     "gradient_norm",
     "keep_frozen",
+    "link_checkpoint",
     "load_model",
     "load_optimizer",
     "logprob",
@@ -42,11 +53,14 @@ __all__ = [
     "memory_plan",
     "micro_batches",
     "newest",
+    "newest_model",
+    "packs",
     "parallel",
     "read_adapters",
     "reference",
     "save",
     "schedule",
+    "score",
     "unwrap",
     "write_adapters",
     "write_model",

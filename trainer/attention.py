@@ -1,13 +1,13 @@
 """Causal attention within each of the samples that lie end to end, as transformers calls it.
 
-One function under the name `mars_packed` in transformers' AttentionInterface. On CUDA it is
+On CUDA it is
 flash-attn if that is installed, else PyTorch's varlen_attn; on a CPU one
 scaled_dot_product_attention per sample.
 
-With shared prefixes (batches.py) a sequence has more keys than queries: the prefix has no queries.
+With shared prefixes (prefixes.py) a sequence has more keys than queries: the prefix has no queries.
 The causal mask is aligned at the end, as in flash-attn: the last query sees all keys.
 
-Tests: `pytest tests/test_policy.py tests/test_loading.py tests/test_prefixes.py`.
+Tests: `pytest tests/test_policy.py tests/test_prefixes.py`.
 """
 
 import inspect
@@ -15,18 +15,14 @@ import inspect
 from torch import Tensor, cat, ones
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
-from config import UserError
-from trainer.batches import Keys
+from trainer.prefixes import Keys
 
 try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:  # it is optional everywhere: requirements-gpu.txt
     flash_attn_varlen_func = None
 
-# What some models ask of their attention, and this one does not do.
-NOT_DONE = ("softcap", "s_aux", "position_bias")
 # torch 2.11 lacks this option. There keys and values are repeated for each head of the queries.
 VARLEN_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -40,36 +36,23 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    lengths: list[int] | None = None,
-    cu_seqlens: Tensor | None = None,
+    lengths: list[int],
+    cu_seqlens: Tensor,
     keys: Keys | None = None,
-    sliding_window: int | None = None,
     **options,
 ):
     """Attention of each token to those before it in the same sample; never dropout.
 
     q [1, Hq, T, Dh], k and v [1, Hkv, T, Dh] -> ([1, T, Hq, Dh], None). `lengths` are the samples'
     tokens (they sum to T), `cu_seqlens` [samples + 1] int32 their boundaries on the device. With
-    shared prefixes they are those of the sequences, and `keys` has the keys of each. UserError for
-    what this attention does not do.
+    shared prefixes they are those of the sequences, and `keys` has the keys of each.
     """
-    for name in NOT_DONE:
-        if options.get(name) is not None:
-            raise UserError(f"packed attention has no {name}, which {type(module).__name__} uses")
-    if lengths is None:
-        raise ValueError("packed attention needs the samples' lengths")
-    if keys is None:
-        key_lengths, key_cu_seqlens = lengths, cu_seqlens
-    else:
+    key_lengths, key_cu_seqlens = lengths, cu_seqlens
+    if keys is not None:
         key_lengths, key_cu_seqlens = keys.lengths, keys.cu_seqlens
         # Autocast leaves the rotated keys in fp32. Cast first: backward then keeps a copy in bf16.
         k = k.to(v.dtype).index_select(2, keys.indices)
         v = v.index_select(2, keys.indices)
-    if sliding_window is not None and sliding_window < max(key_lengths):
-        raise UserError(
-            f"packed attention has no sliding window, and {type(module).__name__} has one of "
-            f"{sliding_window} tokens, shorter than a sample of {max(key_lengths)}"
-        )
     if q.is_cuda:
         bounds = (cu_seqlens, key_cu_seqlens, max(lengths), max(key_lengths))
         return cuda_attention(q, k, v, scaling, bounds), None
@@ -111,6 +94,3 @@ def cuda_attention(q, k, v, scaling, bounds: tuple[Tensor, Tensor, int, int]) ->
     k = k.repeat_interleave(heads_per_key, 1)
     v = v.repeat_interleave(heads_per_key, 1)
     return varlen_attn(q, k, v, *bounds, **options)[None]
-
-
-AttentionInterface.register("mars_packed", packed_attention)

@@ -4,11 +4,8 @@ Departure from the textbook: a batch is no rectangle. `cu_seqlens` marks where e
 and ends, so attention stays within it, and positions restart at 0. The last sampled token and all
 after it predict no loss token. So they are no input.
 
-With `share_prefixes` the model computes a shared prefix only once. The attempts of a group share
-their prompt, and often most of what follows. Samples are sorted by their tokens, so that neighbours
-share the longest prefixes. A sample adds only the tokens after the prefix that it shares with the
-sample before it. It attends to that prefix and to its own tokens (`Keys`). All loss tokens of all
-samples are in the loss, so loss and gradient are the same up to rounding.
+With `share_prefixes` the model computes a shared prefix only once (prefixes.py). A model that
+cannot be packed gets each sample alone (loading.packs).
 
 Tests: `pytest tests/test_batches.py tests/test_prefixes.py`.
 """
@@ -20,19 +17,7 @@ import torch
 from torch import Tensor
 
 from binpack import first_fit_decreasing
-
-# With shared prefixes: the limit of keys per token of a micro-batch's capacity. Each layer copies
-# these keys and values for its backward pass. The memory plan counts them.
-MAX_KEYS_PER_TOKEN = 4
-
-
-@dataclass
-class Keys:
-    """The keys of each sequence: its shared prefix, then its own tokens. K keys in all."""
-
-    lengths: list[int]  # of each sequence, K in all
-    indices: Tensor  # [K] int64, where they stand among the T input tokens
-    cu_seqlens: Tensor  # [sequences + 1] int32, boundaries of the sequences among the keys
+from trainer.prefixes import Keys, cut_in_order, keys_of, lay_out_once
 
 
 @dataclass
@@ -46,16 +31,16 @@ class MicroBatch:
 
     lengths: list[int]  # tokens that each sequence adds, T in all
     tokens: Tensor  # [1, T] int64
-    positions: Tensor  # [1, T] int64, each token's place in its own sample
+    positions: Tensor  # [1, T] int64, each token's position in its own sample
     cu_seqlens: Tensor  # [sequences + 1] int32, boundaries of the sequences
     loss_positions: Tensor  # [N] int64, which of the T input tokens predicts each loss token
     # One entry for each loss token:
     owner: Tensor  # [N] int64, index of its sample in the list given to micro_batches
     target: Tensor  # [N] int64, the token itself
-    sampler_logprob: Tensor  # [N] fp32, under the sampler
-    old_logprob: Tensor | None  # [N] fp32, the same unless replaced; None: the policy's own, ρ is 1
+    behaviour_logprob: Tensor  # [N] fp32, under the sampler that drew it
+    old_logprob: Tensor  # [N] fp32, under π_old: the sampler's, unless the trainer's replace them
     advantage: Tensor  # [N] fp32
-    weight: Tensor  # [N] fp32, its share of the loss
+    weight: Tensor  # [N] fp32, what it counts in the loss
     keys: Keys | None = None  # None: a sequence is a whole sample and attends to itself
 
 
@@ -65,20 +50,24 @@ def micro_batches(
     capacity: int,
     device,
     *,
+    pack: bool = True,
     share_prefixes: bool = False,
 ) -> list[MicroBatch]:
     """Packs samples (rollout.Sample) into micro-batches of at most `capacity` tokens.
 
-    Without `share_prefixes` the packing is first-fit decreasing, with it `cut_in_order`. A sample
-    over the limit is alone, and one without a sampled token is left out. `weights` are
-    grpo.token_weights of the samples. ValueError if a sample's lists differ in length, or if its
-    first token carries loss.
+    The packing is first-fit decreasing, or with `share_prefixes` that of `cut_in_order`. A sample
+    over the limit is alone, and without `pack` each one is. One without a sampled token is left
+    out. `weights` are grpo.token_weights of the samples. ValueError if a sample's lists differ in
+    length, or if its first token carries loss.
     """
     lengths = [
         input_length(sample, weight) for sample, weight in zip(samples, weights, strict=True)
     ]
     trained = [index for index, length in enumerate(lengths) if length]
-    if share_prefixes:
+    share_prefixes &= pack
+    if not pack:
+        bins = [[index] for index in trained]
+    elif share_prefixes:
         bins = cut_in_order(samples, lengths, trained, capacity)
     else:
         bins = first_fit_decreasing([min(lengths[i], capacity) for i in trained], capacity)
@@ -95,40 +84,6 @@ def micro_batches(
         )
         batches.append(batch)
     return batches
-
-
-def cut_in_order(
-    samples: list, lengths: list[int], trained: list[int], capacity: int
-) -> list[list[int]]:
-    """Indices of `trained` samples by micro-batch, in the order of their tokens.
-
-    In sorted order, of all earlier samples the one just before shares the longest prefix. A
-    micro-batch holds at most `capacity` input tokens, `capacity` loss tokens and
-    MAX_KEYS_PER_TOKEN · `capacity` keys. A sample over a limit is alone.
-    """
-    bins = []
-    previous = []
-    added = loss_tokens = keys = 0
-    for index in sorted(trained, key=lambda i: samples[i].tokens[: lengths[i]]):
-        current = samples[index].tokens[: lengths[index]]
-        added += len(current) - common_prefix(previous, current)
-        loss_tokens += sum(samples[index].mask)
-        keys += len(current)
-        if not bins or max(added, loss_tokens, keys / MAX_KEYS_PER_TOKEN) > capacity:
-            # A new micro-batch, which shares nothing with the last.
-            bins.append([])
-            added = keys = len(current)
-            loss_tokens = sum(samples[index].mask)
-        bins[-1].append(index)
-        previous = current
-    return bins
-
-
-def common_prefix(one: list[int], other: list[int]) -> int:
-    """The length of the longest prefix of both lists."""
-    pairs = zip(one, other)
-    shorter = min(len(one), len(other))
-    return next((length for length, (a, b) in enumerate(pairs) if a != b), shorter)
 
 
 def input_length(sample, weight: Tensor) -> int:
@@ -156,22 +111,25 @@ def make_micro_batch(
     *,
     share_prefixes: bool = False,
 ) -> MicroBatch:
-    """Lays samples end to end, the first `lengths[i]` tokens of each (`lay_out`).
+    """Lays samples end to end, the first `lengths[i]` tokens of each.
 
     Without samples it is one token without loss. A rank with fewer micro-batches than the others
     adds these. `owners` are 0, 1, 2, … unless given.
     """
     if owners is None:
         owners = range(len(samples))
-    tokens, positions, added, indices = lay_out(samples, lengths, share_prefixes)
+    inputs = [sample.tokens[:length] for sample, length in zip(samples, lengths, strict=True)]
+    lay = lay_out_once if share_prefixes else lay_out
+    tokens, positions, added, rows_of = lay(inputs)
+    keys = keys_of(added, rows_of, device) if share_prefixes and samples else None
     loss_positions = []
     owner = []
     target = []
     logprob = []
     advantage = []
-    for sample, length, index, own in zip(samples, lengths, owners, indices, strict=True):
+    for sample, length, index, rows in zip(samples, lengths, owners, rows_of, strict=True):
         sampled = [i for i in range(1, length + 1) if sample.mask[i]]
-        loss_positions += [own[i - 1] for i in sampled]
+        loss_positions += [rows[i - 1] for i in sampled]
         owner += [index] * len(sampled)
         target += [sample.tokens[i] for i in sampled]
         logprob += [sample.logprobs[i] for i in sampled]
@@ -182,31 +140,22 @@ def make_micro_batch(
         added = [1]  # the one token
         weight = [torch.zeros(0)]
 
-    def boundaries(counts: list[int]) -> Tensor:
-        return torch.tensor([0, *counts]).cumsum(0).int().to(device)
-
     def integers(values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=device)
 
     def numbers(values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
-    sequence_lengths = [count for count in added if count]
-    keys = None
-    if share_prefixes and samples:
-        of_sequences = [own for own, count in zip(indices, added) if count]
-        key_lengths = [len(own) for own in of_sequences]
-        flat = [index for own in of_sequences for index in own]
-        keys = Keys(key_lengths, integers(flat), boundaries(key_lengths))
+    sequences = [count for count in added if count]
     return MicroBatch(
-        lengths=sequence_lengths,
+        lengths=sequences,
         tokens=integers([tokens]),
         positions=integers([positions]),
-        cu_seqlens=boundaries(sequence_lengths),
+        cu_seqlens=integers([0, *sequences]).cumsum(0).int(),
         loss_positions=integers(loss_positions),
         owner=integers(owner),
         target=integers(target),
-        sampler_logprob=numbers(logprob),
+        behaviour_logprob=numbers(logprob),
         old_logprob=numbers(logprob),
         advantage=numbers(advantage),
         weight=torch.cat(weight).to(device),
@@ -214,26 +163,17 @@ def make_micro_batch(
     )
 
 
-def lay_out(samples: list, lengths: list[int], share_prefixes: bool) -> tuple:
-    """The first `lengths[i]` tokens of each sample, end to end.
+def lay_out(inputs: list[list[int]]) -> tuple[list[int], list[int], list[int], list[range]]:
+    """Samples' input tokens end to end.
 
-    With `share_prefixes` a sample adds only the tokens after the prefix that it shares with the one
-    before. Returns the tokens, their positions, how many tokens each sample adds, and the indices
-    in the tokens of each sample's own, its prefix included.
+    Returns all tokens, the position of each in its sample, how many each sample adds, and each
+    sample's rows: where its tokens stand in the whole.
     """
     tokens = []
     positions = []
-    added = []
-    indices = []
-    before = []
-    places = []
-    for sample, length in zip(samples, lengths, strict=True):
-        current = sample.tokens[:length]
-        shared = common_prefix(before, current) if share_prefixes else 0
-        places = places[:shared] + list(range(len(tokens), len(tokens) + length - shared))
-        tokens += current[shared:]
-        positions += range(shared, length)
-        added.append(length - shared)
-        indices.append(places)
-        before = current
-    return tokens, positions, added, indices
+    rows_of = []
+    for current in inputs:
+        rows_of.append(range(len(tokens), len(tokens) + len(current)))
+        tokens += current
+        positions += range(len(current))
+    return tokens, positions, [len(current) for current in inputs], rows_of

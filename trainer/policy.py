@@ -2,8 +2,10 @@
 
 Samples lie end to end in one row of tokens (batches.py), attention stays within each of them
 (attention.py), and only the hidden states that predict a sampled token enter the LM head. Loss
-and gradient of the head come from kernels.linear_grpo_loss. Parameters that are trained are always
-fp32 (master weights); the arithmetic is bf16 where `bf16` says so, on CUDA as on a CPU.
+and gradient of the head come from kernels.linear_grpo_loss. A model that cannot be packed
+(loading.py) gets one sample at a time, and the same loss on the logits that it makes itself.
+Parameters that are trained are always fp32 (master weights); the arithmetic is bf16 where `bf16`
+says so, on CUDA as on a CPU.
 
 DDP is the default. `--fsdp` shards parameters, gradients and optimizer state with PyTorch's
 fully_shard (FSDP2): the same loop and the same files. The gradient is a sum over ranks, since the
@@ -13,32 +15,42 @@ number.
 Departure from the textbook: the model never trains in training mode. Dropout would differentiate
 another distribution than the one that was sampled.
 
-Tests: `pytest tests/test_policy.py`. Speed beside padded batches, and on a GPU:
-`python -m bench.train_step`.
+Tests: `pytest tests/test_policy.py tests/test_loading.py`. Speed beside padded batches, and on a
+GPU: `python -m bench.train_step`.
 """
 
 import contextlib
 import functools
 import math
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
 
 import kernels
-from trainer.batches import MicroBatch
+from trainer.attention import packed_attention
+from trainer.batches import MicroBatch, make_micro_batch
+from trainer.loading import packs
+
+# transformers' models look their attention up by a name, which Policy sets.
+AttentionInterface.register("mars_packed", packed_attention)
 
 
 class Policy(nn.Module):
     """The language model with the objective as its forward pass.
 
-    DDP and FSDP hook only `forward`. This way they see one call a micro-batch.
+    `packs` says whether a micro-batch may hold several samples. DDP and FSDP hook only `forward`.
+    This way they see one call a micro-batch.
     """
 
     def __init__(self, model, *, bf16: bool, recompute_activations: bool = False):
         super().__init__()
-        model.set_attn_implementation("mars_packed")
+        self.packs = packs(model.config.get_text_config())
+        if self.packs:
+            model.set_attn_implementation("mars_packed")
         self.model = model
         self.bf16 = bf16
         self.eval()
@@ -62,6 +74,8 @@ class Policy(nn.Module):
         gradient in fp32. If the head were cast here, that gradient would be rounded to bf16.
         """
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
+            # transformers hands keyword arguments that it does not know on to the attention: the
+            # last three reach packed_attention.
             states = self.model.base_model(
                 batch.tokens,
                 position_ids=batch.positions,
@@ -74,37 +88,47 @@ class Policy(nn.Module):
         head = self.model.get_output_embeddings().weight
         return states[batch.loss_positions].to(dtype), head
 
+    def logits(self, batch: MicroBatch) -> Tensor:
+        """The logits [N, V] of the one sample in `batch`, fp32, as the stock model makes them."""
+        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
+            output = self.model(batch.tokens, use_cache=False, logits_to_keep=batch.loss_positions)
+        return output.logits[0].float()
+
     def forward(
         self,
         batch: MicroBatch,
         *,
+        temperature: float,
         score: bool = False,
+        on_policy: bool = False,
         ref_logprob: Tensor | None = None,
         **objective,
     ):
         """(Σ w·ℓ, stats) of the micro-batch; with `score` only its log-probs [N].
 
-        `objective` holds clip_low, clip_high, kl_beta and temperature; with `score` the last.
-        Without old log-probs they are the policy's own of this moment, so that ρ is 1.
+        `objective` holds clip_low, clip_high and kl_beta. With `on_policy` the old log-probs are
+        the policy's own of this moment in place of the batch's, so that ρ is 1.
         """
-        hidden, head = self.hidden(batch)
+        if self.packs:
+            inputs = self.hidden(batch)
+            logprob_of, loss_of = kernels.linear_logprob, kernels.linear_grpo_loss
+        else:
+            inputs = [self.logits(batch)]
+            logprob_of, loss_of = kernels.logits_logprob, kernels.logits_grpo_loss
         if score:
-            return kernels.linear_logprob(hidden, head, batch.target, **objective)[0]
+            return logprob_of(*inputs, batch.target, temperature=temperature)[0]
         old_logprob = batch.old_logprob
-        if old_logprob is None:
+        if on_policy:
             with torch.no_grad():
-                temperature = objective["temperature"]
-                old_logprob, _ = kernels.linear_logprob(
-                    hidden, head, batch.target, temperature=temperature
-                )
-        return kernels.linear_grpo_loss(
-            hidden,
-            head,
+                old_logprob, _ = logprob_of(*inputs, batch.target, temperature=temperature)
+        return loss_of(
+            *inputs,
             batch.target,
             old_logprob,
             batch.advantage,
             batch.weight,
             ref_logprob=ref_logprob,
+            temperature=temperature,
             **objective,
         )
 
@@ -122,6 +146,16 @@ def layers(model) -> nn.ModuleList:
 def logprob(policy: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
     """Log-probs [N] of a micro-batch's loss tokens under a policy, wrapped or not."""
     return policy(batch, score=True, temperature=temperature)
+
+
+def score(policy: nn.Module, tokens: list[int]) -> list[float]:
+    """Log-probs of tokens[1:], each given those before it; every rank calls it."""
+    count = len(tokens)
+    mask = [False] + [True] * (count - 1)
+    sample = SimpleNamespace(tokens=tokens, mask=mask, logprobs=[0.0] * count, advantage=0.0)
+    device = next(policy.parameters()).device
+    batch = make_micro_batch([sample], [torch.ones(count)], [count - 1], device)
+    return logprob(policy, batch, temperature=1.0).tolist()
 
 
 def unwrap(policy: nn.Module) -> Policy:

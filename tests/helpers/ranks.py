@@ -14,6 +14,7 @@ import torch.distributed as dist
 from helpers.tiny import CPU, OBJECTIVE, Tokenizer, counts, make_samples, weigh
 
 import trainer
+from processes import leave
 from sampler import Sampler
 
 TESTS = Path(__file__).parent.parent
@@ -52,7 +53,7 @@ def step(model: str, out: Path, mode: str) -> None:
     mine = samples
     if world > 1:  # an uneven share
         mine = samples[:9] if rank == 0 else samples[9:]
-    loaded = trainer.load_model(model, CPU, training=True)
+    loaded = trainer.load_model(model, CPU)
     if "lora" in mode:
         trainer.add_adapters(loaded, 3, seed=0)
         with torch.no_grad():
@@ -65,7 +66,7 @@ def step(model: str, out: Path, mode: str) -> None:
         recompute_activations=mode.endswith("recomputing"),
     )
     policy = trainer.parallel(policy, fsdp=fsdp, device=CPU)
-    sampler = Sampler(trainer.load_model(model, CPU, training=False), max_tokens=64)
+    sampler = Sampler(trainer.load_model(model, CPU), max_tokens=64)
     optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
     batches = trainer.micro_batches(mine, weigh(mine, counts(samples)), 60, CPU)
     count = torch.tensor(len(batches))
@@ -98,7 +99,7 @@ def step(model: str, out: Path, mode: str) -> None:
         assert torch.equal(part(one), part(other))
     assert part(before[0]).any()
     numbers = {"loss": loss, "norm": norm, "gradients": gradients}
-    weights = sampler.forward.weights.items()
+    weights = sampler.model.weights.items()
     numbers["sampler"] = {name: weight for name, weight in weights if weight is not None}
     if rank == 0:
         torch.save(numbers, out / "numbers.pt")
@@ -139,7 +140,7 @@ def main(model: str, out: str, *modes: str) -> None:
             (Path(out) / mode).mkdir()
         dist.barrier()
         step(model, Path(out) / mode, mode)
-    dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":

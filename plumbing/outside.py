@@ -1,0 +1,363 @@
+"""What a run needs from outside: this machine, tools, questions, servers, the model to start from.
+
+`environment` looks at all of it before any work and names all that is missing in one sentence. Here
+is chosen between the toy and the real world.
+
+Tests: pytest tests/test_mars.py tests/test_credit.py
+"""
+
+import datetime
+import functools
+import hashlib
+import importlib
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import kernels
+import trainer
+from config import Config, UserError, uses_bf16
+from plumbing import smollm2
+from sampler import vllm
+from tasks import grading, questions
+from tasks.format import Format
+from tasks.questions import Question, same_question
+from tools import KNOWN, Tool, python, search
+from toy import base_model, world
+from toy.language import ToyFormat
+
+
+@dataclass
+class Machine:
+    """This process's place."""
+
+    device: torch.device
+    rank: int
+    ranks: int
+    bf16: bool  # the arithmetic of sampler and trainer, else fp32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all weights that are not trained."""
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+
+@dataclass
+class Additions:
+    """What a fork brings of its own; what is left out comes from the options."""
+
+    more_tools: Sequence[Tool] = ()
+    question: Callable[[int], Question] | None = None
+    eval_questions: list[Question] | None = None
+    # Instead of the two above, where they follow from the options: (options, names of the tools,
+    # whether to train) -> both.
+    questions: Callable[[Config, list[str], bool], tuple] | None = None
+    grade: Callable[[Question, str], float] | None = None
+    base_model: Callable[[str, int], Path] = base_model.build  # cache, seed -> --model toy
+    # The tokenizer and the tools' names -> how the roles speak, for such a base model.
+    language: Callable[[object, list[str]], Format] = ToyFormat
+
+
+def environment(
+    config: Config,
+    machine: Machine,
+    *,
+    training: bool,
+    additions: Additions,
+    start: Path | str | None = None,
+) -> dict:
+    """The fields of a Run that come from outside. UserError lists all that is missing.
+
+    `start`: the model to start from, if it is not the one that --model names.
+    """
+    problems = []
+
+    def attempt(function, *arguments, **options):
+        try:
+            return function(*arguments, **options)
+        except UserError as error:
+            problems.append(str(error))
+
+    attempt(check_machine, config, machine)
+    if training and config.track != "none":
+        attempt(tracker_init, config.track)
+    grade = additions.grade or attempt(grading.grader, config.grader)
+    names = attempt(usable_tools, config, machine.rank, additions.more_tools) or []
+    question = additions.question
+    held_out = additions.eval_questions
+    if held_out is None:
+        make = additions.questions or training_and_held_out
+        question, held_out = attempt(make, config, names, training) or (None, [])
+    tools = attempt(make_tools, config, "train", names) or []
+    eval_tools = attempt(make_tools, config, "eval", names) or []
+    found = []
+    if config.server:
+        urls = [url for url in config.server.split(",") if url]
+        adapters = config.lora_rank > 0
+        seconds = config.tool_seconds
+        found = attempt(vllm.connect, urls, seconds, adapters=adapters)
+    # The toy's model takes two minutes to make: not for a run that cannot start.
+    if start is None and (not problems or config.model != "toy"):
+        start = attempt(start_model, config, machine, additions.base_model)
+    memory = ""
+    if start:
+        memory = attempt(
+            trainer.memory_plan,
+            start,
+            config=config,
+            longest=config.longest(),
+            world=machine.ranks,
+            device=machine.device,
+            training=training,
+        )
+    problems = list(dict.fromkeys(problems))  # both splits miss the same
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        listed = "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1))
+        raise UserError(f"cannot start, {len(problems)} things are missing: {listed}")
+    return {
+        "start": start,
+        "memory": memory,
+        "servers": found,
+        "grade": grade,
+        "question": question,
+        "eval_questions": held_out,
+        "tools": tools + list(additions.more_tools),
+        "eval_tools": eval_tools + list(additions.more_tools),
+    }
+
+
+def tracker_init(name: str) -> Callable:
+    """What opens a run of trackio or wandb; UserError if its package is not there."""
+    try:
+        return importlib.import_module(name).init
+    except (ImportError, AttributeError):  # a folder of the name is an empty module
+        raise UserError(f"--track {name} needs its package: pip install {name}") from None
+
+
+# ------------------------------------------------------------------------------- the machine
+
+
+def place(config: Config) -> Machine:
+    """This process's device and rank, as torchrun sets it."""
+    rank = int(os.environ.get("RANK", 0))
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cpu")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus:
+        if local >= gpus:
+            raise UserError(
+                f"{local + 1} processes on this machine, but only {gpus} GPUs: lower "
+                "--nproc_per_node"
+            )
+        torch.cuda.set_device(local)
+        device = torch.device("cuda", local)
+    return Machine(device, rank, ranks, uses_bf16(config, bool(gpus)))
+
+
+def join(config: Config) -> Machine:
+    """This process's place; it joins the process group when there are several."""
+    machine = place(config)
+    cuda = machine.device.type == "cuda"
+    if machine.ranks > 1 and not dist.is_initialized():
+        # Ranks wait for the slowest one's rollouts, and while rank 0 writes a state.
+        patience = datetime.timedelta(hours=2)
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)
+    elif machine.ranks == 1 and not cuda:
+        torch.set_num_threads(min(config.threads, os.cpu_count() or 1))
+    return machine
+
+
+def check_machine(config: Config, machine: Machine) -> None:
+    """What the options and the environment ask of the machine."""
+    cuda = machine.device.type == "cuda"
+    if config.bf16 == "off" and cuda:
+        raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
+    kernels.use_triton(torch.zeros(0, device=machine.device))  # UserError for a bad MARS_KERNELS
+    if config.preset == "paper" and not cuda:
+        raise UserError(
+            "--preset paper needs CUDA GPUs and PyTorch finds none; 8 of 80 GB train Qwen3-8B, one "
+            "trains a 0.6B model (--model Qwen/Qwen3-0.6B --no-fsdp)"
+        )
+    if config.fsdp and machine.ranks == 1:
+        raise UserError(
+            "--fsdp shards over processes; start them with torchrun --nproc_per_node=N mars.py "
+            "--fsdp …"
+        )
+
+
+def start_model(config: Config, machine: Machine, make: Callable[[str, int], Path]) -> Path | str:
+    """The model to start from; the toy's and SmolLM2 are made at the first use, by rank 0."""
+    if config.model == smollm2.NAME:
+        return smollm2.build(config.cache)  # ranks wait for the first one
+    if config.model != "toy":
+        return config.model
+    if machine.rank == 0:
+        make(config.cache, config.seed)
+    if dist.is_initialized():
+        dist.barrier()
+    return make(config.cache, config.seed)
+
+
+# ------------------------------------------------------------------------------- tools
+
+
+def usable_tools(config: Config, rank: int, more_tools: Sequence[Tool] = ()) -> list[str]:
+    """The names of --tools that are not among `more_tools`; UserError for one that nobody knows.
+
+    Where Python can't be jailed the toy goes on without it; a real run is refused.
+    """
+    added = [tool.name for tool in more_tools]
+    names = list(dict.fromkeys(name for name in config.tools.split(",") if name))
+    distilled = getattr(config, "distill", "").split(",")
+    for option, given in (("tools", names), ("distill", distilled)):
+        known = [*KNOWN, *added]
+        unknown = [name for name in given if name and name not in known]
+        if unknown:
+            raise UserError(
+                f"--{option}: unknown tool '{unknown[0]}'; choose from {', '.join(known)}, "
+                "separated by commas"
+            )
+    names = [name for name in names if name not in added]
+    if not names and not added:
+        raise UserError("--tools is empty: at least one of search, scholar, python is needed")
+    reason = python.available() if "python" in names else None
+    others = ",".join(name for name in names if name != "python")
+    if reason and (config.data != "toy" or not others):
+        advice = f"leave it out with --tools {others}" if others else "name others with --tools"
+        raise UserError(f"{reason}; {advice}")
+    if reason and rank == 0:
+        print(f"{reason}; going on without Python and its questions", flush=True)
+    return [name for name in names if name != "python" or not reason]
+
+
+def searches_toy(config: Config) -> bool:
+    """Whether search and scholar look into the toy's world."""
+    return config.data == "toy" and not config.docs and config.search == "local"
+
+
+def make_tools(config: Config, split: str, names: list[str]) -> list[Tool]:
+    """The tools of --tools. The toy searches the world of `split`; everything else its backend."""
+    return [Tool(name, *KNOWN[name], make_call(config, split, name)) for name in names]
+
+
+def make_call(config: Config, split: str, name: str) -> Callable:
+    """The function behind a tool. `split`: whose world the toy's search knows."""
+    if name == "python":
+        return python.tool
+    if searches_toy(config):
+        return search.local(world.world(split, config.seed).documents[name], config.top_k)
+    docs = config.docs
+    if split == "eval" and config.eval_docs:
+        docs = config.eval_docs
+    return search.make(
+        config.search,
+        scholar=name == "scholar",
+        k=config.top_k,
+        docs=docs or None,
+        cache=config.cache,
+        pages=config.pages,
+        passage_words=config.passage_words,
+        # A page may fill what is read at once, at about 0.6 words a token.
+        page_words=max(1, int(0.6 * config.reading())),
+        block=config.block.split(","),
+    )
+
+
+# ------------------------------------------------------------------------------- questions
+
+
+def training_and_held_out(
+    config: Config, names: list[str], training: bool
+) -> tuple[Callable[[int], Question] | None, list[Question]]:
+    """The endless stream of training questions, and the held-out ones.
+
+    Held out are --eval_data, or else questions drawn from --data, whose others are trained on.
+    Without training there are only the held-out ones.
+    """
+    if config.data == "toy":
+        # --tools takes tools away and leaves the questions, so an arm shows what it loses. Where
+        # Python cannot be jailed, its questions go as well.
+        kinds = world.TOOLS
+        if "python" not in names and python.available() is not None:
+            kinds = ("search", "scholar")
+        numbers = range(config.eval_questions)
+        held_out = [world.question("eval", config.seed, i, kinds) for i in numbers]
+        return lambda i: world.question("train", config.seed, i, kinds), held_out
+    if not config.data:
+        raise UserError(
+            "no questions: name them with --data (a JSONL file, hub:OWNER/REPO/file.jsonl, or a "
+            "mix like nq/train:2,own.jsonl:1)"
+        )
+    limit = config.eval_questions or None
+    if not training:
+        source = config.eval_data or config.data
+        return None, questions.load_questions(source, limit=limit, seed=config.seed)
+    loaded, held_out = questions.split(
+        config.data, config.eval_data, held_out=limit, seed=config.seed
+    )
+    if len(loaded) < config.questions:
+        raise UserError(
+            f"{config.data} leaves {len(loaded)} training questions, fewer than --questions "
+            f"{config.questions} a step; give more, or lower --eval_questions or --questions"
+        )
+    return Questions(loaded, config.seed), held_out
+
+
+@dataclass
+class Questions:
+    """Training questions 0, 1, 2, …: each once an epoch, every epoch in an order of its own."""
+
+    loaded: list[Question]
+    seed: int
+
+    def __post_init__(self):
+        self.sizes = Counter(question.source for question in self.loaded)
+        self.kept_order = functools.lru_cache(maxsize=2)(self.order)  # a step may need two epochs
+
+    def __call__(self, i: int) -> Question:
+        epoch, place = divmod(i, len(self.loaded))
+        return self.loaded[self.kept_order(epoch)[place]]
+
+    def order(self, epoch: int) -> list[int]:
+        """An epoch's order, in which every stretch has about the sets' shares.
+
+        By chance, a step of the atlas once had six questions of one kind in eight, and its update
+        taught that kind's habits to the other. A set's questions stand at equal distances, the
+        first of them at random, so that a set of one question may come anywhere.
+        """
+        drawn = Counter()
+        first = {
+            source: random.Random(f"{self.seed} {epoch} {source}").random() for source in self.sizes
+        }
+
+        def position(index: int) -> float:
+            source = self.loaded[index].source
+            drawn[source] += 1
+            return (drawn[source] - first[source]) / self.sizes[source]
+
+        return sorted(epoch_order(len(self.loaded), self.seed, epoch), key=position)
+
+    def fingerprints(self, held_out: list[Question]) -> dict[str, list[str]]:
+        """What a run's questions.json holds, so that nobody is asked what it was trained on."""
+        return {"trained": fingerprints(self.loaded), "held_out": fingerprints(held_out)}
+
+
+def fingerprints(questions: list[Question]) -> list[str]:
+    """A short hash of each question's text, as tasks.questions compares texts."""
+    texts = [same_question(question.text) for question in questions]
+    return [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts]
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of range(count)."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(count, generator=generator).tolist()

@@ -1,0 +1,451 @@
+"""From options to a Run: all that is alive in a run, and its rollouts.
+
+`build` looks at everything outside first (outside.py). The run's folder is made when nothing can be
+missing any more.
+
+Tests: pytest tests/test_mars.py tests/test_frozen.py
+"""
+
+import functools
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+import trainer
+from config import Config, UserError
+from driver import Driver
+from plumbing import folders
+from plumbing.outside import Additions, Machine, Questions, environment, join, searches_toy
+from processes import from_first_rank, is_first
+from rollout import Env, Method, Trajectory, ignore
+from sampler import Sampler, vllm
+from tasks.chat import ChatFormat
+from tasks.format import Format
+from tasks.questions import Question
+from tools import Tool
+
+# -------------------------------------------------------------------------------------- the run
+
+
+@dataclass
+class Run(Machine):
+    """All that is alive in a run. Ranks hold equal weights and share out the questions."""
+
+    method: Method
+    config: Config
+    folder: Path
+    # What comes from outside, as `environment` finds it.
+    start: Path | str  # the model that it begins with
+    memory: str  # the plan, in one line
+    servers: list[vllm.Server]  # those that sample, if any
+    grade: Callable[[Question, str], float]
+    tools: list[Tool]
+    eval_tools: list[Tool]  # the toy's held-out world has a corpus of its own
+    # The i-th training question, for every i; None unless training.
+    question: Callable[[int], Question] | None
+    eval_questions: list[Question]
+    # The model at work.
+    tokenizer: object
+    chat: Format
+    driver: Driver
+    sampler: Sampler | vllm.Remote  # plays every role whose weights are trained
+    samplers: dict[str, Sampler | vllm.Remote]  # role -> who plays it
+    # These three are there in training only; the reference only if there is a KL term.
+    policy: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    reference: Callable | None = None  # what trainer.logprob takes
+    skipped: int = 0  # updates in a row without a finite gradient
+    tracker: object = None  # on rank 0 of a run with --track
+    tracked: int = -1  # the last step that it had before this process
+    lock: IO | None = None  # keeps other processes out of the folder, to the end
+
+    def rollouts(
+        self,
+        batch: list[tuple[int, Question]],
+        attempts: int,
+        *,
+        step: int | str,
+        tools: list[Tool],
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        on_event: Callable[[str, str], None] = ignore,
+    ) -> list[Trajectory]:
+        """`attempts` trajectories for each (index, question), all in one running batch."""
+        env = Env(
+            driver=self.driver,
+            samplers=self.samplers,
+            chat=self.chat,
+            tools={tool.name: tool.call for tool in tools},
+            grade=self.grade,
+            config=self.config,
+            step=step,
+            temperature=temperature,
+            top_p=top_p,
+            on_event=on_event,
+        )
+        episodes = [
+            env.play(self.method, question, index, attempt)
+            for index, question in batch
+            for attempt in range(attempts)
+        ]
+        if self.rank or on_event is not ignore or not sys.stderr.isatty():
+            return self.driver.run(episodes)
+        bar = tqdm(total=len(episodes), desc=f"rollouts {step}", unit="trajectory", leave=False)
+        with bar:
+            return self.driver.run(episodes, self.show_progress(bar))
+
+    def show_progress(self, bar: tqdm) -> Callable[[int], None]:
+        """A function that shows on the bar how many episodes are done and what the sampler does."""
+        stats = self.sampler.stats
+        start = time.perf_counter()
+        before = stats["decoded_tokens"]
+
+        def show(done: int) -> None:
+            rate = (stats["decoded_tokens"] - before) / (time.perf_counter() - start)
+            shown = {name: stats[name] for name in ("running", "waiting", "pages_in_use")}
+            bar.set_postfix({"tokens/s": f"{rate:.0f}", **shown}, refresh=False)
+            bar.update(done - bar.n)
+
+        return show
+
+
+def build(
+    method: Method,
+    config: Config,
+    *,
+    training: bool,
+    folder: Path | None = None,
+    base: str = "",
+    frozen: Path | None = None,
+    **additions,
+) -> Run:
+    """A Run; with `training` also policy, optimizer and, if there is a KL term, the reference.
+
+    The run's folder is made when all else is there; without --name it is called after `base`, else
+    after the model. `folder`: none is made, for a caller that writes no run. `frozen`: the model
+    that plays frozen roles in an evaluation. `additions` are the fields of Additions. UserError
+    lists everything that is missing.
+    """
+    machine = join(config)
+    more = Additions(**additions)
+    is_new = folder is None and not config.resume
+    lock = None
+    if config.resume:
+        lock = on_first_rank(lambda: go_on(config, method.name))
+        folder = Path(config.runs) / config.name
+    elif is_new and config.name:
+        on_first_rank(lambda: folders.refuse_taken(Path(config.runs) / config.name))
+    kept = None
+    if config.resume and os.path.lexists(folder / trainer.FROZEN):
+        kept = folder / trainer.FROZEN  # its --model may have changed since, or be gone
+    outside = environment(config, machine, training=training, additions=more, start=kept)
+
+    start = outside["start"]
+    tokenizer = load_tokenizer(start)
+    chat = make_format(method, config, tokenizer, outside["tools"], more.language)
+    asked = list(outside["eval_questions"])
+    if isinstance(outside["question"], Questions):
+        asked += outside["question"].loaded
+    elif more.question:
+        asked += [more.question(i) for i in range(config.questions)]
+    for question in asked:
+        method.fits(config, chat, question)
+
+    state = trainer.newest(folder) if config.resume else None
+    origin = start
+    if state and not config.lora_rank:
+        origin = state[1] / "model"
+    model = load_model(config, origin, machine, training)
+    check_vocabulary(tokenizer, model, start)
+    # Both a frozen role and the KL term need the model that the run began with. With adapters that
+    # is the model itself, as long as it has none or they are off.
+    first = model
+    if not config.lora_rank and (config.frozen() or (training and config.kl_beta)):
+        device = machine.device if config.kl_beta else "cpu"
+        first = trainer.load_model(frozen or start, device, dtype=machine.dtype)
+        check_same_vocabulary(first, frozen or start, model, origin)
+    if config.server:
+        sampler = make_remote(config, outside["servers"], model, machine)
+        if not config.lora_rank:  # else it gets adapters below, beside the model of its start
+            path = Path(origin)
+            sampler.load_folder(str(path.resolve()) if path.exists() else str(origin))
+    else:
+        sampler = make_sampler(config, model, machine)
+    samplers = dict.fromkeys(method.roles, sampler)
+    if config.frozen():
+        samplers |= dict.fromkeys(config.frozen(), make_sampler(config, first, machine))
+    # Bit-equal reruns, however slow a tool is, where the arithmetic allows them.
+    deterministic = machine.device.type == "cpu" and not config.server
+    if is_new:  # nothing can be missing any more
+        base = base or Path(config.model).resolve().name
+        lock = on_first_rank(lambda: new_folder(config, base))
+        config.name = from_first_rank(config.name)
+        folder = Path(config.runs) / config.name
+    run = Run(
+        **vars(machine),
+        **outside,
+        method=method,
+        config=config,
+        folder=folder,
+        tokenizer=tokenizer,
+        chat=chat,
+        driver=Driver(list(dict.fromkeys(samplers.values())), deterministic=deterministic),
+        sampler=sampler,
+        samplers=samplers,
+        lock=lock,
+    )
+    introduce(run)
+    if training:
+        make_trainer(run, model, first, state)
+    return run
+
+
+def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None:
+    """Adds to a run what learns: policy, optimizer, reference, as of `state` if it is resumed.
+
+    `first` is the model that the run began with, where a frozen role or the KL term needs it.
+    """
+    config = run.config
+    if config.lora_rank:
+        for role in config.frozen():
+            if not config.fsdp:  # which would cut the sampler's copy up
+                run.samplers[role].alias_weights(model)
+        trainer.add_adapters(model, config.lora_rank, config.seed)
+        if state:
+            trainer.read_adapters(state[1] / "adapter", model)
+        if state or config.server:
+            run.sampler.load_weights(model)
+    policy = trainer.Policy(
+        model, bf16=run.bf16, recompute_activations=config.recompute_activations
+    )
+    run.policy = trainer.parallel(policy, fsdp=config.fsdp, device=run.device)
+    if config.server:
+        run.sampler.score = functools.partial(trainer.score, run.policy)  # shards included
+    run.optimizer = trainer.make_optimizer(run.policy, config.lr, 0.0, config.beta1)
+    if config.kl_beta and config.lora_rank:
+        run.reference = trainer.reference(run.policy)
+    elif config.kl_beta:
+        run.reference = trainer.Policy(first.requires_grad_(False), bf16=run.bf16)
+    if state:
+        trainer.load_optimizer(state[1], run.policy, run.optimizer)
+
+
+def introduce(run: Run) -> None:
+    """Two lines about what is about to run."""
+    if run.rank:
+        return
+    config = run.config
+    where = f"{config.search} {config.docs}".strip()
+    if searches_toy(config):
+        where = "the toy's world"
+    if config.eval_docs:
+        where += f", for held-out questions {config.eval_docs}"
+    tools = ", ".join(tool.name for tool in run.tools)
+    print(
+        f"model {run.start} on {run.device}, {run.ranks} process(es), sampler: {run.sampler.path}; "
+        f"search: {where}; tools: {tools}; reward: {config.grader}\n{run.memory}",
+        flush=True,
+    )
+
+
+# ---------------------------------------------------------------------------------- its folder
+
+
+def on_first_rank(function: Callable):
+    """What `function` returns, on rank 0, and None elsewhere; its UserError on every rank."""
+    value = problem = None
+    if is_first():
+        try:
+            value = function()
+        except UserError as error:
+            problem = str(error)
+    problem = from_first_rank(problem)
+    if problem:
+        raise UserError(problem)
+    return value
+
+
+def new_folder(config: Config, base: str) -> IO:
+    """Makes runs/NAME; without --name the first free one of base, base-2, base-3, …"""
+    if config.name:
+        lock = folders.claim(Path(config.runs) / config.name)
+        if lock is None:
+            raise UserError(
+                f"{config.runs}/{config.name} exists by now: another process has just begun it; "
+                "choose another --name"
+            )
+        return lock
+    for number in itertools.count(1):
+        config.name = base if number == 1 else f"{base}-{number}"
+        lock = folders.claim(Path(config.runs) / config.name)
+        if lock:
+            return lock
+
+
+def go_on(config: Config, method: str) -> IO:
+    """The lock of the run that is resumed. UserError if it cannot go on with these settings."""
+    if not config.name:
+        raise UserError("--resume needs the run's --name")
+    folder = Path(config.runs) / config.name
+    if not (folder / "config.json").exists():
+        raise UserError(f"nothing to resume: there is no run at {folder}")
+    # An option that the older version did not have counts as its default.
+    saved = vars(type(config)()) | folders.read_json(folder / "config.json")
+    changed = [
+        f"{name} ({saved[name]} -> {value})"
+        for name, value in vars(config).items()
+        if name not in config.may_change and saved[name] != value
+    ]
+    if changed:
+        raise UserError(
+            f"the run at {folder} was started with other settings: {', '.join(changed)}; "
+            "resume with the same ones"
+        )
+    made_by = folders.read_json(folder / "method.json").get("name")
+    if made_by != method:
+        raise UserError(f"{folder} was made by the method {made_by}: resume it with its own file")
+    if (folder / "table.json").exists():
+        raise UserError(f"{folder} is an evaluation, not a run to resume")
+    lock = folders.lock(folder)
+    if lock is None:
+        raise UserError(f"another process works on {folder}; wait until it has ended")
+    state = trainer.newest(folder)
+    # `checkpoint` is linked with the first saved state and never removed.
+    if state is None and os.path.lexists(folder / "checkpoint"):
+        raise UserError(
+            f"{folder} holds results but no whole state to go on from; start a new run with "
+            "another --name"
+        )
+    if state and state[0] > config.steps:
+        raise UserError(
+            f"the run at {folder} has done {state[0]} steps already; "
+            f"give --steps {state[0]} or more"
+        )
+    return lock
+
+
+# ------------------------------------------------------------------------------- the models
+
+
+def load_model(config: Config, origin: Path | str, machine: Machine, training: bool):
+    """The model that is trained, in fp32, or else the one that the sampler copies.
+
+    Under adapters its weights are frozen, so they have the arithmetic's type.
+    """
+    if not training:
+        return trainer.load_model(origin, "cpu", dtype=machine.dtype)
+    # FSDP takes the model to the device a layer at a time, and cuts each.
+    device = "cpu" if config.fsdp else machine.device
+    dtype = machine.dtype if config.lora_rank else torch.float32
+    return trainer.load_model(origin, device, dtype=dtype)
+
+
+def make_sampler(config: Config, model, machine: Machine) -> Sampler:
+    """The sampler, whose pool must hold the longest context in whole pages."""
+    try:
+        sampler = Sampler(
+            model,
+            max_tokens=config.kv_tokens,
+            max_sequences=config.max_sequences,
+            device=machine.device,
+            dtype=machine.dtype,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    room = sampler.pages.count * sampler.pages.size
+    if config.longest() > room:
+        raise UserError(
+            f"--kv_tokens {config.kv_tokens} makes whole pages of {room} tokens, fewer than one "
+            f"context of {config.longest()}; raise it, or lower the episode's limits"
+        )
+    return sampler
+
+
+def make_remote(config: Config, found: list[vllm.Server], model, machine: Machine) -> vllm.Remote:
+    """The servers as a sampler. They must take the longest context, and read the run's folder."""
+
+    def write(model) -> str:
+        weights = Path(config.runs) / config.name / "weights"
+        return trainer.write_model(weights, model, machine.dtype)
+
+    sampler = vllm.Remote(
+        found,
+        vocabulary=model.get_input_embeddings().num_embeddings,
+        seconds=config.tool_seconds,
+        parallel=config.max_sequences,
+        write=write,
+        score=functools.partial(trainer.score, trainer.Policy(model, bf16=machine.bf16)),
+        # Random tokens' log-probs: bf16 rounds them by a tenth, other weights by nats.
+        tolerance=0.5 if machine.bf16 else 1e-3,
+    )
+    if config.longest() > sampler.positions:
+        raise UserError(
+            f"a server takes contexts of {sampler.positions} tokens, fewer than one of "
+            f"{config.longest()}; raise its limit (vLLM: --max-model-len)"
+        )
+    return sampler
+
+
+# ------------------------------------------------------------------------------- its language
+
+
+def load_tokenizer(start: Path | str):
+    """The model's tokenizer. UserError if it cannot be read."""
+    try:
+        return AutoTokenizer.from_pretrained(start, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds for damaged files
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"cannot load a tokenizer from {start} ({reason}): it needs a tokenizer's files beside "
+            "its weights"
+        ) from None
+
+
+def check_vocabulary(tokenizer, model, name: Path | str) -> None:
+    """UserError if the tokenizer has tokens that the model does not know."""
+    known = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > known:
+        raise UserError(
+            f"{name} has {len(tokenizer)} tokens in its tokenizer and {known} in its model: use "
+            "two that belong together"
+        )
+
+
+def check_same_vocabulary(first, first_name: Path | str, model, name: Path | str) -> None:
+    """UserError if a run's start and what became of it differ in their number of tokens."""
+    sizes = [m.get_input_embeddings().num_embeddings for m in (first, model)]
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"{first_name} has {sizes[0]} tokens and {name} {sizes[1]}, so the one did not begin "
+            "with the other: put back the model that the run began with"
+        )
+
+
+def make_format(
+    method: Method,
+    config: Config,
+    tokenizer,
+    tools: list[Tool],
+    language: Callable[[object, list[str]], Format],
+) -> Format:
+    """How the roles speak: a toy's language if the model was made for it, else a chat template."""
+    if speaks_a_toys_language(tokenizer):
+        return language(tokenizer, [tool.name for tool in tools])
+    return ChatFormat(tokenizer, method.words(config, tools), tools)
+
+
+def speaks_a_toys_language(tokenizer) -> bool:
+    """Whether a model is a toy's: then `<s2>`, which opens System 2's prompt, is one token.
+
+    No option says so, for a checkpoint of the toy is told from a chat model by nothing else.
+    """
+    return "<s2>" in tokenizer.get_vocab()

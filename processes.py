@@ -1,0 +1,34 @@
+"""The processes of one run: torch.distributed where several were started, nothing where one was."""
+
+import os
+import sys
+
+import torch.distributed as dist
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes: rank 0, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def from_first_rank(value):
+    """What rank 0 holds, on every rank; they wait for it here."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def leave(code: int) -> None:
+    """Ends this process with `code`; alone it returns, and the caller ends as always.
+
+    A process group's threads can outlive it, and Python's end would abort on them (SIGABRT, after
+    the work was done). So nothing is torn down: what was printed is flushed, and the process ends.
+    """
+    if not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

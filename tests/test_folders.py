@@ -1,0 +1,169 @@
+"""What lies on the disk is whole: cut short, killed, or made by two processes at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+
+from config import UserError
+from plumbing import folders
+from plumbing.folders import made_once
+
+REPO = Path(__file__).parent.parent
+MAKER = """
+    import sys, time
+    from pathlib import Path
+    from plumbing.folders import made_once
+
+    def make(folder):
+        (folder / "first").write_text("half")
+        print("half", flush=True)
+        time.sleep(float(sys.argv[2]))
+        (folder / "last").write_text("whole")
+        print("made", flush=True)
+
+    made_once(Path(sys.argv[1]), make)
+    print("there", sorted(path.name for path in Path(sys.argv[1]).iterdir()), flush=True)
+"""
+
+
+def maker(folder: Path, seconds: float) -> subprocess.Popen:
+    """A process that makes `folder` in two halves, with a pause between them."""
+    code = textwrap.dedent(MAKER)
+    command = [sys.executable, "-c", code, str(folder), str(seconds)]
+    return subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
+
+
+def fill(folder: Path) -> None:
+    (folder / "file").write_text("whole")
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+# ---------------------------------------------------------------------------- folders of the cache
+
+
+def test_it_is_made_once(tmp_path):
+    folder = tmp_path / "deep" / "thing"
+    assert made_once(folder, fill) == folder
+    assert made_once(folder, lambda unfinished: pytest.fail("made again")) == folder
+    assert names(folder) == {"file"}
+
+
+@pytest.mark.parametrize("error", [UserError("no words"), SafetensorError("no room"), OSError(28)])
+def test_what_fails_leaves_nothing(tmp_path, error):
+    def fail(folder):
+        fill(folder)
+        raise error
+
+    with pytest.raises(UserError):
+        made_once(tmp_path / "thing", fail)
+    assert names(tmp_path) == {"thing.lock"}
+    made_once(tmp_path / "thing", fill)
+    assert names(tmp_path / "thing") == {"file"}
+
+
+def test_what_was_killed_is_not_there_and_is_made_anew(tmp_path):
+    folder = tmp_path / "thing"
+    killed = maker(folder, 60)
+    assert killed.stdout.readline() == "half\n"
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert not folder.exists()
+    made_once(folder, fill)
+    assert names(folder) == {"file"}
+    assert names(tmp_path) == {"thing", "thing.lock"}
+
+
+def test_of_two_processes_one_makes_it_and_the_other_waits(tmp_path):
+    """And nobody sees half of it meanwhile."""
+    folder = tmp_path / "thing"
+    first = maker(folder, 1)
+    assert first.stdout.readline() == "half\n"
+    second = maker(folder, 0)
+    seen = set()
+    while first.poll() is None or second.poll() is None:
+        if folder.exists():
+            seen.add(frozenset(names(folder)))
+        time.sleep(0.01)
+    outputs = [process.communicate()[0] for process in (first, second)]
+    assert sum("made" in output for output in outputs) == 1
+    assert all("there ['first', 'last']" in output for output in outputs)
+    assert seen <= {frozenset({"first", "last"})}
+
+
+@pytest.mark.parametrize("name", ["file/thing", "x" * 5000])
+def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--out$"):
+        made_once(tmp_path / name, fill, option="--out")
+
+
+# ------------------------------------------------------------------------------ a run's own folder
+
+
+def test_of_many_that_claim_a_folder_one_gets_it(tmp_path):
+    """It has the lock at once, so that nobody goes on with it meanwhile."""
+    got = []
+    claims = [
+        threading.Thread(target=lambda: got.append(folders.claim(tmp_path / "runs" / "x")))
+        for _ in range(8)
+    ]
+    for thread in claims:
+        thread.start()
+    for thread in claims:
+        thread.join()
+    (held,) = [lock for lock in got if lock]
+    assert folders.lock(tmp_path / "runs" / "x") is None
+    held.close()
+    assert folders.lock(tmp_path / "runs" / "x")
+
+
+@pytest.mark.parametrize("name", ["there", "file/below", "x" * 5000])
+def test_a_folder_that_cannot_be_had_is_one_sentence(tmp_path, name):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError):
+        folders.refuse_taken(tmp_path / name)
+    folders.refuse_taken(tmp_path / "deep" / "free")
+    assert names(tmp_path) == {"there", "file"}
+
+
+# -------------------------------------------------------------------------------------------- files
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = folders.write_json(tmp_path / "a.json", {"a": 1})
+
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folders.os, "fsync", full)
+    with pytest.raises(UserError, match="No space left"):
+        folders.write_json(path, {"a": 2})
+    assert folders.read_json(path) == {"a": 1} and names(tmp_path) == {"a.json"}
+
+
+def test_a_line_cut_by_a_kill_is_skipped_and_told(tmp_path, capsys):
+    path = tmp_path / "lines.jsonl"
+    folders.append_lines(path, [{"a": float("nan"), "b": [1.0, float("inf")]}])
+    with open(path, "a") as file:
+        file.write('[1]\n{"c": 2}\n{"cut')
+    assert folders.read_lines(path) == [{"a": None, "b": [1.0, None]}, {"c": 2}]
+    assert capsys.readouterr().err.count("is not a whole record, skipped") == 2
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"seed": ', "\xff", "[" * 5000])
+def test_a_damaged_file_is_one_sentence(tmp_path, content):
+    (tmp_path / "x.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(UserError, match="cannot read"):
+        folders.read_json(tmp_path / "x.json")

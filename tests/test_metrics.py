@@ -1,0 +1,193 @@
+"""Means are over live tokens, intervals are honest, and the guard stops what is mismatched."""
+
+import copy
+import dataclasses
+import json
+import math
+import zlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mars
+import train
+from plumbing import metrics, start
+from plumbing.metrics import batch_sums, sign_test, update_metrics, wilson_interval
+from rollout import Sample, Trajectory
+from sampler import Sampler
+from tasks.questions import Question
+
+ROLES = ("sys2", "sys1")
+SMALL = "--questions 4 --group 4 --eval_questions 2 --eval_every 2 --kv_tokens 16384".split()
+
+
+def grade(question, answer) -> float:
+    """Half of the answers, so that there is something to learn from."""
+    return float(zlib.crc32(answer.encode()) % 2)
+
+
+def run(base, folder, *options, method=mars.METHOD) -> int:
+    """The exit code of a run in `folder`/x."""
+    given = ["--model", str(base), "--runs", str(folder), "--name", "x", *SMALL, *options]
+    return train.main(method, given, "", grade=grade)
+
+
+def lines_of(folder) -> list[dict]:
+    path = folder / "x" / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ------------------------------------------------------------------------------------ live tokens
+
+
+def measured(live: list[bool], values: torch.Tensor, owner: torch.Tensor) -> dict:
+    """The step's metrics of a batch of 8 tokens, in which the kernel scored the live ones."""
+    weight = torch.tensor(live).float() / 8
+    scored = [values[i] * (weight != 0) for i in range(2)]
+    batch = SimpleNamespace(weight=weight, owner=owner, behaviour_logprob=values[2])
+    count = int((weight != 0).sum())
+    numbers = {"loss": 0.5, "logprob": scored[0], "entropy": scored[1]}
+    numbers |= {"clip_share": 0.25 if count else 0.0, "kl": 0.1 if count else 0.0}
+    samples = [SimpleNamespace(role=role) for role in ROLES]
+    return update_metrics(batch_sums(batch, numbers, samples, ROLES, mismatch=True), ROLES)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.booleans(), min_size=8, max_size=8), st.integers(0, 99))
+def test_with_any_mask_the_metrics_are_those_of_the_live_tokens(live, seed):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.rand(3, 8, generator=generator)
+    owner = torch.randint(2, (8,), generator=generator)
+    told = measured(live, values, owner)
+    kept = torch.tensor(live)
+    alone = measured([True] * int(kept.sum()), values[:, kept], owner[kept])
+    assert told["masked_share"] == 1 - sum(live) / 8 and told["trained_tokens"] == 8
+    for key in alone.keys() - {"masked_share", "trained_tokens"}:
+        assert told[key] == pytest.approx(alone[key]), key
+
+
+def test_masked_tokens_are_no_mismatch(base, tmp_path):
+    """--importance sequence masks what came out likelier than it was sampled: about a half."""
+    presets = {"own": {"importance_cap": 1.0, "importance": "sequence"}}
+    method = dataclasses.replace(mars.METHOD, presets=presets)
+    assert run(base, tmp_path, "--steps", "1", "--preset", "own", method=method) == 0
+    (told,) = lines_of(tmp_path)
+    assert 0.1 < told["masked_share"] < 0.9
+    assert told["mismatch_kl"] < 1e-9 and told["sys2_entropy"] > 0.2
+
+
+# -------------------------------------------------------------------------------------- the guard
+
+
+def stale(monkeypatch):
+    """New weights never reach the sampler."""
+    monkeypatch.setattr(Sampler, "load_weights", lambda self, model: None)
+
+
+def wrong_rotation(monkeypatch):
+    """The sampler turns its queries and keys by other angles."""
+    make = start.make_sampler
+
+    def mutant(config, model, machine):
+        model = copy.deepcopy(model)
+        for module in model.modules():
+            if hasattr(module, "inv_freq"):
+                module.inv_freq *= 1.1
+        model.config.rope_parameters["rope_theta"] /= 4
+        return make(config, model, machine)
+
+    monkeypatch.setattr(start, "make_sampler", mutant)
+
+
+def shifted_tokens(monkeypatch):
+    """The trainer is told of other tokens than the sampler was."""
+    given = Sample.append_given
+
+    def mutant(self, tokens):
+        given(self, [max(0, token - 1) for token in tokens])
+
+    monkeypatch.setattr(Sample, "append_given", mutant)
+
+
+@pytest.mark.parametrize(
+    "mutate, options",
+    [
+        (stale, []),
+        (stale, ["--lora_rank", "4"]),  # so the sampler misses the adapters
+        (wrong_rotation, []),
+        (shifted_tokens, []),
+        (shifted_tokens, ["--importance", "sequence"]),
+    ],
+)
+def test_a_sampler_that_is_mismatched_stops_the_run(
+    base, tmp_path, monkeypatch, capsys, mutate, options
+):
+    mutate(monkeypatch)
+    assert run(base, tmp_path, "--steps", "4", *options) == 2
+    assert "does not sample what is trained: mismatch_kl" in capsys.readouterr().err
+    assert len(lines_of(tmp_path)) == (1 if mutate is stale else 0)
+
+
+def test_the_limit_may_be_raised(base, tmp_path, monkeypatch):
+    stale(monkeypatch)
+    assert run(base, tmp_path, "--steps", "3", "--max_mismatch_kl", "9") == 0
+    lines = lines_of(tmp_path)
+    assert lines[0]["mismatch_kl"] < 1e-9 < lines[-1]["mismatch_kl"]
+
+
+# ------------------------------------------------------------------------------ shares and counts
+
+
+def attempt(answer, reward, kind="a"):
+    question = Question("q", "who ?", ("x",), kind)
+    return Trajectory(question, 0, 0, answer=answer, reward=reward, ended="answer")
+
+
+def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
+    """Attempts without an answer need no judge: they would hide that it is gone."""
+    method = dataclasses.replace(mars.METHOD, roles={})
+    attempts = [attempt("x", None), *[attempt(None, 0.0)] * 3]
+    assert metrics.rollout_metrics(attempts, method, 1.0)["judge_failure_share"] == 1.0
+    assert metrics.rollout_metrics(attempts[:1], method, 1.0)["reward"] is None
+
+
+def test_kinds_of_questions_are_counted_where_there_are_several():
+    attempts = [attempt("x", 1.0), attempt("y", None), attempt("x", 1.0, "b"), attempt("x", 1.0)]
+    asked = [one.question for one in attempts]
+    assert metrics.right_by_kind(attempts, asked) == {"a": [2, 3], "b": [1, 1]}
+    assert metrics.right_by_kind(attempts[:2], asked[:2]) == {}
+
+
+@pytest.mark.parametrize(
+    "correct, total, low, high",
+    [
+        (0, 10, 0.0, 0.2775),
+        (5, 10, 0.2366, 0.7634),
+        (10, 10, 0.7225, 1.0),
+        (9, 200, 0.0239, 0.0833),
+    ],
+)
+def test_intervals_are_those_of_the_tables(correct, total, low, high):
+    assert wilson_interval(correct, total) == pytest.approx((low, high), abs=1e-4)
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.data())
+def test_an_interval_holds_its_share_and_mirrors(total, data):
+    correct = data.draw(st.integers(0, total))
+    low, high = wilson_interval(correct, total)
+    assert 0 <= low <= correct / total <= high <= 1
+    mirrored = wilson_interval(total - correct, total)
+    assert mirrored == pytest.approx((1 - high, 1 - low), abs=1e-12)
+
+
+@given(st.integers(0, 30), st.integers(0, 30))
+def test_the_sign_test_is_the_binomials_two_tails(gained, lost):
+    n = gained + lost
+    uneven = abs(gained - lost)
+    ways = sum(math.comb(n, k) for k in range(n + 1) if abs(n - 2 * k) >= uneven)
+    assert sign_test(gained, lost) == pytest.approx(ways / 2**n)

@@ -1,0 +1,52 @@
+"""A folder is there whole, or it is not there: written under a temporary name, synced, renamed.
+
+Whenever the process dies or the power goes, no half of a folder stands under its own name.
+Tests: pytest tests/test_checkpoint.py
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_folder(final: Path, fill: Callable[[Path], None]) -> None:
+    """Makes the folder `final` of what `fill`, given an empty one, writes; a former one goes.
+
+    Raises what `fill` and the disk raise, and leaves what was there as it was.
+    """
+    temporary = final.with_name(f".{final.name}.writing")
+    former = final.with_name(f".{final.name}.former")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    temporary.mkdir(parents=True)
+    try:
+        fill(temporary)
+        for path in temporary.rglob("*"):
+            sync(path)
+        sync(temporary)
+        if final.exists():  # renamed before it is removed: never half removed under its own name
+            shutil.rmtree(former, ignore_errors=True)
+            os.rename(final, former)
+        os.rename(temporary, final)
+        sync(final.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def point(link: Path, target: Path) -> None:
+    """Makes `link` a symbolic link to `target`, relative to where it stands, in one move."""
+    temporary = link.with_name(f".{link.name}.writing")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
+    os.replace(temporary, link)
+    sync(link.parent)
+
+
+def sync(path: Path) -> None:
+    """Has the system write a file or a folder's names to the disk, now."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
