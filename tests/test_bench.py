@@ -61,7 +61,7 @@ def test_a_result_tells_who_measured_and_git_may_be_missing(tmp_path, monkeypatc
     saved = json.loads(path.read_text())
     assert path == tmp_path / "new" / "name.json" and list(path.parent.iterdir()) == [path]
     assert saved["rows"] == [{"row": 1}] and saved["more"] == 2 and saved["commit"] is None
-    assert saved["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(saved["versions"]["torch"].partition("+")[0])
 
 
 # ---------------------------------------------------------------- arms of the toys
