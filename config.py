@@ -229,13 +229,15 @@ KINDS = {"str": "TEXT", "int": "N", "float": "X"}
 def help_text(description: str, *sources: str) -> str:
     """The help of a command, read from the source of the classes that hold its options."""
     lines = [description.strip()]
-    for source in sources:
+    for number, source in enumerate(sources):
         heading = "options"
         for line in source.splitlines():
             title = HEADING.fullmatch(line)
             field = FIELD.fullmatch(line)
             if title:
                 heading = title[1]
+            elif field and any(f"\n    {field[1]}: " in later for later in sources[number + 1 :]):
+                continue  # a subclass has a default of its own
             elif field and not field[3].startswith("no_option"):
                 if heading:
                     lines.append(f"\n{heading}:")

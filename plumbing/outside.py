@@ -216,16 +216,15 @@ def usable_tools(config: Config, rank: int, more_tools: Sequence[Tool] = ()) -> 
     Where Python can't be jailed the toy goes on without it; a real run is refused.
     """
     added = [tool.name for tool in more_tools]
-    names = list(dict.fromkeys(name for name in config.tools.split(",") if name))
-    distilled = getattr(config, "distill", "").split(",")
-    for option, given in (("tools", names), ("distill", distilled)):
-        known = [*KNOWN, *added]
-        unknown = [name for name in given if name and name not in known]
-        if unknown:
-            raise UserError(
-                f"--{option}: unknown tool '{unknown[0]}'; choose from {', '.join(known)}, "
-                "separated by commas"
-            )
+    given = [name.removesuffix(":raw") for name in config.tools.split(",") if name]
+    names = list(dict.fromkeys(given))
+    known = [*KNOWN, *added]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(
+            f"--tools: unknown tool '{unknown[0]}'; choose from {', '.join(known)}, separated by "
+            "commas"
+        )
     names = [name for name in names if name not in added]
     if not names and not added:
         raise UserError("--tools is empty: at least one of search, scholar, python is needed")

@@ -94,7 +94,7 @@ ATLAS = {
     "threads": 2,
 }
 ATLAS_LONG = ATLAS | {
-    "tools": "search,python",
+    "tools": "search,python:raw",
     "top_k": atlas_world.LONG.top_k,
     "max_turns": 4,  # three look-ups, or two and a sum; then the answer
     "sys1_prompt": 384,
@@ -254,7 +254,8 @@ def demonstrations(preset: str, seed: int, count: int, purpose: bool = True) -> 
     part = next(iter(world.parts))
     pages = world.searched(part)
     functions = {"search": search.local(pages, config.top_k), "python": python.tool}
-    tools = [Tool(name, *KNOWN[name], functions[name]) for name in config.tools.split(",")]
+    names = [name.removesuffix(":raw") for name in config.tools.split(",")]
+    tools = [Tool(name, *KNOWN[name], functions[name]) for name in names]
     lacking = python.available() if "python" in config.tools else None
     if lacking:
         raise UserError(f"demonstrations of {preset} compute sums with Python, and {lacking}")
