@@ -204,7 +204,7 @@ def test_a_world_follows_from_its_seed(tmp_path):
 def playing(world, **limits):
     """(config, chat, tools) with a tokenizer of 400 words, and so with wide limits."""
     wide = {"sys2_context": 9000, "step_tokens": 900, "answer_tokens": 200, "sys1_prompt": 9000}
-    tools = "search,python" if "sum" in world.size.kinds else "search"
+    tools = "search,python:raw" if "sum" in world.size.kinds else "search"
     config = MarsConfig(tools=tools, **{**wide, "sys1_response": 500, **limits})
     calls = {
         "search": search.local(world.searched("train"), world.size.top_k),
