@@ -211,7 +211,8 @@ def playing(world, **limits):
         # The test of the Python tool stands above; here nobody waits for it.
         "python": lambda code: [search.Document("python", "", "", str(eval(code)))],
     }
-    tools = [Tool(name, *KNOWN[name], calls[name]) for name in tools.split(",")]
+    names = [name.removesuffix(":raw") for name in tools.split(",")]
+    tools = [Tool(name, *KNOWN[name], calls[name]) for name in names]
     return config, ChatFormat(tokenizer(QWEN25), mars.words(config, tools), tools), tools
 
 
