@@ -51,6 +51,9 @@ class Policy(nn.Module):
         self.packs = packs(model.config.get_text_config())
         if self.packs:
             model.set_attn_implementation("mars_packed")
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.forward = functools.partial(linear, module)
         self.model = model
         self.bf16 = bf16
         self.eval()
@@ -131,6 +134,11 @@ class Policy(nn.Module):
             temperature=temperature,
             **objective,
         )
+
+
+def linear(module: nn.Linear, x: Tensor) -> Tensor:
+    """What the module's own forward does; on some CPUs faster (kernels/products.py)."""
+    return kernels.linear(x, module.weight, module.bias)
 
 
 def layers(model) -> nn.ModuleList:
