@@ -74,7 +74,7 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: 
 
 
 # A product for a run of shared pages costs as much as reading so many numbers of keys (measured).
-WORTH = 100_000
+WORTH = 200_000
 
 
 @dataclass
