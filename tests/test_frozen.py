@@ -64,7 +64,7 @@ def last_accuracy(run: Path) -> float:
 
 def same(model, folder: Path) -> bool:
     """Whether a model has the weights that lie in a folder."""
-    weights = dict(load_model(folder, "cpu", training=False).named_parameters())
+    weights = dict(load_model(folder, "cpu").named_parameters())
     return all(torch.equal(weight, weights[name]) for name, weight in model.named_parameters())
 
 
@@ -181,7 +181,7 @@ def test_a_run_goes_on_although_its_start_is_gone(run):
 
 @pytest.mark.parametrize("command, words", [("eval", 50), ("resume", 2000)])
 def test_a_frozen_model_of_another_vocabulary_is_one_sentence(run, base, command, words, capsys):
-    model = load_model(base, "cpu", training=False)
+    model = load_model(base, "cpu")
     model.resize_token_embeddings(words)
     model.save_pretrained(run / "frozen")
     before = (run / "metrics.jsonl").read_bytes()
