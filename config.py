@@ -75,7 +75,6 @@ class Config:
     fsdp: bool = False  # shard the trainer's state (needed from about 3B parameters on)
     recompute_activations: bool = False  # in the backward pass, instead of keeping them
     micro_tokens: int = 8192  # tokens per micro-batch of the trainer
-    share_prefixes: bool = False  # compute what samples begin with alike once; pays if that is much
     kv_tokens: int = 65536  # tokens in the sampler's KV pool
     # no options
     clip: float = no_option(0.2)  # ε, down and up; the paper's is unknown (our choice)
@@ -92,11 +91,11 @@ class Config:
     for_training = frozenset(
         "steps resume track eval_every model eval_data questions group lr warmup inner_steps "
         "advantage loss_mean kl_beta lora_rank importance max_mismatch_kl fsdp "
-        "recompute_activations micro_tokens share_prefixes".split()
+        "recompute_activations micro_tokens".split()
     )
     # What --resume may change: the method stays the same, the last bits of a float may not.
     may_change = frozenset(
-        "name runs steps resume track eval_every cache threads micro_tokens share_prefixes "
+        "name runs steps resume track eval_every cache threads micro_tokens "
         "tool_seconds kv_tokens max_sequences server recompute_activations max_mismatch_kl".split()
     )
 
@@ -230,13 +229,15 @@ KINDS = {"str": "TEXT", "int": "N", "float": "X"}
 def help_text(description: str, *sources: str) -> str:
     """The help of a command, read from the source of the classes that hold its options."""
     lines = [description.strip()]
-    for source in sources:
+    for number, source in enumerate(sources):
         heading = "options"
         for line in source.splitlines():
             title = HEADING.fullmatch(line)
             field = FIELD.fullmatch(line)
             if title:
                 heading = title[1]
+            elif field and any(f"\n    {field[1]}: " in later for later in sources[number + 1 :]):
+                continue  # a subclass has a default of its own
             elif field and not field[3].startswith("no_option"):
                 if heading:
                     lines.append(f"\n{heading}:")

@@ -70,6 +70,7 @@ class MarsConfig(Config):
     packing: bool = True  # without: one document per chunk
     purpose: bool = True  # without: System 1 is not told what to look for
     shared_group: bool = False  # System 1 inherits System 2's advantage, without a group of its own
+    tools: str = "search,scholar,python:raw"  # `:raw`: its output reaches System 2 unread
     # an episode's limits, in tokens where not said otherwise
     max_turns: int = 5  # steps of System 2; the last one must answer
     sys2_context: int = 160  # prompt, steps and notes together
@@ -79,7 +80,6 @@ class MarsConfig(Config):
     sys1_response: int = 12  # a note: one fact is 5 or 6 words
     # no options
     question_in_system1: bool = no_option(False)  # show System 1 the question too (chat models)
-    distill: str = no_option("search,scholar")  # whose output System 1 reads
 
     for_training = Config.for_training | {"balance", "shared_group"}
 
@@ -231,7 +231,7 @@ async def observe(env: Env, trajectory: Trajectory, turn: Turn) -> list[list[int
     call = turn.action.call
     if call is None:
         return [chat.message(turn.action.error)]
-    distilled = call.tool in config.distill.split(",")
+    distilled = f"{call.tool}:raw" not in config.tools.split(",")
     capacity = config.sys1_prompt - len(system1_prompt(env, trajectory, call, []))
     if distilled and config.system1 != "none" and capacity < 1:
         turn.problem = "malformed: the purpose is too long"
@@ -432,7 +432,7 @@ PAPER = {
     "step_tokens": 8192,  # ours
     "answer_tokens": 2048,  # ours
     "top_k": 10,  # ours
-    "distill": "search,scholar,python",  # formula (2) makes no exception for Python
+    "tools": "search,scholar,python",  # formula (2) makes no exception for Python
     "question_in_system1": True,  # ours: MATPO found it crucial for its workers
     "passage_words": 0,  # † a long page is cut at the chunk's end
     "fsdp": True,

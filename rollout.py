@@ -241,7 +241,7 @@ class Env:
             return None
 
 
-def no_shares(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
+def no_metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
     """A method without numbers of its own."""
     return {}
 
@@ -264,4 +264,4 @@ class Method:
     rollouts: Callable[..., list[Trajectory]] | None = None
     # Metrics of the method's own: {name: (numerator, denominator)} of a batch. Both are summed over
     # the ranks, and metrics.jsonl gets their ratio, an evaluation's under eval_{name}.
-    shares: Callable[[list[Trajectory]], dict[str, tuple[float, float]]] = no_shares
+    metrics: Callable[[list[Trajectory]], dict[str, tuple[float, float]]] = no_metrics

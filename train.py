@@ -21,18 +21,19 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import grpo
+import processes
 import trainer
 from config import UserError, fail, parse, parser, resolve
 from plumbing import evaluation, logbook, report
 from plumbing.logbook import record
 from plumbing.metrics import (
     batch_sums,
-    method_shares,
+    method_metrics,
+    ratio,
     reduced,
     right_by_kind,
     rollout_metrics,
     rollout_sums,
-    share,
     update_metrics,
 )
 from plumbing.start import Run, build
@@ -184,7 +185,6 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         config.micro_tokens,
         run.device,
         pack=trainer.unwrap(run.policy).packs,
-        share_prefixes=config.share_prefixes,
     )
     # Every rank needs as many, at least one: the collectives of `backward` pair up.
     number = torch.tensor(max(1, len(batches)), device=run.device)
@@ -264,21 +264,21 @@ def evaluate(run: Run, updates: int) -> dict:
         )
         sums = rollout_sums(trajectories, run.method.roles)
         # An answer that nobody could grade is not right; how many there were stands beside it.
-        scores[f"eval_{name}"] = share(sums["reward"], sums["trajectories"])
+        scores[f"eval_{name}"] = ratio(sums["reward"], sums["trajectories"])
         kinds = right_by_kind(trajectories, run.eval_questions)
         if kinds:
             scores[f"eval_{name}_by_kind"] = kinds
         troubles = {
-            "eval_tool_error_share": share(sums["failed"], sums["calls"]),
+            "eval_tool_error_share": ratio(sums["failed"], sums["calls"]),
             "eval_judge_failures": int(sums["unjudged"]),
-            "eval_judge_failure_share": share(sums["unjudged"], sums["answered"]),
-            "eval_lost_share": share(sums["lost"], sums["trajectories"]),
+            "eval_judge_failure_share": ratio(sums["unjudged"], sums["answered"]),
+            "eval_lost_share": ratio(sums["lost"], sums["trajectories"]),
         }
         for key, value in troubles.items():
             worst[key] = max(worst[key], value)
         if name == "accuracy":
-            shares = method_shares(trajectories, run.method)
-            scores |= {f"eval_{key}": value for key, value in shares.items()}
+            own = method_metrics(trajectories, run.method)
+            scores |= {f"eval_{key}": value for key, value in own.items()}
             logbook.write(run, [record(t, run.chat, updates, "eval") for t in trajectories[:8]])
     scores |= worst
     scores["seconds_eval"] = time.perf_counter() - start
@@ -315,7 +315,7 @@ def main(
     complete: Callable[[str, dict], dict] = as_given,
     **additions,
 ) -> int:
-    """Trains, or evaluates or asks what was trained; returns the exit code.
+    """Trains, or evaluates or asks what was trained; returns the exit code, or ends a rank with it.
 
     `[options]` trains, `eval CKPT …` and `ask CKPT "question"` use a checkpoint. `complete` may add
     options to those that were given, by the command's name; it may take minutes to make what they
@@ -325,24 +325,25 @@ def main(
     command = "train"
     if arguments[:1] in (["eval"], ["ask"]):
         command = arguments[0]
+    code = 2
     try:
-        if command != "train":
-            return evaluation.main(method, arguments, complete, **additions)
-        given = complete(command, parse(parser(method.config, description), arguments))
-        config = resolve(method.config, given, presets=method.presets)
-        train(build(method, config, training=True, **additions))
-        return 0
+        if command == "train":
+            given = complete(command, parse(parser(method.config, description), arguments))
+            config = resolve(method.config, given, presets=method.presets)
+            train(build(method, config, training=True, **additions))
+            code = 0
+        else:
+            code = evaluation.main(method, arguments, complete, **additions)
     # FloatingPointError: the sampler met logits that are no numbers.
     except (UserError, FloatingPointError) as error:
-        return fail(error)
+        fail(error)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        return fail(OUT_OF_MEMORY)
+        fail(OUT_OF_MEMORY)
     except KeyboardInterrupt:
         advice = "; go on with --resume and the run's --name" if command == "train" else ""
         fail(f"interrupted{advice}")
-        return 130
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        code = 130
+    processes.leave(code)
+    return code

@@ -70,7 +70,6 @@ class WarmStart:
     bf16: Literal["auto", "on", "off"] = "auto"  # the arithmetic; auto: on CUDA
     threads: int = 2  # PyTorch's, on a CPU
     micro_tokens: int = 4096  # tokens per micro-batch
-    share_prefixes: bool = False  # compute what demonstrations begin with alike once
 
     def check(self) -> None:
         """Refuses what makes no sense: UserError with one sentence."""
@@ -128,7 +127,6 @@ def learn(
         options.micro_tokens,
         device,
         pack=policy.packs,
-        share_prefixes=options.share_prefixes,
     )
     optimizer.zero_grad(set_to_none=True)
     references = [None] * len(micro_batches)

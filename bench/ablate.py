@@ -38,7 +38,6 @@ ARMS = {
         "balance_advantage": ["--balance", "advantage"],
         "advantage_mean": ["--advantage", "mean"],
         "loss_mean_token": ["--loss_mean", "token"],
-        "refill_1": ["--refill", "1"],
         "packing_off": ["--no-packing"],
         "purpose_off": ["--no-purpose"],
         "shared_group": ["--shared_group"],

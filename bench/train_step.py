@@ -226,8 +226,8 @@ def rollout(sampler, prompts: list[list[int]], group: int, new: int) -> list[Sam
     return samples
 
 
-def our_step(model, prompts, group: int, new: int, share_prefixes: bool) -> dict:
-    """CPU seconds of the parts of one GRPO step."""
+def our_step(model, prompts, group: int, new: int, apart: bool) -> dict:
+    """CPU seconds of the parts of one GRPO step; with `apart` no sample shares a prefix."""
     tokens = sum(map(len, prompts)) * group + len(prompts) * group * (new + 16)
     sampler = Sampler(model, max_tokens=tokens)
     policy = trainer.Policy(model, bf16=False)
@@ -236,8 +236,7 @@ def our_step(model, prompts, group: int, new: int, share_prefixes: bool) -> dict
     samples = rollout(sampler, prompts, group, new)
     sampled = time.process_time()
     weights = token_weights([torch.tensor(sample.mask) for sample in samples], len(samples))
-    options = {"share_prefixes": share_prefixes}
-    batches = trainer.micro_batches(samples, weights, 4096, torch.device("cpu"), **options)
+    batches = trainer.micro_batches(samples, weights, 4096, torch.device("cpu"), pack=not apart)
     optimizer.zero_grad()
     trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
     trainer.gradient_norm(policy, 1.0)
@@ -250,14 +249,14 @@ def our_step(model, prompts, group: int, new: int, share_prefixes: bool) -> dict
 
 
 def beside_trl(python: str, rows: list[dict], write) -> None:
-    """SmolLM2-135M; a step of ours with and without shared prefixes, and one of TRL's."""
+    """SmolLM2-135M; a step of ours with shared prefixes and without, and one of TRL's."""
     folder = str(smollm2.build(common.ROOT / ".cache"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = pieces_of_text(tokenizer, 4)
-    for share in (True, False):
+    for apart in (False, True):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        name = {"form": "MARS, shared prefixes" if share else "MARS, plain packing"}
-        common.measure(rows, write, name, {}, partial(our_step, model, prompts, 8, 64, share))
+        name = {"form": "MARS, samples apart" if apart else "MARS, shared prefixes"}
+        common.measure(rows, write, name, {}, partial(our_step, model, prompts, 8, 64, apart))
     texts = [tokenizer.decode(prompt) for prompt in prompts]
 
     work = {"folder": folder, "prompts": texts, "group": 8, "new": 64}

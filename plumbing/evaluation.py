@@ -23,7 +23,7 @@ import trainer
 from config import Config, UserError, parse, parser, resolve
 from plumbing import folders, logbook, pages, smollm2
 from plumbing.logbook import MOST_FAILED, record
-from plumbing.metrics import rollout_sums, share, wilson_interval, with_interval
+from plumbing.metrics import ratio, rollout_sums, wilson_interval, with_interval
 from plumbing.outside import fingerprints, training_and_held_out
 from plumbing.start import Run, build
 from rollout import Method, Trajectory
@@ -253,12 +253,12 @@ def row(run: Run, name: str, trajectories: list[Trajectory], seconds: float) -> 
         "em": sum(grading.exact_match(*gold) for gold in golds) / n,
         "f1": sum(grading.f1(*gold) for gold in golds) / n,
         "judge_failures": int(sums["unjudged"]),
-        "judge_failure_share": share(sums["unjudged"], sums["answered"]),
+        "judge_failure_share": ratio(sums["unjudged"], sums["answered"]),
         "lost_share": sums["lost"] / n,
         "calls": sums["calls"] / n,
-        "malformed": share(sums["malformed"], sums["steps"]),
+        "malformed": ratio(sums["malformed"], sums["steps"]),
         "tool_errors": int(sums["failed"]),
-        "tool_error_share": share(sums["failed"], sums["calls"]),
+        "tool_error_share": ratio(sums["failed"], sums["calls"]),
         "truncated_chunks": int(sums["cut"]),
         "seconds": seconds * n,
     }

@@ -4,11 +4,9 @@ Rank 0 writes for all ranks. Tests: pytest tests/test_mars.py tests/test_metrics
 """
 
 import dataclasses
-import importlib
 import json
 import math
 import secrets
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -18,7 +16,8 @@ import trainer
 from config import UserError, uses_bf16
 from plumbing import folders
 from plumbing.folders import read_lines, write_json, write_whole
-from plumbing.metrics import reduced, share
+from plumbing.metrics import ratio, reduced
+from plumbing.outside import tracker_init
 from plumbing.start import Questions, Run
 from rollout import Context, Sample, Trajectory, Turn
 from tasks.format import Format
@@ -258,7 +257,7 @@ def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list
     rounding = 0.01 if uses_bf16(run.config, run.device.type == "cuda") else 1e-6
     most = run.config.max_mismatch_kl or rounding
     for source in sources:
-        kl = share(totals[f"kl {source}"], totals[f"tokens {source}"])
+        kl = ratio(totals[f"kl {source}"], totals[f"tokens {source}"])
         if not kl <= most:  # NaN included
             advice = "use another model, or report this: sampler and trainer compute it differently"
             if source:
@@ -274,14 +273,6 @@ def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list
 
 
 # ------------------------------------------------------------------------------------ a live view
-
-
-def tracker_init(name: str) -> Callable:
-    """What opens a run of trackio or wandb; UserError if its package is not there."""
-    try:
-        return importlib.import_module(name).init
-    except (ImportError, AttributeError):  # a folder of the name is an empty module
-        raise UserError(f"--track {name} needs its package: pip install {name}") from None
 
 
 def start_tracker(run: Run) -> None:

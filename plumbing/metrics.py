@@ -29,7 +29,7 @@ def reduced(sums: dict[str, float]) -> dict[str, float]:
     return dict(zip(sums, tensor.tolist()))
 
 
-def share(part: float, whole: float) -> float:
+def ratio(part: float, whole: float) -> float:
     """part / whole, and 0 of nothing."""
     return part / whole if whole else 0.0
 
@@ -91,18 +91,18 @@ def rollout_metrics(trajectories: list[Trajectory], method: Method, seconds: flo
     s = rollout_sums(trajectories, roles)
     metrics = {
         "reward": s["reward"] / s["graded"] if s["graded"] else None,
-        "calls_per_question": share(s["calls"], s["trajectories"]),
-        "malformed_share": share(s["malformed"], s["steps"]),
-        "tool_error_share": share(s["failed"], s["calls"]),
-        "empty_share": share(s["empty"], s["calls"]),
-        "demanded_share": share(s["demanded"], s["trajectories"]),
+        "calls_per_question": ratio(s["calls"], s["trajectories"]),
+        "malformed_share": ratio(s["malformed"], s["steps"]),
+        "tool_error_share": ratio(s["failed"], s["calls"]),
+        "empty_share": ratio(s["empty"], s["calls"]),
+        "demanded_share": ratio(s["demanded"], s["trajectories"]),
         "judge_failures": int(s["unjudged"]),
-        "judge_failure_share": share(s["unjudged"], s["answered"]),
-        "lost_share": share(s["lost"], s["trajectories"]),
-        "unaided_share": share(s["unaided"], s["answered"]),
-        "repeated_share": share(s["repeated"], s["calls"]),
+        "judge_failure_share": ratio(s["unjudged"], s["answered"]),
+        "lost_share": ratio(s["lost"], s["trajectories"]),
+        "unaided_share": ratio(s["unaided"], s["answered"]),
+        "repeated_share": ratio(s["repeated"], s["calls"]),
         "truncated_chunks": int(s["cut"]),
-        "zero_variance_share": share(s["flat"], s["groups"]),
+        "zero_variance_share": ratio(s["flat"], s["groups"]),
         "tokens_per_second": sum(s[f"{role}_tokens"] for role in roles) / seconds,
     }
     for role in roles:
@@ -112,13 +112,13 @@ def rollout_metrics(trajectories: list[Trajectory], method: Method, seconds: flo
             metrics[f"{role}_logprob_{kind}"] = mean
         metrics[f"{role}_samples"] = int(s[f"{role}_samples"])
         metrics[f"{role}_tokens"] = int(s[f"{role}_tokens"])
-        metrics[f"{role}_length"] = share(s[f"{role}_tokens"], s[f"{role}_samples"])
-    return metrics | method_shares(trajectories, method)
+        metrics[f"{role}_length"] = ratio(s[f"{role}_tokens"], s[f"{role}_samples"])
+    return metrics | method_metrics(trajectories, method)
 
 
-def method_shares(trajectories: list[Trajectory], method: Method) -> dict[str, float]:
+def method_metrics(trajectories: list[Trajectory], method: Method) -> dict[str, float]:
     """The method's own numbers of a batch, over all ranks; what nobody counted is left out."""
-    counted = method.shares(trajectories)
+    counted = method.metrics(trajectories)
     parts = reduced({name: part for name, (part, _) in counted.items()})
     wholes = reduced({name: whole for name, (_, whole) in counted.items()})
     return {name: parts[name] / wholes[name] for name in counted if wholes[name]}
@@ -177,11 +177,11 @@ def update_metrics(sums: dict[str, float], roles: Iterable[str]) -> dict:
     totals = reduced(dict(sums))
     metrics = {
         "loss": totals["loss"],
-        "clip_share": share(totals["clipped"], totals["live"]),
-        "kl": share(totals["kl"], totals["live"]),
-        "mismatch_kl": share(totals["drift"], totals["drifted"]),
+        "clip_share": ratio(totals["clipped"], totals["live"]),
+        "kl": ratio(totals["kl"], totals["live"]),
+        "mismatch_kl": ratio(totals["drift"], totals["drifted"]),
         "trained_tokens": int(totals["tokens"]),
-        "masked_share": share(totals["tokens"] - totals["live"], totals["tokens"]),
+        "masked_share": ratio(totals["tokens"] - totals["live"], totals["tokens"]),
     }
     for role in roles:
         live = totals[f"{role}_live"]

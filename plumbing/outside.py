@@ -24,7 +24,7 @@ import kernels
 import trainer
 from config import Config, UserError, uses_bf16
 from plumbing import smollm2
-from sampler import servers
+from sampler import vllm
 from tasks import grading, questions
 from tasks.format import Format
 from tasks.questions import Question, same_question
@@ -101,7 +101,7 @@ def environment(
         urls = [url for url in config.server.split(",") if url]
         adapters = config.lora_rank > 0
         seconds = config.tool_seconds
-        found = attempt(servers.connect, urls, servers.VLLM, seconds, adapters=adapters)
+        found = attempt(vllm.connect, urls, seconds, adapters=adapters)
     # The toy's model takes two minutes to make: not for a run that cannot start.
     if start is None and (not problems or config.model != "toy"):
         start = attempt(start_model, config, machine, additions.base_model)
@@ -216,16 +216,15 @@ def usable_tools(config: Config, rank: int, more_tools: Sequence[Tool] = ()) -> 
     Where Python can't be jailed the toy goes on without it; a real run is refused.
     """
     added = [tool.name for tool in more_tools]
-    names = list(dict.fromkeys(name for name in config.tools.split(",") if name))
-    distilled = getattr(config, "distill", "").split(",")
-    for option, given in (("tools", names), ("distill", distilled)):
-        known = [*KNOWN, *added]
-        unknown = [name for name in given if name and name not in known]
-        if unknown:
-            raise UserError(
-                f"--{option}: unknown tool '{unknown[0]}'; choose from {', '.join(known)}, "
-                "separated by commas"
-            )
+    given = [name.removesuffix(":raw") for name in config.tools.split(",") if name]
+    names = list(dict.fromkeys(given))
+    known = [*KNOWN, *added]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(
+            f"--tools: unknown tool '{unknown[0]}'; choose from {', '.join(known)}, separated by "
+            "commas"
+        )
     names = [name for name in names if name not in added]
     if not names and not added:
         raise UserError("--tools is empty: at least one of search, scholar, python is needed")

@@ -18,7 +18,7 @@ import transformers
 from plumbing import pages
 from plumbing.folders import write_whole
 from plumbing.logbook import metric_lines
-from plumbing.metrics import share, wilson_interval, with_interval
+from plumbing.metrics import ratio, wilson_interval, with_interval
 from plumbing.start import Run
 
 
@@ -99,7 +99,7 @@ def report_card(run: Run, lines: list[dict]) -> str:
 
 def sure(right: float, asked: int) -> str:
     """A share in percent with its interval."""
-    return with_interval(share(right, asked), *wilson_interval(right, asked))
+    return with_interval(ratio(right, asked), *wilson_interval(right, asked))
 
 
 def commit() -> str:

@@ -6,6 +6,7 @@ missing any more.
 Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
 
+import functools
 import itertools
 import os
 import sys
@@ -26,7 +27,7 @@ from plumbing import folders
 from plumbing.outside import Additions, Machine, Questions, environment, join, searches_toy
 from processes import from_first_rank, is_first
 from rollout import Env, Method, Trajectory, ignore
-from sampler import Sampler, remote, servers
+from sampler import Sampler, vllm
 from tasks.chat import ChatFormat
 from tasks.format import Format
 from tasks.questions import Question
@@ -45,7 +46,7 @@ class Run(Machine):
     # What comes from outside, as `environment` finds it.
     start: Path | str  # the model that it begins with
     memory: str  # the plan, in one line
-    servers: list[servers.Server]  # those that sample, if any
+    servers: list[vllm.Server]  # those that sample, if any
     grade: Callable[[Question, str], float]
     tools: list[Tool]
     eval_tools: list[Tool]  # the toy's held-out world has a corpus of its own
@@ -56,8 +57,8 @@ class Run(Machine):
     tokenizer: object
     chat: Format
     driver: Driver
-    sampler: Sampler | remote.Remote  # plays every role whose weights are trained
-    samplers: dict[str, Sampler | remote.Remote]  # role -> who plays it
+    sampler: Sampler | vllm.Remote  # plays every role whose weights are trained
+    samplers: dict[str, Sampler | vllm.Remote]  # role -> who plays it
     # These three are there in training only; the reference only if there is a KL term.
     policy: torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
@@ -227,6 +228,8 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
         model, bf16=run.bf16, recompute_activations=config.recompute_activations
     )
     run.policy = trainer.parallel(policy, fsdp=config.fsdp, device=run.device)
+    if config.server:
+        run.sampler.score = functools.partial(trainer.score, run.policy)  # shards included
     run.optimizer = trainer.make_optimizer(run.policy, config.lr, 0.0, config.beta1)
     if config.kl_beta and config.lora_rank:
         run.reference = trainer.reference(run.policy)
@@ -367,21 +370,22 @@ def make_sampler(config: Config, model, machine: Machine) -> Sampler:
     return sampler
 
 
-def make_remote(
-    config: Config, found: list[servers.Server], model, machine: Machine
-) -> remote.Remote:
+def make_remote(config: Config, found: list[vllm.Server], model, machine: Machine) -> vllm.Remote:
     """The servers as a sampler. They must take the longest context, and read the run's folder."""
 
     def write(model) -> str:
         weights = Path(config.runs) / config.name / "weights"
         return trainer.write_model(weights, model, machine.dtype)
 
-    sampler = remote.Remote(
+    sampler = vllm.Remote(
         found,
         vocabulary=model.get_input_embeddings().num_embeddings,
         seconds=config.tool_seconds,
         parallel=config.max_sequences,
         write=write,
+        score=functools.partial(trainer.score, trainer.Policy(model, bf16=machine.bf16)),
+        # Random tokens' log-probs: bf16 rounds them by a tenth, other weights by nats.
+        tolerance=0.5 if machine.bf16 else 1e-3,
     )
     if config.longest() > sampler.positions:
         raise UserError(

@@ -91,11 +91,10 @@ ATLAS = {
     "kv_tokens": 32_768,
     "max_sequences": 64,
     "micro_tokens": 4096,
-    "share_prefixes": True,  # a step's input tokens shrink to a fifth
     "threads": 2,
 }
 ATLAS_LONG = ATLAS | {
-    "tools": "search,python",
+    "tools": "search,python:raw",
     "top_k": atlas_world.LONG.top_k,
     "max_turns": 4,  # three look-ups, or two and a sum; then the answer
     "sys1_prompt": 384,
@@ -255,7 +254,8 @@ def demonstrations(preset: str, seed: int, count: int, purpose: bool = True) -> 
     part = next(iter(world.parts))
     pages = world.searched(part)
     functions = {"search": search.local(pages, config.top_k), "python": python.tool}
-    tools = [Tool(name, *KNOWN[name], functions[name]) for name in config.tools.split(",")]
+    names = [name.removesuffix(":raw") for name in config.tools.split(",")]
+    tools = [Tool(name, *KNOWN[name], functions[name]) for name in names]
     lacking = python.available() if "python" in config.tools else None
     if lacking:
         raise UserError(f"demonstrations of {preset} compute sums with Python, and {lacking}")
@@ -422,10 +422,9 @@ def warm_model(config: AtlasConfig) -> Path | str:
         bf16=config.bf16,
         threads=config.threads,
         micro_tokens=config.micro_tokens,
-        share_prefixes=config.share_prefixes,
     )
     bf16 = uses_bf16(config, cuda=torch.cuda.is_available())
-    # Threads, micro-batches and shared prefixes are left out: they change only time and rounding.
+    # Threads and micro-batches are left out: they change only time and rounding.
     demonstrated = (config.preset, config.purpose, config.seed)
     settings = (*demonstrated, fingerprint(config.model), options.steps, options.lr, bf16)
     sources = (__file__, atlas_world.__file__, warm_start.__file__, mars.__file__, chat.__file__)

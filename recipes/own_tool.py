@@ -25,6 +25,4 @@ def archive(argument: str) -> list[Document]:
 ARCHIVE = Tool("archive", "query", "searches the town's archive", archive)
 
 if __name__ == "__main__":
-    # System 1 reads what the tools named by --distill return.
-    arguments = [*sys.argv[1:], "--distill", "search,scholar,archive"]
-    sys.exit(train.main(mars.METHOD, arguments, __doc__, more_tools=[ARCHIVE]))
+    sys.exit(train.main(mars.METHOD, sys.argv[1:], __doc__, more_tools=[ARCHIVE]))

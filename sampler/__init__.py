@@ -1,7 +1,7 @@
 """Sampling with a paged KV cache.
 
 Read engine.py first, then scheduler.py, pages.py, plan.py, model.py, attention.py and draws.py.
-remote.py has the same face before the vLLM and SGLang servers of servers.py.
+vllm.py has the same face before vLLM servers.
 """
 
 from sampler.draws import greedy, hashed, sample_token, uniform

@@ -1,44 +1,44 @@
 """Attention over a paged KV cache: every query token reads the pages of its own row.
 
-Each device gets the form that moves the fewest bytes there:
-
-    decode, CUDA             kernels.paged_attention (Triton), or flash-attn where it is installed
-    decode, CPU              `sparse_decode`: two sparse products over the whole pool, no copy
+    decode, CPU              `cascade`: pages that rows share are read once for all of them
+    decode, CUDA             kernels.paged_attention (Triton)
     prefill, CUDA            `packed_attention`: one variable-length launch over the gathered rows
     prefill, CPU or fp32     `row_attention`: one SDPA a row
 
-The plain decode attention that the Triton kernel is tested against is `reference` in
-kernels/paged_attention.py.
+The cascade cuts a row's tokens into parts: the runs of pages that it shares with its neighbours in
+the batch (plan.shared_runs), and its own. A part s of the softmax is known by its output o_s and
+by l_s = log Σ exp(scores), and the parts are joined exactly:
+
+    out = Σ_s w_s · o_s ,   w = softmax over s of l_s
+
+So eight rows with one prompt are one product of 8 · Hq / Hkv queries a key head with its keys, and
+the prompt is read once (Hydragen, cascade attention).
 
 Shapes: B rows, T packed tokens, Hq and Hkv query and key heads, Dh head size. The pages of one
 layer are k_pages and v_pages [pages, page_size, Hkv, Dh].
-Tests: pytest tests/test_decoder.py
+Tests: pytest tests/test_attention.py
 """
 
 import inspect
 import itertools
 import warnings
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from sampler.plan import Batch
-
-try:
-    # No wheel of it is on PyPI, so everything has a path without it.
-    from flash_attn import flash_attn_with_kvcache
-except ImportError:
-    flash_attn_with_kvcache = None
+from sampler.plan import Batch, Run, shared_runs
 
 # The first CSR tensor of a process brings a warning that they are in beta. It is silenced here.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor([0, 0], [], [], (1, 1))
 
-# Padding of fewer tokens than this costs less than one more group of launches.
-CHEAP_PADDING = 4096
+# What F.scaled_dot_product_attention calls; this one also tells the logarithm of the softmax's sum.
+sdpa_with_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -60,115 +60,159 @@ def store(new: Tensor, pages: Tensor, slots: Tensor) -> None:
 def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float) -> Tensor:
     """Causal attention of q [T, Hq, Dh] over its rows' pages -> [T, Hq, Dh]."""
     if batch.starts is None and q.is_cuda:
-        return cuda_decode(q, k_pages, v_pages, batch, scale)
+        return kernels.paged_attention(
+            q, k_pages, v_pages, batch.block_table, batch.lengths, scale=scale
+        )
     if batch.starts is None:
-        return sparse_decode(q, k_pages, v_pages, batch, scale)
+        return cascade(q, k_pages, v_pages, batch, scale)
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         return packed_attention(q, k_pages, v_pages, batch, scale)
     return row_attention(q, k_pages, v_pages, batch, scale)
 
 
-# ---------------------------------------------------------------- decode
+# ---------------------------------------------------------------- decode on a CPU
 
 
-def cuda_decode(q, k_pages, v_pages, batch, scale):
-    """flash-attn if it is there and can read pages of this size, else the Triton kernel."""
-    flash_reads_it = k_pages.shape[1] % 256 == 0 and q.dtype != torch.float32
-    if flash_attn_with_kvcache is None or not flash_reads_it:
-        return kernels.paged_attention(
-            q, k_pages, v_pages, batch.block_table, batch.lengths, scale=scale
-        )
-    out = flash_attn_with_kvcache(
-        q[:, None],
-        k_pages,
-        v_pages,
-        cache_seqlens=batch.lengths,
-        block_table=batch.block_table,
-        softmax_scale=scale,
-        causal=True,
-    )
-    return out[:, 0]
+# A product for a run of shared pages costs as much as reading so many numbers of keys (measured).
+WORTH = 100_000
 
 
-def group_by_length(spans: list[int]) -> list[tuple[int, int]]:
-    """Cuts rows, longest first, into runs (first, end) to be padded to the longest of each.
+@dataclass
+class Cascade:
+    """How a batch's rows are cut into parts; all layers share it.
 
-    At most half of a run is padding, unless the padding is cheap.
+    own: a CSR matrix [rows · Hq, key vectors of the pool] with a line for a row's query head and an
+    entry for each of the row's own tokens; its values are the scores.
+    outs, sums: o and l of each level of runs, and of the own tokens last.
     """
-    runs = []
-    begin = 0
-    real = 0
-    for row, span in enumerate(spans):
-        padding = spans[begin] * (row + 1 - begin) - (real + span)
-        if padding > max(CHEAP_PADDING, real + span):
-            runs.append((begin, row))
-            begin = row
-            real = 0
-        real += span
-    return runs + [(begin, len(spans))]
+
+    rows: int  # those behind are padding
+    shared: list[tuple[Run, Tensor | range]]  # a run and its pages
+    own: Tensor
+    offsets: np.ndarray  # int32 [rows · Hq]: a line's first entry
+    counts: np.ndarray  # int32 [rows · Hq]: a line's entries
+    outs: Tensor  # [levels + 1, rows, Hq, Dh]
+    sums: Tensor  # [levels + 1, rows, Hq]; -inf where a row has no run at a level
 
 
-def sparse_plan(batch: Batch, heads: int, k_pages: Tensor) -> list[tuple]:
-    """Which key vectors of the pool each query head reads, for groups of rows of similar length.
-
-    Returns (first row, end row, pattern, bias) a group. pattern [rows · Hq, key vectors of the
-    pool] is a CSR matrix with one line for a row's query head and one entry for a token. bias
-    [rows · Hq, longest] is 0, or -inf for padding, whose entry reads the row's first token.
-    """
+def plan_cascade(q: Tensor, k_pages: Tensor, batch: Batch) -> Cascade:
+    """The parts of the rows of q [B, Hq, Dh]."""
+    heads, size = q.shape[1:]
     page_size, kv_heads = k_pages.shape[1:3]
-    vectors = k_pages.shape[0] * page_size * kv_heads
-    kv_head = torch.arange(heads) // (heads // kv_heads)
+    rows = sum(span > 0 for span in batch.spans)
+    table = batch.block_table[:rows].numpy()
+    runs = shared_runs(table, WORTH / (page_size * heads * size))
+    begins = np.zeros(rows, np.int32)
+    for run in runs:
+        begins[run.begin : run.end] = run.last * page_size
+    # The key vectors of each row's own tokens, those of the first head.
+    counts = batch.lengths[:rows].numpy() - begins
+    firsts = counts.cumsum(dtype=np.int32) - counts
+    row = np.repeat(np.arange(rows, dtype=np.int32), counts)
+    position = np.arange(len(row), dtype=np.int32) + (begins - firsts)[row]
+    page = table[row, position // page_size]
+    vectors = (page * page_size + position % page_size) * kv_heads
+    # A line for each query head: its entries are the row's vectors, moved to the head's own.
+    counts = np.repeat(counts, heads)
+    offsets = counts.cumsum(dtype=np.int32) - counts
+    entry = np.arange(len(row) * heads, dtype=np.int32)
+    entry += np.repeat(np.repeat(firsts, heads) - offsets, counts)
+    kv_head = np.arange(heads, dtype=np.int32) // (heads // kv_heads)
+    columns = vectors[entry] + np.repeat(np.tile(kv_head, rows), counts)
     # Indices of half the width are read faster. No memory holds 2^31 key vectors.
-    index_type = torch.int32
-    groups = []
-    for begin, end in group_by_length(batch.spans):
-        longest = max(batch.spans[begin], 1)
-        lengths = batch.lengths[begin:end, None]
-        position = torch.arange(longest)
-        pages = batch.block_table[begin:end, : -(-longest // page_size), None]
-        slots = (pages * page_size + torch.arange(page_size)).flatten(1)[:, :longest]
-        valid = position < lengths
-        slots = torch.where(valid, slots, slots[:, :1])
-        columns = (slots[:, None] * kv_heads + kv_head[:, None]).flatten().to(index_type)
-        bias = torch.where(valid, 0.0, float("-inf"))[:, None].expand(-1, heads, -1)
-        bias = bias.reshape(-1, longest)
-        pattern = torch.sparse_csr_tensor(
-            torch.arange(0, len(columns) + 1, longest, dtype=index_type),
-            columns,
-            torch.zeros(len(columns), dtype=k_pages.dtype),
-            (len(bias), vectors),
-            check_invariants=False,
-        )
-        groups.append((begin, end, pattern, bias))
-    return groups
+    own = torch.sparse_csr_tensor(
+        torch.from_numpy(np.append(offsets, np.int32(len(columns)))),
+        torch.from_numpy(columns),
+        torch.zeros(len(columns), dtype=k_pages.dtype),
+        (rows * heads, k_pages.shape[0] * page_size * kv_heads),
+        check_invariants=False,
+    )
+    levels = max((run.level + 1 for run in runs), default=0)
+    return Cascade(
+        rows=rows,
+        shared=[(run, pages_of(run, batch.block_table)) for run in runs],
+        own=own,
+        offsets=offsets,
+        counts=counts,
+        outs=torch.zeros(levels + 1, rows, heads, size, dtype=k_pages.dtype),
+        sums=torch.full((levels + 1, rows, heads), float("-inf"), dtype=k_pages.dtype),
+    )
 
 
-def sparse_decode(q, k_pages, v_pages, batch, scale):
-    """Decode attention on a CPU as two sparse products, in the cache's type; q [B, Hq, Dh].
+def pages_of(run: Run, block_table: Tensor) -> Tensor | range:
+    """The pages of a run: a range where they lie side by side."""
+    pages = block_table[run.begin, run.first : run.last]
+    side_by_side = range(int(pages[0]), int(pages[0]) + len(pages))
+    return side_by_side if pages.tolist() == list(side_by_side) else pages
 
-    Scores are a dense product sampled at the plan's pattern (SDDMM), outputs are weighted sums of
+
+def take(pages: Tensor, chosen: Tensor | range) -> Tensor:
+    """The chosen pages, without a copy where they lie side by side."""
+    if isinstance(chosen, range):
+        return pages[chosen.start : chosen.stop]
+    return pages.index_select(0, chosen)
+
+
+def cascade(q, k_pages, v_pages, batch, scale):
+    """Decode attention on a CPU, in the cache's type; q [B, Hq, Dh]."""
+    if "cascade" not in batch.cache:
+        batch.cache["cascade"] = plan_cascade(q, k_pages, batch)
+    plan = batch.cache["cascade"]
+    queries = q[: plan.rows].to(k_pages.dtype)
+    for run, pages in plan.shared:
+        part = slice(run.begin, run.end)
+        keys, values = (take(x, pages) for x in (k_pages, v_pages))
+        out, sums = attend_together(queries[part], keys, values, scale)
+        plan.outs[run.level, part] = out
+        plan.sums[run.level, part] = sums
+    plan.outs[-1], plan.sums[-1] = attend_apart(queries, k_pages, v_pages, plan, scale)
+    out = torch.zeros_like(q)  # of padding rows
+    weights = plan.sums.softmax(0)
+    out[: plan.rows] = (weights[..., None] * plan.outs).sum(0)
+    return out
+
+
+def attend_together(q, keys, values, scale):
+    """Attention of all rows q [R, Hq, Dh] to one run of pages [pages, page_size, Hkv, Dh].
+
+    Returns the output [R, Hq, Dh] and the logarithm of the softmax's sum [R, Hq].
+    """
+    rows, heads, size = q.shape
+    kv_heads = keys.shape[2]
+    # Heads that share a key stand where the tokens of one head's query would: [1, Hkv, R · G, Dh].
+    query = q.unflatten(1, (kv_heads, -1)).transpose(0, 1).reshape(1, kv_heads, -1, size)
+    keys = keys.flatten(0, 1).transpose(0, 1)[None]
+    values = values.flatten(0, 1).transpose(0, 1)[None]
+    out, sums = sdpa_with_sums(query, keys, values, scale=scale)
+    out = out.view(kv_heads, rows, -1, size).transpose(0, 1)
+    sums = sums.view(kv_heads, rows, -1).transpose(0, 1)
+    return out.flatten(1, 2), sums.flatten(1, 2)
+
+
+def attend_apart(q, k_pages, v_pages, plan, scale):
+    """Attention of each row of q [rows, Hq, Dh] to its own tokens; returns as `attend_together`.
+
+    Scores are a dense product sampled at the plan's entries (SDDMM), outputs are weighted sums of
     value vectors (embedding bags). No key or value is moved.
     """
-    heads, size = q.shape[1:]
+    size = q.shape[2]
+    queries = q.reshape(-1, size)
     keys = k_pages.view(-1, size)
-    values = v_pages.view(-1, size)
-    queries = q.to(keys.dtype)
-    out = torch.empty_like(queries)
-    if "sparse" not in batch.cache:
-        batch.cache["sparse"] = sparse_plan(batch, heads, k_pages)
-    for begin, end, scores, bias in batch.cache["sparse"]:
-        rows = queries[begin:end].reshape(-1, size)
-        torch.sparse.sampled_addmm(scores, rows, keys.t(), beta=0.0, alpha=scale, out=scores)
-        probs = (scores.values().view(bias.shape) + bias).softmax(-1)
-        mixed = F.embedding_bag(
-            scores.col_indices(),
-            values,
-            scores.crow_indices()[:-1],
-            mode="sum",
-            per_sample_weights=probs.flatten(),
-        )
-        out[begin:end] = mixed.view(-1, heads, size)
-    return out.to(q.dtype)
+    torch.sparse.sampled_addmm(plan.own, queries, keys.t(), beta=0.0, alpha=scale, out=plan.own)
+    scores = plan.own.values()
+    # A softmax of each line, whose division comes last; numpy has sums over ragged lines.
+    top = np.maximum.reduceat(scores.numpy(), plan.offsets)
+    scores.sub_(torch.from_numpy(np.repeat(top, plan.counts))).exp_()
+    total = np.add.reduceat(scores.numpy(), plan.offsets)
+    mixed = F.embedding_bag(
+        plan.own.col_indices(),
+        v_pages.view(-1, size),
+        plan.own.crow_indices()[:-1],
+        mode="sum",
+        per_sample_weights=scores,
+    )
+    sums = torch.from_numpy(top + np.log(total))
+    return mixed.div_(torch.from_numpy(total)[:, None]).view(q.shape), sums.view(q.shape[:2])
 
 
 # ---------------------------------------------------------------- prefill

@@ -3,9 +3,12 @@
 The cache is one pool of pages; a page has room for the keys and values of `size` tokens, of every
 layer. A block table is the list of page numbers that hold a context, in order. Contexts that begin
 alike share the pages of their beginning; a page is free again when nobody holds it any more.
+The lowest free page is taken first, so that a context's pages often lie side by side.
 
 Test: pytest tests/test_pages.py
 """
+
+import heapq
 
 
 class Pages:
@@ -14,7 +17,7 @@ class Pages:
     def __init__(self, count: int, size: int):
         self.count = count
         self.size = size
-        self.free = list(range(count - 1, -1, -1))
+        self.free = list(range(count))  # a heap
         self.references = [0] * count
 
     @property
@@ -32,7 +35,7 @@ class Pages:
         if missing > len(self.free):
             return False
         for _ in range(missing):
-            page = self.free.pop()
+            page = heapq.heappop(self.free)
             self.references[page] = 1
             block_table.append(page)
         return True
@@ -58,5 +61,5 @@ class Pages:
         for page in block_table:
             self.references[page] -= 1
             if self.references[page] == 0:
-                self.free.append(page)
+                heapq.heappush(self.free, page)
         block_table.clear()

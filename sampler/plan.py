@@ -60,8 +60,8 @@ class Batch:
     """Tokens that go through the model together, and where their keys and values live.
 
     Arrays when the scheduler plans it, tensors once `to` has brought it to the device.
-    Decode: one token a row; rows are sorted by length, longest first, and padding rows come
-    last. Prefill: the tokens of row b are starts[b]:starts[b + 1], the last ones of its
+    Decode: one token a row; rows that share pages are neighbours, and padding rows come last.
+    Prefill: the tokens of row b are starts[b]:starts[b + 1], the last ones of its
     lengths[b] tokens.
     """
 
@@ -141,11 +141,15 @@ def plan_decode(
     requests: list[Request], started: list[Request], state: Rows, page_size: int
 ) -> Decode:
     rows = np.array([request.row for request in requests])
-    order = np.argsort(-state.length[rows], kind="stable")
+    width = -(-int(state.length[rows].max()) // page_size)
+    # Sorted by their pages, so that rows with the same first ones are neighbours. What stands
+    # behind a row's last page decides nothing, because nobody else has that page.
+    tables = [table.tobytes() for table in state.block_table[rows, :width]]
+    order = sorted(range(len(rows)), key=tables.__getitem__)
     rows = rows[order]
     lengths = state.length[rows]
     positions = lengths - 1
-    block_table = state.block_table[rows, : -(-int(lengths[0]) // page_size)]
+    block_table = state.block_table[rows, :width]
     page = block_table[np.arange(len(rows)), positions // page_size].astype(np.int64)
     batch = Batch(
         ids=None,
@@ -166,3 +170,47 @@ def plan_decode(
         started=np.array([request.row for request in started], np.int64),
         newest=np.array([request.conversation.tokens[-1] for request in started], np.int64),
     )
+
+
+# ---------------------------------------------------------------- pages that rows share
+
+
+@dataclass
+class Run:
+    """Rows begin:end of a batch read the same pages first:last of their block tables.
+
+    level: how many other runs are before it in these rows' tables.
+    """
+
+    begin: int
+    end: int
+    first: int
+    last: int
+    level: int
+
+
+def shared_runs(block_table: np.ndarray, least_pages: float) -> list[Run]:
+    """The pages that neighbours have in common, as a tree: a row's runs follow one another.
+
+    block_table [B, W]: a row's last page is its own. A run that saves the reading of fewer pages
+    than `least_pages` is left to its rows, or to longer runs of fewer rows.
+    """
+    equal = block_table[1:] == block_table[:-1]
+    common = np.logical_and.accumulate(equal, 1).sum(1)  # pages shared with the next row
+    runs = []
+
+    def visit(begin: int, end: int, first: int, level: int) -> None:
+        if end - begin < 2:
+            return
+        between = common[begin : end - 1]
+        last = int(between.min())
+        if last > first and (end - begin - 1) * (last - first) >= least_pages:
+            runs.append(Run(begin, end, first, last, level))
+            first = last
+            level += 1
+        for cut in [*(begin + 1 + np.flatnonzero(between == last)), end]:
+            visit(begin, int(cut), first, level)
+            begin = int(cut)
+
+    visit(0, len(block_table), 0, 0)
+    return runs

@@ -368,7 +368,7 @@ def inherited(trajectories: list[Trajectory], divide: bool) -> list[float]:
     return of_samples
 
 
-def shares(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
+def own_metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
     """Accuracies, and what a verifier says of right and of wrong solutions."""
     part = Counter()
     whole = Counter()
@@ -455,7 +455,7 @@ METHOD = Method(
     credit=credit,
     words=words,
     fits=fits,
-    shares=shares,
+    metrics=own_metrics,
 )
 
 

@@ -172,6 +172,8 @@ class ChatFormat:
             raise UserError(
                 "the model's tokenizer has no chat template: choose a chat (instruct) model"
             )
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise UserError("the model's tokenizer is none of the tokenizers library")
         self.tokenizer = tokenizer
         self.words = words
         self.tools = tuple(tools)

@@ -156,7 +156,7 @@ class Judge:
     by_schema: bool = True  # until the server refuses a schema
 
     def __post_init__(self):
-        self.url = check_base_url("MARS_JUDGE_URL", self.url, path=True)
+        self.url = check_base_url("MARS_JUDGE_URL", self.url)
         if not all("!" <= character <= "~" for character in self.key):
             raise UserError("MARS_JUDGE_API_KEY holds a blank or another sign that no key has")
 

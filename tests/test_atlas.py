@@ -204,14 +204,15 @@ def test_a_world_follows_from_its_seed(tmp_path):
 def playing(world, **limits):
     """(config, chat, tools) with a tokenizer of 400 words, and so with wide limits."""
     wide = {"sys2_context": 9000, "step_tokens": 900, "answer_tokens": 200, "sys1_prompt": 9000}
-    tools = "search,python" if "sum" in world.size.kinds else "search"
+    tools = "search,python:raw" if "sum" in world.size.kinds else "search"
     config = MarsConfig(tools=tools, **{**wide, "sys1_response": 500, **limits})
     calls = {
         "search": search.local(world.searched("train"), world.size.top_k),
         # The test of the Python tool stands above; here nobody waits for it.
         "python": lambda code: [search.Document("python", "", "", str(eval(code)))],
     }
-    tools = [Tool(name, *KNOWN[name], calls[name]) for name in tools.split(",")]
+    names = [name.removesuffix(":raw") for name in tools.split(",")]
+    tools = [Tool(name, *KNOWN[name], calls[name]) for name in names]
     return config, ChatFormat(tokenizer(QWEN25), mars.words(config, tools), tools), tools
 
 

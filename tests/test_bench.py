@@ -61,7 +61,7 @@ def test_a_result_tells_who_measured_and_git_may_be_missing(tmp_path, monkeypatc
     saved = json.loads(path.read_text())
     assert path == tmp_path / "new" / "name.json" and list(path.parent.iterdir()) == [path]
     assert saved["rows"] == [{"row": 1}] and saved["more"] == 2 and saved["commit"] is None
-    assert saved["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(saved["versions"]["torch"].partition("+")[0])
 
 
 # ---------------------------------------------------------------- arms of the toys
@@ -317,9 +317,9 @@ def test_samples_are_as_the_docstring_says():
 def test_our_grpo_step_trains_what_it_sampled_and_shared_prompts_once():
     prompts = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10]]
     steps = []
-    for share in (True, False):
+    for apart in (False, True):
         model = bench.random_model(bench.TINY)
-        steps.append(train_step.our_step(model, prompts, 3, 2, share))
+        steps.append(train_step.our_step(model, prompts, 3, 2, apart))
     assert steps[1]["tokens trained"] == 3 * (6 + 4) + 6 * 1  # the last token is no input
     assert steps[0]["tokens trained"] < steps[1]["tokens trained"] - 3 * 4
     sampler = Sampler(bench.random_model(bench.TINY), max_tokens=512)

@@ -44,6 +44,8 @@ def test_every_step_is_a_test_run_or_measured():
 @pytest.mark.parametrize("name", gpu.MEASURED)
 def test_a_step_is_rehearsed_by_the_lines_of_the_day(name, tmp_path, monkeypatch):
     """No row fails but a peer's that is not installed; ours were predicted before."""
+    if name == "toy":
+        pytest.importorskip("bm25s")  # the toy's search
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     seen = []
     save = common.save
@@ -117,7 +119,7 @@ def test_what_is_wanted_first_fits_the_card(card):
     shapes = attention.SIZES["full"]["shapes"]
     calls = attention.SIZES["full"]["calls"]
     assert all(2 * attention.case_bytes(shape, calls)[1] < free for shape in shapes)
-    for shape, tokens in ((bench.QWEN3_8B, 64 * (4096 + 256)), (bench.QWEN3_0_6B, 256 * 1200)):
+    for shape, tokens in ((bench.QWEN3_8B, 64 * (4096 + 304)), (bench.QWEN3_0_6B, 256 * 1200)):
         assert bench.needed_bytes(shape, tokens) < free
 
 

@@ -115,6 +115,7 @@ HOSTILE = {
     "turns the order round": QWEN25.replace("for m in messages", "for m in messages | reverse"),
     "closes a step with plain text": QWEN25.replace("<|im_end|>", "\n###"),
     "always fails": "{{ raise_exception('no') }}",
+    "is not there": None,
 }
 
 CORPUS = [
@@ -259,13 +260,8 @@ def test_thoughts_stay_in_system2s_context_as_the_template_keeps_them():
 
 @pytest.mark.parametrize("why", HOSTILE)
 def test_a_template_that_rewrites_or_loses_something_is_refused(why):
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="template"):
         chat_format(tokenizer(HOSTILE[why]))
-
-
-def test_a_prefix_that_changes_is_named():
-    with pytest.raises(UserError, match="rewrites earlier turns"):
-        chat_format(tokenizer(HOSTILE["counts messages in the prefix"]))
 
 
 def test_a_tokenizer_that_loses_text_is_refused():
@@ -274,12 +270,6 @@ def test_a_tokenizer_that_loses_text_is_refused():
     lossy = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=QWEN25, unk_token="<unk>")
     with pytest.raises(UserError, match="byte-level"):
         chat_format(lossy)
-
-
-def test_no_template_is_refused():
-    plain = tokenizer(None)
-    with pytest.raises(UserError, match="no chat template"):
-        chat_format(plain)
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -321,37 +311,6 @@ def test_observation_joins_notes_and_demands():
     assert mars.NO_NOTE in format.text(format.observation([[], []]))
     assert format.observation([[]], final=True) == format.observation([format.message(mars.FINAL)])
     assert format.text(format.observation([[], one])) == format.text(format.observation([one]))
-
-
-def test_purpose_switch():
-    for kind, there in (("qwen2.5", True), ("no purpose", False)):
-        format = formats(kind)
-        purpose = "the year" if there else ""  # mars.system1_prompt hands on none
-        assert ("purpose" in format.text(format.prompt("sys2", question="Q"))) == there
-        system1 = format.text(
-            format.prompt("sys1", chunk=format.encode("CHUNK"), purpose=purpose, question="Who?")
-        )
-        assert (
-            ("the year" in system1) == there and ("Who?" in system1) == there and "CHUNK" in system1
-        )
-    system1 = chat_format(tokenizer(QWEN25), question_in_system1=False).prompt(
-        "sys1", chunk=[], purpose="the year", question="Who?"
-    )
-    text = formats("qwen2.5").text(system1)
-    assert "the year" in text and "Who?" not in text
-
-
-def test_only_the_tools_given_are_offered():
-    text = formats("qwen2.5").text(
-        chat_format(tokenizer(QWEN25), tools=TOOLS[2:]).prompt("sys2", question="Q")
-    )
-    assert '{"name": "python", "arguments": {"code"' in text
-    assert (
-        "- python," in text
-        and '"search"' not in text
-        and "- search" not in text
-        and "scholar" not in text
-    )
 
 
 def test_system1_prompt_holds_the_chunks_ids_unchanged():
@@ -439,11 +398,8 @@ def test_no_text_becomes_a_mark(parts):
     format, text = formats("qwen2.5"), "".join(parts)
     encoded = format.encode(text)
     assert format.text(encoded) == text
+    assert format.text(format.encode(f"{text}\ud800")) == f"{text}?"  # half a surrogate pair
     assert not set(encoded) & set(format._control)
-
-
-def test_half_a_surrogate_pair_does_not_stop_the_run():
-    assert formats("qwen2.5").text(formats("qwen2.5").encode("a\ud800b")) == "a?b"
 
 
 # -------------------------------------------------------------------------------------------- notes
@@ -564,11 +520,6 @@ def test_after_the_demand_only_an_answer_counts():
     assert read_action(GOOD, TOOLS[2:]).error.startswith('There is no tool named "search"')
 
 
-def test_an_answer_inside_code_is_code():
-    text = call("python", {"code": "print('<answer>5</answer>')"}, purpose="p")
-    assert read_action(text, TOOLS).call.argument == "print('<answer>5</answer>')"
-
-
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("end", ["", "stop"])
 def test_parse_reads_ids_with_and_without_the_stop_token(kind, end):
@@ -588,11 +539,6 @@ def test_parse_reads_ids_with_and_without_the_stop_token(kind, end):
         )
 
 
-def test_a_thought_that_was_cut_is_malformed():
-    format = formats("qwen3")
-    assert "neither" in format.parse(as_ids(format, "<think>I could say <answer>5</answer>")).error
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(
@@ -604,9 +550,3 @@ def test_any_step_is_exactly_one_of_three(parts):
     format = formats("qwen3")
     step = format.parse(as_ids(format, "".join(parts)))
     assert isinstance(step, Action)  # the constructor refuses anything but one of three
-
-
-def test_a_step_is_exactly_one_of_three():
-    for fields in ({}, {"answer": "a", "error": "e"}):
-        with pytest.raises(ValueError):
-            Action(**fields)

@@ -44,9 +44,9 @@ def test_help_needs_no_torch_and_tells_every_option_once():
 
 def test_an_option_has_two_spellings_and_a_recipes_setting_none():
     assert given("--step-tokens", "9", "--no-packing") == {"step_tokens": 9, "packing": False}
-    assert given("--step_tokens=9", "--no-share-prefixes") == {
+    assert given("--step_tokens=9", "--no-recompute-activations") == {
         "step_tokens": 9,
-        "share_prefixes": False,
+        "recompute_activations": False,
     }
     assert given("--is", "token") == given("--importance=token") == {"importance": "token"}
     for field in FIELDS:

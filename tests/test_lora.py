@@ -217,6 +217,20 @@ def test_a_frozen_roles_sampler_shares_its_memory_with_the_frozen_weights(tmp_pa
     assert (found - trainer.logprob(policy, batch, 1.0)).abs().max() < 1e-5
 
 
+def test_a_sampler_made_of_a_model_with_adapters_counts_them_once():
+    """When it is made, and when it takes up the same model's weights."""
+    adapted = with_adapters(model("qwen2"))
+    options = {"max_new_tokens": 20, "temperature": 1.0}
+    merged = Sampler(merged_by_hand(model("qwen2"), adapted), max_tokens=256)
+    expected = merged.generate([[5, 6, 7]], **options)
+    sampler = Sampler(adapted, max_tokens=256)
+    for _ in range(2):
+        (found,) = sampler.generate([[5, 6, 7]], **options)
+        assert found.tokens == expected[0].tokens
+        assert found.logprobs == pytest.approx(expected[0].logprobs, abs=1e-5)
+        sampler.load_weights(adapted)
+
+
 def test_adapters_on_other_weights_are_still_refused():
     """The base's shapes count, not only the adapters'."""
     sampler = Sampler(model("qwen3"), max_tokens=256)

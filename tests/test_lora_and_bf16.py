@@ -14,7 +14,7 @@ from plumbing.outside import Machine, check_machine
 from toy import base_model
 
 SMALL = (
-    "--questions 4 --group 4 --eval_questions 6 --eval_every 2 --save_every 2 --lr 5e-4 "
+    "--questions 4 --group 4 --eval_questions 6 --eval_every 2 --lr 5e-4 "
     "--threads 1 --kv_tokens 16384"
 ).split()
 ADAPTERS = ["--lora_rank", "4", "--kl_beta", "0.05", "--system1", "frozen"]
@@ -30,10 +30,15 @@ def grade(question, answer) -> float:
     return float(zlib.crc32(answer.encode()) % 2)
 
 
-def start(base, folder, name, *arguments, one_step=train.train_step):
+STEP = train.train_step
+
+
+def start(base, folder, name, *arguments, one_step=STEP):
     """A run in `folder`; its lines of metrics, without times."""
     given = ["--model", str(base), "--runs", str(folder), "--name", name, *SMALL, *arguments]
-    assert train.main(mars.METHOD, given, "", grade=grade, one_step=one_step) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "train_step", one_step)
+        assert train.main(mars.METHOD, given, "", grade=grade) == 0
     lines = [json.loads(line) for line in open(folder / name / "metrics.jsonl")]
     return [{key: line[key] for key in line if "second" not in key} for line in lines]
 
@@ -56,7 +61,7 @@ def adapted(base, tmp_path_factory):
     def watched(run, step):
         if not step:
             weights.append({role: sampler_weights(run, role) for role in run.samplers})
-        done = train.train_step(run, step)
+        done = STEP(run, step)
         weights.append({role: sampler_weights(run, role) for role in run.samplers})
         return done
 
@@ -126,7 +131,7 @@ def in_bf16(base, folder, *arguments):
 
     def watched(run, step):
         found.append(types(run))
-        return train.train_step(run, step)
+        return STEP(run, step)
 
     lines = start(
         base, folder, "bf16", "--steps", "2", "--bf16", "on", *arguments, one_step=watched

@@ -67,7 +67,10 @@ def scripted(say, **options) -> Run:
         device=None,
         rank=0,
         ranks=1,
+        bf16=False,
         start="nothing",
+        memory="",
+        servers=[],
         tokenizer=CHAT.tokenizer,
         chat=CHAT,
         driver=Driver([script], deterministic=True),
@@ -284,7 +287,7 @@ def test_shares_by_hand():
         system("lamps", "lamps right"),
     ]
     # shown right: right, wrong (false alarm), right; shown wrong: wrong (found), right, right
-    assert METHOD.shares(played) == {
+    assert METHOD.metrics(played) == {
         "solver": (2, 4),
         "corrector": (1, 2),
         "system": (2, 4),
@@ -372,14 +375,14 @@ def steady(line: dict) -> dict:
 
 
 def test_a_run_leaves_its_folder_and_resumes_to_the_same_bits(base, tmp_path):
-    whole = command(base, tmp_path, "whole", "--steps", "2", "--save_every", "1")
+    whole = command(base, tmp_path, "whole", "--steps", "2")
     assert 0 <= whole[0]["solver"] <= 1 and "system" not in whole[0], "no system was played"
     assert whole[0]["eval_system"] == whole[0]["eval_accuracy"]
     assert all(line["mismatch_kl"] < 1e-8 for line in whole)
     assert "Corrector" in (tmp_path / "whole" / "trajectories.html").read_text()
 
-    command(base, tmp_path, "halves", "--steps", "1", "--save_every", "1")
-    halves = command(base, tmp_path, "halves", "--steps", "2", "--save_every", "1", "--resume")
+    command(base, tmp_path, "halves", "--steps", "1")
+    halves = command(base, tmp_path, "halves", "--steps", "2", "--resume")
     assert [steady(line) for line in halves] == [steady(line) for line in whole]
 
 

@@ -244,7 +244,8 @@ def credited(**options) -> tuple[list[Trajectory], dict[str, list[Sample]], matp
 
 
 def prepared(config, terms) -> tuple[list[Sample], list]:
-    run = SimpleNamespace(config=config, ranks=1, device=CPU, reference=None, policy=None)
+    policy = SimpleNamespace(packs=True)
+    run = SimpleNamespace(config=config, ranks=1, device=CPU, reference=None, policy=policy)
     samples, batches, _ = train.prepare(run, terms)
     return samples, batches
 

@@ -58,7 +58,6 @@ def settings(**given):
         "server": "",
         "micro_tokens": 2000,
         "recompute_activations": False,
-        "share_prefixes": False,
     }
     return SimpleNamespace(**plain | given)
 
@@ -172,7 +171,7 @@ def test_a_micro_batchs_peak_is_at_most_the_plans_and_not_far_below(kind, recomp
     peak = peak_of_a_step(model, full_batch(), recompute_activations=recompute)
     options = {"recompute_activations": recompute}
     planned = parts_of(model, **options)["micro-batch"]
-    assert 0.7 * planned < peak < planned
+    assert 0.6 * planned < peak < planned
     longer = parts_of(model, 4000, **options)["micro-batch"]
     assert longer > 1.8 * planned, "the longest sample counts, not only the packed ones"
 
@@ -189,11 +188,11 @@ def test_shared_prefixes_keep_no_more_than_the_plan_says(kind):
         sample.logprobs += [-6.0] * 138
         samples.append(sample)
     weights = weigh(samples, {"sys2": 7})
-    (batch,) = trainer.micro_batches(samples, weights, 1860, CPU, share_prefixes=True)
+    (batch,) = trainer.micro_batches(samples, weights, 1860, CPU)
     assert (batch.tokens.numel(), len(batch.keys.indices)) == (1859, 7259)
     model = MODELS[kind]()
     peak = peak_of_a_step(model, batch)
-    planned = parts_of(model, 1038, micro_tokens=1860, share_prefixes=True)["micro-batch"]
+    planned = parts_of(model, 1038, micro_tokens=1860)["micro-batch"]
     assert 0.65 * planned < peak < planned
 
 

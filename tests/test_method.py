@@ -10,7 +10,7 @@ import mars
 import train
 from config import UserError
 from plumbing import evaluation
-from plumbing.metrics import method_shares
+from plumbing.metrics import method_metrics
 from recipes import atlas
 from siblings import marsrl, matpo
 from toy.language import ToyFormat
@@ -20,7 +20,7 @@ def test_a_method_brings_numbers_a_model_a_language_and_rollouts_of_its_own(base
     """All of them reach the run's folder."""
     seen = []
 
-    def shares(trajectories):
+    def own_metrics(trajectories):
         answered = sum(t.answer is not None for t in trajectories)
         return {"answered_share": (answered, len(trajectories))}
 
@@ -36,7 +36,7 @@ def test_a_method_brings_numbers_a_model_a_language_and_rollouts_of_its_own(base
     def rollouts(run, step):
         return train.attempts(run, step)[:-1]
 
-    method = dataclasses.replace(mars.METHOD, name="own", shares=shares, rollouts=rollouts)
+    method = dataclasses.replace(mars.METHOD, name="own", metrics=own_metrics, rollouts=rollouts)
     options = ["--runs", str(tmp_path), "--name", "x", "--steps", "1", *SMALL]
     options += ["--cache", str(tmp_path)]
     done = train.main(method, options, "", base_model=make, language=Language)
@@ -52,9 +52,9 @@ def test_a_method_brings_numbers_a_model_a_language_and_rollouts_of_its_own(base
 
 def test_shares_of_nothing_are_left_out():
     shares = {"a": (0, 0), "b": (1, 2)}
-    method = dataclasses.replace(mars.METHOD, shares=lambda trajectories: shares)
-    assert method_shares([], method) == {"b": 0.5}
-    assert method_shares([], mars.METHOD) == {}
+    method = dataclasses.replace(mars.METHOD, metrics=lambda trajectories: shares)
+    assert method_metrics([], method) == {"b": 0.5}
+    assert method_metrics([], mars.METHOD) == {}
 
 
 @pytest.mark.parametrize("method", [mars.METHOD, matpo.METHOD, marsrl.METHOD, atlas.METHOD])

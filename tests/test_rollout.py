@@ -230,7 +230,7 @@ def test_python_output_reaches_system2_as_it_is_unless_it_is_distilled():
     call = "<call> python 1980 - 1968 <eot>"
     direct, asked = play([call, "<answer> 12 <eot>"])
     assert asked[1][1] == "<resp> 12 <eot>" and direct.samples("sys1") == []
-    distilled, asked = play([call, "<answer> 12 <eot>"], distill="search,scholar,python")
+    distilled, asked = play([call, "<answer> 12 <eot>"], tools="search,scholar,python")
     assert len(distilled.samples("sys1")) == 1
 
 

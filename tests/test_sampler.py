@@ -28,8 +28,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from sampler import Sampler, attention, hashed, sample_token, uniform
-from sampler.plan import Batch
+from sampler import Sampler, hashed, sample_token, uniform
 
 V = 96
 PAGE = 4
@@ -608,103 +607,6 @@ def test_any_history_gives_the_same_answers(seed, pages, rows, chunk, lag):
     for conversation in conversations:
         sampler.close(conversation)
     assert nothing_leaked(sampler)
-
-
-# ---------------------------------------------------------------- attention
-
-
-def decode_batch(lengths, pages=24, heads=4, kv_heads=2, size=16, page=PAGE):
-    torch.manual_seed(0)
-    width = -(-max(lengths) // page)
-    table = torch.stack([torch.randperm(pages)[:width] for _ in lengths]).int()
-    k_pages, v_pages = torch.randn(2, pages, page, kv_heads, size)
-    spans = list(lengths)
-    batch = Batch(None, None, None, table, torch.tensor(spans, dtype=torch.int32), spans=spans)
-    return torch.randn(len(lengths), heads, size), k_pages, v_pages, batch
-
-
-@pytest.mark.parametrize("lengths", [(1,), (4,), (17, 16, 8, 5, 4, 3, 1), (33, 2, 1)])
-@pytest.mark.parametrize("form", [attention.sparse_decode, attention.cuda_decode])
-def test_decode_attentions_agree(lengths, form):
-    """Sparse products and the kernel's entry point against a loop in fp64."""
-    q, k_pages, v_pages, batch = decode_batch(lengths)
-    out = form(q, k_pages, v_pages, batch, 0.25)
-    for row, length in enumerate(lengths):
-        place = torch.arange(length)
-        k, v = (
-            pages[batch.block_table[row, place // PAGE].long(), place % PAGE]
-            .double()
-            .repeat_interleave(2, 1)
-            for pages in (k_pages, v_pages)
-        )
-        weight = (torch.einsum("hd,nhd->hn", q[row].double(), k) * 0.25).softmax(-1)
-        assert (out[row] - torch.einsum("hn,nhd->hd", weight, v)).abs().max() < 1e-5
-
-
-def test_decode_never_reads_others_pages():
-    """NaN in every slot that is not a row's own leaves the row clean."""
-    q, k_pages, v_pages, batch = decode_batch((9, 6, 1))
-    form = attention.sparse_decode
-    batch.block_table = torch.arange(9, dtype=torch.int32).view(3, 3)
-    clean = form(q, k_pages, v_pages, batch, 0.25)
-    for row, length in enumerate((9, 6, 1)):
-        own = torch.zeros(24 * PAGE, dtype=bool)
-        own[row * 3 * PAGE : row * 3 * PAGE + length] = True
-        k, v = (
-            pages.masked_fill(~own.view(24, PAGE, 1, 1), math.nan) for pages in (k_pages, v_pages)
-        )
-        batch.cache = {}  # a plan is good for one step
-        assert torch.allclose(form(q, k, v, batch, 0.25)[row], clean[row])
-
-
-@pytest.mark.parametrize("gqa", [True, False], ids=["torch 2.13", "torch 2.11"])
-def test_varlen_prefill_passes_the_right_bounds(monkeypatch, gqa):
-    """The CUDA prefill, with a loop in place of varlen_attn, against the row-wise form."""
-    import torch.nn.attention.varlen as varlen
-
-    def attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size):
-        out = []
-        for i in range(len(cu_q) - 1):
-            (a, b), (c, d) = cu_q[i : i + 2].tolist(), cu_k[i : i + 2].tolist()
-            assert b - a <= max_q and d - c <= max_k and window_size == (-1, 0)
-            mask = torch.arange(d - c) <= torch.arange(d - c - (b - a), d - c)[:, None]
-            row = F.scaled_dot_product_attention(
-                *(x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])),
-                scale=scale,
-                attn_mask=mask,
-                enable_gqa=True,
-            )
-            out.append(row[0].transpose(0, 1))
-        return torch.cat(out)
-
-    def new(
-        query,
-        key,
-        value,
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
-        *,
-        scale=None,
-        window_size=(-1, -1),
-        enable_gqa=False,
-    ):
-        assert enable_gqa
-        return attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
-
-    def old(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-        assert key.shape[1] == query.shape[1]
-        return attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
-
-    monkeypatch.setattr(varlen, "varlen_attn", new if gqa else old)
-    _, k_pages, v_pages, batch = decode_batch((17, 9, 4))
-    batch.starts = [0, 5, 14, 15]  # the last 5 of 17, all 9, the last one of 4
-    q = torch.randn(15, 4, 16)
-    args = q, k_pages, v_pages, batch, 0.25
-    assert torch.allclose(
-        attention.packed_attention(*args), attention.row_attention(*args), atol=1e-5
-    )
 
 
 # ---------------------------------------------------------------- what submit takes and refuses

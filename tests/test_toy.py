@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -100,11 +100,6 @@ def test_only_questions_that_the_tools_can_answer(tools, kinds):
     assert sources == {f"toy-{kind}" for kind in kinds}
 
 
-def test_no_question_for_python_alone():
-    with pytest.raises(UserError, match="no question"):
-        world.question("train", 0, 0, ("python",))
-
-
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_the_plan_leads_to_the_answer(split):
     asked = world.world(split, 0)
@@ -172,33 +167,27 @@ def test_text_from_outside_cannot_speak_in_control_words(form):
     assert form.text(form.note(note)) == "ada baker born 1968 ."
 
 
-def test_encoding_forgives_case_and_missing_spaces(form):
-    said = form.encode("Where does Ada Baker live?\n")
-    assert form.text(said) == "where does ada baker live ?"
-    assert form.text(form.encode("12\n")) == "12"
-
-
 NAMES = st.sampled_from(["ada baker", "acro corp", "volcanoes", "1968"])
 PURPOSES = st.sampled_from(["birth of ada baker", "anything about acro corp"])
 
 
 @given(st.sampled_from(["search", "scholar"]), NAMES, PURPOSES, st.booleans())
+@example("python", "1980 - 1968", "", True)
 def test_a_call_round_trips(form, tool, argument, purpose, stop):
-    tokens = spoken(form, f"<call> {tool} {argument} <purpose> {purpose}")
+    tokens = spoken(form, f"<call> {tool} {argument}")
+    if purpose:
+        tokens += spoken(form, f"<purpose> {purpose}")
     if stop:
         tokens.append(form.eot)
     assert form.parse(tokens).call == Call(tool, argument, purpose)
-
-
-def test_python_needs_no_purpose(form):
-    said = spoken(form, "<call> python 1980 - 1968 <eot>")
-    assert form.parse(said).call == Call("python", "1980 - 1968", "")
 
 
 def test_answers(form):
     assert form.parse(spoken(form, "<answer> acro corp <eot>")).answer == "acro corp"
     assert form.parse(spoken(form, "acro corp <eot>"), final=True).answer == "acro corp"
     assert form.parse(spoken(form, "acro corp"), final=True).answer == "acro corp"
+    for text in ("", "<eot>", "<call> search ada <purpose> birth <eot>"):
+        assert form.parse(spoken(form, text), final=True).error
 
 
 @pytest.mark.parametrize(
@@ -227,21 +216,10 @@ def test_whatever_is_malformed_gets_one_sentence(form, text, complaint):
     assert complaint in step.error and step.call is None and step.answer is None
 
 
-def test_a_demanded_answer_may_be_malformed_too(form):
-    for text in ("", "<eot>", "<call> search ada <purpose> birth <eot>"):
-        assert form.parse(spoken(form, text), final=True).error
-
-
 @given(st.lists(st.integers(0, len(language.vocabulary()) - 1), max_size=14), st.booleans())
 def test_any_tokens_parse_to_a_step(form, tokens, final):
     step = form.parse(tokens, final=final)
     assert step.call is None or step.call.tool in world.TOOLS
-
-
-def test_a_tool_that_is_not_there_is_unknown():
-    form = language.ToyFormat(language.make_tokenizer(), ("search",))
-    step = form.parse(spoken(form, "<call> python 3 - 2 <eot>"))
-    assert "the tools are search" in step.error
 
 
 def test_what_system_2_reads(form):
@@ -323,15 +301,6 @@ def test_a_flawless_demonstration_is_right(library):
         assert pieces[-1][0] == f"<answer> {plan.answer} <eot>" or not found
 
 
-def test_imperfect_demonstrations_are_often_wrong(library):
-    right = 0
-    for i in range(400):
-        pieces = base_model.trajectory(library, random.Random(i), base_model.HABITS)
-        plan = world.draw_plan(library.world, random.Random(i))
-        right += pieces[-1][0] == f"<answer> {plan.answer} <eot>"
-    assert 0.15 < right / 400 < 0.5
-
-
 def test_skill_chunks_tell_the_truth(library):
     rng = random.Random(1)
     absent = []
@@ -396,16 +365,6 @@ def test_a_build_is_reused_and_repeatable(folder, cache, tmp_path, monkeypatch):
     assert base_model.build(cache, **TINY) == folder
 
 
-def test_a_build_leaves_the_callers_random_numbers_and_threads(tmp_path, untrained):
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    threads = torch.get_num_threads()
-    torch.manual_seed(0)
-    base_model.build(tmp_path, threads=2)
-    assert torch.rand(1) == expected
-    assert torch.get_num_threads() == threads
-
-
 def test_an_interrupted_build_is_not_taken_for_a_whole_one(tmp_path, untrained, monkeypatch):
     made = base_model.make_base
 
@@ -450,13 +409,14 @@ def test_training_lowers_the_loss(library, form):
     model = base_model.new_model(len(form.tokenizer))
     demonstrations = [base_model.trajectory(library, rng, base_model.FLAWLESS) for _ in range(8)]
     fixed = [base_model.encode(pieces, ids) for pieces in demonstrations]
-    before = base_model.loss_of(model, fixed).item()
+    before = base_model.backward(model, fixed)
     base_model.train(model, "test", [lambda: fixed], 10, 5e-3, 2)
-    assert base_model.loss_of(model, fixed).item() < before - 1
+    assert base_model.backward(model, fixed) < before - 1
 
 
-def test_the_loss_sees_trained_tokens_only(library, form):
-    """Against the sum over trained tokens, one sample at a time and without padding."""
+def test_the_loss_sees_trained_tokens_only(library, form, monkeypatch):
+    """Loss and gradient against the mean over trained tokens, sample by sample, without padding."""
+    monkeypatch.setattr(base_model, "PART", 2)
     ids = form.tokenizer.get_vocab()
     rng = random.Random(2)
     model = base_model.new_model(len(form.tokenizer))
@@ -465,8 +425,9 @@ def test_the_loss_sees_trained_tokens_only(library, form):
     losses = []
     for tokens, mask in samples:
         logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
-        for t in range(1, len(tokens)):
-            if mask[t]:
-                losses.append(-logprobs[t - 1, tokens[t]].item())
-    mean = sum(losses) / len(losses)
-    assert base_model.loss_of(model, samples).item() == pytest.approx(mean, abs=1e-5)
+        losses += [-logprobs[t - 1, tokens[t]] for t in range(1, len(tokens)) if mask[t]]
+    mean = torch.stack(losses).mean()
+    expected = torch.autograd.grad(mean, model.parameters())
+    assert base_model.backward(model, samples) == pytest.approx(mean.item(), abs=1e-5)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)

@@ -68,9 +68,8 @@ class NoStep:
         pass
 
 
-@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("capacity", [40, 10_000])
-def test_loss_and_gradient_are_those_of_cross_entropy(policy, capacity, share):
+def test_loss_and_gradient_are_those_of_cross_entropy(policy, capacity):
     samples = make_samples()
     stock = model("llama")
     expected = cross_entropy(stock, samples)
@@ -78,7 +77,7 @@ def test_loss_and_gradient_are_those_of_cross_entropy(policy, capacity, share):
     # Nothing is clipped, so that the norm is seen as well.
     trainer_norm = torch.nn.utils.get_total_norm([p.grad for p in stock.parameters()])
     assert trainer_norm > 0.1
-    options = WarmStart(micro_tokens=capacity, share_prefixes=share)
+    options = WarmStart(micro_tokens=capacity)
     losses = warm_start.learn(policy, NoStep(), batch_of(samples), options, CPU)
     for role, loss in losses.items():
         assert loss == pytest.approx(expected[role].item(), abs=1e-5)

@@ -81,7 +81,7 @@ def make(
     block = blocked_hosts(block)
     if backend == "local":
         return local(docs, k, cache, passage_words)
-    client = web.Client(cache and Path(cache) / "web", **client_options)
+    client = web.Client(None if cache is None else Path(cache) / "web", **client_options)
     if backend == "retriever":
         base = base_url("MARS_RETRIEVER_URL").removesuffix("/retrieve")
         search = functools.partial(_retriever, client, base, k)

@@ -1,18 +1,16 @@
 """The client of every service that is asked over HTTP: search, page reader, judge, servers.
 
 A call returns an answer or raises ToolError and nothing else, whatever the other side sent: a
-failure must never be taken for an empty answer, and no reply may end a run. A failure that may
-pass (a time-out, a dropped or cut connection, 408, 429, 5xx, an answer of another shape) is tried
-again after a growing, jittered pause, no sooner than Retry-After asks. Other refusals are final.
+failure must never be taken for an empty answer. A failure that may pass (a time-out, a cut
+connection, 408, 429, 5xx, an answer of another shape) is tried again after a growing, jittered
+pause, no sooner than Retry-After asks. Other refusals are final.
 
 Good answers are kept on disk under sha256(url, body), without any key; failures are not kept. Equal
-requests that are under way at the same time (a group's first searches) are sent once and share
-their outcome.
+requests that are under way at the same time (a group's first searches) are sent once.
 
 What a ToolError says reaches System 2, the rollout records and the operator's terminal. It is one
-line of at most 200 characters, without our keys and without control characters. About the pages of
-strangers it says nothing that they or a service wrote, for a stranger must not speak to System 2
-past System 1.
+line of at most 200 characters, without our keys. About strangers' pages it says nothing that they
+or a service wrote, for a stranger must not speak to System 2 past System 1.
 
 One exchange is httpx2's (huggingface_hub brings it): the machine's certificates, the environment's
 proxies, and no redirects, for our key would go along. Its time-out holds for every single wait, and
@@ -75,7 +73,8 @@ def service(
 ) -> tuple[bytes, httpx2.Headers]:
     """GET of `url`, or POST of `body` as JSON: (at most ANSWER_BYTES, headers).
 
-    Refused unless the status is one of success. timeout: seconds.
+    Refused unless the status is one of success; TimeoutError after `timeout` seconds;
+    ConnectionError when there is no connection, or none that speaks HTTP to its end.
     """
     deadline = time.monotonic() + timeout
     headers = HEADERS | headers
@@ -85,16 +84,22 @@ def service(
         method = "POST"
         content = json.dumps(body).encode()
         headers["Content-Type"] = "application/json"
-    with (
-        httpx2.Client(verify=_tls(), timeout=timeout) as client,
-        client.stream(method, url, content=content, headers=headers) as response,
-    ):
-        if response.is_success:
-            return _read(response, ANSWER_BYTES, deadline), response.headers
-        reason = b""
-        with contextlib.suppress(Exception):  # the status is known, and it counts
-            reason = _read(response, REASON_BYTES, deadline)
-        raise Refused(response.status_code, response.headers, reason)
+    try:
+        with (
+            httpx2.Client(verify=_tls(), timeout=timeout) as client,
+            client.stream(method, url, content=content, headers=headers) as response,
+        ):
+            if response.is_success:
+                return _read(response, ANSWER_BYTES, deadline), response.headers
+            reason = b""
+            with contextlib.suppress(Exception):  # the status is known, and it counts
+                reason = _read(response, REASON_BYTES, deadline)
+            raise Refused(response.status_code, response.headers, reason)
+    except httpx2.TimeoutException:
+        raise TimeoutError("timed out") from None
+    except httpx2.HTTPError as error:
+        why = re.sub(r"^\[Errno -?\d+\] ", "", str(error))
+        raise ConnectionError(0, why or type(error).__name__) from None
 
 
 def _read(response: httpx2.Response, limit: int, deadline: float) -> bytes:
@@ -270,14 +275,12 @@ class Client:
 
 def _failure(error: Exception, quote: bool) -> str:
     """Why an exchange failed. Messages of exceptions may quote what the other side sent."""
-    if isinstance(error, (TimeoutError, httpx2.TimeoutException)):
+    if isinstance(error, TimeoutError):
         return "timed out"
-    if isinstance(error, httpx2.ConnectError):
-        return str(error)
     if not quote:
-        return f"the answer cannot be read ({type(error).__name__})"
-    if isinstance(error, httpx2.HTTPError):
-        return f"the exchange failed ({error})"
+        return f"the answer cannot be had ({type(error).__name__})"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
     return f"the answer is not what was asked for ({error})"
 
 

@@ -32,6 +32,7 @@ from trainer.policy import (
     make_optimizer,
     parallel,
     schedule,
+    score,
     unwrap,
 )
 
@@ -59,6 +60,7 @@ __all__ = [
     "reference",
     "save",
     "schedule",
+    "score",
     "unwrap",
     "write_adapters",
     "write_model",

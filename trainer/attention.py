@@ -4,7 +4,7 @@ On CUDA it is
 flash-attn if that is installed, else PyTorch's varlen_attn; on a CPU one
 scaled_dot_product_attention per sample.
 
-With shared prefixes (prefixes.py) a sequence has more keys than queries: the prefix has no queries.
+With a shared prefix (prefixes.py) a sequence has more keys than queries: the prefix has no queries.
 The causal mask is aligned at the end, as in flash-attn: the last query sees all keys.
 
 Tests: `pytest tests/test_policy.py tests/test_prefixes.py`.
@@ -12,7 +12,7 @@ Tests: `pytest tests/test_policy.py tests/test_prefixes.py`.
 
 import inspect
 
-from torch import Tensor, cat, ones
+from torch import Tensor, cat, full, inf
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -45,7 +45,7 @@ def packed_attention(
 
     q [1, Hq, T, Dh], k and v [1, Hkv, T, Dh] -> ([1, T, Hq, Dh], None). `lengths` are the samples'
     tokens (they sum to T), `cu_seqlens` [samples + 1] int32 their boundaries on the device. With
-    shared prefixes they are those of the sequences, and `keys` has the keys of each.
+    shared prefixes they are what each sample adds, and `keys` has the keys of each.
     """
     key_lengths, key_cu_seqlens = lengths, cu_seqlens
     if keys is not None:
@@ -57,13 +57,12 @@ def packed_attention(
         bounds = (cu_seqlens, key_cu_seqlens, max(lengths), max(key_lengths))
         return cuda_attention(q, k, v, scaling, bounds), None
     grouped = q.shape[1] != k.shape[1]
-    parts = (q.split(lengths, 2), k.split(key_lengths, 2), v.split(key_lengths, 2))
+    masks = [None] * len(lengths)
+    if keys is not None:
+        keys.masks = masks = keys.masks or causal_masks(lengths, key_lengths, v.dtype)
+    parts = (q.split(lengths, 2), k.split(key_lengths, 2), v.split(key_lengths, 2), masks)
     out = []
-    for q_part, k_part, v_part in zip(*parts, strict=True):
-        prefix = k_part.shape[2] - q_part.shape[2]
-        mask = None
-        if prefix:  # is_causal aligns at the start: the first query would see the first key only
-            mask = ones(q_part.shape[2], k_part.shape[2], dtype=bool).tril(prefix)
+    for q_part, k_part, v_part, mask in zip(*parts, strict=True):
         mixed = scaled_dot_product_attention(
             q_part,
             k_part,
@@ -75,6 +74,18 @@ def packed_attention(
         )
         out.append(mixed)
     return cat(out, dim=2).transpose(1, 2), None
+
+
+def causal_masks(lengths: list[int], key_lengths: list[int], dtype) -> list[Tensor | None]:
+    """What is added to the scores of each sequence, [queries, keys]; None where both are as many.
+
+    is_causal aligns at the start: there the first query would see the first key only.
+    """
+    masks = []
+    for queries, keys in zip(lengths, key_lengths, strict=True):
+        hidden = full((queries, keys), -inf, dtype=dtype).triu(keys - queries + 1)
+        masks.append(hidden if keys > queries else None)
+    return masks
 
 
 def cuda_attention(q, k, v, scaling, bounds: tuple[Tensor, Tensor, int, int]) -> Tensor:

@@ -4,8 +4,8 @@ Departure from the textbook: a batch is no rectangle. `cu_seqlens` marks where e
 and ends, so attention stays within it, and positions restart at 0. The last sampled token and all
 after it predict no loss token. So they are no input.
 
-With `share_prefixes` the model computes a shared prefix only once (prefixes.py). A model that
-cannot be packed gets each sample alone (loading.packs).
+What samples begin with alike is input only once (prefixes.py). A model that cannot be packed gets
+each sample alone (loading.packs).
 
 Tests: `pytest tests/test_batches.py tests/test_prefixes.py`.
 """
@@ -16,17 +16,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from binpack import first_fit_decreasing
-from trainer.prefixes import Keys, cut_in_order, keys_of, lay_out_once
+from trainer import prefixes
 
 
 @dataclass
 class MicroBatch:
     """Samples end to end: T input tokens, N loss tokens.
 
-    A sequence is what one sample adds: all its input, or with shared prefixes the rest of it. A
-    sample that adds nothing has no sequence. There one input token can predict the loss tokens of
-    several samples.
+    A sequence is what one sample adds: its input after the prefix that it shares with the sample
+    before it. A sample that adds nothing has no sequence, and one input token can predict the loss
+    tokens of several samples.
     """
 
     lengths: list[int]  # tokens that each sequence adds, T in all
@@ -41,7 +40,7 @@ class MicroBatch:
     old_logprob: Tensor  # [N] fp32, under π_old: the sampler's, unless the trainer's replace them
     advantage: Tensor  # [N] fp32
     weight: Tensor  # [N] fp32, what it counts in the loss
-    keys: Keys | None = None  # None: a sequence is a whole sample and attends to itself
+    keys: prefixes.Keys | None = None  # None: a sequence is a whole sample and attends to itself
 
 
 def micro_batches(
@@ -51,36 +50,30 @@ def micro_batches(
     device,
     *,
     pack: bool = True,
-    share_prefixes: bool = False,
 ) -> list[MicroBatch]:
     """Packs samples (rollout.Sample) into micro-batches of at most `capacity` tokens.
 
-    The packing is first-fit decreasing, or with `share_prefixes` that of `cut_in_order`. A sample
-    over the limit is alone, and without `pack` each one is. One without a sampled token is left
-    out. `weights` are grpo.token_weights of the samples. ValueError if a sample's lists differ in
-    length, or if its first token carries loss.
+    A sample over the limit is alone, and without `pack` each one is. One without a sampled token is
+    left out. `weights` are grpo.token_weights of the samples. ValueError if a sample's lists differ
+    in length, or if its first token carries loss.
     """
     lengths = [
         input_length(sample, weight) for sample, weight in zip(samples, weights, strict=True)
     ]
     trained = [index for index, length in enumerate(lengths) if length]
-    share_prefixes &= pack
-    if not pack:
-        bins = [[index] for index in trained]
-    elif share_prefixes:
-        bins = cut_in_order(samples, lengths, trained, capacity)
-    else:
-        bins = first_fit_decreasing([min(lengths[i], capacity) for i in trained], capacity)
-        bins = [[trained[member] for member in members] for members in bins]
+    bins = [[member] for member in range(len(trained))]
+    if pack:
+        inputs = [samples[i].tokens[: lengths[i]] for i in trained]
+        bins = prefixes.pack(inputs, [sum(samples[i].mask) for i in trained], capacity)
     batches = []
-    for owners in bins:
+    for members in bins:
+        owners = [trained[member] for member in members]
         batch = make_micro_batch(
             [samples[i] for i in owners],
             [weights[i] for i in owners],
             [lengths[i] for i in owners],
             device,
             owners,
-            share_prefixes=share_prefixes,
         )
         batches.append(batch)
     return batches
@@ -108,8 +101,6 @@ def make_micro_batch(
     lengths: list[int],
     device,
     owners: Sequence[int] | None = None,
-    *,
-    share_prefixes: bool = False,
 ) -> MicroBatch:
     """Lays samples end to end, the first `lengths[i]` tokens of each.
 
@@ -119,9 +110,7 @@ def make_micro_batch(
     if owners is None:
         owners = range(len(samples))
     inputs = [sample.tokens[:length] for sample, length in zip(samples, lengths, strict=True)]
-    lay = lay_out_once if share_prefixes else lay_out
-    tokens, positions, added, rows_of = lay(inputs)
-    keys = keys_of(added, rows_of, device) if share_prefixes and samples else None
+    tokens, positions, added, rows_of = prefixes.lay_out(inputs)
     loss_positions = []
     owner = []
     target = []
@@ -159,21 +148,5 @@ def make_micro_batch(
         old_logprob=numbers(logprob),
         advantage=numbers(advantage),
         weight=torch.cat(weight).to(device),
-        keys=keys,
+        keys=prefixes.keys_of(added, rows_of, device) if samples else None,
     )
-
-
-def lay_out(inputs: list[list[int]]) -> tuple[list[int], list[int], list[int], list[range]]:
-    """Samples' input tokens end to end.
-
-    Returns all tokens, the position of each in its sample, how many each sample adds, and each
-    sample's rows: where its tokens stand in the whole.
-    """
-    tokens = []
-    positions = []
-    rows_of = []
-    for current in inputs:
-        rows_of.append(range(len(tokens), len(tokens) + len(current)))
-        tokens += current
-        positions += range(len(current))
-    return tokens, positions, [len(current) for current in inputs], rows_of

@@ -82,14 +82,14 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
         state["copies"] = size * trained
     parts |= state | {"reference": size * weights * bool(config.kl_beta and not adapters)}
     # A micro-batch: what all layers keep, and the largest of what the moments add.
-    kept = going = KEPT[0 if size == 4 else 1 + bare] * width + 7 * size * config.lora_rank
-    if config.share_prefixes:  # copied keys and values; and on a CPU each sequence's mask
-        kept += MAX_KEYS_PER_TOKEN * 2 * size * keys + size * longest * (kind == "cpu")
+    kept = KEPT[0 if size == 4 else 1 + bare] * width + 7 * size * config.lora_rank
+    kept += MAX_KEYS_PER_TOKEN * 2 * size * keys  # gathered keys and values
     tokens = max(config.micro_tokens, longest) if packs(shape) else longest
-    held = tokens * layers * ((size if bare else 4) * D if config.recompute_activations else kept)
+    held = size * tokens * longest * (kind == "cpu")  # attention's masks
+    held += tokens * layers * ((size if bare else 4) * D if config.recompute_activations else kept)
     chunk = linear_loss.CHUNK_TOKENS_CUDA if kind == "cuda" else 3 * linear_loss.CHUNK_TOKENS_CPU
     head = 4 * shape.vocab_size * D * (not adapters)  # its gradient
     loss = 4 * shape.vocab_size * (chunk if packs(shape) else 3 * longest) + 2 * head
-    backward = tokens * 1.5 * going + head + config.fsdp * 2 * (4 + size) * layer
+    backward = tokens * 1.5 * kept + head + config.fsdp * 2 * (4 + size) * layer
     embedding = config.fsdp * (4 + size) * outside  # gradients summed over the ranks, at the end
     return parts | {"micro-batch": max(held + loss, held + backward, embedding)}

@@ -22,6 +22,7 @@ GPU: `python -m bench.train_step`.
 import contextlib
 import functools
 import math
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from transformers import AttentionInterface
 
 import kernels
 from trainer.attention import packed_attention
-from trainer.batches import MicroBatch
+from trainer.batches import MicroBatch, make_micro_batch
 from trainer.loading import packs
 
 # transformers' models look their attention up by a name, which Policy sets.
@@ -145,6 +146,16 @@ def layers(model) -> nn.ModuleList:
 def logprob(policy: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
     """Log-probs [N] of a micro-batch's loss tokens under a policy, wrapped or not."""
     return policy(batch, score=True, temperature=temperature)
+
+
+def score(policy: nn.Module, tokens: list[int]) -> list[float]:
+    """Log-probs of tokens[1:], each given those before it; every rank calls it."""
+    count = len(tokens)
+    mask = [False] + [True] * (count - 1)
+    sample = SimpleNamespace(tokens=tokens, mask=mask, logprobs=[0.0] * count, advantage=0.0)
+    device = next(policy.parameters()).device
+    batch = make_micro_batch([sample], [torch.ones(count)], [count - 1], device)
+    return logprob(policy, batch, temperature=1.0).tolist()
 
 
 def unwrap(policy: nn.Module) -> Policy:

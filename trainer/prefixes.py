@@ -6,17 +6,26 @@ prefix that it shares with the sample before it, and attends to that prefix and 
 (`Keys`). All loss tokens of all samples are in the loss, so loss and gradient are the same up to
 rounding.
 
-batches.py lays samples end to end without this. Tests: `pytest tests/test_prefixes.py`.
+A prefix of a few tokens, as the first one of most vocabularies, is not worth its bookkeeping: there
+the row is cut into families. First-fit decreasing packs these into micro-batches, which is plain
+packing where nothing is shared.
+
+Tests: `pytest tests/test_prefixes.py`.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from binpack import first_fit_decreasing
+
 # The limit of keys per token of a micro-batch's capacity. Each layer copies these keys and values
 # for its backward pass. The memory plan counts them.
 MAX_KEYS_PER_TOKEN = 4
+# A prefix counts as shared if it is at least this part of a sample's input.
+LEAST_SHARED = 0.25
 
 
 @dataclass
@@ -26,48 +35,54 @@ class Keys:
     lengths: list[int]  # of each sequence, K in all
     indices: Tensor  # [K] int64, where they stand among the T input tokens
     cu_seqlens: Tensor  # [sequences + 1] int32, boundaries of the sequences among the keys
+    masks: list[Tensor | None] | None = None  # attention's on a CPU, made once for all layers
 
 
-def cut_in_order(
-    samples: list, lengths: list[int], trained: list[int], capacity: int
-) -> list[list[int]]:
-    """Indices of `trained` samples by micro-batch, in the order of their tokens.
+def pack(inputs: list[list[int]], loss_tokens: list[int], capacity: int) -> list[list[int]]:
+    """Indices of samples by micro-batch, in the order of their tokens.
 
-    In sorted order, of all earlier samples the one just before shares the longest prefix. A
-    micro-batch holds at most `capacity` input tokens, `capacity` loss tokens and
-    MAX_KEYS_PER_TOKEN · `capacity` keys. A sample over a limit is alone.
+    `inputs` are their input tokens, `loss_tokens` how many of each carry loss. A micro-batch holds
+    at most `capacity` input tokens, `capacity` loss tokens and MAX_KEYS_PER_TOKEN · `capacity`
+    keys. A sample over a limit is alone.
     """
-    bins = []
-    previous = []
-    added = loss_tokens = keys = 0
-    for index in sorted(trained, key=lambda i: samples[i].tokens[: lengths[i]]):
-        current = samples[index].tokens[: lengths[index]]
-        added += len(current) - common_prefix(previous, current)
-        loss_tokens += sum(samples[index].mask)
-        keys += len(current)
-        if not bins or max(added, loss_tokens, keys / MAX_KEYS_PER_TOKEN) > capacity:
-            # A new micro-batch, which shares nothing with the last.
-            bins.append([])
-            added = keys = len(current)
-            loss_tokens = sum(samples[index].mask)
-        bins[-1].append(index)
-        previous = current
-    return bins
+    families = []
+    sizes = []
+    counts = [0, 0, 0]  # of the last family: input tokens, loss tokens, keys as tokens of capacity
+    before = []
+    for index in sorted(range(len(inputs)), key=lambda i: inputs[i]):
+        current = inputs[index]
+        alike = shared_prefix(before, current)
+        own = [len(current), loss_tokens[index], len(current) / MAX_KEYS_PER_TOKEN]
+        grown = [a + b for a, b in zip(counts, own)]
+        grown[0] -= alike
+        if alike and max(grown) <= capacity:
+            counts = grown
+        else:
+            counts = own
+            families.append([])
+            sizes.append(0)
+        families[-1].append(index)
+        sizes[-1] = min(capacity, math.ceil(max(counts)))
+        before = current
+    bins = first_fit_decreasing(sizes, capacity)
+    return [[index for family in sorted(bin) for index in families[family]] for bin in bins]
 
 
-def common_prefix(one: list[int], other: list[int]) -> int:
-    """The length of the longest prefix of both lists."""
-    pairs = zip(one, other)
-    shorter = min(len(one), len(other))
-    return next((length for length, (a, b) in enumerate(pairs) if a != b), shorter)
+def shared_prefix(before: list[int], current: list[int]) -> int:
+    """The length of the longest prefix of both; 0 if it is too short to count for `current`."""
+    pairs = zip(before, current)
+    shorter = min(len(before), len(current))
+    alike = next((length for length, (a, b) in enumerate(pairs) if a != b), shorter)
+    return alike if alike >= LEAST_SHARED * len(current) else 0
 
 
-def lay_out_once(
+def lay_out(
     inputs: list[list[int]],
 ) -> tuple[list[int], list[int], list[int], list[list[int]]]:
-    """batches.lay_out, but a sample adds only what follows the prefix of the sample before it.
+    """Samples' input tokens end to end; each adds what follows the prefix of the one before it.
 
-    A sample's rows begin with those of its prefix.
+    Returns all tokens, the position of each in its sample, how many each sample adds, and each
+    sample's rows: where its tokens stand in the whole, its prefix first.
     """
     tokens = []
     positions = []
@@ -76,7 +91,7 @@ def lay_out_once(
     before = []
     rows = []
     for current in inputs:
-        alike = common_prefix(before, current)
+        alike = shared_prefix(before, current)
         own = current[alike:]
         rows = rows[:alike] + list(range(len(tokens), len(tokens) + len(own)))
         tokens += own
@@ -87,10 +102,12 @@ def lay_out_once(
     return tokens, positions, added, rows_of
 
 
-def keys_of(added: list[int], rows_of: list[list[int]], device) -> Keys:
-    """The keys of each sample that adds a token, from what `lay_out_once` gives."""
+def keys_of(added: list[int], rows_of: list[list[int]], device) -> Keys | None:
+    """The keys of each sample that adds a token; None if each attends to its own tokens only."""
     sequences = [rows for rows, count in zip(rows_of, added) if count]
     lengths = [len(rows) for rows in sequences]
+    if sum(lengths) == sum(added):
+        return None
     indices = torch.tensor([row for rows in sequences for row in rows], device=device)
     boundaries = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     return Keys(lengths, indices, boundaries)

@@ -295,11 +295,11 @@ def micro_batch(share_prefixes: bool = False):
     """A micro-batch on the device."""
     with unset_fake_temporarily():
         samples = make_samples()
-        (batch,) = trainer.micro_batches(
-            samples, weigh(samples), 10_000, CPU, share_prefixes=share_prefixes
-        )
-    parts = [batch, batch.keys] if share_prefixes else [batch]
-    for part in parts:
+        if share_prefixes:
+            samples = samples[:1] * 2 + samples
+        (batch,) = trainer.micro_batches(samples, weigh(samples), 10_000, CPU)
+        assert (batch.keys is not None) == share_prefixes
+    for part in [batch, batch.keys] if share_prefixes else [batch]:
         for name, value in vars(part).items():
             if isinstance(value, Tensor):
                 setattr(part, name, torch.empty_like(value, device=CUDA))

@@ -1,0 +1,454 @@
+"""Rollouts on vLLM servers, behind the face that `Sampler` shows the driver.
+
+A conversation lives here as token ids. Each request sends all of them and gets ids and log-probs
+back, never text, so a server holds nothing that could be lost: its prefix cache only spares work.
+
+New weights go by way of a folder that the servers can read: a model, or LoRA adapters beside the
+model that the server was started with. A server pauses, reloads, forgets its prefixes, resumes, and
+takes a version of ours last, so that a load that was cut short is noticed. vLLM's answer to a
+reload is not enough: it takes a model of another shape without a word. So a load counts when the
+version can be read back and the server's log-probs of a fixed prompt, the probe, are those of our
+own weights. And an answer counts only if its server held one and the same load throughout: one that
+was started anew, with the weights of its start, is noticed at its first answer and loads again.
+
+Whatever else goes wrong (a server that is lost or slow, 429, 5xx, an answer that does not hold what
+was asked for) is asked again, of the next server. Then `Lost` ends this trajectory and no other.
+
+Departures from `Sampler`: draws are the engine's own; with top_p below 1 the log-probs are those of
+the nucleus; how requests share batches depends on when they arrive.
+
+How servers are started: docs/engines.md. Tests: pytest tests/test_vllm.py, with a stand-in. With a
+real server on a CPU: python -m bench.engine_loop
+"""
+
+import concurrent.futures
+import contextlib
+import itertools
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import httpx2
+
+from config import UserError
+from processes import from_first_rank, is_first
+from sampler.request import Completion, Conversation, Lost, Request
+
+PAUSE = 0.5  # seconds before what has failed is asked again
+REFUSED = (400, 401, 403, 404, 413, 422)  # understood, and refused for good
+LEAST, SLACK = -1e6, 1e-3  # a log-prob lies between them: bf16 rounds, also to above 0
+PREFIX = "mars-"  # of the versions of all runs' weights
+
+
+@dataclass(eq=False)
+class Server:
+    """`vllm serve` with VLLM_SERVER_DEV_MODE=1 (run here: 0.32). Exceptions: see `reason`.
+
+    adapters: new weights are LoRA adapters, each of which has its version as its name.
+    """
+
+    url: str
+    client: httpx2.Client
+    adapters: bool = False
+    model: str = ""  # what it calls its model
+    positions: int = 0  # tokens of its longest context, the answer included
+    version: str = ""  # of the weights that it held when it was last asked; empty: ask
+    ours: bool = False  # it has held weights of this run
+    loading: threading.Lock = field(default_factory=threading.Lock)
+
+    def send(self, path: str, body: dict | None = None) -> httpx2.Response:
+        """Its answer to a POST of `body`, or to a GET."""
+        method = "GET" if body is None else "POST"
+        answer = self.client.request(method, self.url + path, json=body)
+        answer.raise_for_status()
+        return answer
+
+    def held(self) -> str:
+        """The version of the weights that it holds now."""
+        version = self.send("/weight_info").json()["weight_version"]
+        if not isinstance(version, str):
+            raise ValueError(f"{version!r} is no version")
+        return version
+
+    def complete(self, version: str, prompt: list[int], **options) -> dict:
+        """What follows a prompt. The model's generation_config fills all that a request omits."""
+        fixed = {
+            "model": version if self.adapters else self.model,
+            "prompt": prompt,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "ignore_eos": True,  # only stop_token_ids end an answer
+            "return_token_ids": True,
+            "logprobs": 0,  # the sampled token's alone
+        }
+        choice = self.send("/v1/completions", fixed | options).json()["choices"][0]
+        if choice["prompt_token_ids"] != prompt:
+            raise ValueError("the answer is one to another request")
+        return choice
+
+    def ask(self, version: str, context: list[int], request: Request) -> tuple[list, list]:
+        """(tokens, log-probs) of an answer to the whole context."""
+        choice = self.complete(
+            version,
+            context,
+            max_tokens=request.max_new_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            seed=request.seed,
+            stop_token_ids=sorted(request.stop_ids),
+        )
+        return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+    def score(self, version: str, tokens: list[int]) -> list[float]:
+        """Log-probs of tokens[1:], each given those before it."""
+        choice = self.complete(version, tokens, max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        told = choice["prompt_logprobs"]  # [None, {"17": {"logprob": -1.5, …}}, …]
+        return [at[str(token)]["logprob"] for at, token in zip(told[1:], tokens[1:], strict=True)]
+
+    def load(self, folder: str, version: str) -> None:
+        """Loads the weights in `folder`, and calls them `version`."""
+        self.send("/pause?mode=wait", {})
+        if self.adapters:
+            self.send("/v1/load_lora_adapter", {"lora_name": version, "lora_path": folder})
+            with contextlib.suppress(httpx2.HTTPStatusError):  # one that was just started has none
+                self.send("/v1/unload_lora_adapter", {"lora_name": self.version})
+        else:
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+            results = self.send("/collective_rpc", reload).json()["results"]
+            if not isinstance(results, list):
+                raise ValueError(f"it answers a reload with {results!r}")
+        self.send("/reset_prefix_cache", {})
+        self.send("/resume", {})
+        # Last, so that a load which was cut short, also before it resumed, is not taken for whole.
+        self.send("/update_weight_version", {"new_version": version})
+        if (after := self.held()) != version:
+            raise ValueError(f"it holds {after!r} after loading {version!r}")
+
+
+def connect(urls: list[str], seconds: float, *, adapters: bool = False) -> list[Server]:
+    """The servers at these URLs. UserError for what is none. seconds: the limit of one exchange.
+
+    Exchanges obey the environment's proxies.
+    """
+    if not urls:
+        raise UserError("--server names no URL: give http://host:port, or several by commas")
+    client = httpx2.Client(timeout=seconds, limits=httpx2.Limits())  # no limit: see Remote.parallel
+    servers = {}  # by URL, each once
+    for url in urls:
+        url = url.strip().rstrip("/").removesuffix("/v1")
+        try:
+            server = Server(url, client, adapters)
+            card = server.send("/v1/models").json()["data"][0]
+            server.model, server.positions = card["id"], int(card["max_model_len"])
+        except Exception as error:  # whatever listens there may answer anything
+            raise UserError(f"--server {url} is no vLLM server: {reason(error)}") from None
+        servers[url] = server
+    return list(servers.values())
+
+
+class Remote:
+    """Samples on `servers`, with the face that `Sampler` shows the driver.
+
+    vocabulary: token ids are below it. seconds: how long a request, or a round of new weights, is
+    tried again; one exchange may take as long. parallel: requests under way at once, at most.
+
+    write(model): the path of a folder with the model's weights that all servers can read.
+    score(tokens): log-probs of tokens[1:] under the weights that are loaded next. Every rank calls
+    both. tolerance: how far a server's log-probs of the probe may lie from those, in nats, in the
+    mean.
+    """
+
+    failure = Lost  # what a request that has failed raises
+
+    def __init__(
+        self,
+        servers: list[Server],
+        *,
+        vocabulary: int,
+        seconds: float,
+        parallel: int,
+        write: Callable,
+        score: Callable[[list[int]], list[float]],
+        tolerance: float,
+    ):
+        self.servers = servers
+        self.vocabulary = vocabulary
+        self.positions = min(server.positions for server in servers)
+        self.seconds = seconds
+        self.parallel = parallel
+        self.write = write
+        self.score = score
+        self.tolerance = tolerance
+        # What the start's line prints as the sampler.
+        self.path = f"vLLM at {', '.join(server.url for server in servers)}"
+        length = min(32, self.positions - 1)
+        self.probe = [37 * i % min(vocabulary, 1000) for i in range(1, length + 1)]
+        self.name = ""  # of this run, in the versions of its weights
+        self.folder = ""  # the weights that are to be sampled with
+        self.expected: list[float] = []  # their log-probs of the probe
+        self.syncs = 0  # rounds of new weights so far
+        self.failures: list[str] = []  # why tries have failed
+        self.stats = dict.fromkeys(("decoded_tokens", "running", "waiting", "pages_in_use"), 0)
+        self.conversations: set[Conversation] = set()  # open ones
+        self.requests: set[Request] = set()  # open ones
+        self.answers: queue.SimpleQueue = queue.SimpleQueue()
+        self.turns = threading.Semaphore(parallel)
+
+    # ---- what callers use
+
+    @property
+    def busy(self) -> bool:
+        """True while a request is open that step() has not returned yet."""
+        return bool(self.requests)
+
+    @property
+    def pages_in_use(self) -> int:
+        """Open conversations; the pages are the servers'."""
+        return len(self.conversations)
+
+    def open(self) -> Conversation:
+        """A new, empty conversation."""
+        conversation = Conversation()
+        self.conversations.add(conversation)
+        return conversation
+
+    def close(self, conversation: Conversation) -> None:
+        """Ends a conversation; its open request, if any, ends with an error."""
+        conversation.closed = True
+        self.conversations.discard(conversation)
+        if request := conversation.request:
+            request.error = "the conversation was closed"
+            self.requests.discard(request)
+            conversation.request = None
+
+    def submit(
+        self,
+        conversation: Conversation,
+        tokens: list[int],
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        stop_ids=(),
+        seed: int = 0,
+    ) -> Request:
+        """Appends `tokens` to the conversation and asks for an answer; see Sampler.submit."""
+        context = conversation.tokens + list(tokens)
+        # Unlike our own sampler's pool, a server's limit counts the last token too.
+        if len(context) + max_new_tokens > self.positions:
+            raise ValueError(
+                f"{len(context)} tokens and {max_new_tokens} new ones pass the servers' limit of "
+                f"{self.positions} (vLLM: --max-model-len)"
+            )
+        given, stops = list(tokens), frozenset(stop_ids)
+        request = Request(conversation, given, max_new_tokens, temperature, top_p, stops, seed)
+        conversation.tokens = context
+        conversation.request = request
+        self.requests.add(request)
+        threading.Thread(target=self._work, args=(request, list(context)), daemon=True).start()
+        return request
+
+    def step(self) -> list[Request]:
+        """The requests that have been answered; waits a moment for one if there is none."""
+        done = []
+        with contextlib.suppress(queue.Empty):
+            answer = self.answers.get(timeout=0.01)
+            while True:
+                if answer[0] in self.requests:  # else its conversation was closed
+                    done.append(self._finish(*answer))
+                answer = self.answers.get_nowait()
+        running = min(self.parallel, len(self.requests))
+        waiting = len(self.requests) - running
+        self.stats |= {"running": running, "waiting": waiting, "pages_in_use": self.pages_in_use}
+        return done
+
+    def _finish(self, request: Request, completion: Completion | None, error: Exception | None):
+        if error and not isinstance(error, Lost):
+            raise error
+        self.requests.remove(request)
+        request.conversation.request = None
+        request.completion = completion
+        request.error = str(error) if error else None
+        if completion:
+            request.conversation.tokens += completion.tokens
+            self.stats["decoded_tokens"] += len(completion.tokens)
+        return request
+
+    # ---- new weights
+
+    def load_weights(self, model) -> None:
+        """Writes the weights to disk, and returns when the servers hold them."""
+        self.load_folder(self.write(model))
+
+    def load_folder(self, folder: str) -> None:
+        """Has the servers load a folder. One that is away loads it when it is back.
+
+        UserError, on all ranks, if a server refuses it, or holds something else afterwards, or if
+        none has loaded it in time.
+        """
+        if self.busy:
+            raise RuntimeError("new weights while requests are open")
+        self.name = self.name or from_first_rank(f"{PREFIX}{uuid.uuid4().hex}")
+        self.folder = folder
+        self.syncs += 1
+        self.expected = self.score(self.probe)
+        problem = from_first_rank(self._load_all() if is_first() else None)
+        if problem:
+            raise UserError(problem)
+
+    def _load_all(self) -> str | None:
+        """Brings the weights to every server that answers; what is wrong, if that is not enough."""
+        end = time.monotonic() + self.seconds
+
+        def attempt(server: Server) -> Exception | None:
+            try:
+                self._bring(server)
+            except Exception as error:
+                return error
+
+        while True:
+            with concurrent.futures.ThreadPoolExecutor(len(self.servers)) as threads:
+                errors = list(threads.map(attempt, self.servers))
+            for error in errors:
+                if isinstance(error, UserError):
+                    return str(error)
+            refused = any(map(is_refusal, errors))
+            if None in errors and not refused:
+                return None
+            if refused or time.monotonic() > end:
+                break
+            time.sleep(PAUSE)
+        pairs = [(server, error) for server, error in zip(self.servers, errors) if error]
+        listed = "; ".join(f"{server.url}: {reason(error)}" for server, error in pairs)
+        return (
+            f"the weights in {self.folder} were not loaded ({listed}): see to the servers "
+            "(docs/engines.md says how they are started), then --resume"
+        )
+
+    def _bring(self, server: Server) -> str:
+        """The version that a server holds, once it is one of the current weights.
+
+        Every load has a version of its own. So a sample that was drawn before a load is told from
+        one that was drawn after it, also when both loads were of the same weights.
+        """
+        current = f"{self.name}.{self.syncs}."
+        with server.loading:
+            if not server.version.startswith(current):
+                server.version = server.held()
+            if not server.version.startswith(current):
+                # Each of two runs would undo the other's loads, for as long as both try.
+                others = server.version.startswith(PREFIX) and self.name not in server.version
+                if server.ours and others:
+                    raise UserError(
+                        f"another run loads its weights into {server.url}: give each run servers "
+                        "of its own, then --resume"
+                    )
+                version = f"{current}{uuid.uuid4().hex}"
+                server.load(self.folder, version)
+                self._check(server, version)
+                server.version = version
+            server.ours = True
+            return server.version
+
+    def _check(self, server: Server, version: str) -> None:
+        """UserError unless a server that has loaded gives the probe our own weights' log-probs."""
+        pairs = zip(server.score(version, self.probe), self.expected, strict=True)
+        gaps = [abs(theirs - ours) for theirs, ours in pairs]
+        mean = sum(gaps) / len(gaps)
+        if not mean <= self.tolerance:
+            raise UserError(
+                f"{server.url} says that it has loaded {self.folder}, and its log-probs of a fixed "
+                f"prompt are {mean:.2g} nats from our own weights' in the mean, more than "
+                f"{self.tolerance:g}: it has another model than the run, a coarser dtype, or kept "
+                "its former weights"
+            )
+
+    # ---- in threads
+
+    def _work(self, request: Request, context: list[int]) -> None:
+        """One request, in a thread of its own."""
+        with self.turns:
+            try:
+                outcome = self._sample(request, context), None
+            except Exception as error:
+                outcome = None, error
+        self.answers.put((request, *outcome))
+
+    def _sample(self, request: Request, context: list[int]) -> Completion:
+        """The answer to one request, from whichever server gives it; else Lost."""
+        end = time.monotonic() + self.seconds
+        for attempt in itertools.count():
+            # A conversation stays with one server, whose prefix cache holds it.
+            server = self.servers[(request.conversation.age + attempt) % len(self.servers)]
+            try:
+                return self._ask(server, request, context)
+            except (Lost, UserError):
+                raise
+            except Exception as error:  # whatever a server sends reaches the parsers
+                why = f"{server.url}: {reason(error)}"
+            self.failures.append(why)
+            server.version = ""  # it may have been started anew
+            if request.done or attempt and time.monotonic() > end:
+                raise Lost(f"no answer within {self.seconds:g} seconds ({why})")
+            time.sleep(PAUSE)
+
+    def _ask(self, server: Server, request: Request, context: list[int]) -> Completion:
+        """One try, which counts only if the server held the same current weights throughout."""
+        version = self._bring(server)
+        refusal = None
+        tokens = logprobs = []
+        try:
+            tokens, logprobs = server.ask(version, context, request)
+        except httpx2.HTTPStatusError as error:
+            if not is_refusal(error):
+                raise
+            refusal = error
+        # A server that was started anew has no adapters yet, and refuses. Its version tells.
+        if (after := server.held()) != version:
+            raise ValueError(f"it sampled with the weights {after!r} and not {version!r}")
+        if refusal:
+            raise Lost(f"{server.url}: {reason(refusal)}")
+        completion = checked(tokens, logprobs, request, self.vocabulary)
+        completion.server = server.url
+        return completion
+
+
+def checked(tokens: list, logprobs: list, request: Request, vocabulary: int) -> Completion:
+    """A server's answer as a completion; ValueError unless it is whole and what was asked for."""
+    if len(tokens) != len(logprobs):
+        raise ValueError(f"{len(logprobs)} log-probs for {len(tokens)} tokens")
+    for token, logprob in zip(tokens, logprobs):
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise ValueError(f"the token {token!r} is outside the vocabulary of {vocabulary}")
+        if not isinstance(logprob, (int, float)) or not LEAST < logprob <= SLACK:
+            raise ValueError(f"{logprob!r} is no log-prob")
+    stops = [place for place, token in enumerate(tokens) if token in request.stop_ids]
+    if tokens and stops == [len(tokens) - 1]:
+        return Completion(tokens, logprobs, "stop")
+    if not stops and len(tokens) == request.max_new_tokens:
+        return Completion(tokens, logprobs, "length")
+    raise ValueError(
+        f"{len(tokens)} tokens that end neither at a stop token of ours nor at the limit of "
+        f"{request.max_new_tokens}"
+    )
+
+
+def is_refusal(error: Exception | None) -> bool:
+    """Whether a server has understood what was asked, and refused it for good."""
+    return isinstance(error, httpx2.HTTPStatusError) and error.response.status_code in REFUSED
+
+
+def reason(error: Exception) -> str:
+    """Why an exchange failed, on one short line."""
+    said = f"{error} ({type(error).__name__})"
+    if isinstance(error, httpx2.HTTPStatusError):
+        said = f"HTTP {error.response.status_code} {error.response.text}"
+    elif isinstance(error, httpx2.TimeoutException):
+        said = "it did not answer in time"
+    elif isinstance(error, httpx2.ConnectError):
+        said = str(error)
+    return " ".join(said.split())[:200]

@@ -1,0 +1,266 @@
+"""How a mixture of experts routes two languages, and what steering its router does. A study.
+
+arXiv 2510.04694. No agent, no reward, no sampler: a model with experts reads parallel texts in two
+languages, and q_l is the mean of its router's probabilities over the tokens of a text in layer l.
+
+    D_l = JSD(q_l^en, q_l^other) / (log E − ½ (H(q_l^en) + H(q_l^other)))          E experts
+    Δ_k = share of expert k on tokens of the task − on other tokens, of the strong language
+    steering: in some layers, for every token, z_k + λ std(z) where Δ_k > τ, before the softmax
+
+The paper: D is U-shaped over depth, languages are routed alike in the middle, and steering the
+middle layers towards task experts of the strong language lifts the weak one by 1 or 2 points;
+random experts and other layers do not.
+
+    python -m siblings.moe_routing            a minute or two of one core; then --seed 1, --seed 2
+
+Here: a Qwen3-MoE of four layers with 8 experts, 2 of them active, learns System 1's reading task on
+the pages of marsrl_toy.py. The second language is the first one renamed word by word, so that
+texts are exactly parallel, and has a tenth of the data. The task's tokens are the request and the
+answer, the others are the page.
+
+    <doc> ada joined labs . ada born 1968 . … <purpose> birth of ada <eot>
+        1968 <eot>
+
+From notes on the paper with its equations, and code that cites them; its own code is not public. τ
+and λ are ours (two of the paper's were tuned for each model). What it does not show: two languages
+that share no word, and no grammar of their own, are no Swahili and English, and four layers have
+little of a middle. Tests: pytest tests/test_moe_routing.py
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from config import fail, parse, parser
+from plumbing import folders
+from siblings import marsrl_toy
+from toy import base_model, language
+
+EXPERTS = 8
+LAYERS = 4
+MIDDLE = (1, 2)
+OUTER = (0, 3)
+WEAK_SHARE = 0.1  # of the training data is in the second language
+
+
+@dataclass
+class RoutingConfig:
+    """The options, each with its reason."""
+
+    name: str = "moe_routing"  # of the folder below --runs
+    runs: str = "runs"  # where results go
+    seed: int = 0  # of the model and of its data
+    steps: int = 600  # of training
+    pages: int = 500  # held out
+    tau: float = 0.1  # experts with a larger Δ are steered to
+    strength: float = 0.5  # λ of steering
+
+
+# ----------------------------------------------------------------------------------- two languages
+
+
+@dataclass(frozen=True)
+class Text:
+    """One page with a request, in a language."""
+
+    tokens: list[int]  # the page, the request, the answer, <eot>
+    task: int  # where the request begins
+
+
+def vocabulary() -> dict[str, int]:
+    """word -> token id in the first language; the second has ids of its own behind these."""
+    return language.make_tokenizer().get_vocab()
+
+
+def draw_text(rng: random.Random, ids: dict[str, int], weak: bool) -> Text:
+    """A random page, and a request for one of its facts."""
+    page = marsrl_toy.draw_page(rng)
+    _, attribute, value = rng.choice(page.paths).split()
+    name = page.question.split()[-1]
+    request = f"<purpose> {attribute} of {name} <eot> {value} <eot>"
+    text = f"<doc> {page.text}"
+    tokens = [translated(ids[word], ids, weak) for word in f"{text} {request}".split()]
+    return Text(tokens, len(text.split()))
+
+
+def translated(token: int, ids: dict[str, int], weak: bool) -> int:
+    """A word's id in a language; control words are those of both."""
+    return token + len(ids) if weak and token >= len(language.CONTROL) else token
+
+
+def held_out(seed: int, count: int, weak: bool) -> list[Text]:
+    """The same pages for both languages."""
+    rng = random.Random(f"routing eval {seed}")
+    ids = vocabulary()
+    return [draw_text(rng, ids, weak) for _ in range(count)]
+
+
+def make_model(words: int) -> Qwen3MoeForCausalLM:
+    """A model with random weights; tokens of both languages."""
+    config = Qwen3MoeConfig(
+        vocab_size=2 * words,
+        hidden_size=96,
+        moe_intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=24,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.06,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def train(config: RoutingConfig) -> Qwen3MoeForCausalLM:
+    """The model after --steps; it learns the answers only."""
+    ids = vocabulary()
+    rng = random.Random(f"routing {config.seed}")
+
+    def batch() -> list[base_model.Sample]:
+        texts = [draw_text(rng, ids, rng.random() < WEAK_SHARE) for _ in range(48)]
+        ends = [len(text.tokens) - 2 for text in texts]
+        return [(text.tokens, [i >= end for i in range(end + 2)]) for text, end in zip(texts, ends)]
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = make_model(len(ids))
+        base_model.train(model, "mixture of experts", (batch,), config.steps, lr=3e-3, warmup=30)
+    return model.eval()
+
+
+# --------------------------------------------------------------------------------------- routing
+
+
+@torch.no_grad()
+def read(model, texts: list[Text]) -> tuple[float, Tensor, Tensor]:
+    """(share of right answers, router logits [LAYERS, T, E], whether a token is the task's [T]).
+
+    T are the tokens of all texts, without padding, which stands on the right.
+    """
+    tokens = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True)  # [B, L]
+    seen = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda gate, given, made: seen.append(made[0]))
+        for layer in model.model.layers
+    ]
+    logits = model(tokens, use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    lengths = torch.tensor([len(text.tokens) for text in texts])
+    starts = torch.tensor([text.task for text in texts])
+    place = torch.arange(tokens.shape[1])
+    live = place < lengths[:, None]
+    task = (place >= starts[:, None])[live]
+    rows = torch.arange(len(texts))
+    said = logits[rows, lengths - 3].argmax(-1)
+    right = (said == tokens[rows, lengths - 2]).float().mean()
+    return float(right), torch.stack([z.view(*tokens.shape, -1)[live] for z in seen]), task
+
+
+def entropy(q: Tensor) -> Tensor:
+    """H of distributions [..., E], in nats."""
+    return -(q * q.clamp_min(1e-30).log()).sum(-1)
+
+
+def divergence(one: Tensor, other: Tensor) -> Tensor:
+    """D of two routings [..., E]."""
+    apart = (entropy(one) + entropy(other)) / 2
+    jsd = entropy((one + other) / 2) - apart
+    return jsd / (torch.tensor(one.shape[-1]).log() - apart)
+
+
+def by_text(probabilities: Tensor, texts: list[Text]) -> Tensor:
+    """The mean over the tokens of each text: [LAYERS, T, E] -> [LAYERS, texts, E]."""
+    parts = probabilities.split([len(text.tokens) for text in texts], dim=1)
+    return torch.stack([part.mean(1) for part in parts], dim=1)
+
+
+def task_experts(logits: Tensor, task: Tensor, tau: float) -> list[list[int]]:
+    """For each layer the experts with Δ_k > τ, from the shares of activations."""
+    chosen = torch.zeros_like(logits).scatter(-1, logits.topk(2, -1).indices, 0.5)
+    difference = chosen[:, task].mean(1) - chosen[:, ~task].mean(1)  # [LAYERS, E]
+    return [row.gt(tau).nonzero()[:, 0].tolist() for row in difference]
+
+
+@contextmanager
+def steered(model, experts: dict[int, list[int]], strength: float) -> Iterator[None]:
+    """Within it the router of each named layer leans towards these experts, before its softmax."""
+
+    def lean(chosen: list[int]) -> Callable:
+        def hook(gate, given, made):
+            logits = made[0].clone()
+            logits[:, chosen] += strength * made[0].std(-1, keepdim=True)
+            top, indices = logits.softmax(-1, dtype=torch.float).topk(gate.top_k, dim=-1)
+            return logits, (top / top.sum(-1, keepdim=True)).to(logits.dtype), indices
+
+        return hook
+
+    layers = model.model.layers
+    hooks = [layers[i].mlp.gate.register_forward_hook(lean(k)) for i, k in experts.items()]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+# ------------------------------------------------------------------------------------ the command
+
+
+def study(model, config: RoutingConfig) -> dict:
+    """Divergence by layer, and the weak language's accuracy under each steering."""
+    strong, weak = (held_out(config.seed, config.pages, weak) for weak in (False, True))
+    right, logits, task = read(model, strong)
+    right_weak, logits_weak, _ = read(model, weak)
+    routed = [by_text(z.softmax(-1), texts) for z, texts in ((logits, strong), (logits_weak, weak))]
+    found = {"D": divergence(*routed).mean(1).tolist(), "strong": right, "weak": right_weak}
+    experts = task_experts(logits, task, config.tau)
+    found["experts"] = experts
+    rng = random.Random(f"routing random {config.seed}")
+
+    def under(layers: tuple[int, ...], pick: Callable[[int], list[int]], strength: float) -> float:
+        with steered(model, {layer: pick(layer) for layer in layers}, strength):
+            return read(model, weak)[0]
+
+    def strangers(layer: int) -> list[int]:
+        return rng.sample(range(EXPERTS), len(experts[layer]))
+
+    found["middle, task experts"] = under(MIDDLE, experts.__getitem__, config.strength)
+    found["outer, task experts"] = under(OUTER, experts.__getitem__, config.strength)
+    drawn = [under(MIDDLE, strangers, config.strength) for _ in range(5)]
+    found["middle, random experts"] = sum(drawn) / len(drawn)
+    found["middle, strength 0"] = under(MIDDLE, experts.__getitem__, 0.0)
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """The command line; returns the exit code."""
+    config = RoutingConfig(**parse(parser(RoutingConfig, __doc__), arguments))
+    if config.pages < 1 or config.steps < 1:
+        return fail("--pages and --steps must be at least 1")
+    torch.set_num_threads(1)
+    torch.manual_seed(config.seed)
+    found = {"untrained": study(make_model(len(vocabulary())).eval(), config)}
+    found["trained"] = study(train(config), config)
+    for when, numbers in found.items():
+        print(when)
+        for name, value in numbers.items():
+            print(f"  {name:<24}{value}")
+    folder = Path(config.runs) / config.name
+    folder.mkdir(parents=True, exist_ok=True)
+    print("written to", folders.write_json(folder / f"seed-{config.seed}.json", found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,169 @@
+"""The sampler's attention: the cascade of a CPU against the plain form, and the packed prefill."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.paged_attention import reference
+from sampler import attention
+from sampler.plan import Batch, shared_runs
+
+PAGE = 4
+
+
+def random_tree(seed: int, count: int, page_size: int):
+    """Block tables and lengths of rows whose beginnings are a random tree, in plan_decode's order.
+
+    Each row forks an earlier one at a random page, or begins anew; its last page is its own.
+    """
+    rng = random.Random(seed)
+    free = list(range(count * 12))
+    rng.shuffle(free)
+    tables = []
+    for _ in range(count):
+        before = rng.choice([[], *tables])
+        shared = before[: rng.randint(0, max(0, len(before) - 1))]
+        tables.append(shared + [free.pop() for _ in range(rng.randint(1, 10 - len(shared)))])
+    tables.sort(key=lambda table: np.array(table, np.int32).tobytes())
+    lengths = [len(table) * page_size - rng.randrange(page_size) for table in tables]
+    width = max(map(len, tables))
+    # Behind a row's end stands what an earlier owner left.
+    block_table = [table + [rng.randrange(12)] * (width - len(table)) for table in tables]
+    return np.array(block_table, np.int32), lengths
+
+
+def decode_case(seed, count, page_size, heads, kv_heads, size=8, padding=0, dtype=torch.float32):
+    """Arguments of the cascade; what no row owns is NaN."""
+    table, lengths = random_tree(seed, count, page_size)
+    torch.manual_seed(seed)
+    pool = torch.full((2, count * 12, page_size, kv_heads, size), torch.nan, dtype=dtype)
+    for row, length in zip(table, lengths, strict=True):
+        for i in range(0, length, page_size):
+            used = min(page_size, length - i)
+            shape = 2, used, kv_heads, size
+            pool[:, row[i // page_size], :used] = torch.randn(shape, dtype=dtype)
+    spans = lengths + [0] * padding
+    table = F.pad(torch.from_numpy(table), (0, 0, 0, padding))
+    batch = Batch(None, None, None, table, torch.tensor(spans, dtype=torch.int32), spans=spans)
+    q = torch.randn(count + padding, heads, size, dtype=dtype)
+    return q, *pool, batch, 0.7
+
+
+def error_of(case):
+    """Largest difference of the cascade to the plain form."""
+    q, k_pages, v_pages, batch, scale = case
+    out = attention.cascade(*case)
+    expected = reference(q, k_pages, v_pages, batch.block_table, batch.lengths, scale=scale)
+    return (out - expected).abs().max().item()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    count=st.integers(1, 14),
+    page_size=st.sampled_from([1, 3, 4, 16]),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)]),
+    worth=st.sampled_from([1, 500, 4000]),
+    padding=st.integers(0, 2),
+)
+def test_the_cascade_is_plain_attention(seed, count, page_size, heads, worth, padding):
+    """For any tree of prefixes, nested or not; NaN in what is nobody's reaches nobody."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "WORTH", worth)
+        assert error_of(decode_case(seed, count, page_size, *heads, padding=padding)) < 1e-5
+        again = decode_case(seed, count, page_size, *heads, dtype=torch.float64)
+        assert error_of(again) < 1e-12
+
+
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 20), least=st.sampled_from([1, 3, 9]))
+@settings(max_examples=100, deadline=None)
+def test_runs_are_a_tree_and_save_what_they_promise(seed, count, least):
+    """A row's runs follow one another from its first page; equal pages only are shared."""
+    table, lengths = random_tree(seed, count, PAGE)
+    runs = shared_runs(table, least)
+    for run in runs:
+        shared = table[run.begin : run.end, run.first : run.last]
+        assert (shared == shared[0]).all()
+        assert (len(shared) - 1) * shared.shape[1] >= least
+    for row, length in enumerate(lengths):
+        own = [run for run in runs if run.begin <= row < run.end]
+        assert [run.level for run in own] == list(range(len(own)))
+        bounds = [0] + [run.last for run in own]
+        assert [run.first for run in own] == bounds[:-1]
+        assert bounds[-1] * PAGE < length, "the newest token is the row's own"
+
+
+def test_nested_prefixes_are_read_once():
+    """A prompt of eight rows and a turn of three of them: two runs, and the reads that are left."""
+    prompt = list(range(10))
+    turn = [20, 21, 22]
+    table = [prompt + turn + [30 + i] for i in range(3)] + [
+        prompt + [40 + i, 0, 0, 0] for i in range(5)
+    ]
+    outer, inner = shared_runs(np.array(table), 1)
+    assert (outer.begin, outer.end, outer.first, outer.last, outer.level) == (0, 8, 0, 10, 0)
+    assert (inner.begin, inner.end, inner.first, inner.last, inner.level) == (0, 3, 10, 13, 1)
+
+
+def test_large_scores():
+    """Scores of ±10⁴: without the maximum the exponentials overflow."""
+    *case, _ = decode_case(5, 8, PAGE, 4, 2)
+    assert error_of((*case, 500.0)) < 1e-2
+
+
+@pytest.mark.parametrize("gqa", [True, False], ids=["torch 2.13", "torch 2.11"])
+def test_varlen_prefill_passes_the_right_bounds(monkeypatch, gqa):
+    """The CUDA prefill, with a loop in place of varlen_attn, against the row-wise form."""
+    import torch.nn.attention.varlen as varlen
+
+    def attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size):
+        out = []
+        for i in range(len(cu_q) - 1):
+            (a, b), (c, d) = cu_q[i : i + 2].tolist(), cu_k[i : i + 2].tolist()
+            assert b - a <= max_q and d - c <= max_k and window_size == (-1, 0)
+            mask = torch.arange(d - c) <= torch.arange(d - c - (b - a), d - c)[:, None]
+            row = F.scaled_dot_product_attention(
+                *(x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])),
+                scale=scale,
+                attn_mask=mask,
+                enable_gqa=True,
+            )
+            out.append(row[0].transpose(0, 1))
+        return torch.cat(out)
+
+    def new(
+        query,
+        key,
+        value,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        *,
+        scale=None,
+        window_size=(-1, -1),
+        enable_gqa=False,
+    ):
+        assert enable_gqa
+        return attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
+
+    def old(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        assert key.shape[1] == query.shape[1]
+        return attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", new if gqa else old)
+    k_pages, v_pages = torch.randn(2, 24, PAGE, 2, 16)
+    table = torch.stack([torch.randperm(24)[:5] for _ in range(3)]).int()
+    lengths = torch.tensor([17, 9, 4], dtype=torch.int32)
+    # The last 5 of 17, all 9, the last one of 4.
+    batch = Batch(None, None, None, table, lengths, starts=[0, 5, 14, 15], spans=[17, 9, 4])
+    q = torch.randn(15, 4, 16)
+    args = q, k_pages, v_pages, batch, 0.25
+    assert torch.allclose(
+        attention.packed_attention(*args), attention.row_attention(*args), atol=1e-5
+    )

@@ -1,0 +1,694 @@
+"""vLLM servers in the sampler's place: protocol, weights, faults, what is never trained on."""
+
+import asyncio
+import dataclasses
+import json
+import math
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.engine import LOADING, Engine
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import driver
+import mars
+import train
+import trainer
+from config import UserError
+from rollout import Context, Turn
+from sampler import Lost, Sampler, vllm
+from tasks.format import Action
+from toy import base_model, language
+from trainer import lora
+
+REPO = Path(__file__).parent.parent
+STOPS = (3, 7, 11, 19, 23, 31)
+OPTIONS = {"temperature": 1.0, "stop_ids": STOPS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.saved("qwen3", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """The same model with other weights."""
+    model = tiny.model("qwen3")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.2 * torch.randn_like(weight))
+    path = tmp_path_factory.mktemp("other")
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def engine(folder):
+    made = Engine(folder)
+    yield made
+    made.stop()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(vllm, "PAUSE", 0.02)
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def connected(*engines, seconds=10.0, folder=None, **options):
+    """A Remote before these stand-ins, which have loaded `folder` if it is given.
+
+    "New weights" are the path of a folder, and that folder's model scores the probe.
+    """
+
+    def score(tokens):
+        return trainer.score(trainer.Policy(load(made.folder), bf16=False), tokens)
+
+    given = {"vocabulary": 61, "parallel": 64, "write": str, "score": score, "tolerance": 1e-3}
+    servers = vllm.connect([engine.url for engine in engines], seconds)
+    made = vllm.Remote(servers, seconds=seconds, **given | options)
+    if folder:
+        made.load_folder(str(folder))
+    return made
+
+
+def converse(sampler, count=12, turns=3, **options):
+    """`count` conversations of several turns: what each completion was."""
+
+    async def talk(k):
+        conversation = sampler.open()
+        got = []
+        try:
+            for turn in range(turns):
+                given = [5 + (k + 3 * turn + i) % 50 for i in range(3 + k % 4)]
+                completion = await runner.sample(
+                    sampler,
+                    conversation,
+                    given,
+                    max_new_tokens=4 + k % 5,
+                    seed=1000 * k + turn,
+                    **OPTIONS | options,
+                )
+                got.append(completion)
+        finally:
+            sampler.close(conversation)
+        return got
+
+    runner = driver.Driver([sampler], deterministic=False)
+    return runner.run([talk(k) for k in range(count)])
+
+
+def tokens(talks):
+    return [[completion.tokens for completion in talk] for talk in talks]
+
+
+def one(sampler, **options):
+    """One answer to one prompt."""
+    ((completion,),) = converse(sampler, count=1, turns=1, **options)
+    return completion
+
+
+def asked(engine):
+    """The requests for samples, without those for the probe's log-probs."""
+    paths = [body for path, body in engine.seen if path == "/v1/completions"]
+    return [body for body in paths if "prompt_logprobs" not in body]
+
+
+# ---------------------------------------------------------------- answers as in the process
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_answers_are_those_of_a_sampler_in_the_process(engine, folder, temperature):
+    local = converse(Sampler(tiny.model("qwen3"), max_tokens=8192), temperature=temperature)
+    far = converse(connected(engine, folder=folder), temperature=temperature)
+    assert tokens(far) == tokens(local)
+    for mine, theirs in zip(sum(far, []), sum(local, [])):
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+        assert mine.finish == theirs.finish and mine.server == engine.url
+    assert {c.finish for c in sum(local, [])} == {"stop", "length"}, "both ends occur"
+    assert len(asked(engine)) == 36, "each was asked for once"
+    for body in asked(engine):  # nothing is left to a generation_config
+        assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (-1, 0.0, 1.0)
+        assert (body["temperature"], body["top_p"]) == (temperature, 1.0)
+        assert body["stop_token_ids"] == sorted(STOPS) and body["ignore_eos"]
+        assert all(type(token) is int for token in body["prompt"])
+
+
+def test_the_limit_is_the_servers(engine, folder):
+    """512 tokens, the last answered one included; our own pool needs no place for that."""
+    sampler = connected(engine, folder=folder)
+    talk = sampler.open()
+    with pytest.raises(ValueError, match="512"):
+        sampler.submit(talk, [5] * 500, max_new_tokens=13)
+    assert not sampler.busy and not talk.tokens and not asked(engine)
+    request = sampler.submit(talk, [5] * 500, max_new_tokens=12)
+    while sampler.busy:
+        sampler.step()
+    assert len(request.completion.tokens) == 12
+
+
+# ---------------------------------------------------------------- new weights
+
+
+def test_new_weights_reach_every_server_and_their_answers(engine, folder, other):
+    second = Engine(folder)
+    sampler = connected(engine, second, folder=folder)
+    before = tokens(converse(sampler, temperature=0.0))
+    sampler.load_weights(other)
+    after = tokens(converse(sampler, temperature=0.0))
+    local = Sampler(load(other), max_tokens=8192)
+    assert after == tokens(converse(local, temperature=0.0)) != before
+    versions = [server.version for server in sampler.servers]
+    assert versions == [engine.version, second.version]
+    assert len(set(versions)) == 2, "every load has a version of its own"
+    for made in (engine, second):
+        assert made.loaded == [str(folder), str(other)]
+        assert len(asked(made)) > 20, "conversations are shared out"
+        commands = [path for path, _ in made.seen]
+        start = commands.index("/pause")
+        order = "/pause /collective_rpc /reset_prefix_cache /resume /update_weight_version"
+        assert commands[start : start + 7] == [*order.split(), "/weight_info", "/v1/completions"]
+    second.stop()
+
+
+@pytest.mark.parametrize("where", ["/collective_rpc", "/resume"])
+def test_a_load_that_was_cut_short_is_not_taken_for_whole(engine, folder, other, where):
+    """A run that was killed leaves a paused server with half of a load to the next one."""
+    killed = connected(engine, folder=folder)
+    send = vllm.Server.send
+
+    def ends_there(server, path, *rest):
+        if path == where:
+            raise KeyboardInterrupt
+        return send(server, path, *rest)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(vllm.Server, "send", ends_there)
+        killed.load_weights(other)
+    assert not engine.resumed.is_set()
+    again = connected(engine, folder=other)
+    assert one(again).tokens and engine.resumed.is_set()
+    assert engine.loaded[-1] == str(other)
+
+
+ODD = [
+    *[
+        ("/collective_rpc", said)
+        for said in (b"<html>proxy</html>", b"", None, 5, {"results": None})
+    ],
+    *[("/weight_info", said) for said in (b"<html>", None, ["default"], {"weight_version": 7})],
+]
+
+
+@pytest.mark.parametrize("path, said", ODD)
+def test_an_odd_reply_is_one_failed_try(engine, folder, other, path, said):
+    sampler = connected(engine, folder=folder, seconds=2.0)
+    want = one(sampler, temperature=0.0).tokens
+    sampler.seconds = 0.2
+    engine.odd[path] = said
+    with pytest.raises(UserError, match=f"were not loaded .{engine.url}"):
+        sampler.load_weights(other)
+    if path == "/weight_info":
+        sampler.syncs -= 1  # the former weights again
+        with pytest.raises(Lost, match="no answer within 0.2 seconds"):
+            one(sampler)
+    sampler.seconds = 10.0
+    engine.odd.clear()
+    sampler.load_weights(folder)
+    assert one(sampler, temperature=0.0).tokens == want
+
+
+def test_a_reload_that_changed_nothing_is_found_before_anything_is_sampled(engine, folder, other):
+    sampler = connected(engine, folder=folder)
+    real = engine.load
+    engine.load = lambda path: real(folder)
+    with pytest.raises(UserError, match=f"{engine.url} says that it has loaded {other}.* kept"):
+        sampler.load_weights(other)
+    assert not asked(engine)
+
+
+def test_a_server_of_another_shape_is_refused(engine, folder, other, tmp_path):
+    """vLLM reloads a model of one layer more without a word, and keeps its own last layer."""
+    torch.manual_seed(1)
+    shape = tiny.SHAPE | {"num_hidden_layers": 3}
+    deeper = Qwen3ForCausalLM(Qwen3Config(head_dim=16, tie_word_embeddings=True, **shape))
+    deeper.save_pretrained(tmp_path)
+    second = Engine(tmp_path)
+
+    def load_into_deeper(path):
+        with LOADING, second.lock:
+            second.model.load_state_dict(load(path).state_dict(), strict=False)
+            second.sampler.load_weights(second.model)
+
+    second.load = load_into_deeper
+    with pytest.raises(UserError, match=f"{second.url}.* another model than the run"):
+        connected(engine, second, folder=folder)
+    second.stop()
+
+
+def test_a_model_folder_is_written_whole_and_the_newest_two_stay(tmp_path):
+    model = tiny.model("qwen3")
+    written = [trainer.write_model(tmp_path / "weights", model, torch.bfloat16) for _ in range(4)]
+    assert [Path(path).name for path in written] == ["000001", "000002", "000003", "000004"]
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["000003", "000004"]
+    loaded = load(written[-1]).state_dict()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded[name].float(), weight.bfloat16().float()), name
+    (tmp_path / "file").write_text("a file where the folder should be")
+    with pytest.raises(UserError, match="cannot write the weights .*--resume"):
+        trainer.write_model(tmp_path / "file", model, torch.float32)
+
+
+def test_a_server_that_lost_its_adapters_loads_them_again(engine, tmp_path):
+    model = tiny.model("qwen3")
+    trainer.add_adapters(model, 4, seed=0)
+    with torch.no_grad():
+        for layer in lora.adapted(model).values():
+            layer.lora_B.normal_(std=0.1)
+    policy = trainer.Policy(model, bf16=False)
+    sampler = connected(
+        engine,
+        write=lambda model: trainer.write_model(tmp_path / "weights", model, torch.float32),
+        score=lambda tokens: trainer.score(policy, tokens),
+    )
+    sampler.servers[0].adapters = True
+    sampler.load_weights(model)
+    local = Sampler(tiny.model("qwen3"), max_tokens=8192)
+    plain = tokens(converse(local, temperature=0.0))
+    local.load_weights(model)
+    want = tokens(converse(local, temperature=0.0))
+    assert tokens(converse(sampler, temperature=0.0)) == want != plain
+    port = engine.server_port
+    engine.stop()
+    again = Engine(engine.folder, port)
+    assert tokens(converse(sampler, temperature=0.0)) == want
+    assert len(again.loaded) == 1
+    again.stop()
+
+
+# ---------------------------------------------------------------- faults
+
+
+def status(code):
+    return lambda handler, answer: handler.says({"error": "planted"}, code)
+
+
+def close_in_the_middle(handler, answer):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "100000")
+    handler.end_headers()
+    handler.wfile.write(json.dumps(answer).encode()[:40])
+
+
+def changed(change):
+    """A fault that spoils an answer: change(tokens, log-probs, choice)."""
+
+    def fault(handler, answer):
+        choice = answer["choices"][0]
+        change(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice)
+        handler.says(answer)
+
+    return fault
+
+
+FAULTS = {
+    "429": status(429),
+    "500": status(500),
+    "dropped": lambda handler, answer: handler.connection.shutdown(socket.SHUT_RDWR),
+    "closed in the middle": close_in_the_middle,
+    "slow": lambda handler, answer: time.sleep(3),
+    "HTML": lambda handler, answer: handler.says(b"<html>"),
+    "null": lambda handler, answer: handler.says(None),
+    "no choice": lambda handler, answer: handler.says({"choices": []}),
+    "fewer log-probs": changed(lambda ids, logprobs, _: logprobs.pop()),
+    "log-prob null": changed(lambda ids, logprobs, _: logprobs.__setitem__(-1, None)),
+    "log-prob NaN": changed(lambda ids, logprobs, _: logprobs.__setitem__(-1, math.nan)),
+    "log-prob above 0": changed(lambda ids, logprobs, _: logprobs.__setitem__(-1, 0.5)),
+    "log-prob without end": changed(lambda ids, logprobs, _: logprobs.__setitem__(-1, -math.inf)),
+    "id above the vocabulary": changed(lambda ids, logprobs, _: ids.__setitem__(-1, 61)),
+    "id below 0": changed(lambda ids, logprobs, _: ids.__setitem__(-1, -1)),
+    "id that is no integer": changed(lambda ids, logprobs, _: ids.__setitem__(-1, 5.0)),
+    "cut": changed(lambda ids, logprobs, _: (ids.pop(), logprobs.pop())),
+    "goes on after a stop token": changed(
+        lambda ids, logprobs, _: (ids.insert(0, STOPS[0]), logprobs.insert(0, -1.0))
+    ),
+    "to another prompt": changed(lambda ids, _, choice: choice["prompt_token_ids"].append(5)),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_asked_again_and_leaves_no_trace(engine, folder, name):
+    sampler = connected(engine, folder=folder, seconds=2.0)
+    want = converse(sampler, count=3)
+    engine.faults += [FAULTS[name], FAULTS[name]]
+    got = converse(sampler, count=3)
+    assert tokens(got) == tokens(want)
+    assert len(sampler.failures) == 2 and not engine.faults
+    assert not sampler.busy and sampler.pages_in_use == 0
+
+
+@pytest.mark.parametrize("name", ["500", "cut", "slow"])
+def test_a_fault_that_lasts_is_one_sentence(engine, folder, name):
+    sampler = connected(engine, folder=folder, seconds=1.0)
+    engine.faults += [FAULTS[name]] * 1000
+    with pytest.raises(Lost, match=r"no answer within 1 seconds \(.*http"):
+        one(sampler)
+    assert len(asked(engine)) >= 2, "it was asked again"
+    assert not sampler.busy and sampler.pages_in_use == 0
+
+
+def test_a_request_that_is_refused_is_not_repeated(engine, folder):
+    sampler = connected(engine, folder=folder)
+    engine.faults += [status(400)]
+    with pytest.raises(Lost, match="HTTP 400"):
+        one(sampler)
+    assert len(asked(engine)) == 1
+
+
+def test_a_lost_server_leaves_its_conversations_to_the_others(engine, folder, other):
+    """Its share of the requests, and new weights."""
+    second = Engine(folder)
+    sampler = connected(engine, second, folder=folder)
+    want = tokens(converse(sampler))
+    second.stop()
+    got = converse(sampler)
+    assert tokens(got) == want
+    assert {completion.server for completion in sum(got, [])} == {engine.url}
+    sampler.load_weights(other)
+    assert engine.loaded[-1] == str(other) and one(sampler).server == engine.url
+
+
+def test_a_server_that_dies_in_the_middle_and_comes_back_loses_nothing(engine, folder, other):
+    """It comes back with the weights of its start; no sample of theirs is handed out."""
+    sampler = connected(engine, folder=folder)
+    sampler.load_weights(other)
+    want = tokens(converse(sampler, temperature=0.0))
+    back = []
+
+    def dies(handler, answer):
+        engine.stop()
+        engine.faults = [FAULTS["dropped"]] * 100  # of what it still has in hand
+        back.append(Engine(folder, engine.server_port))
+        handler.connection.shutdown(socket.SHUT_RDWR)
+
+    engine.faults += [None] * 10 + [dies]
+    assert tokens(converse(sampler, temperature=0.0)) == want
+    assert back[0].loaded == [str(other)] and len(asked(back[0])) >= 20
+    back[0].stop()
+
+
+def test_an_answer_from_before_a_reload_does_not_count(engine, folder, other):
+    """Both loads are of the same weights, but what was drawn in between may not be."""
+    sampler = connected(engine, folder=other)
+
+    def reloaded_meanwhile(handler, answer):
+        engine.version += "again"
+        handler.says(answer)
+
+    engine.faults.append(reloaded_meanwhile)
+    one(sampler)
+    assert len(sampler.failures) == 1
+
+
+def test_servers_that_are_away_or_refuse_are_one_sentence(engine, folder, other):
+    sampler = connected(engine, folder=folder, seconds=1.0)
+    engine.missing = "/collective_rpc"  # as without VLLM_SERVER_DEV_MODE
+    with pytest.raises(UserError, match="were not loaded .*HTTP 404.*--resume"):
+        sampler.load_weights(other)
+    engine.stop()
+    with pytest.raises(UserError, match=f"{engine.url}: .*refused.*--resume"):
+        sampler.load_weights(other)
+
+
+def test_a_server_that_another_run_takes_over_stops_the_run(engine, folder, other):
+    """Two runs would undo each other's loads for as long as both try."""
+    mine = connected(engine, folder=folder)
+    one(mine)
+    theirs = connected(engine, folder=other)  # at its start it may find the weights of any run
+    with pytest.raises(UserError, match=f"another run loads its weights into {engine.url}"):
+        one(mine)
+    with pytest.raises(UserError, match="another run"):
+        mine.load_weights(folder)
+    assert one(theirs).tokens
+
+
+def test_a_server_is_named_in_several_ways(engine):
+    """Each server counts once, and the /v1 that clients of OpenAI's protocol write may stand."""
+    (found,) = vllm.connect([engine.url, f"{engine.url}/", f" {engine.url}/v1"], 5.0)
+    assert (found.url, found.model, found.positions) == (engine.url, "toy", 512)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "ftp://x", "127.0.0.1", "http://[::", ""])
+def test_what_is_no_server_is_one_sentence(url):
+    with pytest.raises(UserError, match="--server"):
+        vllm.connect([url] if url else [], 2.0)
+
+
+def test_closing_a_conversation_ends_its_request(engine, folder):
+    sampler = connected(engine, folder=folder)
+    engine.faults.append(FAULTS["slow"])
+    talk = sampler.open()
+    request = sampler.submit(talk, [5, 6], max_new_tokens=4)
+    sampler.close(talk)
+    sampler.close(talk)
+    assert request.done and not sampler.busy and sampler.pages_in_use == 0
+    assert sampler.step() == []
+    assert one(sampler).tokens
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+async def episode(env, trajectory):
+    """Two turns and a reader, none of which a random model can get wrong."""
+
+    async def read(number):
+        async with Context(env, trajectory, "sys1") as reader:
+            await reader.write([7 + number, 12], 5, number)
+            return reader.sample.tokens[-1]
+
+    async with Context(env, trajectory, "sys2") as system2:
+        given = env.chat.prompt("sys2", question=trajectory.question.text)
+        for turn in range(2):
+            step = await system2.write(given, 6, turn)
+            system2.turns.append(Turn(step.tokens, Action(error="none")))
+            given = list(await asyncio.gather(*(read(number) for number in range(2))))
+        trajectory.answer = env.chat.text(step.tokens)
+        trajectory.ended = "answer"
+
+
+METHOD = dataclasses.replace(mars.METHOD, episode=episode)
+SMALL = "--questions 2 --group 4 --eval_questions 2 --eval_every 9 --steps 3"
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A random model that speaks the toy's language."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("toy")
+    tokenizer = language.make_tokenizer()
+    base_model.new_model(len(tokenizer)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def play(toy, *options, grade=lambda question, answer: float(len(answer) % 2)):
+    """The exit code of a run in this process."""
+    given = ["--model", str(toy), *SMALL.split(), *map(str, options)]
+    return train.main(METHOD, given, "", grade=grade)
+
+
+def lines_of(run):
+    return [json.loads(line) for line in open(Path(run) / "metrics.jsonl")]
+
+
+def segments_of(run, step):
+    lines = (Path(run) / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
+    return [json.loads(line)["segments"] for line in lines]
+
+
+def assert_same_end(run, own):
+    """Batches differ, and so may the last bits of a log-prob."""
+    theirs, ours = (load(Path(path) / "checkpoint").state_dict() for path in (run, own))
+    for name, end in ours.items():
+        assert torch.allclose(theirs[name], end, atol=1e-4), name
+
+
+@pytest.fixture(scope="module")
+def own(toy, tmp_path_factory):
+    """A run in the process."""
+    folder = tmp_path_factory.mktemp("own")
+    assert play(toy, "--runs", folder, "--name", "own") == 0
+    return folder / "own"
+
+
+@pytest.fixture
+def server(toy, tmp_path, monkeypatch):
+    """A stand-in with the random model, before which the run's folder lies in tmp_path."""
+    monkeypatch.chdir(tmp_path)
+    made = Engine(toy)
+    yield made
+    made.stop()
+
+
+def test_a_run_on_a_server_ends_with_the_weights_of_a_run_in_the_process(toy, own, server):
+    options = ["--name", "served", "--is", "off", "--server"]
+    assert play(toy, *options, server.url, "--steps", "2") == 0
+    # The start's weights, and those after each step from the run's folder.
+    assert [Path(path).name for path in server.loaded[1:]] == ["000001", "000002"]
+    again = Engine(toy)  # a resumed run brings its state to another server
+    assert play(toy, *options, again.url, "--resume") == 0
+    assert [Path(path).parent.name for path in again.loaded] == ["step_000002", "weights"]
+    again.stop()
+    for step in range(3):
+        if step != 2:  # that one holds an evaluation more
+            assert segments_of("runs/served", step) == segments_of(own, step), "the same draws"
+    assert_same_end("runs/served", own)
+    start, end = (load(path).state_dict() for path in (toy, own / "checkpoint"))
+    assert max(float((end[name] - start[name]).abs().max()) for name in start) > 1e-3
+    for line in lines_of("runs/served"):
+        assert line["mismatch_kl"] < 1e-10 and line["lost_share"] == line["pages_in_use"] == 0
+        assert line["trained_tokens"] > 0 < line["seconds_sync"]
+
+
+def test_with_lora_a_server_gets_adapters_beside_the_model_of_its_start(toy, server):
+    options = ["--is", "off", "--lora_rank", "4", "--lr", "0.005"]
+    assert play(toy, "--name", "served", "--server", server.url, *options) == 0
+    assert play(toy, "--name", "own", *options) == 0
+    for step in range(3):
+        assert segments_of("runs/served", step) == segments_of("runs/own", step), "the same draws"
+    assert all(line["mismatch_kl"] < 1e-10 for line in lines_of("runs/served"))
+    assert len(server.loaded) == 4 and len(server.adapters) == 1, "former ones are dropped"
+    for folder in sorted(Path("runs/served/weights").iterdir()):
+        files = sorted(path.name for path in folder.iterdir())
+        assert files == ["adapter_config.json", "adapter_model.safetensors"]
+    # It goes on with the adapters of the state, on a server that knows nothing of them.
+    again = Engine(toy)
+    options += ["--resume", "--steps", "4"]
+    assert play(toy, "--name", "served", "--server", again.url, *options) == 0
+    assert lines_of("runs/served")[3]["mismatch_kl"] < 1e-10 and len(again.loaded) == 2
+    again.stop()
+
+
+def test_eval_and_ask_play_on_a_server(toy, own, server, capsys):
+    for name, options in (("near", []), ("far", ["--server", server.url])):
+        line = ["eval", str(own), "--runs", "runs", "--name", name, "--temperature", "0"]
+        assert train.main(METHOD, [*line, *options], "", grade=lambda *_: 1.0) == 0
+    assert segments_of("runs/near", 0) == segments_of("runs/far", 0)
+    assert server.loaded == [str((own / "state/step_000003/model").resolve())]
+    answers = []
+    for options in ([], ["--server", server.url]):
+        assert train.main(METHOD, ["ask", str(own), "who ?", *options], "") == 0
+        answers.append([x for x in capsys.readouterr().out.split("\n") if "answer |" in x])
+    assert answers[0] == answers[1] != []
+    real = server.load
+    server.load = lambda path: real(toy)  # another model: neither goes on with it
+    for line in (["eval", str(own), "--runs", "runs", "--name", "x"], ["ask", str(own), "who ?"]):
+        assert train.main(METHOD, [*line, "--server", server.url], "", grade=lambda *_: 1.0) == 2
+        assert "another model than the run" in capsys.readouterr().err
+    assert not Path("runs/x/table.json").exists()
+
+
+def test_two_ranks_share_the_servers(toy, server, tmp_path):
+    """Rank 0 brings the weights, and both sample with them.
+
+    The random model earns nothing; with a KL term its samples are scored all the same.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node=2", "mars.py"]
+    command += ["--model", toy, *SMALL.split(), "--kl_beta", "0.1", "--threads", "1"]
+    command += ["--runs", tmp_path / "runs", "--name", "served", "--server", server.url]
+    done = subprocess.run(
+        [str(word) for word in command], cwd=REPO, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(server.loaded) == 4, "the start and three steps, once each"
+    for line in lines_of("runs/served"):
+        assert 0 < line["mismatch_kl"] < 1e-10 and line["lost_share"] == 0
+
+
+def test_a_frozen_role_stays_with_our_own_sampler(toy, server):
+    """The servers hold the trained weights alone."""
+    options = ["--name", "served", "--server", server.url, "--system1", "frozen", "--steps", "2"]
+    assert play(toy, *options) == 0
+    for line in lines_of("runs/served"):
+        assert line["mismatch_kl"] < 1e-10 and line["lost_share"] == 0
+    prompts = [body["prompt"] for body in asked(server)]
+    readers = [prompt for prompt in prompts if prompt[1] == 12 and len(prompt) == 2]
+    assert prompts and not readers
+
+
+def test_a_lost_trajectory_is_counted_and_not_trained_on(toy, server, capsys):
+    """Of the first step's eight attempts three are refused for good, after the evaluation."""
+    server.faults += [None] * 24 + [status(400)] * 3 + [None] * 45 + [status(400)] * 10**5
+    assert play(toy, "--name", "served", "--server", server.url) == 2
+    first = lines_of("runs/served")[0]
+    assert first["lost_share"] == 3 / 8 and first["judge_failures"] == 0, "nobody was asked"
+    lines = open("runs/served/rollouts/step_0.jsonl")
+    records = [line for line in map(json.loads, lines) if line["split"] == "train"]
+    lost = [line for line in records if "HTTP 400" in line["ended"]]
+    assert len(records) == 8 and len(lost) == 3
+    assert all(line["reward"] is None and not line["trained"] for line in lost)
+    assert "of the trajectories of step" in capsys.readouterr().err, "too many stop the run"
+
+
+# ---------------------------------------------------------------- never trust a distribution
+
+
+def raw_logprobs(engine):
+    """Log-probs that leave the temperature out, as vLLM's are by default."""
+    plain = engine.sample
+
+    def sample(ids, **options):
+        made = plain(ids, **options)
+        with torch.no_grad():
+            logits = engine.model(torch.tensor([ids + made.tokens])).logits[0].log_softmax(-1)
+        places = range(len(ids) - 1, len(ids) + len(made.tokens) - 1)
+        made.logprobs = [float(logits[i, t]) for i, t in zip(places, made.tokens)]
+        return made
+
+    return sample
+
+
+def test_another_distribution_stops_the_run_and_its_server_is_named(toy, server, capsys):
+    """Beside a sound server, which would hide it in the mean."""
+    bad = Engine(toy)
+    bad.sample = raw_logprobs(bad)
+    options = ["--name", "served", "--server", f"{server.url},{bad.url}", "--temperature", "0.5"]
+    assert play(toy, *options) == 2
+    printed = capsys.readouterr().err
+    assert f"{bad.url} does not sample what is trained" in printed and "--logprobs-mode" in printed
+    assert f"{server.url} does" not in printed
+    assert not Path("runs/served/state").exists(), "nothing was trained"
+    options[1] = "free"
+    assert play(toy, *options, "--max_mismatch_kl", "10", "--steps", "1") == 0
+    bad.stop()
+
+
+# ---------------------------------------------------------------- options
+
+
+BAD = {
+    "--server ,": "--server names no URL",
+    "--server http://127.0.0.1:9": "--server http://127.0.0.1:9 is no vLLM server",
+    "--server URL --sys2_context 600": "a server takes contexts of 512 tokens",
+}
+
+
+@pytest.mark.parametrize("given", BAD)
+def test_bad_options_are_one_sentence_and_nothing_is_written(toy, server, capsys, given):
+    assert play(toy, "--name", "bad", *given.replace("URL", server.url).split()) == 2
+    said = capsys.readouterr().err
+    assert BAD[given] in said and said.count("\n") == 1
+    assert not Path("runs/bad").exists()
