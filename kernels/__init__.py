@@ -3,6 +3,7 @@
     token_loss       the loss on given log-probs, forward and backward in one kernel
     linear_loss      LM head, log-prob, GRPO loss and its gradients without the logits in memory
     paged_attention  decode attention over a paged KV cache
+    products         fp32 products of a CPU, forward and backward, by the faster of two libraries
     decode           norm, rotary embedding with cache write, SiLU product of a decode step
 
 token_loss is the first one to read: it is short, and has all the parts that the others have. (What
@@ -22,11 +23,13 @@ from kernels.linear_loss import (
     logits_logprob,
 )
 from kernels.paged_attention import paged_attention
+from kernels.products import linear
 from kernels.token_loss import grpo_loss
 
 __all__ = [
     "add_rms_norm",
     "grpo_loss",
+    "linear",
     "linear_grpo_loss",
     "linear_logprob",
     "logits_grpo_loss",

@@ -74,7 +74,7 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: 
 
 
 # A product for a run of shared pages costs as much as reading so many numbers of keys (measured).
-WORTH = 100_000
+WORTH = 200_000
 
 
 @dataclass
@@ -115,7 +115,7 @@ def plan_cascade(q: Tensor, k_pages: Tensor, batch: Batch) -> Cascade:
     # A line for each query head: its entries are the row's vectors, moved to the head's own.
     counts = np.repeat(counts, heads)
     offsets = counts.cumsum(dtype=np.int32) - counts
-    entry = np.arange(len(row) * heads, dtype=np.int32)
+    entry = np.arange(len(row) * heads)
     entry += np.repeat(np.repeat(firsts, heads) - offsets, counts)
     kv_head = np.arange(heads, dtype=np.int32) // (heads // kv_heads)
     columns = vectors[entry] + np.repeat(np.tile(kv_head, rows), counts)
@@ -165,10 +165,15 @@ def cascade(q, k_pages, v_pages, batch, scale):
         out, sums = attend_together(queries[part], keys, values, scale)
         plan.outs[run.level, part] = out
         plan.sums[run.level, part] = sums
-    plan.outs[-1], plan.sums[-1] = attend_apart(queries, k_pages, v_pages, plan, scale)
+    joined, sums = attend_apart(queries, k_pages, v_pages, plan, scale)
+    if plan.shared:
+        plan.outs[-1] = joined
+        plan.sums[-1] = sums
+        joined = (plan.sums.softmax(0)[..., None] * plan.outs).sum(0)
+    if plan.rows == len(q):
+        return joined.to(q.dtype)
     out = torch.zeros_like(q)  # of padding rows
-    weights = plan.sums.softmax(0)
-    out[: plan.rows] = (weights[..., None] * plan.outs).sum(0)
+    out[: plan.rows] = joined
     return out
 
 

@@ -47,8 +47,26 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, best - logits.logsumexp(-1)
 
 
+class Buffers:
+    """Memory of the last draw for the next one: fresh pages cost more than the sums in them."""
+
+    def __init__(self):
+        self.kept: dict[torch.dtype, Tensor] = {}
+
+    def like(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory of x's shape that the last tensor of this type from here may still be in."""
+        kept = self.kept.get(dtype)
+        if kept is None or kept.numel() < x.numel():
+            kept = self.kept[dtype] = torch.empty(x.numel(), dtype=dtype, device=x.device)
+        return kept[: x.numel()].view(x.shape)
+
+
 def sample_token(
-    logits: Tensor, uniforms: Tensor, temperature: Tensor | None, top_p: Tensor | None
+    logits: Tensor,
+    uniforms: Tensor,
+    temperature: Tensor | None,
+    top_p: Tensor | None,
+    buffers: Buffers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token a row and its log-prob: logits fp32 [B, V], uniforms fp64 [B] -> both [B].
 
@@ -56,14 +74,16 @@ def sample_token(
     likeliest tokens that together reach it; None is 1 everywhere. The log-prob is always that of
     the full vocabulary at the temperature (at 1 where it is greedy).
     """
+    buffers = buffers or Buffers()
     if temperature is not None:
         is_greedy = temperature == 0
         logits = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
     logprobs = F.log_softmax(logits, -1)
-    probs = logprobs.exp()
+    probs = torch.exp(logprobs, out=buffers.like(logits, torch.float32))
     if top_p is not None:
         probs = keep_likeliest(probs, top_p)
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    cumulative = buffers.like(logits, torch.float64)
+    torch.cumsum(probs, -1, dtype=torch.float64, out=cumulative)
     threshold = uniforms[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
     tokens = tokens.clamp_(max=logits.shape[1] - 1)  # a row of NaN gives V

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sampler.draws import greedy, hashed, sample_token, uniform
+from sampler.draws import Buffers, greedy, hashed, sample_token, uniform
 from sampler.graphs import Graphs
 from sampler.model import Model
 from sampler.plan import Batch, Copies, Decode, Plan, to_device
@@ -126,6 +126,7 @@ class Sampler:
         if buckets or (buckets is None and cuda):
             with self._full_precision():
                 self.graphs = Graphs(self.model, self.pool, max_sequences)
+        self.buffers = Buffers()
         self.steps = 0
         self.unread: Unread | None = None
 
@@ -271,7 +272,7 @@ class Sampler:
         top_p = None
         if (decode.top_p != 1).any():
             top_p = to_device(decode.top_p, self.device)
-        return sample_token(logits, uniforms, temperature, top_p)
+        return sample_token(logits, uniforms, temperature, top_p, self.buffers)
 
     def _postprocess(self) -> None:
         """Reads the tokens of the unread step, if any, and ends the requests that are complete."""

@@ -200,11 +200,11 @@ def shared_runs(block_table: np.ndarray, least_pages: float) -> list[Run]:
     runs = []
 
     def visit(begin: int, end: int, first: int, level: int) -> None:
-        if end - begin < 2:
-            return
         between = common[begin : end - 1]
+        if len(between) * (between.max(initial=0) - first) < least_pages:
+            return
         last = int(between.min())
-        if last > first and (end - begin - 1) * (last - first) >= least_pages:
+        if last > first and len(between) * (last - first) >= least_pages:
             runs.append(Run(begin, end, first, last, level))
             first = last
             level += 1

@@ -170,16 +170,6 @@ def test_under_adapters_the_frozen_weights_are_in_bf16_too(base, tmp_path):
     assert lines[0]["kl"] == 0
 
 
-def test_off_is_what_a_cpu_does_by_itself(base, tmp_path):
-    auto = start(base, tmp_path, "auto", "--steps", "1")
-    off = start(base, tmp_path, "off", "--steps", "1", "--bf16", "off")
-    assert auto == off
-    first, second = (
-        load_file(tmp_path / name / "checkpoint/model.safetensors") for name in ("auto", "off")
-    )
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_who_computes_in_bf16():
     def asked(bf16):
         config = mars.MarsConfig(bf16=bf16)

@@ -12,7 +12,7 @@ Tests: `pytest tests/test_policy.py tests/test_prefixes.py`.
 
 import inspect
 
-from torch import Tensor, cat, full, inf
+from torch import Tensor, autocast, cat, float32, full, inf, promote_types
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -47,11 +47,15 @@ def packed_attention(
     tokens (they sum to T), `cu_seqlens` [samples + 1] int32 their boundaries on the device. With
     shared prefixes they are what each sample adds, and `keys` has the keys of each.
     """
+    dtype = v.dtype
+    # Autocast left rotated queries and keys in fp32. On a GPU all are bf16 from here on. On a CPU
+    # all are fp32, for there the backward pass of bf16 attention is ten times slower.
+    kind = dtype if q.is_cuda else promote_types(dtype, float32)
+    q, k, v = (x.to(kind) for x in (q, k, v))
     key_lengths, key_cu_seqlens = lengths, cu_seqlens
     if keys is not None:
         key_lengths, key_cu_seqlens = keys.lengths, keys.cu_seqlens
-        # Autocast leaves the rotated keys in fp32. Cast first: backward then keeps a copy in bf16.
-        k = k.to(v.dtype).index_select(2, keys.indices)
+        k = k.index_select(2, keys.indices)
         v = v.index_select(2, keys.indices)
     if q.is_cuda:
         bounds = (cu_seqlens, key_cu_seqlens, max(lengths), max(key_lengths))
@@ -59,21 +63,22 @@ def packed_attention(
     grouped = q.shape[1] != k.shape[1]
     masks = [None] * len(lengths)
     if keys is not None:
-        keys.masks = masks = keys.masks or causal_masks(lengths, key_lengths, v.dtype)
+        keys.masks = masks = keys.masks or causal_masks(lengths, key_lengths, kind)
     parts = (q.split(lengths, 2), k.split(key_lengths, 2), v.split(key_lengths, 2), masks)
     out = []
-    for q_part, k_part, v_part, mask in zip(*parts, strict=True):
-        mixed = scaled_dot_product_attention(
-            q_part,
-            k_part,
-            v_part,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=grouped,
-        )
-        out.append(mixed)
-    return cat(out, dim=2).transpose(1, 2), None
+    with autocast("cpu", enabled=False):
+        for q_part, k_part, v_part, mask in zip(*parts, strict=True):
+            mixed = scaled_dot_product_attention(
+                q_part,
+                k_part,
+                v_part,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=grouped,
+            )
+            out.append(mixed)
+    return cat(out, dim=2).transpose(1, 2).to(dtype), None
 
 
 def causal_masks(lengths: list[int], key_lengths: list[int], dtype) -> list[Tensor | None]:
@@ -94,8 +99,7 @@ def cuda_attention(q, k, v, scaling, bounds: tuple[Tensor, Tensor, int, int]) ->
     `bounds`: cu_seqlens of the queries, cu_seqlens of the keys, most queries in a sequence, most
     keys in a sequence.
     """
-    # The rotary embedding made queries and keys fp32 under autocast.
-    q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))  # [T, H, Dh]
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, H, Dh]
     if flash_attn_varlen_func:
         return flash_attn_varlen_func(q, k, v, *bounds, softmax_scale=scaling, causal=True)[None]
     options = {"scale": scaling, "window_size": (-1, 0)}  # varlen_attn's word for causal

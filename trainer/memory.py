@@ -20,7 +20,7 @@ GIB = 2**30
 PROCESS = {"cpu": 0.7 * GIB, "cuda": 0.6 * GIB}
 GRAPHS = NCCL = GIB  # the sampler's CUDA graphs and workspaces; buffers between GPUs
 # Bytes that a token keeps in a layer per unit of width: in fp32, under autocast, all in bf16.
-KEPT = 19.0, 12.6, 10.6
+KEPT = 19.0, 12.6, 11.9
 
 
 def memory_plan(model, *, config, longest: int, world: int, device, training: bool = True) -> str:
@@ -60,7 +60,10 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     samplers = (not config.server) + bool(config.frozen())  # frozen roles have one of their own
     pool = 2 * layers * keys * (2 if kind == "cuda" else 4) * config.kv_tokens
     parts = {"process": PROCESS[kind], "KV pool": pool * samplers}
-    parts["sampler"] = size * weights * samplers
+    own = size * weights
+    if kind == "cpu":  # a second copy in oneDNN's layout, and the head in fp32 in both
+        own += own + 8 * shape.vocab_size * D
+    parts["sampler"] = own * samplers
     if kind == "cuda":
         parts["process"] += GRAPHS * bool(samplers) + NCCL * (world > 1)
     if not training:

@@ -51,10 +51,12 @@ class Policy(nn.Module):
         self.packs = packs(model.config.get_text_config())
         if self.packs:
             model.set_attn_implementation("mars_packed")
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.forward = functools.partial(linear, module)
         self.model = model
         self.bf16 = bf16
         self.eval()
-        say_dropout_is_off(model)
         if recompute_activations:
             for layer in layers(model):
                 # FSDP's hooks stay outside: they run around forward and not in the recomputation.
@@ -131,6 +133,11 @@ class Policy(nn.Module):
             temperature=temperature,
             **objective,
         )
+
+
+def linear(module: nn.Linear, x: Tensor) -> Tensor:
+    """What the module's own forward does; on some CPUs faster (kernels/products.py)."""
+    return kernels.linear(x, module.weight, module.bias)
 
 
 def layers(model) -> nn.ModuleList:
@@ -260,18 +267,3 @@ def schedule(step: int, warmup: int, steps: int | None = None) -> float:
     rise = (step + 1) / max(1, warmup)
     fall = 1 - step / steps if steps else 1.0
     return min(1.0, rise, fall)
-
-
-def say_dropout_is_off(model: nn.Module) -> None:
-    """Prints one line if the model that is trained has dropout in its config."""
-    rates = {
-        name: rate
-        for name, rate in vars(model.config.get_text_config()).items()
-        if "drop" in name and isinstance(rate, float) and rate > 0
-        if not name.startswith(("classifier", "summary"))  # heads that a language model lacks
-    }
-    trained = any(parameter.requires_grad for parameter in model.parameters())
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    if rates and trained and first:
-        listed = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
-        print(f"the model's dropout is off, the loss is of what was sampled: {listed}", flush=True)

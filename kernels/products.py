@@ -1,0 +1,75 @@
+"""The fp32 products of a CPU: PyTorch's own, or oneDNN's where these are faster.
+
+PyTorch multiplies fp32 matrices on x86 by MKL, which on other makers' processors uses half the
+width of their units. oneDNN, which PyTorch brings along for other work, uses all of it. Nothing is
+rounded: its sums are fp32 as well, on processors that have units for bf16 too.
+
+y = x Wᵀ + b ,   ∂L/∂x = dy W ,   ∂L/∂W = dyᵀ x ,   ∂L/∂b = Σ over tokens dy
+
+Tests: `pytest tests/test_kernels_products.py`.
+"""
+
+import functools
+import time
+
+import torch
+import torch.nn.functional as F
+
+# How many times faster oneDNN must be: more than noise makes, so that every run decides alike.
+FASTER = 1.3
+
+
+def onednn(a, b):
+    """a @ b of fp32 matrices by oneDNN, which takes b as the weight of a linear layer."""
+    return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+
+
+@functools.cache
+def onednn_is_faster() -> bool:
+    """Whether oneDNN multiplies faster than PyTorch on this machine; measured once, in 0.1 s."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    x = torch.ones(512, 512)
+    best = {torch.mm: float("inf"), onednn: float("inf")}
+    for _ in range(6):  # the first round is warm-up, and the best of each counts
+        for multiply in best:
+            start = time.perf_counter()
+            multiply(x, x)
+            best[multiply] = min(best[multiply], time.perf_counter() - start)
+    return best[torch.mm] > FASTER * best[onednn]
+
+
+def by_onednn(x) -> bool:
+    """Whether a product of x goes to oneDNN."""
+    return x.dtype == torch.float32 and x.device.type == "cpu" and onednn_is_faster()
+
+
+def matmul(a, b):
+    """a @ b of two matrices."""
+    return onednn(a, b) if by_onednn(a) else a @ b
+
+
+class _Linear(torch.autograd.Function):
+    """x [..., in], weight [out, in], bias [out] or None -> [..., out]."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        y = onednn(x, weight.t())
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        rows = dy.flatten(0, -2)
+        dx = onednn(dy, weight) if need_x else None
+        d_weight = onednn(rows.t(), x.flatten(0, -2)) if need_weight else None
+        return dx, d_weight, rows.sum(0) if need_bias else None
+
+
+def linear(x, weight, bias=None):
+    """F.linear, under autocast too; by oneDNN where that is faster."""
+    if by_onednn(x) and not torch.is_autocast_enabled("cpu"):
+        return _Linear.apply(x, weight, bias)
+    return F.linear(x, weight, bias)

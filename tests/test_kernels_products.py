@@ -1,0 +1,88 @@
+"""oneDNN's products beside fp64: gradients, the fused loss, and a whole policy."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.tiny import CPU, OBJECTIVE, make_samples, model, weigh
+from test_kernels_loss import CASES, check, make_case
+
+import kernels
+import trainer
+from kernels import products
+
+needs_onednn = pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="PyTorch has no oneDNN here"
+)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """As on a machine where oneDNN is faster; a list with an entry for each of its products."""
+    calls = []
+    plain = products.onednn
+
+    def noted(a, b):
+        calls.append((a.shape, b.shape))
+        return plain(a, b)
+
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(products, "onednn", noted)
+    return calls
+
+
+def gradients(function, dtype, bias: bool):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 37, 24), (19, 24), (19,)][: 2 + bias]
+    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    for x in inputs:
+        x.requires_grad_()
+    y = function(*inputs)
+    above = torch.randn(y.shape, generator=generator).to(dtype)
+    return [y.detach(), *torch.autograd.grad(y, inputs, above)]
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_and_its_gradients_are_those_of_fp64(bias, counted):
+    found = gradients(products.linear, torch.float32, bias)
+    assert len(counted) == 3
+    for value, truth in zip(found, gradients(F.linear, torch.float64, bias), strict=True):
+        assert value.dtype == torch.float32
+        assert (value - truth).norm() < 1e-6 * truth.norm()  # bf16 would be off by 4e-3
+
+
+@needs_onednn
+@pytest.mark.parametrize("name", ["usual", "peaked", "one token", "all masked", "no token"])
+def test_the_fused_loss_by_onednn(name, counted, monkeypatch):
+    monkeypatch.setenv("MARS_KERNELS", "reference")
+    case = {n: x.cpu() if torch.is_tensor(x) else x for n, x in make_case(**CASES[name]).items()}
+    check(kernels.linear_grpo_loss, case)
+    assert bool(counted) == (name not in ("all masked", "no token"))
+
+
+@needs_onednn
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_policy_by_onednn(adapters, counted, monkeypatch):
+    found = []
+    for faster in (True, False):
+        monkeypatch.setattr(products, "onednn_is_faster", lambda faster=faster: faster)
+        plain = model("qwen2")
+        if adapters:
+            trainer.add_adapters(plain, 3, seed=0)
+        policy = trainer.Policy(plain, bf16=False, recompute_activations=True)
+        (batch,) = trainer.micro_batches(make_samples(), weigh(make_samples()), 10_000, CPU)
+        trainer.backward(policy, [batch], [None], **OBJECTIVE)
+        found.append([p.grad for p in policy.parameters() if p.requires_grad])
+        assert len(counted) > 2 * 7 * 2
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_other_products_are_pytorchs_own(counted):
+    """Other types, autocast, and a machine on which oneDNN is no faster."""
+    for dtype in (torch.float64, torch.bfloat16):
+        products.linear(torch.ones(2, 3, dtype=dtype), torch.ones(4, 3, dtype=dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert products.linear(torch.ones(2, 3), torch.ones(4, 3)).dtype == torch.bfloat16
+    assert not counted
+    assert products.onednn_is_faster() is True  # the fixture's
