@@ -11,6 +11,8 @@ fits *is* first fit.
 
     >>> first_fit_decreasing([30, 70, 20, 50], capacity=100)
     [[1, 0], [3, 2]]
+
+Tests: pytest tests/test_binpack.py
 """
 
 from collections.abc import Sequence

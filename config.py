@@ -1,6 +1,6 @@
 """The options that all methods share, and the command line that sets them.
 
-Each has its default for the toy and its reason, on one line: the reason is its help, and the
+Each option has its default for the toy and its reason on one line: the reason is its help, and the
 comments between the fields are the help's headings. A method adds its own options in a subclass
 (mars.MarsConfig). What is given on the command line wins over a preset, which wins over the
 defaults. An unknown or ill-typed option is one sentence and exit code 2.
@@ -104,7 +104,7 @@ class Config:
         raise NotImplementedError("a method's options say how long its samples get")
 
     def reading(self) -> int:
-        """Tokens of documents that a role reads at once."""
+        """Tokens that a role's prompt takes at once: a page need not be longer."""
         return self.longest()
 
     def frozen(self) -> set[str]:
@@ -187,12 +187,12 @@ class OneLineParser(argparse.ArgumentParser):
         sys.exit(fail(message))
 
 
-def parser(config: type[Config], description: str) -> OneLineParser:
-    """Every field of `config` as an option, unless it is `no_option`."""
+def parser(options: type[Config], description: str) -> OneLineParser:
+    """Every field of the class `options` as an option, unless it is `no_option`."""
     made = OneLineParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    sources = [inspect.getsource(part) for part in reversed(config.__mro__[:-1])]
+    sources = [inspect.getsource(part) for part in reversed(options.__mro__[:-1])]
     made.format_help = lambda: help_text(description, *sources)
-    for field in dataclasses.fields(config):
+    for field in dataclasses.fields(options):
         if not field.metadata.get("option", True):
             continue
         names = [f"--{field.name}"]
@@ -286,7 +286,7 @@ def fail(message: str) -> int:
 
 
 def resolve(
-    config: type[Config],
+    options: type[Config],
     given: dict,
     *,
     presets: dict[str, dict],
@@ -294,22 +294,23 @@ def resolve(
     training: bool = True,
 ) -> Config:
     """Defaults < preset < a saved run's settings < the command line; checked."""
-    names = {field.name for field in dataclasses.fields(config)}
+    names = {field.name for field in dataclasses.fields(options)}
     preset = given.get("preset", "toy")
     if preset not in ("toy", *presets):
         raise UserError(f"--preset {preset}: choose from {', '.join(['toy', *presets])}")
     values = dict(presets.get(preset, {}))
     values |= {name: value for name, value in (saved or {}).items() if name in names}
     values |= {name: value for name, value in given.items() if name in names}
-    made = config(**values)
-    for field in dataclasses.fields(config):
-        if not is_a(getattr(made, field.name), field.type):
+    config = options(**values)
+    for field in dataclasses.fields(options):
+        value = getattr(config, field.name)
+        if not is_a(value, field.type):
             raise UserError(
-                f"the saved setting {field.name}={getattr(made, field.name)!r} is not one of this "
-                f"version's; set it with --{field.name}"
+                f"the saved setting {field.name}={value!r} is not one of this version's; set it "
+                f"with --{field.name}"
             )
-    made.check(training)
-    return made
+    config.check(training)
+    return config
 
 
 def is_a(value, kind) -> bool:

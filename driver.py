@@ -120,7 +120,7 @@ class Driver:
         self.ending = False
         self.waiting: dict[int, Waiting] = {}  # by the id of the request
         self.queued: collections.deque[ToolCall] = collections.deque()
-        self.running: list[ToolCall] = []
+        self.running: list[ToolCall] = []  # started, and not handed over yet
         self.finished: queue.SimpleQueue[ToolCall] = queue.SimpleQueue()
 
     async def sample(

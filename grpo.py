@@ -119,7 +119,7 @@ def token_weights(
     copies: Sequence[float] | None = None,
     mean: str = "sample",
 ) -> list[Tensor]:
-    """Each token's weight in the loss, fp32, one [T] a sample: all of it but the importance.
+    """Each token's weight in the loss, fp32, one [T] a sample; importance weights come on top.
 
     It is copies/|y| · 1/`counts` where the mask is set, else 0; |y| is the mask's sum. `copies`
     says how often each sample counts, once unless given. `counts` is one number: the samples of

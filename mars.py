@@ -30,8 +30,9 @@ question. A step of System 2 is what it samples in one turn; a training step is 
 
 Our choices where the paper is silent: every limit ends in a demand to answer rather than in
 silence; a malformed step gets a correction and the episode goes on; the notes of a call's chunks
-are joined in the order of the chunks. Of what System 2 samples only the purpose enters a prompt by
-way of text; notes stay token ids.
+are joined in the order of the chunks. Of what System 2 samples two things are decoded and encoded
+again: the purpose, for System 1's prompt, and the name of a tool that does not exist, for the
+correction. Notes stay token ids.
 """
 
 import asyncio
@@ -100,6 +101,7 @@ class MarsConfig(Config):
         super().check(training)
         self.at_least(1, "step_tokens", "answer_tokens", "sys1_prompt", "sys1_response")
         self.at_least(2, "max_turns")  # a step that calls a tool, and one that answers
+        # A first look. How long question and demand are, only `fits` knows: it has the tokenizer.
         if self.step_tokens + 2 * self.answer_tokens > self.sys2_context:
             raise UserError("--sys2_context leaves no room for a step and an answer; raise it")
         if self.system1 != "train" and self.balance != "uniform":
@@ -154,9 +156,9 @@ def words(config: MarsConfig, tools: list[Tool]) -> Words:
     listed = [
         f'- {tool.name}, arguments {{"{tool.argument}": ...}}: {tool.about}' for tool in tools
     ]
-    told = PURPOSE if config.purpose else ""
-    system2 = SYSTEM2.format(example=json.dumps(example), tools="\n".join(listed), purpose=told)
-    user1 = "The results:\n\n{chunk}" + END + "\n\n{task}"
+    purpose = PURPOSE if config.purpose else ""
+    system2 = SYSTEM2.format(example=json.dumps(example), tools="\n".join(listed), purpose=purpose)
+    results = "The results:\n\n{chunk}" + END + "\n\n{task}"
 
     def fill_system2(question: str) -> dict:
         return {"question": question.strip()}
@@ -172,7 +174,7 @@ def words(config: MarsConfig, tools: list[Tool]) -> Words:
 
     prompts = {
         "sys2": Template(system2, "{question}", fill_system2),
-        "sys1": Template(SYSTEM1.format(end=END), user1, fill_system1),
+        "sys1": Template(SYSTEM1.format(end=END), results, fill_system1),
     }
     return Words(prompts, FINAL, NO_NOTE, purpose=config.purpose)
 
@@ -205,10 +207,10 @@ async def episode(env: Env, trajectory: Trajectory) -> None:
 
 
 async def act(env: Env, system2: Context, prompt: Prompt, *key: int) -> Turn:
-    """Formula (1): one step of System 2, whose context c_i `prompt` completes.
+    """Formula (1): System 2 reads `prompt`, which makes its context c_i, and samples one step.
 
-    `key` is part of the seed of its draws, for methods that open several such contexts in an
-    attempt.
+    `key` enters the seed of its draws: a method that opens several such contexts in an attempt
+    tells them apart by it.
     """
     limit = min(room_left(env, system2, prompt), env.config.step_tokens)
     step = await system2.write(prompt.tokens, limit, *key, len(system2.turns))
@@ -225,15 +227,16 @@ async def act(env: Env, system2: Context, prompt: Prompt, *key: int) -> Turn:
 
 
 async def observe(env: Env, trajectory: Trajectory, turn: Turn) -> list[list[int]]:
-    """What System 2 gets to see of its call: notes as ids, or one sentence of ours instead."""
+    """What System 2 gets to see of its call, as token ids: notes, or one sentence of ours."""
     config = env.config
     chat = env.chat
     call = turn.action.call
     if call is None:
         return [chat.message(turn.action.error)]
-    distilled = f"{call.tool}:raw" not in config.tools.split(",")
+    raw = f"{call.tool}:raw" in config.tools.split(",")
+    distilled = config.system1 != "none" and not raw
     capacity = config.sys1_prompt - len(system1_prompt(env, trajectory, call, []))
-    if distilled and config.system1 != "none" and capacity < 1:
+    if distilled and capacity < 1:
         turn.problem = "malformed: the purpose is too long"
         return [chat.message("The purpose is too long for its reader; say it in one sentence.")]
     try:
@@ -242,12 +245,12 @@ async def observe(env: Env, trajectory: Trajectory, turn: Turn) -> list[list[int
         return [chat.message(f"error: the tool failed ({error})")]
     if not documents:
         return [chat.message("no results")]
-    if distilled:
-        texts = [chat.document(document) for document in documents]
-    else:
+    if raw:
         texts = [chat.encode(document.text) for document in documents]
+    else:
+        texts = [chat.document(document) for document in documents]
     turn.lengths = [len(tokens) for tokens in texts]
-    if distilled and config.system1 != "none":
+    if distilled:
         return await distil(env, trajectory, turn, texts, capacity)
     # The documents share one of max_turns equal parts of System 2's context.
     part = config.sys2_context // config.max_turns // len(texts)
@@ -257,9 +260,10 @@ async def observe(env: Env, trajectory: Trajectory, turn: Turn) -> list[list[int
 async def distil(
     env: Env, trajectory: Trajectory, turn: Turn, texts: list[list[int]], capacity: int
 ) -> list[list[int]]:
-    """Formula (2): the documents' ids are packed into chunks; System 1 writes a note for each.
+    """Formula (2): the documents are packed into chunks; System 1 writes a note on each chunk.
 
-    `capacity`: tokens of documents that fit beside System 1's wording and the purpose.
+    `texts` are the documents' token ids. `capacity` tokens of them fit into a prompt, beside
+    System 1's wording and the purpose.
     """
     bins = [[index] for index in range(len(texts))]
     if env.config.packing:
@@ -289,19 +293,19 @@ def system1_prompt(env: Env, trajectory: Trajectory, call: Call, chunk: list[int
 
 
 def extend(env: Env, system2: Context, notes: list[list[int]], must_answer: bool = False) -> Prompt:
-    """Formula (3): what follows System 2's step, which stands in the context already.
+    """Formula (3): the notes in their wrapping, to follow the step that the context ends with.
 
-    These are the notes in their wrapping. They end in the demand to answer if it `must_answer`, at
-    the last turn, or when the context is nearly full.
+    A demand to answer stands at their end if `must_answer` is set, before the last turn, and when
+    the context is nearly full.
     """
     config = env.config
     chat = env.chat
-    close = []
+    close = []  # a step that was cut at its limit lacks the end of its turn
     if system2.turns[-1].sampled[-1] not in chat.stop_ids:
         close = chat.close_step()
 
-    def wrap(notes: list[list[int]], must_answer: bool) -> Prompt:
-        return Prompt(close + chat.observation(notes, final=must_answer), must_answer)
+    def wrap(blocks: list[list[int]], final: bool) -> Prompt:
+        return Prompt(close + chat.observation(blocks, final=final), must_answer=final)
 
     prompt = wrap(notes, must_answer or len(system2.turns) >= config.max_turns - 1)
     if room_left(env, system2, prompt) < 1:
@@ -315,7 +319,7 @@ def extend(env: Env, system2: Context, notes: list[list[int]], must_answer: bool
 
 
 def room_left(env: Env, context: Context, prompt: Prompt) -> int:
-    """Tokens that a step may take after `prompt`; a demand and its answer fit behind the step."""
+    """Tokens left for a step after `prompt`; room for a demand and its answer stays behind it."""
     room = env.config.sys2_context - len(context.sample.tokens) - len(prompt.tokens)
     return room if prompt.must_answer else room - reserve(env.config, env.chat)
 
@@ -373,7 +377,7 @@ def credit(
 
 
 def compare(config: Config, samples: list[Sample]) -> None:
-    """Sets advantages: each question's samples are a group."""
+    """Sets the samples' advantages, each by comparison with the others of its question."""
     rewards = torch.tensor([sample.reward for sample in samples])
     groups = [sample.question_index for sample in samples]
     divide = config.advantage == "std"

@@ -23,8 +23,8 @@ def from_first_rank(value):
 def leave(code: int) -> None:
     """Ends this process with `code`; alone it returns, and the caller ends as always.
 
-    A process group's threads can outlive it, and Python's end would abort on them (SIGABRT, after
-    the work was done). So nothing is torn down: what was printed is flushed, and the process ends.
+    A process group's threads can outlive it, and Python's own end would abort on them (SIGABRT,
+    after the work was done). So the process ends without it, once what was printed is flushed.
     """
     if not dist.is_initialized():
         return

@@ -4,7 +4,7 @@
     Context     one role's growing context: a Sample, and the KV pages that hold it. `write` is
                 the only way in which tokens arise.
     Trajectory  one attempt at a question: its contexts, its answer, its reward.
-    Env        what an episode may use: samplers, tools, the chat format, a grader, the options.
+    Env         what an episode may use: samplers, tools, the chat format, a grader, the options.
     Method      words, `episode` and `credit`: what is handed to the loop in train.py.
 
 Tokens, masks and log-probs are stored as they arise and never remade: no context is decoded and
@@ -94,7 +94,7 @@ class Trajectory:
     contexts: list["Context"] = field(default_factory=list)  # in the order of their opening
     answer: str | None = None
     ended: str = ""  # "answer", "answer on demand", "no answer", "lost: …"
-    # None: nobody could grade it, or no server answered; so it leaves its group.
+    # None: nobody could grade it, or no server answered. Then it belongs to no group.
     reward: float | None = None
 
     @property
@@ -110,10 +110,12 @@ class Trajectory:
 
 @dataclass
 class Context:
-    """One role's growing context. The pages are held from `async with` to its end.
+    """One role's growing context.
 
-    async with Context(env, trajectory, "sys2") as system2:
-        completion = await system2.write(prompt, 64, turn)
+    Its KV pages are held from `async with` to its end:
+
+        async with Context(env, trajectory, "sys2") as system2:
+            completion = await system2.write(prompt, 64, turn)
     """
 
     env: "Env"
@@ -138,8 +140,8 @@ class Context:
     async def write(self, given: list[int], limit: int, *key: int) -> Completion:
         """Reads the tokens `given`, then samples up to `limit` tokens or the stop token.
 
-        `key` tells this draw's seed from those of the role's other draws in the same attempt; the
-        turn's number does.
+        The seed of the draws depends on `key`, which must differ from that of every other `write`
+        of this role in the attempt: the turn's number does.
         """
         env = self.env
         self.sample.append_given(given)
@@ -180,7 +182,7 @@ class Env:
     on_event: Callable[[str, str], None] = ignore  # for somebody who watches
 
     def seed(self, trajectory: Trajectory, *key: int | str) -> int:
-        """The seed of one draw: a hash of its key, whatever else was drawn before."""
+        """The seed of one `write`: a hash of its key, whatever else was drawn before."""
         whole = (self.config.seed, self.step, trajectory.question.id, trajectory.attempt, *key)
         digest = hashlib.blake2b(repr(whole).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
@@ -230,7 +232,7 @@ class Env:
         return trajectory
 
     async def reward(self, trajectory: Trajectory) -> float | None:
-        """1 or 0; None if the judge cannot be reached or read, so that the attempt has no group."""
+        """1 or 0; None if the judge cannot be reached or read."""
         if trajectory.answer is None:
             return 0.0
         grade = functools.partial(self.grade, trajectory.question, trajectory.answer)

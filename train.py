@@ -57,7 +57,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     trajectories = play(run, step)
     seconds_rollout = time.perf_counter() - start
     metrics = rollout_metrics(trajectories, run.method, seconds_rollout)
-    # KV pages: 0 unless an episode left a context open. The sync below empties the pool.
+    # KV pages, counted before the sync empties the pool: 0 unless an episode left a context open.
     metrics["pages_in_use"] = sum(sampler.pages_in_use for sampler in run.driver.samplers)
 
     start = time.perf_counter()
@@ -68,7 +68,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     run.sampler.load_weights(trainer.unwrap(run.policy).model)
     metrics["seconds_sync"] = time.perf_counter() - start_sync
     metrics["seconds_rollout"] = seconds_rollout
-    metrics["seconds_train"] = time.perf_counter() - start
+    metrics["seconds_train"] = time.perf_counter() - start  # the sync included
     return metrics, trajectories
 
 
@@ -127,8 +127,8 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         }
         parts.append(prepare(run, part))
     decay_steps = config.steps if config.decay else None
-    for parameters in run.optimizer.param_groups:
-        parameters["lr"] = config.lr * trainer.schedule(step, config.warmup, decay_steps)
+    for param_group in run.optimizer.param_groups:
+        param_group["lr"] = config.lr * trainer.schedule(step, config.warmup, decay_steps)
     sums = Counter()  # of this rank
     norms = []  # equal on all ranks
     skipped = 0
@@ -139,6 +139,7 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         if inner == 0:
             logbook.stop_if_mismatched(run, batches, stats, samples)
         norms.append(trainer.gradient_norm(run.policy, MAX_NORM))
+        # Loss and norm are looked at over all ranks, so that all of them skip, or none.
         loss = sum(float(numbers["loss"]) for numbers in stats)
         if math.isfinite(norms[-1]) and math.isfinite(reduced({"loss": loss})["loss"]):
             run.optimizer.step()
@@ -186,7 +187,7 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         run.device,
         pack=trainer.unwrap(run.policy).packs,
     )
-    # Every rank needs as many, at least one: the collectives of `backward` pair up.
+    # All ranks need equally many, at least one, because the collectives of `backward` pair up.
     number = torch.tensor(max(1, len(batches)), device=run.device)
     if run.ranks > 1:
         dist.all_reduce(number, dist.ReduceOp.MAX)

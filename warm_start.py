@@ -6,8 +6,8 @@ minutes of demonstrations give it the form.
 
 RL's own loss does the supervised training. With advantage 1 and ratio 1 the gradient of
 grpo.grpo_loss is that of the negative log-likelihood, so packing, kernels and optimizer are RL's as
-well. Each role's loss is a mean over its tokens. A mean per sequence would let a
-short answer weigh as much as a long call, and the model would learn to answer at once.
+well. Each role's loss is a mean over its tokens. A mean per sequence would let a short answer weigh
+as much as a long call, and the model would learn to answer at once.
 
     python warm_start.py --model smollm2 --data demonstrations.jsonl --out warm
     python mars.py --model warm …
@@ -16,9 +16,9 @@ A line of the file is {"messages": [{"role": …, "content": …}, …]}; the as
 learned. A line is refused if the model could not learn just what it says: for a field that a
 template may not read, or a mark such as <|im_end|> within a text.
 
-`play` makes demonstrations of any method instead, as recipes/atlas.py does. It runs the method's
-own episode, with given texts where a role would sample. So the contexts are those of RL to the last
-token.
+Instead of a file, `play` makes demonstrations of any method, as recipes/atlas.py does: it runs the
+method's own episode, with given texts where a role would sample. So the contexts are those of RL to
+the last token.
 
 Tests: pytest tests/test_warm_start.py
 """
@@ -64,7 +64,7 @@ class WarmStart:
     steps: int = 64  # optimizer steps
     demonstrations: int = 6  # per step
     lr: float = 2e-4  # of a 135M model; a larger one wants less
-    warmup: int = 5  # steps of linear warm-up; then the rate falls in a line
+    warmup: int = 5  # steps of linear warm-up, then linear decay to 0
     seed: int = 0  # of the demonstrations' order
     cache: str = ".cache"  # where a model that is made here is kept
     bf16: Literal["auto", "on", "off"] = "auto"  # the arithmetic; auto: on CUDA
@@ -99,8 +99,8 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
     policy = trainer.Policy(model, bf16=uses_bf16(options, cuda))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
     for step, batch in zip(range(options.steps), batches(tokenizer)):
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = options.lr * trainer.schedule(step, options.warmup, options.steps)
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = options.lr * trainer.schedule(step, options.warmup, options.steps)
         losses = learn(policy, optimizer, batch, options, device)
         listed = ", ".join(f"{role} {loss:.3f}" for role, loss in losses.items())
         print(f"warm start: step {step + 1}/{options.steps}, nats a token: {listed}", flush=True)

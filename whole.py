@@ -11,9 +11,9 @@ from pathlib import Path
 
 
 def write_folder(final: Path, fill: Callable[[Path], None]) -> None:
-    """Makes the folder `final` of what `fill`, given an empty one, writes; a former one goes.
+    """`fill` writes into an empty folder, which then takes the place of the folder `final`.
 
-    Raises what `fill` and the disk raise, and leaves what was there as it was.
+    Raises what `fill` and the disk raise; if `fill` does, the former `final` stays as it was.
     """
     temporary = final.with_name(f".{final.name}.writing")
     former = final.with_name(f".{final.name}.former")
