@@ -5,6 +5,8 @@ import torch
 from helpers.tiny import CPU, make_samples, weigh
 
 import trainer
+from rollout import Sample
+from sampler import Completion
 
 
 def last_trained(sample) -> int:
@@ -38,6 +40,16 @@ def test_every_loss_token_knows_its_sample(capacity):
             found[index].append(place)
     for index, sample in enumerate(samples):
         assert found[index] == [i for i, sampled in enumerate(sample.mask) if sampled]
+
+
+def test_a_sample_of_any_length_is_whole_and_over_the_limit_alone():
+    sample = Sample("sys2", 0, 0, advantage=1.0, copies=1)
+    sample.append_given([1, 2, 3])
+    sample.append_sampled(Completion([4 + i % 7 for i in range(500)], [-1.0] * 500, "length"))
+    short = make_samples()[0]
+    batches = trainer.micro_batches([sample, short], weigh([sample, short]), 60, CPU)
+    assert sorted(batch.owner.unique().tolist() for batch in batches) == [[0], [1]]
+    assert max(len(batch.target) for batch in batches) == 500
 
 
 def test_an_empty_micro_batch_is_one_token_without_loss():

@@ -105,6 +105,34 @@ def test_the_learning_rate_rises_and_falls_if_told_to(monkeypatch):
     assert rates(monkeypatch, decay=True, **options) == pytest.approx([0.4, 0.6, 0.4, 0.2])
 
 
+def test_an_update_differentiates_at_the_temperature_and_its_parts_hold_whole_questions(
+    monkeypatch,
+):
+    parts = []
+    told = []
+
+    def prepare(run, terms):
+        parts.append({sample.question_index for sample in terms["sys2"]})
+        return [], [], []
+
+    def backward(policy, batches, references, **objective):
+        told.append(objective["temperature"])
+        return []
+
+    config = mars.MarsConfig(temperature=0.7, inner_steps=2, questions=4)
+    optimizer = SimpleNamespace(param_groups=[{}], zero_grad=lambda set_to_none: 0, step=lambda: 0)
+    run = SimpleNamespace(config=config, method=mars.METHOD, policy=None, optimizer=optimizer)
+    monkeypatch.setattr(train, "prepare", prepare)
+    monkeypatch.setattr(train.trainer, "backward", backward)
+    monkeypatch.setattr(train.trainer, "gradient_norm", lambda policy, limit: 1.0)
+    monkeypatch.setattr(train, "update_metrics", lambda sums, roles: {"loss": 0.0})
+    monkeypatch.setattr(train.logbook, "stop_if_mismatched", lambda *given: None)
+    attempts = [Sample("sys2", index, k) for index in range(4) for k in range(3)]
+    train.update(run, {"sys2": attempts}, 0)
+    assert told == [0.7, 0.7]
+    assert parts == [{0, 2}, {1, 3}]
+
+
 def of(samples: list[Sample], group: int) -> list[Sample]:
     return [s for s in samples if s.question_index == group]
 

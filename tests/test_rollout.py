@@ -1,5 +1,6 @@
 """The episode with scripted roles: every way it can go, and what is written down."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,11 @@ PAGES = [
     Document("d3", "", "", "see also the list of records ."),
 ]
 CALL = "<call> search ada baker <purpose> birth of ada baker <eot>"
+
+
+def logprobs_of(tokens: list[int]) -> list[float]:
+    """What the script says of its tokens: each its own number."""
+    return [-(index + 1) / 10 for index in range(len(tokens))]
 
 
 class Script:
@@ -62,7 +68,7 @@ class Script:
         )
         conversation.tokens += new
         self.queue.append(
-            SimpleNamespace(error=None, completion=Completion(new, [-0.5] * len(new), finish))
+            SimpleNamespace(error=None, completion=Completion(new, logprobs_of(new), finish))
         )
         return self.queue[-1]
 
@@ -71,7 +77,7 @@ class Script:
         return done
 
 
-def play(system2, *, search=lambda query: PAGES, grade=None, **options):
+def play(system2, *, search=lambda query: PAGES, grade=None, attempt=0, **options):
     """One scripted episode: (trajectory, what the sampler was asked)."""
     script = Script(system2)
     config = mars.MarsConfig(**{"top_k": 3, **options})
@@ -84,7 +90,7 @@ def play(system2, *, search=lambda query: PAGES, grade=None, **options):
     grade = grade or (lambda question, answer: float(exact_match(answer, question.golden_answers)))
     samplers = {"sys2": script, "sys1": script}
     env = Env(driver, samplers, FORMAT, tools, grade, config, step=0)
-    (trajectory,) = driver.run([env.play(mars.METHOD, QUESTION, 0, 0)])
+    (trajectory,) = driver.run([env.play(mars.METHOD, QUESTION, 0, attempt)])
     assert script.closed == len([a for a in script.asked if a[0] == "sys1"]) + 1, (
         "every conversation gives its pages back"
     )
@@ -210,6 +216,7 @@ def test_a_full_context_ends_in_a_demand_that_always_fits(context, step):
     trajectory, asked = play(step, sys2_context=context, max_turns=50)
     assert len(sys2_of(trajectory).tokens) <= context
     assert (trajectory.ended, trajectory.reward) == ("answer on demand", 1.0)
+    assert asked[-1][2] >= mars.MarsConfig.answer_tokens, "what is kept for the answer is left"
 
 
 def test_arms():
@@ -248,9 +255,36 @@ def test_draws_are_named_and_all_different():
     seeds = [seed for *_, seed in asked]
     assert len(set(seeds)) == len(seeds)
     assert seeds == [seed for *_, seed in play([CALL, CALL, "<answer> 1968 <eot>"])[1]]
-    assert set(seeds).isdisjoint(
-        seed for *_, seed in play([CALL, CALL, "<answer> 1968 <eot>"], seed=1)[1]
-    )
+    for other in ({"seed": 1}, {"attempt": 1}):
+        _, asked = play([CALL, CALL, "<answer> 1968 <eot>"], **other)
+        assert set(seeds).isdisjoint(seed for *_, seed in asked)
+    _, asked = play([CALL, "<answer> 1968 <eot>"], packing=False)  # three chunks of one call
+    seeds = [seed for *_, seed in asked]
+    assert len(seeds) == 5 and len(set(seeds)) == 5
+
+
+def test_what_is_stored_of_a_token_is_what_the_sampler_said_of_it():
+    trajectory, _ = play([CALL, "<answer> 1968 <eot>"])
+    steps = [turn.sampled for turn in trajectory.turns]
+    sample = sys2_of(trajectory)
+    stored = [logprob for logprob, own in zip(sample.logprobs, sample.mask) if own]
+    assert stored == [logprob for step in steps for logprob in logprobs_of(step)]
+
+
+def test_tokens_are_drawn_at_the_batchs_temperature_and_nucleus():
+    seen = []
+
+    def sample(sampler, conversation, tokens, **options):
+        seen.append((options["temperature"], options["top_p"]))
+        return asyncio.sleep(0, Completion([FORMAT.eot], [-0.5], "stop"))
+
+    script = Script([])
+    driver = SimpleNamespace(sample=sample)
+    env = Env(driver, {"sys2": script}, FORMAT, {}, None, mars.MarsConfig(), 0, 0.7, 0.9)
+    context = rollout.Context(env, rollout.Trajectory(QUESTION, 0, 0), "sys2")
+    context.conversation = script.open()
+    asyncio.run(context.write([1], 4))
+    assert seen == [(0.7, 0.9)]
 
 
 def test_record_holds_the_whole_trajectory():
