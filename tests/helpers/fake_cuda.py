@@ -4,18 +4,21 @@ A fake tensor has a device, a type and a shape, but no values and no memory. So 
 CUDA branches on a machine without a GPU, and `Watch` sees each operation. It refuses what makes
 the host wait for the device (`.item()`, nonzero, masks as indices, copies from memory that is not
 pinned) and what mixes tensors of both. Kernels and graphs run nothing here:
-tests/test_kernels_compile.py compiles the kernels. Autograd's engine wants a driver, so nothing
-goes backward.
+tests/test_kernels_compile.py compiles the kernels. Autograd's engine wants a driver, so `backward`
+walks the graph in its place.
 
 tests/test_fake_cuda.py runs this file in a process of its own, because real models that ran after
 fake ones in one process gave wrong numbers. Alone: pytest tests/helpers/fake_cuda.py
 """
 
+import copy
 import importlib
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import tiny
 from helpers.tiny import CPU, OBJECTIVE, SHAPE, make_samples, weigh
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -174,6 +177,40 @@ def capture(graphs, static, memory):
     return SimpleNamespace(replay=lambda: None, pool=lambda: None), hidden
 
 
+@torch.no_grad()
+def backward(tensor):
+    """Tensor.backward: calls each node of the graph once all its gradients have come."""
+    nodes = [tensor.grad_fn]
+    awaited = Counter()
+    for node in nodes:
+        for parent, _ in node.next_functions:
+            if parent is None:
+                continue
+            if parent not in awaited:
+                nodes.append(parent)
+            awaited[parent] += 1
+    arrived = {tensor.grad_fn: {0: torch.ones_like(tensor)}}
+    ready = [tensor.grad_fn]
+    while ready:
+        node = ready.pop()
+        given = arrived.pop(node)
+        call = getattr(node, "apply", node)  # of a Function in Python
+        gradients = call(*(given.get(i) for i in range(len(node._input_metadata))))
+        if not isinstance(gradients, tuple):
+            gradients = (gradients,)
+        for gradient, (parent, place) in zip(gradients, node.next_functions, strict=False):
+            if parent is None:
+                continue
+            awaited[parent] -= 1
+            sums = arrived.setdefault(parent, {})
+            if gradient is not None:
+                wanted = parent._input_metadata[place]
+                gradient = gradient.sum_to_size(wanted.shape).to(wanted.dtype)
+                sums[place] = sums[place] + gradient if place in sums else gradient
+            if not awaited[parent]:
+                ready.append(parent)
+
+
 @pytest.fixture(autouse=True)
 def fake(monkeypatch):
     """All tensors are fake, and what asks the driver is replaced."""
@@ -296,7 +333,9 @@ def micro_batch(share_prefixes: bool = False):
     with unset_fake_temporarily():
         samples = make_samples()
         if share_prefixes:
-            samples = samples[:1] * 2 + samples
+            other = copy.deepcopy(samples[0])
+            other.tokens[-2] = 1 - other.tokens[-2]
+            samples.append(other)
         (batch,) = trainer.micro_batches(samples, weigh(samples), 10_000, CPU)
         assert (batch.keys is not None) == share_prefixes
     for part in [batch, batch.keys] if share_prefixes else [batch]:
@@ -327,3 +366,36 @@ def test_the_loss_waits_for_its_live_tokens_and_for_one_check(monkeypatch):
     with Watch(planned=["nonzero", "_local_scalar_dense"]) as watch:
         policy(micro_batch(), **OBJECTIVE)
     assert watch.waited == ["nonzero", "_local_scalar_dense"]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("share_prefixes", [False, True], ids=["apart", "shared prefixes"])
+def test_backward_never_waits(monkeypatch, share_prefixes, recompute):
+    """From the loss to the embedding; every parameter has a gradient on the device then."""
+
+    def gradient(loss_of, logprob, part):
+        return torch.ones_like(loss_of(logprob, part)[0].expand_as(logprob))
+
+    monkeypatch.setattr(linear_loss, "gradient_per_token", gradient)
+    policy = trainer.Policy(model(), bf16=True, recompute_activations=recompute)
+    batch = micro_batch(share_prefixes)
+    with Watch(planned=["nonzero", "_local_scalar_dense"]):
+        loss, _ = policy(batch, **OBJECTIVE)
+    with Watch():
+        backward(loss)
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad.is_cuda and parameter.grad.dtype == torch.float32, name
+
+
+def test_backward_is_autograd_s():
+    """On real tensors `backward` leaves the gradients that the engine leaves."""
+    with unset_fake_temporarily():
+        policy = trainer.Policy(tiny.model("qwen3"), bf16=False, recompute_activations=True)
+        samples = make_samples()
+        (batch,) = trainer.micro_batches(samples, weigh(samples), 10_000, CPU)
+        backward(policy(batch, **OBJECTIVE)[0])
+        walked = [parameter.grad for parameter in policy.parameters()]
+        policy.zero_grad()
+        policy(batch, **OBJECTIVE)[0].backward()
+        for parameter, gradient in zip(policy.parameters(), walked, strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=1e-6)
