@@ -15,6 +15,10 @@ keep the memory busy:
 
 * packed query heads: the query heads that share one key head are the rows of one matrix product.
   So a key is read once.
+* shared pages: rows whose tables begin alike (attempts of one group, readers of one chunk) are cut
+  into runs, each read once for all of its rows (Hydragen, cascade attention). What a run leaves is
+  one more piece of each of these rows, so the merge joins it exactly. With R rows of a group, a
+  prompt of P tokens and S own ones, R·(P + S) tokens become P + R·S.
 * double buffers: while one block of keys and values is multiplied, the next one is on its way.
 * whole waves: the number of pieces is chosen so that the last wave of programs fills the GPU too.
 * nothing depends on a value on the GPU: the launch follows from shapes alone, so a CUDA graph can
@@ -47,9 +51,13 @@ BUFFER_BYTES = 8192
 NUM_WARPS = 4
 # The pipeline uses up three stages on the way from block table to product. Five leave two buffers.
 NUM_STAGES = 5
-MAX_SPLITS = 64  # The merge holds [splits, Dh] in registers.
+MAX_PARTS = 64  # The merge holds [parts, Dh] in registers.
 # Starting a piece and merging it cost about as much as reading this many tokens (by arithmetic).
 TOKENS_PER_START = 32
+# Runs of shared pages that may follow one another in a row's table: a prompt, and a turn behind it.
+LEVELS = 2
+RUN_FIELDS = 5  # A run is (begin, end, first, last, level); see `paged_attention`.
+RUN_QUERIES = 32  # A run has about so many: eight rows of a model with four query heads a key.
 # Programs that run at once where there is no GPU to ask: five on each of an H200's processors.
 PROGRAMS_WITHOUT_GPU = 132 * 5
 
@@ -101,10 +109,10 @@ def choose_config(head_bytes):
     return {"block": block, "num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
 
 
-def shared_memory(config, head_bytes):
-    """Bytes of shared memory of one program: buffers, and what the query and the scores need."""
+def shared_memory(config, head_bytes, queries=16):
+    """Bytes of shared memory of one program: buffers, and what queries and scores need."""
     buffers = 2 * 2 * config["block"] * head_bytes
-    return buffers + 16 * head_bytes + 128 * config["block"]
+    return buffers + queries * head_bytes + 80 * config["block"]
 
 
 @functools.cache
@@ -124,8 +132,8 @@ def split_length(length, splits, block):
 
 
 @functools.lru_cache(maxsize=4096)
-def split_count(rows, kv_heads, capacity, block, at_once):
-    """Pieces a row is cut into, from shapes only.
+def split_count(rows, kv_heads, capacity, block, at_once, most=MAX_PARTS):
+    """Pieces a row is cut into, from shapes only; `most` at most.
 
     capacity: tokens that the block table has room for. at_once: programs that the GPU runs at a
     time; it works through all of them in waves of that many. The best number of pieces is the one
@@ -133,7 +141,7 @@ def split_count(rows, kv_heads, capacity, block, at_once):
     """
     best = 1
     least = math.inf
-    for splits in range(1, min(MAX_SPLITS, math.ceil(capacity / block)) + 1):
+    for splits in range(1, min(most, math.ceil(capacity / block)) + 1):
         waves = math.ceil(rows * kv_heads * splits / at_once)
         cost = waves * (split_length(capacity, splits, block) + TOKENS_PER_START)
         if cost < least:
@@ -148,54 +156,64 @@ def split_kernel(
     k_pages_ptr,
     v_pages_ptr,
     block_table_ptr,
-    lengths_ptr,
+    runs_ptr,
     part_acc_ptr,
     part_max_ptr,
     part_sum_ptr,
     scale,
     splits,
+    shared_splits,
+    parts,
     row_stride,
     page_stride,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     DH: tl.constexpr,
     SHARING: tl.constexpr,
-    SHARING_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    FIELDS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One piece of one row for one key head: max, sum and weighted values over its tokens.
+    """One piece of one run for one key head: max, sum and weighted values over its tokens.
 
-    SHARING query heads share a key head; tl.dot takes at least 16 rows, hence SHARING_PADDED.
+    The queries of all rows of the run are taken together, SHARING of each row. tl.dot takes at
+    least 16 queries, hence TILE.
     """
     # The heads of a token lie side by side: neighbouring programs read them at about the same time.
     kv_head = tl.program_id(0) % HKV
-    row = (tl.program_id(0) // HKV).to(tl.int64)
+    run = runs_ptr + tl.program_id(0) // HKV * FIELDS
     split = tl.program_id(1)
-    length = tl.load(lengths_ptr + row)
-    piece = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
-    first = split * piece
-    last = tl.minimum(first + piece, length)
+    begin = tl.load(run)
+    end = tl.load(run + 1)
+    run_first = tl.load(run + 2)
+    run_last = tl.load(run + 3)
+    level = tl.load(run + 4)
+    piece = tl.cdiv(tl.cdiv(run_last - run_first, splits), BLOCK) * BLOCK
+    first = run_first + split * piece
+    last = tl.minimum(first + piece, run_last)
+    table_ptr = block_table_ptr + begin.to(tl.int64) * row_stride
 
-    g = tl.arange(0, SHARING_PADDED)
+    m = tl.arange(0, TILE)
     d = tl.arange(0, DH)
     j = tl.arange(0, BLOCK)
-    head = row * HQ + kv_head * SHARING + g
-    real_head = g < SHARING
-    query = tl.load(q_ptr + head[:, None] * DH + d[None, :], mask=real_head[:, None], other=0.0)
-    running_max = tl.full((SHARING_PADDED,), float("-inf"), tl.float32)
-    running_sum = tl.zeros((SHARING_PADDED,), tl.float32)
-    acc = tl.zeros((SHARING_PADDED, DH), tl.float32)
+    real = m < (end - begin) * SHARING
+    head = begin.to(tl.int64) * HQ + kv_head * SHARING  # the first one
+    behind = m // SHARING * HQ + m % SHARING  # how far the others are behind it
+    query_ptr = q_ptr + head * DH + behind[:, None] * DH + d[None, :]
+    query = tl.load(query_ptr, mask=real[:, None], other=0.0)
+    running_max = tl.full((TILE,), float("-inf"), tl.float32)
+    running_sum = tl.zeros((TILE,), tl.float32)
+    acc = tl.zeros((TILE, DH), tl.float32)
     # A block's first token is always valid, so running_max is finite after it.
     for start in range(first, last, BLOCK):
         valid = start + j < last
         if PAGE % BLOCK == 0:  # The block lies in one page: one look-up.
-            at = row * row_stride + start // PAGE * page_stride
-            page = tl.load(block_table_ptr + at)
+            page = tl.load(table_ptr + start // PAGE * page_stride)
             slot = page.to(tl.int64) * PAGE + (start % PAGE + j)
         else:
-            at = row * row_stride + (start + j) // PAGE * page_stride
-            page = tl.load(block_table_ptr + at, mask=valid, other=0)
+            page_ptr = table_ptr + (start + j) // PAGE * page_stride
+            page = tl.load(page_ptr, mask=valid, other=0)
             slot = page.to(tl.int64) * PAGE + (start + j) % PAGE
         at = (slot * HKV + kv_head)[:, None] * DH + d[None, :]
         key = tl.load(k_pages_ptr + at, mask=valid[:, None], other=0.0)
@@ -210,11 +228,11 @@ def split_kernel(
         acc = acc * shrink[:, None] + mixed
         running_max = new_max
 
-    part = head * splits + split
-    tl.store(part_max_ptr + part, running_max, mask=real_head)
-    tl.store(part_sum_ptr + part, running_sum, mask=real_head)
+    part = head * parts + level * shared_splits + split + behind * parts
+    tl.store(part_max_ptr + part, running_max, mask=real)
+    tl.store(part_sum_ptr + part, running_sum, mask=real)
     if first < last:
-        tl.store(part_acc_ptr + part[:, None] * DH + d[None, :], acc, mask=real_head[:, None])
+        tl.store(part_acc_ptr + part[:, None] * DH + d[None, :], acc, mask=real[:, None])
 
 
 @jit
@@ -223,75 +241,108 @@ def merge_kernel(
     part_max_ptr,
     part_sum_ptr,
     out_ptr,
-    splits,
+    parts,
     DH: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
+    PARTS_PADDED: tl.constexpr,
 ):
-    """Rescales the pieces of one row and query head to their common maximum and adds them."""
+    """Rescales the parts of one row and query head to their common maximum and adds them."""
     head = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS_PADDED)
+    part = tl.arange(0, PARTS_PADDED)
     d = tl.arange(0, DH)
-    part = head * splits + split
-    piece_sum = tl.load(part_sum_ptr + part, mask=split < splits, other=0.0)
-    # An empty piece has max −inf and nothing in acc. A NaN counts as used, so that it is seen.
-    used = piece_sum != 0.0
-    piece_max = tl.load(part_max_ptr + part, mask=used, other=float("-inf"))
-    factor = tl.where(used, tl.exp2(piece_max - tl.max(piece_max, 0)), 0.0)
-    total = tl.sum(piece_sum * factor, 0)
-    acc = tl.load(part_acc_ptr + part[:, None] * DH + d[None, :], mask=used[:, None], other=0.0)
-    # A padding row has no piece at all and gives zeros.
+    at = head * parts + part
+    part_sum = tl.load(part_sum_ptr + at, mask=part < parts, other=0.0)
+    # An empty part has max −inf and nothing in acc. A NaN counts as used, so that it is seen.
+    used = part_sum != 0.0
+    part_max = tl.load(part_max_ptr + at, mask=used, other=float("-inf"))
+    factor = tl.where(used, tl.exp2(part_max - tl.max(part_max, 0)), 0.0)
+    total = tl.sum(part_sum * factor, 0)
+    acc = tl.load(part_acc_ptr + at[:, None] * DH + d[None, :], mask=used[:, None], other=0.0)
+    # A padding row has no part at all and gives zeros.
     divisor = tl.where(total == 0.0, 1.0, total)
     mixed = tl.sum(acc * factor[:, None], 0) / divisor
     tl.store(out_ptr + head * DH + d, mixed.to(out_ptr.dtype.element_ty))
 
 
+def rows_of_a_run(sharing):
+    """How many rows a run may have where `sharing` query heads share a key head."""
+    return max(4, RUN_QUERIES // sharing)
+
+
+def own_runs(lengths):
+    """The runs [B, 5] of rows that share nothing."""
+    row = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
+    nothing = torch.zeros_like(row)
+    return torch.stack((row, row + 1, nothing, lengths, nothing), 1)
+
+
 def triton_paged_attention(
-    q, k_pages, v_pages, block_table, lengths, *, scale, splits=None, config=None
+    q, k_pages, v_pages, block_table, lengths, *, scale, runs=None, splits=None, config=None
 ):
     """The Triton form of `paged_attention`; `splits` and `config` are for tests and tuning."""
     B, Hq, Dh = q.shape
     _, page_size, Hkv, _ = k_pages.shape
     head_bytes = Dh * q.element_size()
     config = dict(config or choose_config(head_bytes))
-    if splits is None:
-        at_once = programs_at_once(q.device, shared_memory(config, head_bytes))
-        capacity = block_table.shape[1] * page_size
-        splits = split_count(B, Hkv, capacity, config["block"], at_once)
-    block = config.pop("block")
     sharing = Hq // Hkv
-    part_acc = torch.empty(B, Hq, splits, Dh, dtype=torch.float32, device=q.device)
-    part_max = torch.empty(B, Hq, splits, dtype=torch.float32, device=q.device)
-    part_sum = torch.empty_like(part_max)
+    if runs is None:
+        runs = own_runs(lengths)
+    shared = len(runs) - B
+    most = MAX_PARTS // (LEVELS + 2) if shared else MAX_PARTS
+
+    def choose_splits(rows, queries):
+        at_once = programs_at_once(q.device, shared_memory(config, head_bytes, queries))
+        capacity = block_table.shape[1] * page_size
+        return split_count(rows, Hkv, capacity, config["block"], at_once, most)
+
+    own_splits = splits or choose_splits(B, 16)
+    shared_splits = 0
+    if shared:
+        # Only the host knows how many runs there are; a group has about eight rows.
+        shared_splits = splits or choose_splits(-(-B // 8), RUN_QUERIES)
+    parts = LEVELS * shared_splits + own_splits
+    part_acc = torch.empty(B, Hq, parts, Dh, dtype=torch.float32, device=q.device)
+    part_max = torch.empty(B, Hq, parts, dtype=torch.float32, device=q.device)
+    part_sum = torch.zeros_like(part_max)  # 0: a row has no such part
     out = torch.empty_like(q)
-    split_kernel[(B * Hkv, splits)](
-        q,
-        k_pages,
-        v_pages,
-        block_table,
-        lengths,
-        part_acc,
-        part_max,
-        part_sum,
-        scale * math.log2(math.e),
-        splits,
-        *block_table.stride(),
-        HQ=Hq,
-        HKV=Hkv,
-        DH=Dh,
-        SHARING=sharing,
-        SHARING_PADDED=max(16, triton.next_power_of_2(sharing)),
-        PAGE=page_size,
-        BLOCK=block,
-        **config,
-    )
+    block = config.pop("block")
+
+    def split(runs, splits, rows):
+        split_kernel[(len(runs) * Hkv, splits)](
+            q,
+            k_pages,
+            v_pages,
+            block_table,
+            runs,
+            part_acc,
+            part_max,
+            part_sum,
+            scale * math.log2(math.e),
+            splits,
+            shared_splits,
+            parts,
+            *block_table.stride(),
+            HQ=Hq,
+            HKV=Hkv,
+            DH=Dh,
+            SHARING=sharing,
+            TILE=max(16, triton.next_power_of_2(rows * sharing)),
+            FIELDS=RUN_FIELDS,
+            PAGE=page_size,
+            BLOCK=block,
+            **config,
+        )
+
+    if shared:
+        split(runs[:shared], shared_splits, rows_of_a_run(sharing))
+    split(runs[shared:], own_splits, 1)
     merge_kernel[(B * Hq,)](
         part_acc,
         part_max,
         part_sum,
         out,
-        splits,
+        parts,
         DH=Dh,
-        SPLITS_PADDED=triton.next_power_of_2(splits),
+        PARTS_PADDED=triton.next_power_of_2(parts),
         num_warps=4,
     )
     return out
@@ -341,16 +392,21 @@ def check_triton(q, k_pages, v_pages, lengths):
         )
 
 
-def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale):
+def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, runs=None):
     """Attention of one query token per row over its paged keys and values.
 
     q [B, Hq, Dh]; k_pages, v_pages [pages, page_size, Hkv, Dh]; block_table [B, pages of a row]
     int32: a row's pages in order (those past its length are never read); lengths [B] int32, in
     tokens; scale: usually Dh^-0.5. Returns [B, Hq, Dh] in q's dtype. A row of length 0 (padding of
     a CUDA graph's bucket) gives zeros. ValueError if the shapes or types do not fit.
+
+    runs [R + B, 5] int32 say what is read once for several rows; they change the time only. Each is
+    (begin, end, first, last, level): rows begin:end (at most rows_of_a_run) have the same pages for
+    their tokens first:last, whole pages, and `level` < LEVELS other runs before it. The last B are
+    the rows themselves, each with what no run reads for it, at level LEVELS. Zeros are no run.
     """
     check(q, k_pages, v_pages, block_table, lengths)
     if not use_triton(q):
         return reference(q, k_pages, v_pages, block_table, lengths, scale=scale)
     check_triton(q, k_pages, v_pages, lengths)
-    return triton_paged_attention(q, k_pages, v_pages, block_table, lengths, scale=scale)
+    return triton_paged_attention(q, k_pages, v_pages, block_table, lengths, scale=scale, runs=runs)

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache: every query token reads the pages of its own row.
 
     decode, CPU              `cascade`: pages that rows share are read once for all of them
-    decode, CUDA             kernels.paged_attention (Triton)
+    decode, CUDA             kernels.paged_attention (Triton), which does the same
     prefill, CUDA            `packed_attention`: one variable-length launch over the gathered rows
     prefill, CPU or fp32     `row_attention`: one SDPA a row
 
@@ -61,7 +61,13 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: 
     """Causal attention of q [T, Hq, Dh] over its rows' pages -> [T, Hq, Dh]."""
     if batch.starts is None and q.is_cuda:
         return kernels.paged_attention(
-            q, k_pages, v_pages, batch.block_table, batch.lengths, scale=scale
+            q,
+            k_pages,
+            v_pages,
+            batch.block_table,
+            batch.lengths,
+            scale=scale,
+            runs=batch.runs,
         )
     if batch.starts is None:
         return cascade(q, k_pages, v_pages, batch, scale)

@@ -33,10 +33,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.paged_attention import rows_of_a_run
 from sampler.draws import Buffers, greedy, hashed, sample_token, uniform
 from sampler.graphs import Graphs
 from sampler.model import Model
-from sampler.plan import Batch, Copies, Decode, Plan, to_device
+from sampler.plan import Batch, Copies, Decode, Plan, kernel_runs, to_device
 from sampler.request import Completion, Conversation, Request, make_request
 from sampler.scheduler import Scheduler
 
@@ -244,7 +245,11 @@ class Sampler:
             started = to_device(decode.started, self.device)
             self.newest[started] = to_device(decode.newest, self.device)
         rows = to_device(decode.rows, self.device)
-        batch = decode.batch.to(self.device)
+        batch = decode.batch
+        if self.device.type == "cuda":
+            most = rows_of_a_run(self.model.heads // self.model.kv_heads)
+            batch.runs = kernel_runs(batch.block_table, batch.lengths, self.pages.size, most)
+        batch = batch.to(self.device)
         batch.ids = self.newest[rows]
         tokens, logprobs = self._choose(self._logits(batch), decode)
         self.newest[rows] = tokens

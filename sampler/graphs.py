@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.paged_attention import LEVELS, RUN_FIELDS
 from sampler.model import Model
 from sampler.plan import Batch
 
@@ -45,6 +46,9 @@ class Graphs:
             slots=torch.full((size,), -1, dtype=torch.int64, device=device),
             block_table=torch.zeros(size, pages, dtype=torch.int32, device=device),
             lengths=torch.zeros(size, dtype=torch.int32, device=device),
+            runs=torch.zeros(
+                LEVELS * (size // 2) + size, RUN_FIELDS, dtype=torch.int32, device=device
+            ),
         )
 
     def decode(self, batch: Batch) -> Tensor:
@@ -57,6 +61,12 @@ class Graphs:
             buffer[:rows] = getattr(batch, name)
             buffer[rows:] = padding
         static.block_table[:rows, :width] = batch.block_table
+        if batch.runs is not None:
+            static.runs.zero_()
+            shared = len(batch.runs) - rows
+            static.runs[:shared] = batch.runs[:shared]
+            own = static.runs[-size:]
+            own[:rows] = batch.runs[shared:]
         if not self.captured:
             static.spans = batch.spans + [0] * (size - rows)
             static.cache = {}

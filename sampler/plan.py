@@ -4,15 +4,20 @@ A slot is where one token's key and value lie in the pool: page · page size + o
 Shapes: B rows, T tokens, W pages of the longest row.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.paged_attention import LEVELS, RUN_FIELDS
 from sampler.draws import hashed
 from sampler.request import Request
 
+# A run on CUDA is worth its pieces and their merge if it saves the reading of so many tokens (by
+# arithmetic: eight rows that start and merge one piece each, see TOKENS_PER_START there).
+LEAST_TOKENS = 256
 # (source, target) pages, to be copied in order: a later source may be an earlier target.
 Copies = list[tuple[int, int]]
 # (request, begin, end): the tokens begin:end of its conversation are to be prefilled.
@@ -72,12 +77,13 @@ class Batch:
     lengths: Tensor  # int32 [B]: tokens of each row, these included; 0 for padding
     starts: list[int] | None = None  # B + 1 numbers; None when decoding
     spans: list[int] | None = None  # `lengths` on the host; None in a CUDA graph
+    runs: Tensor | None = None  # int32 [R + B, 5]: kernels.paged_attention's, on CUDA
     cache: dict = field(default_factory=dict)  # what attention works out once for all layers
 
     def to(self, device: torch.device) -> "Batch":
-        arrays = [self.ids, self.positions, self.slots, self.block_table, self.lengths]
-        tensors = [None if array is None else to_device(array, device) for array in arrays]
-        return Batch(*tensors, self.starts, self.spans)
+        arrays = [self.ids, self.positions, self.slots, self.block_table, self.lengths, self.runs]
+        *tensors, runs = [None if array is None else to_device(array, device) for array in arrays]
+        return Batch(*tensors, self.starts, self.spans, runs)
 
 
 @dataclass
@@ -189,11 +195,12 @@ class Run:
     level: int
 
 
-def shared_runs(block_table: np.ndarray, least_pages: float) -> list[Run]:
+def shared_runs(block_table: np.ndarray, least_pages: float, levels: float = math.inf) -> list[Run]:
     """The pages that neighbours have in common, as a tree: a row's runs follow one another.
 
     block_table [B, W]: a row's last page is its own. A run that saves the reading of fewer pages
-    than `least_pages` is left to its rows, or to longer runs of fewer rows.
+    than `least_pages` is left to its rows, or to longer runs of fewer rows. A row has at most
+    `levels` runs.
     """
     equal = block_table[1:] == block_table[:-1]
     common = np.logical_and.accumulate(equal, 1).sum(1)  # pages shared with the next row
@@ -201,7 +208,7 @@ def shared_runs(block_table: np.ndarray, least_pages: float) -> list[Run]:
 
     def visit(begin: int, end: int, first: int, level: int) -> None:
         between = common[begin : end - 1]
-        if len(between) * (between.max(initial=0) - first) < least_pages:
+        if level == levels or len(between) * (between.max(initial=0) - first) < least_pages:
             return
         last = int(between.min())
         if last > first and len(between) * (last - first) >= least_pages:
@@ -214,3 +221,31 @@ def shared_runs(block_table: np.ndarray, least_pages: float) -> list[Run]:
 
     visit(0, len(block_table), 0, 0)
     return runs
+
+
+def kernel_runs(
+    block_table: np.ndarray, lengths: np.ndarray, page_size: int, most: int
+) -> np.ndarray:
+    """The runs of a batch as kernels.paged_attention takes them, int32 [R + B, 5].
+
+    A run of more than `most` rows is cut. R follows from B alone: of each level, runs before and
+    after the cut have two rows or more.
+    """
+    rows = len(block_table)
+    shared = np.zeros((LEVELS * (rows // 2), RUN_FIELDS), np.int32)
+    own = np.zeros((rows, RUN_FIELDS), np.int32)
+    own[:, 0] = np.arange(rows)
+    own[:, 1] = own[:, 0] + 1
+    own[:, 3] = lengths
+    own[:, 4] = LEVELS
+    pieces = []
+    for run in shared_runs(block_table, LEAST_TOKENS / page_size, LEVELS):
+        first, last = run.first * page_size, run.last * page_size
+        own[run.begin : run.end, 2] = last
+        for piece in np.array_split(
+            np.arange(run.begin, run.end), -((run.begin - run.end) // most)
+        ):
+            pieces.append((piece[0], piece[-1] + 1, first, last, run.level))
+    if pieces:
+        shared[: len(pieces)] = pieces
+    return np.concatenate((shared, own))

@@ -1,5 +1,6 @@
 """The sampler's attention: the cascade of a CPU against the plain form, and the packed prefill."""
 
+import importlib
 import random
 
 import numpy as np
@@ -8,11 +9,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_forms import needs_triton
+from mutants import load_mutant
 
-from kernels.paged_attention import reference
-from sampler import attention
-from sampler.plan import Batch, shared_runs
+from kernels.paged_attention import LEVELS, reference, triton_paged_attention
+from sampler import attention, plan
+from sampler.plan import Batch, kernel_runs, shared_runs
 
+# The package `kernels` exports a function under the name of this module.
+paged_attention = importlib.import_module("kernels.paged_attention")
 PAGE = 4
 
 
@@ -167,3 +172,95 @@ def test_varlen_prefill_passes_the_right_bounds(monkeypatch, gqa):
     assert torch.allclose(
         attention.packed_attention(*args), attention.row_attention(*args), atol=1e-5
     )
+
+
+# ---------------------------------------------------------------- runs of the Triton kernel
+
+
+@needs_triton
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    count=st.integers(1, 14),
+    page_size=st.sampled_from([3, 4, 16]),
+    heads=st.sampled_from([(1, 1), (4, 2), (7, 1)]),
+    least=st.sampled_from([1, 8, 10**6]),
+    block=st.sampled_from([16, 32]),
+    splits=st.sampled_from([None, 1, 3]),
+    queries=st.sampled_from([4, 64]),
+)
+def test_runs_change_nothing_but_the_reads(
+    seed, count, page_size, heads, least, block, splits, queries
+):
+    """The kernel with a batch's runs is plain attention for any tree of prefixes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "LEAST_TOKENS", least)
+        patch.setattr(paged_attention, "RUN_QUERIES", queries)
+        *tensors, batch, scale = decode_case(seed, count, page_size, *heads, size=16)
+        most = paged_attention.rows_of_a_run(heads[0] // heads[1])
+        runs = kernel_runs(batch.block_table.numpy(), np.array(batch.spans), page_size, most)
+        arguments = *tensors, batch.block_table, batch.lengths
+        config = {"block": block, "num_warps": 4, "num_stages": 1}
+        out = triton_paged_attention(
+            *arguments, scale=scale, runs=torch.from_numpy(runs), splits=splits, config=config
+        )
+        torch.testing.assert_close(out, reference(*arguments, scale=scale), rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 20), page_size=st.sampled_from([1, 4]))
+def test_runs_cover_each_token_of_a_row_once(seed, count, page_size):
+    table, lengths = random_tree(seed, count, page_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "LEAST_TOKENS", 1)
+        runs = kernel_runs(table, np.array(lengths), page_size, 4)
+    shared, own = np.split(runs, [-count])
+    for row, length in enumerate(lengths):
+        mine = [run for run in shared if run[0] <= row < run[1]] + [own[row]]
+        assert [run[2] for run in mine] == [0, *(run[3] for run in mine[:-1])]
+        assert mine[-1][3] == length
+        assert [run[4] for run in mine] == [*range(len(mine) - 1), LEVELS]
+
+
+def test_a_group_reads_its_prompt_once():
+    """Two groups of eight with a prompt of 64 pages: 16 · (64 + 2) pages become 2 · 64 + 16 · 2."""
+    prompts = np.arange(128).reshape(2, 64).repeat(8, 0)
+    table = np.concatenate((prompts, np.arange(200, 232).reshape(16, 2)), 1)
+    runs = kernel_runs(table, np.full(16, 66 * 16), 16, 8)
+    assert (runs[:, 3] - runs[:, 2]).sum() == (2 * 64 + 16 * 2) * 16
+
+
+RUN_MUTANTS = {  # name: (what stands in kernels/paged_attention.py, what the mutant has)
+    "last row forgotten": ("m < (end - begin) * SHARING", "m < (end - begin - 1) * SHARING"),
+    "levels in one part": ("level * shared_splits + split", "split"),
+    "parts that nobody wrote": ("torch.zeros_like(part_max)", "torch.ones_like(part_max)"),
+    "heads of other keys": ("m // SHARING * HQ + m % SHARING", "m"),
+    "each run begins at 0": ("first = run_first + split * piece", "first = split * piece"),
+}
+
+
+def run_check(function):
+    """A prompt of six rows, and a turn of three of them behind it."""
+    prompt, turn = [0, 1, 2], [3, 4]
+    table = [prompt + turn + [5 + i] for i in range(3)] + [prompt + [8 + i, 0, 0] for i in range(3)]
+    lengths = [24, 21, 23, 14, 13, 16]
+    torch.manual_seed(0)
+    q = torch.randn(6, 4, 16)
+    pages = torch.randn(2, 12, PAGE, 2, 16)
+    runs = kernel_runs(np.array(table, np.int32), np.array(lengths), PAGE, 8)
+    assert runs[:2].tolist() == [[0, 6, 0, 12, 0], [0, 3, 12, 20, 1]]
+    table, lengths, runs = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths, runs))
+    config = {"block": 16, "num_warps": 4, "num_stages": 1}
+    out = function(q, *pages, table, lengths, scale=0.5, runs=runs, splits=2, config=config)
+    expected = reference(q, *pages, table, lengths, scale=0.5)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", RUN_MUTANTS)
+def test_mutants_of_the_runs_are_caught(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "LEAST_TOKENS", 1)
+    run_check(triton_paged_attention)
+    mutant = load_mutant("kernels/paged_attention.py", *RUN_MUTANTS[name], tmp_path)
+    with pytest.raises(AssertionError):
+        run_check(mutant.triton_paged_attention)

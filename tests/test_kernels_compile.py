@@ -6,6 +6,7 @@ launches nothing: Triton binds, specialises and compiles each call as a GPU woul
 """
 
 import importlib
+import itertools
 import json
 import os
 import re
@@ -25,9 +26,9 @@ attention = importlib.import_module("kernels.paged_attention")
 linear_loss = importlib.import_module("kernels.linear_loss")
 grpo_loss = importlib.import_module("kernels.token_loss")
 ROOT = Path(__file__).parent.parent
-ARCHITECTURES = (80, 90)  # A100, H100 and H200
+ARCHITECTURES = (80, 90, 100)  # A100, H100 and H200, B200
 # Shared memory of one block, in bytes: what CUDA lets a program ask for.
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 BF16 = torch.bfloat16
 
 
@@ -93,6 +94,7 @@ def launch_attention(Hq, Hkv, Dh, page_size, dtype):
         torch.zeros(4, 3, dtype=torch.int32),
         torch.ones(4, dtype=torch.int32),
         scale=Dh**-0.5,
+        runs=torch.zeros(8, attention.RUN_FIELDS, dtype=torch.int32),
     )
 
 
@@ -235,10 +237,11 @@ def test_no_register_spills_and_shared_memory_fits(records):
 
 
 def test_shared_memory_is_what_the_waves_are_planned_with(records):
-    for record in bf16_attention(records):
+    launches = bf16_attention(records)  # of runs, and then of the rows' own tokens
+    for record, queries in zip(launches, itertools.cycle((attention.RUN_QUERIES, 16))):
         head_bytes = 2 * int(re.search(r"heads of (\d+)", record["launch"])[1])
         config = attention.choose_config(head_bytes)
-        planned = attention.shared_memory(config, head_bytes)
+        planned = attention.shared_memory(config, head_bytes, queries)
         assert record["shared"] <= planned <= 1.4 * record["shared"], label(record)
 
 

@@ -200,7 +200,7 @@ def test_split_count_is_the_cheapest_and_no_piece_is_shorter_than_a_block(
         return waves * (piece + attention.TOKENS_PER_START)
 
     splits = attention.split_count(rows, kv_heads, capacity, block, at_once)
-    most = min(attention.MAX_SPLITS, math.ceil(capacity / block))
+    most = min(attention.MAX_PARTS, math.ceil(capacity / block))
     assert 1 <= splits <= most
     assert all(cost(splits) <= cost(other) for other in (1, most, max(1, splits - 1)))
 
@@ -556,23 +556,26 @@ ATTENTION_MUTANTS = {  # name: (what stands in kernels/paged_attention.py, what 
     "no scale": ('input_precision="ieee") * scale', 'input_precision="ieee")'),
     "natural scale for base 2": ("scale * math.log2(math.e)", "scale"),
     "heads of a group strided": (
-        "head = row * HQ + kv_head * SHARING + g",
-        "head = row * HQ + g * HKV + kv_head",
+        "HQ + kv_head * SHARING  # the first one",
+        "HQ + kv_head  # the first one",
     ),
     "key head of the neighbour": ("(slot * HKV + kv_head)", "(slot * HKV + HKV - 1 - kv_head)"),
     "sum not rescaled": ("running_sum * shrink + ", "running_sum + "),
     "values not rescaled": ("acc * shrink[:, None] + mixed", "acc + mixed"),
     "merge reads the next head's pieces": (
-        "mask=split < splits, other=0.0",
-        "mask=split < SPLITS_PADDED, other=0.0",
+        "mask=part < parts, other=0.0",
+        "mask=part < PARTS_PADDED, other=0.0",
     ),
-    "merge without rescaling": ("tl.exp2(piece_max - tl.max(piece_max, 0))", "1.0"),
-    "merge takes empty pieces": ("used = piece_sum != 0.0", "used = piece_sum == piece_sum"),
+    "merge without rescaling": ("tl.exp2(part_max - tl.max(part_max, 0))", "1.0"),
+    "merge takes empty pieces": ("used = part_sum != 0.0", "used = part_sum == part_sum"),
     "padding row divides by zero": ("tl.where(total == 0.0, 1.0, total)", "total"),
     "offset in page lost": ("(start % PAGE + j)", "j"),
     "first page for a whole block": ("(start + j) // PAGE", "(start + 0 * j) // PAGE"),
-    "table of the first row": ("at = row * row_stride + start", "at = start"),
-    "pieces overlap": ("last = tl.minimum(first + piece, length)", "last = length"),
+    "table of the first row": (
+        "block_table_ptr + begin.to(tl.int64) * row_stride",
+        "block_table_ptr",
+    ),
+    "pieces overlap": ("last = tl.minimum(first + piece, run_last)", "last = run_last"),
     "reference reads what others left": (
         "torch.where(valid, slots, slots[:, :1])",
         "slots.clamp(0, len(k_pages) - 1)",
