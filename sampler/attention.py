@@ -59,7 +59,7 @@ def store(new: Tensor, pages: Tensor, slots: Tensor) -> None:
 
 def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float) -> Tensor:
     """Causal attention of q [T, Hq, Dh] over its rows' pages -> [T, Hq, Dh]."""
-    if batch.starts is None and q.is_cuda:
+    if batch.starts is None and (q.is_cuda or kernels.use_triton(q)):
         return kernels.paged_attention(
             q,
             k_pages,

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import kernels
 from kernels.paged_attention import rows_of_a_run
 from sampler.draws import Buffers, greedy, hashed, sample_token, uniform
 from sampler.graphs import Graphs
@@ -62,10 +63,9 @@ class Sampler:
         sampler.close(talk)         # gives the pages back
 
     max_tokens: tokens that the KV pool holds, over all conversations. page_size: tokens per page
-    (default 16; on CUDA 64; 256 lets flash-attn decode, if it is installed). max_sequences: rows
-    that run together at most. prefill_chunk: tokens prefilled in one step at most, so that a long
-    prompt does not starve the rows that decode (default 512; on CUDA 8,192). dtype: of weights and
-    cache (default the model's; on CUDA bf16).
+    (default 16; on CUDA 64). max_sequences: rows that run together at most. prefill_chunk: tokens
+    prefilled in one step at most, so that a long prompt does not starve the rows that decode
+    (default 512; on CUDA 8,192). dtype: of weights and cache (default the model's; on CUDA bf16).
 
     The rest is for measurements and tests. share_prompts=False prefills every prompt by itself.
     overlap and buckets: see the head of this file; on for CUDA.
@@ -246,7 +246,7 @@ class Sampler:
             self.newest[started] = to_device(decode.newest, self.device)
         rows = to_device(decode.rows, self.device)
         batch = decode.batch
-        if self.device.type == "cuda":
+        if kernels.use_triton(self.pool):
             most = rows_of_a_run(self.model.heads // self.model.kv_heads)
             batch.runs = kernel_runs(batch.block_table, batch.lengths, self.pages.size, most)
         batch = batch.to(self.device)

@@ -147,7 +147,7 @@ def named_weights(model) -> Iterator[tuple[str, Tensor | None]]:
 
 def plain_fp32(x: Tensor) -> bool:
     """Whether the operations below have a form of their own for x."""
-    return x.dtype == torch.float32 and not x.is_cuda
+    return x.dtype == torch.float32 and not (x.is_cuda or kernels.use_triton(x))
 
 
 def add_rms_norm(x, residual, weight, eps):

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_forms import needs_triton
 from mutants import load_mutant
 
+import kernels
 from kernels.paged_attention import LEVELS, reference, triton_paged_attention
-from sampler import attention, plan
+from sampler import Sampler, attention, plan
 from sampler.plan import Batch, kernel_runs, shared_runs
 
 # The package `kernels` exports a function under the name of this module.
@@ -264,3 +266,41 @@ def test_mutants_of_the_runs_are_caught(name, tmp_path, monkeypatch):
     mutant = load_mutant("kernels/paged_attention.py", *RUN_MUTANTS[name], tmp_path)
     with pytest.raises(AssertionError):
         run_check(mutant.triton_paged_attention)
+
+
+@needs_triton
+@pytest.mark.parametrize("buckets", [False, True])
+def test_a_sampler_on_the_kernels_chooses_the_same_tokens(buckets, monkeypatch):
+    """Groups of a shared prompt, a second turn, and padded batches; all kernels are Triton's."""
+    model = tiny.model("qwen3")
+    prompts = [[i, *range(12)] for i in (1, 1, 2, 2)]
+
+    def answers():
+        sampler = Sampler(model, max_tokens=400, page_size=4, buckets=buckets, max_sequences=6)
+        talks = [sampler.open() for _ in prompts]
+        given = prompts
+        for _ in range(2):
+            requests = [
+                sampler.submit(talk, tokens, max_new_tokens=2, seed=seed)
+                for seed, (talk, tokens) in enumerate(zip(talks, given, strict=True))
+            ]
+            while sampler.busy:
+                sampler.step()
+            given = [[5, 6]] * len(prompts)
+        return [request.completion for request in requests]
+
+    plain = answers()
+    monkeypatch.setenv("MARS_KERNELS", "triton")
+    monkeypatch.setattr(plan, "LEAST_TOKENS", 1)
+    read = []
+    launch = kernels.paged_attention
+
+    def watched(*args, runs, **options):
+        read.append(int(runs[: -len(args[0])].any(1).sum()))
+        return launch(*args, runs=runs, **options)
+
+    monkeypatch.setattr(kernels, "paged_attention", watched)
+    for mine, theirs in zip(answers(), plain, strict=True):
+        assert mine.tokens == theirs.tokens
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    assert max(read) >= 2, "both groups read their prompt together"
