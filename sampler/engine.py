@@ -205,7 +205,7 @@ class Sampler:
     def load_weights(self, model) -> None:
         """Copies the weights in. All pages are forgotten, and recomputed when they are next used.
 
-        ValueError unless `model` is the one that the sampler was built from but for its weights.
+        model: the one that the sampler was built from, but for its weights.
         """
         self._postprocess()
         self.scheduler.release_all()

@@ -31,6 +31,9 @@ from sampler.pages import Pages
 from sampler.plan import Batch, Copies, Decode, Plan, Rows, plan_decode, plan_prefill
 from sampler.request import Completion, Conversation, Request
 
+# Sums since the start, and behind them what is so now.
+STATS = "prefilled_tokens decoded_tokens shared_tokens preemptions".split()
+STATS += "running waiting pages_in_use".split()
 number_of = attrgetter("number")
 age_of = attrgetter("age")
 
@@ -55,18 +58,7 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk
         self.share_prompts = share_prompts
         self.numbers = itertools.count()
-        self.stats = dict.fromkeys(
-            (
-                "prefilled_tokens",
-                "decoded_tokens",
-                "shared_tokens",
-                "preemptions",
-                "running",
-                "waiting",
-                "pages_in_use",
-            ),
-            0,
-        )
+        self.stats = dict.fromkeys(STATS, 0)
         self.rows = Rows(max_sequences, pages)
         self.live: set[Conversation] = set()
         self.requests: dict[int, Request] = {}  # the open ones, by number
