@@ -13,78 +13,27 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
 
 from sampler import Sampler, hashed, sample_token, uniform
 
-V = 96
+V = tiny.SHAPE["vocab_size"]
 PAGE = 4
-SMALL = dict(
-    vocab_size=V,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=256,
-    initializer_range=0.3,
-    eos_token_id=None,
-    bos_token_id=None,
-    pad_token_id=None,
-)
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-QWEN2 = (Qwen2ForCausalLM, Qwen2Config)
-QWEN3 = (Qwen3ForCausalLM, Qwen3Config)
-LLAMA = (LlamaForCausalLM, LlamaConfig)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
 KINDS = {
-    "qwen3 grouped tied": (
-        *QWEN3,
-        dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
-    ),
-    "qwen3 multi-head": (
-        *QWEN3,
-        dict(num_key_value_heads=4, head_dim=8, tie_word_embeddings=False),
-    ),
-    "qwen2 grouped": (*QWEN2, dict(num_key_value_heads=1, tie_word_embeddings=False)),
-    "qwen2 multi-head tied": (*QWEN2, dict(num_key_value_heads=4, tie_word_embeddings=True)),
-    "llama grouped": (*LLAMA, dict(num_key_value_heads=2)),
+    "qwen3 grouped tied": ("Qwen3", dict(head_dim=16, tie_word_embeddings=True)),
+    "qwen3 multi-head": ("Qwen3", dict(num_key_value_heads=4, tie_word_embeddings=False)),
+    "qwen2 grouped": ("Qwen2", dict(num_key_value_heads=1, tie_word_embeddings=False)),
+    "qwen2 multi-head tied": ("Qwen2", dict(num_key_value_heads=4, tie_word_embeddings=True)),
+    "llama grouped": ("Llama", {}),
     "llama biased yarn": (
-        *LLAMA,
-        dict(
-            num_key_value_heads=4,
-            tie_word_embeddings=True,
-            attention_bias=True,
-            mlp_bias=True,
-            rope_parameters=YARN,
-        ),
+        "Llama",
+        dict(num_key_value_heads=4, attention_bias=True, mlp_bias=True, rope_parameters=YARN),
     ),
-    "mistral": (
-        MistralForCausalLM,
-        MistralConfig,
-        dict(num_key_value_heads=2, head_dim=16, sliding_window=None),
-    ),
-    "smollm3": (
-        SmolLM3ForCausalLM,
-        SmolLM3Config,
-        dict(num_key_value_heads=2, no_rope_layers=[1, 0]),
-    ),
+    "mistral": ("Mistral", dict(head_dim=16, sliding_window=None)),
+    "smollm3": ("SmolLM3", dict(no_rope_layers=[1, 0])),
 }
 LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, 5 * PAGE, 23)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -92,16 +41,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 @functools.cache
 def model_of(kind, seed=0):
-    """A random tiny model with biases and norms that matter."""
-    cls, config, options = KINDS[kind]
-    torch.manual_seed(seed)
-    model = cls(config(**SMALL, **options)).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, 0.0, 0.2)
-        elif "norm" in name:
-            torch.nn.init.normal_(parameter, 1.0, 0.2)
-    return model
+    name, options = KINDS[kind]
+    return tiny.lively(name, seed, **options)
 
 
 def prompts_of(lengths=LENGTHS, seed=0):
@@ -212,12 +153,7 @@ def test_bf16_turns_draws_and_new_weights(device):
     bf16.
     """
 
-    def build(seed):
-        torch.manual_seed(seed)
-        config = Qwen3Config(**SMALL | dict(hidden_size=256), num_key_value_heads=2, head_dim=64)
-        return Qwen3ForCausalLM(config).eval()
-
-    models = [build(0), build(1)]
+    models = [tiny.lively("Qwen3", seed, hidden_size=256, head_dim=64) for seed in range(2)]
     worst = 0.0
     worst_stock = 0.0
     sampler = Sampler(
@@ -464,24 +400,6 @@ def test_prompts_share_the_full_pages_with_which_they_begin():
     assert nothing_leaked(sampler)
 
 
-def test_idle_conversations_give_way_and_come_back():
-    """New work gets the pages of talks that wait for tools; they go on as if nothing happened."""
-    kind = "qwen2 multi-head tied"
-    prompts = prompts_of((20, 21, 22))
-    sampler = make(kind, max_tokens=72)
-    idle = [sampler.open() for _ in prompts]
-    for conversation, prompt in zip(idle, prompts, strict=True):
-        sampler.submit(conversation, prompt, max_new_tokens=2, temperature=0)
-    finish(sampler)
-    before = [list(conversation.tokens) for conversation in idle]
-    sampler.generate([prompt_of(40, seed=9)], max_new_tokens=8)
-    assert sampler.stats["preemptions"] > 0
-    for conversation in idle:
-        sampler.submit(conversation, [5], max_new_tokens=4, temperature=0)
-    for tokens, completion in zip(before, finish(sampler), strict=True):
-        assert completion.tokens == generated(kind, tuple(tokens + [5]), 4)
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_stop_tokens(overlap):
     """A stop token ends a row and belongs to it; nothing sampled after it is seen."""
@@ -594,6 +512,7 @@ def test_any_history_gives_the_same_answers(seed, pages, rows, chunk, lag):
             step()
     while sampler.busy:
         step()
+    assert all(c.request is None for c in conversations)
     roomy = make(kind)
     for request, tokens in answers:
         assert request.error is None
@@ -675,24 +594,12 @@ def test_a_request_that_just_fits_is_taken():
 @pytest.mark.parametrize("options", [{}, dict(overlap=True, buckets=True)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_raises_at_once(options, temperature):
-    cls, config, extra = KINDS["llama grouped"]
-    model = cls(config(**SMALL, **extra)).eval()
+    model = tiny.lively("Llama")
     torch.nn.init.constant_(model.model.embed_tokens.weight[7], math.nan)
     sampler = Sampler(model, max_tokens=64, page_size=PAGE, **options)
     sampler.generate([[1, 2, 3]], max_new_tokens=1, stop_ids=[7])
     with pytest.raises(FloatingPointError, match="NaN"):
         sampler.generate([[1, 2, 7, 4], [5, 6]], max_new_tokens=6, temperature=temperature)
-
-
-def test_a_closed_request_ends_with_an_error():
-    sampler = make("llama grouped")
-    conversation = sampler.open()
-    request = sampler.submit(conversation, [1, 2], max_new_tokens=3)
-    sampler.step()
-    sampler.close(conversation)
-    assert request.done
-    assert "was closed" in request.error
-    assert nothing_leaked(sampler)
 
 
 def test_what_a_page_held_before_reaches_nobody():
