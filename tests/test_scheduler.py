@@ -245,24 +245,6 @@ def test_histories_notice_page_copies_that_are_made_all_at_once(monkeypatch):
             History(seed).run()
 
 
-def test_a_fork_of_a_fork_in_one_admission():
-    """The leader gives way between two forks of its prompt; the second copies the first's copy."""
-    engine = make(max_tokens=4 * PAGE)
-    prompt = [1, 2, 3, 4, 5, 6]
-    engine.submit(engine.open(), prompt, max_new_tokens=1)
-    run_all(engine)
-    first = engine.submit(engine.open(), prompt, max_new_tokens=2, seed=1)
-    second = engine.submit(engine.open(), prompt, max_new_tokens=2, seed=2)
-    copy_pages = engine._copy_pages
-    with mock.patch.object(engine, "_copy_pages", side_effect=copy_pages) as copied:
-        engine.step()
-    (_, target), (source, _) = copied.call_args_list[0].args[0]
-    assert source == target
-    run_all(engine)
-    check_answer(first, prompt)
-    check_answer(second, prompt)
-
-
 # ---------------------------------------------------------------- prompts that begin alike
 
 
@@ -353,21 +335,3 @@ def test_the_oldest_request_is_never_starved():
         assert steps <= 36
     assert engine.stats["preemptions"] > 0
     check_answer(first, range(8))
-
-
-def test_preemption_does_not_look_at_every_conversation():
-    """Thousands of conversations may live; who gives way is found without walking over them."""
-
-    class Unwalked(set):
-        def __iter__(self):
-            raise AssertionError("walked over all live conversations")
-
-    engine = make(max_tokens=8 * PAGE)
-    engine.scheduler.live = Unwalked()
-    requests = []
-    for seed in range(30):
-        requests.append(engine.submit(engine.open(), [seed % V] * 6, max_new_tokens=9, seed=seed))
-    run_all(engine)
-    assert engine.stats["preemptions"] > 10
-    for request in requests:
-        check_answer(request, request.given)
