@@ -110,8 +110,6 @@ def check_state(engine):
     assert sorted(scheduler.requests) == sorted(numbers + [r.number for r in running])
     assert all(c.request in (None, *scheduler.requests.values()) for c in scheduler.live)
 
-    idle = [c for c in scheduler.live if c.block_table and c.idle]
-    assert scheduler.idle == sorted(idle, key=lambda c: c.age)
     assert scheduler.prompts == sorted(scheduler.holders)
     holders = [c for members in scheduler.holders.values() for c in members]
     assert set(holders) == {c for c in scheduler.live if c.block_table}
@@ -311,6 +309,19 @@ def test_histories_notice_a_fork_of_what_is_not_prefilled_yet(monkeypatch):
     with pytest.raises(AssertionError):
         for seed in range(80):
             History(seed).run()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_turn_prefills_what_is_new_and_nothing_twice(overlap):
+    """Its own tokens and the last sampled one, but for the newest, which the first step reads."""
+    engine = make(overlap=overlap)
+    talk = engine.open()
+    for turn in range(3):
+        request = engine.submit(talk, [1, 2, 3], max_new_tokens=4, seed=turn)
+        context = list(talk.tokens)
+        run_all(engine)
+        check_answer(request, context)
+        assert engine.stats["prefilled_tokens"] == 3 * (turn + 1) - 1
 
 
 # ---------------------------------------------------------------- who goes first
