@@ -42,21 +42,12 @@ class Scheduler:
     """Hands out rows and pages; see the head of this file.
 
     prefill_chunk: tokens prefilled in one step at most, so that a long prompt does not starve the
-    rows that decode. share_prompts is off only to measure what sharing brings.
+    rows that decode.
     """
 
-    def __init__(
-        self,
-        *,
-        pages: int,
-        page_size: int,
-        max_sequences: int,
-        prefill_chunk: int,
-        share_prompts: bool = True,
-    ):
+    def __init__(self, *, pages: int, page_size: int, max_sequences: int, prefill_chunk: int):
         self.pages = Pages(pages, page_size)
         self.prefill_chunk = prefill_chunk
-        self.share_prompts = share_prompts
         self.numbers = itertools.count()
         self.stats = dict.fromkeys(STATS, 0)
         self.rows = Rows(max_sequences, pages)
@@ -349,7 +340,7 @@ class Scheduler:
         holder of a prompt can still be prefilling: every later one forked it.
         """
         prompt = conversation.prompt
-        if conversation.block_table or not self.share_prompts:
+        if conversation.block_table:
             return None, 0
         if prompt in self.holders:
             return self.holders[prompt][0], len(prompt) - 1

@@ -268,7 +268,6 @@ def test_full_pages_that_prompts_have_in_common_are_prefilled_once(chunk):
     prompts = [[*stem, 20 + i, 28] for i in range(5)]
     own = 1 + 1  # the stem's token behind its full pages, and the prompt's own but for its last
     assert prefilled(prompts, prefill_chunk=chunk) == 2 * PAGE + 5 * own
-    assert prefilled(prompts, prefill_chunk=chunk, share_prompts=False) == 5 * (2 * PAGE + own)
 
 
 def test_prompts_that_begin_alike_are_shared_along_a_tree():

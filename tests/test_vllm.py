@@ -359,21 +359,17 @@ def test_a_fault_is_asked_again_and_leaves_no_trace(engine, folder, name):
     assert not sampler.busy and sampler.pages_in_use == 0
 
 
-def test_a_fault_that_lasts_is_one_sentence(engine, folder):
+def test_a_fault_that_lasts_is_one_sentence_and_a_refusal_is_not_repeated(engine, folder):
     sampler = connected(engine, folder=folder, seconds=1.0)
-    engine.faults += [FAULTS["cut"]] * 1000
-    with pytest.raises(Lost, match=r"no answer within 1 seconds \(.*http"):
-        one(sampler)
-    assert len(asked(engine)) >= 2, "it was asked again"
-    assert not sampler.busy and sampler.pages_in_use == 0
-
-
-def test_a_request_that_is_refused_is_not_repeated(engine, folder):
-    sampler = connected(engine, folder=folder)
     engine.faults += [status(400)]
     with pytest.raises(Lost, match="HTTP 400"):
         one(sampler)
     assert len(asked(engine)) == 1
+    engine.faults += [FAULTS["cut"]] * 1000
+    with pytest.raises(Lost, match=r"no answer within 1 seconds \(.*http"):
+        one(sampler)
+    assert len(asked(engine)) >= 3, "it was asked again"
+    assert not sampler.busy and sampler.pages_in_use == 0
 
 
 def test_a_lost_server_leaves_its_conversations_to_the_others(engine, folder, other):
