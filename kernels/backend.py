@@ -4,7 +4,6 @@ The environment variable MARS_KERNELS=reference or MARS_KERNELS=triton forces on
 CPU tensors means Triton's interpreter, which is slow and meant for tests.
 """
 
-import math
 import os
 
 from config import UserError
@@ -50,12 +49,6 @@ def use_triton(tensor) -> bool:
             "set TRITON_INTERPRET=1 too."
         )
     return True
-
-
-def check_clip(clip_low: float, clip_high: float) -> None:
-    """ValueError for a NaN, which compares as neither inside nor outside and hides the clip."""
-    if math.isnan(clip_low) or math.isnan(clip_high):
-        raise ValueError(f"a clip is NaN: clip_low {clip_low}, clip_high {clip_high}")
 
 
 def misfit(kernel: str, **inputs) -> ValueError:

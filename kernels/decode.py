@@ -83,13 +83,15 @@ def add_rms_norm(x, residual, weight, eps):
     ValueError otherwise.
     """
     B, D = x.shape
-    if weight.shape != (D,) or (residual is not None and residual.shape != x.shape):
-        raise misfit("add_rms_norm", x=x, residual=residual, weight=weight)
-    if not use_triton(x):
-        return add_rms_norm_reference(x, residual, weight, eps)
     add = residual is not None
-    if not one_layout(x.dtype, x, weight, residual if add else x):
+    by_triton = use_triton(x)
+    fits = weight.shape == (D,) and (not add or residual.shape == x.shape)
+    if by_triton:
+        fits &= one_layout(x.dtype, x, weight, residual if add else x)
+    if not fits:
         raise misfit("add_rms_norm", x=x, residual=residual, weight=weight)
+    if not by_triton:
+        return add_rms_norm_reference(x, residual, weight, eps)
     normed = torch.empty_like(x)
     new_residual = torch.empty_like(x) if add else x
     add_rms_norm_kernel[(B,)](
@@ -129,8 +131,8 @@ def qk_norm_rope_store_reference(qkv, q_weight, k_weight, cos, sin, slots, k_pag
         slots = slots[stored]
         k = k[stored]
         v = v[stored]
-    k_pages.view(-1, Hkv, Dh)[slots] = k
-    v_pages.view(-1, Hkv, Dh)[slots] = v
+    k_pages.view(-1, Hkv, Dh)[slots] = k.to(k_pages.dtype)
+    v_pages.view(-1, Hkv, Dh)[slots] = v.to(v_pages.dtype)
     return q.contiguous()
 
 
@@ -214,14 +216,15 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_page
     qkv [B, (Hq + 2·Hkv)·Dh]: queries, keys, values; q_weight, k_weight [Dh], or both None for a
     model without QK norm; cos, sin [B, Dh] at each row's position (halves repeated, as transformers
     gives them), in qkv's dtype or fp32; slots [B] int64: page · page_size + offset, or −1 = store
-    nothing; k_pages, v_pages [pages, page_size, Hkv, Dh]. Returns q [B, Hq, Dh].
+    nothing; k_pages, v_pages [pages, page_size, Hkv, Dh], outside the kernel also of a
+    wider type than qkv. Returns q [B, Hq, Dh].
     ValueError if shapes or types do not fit; the kernel takes a Dh that is a power of two.
     """
     Hkv, Dh = k_pages.shape[2:]
     B, width = qkv.shape
     heads = width // Dh
-    inputs = {"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
-    inputs |= {"slots": slots, "k_pages": k_pages, "v_pages": v_pages}
+    norm = q_weight is not None
+    by_triton = use_triton(qkv)
     fits = (
         width == heads * Dh
         and heads > 2 * Hkv
@@ -229,24 +232,24 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_page
         and cos.shape == sin.shape == (B, Dh)
         and slots.shape == (B,)
         and slots.dtype == torch.int64
-        and (q_weight is None) == (k_weight is None)
+        and norm == (k_weight is not None)
     )
+    if fits and by_triton:
+        weights = (q_weight, k_weight) if norm else ()
+        fits = (
+            one_layout(qkv.dtype, qkv, k_pages, v_pages, *weights)
+            and one_layout(cos.dtype, cos, sin)
+            and cos.dtype in (qkv.dtype, torch.float32)
+            and Dh & (Dh - 1) == 0
+        )
     if not fits:
+        inputs = {"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
+        inputs |= {"slots": slots, "k_pages": k_pages, "v_pages": v_pages}
         raise misfit("qk_norm_rope_store", **inputs)
-    if not use_triton(qkv):
+    if not by_triton:
         return qk_norm_rope_store_reference(
             qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps
         )
-    norm = q_weight is not None
-    weights = (q_weight, k_weight) if norm else ()
-    fits = (
-        one_layout(qkv.dtype, qkv, k_pages, v_pages, *weights)
-        and one_layout(cos.dtype, cos, sin)
-        and cos.dtype in (qkv.dtype, torch.float32)
-        and Dh & (Dh - 1) == 0
-    )
-    if not fits:
-        raise misfit("qk_norm_rope_store", **inputs)
     Hq = heads - 2 * Hkv
     q = torch.empty(B, Hq, Dh, dtype=qkv.dtype, device=qkv.device)
     qk_norm_rope_store_kernel[(B, heads)](
@@ -294,12 +297,12 @@ def silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constex
 
 def silu_mul(gate_up):
     """silu(gate) · up for gate_up [B, 2·F], the merged gate and up products. Returns [B, F]."""
-    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+    by_triton = use_triton(gate_up)
+    odd = gate_up.dim() != 2 or gate_up.shape[1] % 2
+    if odd or by_triton and not gate_up.is_contiguous():
         raise misfit("silu_mul", gate_up=gate_up)
-    if not use_triton(gate_up):
+    if not by_triton:
         return silu_mul_reference(gate_up)
-    if not gate_up.is_contiguous():
-        raise misfit("silu_mul", gate_up=gate_up)
     B = gate_up.shape[0]
     width = gate_up.shape[1] // 2
     out = torch.empty(B, width, dtype=gate_up.dtype, device=gate_up.device)

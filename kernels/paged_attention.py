@@ -366,36 +366,25 @@ def check(q, k_pages, v_pages, block_table, lengths):
         and q.dtype == k_pages.dtype == v_pages.dtype
     )
     if not fits:
-        raise misfit(
-            "paged_attention",
-            q=q,
-            k_pages=k_pages,
-            v_pages=v_pages,
-            block_table=block_table,
-            lengths=lengths,
-        )
+        inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages}
+        raise misfit("paged_attention", **inputs, block_table=block_table, lengths=lengths)
 
 
 def check_triton(q, k_pages, v_pages, lengths):
     """ValueError for what the kernels do not take beyond `check`."""
-    Dh = q.shape[2]
-    if not all(x.is_contiguous() for x in (q, k_pages, v_pages, lengths)):
-        raise ValueError("paged_attention: q, the pages and lengths must be contiguous")
-    if Dh not in (16, 32, 64, 128, 256):
-        raise ValueError(f"paged_attention: heads are 16, 32, 64, 128 or 256 wide, not {Dh}")
-    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"paged_attention: the kernel takes fp32, fp16 or bf16, not {q.dtype}")
-    if not q.is_cuda and q.dtype == torch.bfloat16:
-        raise ValueError(
-            "paged_attention: Triton's interpreter gets bf16 wrong; "
-            "use fp32 or MARS_KERNELS=reference"
-        )
+    types = [torch.float32, torch.float16]
+    if q.is_cuda:  # Triton's interpreter gets bf16 wrong.
+        types.append(torch.bfloat16)
+    fits = q.shape[2] in (16, 32, 64, 128, 256) and q.dtype in types
+    if not fits or not all(x.is_contiguous() for x in (q, k_pages, v_pages, lengths)):
+        raise misfit("paged_attention", q=q, k_pages=k_pages, v_pages=v_pages, lengths=lengths)
 
 
 def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, runs=None):
     """Attention of one query token per row over its paged keys and values.
 
-    q [B, Hq, Dh]; k_pages, v_pages [pages, page_size, Hkv, Dh]; block_table [B, pages of a row]
+    q [B, Hq, Dh], Dh one of 16, 32, 64, 128, 256; k_pages, v_pages [pages, page_size, Hkv, Dh], all
+    fp32, fp16 or bf16; block_table [B, pages of a row]
     int32: a row's pages in order (those past its length are never read); lengths [B] int32, in
     tokens; scale: usually Dh^-0.5. Returns [B, Hq, Dh] in q's dtype. A row of length 0 (padding of
     a CUDA graph's bucket) gives zeros. ValueError if the shapes or types do not fit.

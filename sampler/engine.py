@@ -67,8 +67,7 @@ class Sampler:
     prefilled in one step at most, so that a long prompt does not starve the rows that decode
     (default 512; on CUDA 8,192). dtype: of weights and cache (default the model's; on CUDA bf16).
 
-    The rest is for measurements and tests. share_prompts=False prefills every prompt by itself.
-    overlap and buckets: see the head of this file; on for CUDA.
+    overlap and buckets, for tests: see the head of this file; on for CUDA.
     """
 
     failure = RuntimeError  # what a request that ends with an error raises
@@ -84,7 +83,6 @@ class Sampler:
         prefill_chunk: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        share_prompts: bool = True,
         overlap: bool | None = None,
         buckets: bool | None = None,
     ):
@@ -108,7 +106,6 @@ class Sampler:
             page_size=page_size,
             max_sequences=max_sequences,
             prefill_chunk=prefill_chunk,
-            share_prompts=share_prompts,
         )
         self.pages = self.scheduler.pages
         self.stats = self.scheduler.stats
@@ -206,7 +203,7 @@ class Sampler:
     def load_weights(self, model) -> None:
         """Copies the weights in. All pages are forgotten, and recomputed when they are next used.
 
-        ValueError unless `model` is the one that the sampler was built from but for its weights.
+        model: the one that the sampler was built from, but for its weights.
         """
         self._postprocess()
         self.scheduler.release_all()
@@ -306,12 +303,8 @@ class Sampler:
     ) -> list[Completion]:
         """Answers to `prompts`, in order. max_new_tokens: one number, or a list of one per prompt.
 
-        Row i draws from (seed, i).
+        Row i draws from (seed, i). For a sampler that nobody else uses meanwhile.
         """
-        if self.busy:
-            raise ValueError(
-                "generate was called while other requests run; finish them with step() first"
-            )
         wanted = max_new_tokens
         if isinstance(wanted, int):
             wanted = [wanted] * len(prompts)

@@ -26,22 +26,6 @@ from sampler.plan import Batch
 FAMILY = ("qwen2", "qwen3", "llama", "mistral", "smollm3")  # a config's model_type
 # The rotations whose inverse frequencies do not depend on a row's length.
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-# What decides a model's logits beside its weights.
-COMPUTATION = (
-    "model_type",
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "rms_norm_eps",
-    "rope_parameters",
-    "attention_bias",
-    "mlp_bias",
-    "no_rope_layers",
-)
 # On a CPU, packed weights are faster from about so many rows on.
 PACKED_ROWS = 8
 PACKED_TYPES = (torch.float32, torch.bfloat16)
@@ -70,10 +54,6 @@ def unsupported(config) -> str | None:
 
 def head_size(config) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def computation(config) -> dict[str, object]:
-    return {name: getattr(config, name, None) for name in COMPUTATION}
 
 
 # ---------------------------------------------------------------- weights
@@ -158,24 +138,15 @@ def add_rms_norm(x, residual, weight, eps):
     return F.rms_norm(residual, weight.shape, weight, eps), residual
 
 
-def silu_mul(gate_up):
-    """kernels.silu_mul."""
-    if not plain_fp32(gate_up):
-        return kernels.silu_mul(gate_up)
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
-
-
 def rotate_and_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps):
     """kernels.qk_norm_rope_store: qkv [T, (Hq + 2 · Hkv) · Dh] -> q [T, Hq, Dh].
 
     Keys and values go to their pages.
     """
-    pages = k_pages, v_pages
-    if k_pages.dtype != qkv.dtype:
-        return rotate_and_widen(qkv, q_weight, k_weight, cos, sin, slots, *pages, eps)
     if not plain_fp32(qkv):
-        return kernels.qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, *pages, eps)
+        return kernels.qk_norm_rope_store(
+            qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps
+        )
     kv_heads, size = k_pages.shape[2:]
     heads = qkv.unflatten(1, (-1, size))
     qk = heads[:, :-kv_heads]
@@ -188,29 +159,10 @@ def rotate_and_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages,
     first, second = qk.chunk(2, -1)
     turned = torch.cat((-second, first), -1)
     rotated = (qk * cos[:, None]).addcmul_(turned, sin[:, None])
-    slots = without_padding(slots)
+    slots = slots[: len(slots) - int((slots < 0).sum())]  # padding rows come last
     store(rotated[:, -kv_heads:], k_pages, slots)
     store(v, v_pages, slots)
     return rotated[:, :-kv_heads]
-
-
-def rotate_and_widen(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps):
-    """`rotate_and_store` for pages of a wider type; the values are rounded to qkv's type first."""
-    # Pages of one token each take keys and values in qkv's type.
-    scratch = qkv.new_empty(2, len(qkv), 1, *k_pages.shape[2:])
-    pages = torch.arange(len(qkv))
-    q = kernels.qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, pages, *scratch, eps)
-    slots = without_padding(slots)
-    store(scratch[0, :, 0], k_pages, slots)
-    store(scratch[1, :, 0], v_pages, slots)
-    return q
-
-
-def without_padding(slots: Tensor) -> Tensor:
-    """The slots of a batch on a CPU without those of padding rows, which come last."""
-    if slots[-1] >= 0:
-        return slots
-    return slots[: int((slots >= 0).sum())]
 
 
 # ---------------------------------------------------------------- the transformer
@@ -240,7 +192,6 @@ class Model:
         self.dtype = dtype
         self.device = device
         self.cache_dtype = cache_dtype(dtype, device)
-        self.computation = computation(config)
         self.tied = model.lm_head.weight is model.model.embed_tokens.weight
         self.weights: dict[str, Tensor | None] = {}
         self.packed: dict[str, Tensor] = {}
@@ -253,11 +204,7 @@ class Model:
         Matrices are kept as [in, out]. On a CPU that layout is up to twice as fast for few
         rows, so they are really transposed there, and a second copy is packed for many rows. On
         CUDA they are transposed views, and a tied head is the embedding itself.
-
-        ValueError unless `model` computes what the first one did, but for its weights.
         """
-        if computation(model.config) != self.computation:
-            raise ValueError("these are not weights of the sampler's model")
         cuda = self.device.type == "cuda"
         for name, value in named_weights(model):
             if value is None:
@@ -270,7 +217,12 @@ class Model:
             if matrix:
                 value = value.t()
             if name not in self.weights:
-                self.weights[name] = self.empty_weight(name, value.shape, viewed=matrix and cuda)
+                self.weights[name] = torch.empty_like(
+                    value,
+                    dtype=self.type_of(name),
+                    device=self.device,
+                    memory_format=torch.preserve_format if cuda else torch.contiguous_format,
+                )
             self.weights[name].copy_(value)
             if matrix and not cuda:
                 self.pack(name)
@@ -286,15 +238,6 @@ class Model:
                 parts = rows.split([module.out_features for module in modules])
                 for module, part in zip(modules, parts, strict=True):
                     alias(module, part)
-
-    def empty_weight(self, name: str, shape: torch.Size, *, viewed: bool) -> Tensor:
-        """Memory for a weight of this shape; `viewed`: it is a transposed view of its memory."""
-        if viewed:
-            shape = reversed(shape)
-        weight = torch.empty(*shape, dtype=self.type_of(name), device=self.device)
-        if viewed:
-            return weight.t()
-        return weight
 
     def type_of(self, name: str) -> torch.dtype:
         """The type in which a weight is kept."""
@@ -366,5 +309,5 @@ class Model:
             x = attention(q, k_pages, v_pages, batch, self.scale)
             x = self.linear(x.flatten(1), f"{i}.o")
             x, residual = add_rms_norm(x, residual, w[f"{i}.norm2"], self.eps)
-            x = self.linear(silu_mul(self.linear(x, f"{i}.gate_up")), f"{i}.down")
+            x = self.linear(kernels.silu_mul(self.linear(x, f"{i}.gate_up")), f"{i}.down")
         return add_rms_norm(x, residual, w["norm"], self.eps)[0]

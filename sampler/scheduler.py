@@ -31,6 +31,9 @@ from sampler.pages import Pages
 from sampler.plan import Batch, Copies, Decode, Plan, Rows, plan_decode, plan_prefill
 from sampler.request import Completion, Conversation, Request
 
+# Sums since the start, and behind them what is so now.
+STATS = "prefilled_tokens decoded_tokens shared_tokens preemptions".split()
+STATS += "running waiting pages_in_use".split()
 number_of = attrgetter("number")
 age_of = attrgetter("age")
 
@@ -39,34 +42,14 @@ class Scheduler:
     """Hands out rows and pages; see the head of this file.
 
     prefill_chunk: tokens prefilled in one step at most, so that a long prompt does not starve the
-    rows that decode. share_prompts is off only to measure what sharing brings.
+    rows that decode.
     """
 
-    def __init__(
-        self,
-        *,
-        pages: int,
-        page_size: int,
-        max_sequences: int,
-        prefill_chunk: int,
-        share_prompts: bool = True,
-    ):
+    def __init__(self, *, pages: int, page_size: int, max_sequences: int, prefill_chunk: int):
         self.pages = Pages(pages, page_size)
         self.prefill_chunk = prefill_chunk
-        self.share_prompts = share_prompts
         self.numbers = itertools.count()
-        self.stats = dict.fromkeys(
-            (
-                "prefilled_tokens",
-                "decoded_tokens",
-                "shared_tokens",
-                "preemptions",
-                "running",
-                "waiting",
-                "pages_in_use",
-            ),
-            0,
-        )
+        self.stats = dict.fromkeys(STATS, 0)
         self.rows = Rows(max_sequences, pages)
         self.live: set[Conversation] = set()
         self.requests: dict[int, Request] = {}  # the open ones, by number
@@ -76,7 +59,6 @@ class Scheduler:
         self.ending: list[Request] = []
         self.finished: list[Request] = []
         self.started: list[Request] = []  # began to decode in the step that is being planned
-        self.idle: list[Conversation] = []  # hold pages, but no row; the oldest first
         self.holders: dict[tuple, list[Conversation]] = {}  # prompt -> whose pages hold it
         self.prompts: list[tuple] = []  # the keys of `holders`, sorted
 
@@ -179,15 +161,19 @@ class Scheduler:
         """
         if unread and not self.prefilling and not self.decoding:
             return False  # the tokens that are under way may end their requests
-        for victim in reversed(self.idle[-2:]):
-            if victim is not conversation:
-                self._preempt(victim)
-                return True
-        return False
+        victim = self._youngest_idle(but=conversation)
+        if victim is None:
+            return False
+        self._preempt(victim)
+        return True
+
+    def _youngest_idle(self, but: Conversation | None = None) -> Conversation | None:
+        """The youngest conversation, other than `but`, that holds pages and no row."""
+        idle = [c for c in self.live if c.block_table and c.idle and c is not but]
+        return max(idle, key=age_of, default=None)
 
     def _enter(self, request: Request) -> None:
         conversation = request.conversation
-        self._remove_idle(conversation)
         self.pages.extend(conversation.block_table, len(conversation.tokens))
         self._hold(conversation)
         self.rows.enter(request)
@@ -228,8 +214,9 @@ class Scheduler:
 
     def _victim(self) -> Conversation:
         """Who gives way for a running row: the youngest idle one, or else the newest request's."""
-        if self.idle:
-            return self.idle[-1]
+        victim = self._youngest_idle()
+        if victim is not None:
+            return victim
         return max(self.prefilling + self.decoding, key=number_of).conversation
 
     def _preempt(self, conversation: Conversation) -> None:
@@ -242,21 +229,11 @@ class Scheduler:
     def _unschedule(self, request: Request) -> None:
         queue = self.decoding if request in self.decoding else self.prefilling
         queue.remove(request)
-        self._leave(request)
-        bisect.insort(self.waiting, request, key=number_of)
-
-    def _leave(self, request: Request) -> None:
         self.rows.leave(request)
-        bisect.insort(self.idle, request.conversation, key=age_of)
-
-    def _remove_idle(self, conversation: Conversation) -> None:
-        i = bisect.bisect_left(self.idle, conversation.age, key=age_of)
-        if i < len(self.idle) and self.idle[i] is conversation:
-            del self.idle[i]
+        bisect.insort(self.waiting, request, key=number_of)
 
     def _release(self, conversation: Conversation) -> None:
         """Gives its pages back."""
-        self._remove_idle(conversation)
         self._let_go(conversation)
         conversation.num_cached_tokens = 0
         self.pages.release(conversation.block_table)
@@ -345,7 +322,7 @@ class Scheduler:
         del self.requests[request.number]
         request.conversation.request = None
         if request.row is not None:
-            self._leave(request)
+            self.rows.leave(request)
 
     # ---- prompts that begin alike: read this later
     #
@@ -363,7 +340,7 @@ class Scheduler:
         holder of a prompt can still be prefilling: every later one forked it.
         """
         prompt = conversation.prompt
-        if conversation.block_table or not self.share_prompts:
+        if conversation.block_table:
             return None, 0
         if prompt in self.holders:
             return self.holders[prompt][0], len(prompt) - 1

@@ -4,15 +4,15 @@ A conversation lives here as token ids. Each request sends all of them and gets 
 back, never text, so a server holds nothing that could be lost: its prefix cache only spares work.
 
 New weights go by way of a folder that the servers can read: a model, or LoRA adapters beside the
-model that the server was started with. A server pauses, reloads, forgets its prefixes, resumes, and
-takes a version of ours last, so that a load that was cut short is noticed. vLLM's answer to a
-reload is not enough: it takes a model of another shape without a word. So a load counts when the
-version can be read back and the server's log-probs of a fixed prompt, the probe, are those of our
-own weights. And an answer counts only if its server held one and the same load throughout: one that
-was started anew, with the weights of its start, is noticed at its first answer and loads again.
+model that the server was started with. vLLM's answer to a reload is not enough: it takes a model of
+another shape without a word. So a load counts when the version that we give it last reads back, and
+the server's log-probs of a fixed prompt, the probe, are those of our own weights. An answer counts
+only if its server held one and the same load throughout: one that was started anew, with the
+weights of its start, is noticed at its first answer and loads again. All else that can be wrong
+with a distribution is found in each step's batch (--max_mismatch_kl).
 
-Whatever else goes wrong (a server that is lost or slow, 429, 5xx, an answer that does not hold what
-was asked for) is asked again, of the next server. Then `Lost` ends this trajectory and no other.
+Whatever goes wrong (a server that is lost or slow, 429, 5xx, an answer that does not hold what was
+asked for) is asked again, of the next server. Then `Lost` ends this trajectory and no other.
 
 Departures from `Sampler`: draws are the engine's own; with top_p below 1 the log-probs are those of
 the nucleus; how requests share batches depends on when they arrive.
@@ -38,7 +38,6 @@ from processes import from_first_rank, is_first
 from sampler.request import Completion, Conversation, Lost, Request
 
 PAUSE = 0.5  # seconds before what has failed is asked again
-REFUSED = (400, 401, 403, 404, 413, 422)  # understood, and refused for good
 LEAST, SLACK = -1e6, 1e-3  # a log-prob lies between them: bf16 rounds, also to above 0
 PREFIX = "mars-"  # of the versions of all runs' weights
 
@@ -68,10 +67,7 @@ class Server:
 
     def held(self) -> str:
         """The version of the weights that it holds now."""
-        version = self.send("/weight_info").json()["weight_version"]
-        if not isinstance(version, str):
-            raise ValueError(f"{version!r} is no version")
-        return version
+        return str(self.send("/weight_info").json()["weight_version"])
 
     def complete(self, version: str, prompt: list[int], **options) -> dict:
         """What follows a prompt. The model's generation_config fills all that a request omits."""
@@ -89,19 +85,6 @@ class Server:
         if choice["prompt_token_ids"] != prompt:
             raise ValueError("the answer is one to another request")
         return choice
-
-    def ask(self, version: str, context: list[int], request: Request) -> tuple[list, list]:
-        """(tokens, log-probs) of an answer to the whole context."""
-        choice = self.complete(
-            version,
-            context,
-            max_tokens=request.max_new_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            seed=request.seed,
-            stop_token_ids=sorted(request.stop_ids),
-        )
-        return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
     def score(self, version: str, tokens: list[int]) -> list[float]:
         """Log-probs of tokens[1:], each given those before it."""
@@ -150,53 +133,39 @@ def connect(urls: list[str], seconds: float, *, adapters: bool = False) -> list[
     return list(servers.values())
 
 
+@dataclass(eq=False)
 class Remote:
-    """Samples on `servers`, with the face that `Sampler` shows the driver.
+    """Samples on servers, with the face that `Sampler` shows the driver."""
 
-    vocabulary: token ids are below it. seconds: how long a request, or a round of new weights, is
-    tried again; one exchange may take as long. parallel: requests under way at once, at most.
+    servers: list[Server]
+    vocabulary: int  # token ids are below it
+    seconds: float  # a request, or a round of new weights, is tried again for so long
+    parallel: int  # requests under way at once, at most
+    # The path of a folder with the model's weights that all servers can read. Every rank calls it.
+    write: Callable
+    # Log-probs of tokens[1:] under the weights that are loaded next. Every rank calls it.
+    score: Callable[[list[int]], list[float]]
+    tolerance: float  # nats between the two sides' log-probs of the probe, in the mean, at most
 
-    write(model): the path of a folder with the model's weights that all servers can read.
-    score(tokens): log-probs of tokens[1:] under the weights that are loaded next. Every rank calls
-    both. tolerance: how far a server's log-probs of the probe may lie from those, in nats, in the
-    mean.
-    """
+    name: str = ""  # of this run, in the versions of its weights
+    folder: str = ""  # the weights that are to be sampled with
+    expected: list[float] = field(default_factory=list)  # their log-probs of the probe
+    rounds: int = 0  # of new weights so far
+    stats: dict[str, int] = field(default_factory=dict)
+    conversations: set[Conversation] = field(default_factory=set)  # open ones
+    requests: set[Request] = field(default_factory=set)  # open ones
+    answers: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
 
     failure = Lost  # what a request that has failed raises
 
-    def __init__(
-        self,
-        servers: list[Server],
-        *,
-        vocabulary: int,
-        seconds: float,
-        parallel: int,
-        write: Callable,
-        score: Callable[[list[int]], list[float]],
-        tolerance: float,
-    ):
-        self.servers = servers
-        self.vocabulary = vocabulary
-        self.positions = min(server.positions for server in servers)
-        self.seconds = seconds
-        self.parallel = parallel
-        self.write = write
-        self.score = score
-        self.tolerance = tolerance
-        # What the start's line prints as the sampler.
-        self.path = f"vLLM at {', '.join(server.url for server in servers)}"
+    def __post_init__(self):
+        self.path = f"vLLM at {', '.join(server.url for server in self.servers)}"
+        self.positions = min(server.positions for server in self.servers)
         length = min(32, self.positions - 1)
-        self.probe = [37 * i % min(vocabulary, 1000) for i in range(1, length + 1)]
-        self.name = ""  # of this run, in the versions of its weights
-        self.folder = ""  # the weights that are to be sampled with
-        self.expected: list[float] = []  # their log-probs of the probe
-        self.syncs = 0  # rounds of new weights so far
-        self.failures: list[str] = []  # why tries have failed
-        self.stats = dict.fromkeys(("decoded_tokens", "running", "waiting", "pages_in_use"), 0)
-        self.conversations: set[Conversation] = set()  # open ones
-        self.requests: set[Request] = set()  # open ones
-        self.answers: queue.SimpleQueue = queue.SimpleQueue()
-        self.turns = threading.Semaphore(parallel)
+        self.probe = [37 * i % min(self.vocabulary, 1000) for i in range(1, length + 1)]
+        self.turns = threading.Semaphore(self.parallel)
+        self.stats["decoded_tokens"] = 0
+        self._count_load()
 
     # ---- what callers use
 
@@ -256,27 +225,32 @@ class Remote:
         """The requests that have been answered; waits a moment for one if there is none."""
         done = []
         with contextlib.suppress(queue.Empty):
-            answer = self.answers.get(timeout=0.01)
+            request, outcome = self.answers.get(timeout=0.01)
             while True:
-                if answer[0] in self.requests:  # else its conversation was closed
-                    done.append(self._finish(*answer))
-                answer = self.answers.get_nowait()
+                if request in self.requests:  # else its conversation was closed
+                    self._finish(request, outcome)
+                    done.append(request)
+                request, outcome = self.answers.get_nowait()
+        self._count_load()
+        return done
+
+    def _finish(self, request: Request, outcome: Completion | Exception) -> None:
+        if isinstance(outcome, Lost):
+            request.error = str(outcome)
+        elif isinstance(outcome, Exception):
+            raise outcome
+        else:
+            request.completion = outcome
+            request.conversation.tokens += outcome.tokens
+            self.stats["decoded_tokens"] += len(outcome.tokens)
+        request.conversation.request = None
+        self.requests.remove(request)
+
+    def _count_load(self) -> None:
+        """What the progress line shows."""
         running = min(self.parallel, len(self.requests))
         waiting = len(self.requests) - running
         self.stats |= {"running": running, "waiting": waiting, "pages_in_use": self.pages_in_use}
-        return done
-
-    def _finish(self, request: Request, completion: Completion | None, error: Exception | None):
-        if error and not isinstance(error, Lost):
-            raise error
-        self.requests.remove(request)
-        request.conversation.request = None
-        request.completion = completion
-        request.error = str(error) if error else None
-        if completion:
-            request.conversation.tokens += completion.tokens
-            self.stats["decoded_tokens"] += len(completion.tokens)
-        return request
 
     # ---- new weights
 
@@ -290,11 +264,9 @@ class Remote:
         UserError, on all ranks, if a server refuses it, or holds something else afterwards, or if
         none has loaded it in time.
         """
-        if self.busy:
-            raise RuntimeError("new weights while requests are open")
         self.name = self.name or from_first_rank(f"{PREFIX}{uuid.uuid4().hex}")
         self.folder = folder
-        self.syncs += 1
+        self.rounds += 1
         self.expected = self.score(self.probe)
         problem = from_first_rank(self._load_all() if is_first() else None)
         if problem:
@@ -303,16 +275,10 @@ class Remote:
     def _load_all(self) -> str | None:
         """Brings the weights to every server that answers; what is wrong, if that is not enough."""
         end = time.monotonic() + self.seconds
-
-        def attempt(server: Server) -> Exception | None:
-            try:
-                self._bring(server)
-            except Exception as error:
-                return error
-
         while True:
             with concurrent.futures.ThreadPoolExecutor(len(self.servers)) as threads:
-                errors = list(threads.map(attempt, self.servers))
+                loads = [threads.submit(self._bring, server) for server in self.servers]
+            errors = [load.exception() for load in loads]
             for error in errors:
                 if isinstance(error, UserError):
                     return str(error)
@@ -335,7 +301,7 @@ class Remote:
         Every load has a version of its own. So a sample that was drawn before a load is told from
         one that was drawn after it, also when both loads were of the same weights.
         """
-        current = f"{self.name}.{self.syncs}."
+        current = f"{self.name}.{self.rounds}."
         with server.loading:
             if not server.version.startswith(current):
                 server.version = server.held()
@@ -357,8 +323,7 @@ class Remote:
     def _check(self, server: Server, version: str) -> None:
         """UserError unless a server that has loaded gives the probe our own weights' log-probs."""
         pairs = zip(server.score(version, self.probe), self.expected, strict=True)
-        gaps = [abs(theirs - ours) for theirs, ours in pairs]
-        mean = sum(gaps) / len(gaps)
+        mean = sum(abs(theirs - ours) for theirs, ours in pairs) / len(self.expected)
         if not mean <= self.tolerance:
             raise UserError(
                 f"{server.url} says that it has loaded {self.folder}, and its log-probs of a fixed "
@@ -373,10 +338,10 @@ class Remote:
         """One request, in a thread of its own."""
         with self.turns:
             try:
-                outcome = self._sample(request, context), None
+                outcome = self._sample(request, context)
             except Exception as error:
-                outcome = None, error
-        self.answers.put((request, *outcome))
+                outcome = error
+        self.answers.put((request, outcome))
 
     def _sample(self, request: Request, context: list[int]) -> Completion:
         """The answer to one request, from whichever server gives it; else Lost."""
@@ -390,7 +355,6 @@ class Remote:
                 raise
             except Exception as error:  # whatever a server sends reaches the parsers
                 why = f"{server.url}: {reason(error)}"
-            self.failures.append(why)
             server.version = ""  # it may have been started anew
             if request.done or attempt and time.monotonic() > end:
                 raise Lost(f"no answer within {self.seconds:g} seconds ({why})")
@@ -399,56 +363,48 @@ class Remote:
     def _ask(self, server: Server, request: Request, context: list[int]) -> Completion:
         """One try, which counts only if the server held the same current weights throughout."""
         version = self._bring(server)
-        refusal = None
-        tokens = logprobs = []
+        options = {
+            "max_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "seed": request.seed,
+            "stop_token_ids": sorted(request.stop_ids),
+        }
         try:
-            tokens, logprobs = server.ask(version, context, request)
+            choice = server.complete(version, context, **options)
         except httpx2.HTTPStatusError as error:
-            if not is_refusal(error):
-                raise
-            refusal = error
-        # A server that was started anew has no adapters yet, and refuses. Its version tells.
+            # A server that was started anew has no adapters yet, and refuses. Its version tells.
+            if is_refusal(error) and server.held() == version:
+                raise Lost(f"{server.url}: {reason(error)}") from None
+            raise
         if (after := server.held()) != version:
             raise ValueError(f"it sampled with the weights {after!r} and not {version!r}")
-        if refusal:
-            raise Lost(f"{server.url}: {reason(refusal)}")
-        completion = checked(tokens, logprobs, request, self.vocabulary)
-        completion.server = server.url
-        return completion
+        return read_answer(choice, request, self.vocabulary, server.url)
 
 
-def checked(tokens: list, logprobs: list, request: Request, vocabulary: int) -> Completion:
+def read_answer(choice: dict, request: Request, vocabulary: int, url: str) -> Completion:
     """A server's answer as a completion; ValueError unless it is whole and what was asked for."""
-    if len(tokens) != len(logprobs):
-        raise ValueError(f"{len(logprobs)} log-probs for {len(tokens)} tokens")
-    for token, logprob in zip(tokens, logprobs):
-        if type(token) is not int or not 0 <= token < vocabulary:
-            raise ValueError(f"the token {token!r} is outside the vocabulary of {vocabulary}")
-        if not isinstance(logprob, (int, float)) or not LEAST < logprob <= SLACK:
-            raise ValueError(f"{logprob!r} is no log-prob")
-    stops = [place for place, token in enumerate(tokens) if token in request.stop_ids]
+    tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        if type(token) is not int or not 0 <= token < vocabulary or not LEAST < logprob <= SLACK:
+            raise ValueError(f"a token {token!r} of log-prob {logprob!r}")
+    stops = [i for i, token in enumerate(tokens) if token in request.stop_ids]
     if tokens and stops == [len(tokens) - 1]:
-        return Completion(tokens, logprobs, "stop")
+        return Completion(tokens, logprobs, "stop", url)
     if not stops and len(tokens) == request.max_new_tokens:
-        return Completion(tokens, logprobs, "length")
-    raise ValueError(
-        f"{len(tokens)} tokens that end neither at a stop token of ours nor at the limit of "
-        f"{request.max_new_tokens}"
-    )
+        return Completion(tokens, logprobs, "length", url)
+    raise ValueError(f"{len(tokens)} tokens, which end at no stop token of ours nor at the limit")
 
 
-def is_refusal(error: Exception | None) -> bool:
+def is_refusal(error: BaseException | None) -> bool:
     """Whether a server has understood what was asked, and refused it for good."""
-    return isinstance(error, httpx2.HTTPStatusError) and error.response.status_code in REFUSED
+    refused = isinstance(error, httpx2.HTTPStatusError) and error.response.is_client_error
+    return refused and error.response.status_code not in (408, 429)
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """Why an exchange failed, on one short line."""
     said = f"{error} ({type(error).__name__})"
     if isinstance(error, httpx2.HTTPStatusError):
         said = f"HTTP {error.response.status_code} {error.response.text}"
-    elif isinstance(error, httpx2.TimeoutException):
-        said = "it did not answer in time"
-    elif isinstance(error, httpx2.ConnectError):
-        said = str(error)
     return " ".join(said.split())[:200]

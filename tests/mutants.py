@@ -1,9 +1,16 @@
 """A module with one line of its source changed, to see that its tests notice."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+
+
+def read_mutants(text):
+    """{name: (what stands in the source, what the mutant has)} of lines "name :: one → other"."""
+    rows = re.findall(r"^(\S.*) :: (.+)\s+→ (.+)$", text, re.MULTILINE)
+    return {name: (stands.strip(), becomes) for name, stands, becomes in rows}
 
 
 def load_mutant(path, stands, becomes, folder):

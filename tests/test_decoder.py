@@ -5,7 +5,7 @@ That it says what transformers says is tested in tests/test_sampler.py.
 
 import pytest
 import torch
-import transformers
+from helpers.tiny import CPU, SHAPE, config_of, lively
 
 import kernels
 from sampler import Sampler, graphs
@@ -14,34 +14,6 @@ from sampler.attention import packed_plan
 from sampler.graphs import Graphs
 from sampler.model import PACKED_ROWS, Model, unsupported
 from sampler.plan import Batch
-
-SMALL = dict(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-    initializer_range=0.3,
-    eos_token_id=None,
-    bos_token_id=None,
-    pad_token_id=None,
-)
-CPU = torch.device("cpu")
-
-
-def config_of(kind, **options):
-    return getattr(transformers, f"{kind}Config")(**{**SMALL, **options})
-
-
-def build(kind, **options):
-    """A random tiny model of an architecture, named by the beginning of its class."""
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")
-    return model(config_of(kind, **options)).eval()
-
 
 # ---------------------------------------------------------------- which models
 
@@ -63,41 +35,9 @@ REFUSED = [
 @pytest.mark.parametrize("kind, options, reason", REFUSED)
 def test_what_it_would_get_wrong_is_named(kind, options, reason):
     assert unsupported(config_of(kind, **options)) == reason
-
-
-def test_a_model_of_another_kind_is_sent_to_a_server():
-    with pytest.raises(ValueError, match="GemmaForCausalLM .architecture gemma.*--server"):
-        Sampler(build("Gemma"), max_tokens=256)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(num_hidden_layers=1),
-        dict(rms_norm_eps=0.5),
-        dict(rope_parameters=dict(rope_type="default", rope_theta=7.0)),
-        dict(num_attention_heads=2),
-        dict(attention_bias=True),
-    ],
-)
-def test_weights_of_another_model_are_refused(options):
-    sampler = Sampler(build("Llama"), max_tokens=256)
-    with pytest.raises(ValueError, match="not weights of the sampler's model"):
-        sampler.load_weights(build("Llama", **options))
-
-
-def test_weights_that_were_saved_and_read_are_taken(tmp_path):
-    """Names, types and paths in a config do not matter."""
-    model = build("Qwen3")
-    sampler = Sampler(model, max_tokens=256)
-    model.save_pretrained(tmp_path)
-    saved = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    sampler.load_weights(saved)
-    fresh = Sampler(saved.float(), max_tokens=256)
-    one, other = (s.generate([[1, 2, 3]], max_new_tokens=4)[0] for s in (sampler, fresh))
-    assert one.logprobs == other.logprobs
-    old = Sampler(model, max_tokens=256).generate([[1, 2, 3]], max_new_tokens=4)[0]
-    assert one.logprobs != old.logprobs, "bf16 has rounded the weights"
+    if kind == "Gemma":
+        with pytest.raises(ValueError, match="GemmaForCausalLM .architecture gemma.*--server"):
+            Sampler(lively(kind), max_tokens=256)
 
 
 # ---------------------------------------------------------------- exact on every path
@@ -107,12 +47,12 @@ def test_weights_that_were_saved_and_read_are_taken(tmp_path):
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_weights_give_the_same_products(length, bias):
     """Few rows use the plain matrix and many the packed one; new weights reach both."""
-    forward = Model(build("Llama", attention_bias=bias, mlp_bias=bias), torch.float32, CPU)
-    other = build("Llama", attention_bias=bias, mlp_bias=bias)
+    forward = Model(lively("Llama", attention_bias=bias, mlp_bias=bias), torch.float32, CPU)
+    other = lively("Llama", attention_bias=bias, mlp_bias=bias)
     for parameter in other.parameters():
         torch.nn.init.normal_(parameter)
     forward.load(other)
-    x = torch.randn(length, SMALL["intermediate_size"])
+    x = torch.randn(length, SHAPE["intermediate_size"])
     expected = other.model.layers[1].mlp.down_proj(x)
     assert torch.allclose(forward.linear(x, "1.down"), expected, rtol=1e-4, atol=1e-4)
 
@@ -128,7 +68,6 @@ def test_small_operations_equal_the_kernels(rows):
     normed, total = own.add_rms_norm(x, residual.clone(), weight, 1e-6)
     assert torch.allclose(normed, expected[0], atol=1e-6)
     assert torch.equal(total, expected[1])
-    assert torch.allclose(own.silu_mul(x), kernels.silu_mul(x), atol=1e-6)
 
     angle = torch.randn(rows, 8).repeat(1, 2)
     slots = torch.arange(rows).flip(0)
@@ -145,7 +84,7 @@ def test_small_operations_equal_the_kernels(rows):
 
 def test_a_bf16_model_on_a_cpu_keeps_its_cache_and_head_in_fp32():
     """Keys and values have bf16's values; logits are those of bf16 weights without rounding."""
-    model = build("Qwen3").bfloat16()
+    model = lively("Qwen3").bfloat16()
     sampler = Sampler(model, max_tokens=256, page_size=4)
     prompts = [list(range(3, 20)), list(range(40, 60))]
     done = sampler.generate(prompts, max_new_tokens=8, temperature=0)
@@ -196,17 +135,17 @@ def test_graphs_are_captured_at_the_start(monkeypatch):
 
     def capture(self, static, memory):
         captured.append((len(static.ids), memory))
-        return FakeGraph(), torch.zeros(len(static.ids), SMALL["hidden_size"])
+        return FakeGraph(), torch.zeros(len(static.ids), SHAPE["hidden_size"])
 
     monkeypatch.setattr(graphs, "can_capture", lambda pool: True)
     monkeypatch.setattr(Graphs, "capture", capture)
     pool = torch.zeros(2, 2, 6, 4, 2, 8)
-    made = Graphs(Model(build("Qwen3"), torch.float32, CPU), pool, 40)
+    made = Graphs(Model(lively("Qwen3"), torch.float32, CPU), pool, 40)
     assert [size for size, _ in captured] == [40, 32, 16, 8, 4, 2, 1]
     assert [memory for _, memory in captured] == [None] + ["memory"] * 6
     ids = torch.zeros(3, dtype=torch.int64)
     table = torch.tensor([[0], [1], [2]], dtype=torch.int32)
     batch = Batch(ids, ids, 4 * ids, table, torch.ones(3, dtype=torch.int32), spans=[1, 1, 1])
-    assert made.decode(batch).shape == (3, SMALL["vocab_size"])
+    assert made.decode(batch).shape == (3, SHAPE["vocab_size"])
     assert made.captured[4][0].replays == 1
     assert len(captured) == 7

@@ -13,78 +13,27 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
 
 from sampler import Sampler, hashed, sample_token, uniform
 
-V = 96
+V = tiny.SHAPE["vocab_size"]
 PAGE = 4
-SMALL = dict(
-    vocab_size=V,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=256,
-    initializer_range=0.3,
-    eos_token_id=None,
-    bos_token_id=None,
-    pad_token_id=None,
-)
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-QWEN2 = (Qwen2ForCausalLM, Qwen2Config)
-QWEN3 = (Qwen3ForCausalLM, Qwen3Config)
-LLAMA = (LlamaForCausalLM, LlamaConfig)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
 KINDS = {
-    "qwen3 grouped tied": (
-        *QWEN3,
-        dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
-    ),
-    "qwen3 multi-head": (
-        *QWEN3,
-        dict(num_key_value_heads=4, head_dim=8, tie_word_embeddings=False),
-    ),
-    "qwen2 grouped": (*QWEN2, dict(num_key_value_heads=1, tie_word_embeddings=False)),
-    "qwen2 multi-head tied": (*QWEN2, dict(num_key_value_heads=4, tie_word_embeddings=True)),
-    "llama grouped": (*LLAMA, dict(num_key_value_heads=2)),
+    "qwen3 grouped tied": ("Qwen3", dict(head_dim=16, tie_word_embeddings=True)),
+    "qwen3 multi-head": ("Qwen3", dict(num_key_value_heads=4, tie_word_embeddings=False)),
+    "qwen2 grouped": ("Qwen2", dict(num_key_value_heads=1, tie_word_embeddings=False)),
+    "qwen2 multi-head tied": ("Qwen2", dict(num_key_value_heads=4, tie_word_embeddings=True)),
+    "llama grouped": ("Llama", {}),
     "llama biased yarn": (
-        *LLAMA,
-        dict(
-            num_key_value_heads=4,
-            tie_word_embeddings=True,
-            attention_bias=True,
-            mlp_bias=True,
-            rope_parameters=YARN,
-        ),
+        "Llama",
+        dict(num_key_value_heads=4, attention_bias=True, mlp_bias=True, rope_parameters=YARN),
     ),
-    "mistral": (
-        MistralForCausalLM,
-        MistralConfig,
-        dict(num_key_value_heads=2, head_dim=16, sliding_window=None),
-    ),
-    "smollm3": (
-        SmolLM3ForCausalLM,
-        SmolLM3Config,
-        dict(num_key_value_heads=2, no_rope_layers=[1, 0]),
-    ),
+    "mistral": ("Mistral", dict(head_dim=16, sliding_window=None)),
+    "smollm3": ("SmolLM3", dict(no_rope_layers=[1, 0])),
 }
 LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, 5 * PAGE, 23)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -92,16 +41,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 @functools.cache
 def model_of(kind, seed=0):
-    """A random tiny model with biases and norms that matter."""
-    cls, config, options = KINDS[kind]
-    torch.manual_seed(seed)
-    model = cls(config(**SMALL, **options)).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, 0.0, 0.2)
-        elif "norm" in name:
-            torch.nn.init.normal_(parameter, 1.0, 0.2)
-    return model
+    name, options = KINDS[kind]
+    return tiny.lively(name, seed, **options)
 
 
 def prompts_of(lengths=LENGTHS, seed=0):
@@ -173,27 +114,6 @@ def test_greedy_equals_generate(kind):
     assert sampler.stats["preemptions"] == 0
 
 
-ENGINES = [
-    dict(max_tokens=40),
-    dict(prefill_chunk=3),
-    dict(max_sequences=2),
-    dict(max_tokens=64, overlap=True, buckets=True),
-    dict(dtype=torch.float64),
-]
-
-
-@pytest.mark.parametrize("options", ENGINES, ids=",".join)
-def test_greedy_whatever_the_engine_does(options):
-    """A short pool, chunked prefill, few rows, host lag and padding: same tokens."""
-    kind = "qwen3 grouped tied"
-    sampler = make(kind, **options)
-    prompts = prompts_of() + prompts_of((23, 5 * PAGE))
-    out = sampler.generate(prompts, max_new_tokens=14, temperature=0)
-    assert [c.tokens for c in out] == [generated(kind, tuple(prompt), 14) for prompt in prompts]
-    assert nothing_leaked(sampler)
-    assert (sampler.stats["preemptions"] > 0) == ("max_tokens" in options)
-
-
 @torch.no_grad()
 def last_logprobs(model, tokens, count):
     """fp32 log-probs of a text's last `count` tokens."""
@@ -212,12 +132,7 @@ def test_bf16_turns_draws_and_new_weights(device):
     bf16.
     """
 
-    def build(seed):
-        torch.manual_seed(seed)
-        config = Qwen3Config(**SMALL | dict(hidden_size=256), num_key_value_heads=2, head_dim=64)
-        return Qwen3ForCausalLM(config).eval()
-
-    models = [build(0), build(1)]
+    models = [tiny.lively("Qwen3", seed, hidden_size=256, head_dim=64) for seed in range(2)]
     worst = 0.0
     worst_stock = 0.0
     sampler = Sampler(
@@ -256,15 +171,13 @@ def test_bf16_turns_draws_and_new_weights(device):
         assert sampler.graphs.captured
 
 
-SHORT_POOLS = [{}, dict(max_tokens=64), dict(overlap=True, buckets=True, max_tokens=64)]
-
-
-@pytest.mark.parametrize("options", SHORT_POOLS)
-def test_draws_depend_on_seed_and_place_only(options):
+def test_draws_depend_on_seed_and_place_only():
     """Sampled tokens are the same alone, in a crowd and after preemption; another seed differs."""
     prompts = prompts_of()
     kind = "qwen3 grouped tied"
-    crowd = make(kind, **options).generate(prompts, max_new_tokens=20, seed=5)
+    crowded = make(kind, overlap=True, buckets=True, max_tokens=64)
+    crowd = crowded.generate(prompts, max_new_tokens=20, seed=5)
+    assert crowded.stats["preemptions"] > 0
     for i, prompt in enumerate(prompts):
         sampler = make(kind)
         sampler.submit(sampler.open(), prompt, max_new_tokens=20, seed=hashed(5, i))
@@ -283,28 +196,6 @@ def test_logprobs_are_at_the_sampling_temperature(temperature):
     for prompt, completion in zip(prompts, out, strict=True):
         error = logprob_error(model_of("llama grouped"), prompt, completion, temperature)
         assert error < 1e-4
-
-
-def test_rows_of_all_kinds_share_a_batch():
-    """Greedy, cold, hot and top-p rows at once: each as if it were alone."""
-    kind = "qwen2 grouped"
-    sampler = make(kind)
-    prompt = prompt_of(7)
-    rows = [
-        dict(temperature=0),
-        dict(temperature=0.5),
-        dict(temperature=2.0),
-        dict(top_p=0.3),
-        dict(temperature=0, top_p=0.3),
-    ]
-    for i, options in enumerate(rows):
-        sampler.submit(sampler.open(), prompt, max_new_tokens=9, seed=i, **options)
-    for i, (options, together) in enumerate(zip(rows, finish(sampler), strict=True)):
-        alone = make(kind)
-        alone.submit(alone.open(), prompt, max_new_tokens=9, seed=i, **options)
-        assert finish(alone)[0].tokens == together.tokens
-        if options.get("temperature") == 0:
-            assert together.tokens == generated(kind, tuple(prompt), 9)
 
 
 # ---------------------------------------------------------------- draws
@@ -389,118 +280,6 @@ def test_top_p_of_a_neighbour_changes_nothing():
 # ---------------------------------------------------------------- conversations
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, dict(max_tokens=96), dict(overlap=True, buckets=True), dict(prefill_chunk=5)],
-)
-def test_turns_extend_a_context_exactly(options):
-    """Three talks of three turns: log-probs equal a fresh forward; nothing is prefilled twice."""
-    kind = "qwen3 grouped tied"
-    rng = random.Random(1)
-    sampler = make(kind, **options)
-    conversations = [sampler.open() for _ in range(3)]
-    sampled = {conversation: [] for conversation in conversations}
-    given = 0
-    for turn in range(3):
-        for i, conversation in enumerate(conversations):
-            tokens = [rng.randrange(V) for _ in range(2 + 3 * i + 4 * turn)]
-            given += len(tokens)
-            sampler.submit(conversation, tokens, max_new_tokens=5 + i, seed=10 * turn + i)
-        while sampler.busy:
-            for request in sampler.step():
-                conversation = request.conversation
-                begin = len(conversation.tokens) - len(request.tokens)
-                for i, token in enumerate(request.tokens):
-                    sampled[conversation].append((begin + i, token, request.logprobs[i]))
-    for conversation in conversations:
-        with torch.no_grad():
-            logits = model_of(kind)(torch.tensor([conversation.tokens])).logits[0].float()
-        logprobs = F.log_softmax(logits, -1)
-        for place, token, logprob in sampled[conversation]:
-            assert conversation.tokens[place] == token
-            assert abs(logprobs[place - 1, token].item() - logprob) < 1e-4
-    if "max_tokens" in options:
-        assert sampler.stats["preemptions"] > 0
-    else:
-        # A turn prefills its tokens and the last sampled one, but not the newest.
-        assert sampler.stats["prefilled_tokens"] == given - 3
-        assert sampler.stats["preemptions"] == 0
-    for conversation in conversations:
-        sampler.close(conversation)
-        sampler.close(conversation)
-    assert nothing_leaked(sampler)
-
-
-@pytest.mark.parametrize("length", [1, 2, PAGE, PAGE + 1, 3 * PAGE, 3 * PAGE + 1, 3 * PAGE + 2])
-def test_a_group_shares_its_prompt(length):
-    """The prompt is prefilled once, its pages are shared, and all say what they would say alone."""
-    kind = "qwen3 grouped tied"
-    group = [prompt_of(length)] * 5
-    sampler = make(kind, prefill_chunk=5)  # followers meet a leader in the middle of its prefill
-    shared = [c.tokens for c in sampler.generate(group, max_new_tokens=9, seed=2)]
-    unshared = make(kind, share_prompts=False)
-    apart = [c.tokens for c in unshared.generate(group, max_new_tokens=9, seed=2)]
-    assert shared == apart
-    assert len(set(map(tuple, shared))) > 1
-    assert sampler.stats["prefilled_tokens"] == length - 1
-    assert sampler.stats["shared_tokens"] == 4 * (length - 1)
-    assert unshared.stats["prefilled_tokens"] == 5 * (length - 1)
-    assert nothing_leaked(sampler)
-
-
-def test_prompts_share_the_full_pages_with_which_they_begin():
-    """A prompt may also be the beginning of another; the answers are those of each alone."""
-    kind = "llama grouped"
-    sampler = make(kind)
-    prompt = prompt_of(9)
-    prompts = [prompt, prompt[:-1], prompt + [3], prompt[:PAGE] + [5, 3], prompt[: PAGE - 1] + [5]]
-    completions = sampler.generate(prompts, max_new_tokens=3, temperature=0)
-    for tokens, completion in zip(prompts, completions):
-        assert completion.tokens == generated(kind, tuple(tokens), 3)
-        assert logprob_error(model_of(kind), tokens, completion) < 1e-4
-    assert sampler.stats["shared_tokens"] == PAGE + 2 * PAGE + PAGE
-    total = sum(len(tokens) - 1 for tokens in prompts)
-    assert sampler.stats["prefilled_tokens"] == total - sampler.stats["shared_tokens"]
-    assert nothing_leaked(sampler)
-
-
-def test_idle_conversations_give_way_and_come_back():
-    """New work gets the pages of talks that wait for tools; they go on as if nothing happened."""
-    kind = "qwen2 multi-head tied"
-    prompts = prompts_of((20, 21, 22))
-    sampler = make(kind, max_tokens=72)
-    idle = [sampler.open() for _ in prompts]
-    for conversation, prompt in zip(idle, prompts, strict=True):
-        sampler.submit(conversation, prompt, max_new_tokens=2, temperature=0)
-    finish(sampler)
-    before = [list(conversation.tokens) for conversation in idle]
-    sampler.generate([prompt_of(40, seed=9)], max_new_tokens=8)
-    assert sampler.stats["preemptions"] > 0
-    for conversation in idle:
-        sampler.submit(conversation, [5], max_new_tokens=4, temperature=0)
-    for tokens, completion in zip(before, finish(sampler), strict=True):
-        assert completion.tokens == generated(kind, tuple(tokens + [5]), 4)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_stop_tokens(overlap):
-    """A stop token ends a row and belongs to it; nothing sampled after it is seen."""
-    kind = "qwen3 grouped tied"
-    prompts = prompts_of()
-    free = [generated(kind, tuple(prompt), 14) for prompt in prompts]
-    stops = {free[0][3], free[1][0], free[4][7]}
-    sampler = make(kind, overlap=overlap, max_sequences=3)  # rows are taken over by others
-    out = sampler.generate(prompts, max_new_tokens=14, temperature=0, stop_ids=stops)
-    for tokens, completion in zip(free, out, strict=True):
-        places = [i for i, token in enumerate(tokens) if token in stops]
-        if places:
-            tokens = tokens[: places[0] + 1]
-        assert completion.tokens == tokens
-        assert len(completion.logprobs) == len(tokens)
-        assert (completion.finish == "stop") == bool(places)
-    assert nothing_leaked(sampler)
-
-
 def test_rows_wait_as_little_as_they_can():
     """A finished row is replaced at the next step; a long prefill stops nobody who decodes."""
     sampler = make("llama grouped", max_sequences=2, prefill_chunk=4)
@@ -515,37 +294,6 @@ def test_rows_wait_as_little_as_they_can():
             ended[request] = sampler.steps
     # 40 tokens are ten chunks. The others never waited for them.
     assert [ended[request] for request in requests] == [3, 12, 7]
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_load_weights(overlap):
-    """Running and idle talks go on exactly as the new model would; nothing old is shared."""
-    kind = "qwen3 grouped tied"
-    other = model_of(kind, seed=1)
-    prompt = prompt_of(11)
-    sampler = make(kind, overlap=overlap)
-    idle = sampler.open()
-    running = sampler.open()
-    sampler.submit(idle, prompt, max_new_tokens=3, temperature=0)
-    finish(sampler)
-    request = sampler.submit(running, prompt, max_new_tokens=8, temperature=0)
-    for _ in range(4):
-        sampler.step()
-    sampler.load_weights(other)
-    assert nothing_leaked(sampler)
-    context = list(running.tokens)
-    assert len(context) > len(prompt)
-    sampler.submit(idle, [1, 2], max_new_tokens=3, temperature=0)
-    idle_context = list(idle.tokens)
-    finish(sampler)
-    assert request.done
-    for tokens, conversation in ((context, running), (idle_context, idle)):
-        new = conversation.tokens[len(tokens) :]
-        assert new == greedy_tokens(other, tokens, len(new))
-    fresh = make(kind)
-    fresh.load_weights(other)
-    (completion,) = fresh.generate([prompt], max_new_tokens=9, temperature=0)
-    assert completion.tokens != generated(kind, tuple(prompt), 9)
 
 
 @settings(max_examples=15, deadline=None)
@@ -594,6 +342,7 @@ def test_any_history_gives_the_same_answers(seed, pages, rows, chunk, lag):
             step()
     while sampler.busy:
         step()
+    assert all(c.request is None for c in conversations)
     roomy = make(kind)
     for request, tokens in answers:
         assert request.error is None
@@ -675,24 +424,12 @@ def test_a_request_that_just_fits_is_taken():
 @pytest.mark.parametrize("options", [{}, dict(overlap=True, buckets=True)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_raises_at_once(options, temperature):
-    cls, config, extra = KINDS["llama grouped"]
-    model = cls(config(**SMALL, **extra)).eval()
+    model = tiny.lively("Llama")
     torch.nn.init.constant_(model.model.embed_tokens.weight[7], math.nan)
     sampler = Sampler(model, max_tokens=64, page_size=PAGE, **options)
     sampler.generate([[1, 2, 3]], max_new_tokens=1, stop_ids=[7])
     with pytest.raises(FloatingPointError, match="NaN"):
         sampler.generate([[1, 2, 7, 4], [5, 6]], max_new_tokens=6, temperature=temperature)
-
-
-def test_a_closed_request_ends_with_an_error():
-    sampler = make("llama grouped")
-    conversation = sampler.open()
-    request = sampler.submit(conversation, [1, 2], max_new_tokens=3)
-    sampler.step()
-    sampler.close(conversation)
-    assert request.done
-    assert "was closed" in request.error
-    assert nothing_leaked(sampler)
 
 
 def test_what_a_page_held_before_reaches_nobody():

@@ -190,10 +190,11 @@ def test_a_load_that_was_cut_short_is_not_taken_for_whole(engine, folder, other,
 
     def ends_there(server, path, *rest):
         if path == where:
-            raise KeyboardInterrupt
+            raise ConnectionError
         return send(server, path, *rest)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    killed.seconds = 0.0
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="not loaded"):
         patch.setattr(vllm.Server, "send", ends_there)
         killed.load_weights(other)
     assert not engine.resumed.is_set()
@@ -203,11 +204,11 @@ def test_a_load_that_was_cut_short_is_not_taken_for_whole(engine, folder, other,
 
 
 ODD = [
-    *[
-        ("/collective_rpc", said)
-        for said in (b"<html>proxy</html>", b"", None, 5, {"results": None})
-    ],
-    *[("/weight_info", said) for said in (b"<html>", None, ["default"], {"weight_version": 7})],
+    ("/collective_rpc", b"<html>proxy</html>"),
+    ("/collective_rpc", None),
+    ("/collective_rpc", {"results": None}),
+    ("/weight_info", b"<html>"),
+    ("/weight_info", {"weight_version": 7}),
 ]
 
 
@@ -220,7 +221,7 @@ def test_an_odd_reply_is_one_failed_try(engine, folder, other, path, said):
     with pytest.raises(UserError, match=f"were not loaded .{engine.url}"):
         sampler.load_weights(other)
     if path == "/weight_info":
-        sampler.syncs -= 1  # the former weights again
+        sampler.rounds -= 1  # the former weights again
         with pytest.raises(Lost, match="no answer within 0.2 seconds"):
             one(sampler)
     sampler.seconds = 10.0
@@ -354,26 +355,21 @@ def test_a_fault_is_asked_again_and_leaves_no_trace(engine, folder, name):
     engine.faults += [FAULTS[name], FAULTS[name]]
     got = converse(sampler, count=3)
     assert tokens(got) == tokens(want)
-    assert len(sampler.failures) == 2 and not engine.faults
+    assert len(asked(engine)) == 2 * 9 + 2 and not engine.faults
     assert not sampler.busy and sampler.pages_in_use == 0
 
 
-@pytest.mark.parametrize("name", ["500", "cut", "slow"])
-def test_a_fault_that_lasts_is_one_sentence(engine, folder, name):
+def test_a_fault_that_lasts_is_one_sentence_and_a_refusal_is_not_repeated(engine, folder):
     sampler = connected(engine, folder=folder, seconds=1.0)
-    engine.faults += [FAULTS[name]] * 1000
-    with pytest.raises(Lost, match=r"no answer within 1 seconds \(.*http"):
-        one(sampler)
-    assert len(asked(engine)) >= 2, "it was asked again"
-    assert not sampler.busy and sampler.pages_in_use == 0
-
-
-def test_a_request_that_is_refused_is_not_repeated(engine, folder):
-    sampler = connected(engine, folder=folder)
     engine.faults += [status(400)]
     with pytest.raises(Lost, match="HTTP 400"):
         one(sampler)
     assert len(asked(engine)) == 1
+    engine.faults += [FAULTS["cut"]] * 1000
+    with pytest.raises(Lost, match=r"no answer within 1 seconds \(.*http"):
+        one(sampler)
+    assert len(asked(engine)) >= 3, "it was asked again"
+    assert not sampler.busy and sampler.pages_in_use == 0
 
 
 def test_a_lost_server_leaves_its_conversations_to_the_others(engine, folder, other):
@@ -418,7 +414,7 @@ def test_an_answer_from_before_a_reload_does_not_count(engine, folder, other):
 
     engine.faults.append(reloaded_meanwhile)
     one(sampler)
-    assert len(sampler.failures) == 1
+    assert len(asked(engine)) == 2
 
 
 def test_servers_that_are_away_or_refuse_are_one_sentence(engine, folder, other):
@@ -679,16 +675,8 @@ def test_another_distribution_stops_the_run_and_its_server_is_named(toy, server,
 # ---------------------------------------------------------------- options
 
 
-BAD = {
-    "--server ,": "--server names no URL",
-    "--server http://127.0.0.1:9": "--server http://127.0.0.1:9 is no vLLM server",
-    "--server URL --sys2_context 600": "a server takes contexts of 512 tokens",
-}
-
-
-@pytest.mark.parametrize("given", BAD)
-def test_bad_options_are_one_sentence_and_nothing_is_written(toy, server, capsys, given):
-    assert play(toy, "--name", "bad", *given.replace("URL", server.url).split()) == 2
+def test_a_server_that_is_too_small_is_one_sentence_and_nothing_is_written(toy, server, capsys):
+    assert play(toy, "--name", "bad", "--server", server.url, "--sys2_context", "600") == 2
     said = capsys.readouterr().err
-    assert BAD[given] in said and said.count("\n") == 1
+    assert "a server takes contexts of 512 tokens" in said and said.count("\n") == 1
     assert not Path("runs/bad").exists()

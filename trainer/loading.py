@@ -22,8 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config import UserError
-
-PACKED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+from sampler.model import FAMILY
 
 transformers.logging.disable_progress_bar()
 
@@ -37,7 +36,7 @@ def packs(shape) -> bool:
     windowed = getattr(shape, "sliding_window", None) is not None
     rope = (getattr(shape, "rope_parameters", None) or {}).get("rope_type")
     stretched = rope in ("dynamic", "longrope")
-    return shape.model_type in PACKED and not windowed and not stretched
+    return shape.model_type in FAMILY and not windowed and not stretched
 
 
 def load_model(path: str | Path, device, *, dtype=torch.float32) -> nn.Module:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -26,6 +27,13 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+LIVELY = SHAPE | {
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
 KINDS = ("qwen3", "qwen2", "llama")
 
 
@@ -37,6 +45,23 @@ def model(kind: str):
     if kind == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=False, **SHAPE))
     return LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **SHAPE))
+
+
+def config_of(kind: str, **options):
+    """The config of an architecture by the beginning of its class's name."""
+    return getattr(transformers, f"{kind}Config")(**LIVELY | options)
+
+
+def lively(kind: str, seed: int = 0, **options):
+    """A random model whose answers vary, with biases and norms that matter."""
+    torch.manual_seed(seed)
+    made = getattr(transformers, f"{kind}ForCausalLM")(config_of(kind, **options)).eval()
+    for name, parameter in made.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+        elif "norm" in name:
+            torch.nn.init.normal_(parameter, 1.0, 0.2)
+    return made
 
 
 def saved(kind: str, folder: Path) -> Path:
