@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from helpers import ranks
+from helpers.launch import launch
 from helpers.tiny import CPU, KINDS, OBJECTIVE, Tokenizer, make_samples, model, saved, weigh
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -318,8 +319,7 @@ def steps(tmp_path_factory):
     start = saved("qwen3", out / "start")
     (out / "single lora").mkdir()
     ranks.step(str(start), out / "single lora", "single lora")
-    children = ranks.start(ranks.__file__, start, out, "ddp lora", "fsdp lora recomputing")
-    assert [child.wait(timeout=120) for child in children] == [0, 0]
+    assert launch(ranks.__file__, start, out, "ddp lora", "fsdp lora recomputing") == 0
     return out
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ranks
+from helpers.launch import launch
 from helpers.tiny import CPU, KINDS, OBJECTIVE, make_samples, model, saved, weigh
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -13,6 +14,7 @@ from trainer import policy as policy_module
 from trainer.attention import packed_attention
 
 MODES = ("ddp", "fsdp recomputing")
+WORLDS = (2, 8)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
@@ -203,17 +205,20 @@ def steps(qwen3, tmp_path_factory):
     out = tmp_path_factory.mktemp("steps")
     (out / "single").mkdir()
     ranks.step(str(qwen3), out / "single", "single")
-    children = ranks.start(ranks.__file__, qwen3, out, *MODES)
-    assert [child.wait(timeout=120) for child in children] == [0, 0]
+    for world in WORLDS:
+        (out / str(world)).mkdir()
+        assert launch(ranks.__file__, qwen3, out / str(world), *MODES, world=world) == 0
     return out
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_two_ranks_are_one_process(steps, mode):
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_are_one_process(steps, world, mode):
     """Loss, norm, clipped gradients, weights on disk and in the sampler, optimizer state.
 
-    The ranks' shares are uneven.
+    The ranks' shares are uneven; of eight, one has no sample at all.
     """
+    mode = f"{world}/{mode}"
     one, two = (torch.load(steps / name / "numbers.pt") for name in ("single", mode))
     assert abs(one["loss"] - two["loss"]) < 1e-5
     assert abs(one["norm"] - two["norm"]) < 1e-5
@@ -232,6 +237,26 @@ def test_two_ranks_are_one_process(steps, mode):
     assert all(
         (first[name]["exp_avg"] - second[name]["exp_avg"]).abs().max() < 1e-5 for name in first
     )
+
+
+def test_collectives_move_what_arithmetic_says(steps, qwen3):
+    """P fp32 parameters and S micro-batches: what travels, as one buffer; P is padded to shards.
+
+    DDP sums 4·P bytes once a step. FSDP2 gathers all of P for the forward pass of a micro-batch
+    and the layers again for its backward pass, and then sums 4·P.
+    """
+    tensors = load(qwen3).state_dict()
+    del tensors["lm_head.weight"]  # the embedding
+    for world in WORLDS:
+        numbers = torch.load(steps / str(world) / "ddp" / "numbers.pt")
+        assert numbers["bytes"]["allreduce_"] == 4 * sum(x.numel() for x in tensors.values())
+        numbers = torch.load(steps / str(world) / "fsdp recomputing" / "numbers.pt")
+        sizes = {k: -(-len(x) // world) * world * x[0].numel() for k, x in tensors.items()}
+        layers = sum(size for name, size in sizes.items() if ".layers." in name)
+        count = numbers["micro-batches"]
+        gathered = numbers["bytes"]["_allgather_base_"]
+        assert gathered == 4 * count * (sum(sizes.values()) + layers)
+        assert numbers["bytes"]["_reduce_scatter_base_"] == 4 * count * sum(sizes.values())
 
 
 @pytest.fixture

@@ -3,41 +3,36 @@
 Rank 0 saves what came of it.
 """
 
-import os
-import socket
-import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from helpers.tiny import CPU, OBJECTIVE, Tokenizer, counts, make_samples, weigh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import trainer
 from processes import leave
 from sampler import Sampler
 
-TESTS = Path(__file__).parent.parent
+# Where each rank's share of 13 samples begins: uneven, and the last of eight ranks has none.
+SHARES = {2: [0, 9, 13], 8: [0, 4, 5, 7, 8, 10, 12, 13, 13]}
 
 
-def start(script: str, *arguments, world: int = 2) -> list[subprocess.Popen]:
-    """The script on `world` processes of one group, as torchrun would start them."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    command = [sys.executable, script, *map(str, arguments)]
-    return [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(world)
-    ]
+class Traffic(TorchDispatchMode):
+    """Counts the bytes of what each kind of collective sums or gathers, as one whole buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "c10d":
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            self.bytes[op.overloadpacket.__name__] += max((x.nbytes for x in tensors), default=0)
+        return op(*args, **(kwargs or {}))
 
 
 def step(model: str, out: Path, mode: str) -> None:
@@ -51,8 +46,8 @@ def step(model: str, out: Path, mode: str) -> None:
     world = 1 if single else dist.get_world_size()
     samples = make_samples()
     mine = samples
-    if world > 1:  # an uneven share
-        mine = samples[:9] if rank == 0 else samples[9:]
+    if world > 1:
+        mine = samples[SHARES[world][rank] : SHARES[world][rank + 1]]
     loaded = trainer.load_model(model, CPU)
     if "lora" in mode:
         trainer.add_adapters(loaded, 3, seed=0)
@@ -72,12 +67,13 @@ def step(model: str, out: Path, mode: str) -> None:
     count = torch.tensor(len(batches))
     if world > 1:
         dist.all_reduce(count, dist.ReduceOp.MAX)
-        assert len(batches) != int(count) or rank == 0, "a rank must add empty micro-batches"
+        assert len(batches) < int(count) or rank < world - 1, "the last rank adds empty ones"
     empty = range(int(count) - len(batches))
     batches += [trainer.make_micro_batch([], [], [], CPU) for _ in empty]
     if fsdp:
         policy.register_forward_pre_hook(unsharded_gradients_are_gone(policy), prepend=True)
-    stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    with Traffic() as traffic:
+        stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
     loss = torch.tensor(sum(float(s["loss"]) for s in stats))
     norm = trainer.gradient_norm(policy, 0.01)  # low enough to clip
     gradients = {
@@ -99,6 +95,7 @@ def step(model: str, out: Path, mode: str) -> None:
         assert torch.equal(part(one), part(other))
     assert part(before[0]).any()
     numbers = {"loss": loss, "norm": norm, "gradients": gradients}
+    numbers |= {"bytes": traffic.bytes, "micro-batches": len(batches)}
     weights = sampler.model.weights.items()
     numbers["sampler"] = {name: weight for name, weight in weights if weight is not None}
     if rank == 0:
