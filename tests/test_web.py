@@ -418,3 +418,8 @@ def test_a_service_over_tls_is_checked_by_its_name(server, tmp_path, monkeypatch
     assert client.call(url, search._decode_json) == {"a": 1}
     with pytest.raises(ToolError, match="CERTIFICATE_VERIFY_FAILED"):
         client.call(url.replace("localhost", "127.0.0.1"), search._decode_json)
+
+
+def test_a_run_without_services_needs_no_http_library():
+    code = "import sys; sys.modules['httpx2'] = None; import train, tools.search, tasks.judge, mars"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -32,12 +32,10 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-
-import httpx2
 
 from config import UserError
 from tools import ToolError, one_line
@@ -58,24 +56,28 @@ class Refused(Exception):
     """The server answered with a status that is no success."""
 
     status: int
-    headers: httpx2.Headers
+    headers: Mapping[str, str]
     body: bytes  # the beginning of the answer
 
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
     """Reading the machine's certificates takes 20 ms, so they are read once."""
+    import httpx2
+
     return httpx2.create_ssl_context()
 
 
 def service(
     url: str, body: dict | None, headers: dict, timeout: float
-) -> tuple[bytes, httpx2.Headers]:
+) -> tuple[bytes, Mapping[str, str]]:
     """GET of `url`, or POST of `body` as JSON: (at most ANSWER_BYTES, headers).
 
     Refused unless the status is one of success; TimeoutError after `timeout` seconds;
     ConnectionError when there is no connection, or none that speaks HTTP to its end.
     """
+    import httpx2  # here, so that a run without any service does not need it
+
     deadline = time.monotonic() + timeout
     headers = HEADERS | headers
     method = "GET"
@@ -102,7 +104,7 @@ def service(
         raise ConnectionError(0, why or type(error).__name__) from None
 
 
-def _read(response: httpx2.Response, limit: int, deadline: float) -> bytes:
+def _read(response, limit: int, deadline: float) -> bytes:
     raw = bytearray()
     for piece in response.iter_bytes():
         raw += piece
