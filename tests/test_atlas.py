@@ -19,7 +19,7 @@ import mars
 import train
 import warm_start
 from mars import MarsConfig
-from plumbing import evaluation, outside
+from plumbing import evaluation, models, outside
 from recipes import atlas, atlas_world
 from recipes.atlas_world import LONG, SHORT, Hop
 from tasks import questions
