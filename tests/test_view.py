@@ -459,9 +459,3 @@ def test_the_command_answers_bad_runs_with_one_sentence(tmp_path, capsys, damage
     assert view.main([str(run)]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("mars: ") and len(said) < 600
-
-
-def test_misuse_of_the_command_is_one_sentence(capsys):
-    with pytest.raises(SystemExit) as stop:
-        view.main(["--nonsense"])
-    assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
