@@ -360,13 +360,13 @@ def credit(
     """
     sys2 = [sample for t in trajectories for sample in t.samples("sys2")]
     sys1 = [sample for t in trajectories for sample in t.samples("sys1")]
-    compare(config, sys2)
+    set_advantages(config, sys2)
     if config.shared_group:
         inherited = {(sample.question_index, sample.attempt): sample.advantage for sample in sys2}
         for sample in sys1:
             sample.advantage = inherited[sample.question_index, sample.attempt]
     else:
-        compare(config, sys1)
+        set_advantages(config, sys1)
     if config.system1 != "train":
         sys1 = []
     for sample in sys2 + sys1:
@@ -376,7 +376,7 @@ def credit(
     return {"sys2": sys2, "sys1": sys1}
 
 
-def compare(config: Config, samples: list[Sample]) -> None:
+def set_advantages(config: Config, samples: list[Sample]) -> None:
     """Sets the samples' advantages, each by comparison with the others of its question."""
     rewards = torch.tensor([sample.reward for sample in samples])
     groups = [sample.question_index for sample in samples]

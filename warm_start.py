@@ -40,8 +40,7 @@ import torch
 import grpo
 import trainer
 from config import Config, UserError, fail, parse, parser, uses_bf16
-from plumbing import smollm2
-from plumbing import start as starting
+from plumbing import models
 from plumbing.folders import made_once
 from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
@@ -58,7 +57,7 @@ Batches = Callable[[object], Iterator[Batch]]  # makes them out of a tokenizer
 class WarmStart:
     """The options, each with its reason."""
 
-    model: str = smollm2.NAME  # what to start from: smollm2, a folder, a hub name
+    model: str = models.SMOLLM2  # what to start from: smollm2, a folder, a hub name
     data: str = ""  # JSON lines of {"messages": […]}
     out: str = "warm"  # the folder to write, as transformers loads it
     steps: int = 64  # optimizer steps
@@ -88,14 +87,14 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
 
     There have to be at least as many batches as steps.
     """
-    start = smollm2.build(options.cache) if options.model == smollm2.NAME else options.model
+    start = models.find(options.model, options.cache)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     if not cuda:
         torch.set_num_threads(options.threads)
-    tokenizer = starting.load_tokenizer(start)
+    tokenizer = models.load_tokenizer(start)
     model = trainer.load_model(start, device)
-    starting.check_vocabulary(tokenizer, model, start)
+    models.check_vocabulary(tokenizer, model, start)
     policy = trainer.Policy(model, bf16=uses_bf16(options, cuda))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
     for step, batch in zip(range(options.steps), batches(tokenizer)):

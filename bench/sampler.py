@@ -146,9 +146,9 @@ def pieces_of_text(tokenizer, count: int) -> list[list[int]]:
 def smollm2(tiny: bool, pythons: list[str]) -> list[dict]:
     if tiny:
         return []  # it needs the weights; `mixed` runs the same lines
-    from plumbing import smollm2 as weights
+    from plumbing import models
 
-    folder = str(weights.build(common.ROOT / ".cache"))
+    folder = str(models.smollm2(common.ROOT / ".cache"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rows = []

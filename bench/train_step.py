@@ -39,7 +39,7 @@ import trainer
 from bench import common, peers
 from bench.sampler import QWEN3_0_6B, SMALL, TINY, pieces_of_text, random_model, weight_bytes
 from grpo import token_weights
-from plumbing import smollm2
+from plumbing import models
 from rollout import Sample
 from sampler import Sampler
 
@@ -250,7 +250,7 @@ def our_step(model, prompts, group: int, new: int, apart: bool) -> dict:
 
 def beside_trl(python: str, rows: list[dict], write) -> None:
     """SmolLM2-135M; a step of ours with shared prefixes and without, and one of TRL's."""
-    folder = str(smollm2.build(common.ROOT / ".cache"))
+    folder = str(models.smollm2(common.ROOT / ".cache"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = pieces_of_text(tokenizer, 4)
     for apart in (False, True):

@@ -8,6 +8,7 @@ Tests: pytest tests/test_view.py
 """
 
 import io
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,31 +23,23 @@ from config import UserError
 from plumbing.folders import read_lines, write_whole
 from plumbing.pages import count, roles_of, shorten
 
-# Colours of Okabe and Ito, which colour-blind readers tell apart.
-BLUE = "#0072b2"
-ORANGE = "#d55e00"
+# What tells lines apart: colours of Okabe and Ito, which colour-blind readers distinguish.
+STYLES = [
+    ("#0072b2", "-"),
+    ("#d55e00", "--"),
+    ("#009e73", ":"),
+    ("#777777", "-."),
+    ("#cc79a7", "-"),
+]
 GREY = "#777777"
-GREEN = "#009e73"
-# What tells the roles of a method apart, in their order.
-ROLE_STYLES = [(BLUE, "-"), (ORANGE, "--"), (GREEN, ":"), (GREY, "-.")]
-
-
-@dataclass(frozen=True)
-class Line:
-    """One quantity of a panel: its key in metrics.jsonl, its label (may be empty), its look."""
-
-    key: str
-    label: str = ""
-    colour: str = BLUE
-    style: str = "-"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A title and lines. A `share` has the whole range from 0 to 1; `stacked` lines add up."""
+    """One small multiple. A `share` has the whole range from 0 to 1; `stacked` lines add up."""
 
     title: str
-    lines: list[Line]
+    lines: dict[str, str]  # key in metrics.jsonl -> label (may be empty)
     share: bool = False
     stacked: bool = False
 
@@ -54,53 +47,38 @@ class Panel:
 HEADLINE = [
     Panel(
         "Held-out accuracy",
-        [Line("eval_accuracy", "temperature 1"), Line("eval_greedy", "greedy", ORANGE, "--")],
+        {"eval_accuracy": "temperature 1", "eval_greedy": "greedy"},
         share=True,
     ),
-    Panel("Reward in training", [Line("reward", "each step")], share=True),
+    Panel("Reward in training", {"reward": "each step"}, share=True),
 ]
+WARNINGS = {
+    "zero_variance_share": "zero variance",
+    "malformed_share": "malformed",
+    "tool_error_share": "tool failed",
+    "unaided_share": "no call",
+    "repeated_share": "repeated",
+}
+SECONDS = {"seconds_rollout": "rollout", "seconds_train": "train", "seconds_eval": "evaluate"}
 
 
 def diagnostics(roles: dict[str, str]) -> list[Panel]:
     """The other panels. `roles`: a method's roles and what each is called."""
+
+    def by_role(quantity: str) -> dict[str, str]:
+        return {f"{role}_{quantity}": literal(name) for role, name in roles.items()}
+
     return [
-        Panel("Tool calls per trajectory", [Line("calls_per_question")]),
-        Panel("Tokens per sample", by_role("length", roles)),
-        Panel("Entropy, nats per token", by_role("entropy", roles)),
-        Panel("Log-prob per token, right attempts", by_role("logprob_right", roles)),
-        Panel("Log-prob per token, wrong attempts", by_role("logprob_wrong", roles)),
-        Panel("Sampler–trainer mismatch, KL", [Line("mismatch_kl")]),
-        Panel("Share of clipped tokens", [Line("clip_share")]),
-        Panel(
-            "Warning signs, shares",
-            [
-                Line("zero_variance_share", "zero variance", GREY),
-                Line("malformed_share", "malformed", ORANGE, "--"),
-                Line("tool_error_share", "tool failed", BLUE, ":"),
-                Line("unaided_share", "no call", GREEN, "-."),
-                Line("repeated_share", "repeated", "#cc79a7", "-"),
-            ],
-            share=True,
-        ),
-        Panel(
-            "Seconds per step",
-            [
-                Line("seconds_rollout", "rollout", BLUE),
-                Line("seconds_train", "train", ORANGE),
-                Line("seconds_eval", "evaluate", GREY),
-            ],
-            stacked=True,
-        ),
+        Panel("Tool calls per trajectory", {"calls_per_question": ""}),
+        Panel("Tokens per sample", by_role("length")),
+        Panel("Entropy, nats per token", by_role("entropy")),
+        Panel("Log-prob per token, right attempts", by_role("logprob_right")),
+        Panel("Log-prob per token, wrong attempts", by_role("logprob_wrong")),
+        Panel("Sampler–trainer mismatch, KL", {"mismatch_kl": ""}),
+        Panel("Share of clipped tokens", {"clip_share": ""}),
+        Panel("Warning signs, shares", WARNINGS, share=True),
+        Panel("Seconds per step", SECONDS, stacked=True),
     ]
-
-
-def by_role(quantity: str, roles: dict[str, str]) -> list[Line]:
-    """A line for each role."""
-    lines = []
-    for index, (role, name) in enumerate(roles.items()):
-        colour, style = ROLE_STYLES[index % len(ROLE_STYLES)]
-        lines.append(Line(f"{role}_{quantity}", literal(name), colour, style))
-    return lines
 
 
 def literal(text: str) -> str:
@@ -137,10 +115,10 @@ def draw(title: str, rows: dict[float, dict], panels: list[Panel], columns: int)
         ax.set_axis_off()
     for ax, panel in zip(grid, panels, strict=False):
         values = {}
-        for line in panel.lines:
-            column = np.array([rows[step].get(line.key) for step in steps], dtype=float)
+        for key in panel.lines:
+            column = np.array([rows[step].get(key) for step in steps], dtype=float)
             if np.isfinite(column).any():
-                values[line.key] = column
+                values[key] = column
         ax.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", pad=20)
         draw_panel(ax, panel, np.array(steps, dtype=float), values)
     picture = io.BytesIO()
@@ -156,13 +134,18 @@ def draw_panel(ax: Axes, panel: Panel, steps: np.ndarray, values: dict[str, np.n
         say(ax, "not logged")
         ax.set(xticks=[], yticks=[])
         return
-    drawn = [line for line in panel.lines if line.key in values]
+    looks = dict(zip(panel.lines, itertools.cycle(STYLES)))
     if panel.stacked:
         lowest = 0.0
-        highest = draw_stack(ax, drawn, steps, values)
+        top = np.zeros(len(steps))
+        for key, y in values.items():
+            height = np.nan_to_num(y)
+            ax.bar(steps, height, 1.0, bottom=top, color=looks[key][0], label=panel.lines[key])
+            top = top + height
+        highest = float(top.max())
     else:
-        for line in drawn:
-            draw_line(ax, line, steps, values[line.key])
+        for key, y in values.items():
+            draw_line(ax, steps, y, panel.lines[key], *looks[key], smooth=key == "reward")
         lowest = min(0.0, *(np.nanmin(y) for y in values.values()))
         highest = max(0.0, *(np.nanmax(y) for y in values.values()))
     if lowest == highest == 0:
@@ -176,7 +159,7 @@ def draw_panel(ax: Axes, panel: Panel, steps: np.ndarray, values: dict[str, np.n
     ax.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5))
     ax.grid(axis="y", alpha=0.25)
     ax.set_xlabel("step", fontsize=9)
-    if any(line.label for line in drawn):
+    if any(panel.lines.values()):
         # It stands above the data, never on it.
         ax.legend(
             loc="lower left",
@@ -196,39 +179,16 @@ def say(ax: Axes, words: str) -> None:
     ax.text(0.5, 0.5, words, transform=ax.transAxes, ha="center", va="center", color=GREY)
 
 
-def draw_line(ax: Axes, line: Line, steps: np.ndarray, values: np.ndarray) -> None:
-    """A line over the steps that logged it. The reward is noisy, so it gets a running mean."""
+def draw_line(ax: Axes, steps, values, label: str, colour: str, style: str, smooth: bool) -> None:
+    """A line over the steps that logged it. A noisy one gets a running mean beside it."""
     logged = np.isfinite(values)
     x = steps[logged]
     y = values[logged]
     marker = "o" if len(y) <= 15 else None
-    if line.key != "reward" or len(y) < 10:
-        ax.plot(
-            x,
-            y,
-            line.style,
-            color=line.colour,
-            label=line.label,
-            lw=1.7,
-            marker=marker,
-            markersize=3.5,
-            clip_on=False,
-        )
-        return
-    ax.plot(x, y, line.style, color=line.colour, label=line.label, lw=1, alpha=0.4)
-    window = max(5, len(y) // 15)
-    mean = np.convolve(y, np.ones(window) / window, "valid")
-    ax.plot(x[window - 1 :], mean, color=line.colour, lw=2, label=f"mean of last {window}")
-
-
-def draw_stack(
-    ax: Axes, lines: list[Line], steps: np.ndarray, values: dict[str, np.ndarray]
-) -> float:
-    """Bars on top of each other, one a step. Returns the height of the highest."""
-    edges = np.append(steps, steps[-1] + 1) - 0.5
-    base = np.zeros(len(steps))
-    for line in lines:
-        top = base + np.nan_to_num(values[line.key], nan=0.0)
-        ax.stairs(top, edges, baseline=base, fill=True, color=line.colour, label=line.label)
-        base = top
-    return float(base.max())
+    smooth = smooth and len(y) >= 10
+    look = {"color": colour, "label": label, "alpha": 0.4 if smooth else 1.0, "clip_on": False}
+    ax.plot(x, y, style, lw=1 if smooth else 1.7, marker=marker, markersize=3.5, **look)
+    if smooth:
+        window = max(5, len(y) // 15)
+        mean = np.convolve(y, np.ones(window) / window, "valid")
+        ax.plot(x[window - 1 :], mean, color=colour, lw=2, label=f"mean of last {window}")

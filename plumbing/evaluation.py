@@ -21,7 +21,7 @@ from pathlib import Path
 
 import trainer
 from config import Config, UserError, parse, parser, resolve
-from plumbing import folders, logbook, pages, smollm2
+from plumbing import folders, logbook, models, pages
 from plumbing.logbook import MOST_FAILED, record
 from plumbing.metrics import ratio, rollout_sums, wilson_interval, with_interval
 from plumbing.outside import fingerprints, training_and_held_out
@@ -71,7 +71,7 @@ def refuse_ignored(config: type[Config], given: dict, asking: bool) -> None:
 
 def settings(method: Method, given: dict, asking: bool) -> Config:
     """The checkpoint's own settings, or a preset's, then what was given."""
-    model, saved = find_checkpoint(method, given["checkpoint"])
+    model, saved = models.find_checkpoint(method.name, given["checkpoint"])
     if saved is None:
         saved = dict(method.presets.get(given.get("preset"), {}))
         if not asking and not given.get("data", saved.get("data")):
@@ -108,7 +108,7 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
 
 def frozen_model(config: Config, checkpoint: Path) -> Path:
     """The model that plays the checkpoint's frozen roles; UserError if it is not there."""
-    run = run_of(checkpoint)
+    run = models.run_of(checkpoint)
     saved = folders.read_json(run / "config.json") if run else {}
     known = {name: value for name, value in saved.items() if name in vars(config)}
     if not type(config)(**known).frozen():
@@ -122,57 +122,12 @@ def frozen_model(config: Config, checkpoint: Path) -> Path:
     return frozen
 
 
-def find_checkpoint(method: Method, name: str) -> tuple[Path | str, dict | None]:
-    """(model folder or hub name, the settings of the run that made it if there is one)."""
-    if name == smollm2.NAME:
-        return name, None
-    path = Path(name)
-    try:
-        path.stat()
-    except PermissionError:
-        raise
-    except OSError:  # it is not there, or is a name that no file system takes
-        if name.count("/") == 1 and not name.startswith((".", "/", "runs/")):
-            return name, None  # a name on the hub
-        raise UserError(f"there is no checkpoint at {name}") from None
-    model = path
-    if (path / "method.json").exists():
-        # A kill may have left the link checkpoint/ one state behind.
-        model = trainer.newest_model(path) or path / "checkpoint"
-    described = model / "config.json"
-    if not described.exists() or "model_type" not in folders.read_json(described):
-        raise UserError(
-            f"{name} holds no checkpoint: name a run that has written one (after --eval_every "
-            "steps), its checkpoint folder, or a model's folder"
-        )
-    run = run_of(path)
-    if run is None:
-        return model, None
-    made_by = folders.read_json(run / "method.json").get("name")
-    if made_by != method.name:
-        raise UserError(f"{run} was made by the method {made_by}: use that method's own file")
-    return model, folders.read_json(run / "config.json")
-
-
-def run_of(path: Path) -> Path | None:
-    """The run's folder, seen from the run, from its checkpoint or from the model of a state.
-
-    Its frozen model is none of the run's: it is what the run began with.
-    """
-    path = path.resolve()  # its name alone would not say where a link or ".." leads
-    above = [path, *path.parents][:4]  # runs/x/state/step_1/model lies three below the run
-    for folder in above[:1] if path.name == trainer.FROZEN else above:
-        if (folder / "config.json").exists() and (folder / "method.json").exists():
-            return folder
-    return None
-
-
 # --------------------------------------------------------------------------------------------- eval
 
 
 def evaluate(method: Method, config: Config, **additions) -> int:
     """Answers every held-out question; prints and writes the table and the page."""
-    made = run_of(Path(config.model)) or Path(config.model)
+    made = models.run_of(Path(config.model)) or Path(config.model)
     ask_for = additions.pop("questions", training_and_held_out)
 
     def questions(*options) -> tuple:

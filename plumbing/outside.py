@@ -23,7 +23,7 @@ import torch.distributed as dist
 import kernels
 import trainer
 from config import Config, UserError, uses_bf16
-from plumbing import smollm2
+from plumbing import models
 from sampler import vllm
 from tasks import grading, questions
 from tasks.format import Format
@@ -195,11 +195,9 @@ def check_machine(config: Config, machine: Machine) -> None:
 
 
 def start_model(config: Config, machine: Machine, make: Callable[[str, int], Path]) -> Path | str:
-    """The model to start from; the toy's and SmolLM2 are made at the first use, by rank 0."""
-    if config.model == smollm2.NAME:
-        return smollm2.build(config.cache)  # ranks wait for the first one
+    """The model to start from; the toy's is made at the first use, by rank 0."""
     if config.model != "toy":
-        return config.model
+        return models.find(config.model, config.cache)  # ranks wait for the one that makes it
     if machine.rank == 0:
         make(config.cache, config.seed)
     if dist.is_initialized():

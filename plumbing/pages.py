@@ -1,8 +1,8 @@
 """trajectories.html: what every role read and wrote, attempts at one question side by side.
 
 The page has no script and needs no network: `<details>` folds, CSS (pages.css) does the rest, and a
-content security policy forbids all else. A model or a stranger's web page wrote every text in it,
-so all of them pass through `show`, which cuts, defuses and escapes.
+content security policy forbids all else. A model or a stranger's web page wrote every text in it.
+So the template (pages.html) can put out nothing that is not defused by `plain` and then escaped.
 
 The records are those of rollouts/step_N.jsonl. A record is a context: it has `turns`, each a tool
 call with its documents and with the contexts that read these (`chunks`). A chunk that has turns of
@@ -11,19 +11,24 @@ its own, such as a worker's that calls tools too, is drawn like the record itsel
 Tests: pytest tests/test_view.py
 """
 
-import html
 import unicodedata
 from collections import Counter
 from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from config import UserError
 from plumbing.folders import read_json, read_lines, write_whole
 
 MAX_BYTES = 2_900_000  # of a page, so that a phone opens it at once
-WRITTEN = 6000  # characters of a text that the model wrote
-GIVEN = 1500  # characters of a text that it was given
-ENTRIES = 40  # entries of a list
-TOLD = 8  # attempts of a group that are told in full
+LIMITS = {
+    "WRITTEN": 6000,  # characters of a text that the model wrote
+    "GIVEN": 1500,  # characters of a text that it was given
+    "ENTRIES": 40,  # entries of a list
+    "TOLD": 8,  # attempts of a group that are told in full, beside the pair
+}
+SIGNS = {"up": "▲", "down": "▼", "flat": "●"}
 
 
 def of_run(run: Path, *, steps: list[int] | None = None, questions: int = 3) -> Path:
@@ -39,6 +44,25 @@ def of_run(run: Path, *, steps: list[int] | None = None, questions: int = 3) -> 
 def roles_of(run: Path) -> dict[str, str]:
     """role -> what it is called, of the method that made a run."""
     return read_json(run / "method.json")["roles"]
+
+
+def write(path: Path, title: str, sections: list[tuple[str, list]], roles: dict[str, str]) -> Path:
+    """Writes the page of some (heading, groups of records): as many groups as keep it small."""
+    drawn = []
+    room = MAX_BYTES
+    left = 0
+    for heading, groups in sections:
+        parts = []
+        for records in groups:
+            part = TEMPLATE.group(records, roles, room == MAX_BYTES)
+            size = len(part.encode())
+            if room < MAX_BYTES and size > room:
+                left += 1
+                continue
+            room -= size
+            parts.append(part)
+        drawn.append((heading, parts))
+    return write_whole(path, TEMPLATE.page(title, roles, drawn, left).strip().encode())
 
 
 # -------------------------------------------------------------------------- which records
@@ -104,6 +128,23 @@ def chunks_of(record: dict) -> list[dict]:
     return found
 
 
+def ordered(records: list[dict]) -> tuple[list[dict], list[dict]]:
+    """(the best attempt and the worst, the others)
+
+    Of equal rewards the attempt with the most samples in training; ungraded ones come last.
+    """
+
+    def rank(record: dict) -> tuple:
+        reward = -1.0 if record["reward"] is None else record["reward"]
+        return -reward, -sum(chunk["drawn"] for chunk in chunks_of(record))
+
+    best, *others = sorted(records, key=rank)
+    if not others:
+        return [best], []
+    worst = next(record for record in others if record["reward"] == others[-1]["reward"])
+    return [best, worst], [r for r in records if r is not best and r is not worst]
+
+
 # ---------------------------------------------------------------------- foreign text
 
 # Blanks that pass for letters, and marks that nobody sees.
@@ -137,23 +178,26 @@ def plain(text) -> str:
     return "".join(spelt)
 
 
-def shorten(text, limit: int) -> str:
-    """Plain text of at most `limit` characters, and a note where some are missing."""
+def cut(text, limit: int) -> str:
+    """At most `limit` characters of a text, and a note where some are missing."""
     text = "" if text is None else str(text)
     left = len(text) - limit
     if left <= 0:
-        return plain(text)
-    if limit <= 60:
-        return plain(text[:limit]) + "…"
-    return plain(text[:limit]) + f" …[{left:,} more characters cut]"
+        return text
+    return text[:limit] + ("…" if limit <= 60 else f" …[{left:,} more characters cut]")
 
 
-def show(text, limit: int = 300) -> str:
-    """Foreign text made safe for the page: cut at `limit` characters with a note, and escaped."""
-    return html.escape(shorten(text, limit))
+def shorten(text, limit: int) -> str:
+    """Plain text of at most about `limit` characters."""
+    return plain(cut(text, limit))
 
 
-# -------------------------------------------------------------------- small pieces
+def put_out(value):
+    """What the template does with a value before it escapes it: only its own pieces are trusted."""
+    return value if isinstance(value, Markup) else plain(value)
+
+
+# ---------------------------------------------------------------- what the template asks for
 
 
 def count(n: int, noun: str) -> str:
@@ -161,7 +205,7 @@ def count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def push_class(advantage: float, learns: bool) -> str:
+def push(advantage: float, learns: bool) -> str:
     """CSS classes of sampled text: sign and strength of its push on the model ("flat": none)."""
     if not learns or abs(advantage) <= 1e-6:
         return "flat"
@@ -169,21 +213,9 @@ def push_class(advantage: float, learns: bool) -> str:
     return f"up w{strength}" if advantage > 0 else f"down w{strength}"
 
 
-SIGNS = {"up": "▲", "down": "▼", "flat": "●"}
-
-
-def badge(advantage: float, learns: bool) -> str:
-    """The advantage as a sign and a number, so that nothing hangs on colour alone."""
-    pushes = abs(advantage) > 1e-6
-    if not learns and not pushes:
-        return ""
-    value = f"{advantage:+.2f}".replace("-", "−") if pushes else "0"
-    kind = push_class(advantage, learns)
-    return f'<b class="badge {kind}">{SIGNS[kind.split()[0]]} {value}</b>'
-
-
-def reward_mark(reward: float | None) -> str:
+def mark(record: dict) -> str:
     """One character for a reward."""
+    reward = record["reward"]
     if reward is None:
         return "–"
     if reward >= 1:
@@ -191,190 +223,56 @@ def reward_mark(reward: float | None) -> str:
     return "✗" if reward <= 0 else "◐"
 
 
-def head_of(things: list, limit: int, noun: str) -> tuple[list, str]:
-    """At most `limit` of a list, and a sentence about what was left out."""
-    left = len(things) - limit
-    if left <= 0:
-        return things, ""
-    return things[:limit], dim(f"…and {count(left, f'more {noun}')} not shown")
-
-
-def dim(words: str) -> str:
-    return f'<p class="dim">{words}</p>'
-
-
-def fold(summary: str, body: str) -> str:
-    return f"<details><summary>{summary}</summary>{body}</details>"
-
-
-def given_text(text: str, label: str, limit: int, *, folded: bool = False) -> str:
-    """Text that the model read but did not write; folded when long, or when told so."""
-    body = f'<pre class="given">{show(text, limit)}</pre>'
-    if folded or len(text) > 280:
-        return fold(f"{label} ({len(text):,} characters)", body)
-    return dim(label) + body
-
-
-def written_text(text: str, advantage: float, learns: bool) -> str:
-    """Text that the model wrote, tinted by the push on it."""
-    body = show(text, WRITTEN) or "(nothing)"
-    return f'<pre class="{push_class(advantage, learns)}">{body}</pre>'
-
-
-# ------------------------------------------------------------------------- contexts
-
-
 def role_name(context: dict, roles: dict[str, str]) -> str:
     """What a context's role is called. A trajectory's is the first role."""
     role = context.get("role", next(iter(roles)))
-    return show(roles.get(role, role), 40)
+    return cut(roles.get(role, role), 40)
 
 
-def story(context: dict, learns: bool, roles: dict[str, str]) -> str:
-    """A context in order: what it was given, what it wrote, what its calls brought about."""
+def names_of(contexts: list[dict], roles: dict[str, str]) -> str:
+    """The roles of some contexts, each once."""
+    return ", ".join(dict.fromkeys(role_name(context, roles) for context in contexts))
+
+
+def parts_of(context: dict) -> list[dict]:
+    """A context's texts in order; one that was sampled has its turn, and all the turns so far."""
     turns = context["turns"]
     segments = context.get("segments") or [{"trained": True, "text": t["text"]} for t in turns]
-    name = role_name(context, roles)
+    left = iter(turns)
     parts = []
-    done = 0
-    for segment in segments[: 2 * ENTRIES]:
-        if not segment["trained"]:
-            label = f"{name} reads" if done else f"{name} starts from"
-            parts.append(given_text(segment["text"], label, WRITTEN))
-        elif done < len(turns):
-            title = f"<span>{name} · turn {done + 1}</span> {badge(context['advantage'], learns)}"
-            parts.append(f'<p class="who">{title}</p>')
-            parts.append(written_text(segment["text"], context["advantage"], learns))
-            parts.append(tool_use(turns[done], learns, roles))
-            done += 1
-    parts.append(head_of(turns, done, "turn")[1])
-    return "".join(parts)
+    number = 0
+    for segment in segments[: 2 * LIMITS["ENTRIES"]]:
+        turn = next(left, None) if segment["trained"] else None
+        number += turn is not None
+        if turn or not segment["trained"]:
+            parts.append({"text": segment["text"], "turn": turn, "number": number})
+    return parts
 
 
-def tool_use(turn: dict, learns: bool, roles: dict[str, str]) -> str:
-    """The call of a turn, the raw documents (folded), and each context that read some of them."""
-    documents = turn["documents"]
-    chunks = turn["chunks"]
-    call = turn["call"]
-    parts = []
-    if call:
-        tool = show(call["tool"], 40)
-        argument = show(call["argument"], WRITTEN)
-        purpose = show(call["purpose"], WRITTEN) or "(none)"
-        parts.append(
-            f"<dl><dt>calls</dt><dd><b>{tool}</b> <code>{argument}</code></dd>"
-            f"<dt>purpose</dt><dd>{purpose}</dd></dl>"
-        )
-    if turn["error"]:
-        parts.append(f'<p class="error">⚠ {show(turn["error"], WRITTEN)}</p>')
-    elif call and not documents and not chunks:
-        parts.append(dim("The tool ran and found nothing."))
-    if documents:
-        shown, left = head_of(documents, ENTRIES, "document")
-        listed = "".join(raw_document(document) for document in shown)
-        summary = f"{count(len(documents), 'raw document')} in {turn['seconds_tool']:.2g} s"
-        parts.append(fold(summary, f"<ol>{listed}</ol>{left}"))
-    if chunks:
-        names = dict.fromkeys(role_name(chunk, roles) for chunk in chunks)
-        packed = any("capacity" in chunk for chunk in chunks)
-        what = f"packed into {count(len(chunks), 'chunk')} for" if packed else "goes on with"
-        parts.append(dim(f"{what} {', '.join(names)}"))
-        shown, left = head_of(chunks, ENTRIES, "chunk")
-        for index, chunk in enumerate(shown, 1):
-            parts.append(inner_context(chunk, index, documents, learns, roles))
-        parts.append(left)
-    return "".join(parts)
-
-
-def raw_document(document: dict) -> str:
-    """One document as the tool returned it."""
-    title = show(document["title"]) or "(no title)"
-    where = f"<bdi>{show(document['id'])}</bdi> · <bdi>{show(document['url'])}</bdi>"
-    return (
-        f'<li><b>{title}</b> <span class="dim">{document["tokens"]:,} tokens · {where}</span>'
-        f'<pre class="given">{show(document["text"], GIVEN)}</pre></li>'
-    )
-
-
-def inner_context(
-    chunk: dict, index: int, documents: list[dict], learns: bool, roles: dict[str, str]
-) -> str:
-    """A context below the trajectory: what it was given, what it wrote, how often it was drawn."""
-    drawn = chunk["drawn"]
-    fate = ""
-    if learns:
-        fate = f"drawn {drawn}×" if drawn else "not drawn"
-    learns = learns and drawn > 0
-    noun = "chunk" if "capacity" in chunk else "context"
-    parts = [
-        f'<p class="who"><span>{role_name(chunk, roles)} · {noun} {index}</span> '
-        f'{badge(chunk["advantage"], learns)} <span class="dim">{fate}</span></p>'
-    ]
-    if "capacity" in chunk:
-        parts.append(chunk_bar(chunk, documents))
-    told = given_text(chunk["prompt"], "all it was given", GIVEN, folded=True)
-    if "turns" in chunk:
-        parts += [told, story(chunk, learns, roles)]
-    else:
-        parts += [written_text(chunk["note"], chunk["advantage"], learns), told]
-    return f'<div class="note">{"".join(parts)}</div>'
-
-
-def chunk_bar(chunk: dict, documents: list[dict]) -> str:
-    """A chunk as a picture: its documents in proportion to their tokens, the free room hatched."""
-    held = chunk["documents"]
-    lengths = [documents[i]["tokens"] for i in held]
-    words = " + ".join(
-        f"<b>{i + 1}</b> <bdi>{show(documents[i]['title'], 40)}</bdi> ({length:,})"
-        for i, length in zip(held, lengths)
-    )
+def blocks(chunk: dict, documents: list[dict]) -> list[tuple[int, float]]:
+    """(number, percent of the chunk's capacity) of each document in it."""
+    lengths = [documents[i]["tokens"] for i in chunk["documents"]]
     if chunk["truncated"]:
-        words += ", ✂ cut to fit"
         lengths = [chunk["tokens"]]  # it is alone, and fills all that was used
     whole = max(1, chunk["capacity"], sum(lengths))
-    blocks = ""
-    for i, length in zip(held, lengths):
-        blocks += f'<i style="width:{100 * length / whole:.2f}%">{i + 1}</i>'
-    room = f"{chunk['tokens']:,} of {chunk['capacity']:,} tokens"
-    return f'<div class="bar" aria-hidden="true">{blocks}</div>{dim(f"{words}: {room}")}'
+    return [(i + 1, 100 * n / whole) for i, n in zip(chunk["documents"], lengths)]
 
 
-# --------------------------------------------------------------------------- groups
-
-
-def card(record: dict, roles: dict[str, str], *, opened: bool, told: bool = True) -> str:
-    """One trajectory, foldable. Unless `told` it is its head alone, enough to compare it."""
-    learns = record["trained"]
-    calls = Counter(show(t["call"]["tool"], 20) for t in record["turns"] if t["call"])
+def attempt_facts(record: dict) -> str:
+    """One line about a trajectory."""
+    calls = Counter(cut(t["call"]["tool"], 20) for t in record["turns"] if t["call"])
     used = " + ".join(f"{tool} ×{n}" for tool, n in calls.items())
     facts = [count(len(record["turns"]), "turn"), used or "no tool"]
     if record["ended"] != "answer":
-        facts.append(f"ended: {show(record['ended'], 120)}")
-    if not learns:
+        facts.append(f"ended: {cut(record['ended'], 120)}")
+    if not record["trained"]:
         facts.append("not trained on")
-    reward = record["reward"]
-    grade = "not graded" if reward is None else f"reward {reward:g}"
-    answer = "no answer"
-    if record["answer"] is not None:
-        answer = f"answer <b>{show(record['answer'], 200)}</b>"
-    body = dim("left out, to keep this page small")
-    if told:
-        body = story(record, learns, roles)
-    return (
-        f'<details class="card"{" open" if opened else ""}><summary>'
-        f"<b>#{record['trajectory']}</b> "
-        f'<b class="grade">{reward_mark(reward)} {grade}</b> '
-        f'{badge(record["advantage"], learns)} <span class="answer">{answer}</span>'
-        f'<span class="dim">{" · ".join(facts)}</span></summary>{body}</details>'
-    )
+    return " · ".join(facts)
 
 
 def group_facts(records: list[dict], roles: dict[str, str]) -> str:
-    """One line about a group: right answer, mean reward, samples of the inner roles, the draw."""
+    """One line about a group: mean reward, samples of the inner roles, the draw."""
     facts = []
-    if records[0]["gold"]:
-        answers = " | ".join(map(str, records[0]["gold"]))
-        facts.append(f"right answer: <bdi>{show(answers, 200)}</bdi>")
     graded = [record["reward"] for record in records if record["reward"] is not None]
     if graded:
         facts.append(f"mean reward {sum(graded) / len(graded):.2f}")
@@ -388,89 +286,22 @@ def group_facts(records: list[dict], roles: dict[str, str]) -> str:
     return " · ".join(facts)
 
 
-def group(records: list[dict], roles: dict[str, str], *, opened: bool) -> str:
-    """All trajectories of one question: the best and the worst stand open side by side."""
-
-    def rank(record: dict) -> tuple:
-        """The best reward first, then the most samples in training. Ungraded ones come last."""
-        reward = -1.0 if record["reward"] is None else record["reward"]
-        return -reward, -sum(chunk["drawn"] for chunk in chunks_of(record))
-
-    best, *others = sorted(records, key=rank)
-    pair = [best]
-    if others:
-        worst = next(record for record in others if record["reward"] == others[-1]["reward"])
-        pair.append(worst)
-        others = [record for record in records if record is not best and record is not worst]
-    marks = "".join(reward_mark(record["reward"]) for record in records)
-    swipe = '<p class="dim swipe">swipe sideways to compare →</p>' if len(pair) > 1 else ""
-    compared = "".join(card(record, roles, opened=True) for record in pair)
-    rest = ""
-    for place, record in enumerate(others):
-        rest += card(record, roles, opened=False, told=place < TOLD)
-    if rest:
-        rest = f'<div class="rest">{rest}</div>'
-    return (
-        f'<details class="group"{" open" if opened else ""}><summary>'
-        f'<span class="question">{show(records[0]["question"], 600)}</span>'
-        f'<span class="marks" title="one mark an attempt">{marks}</span>'
-        f'<span class="dim">{group_facts(records, roles)}</span></summary>'
-        f'{swipe}<div class="pair">{compared}</div>{rest}</details>'
+def load_template():
+    """The macros of pages.html."""
+    made = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=put_out,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    made.filters |= {"cut": cut, "number": lambda n: f"{n:,}"}
+    asked = (count, push, mark, role_name, names_of, parts_of, blocks, ordered)
+    asked += (attempt_facts, group_facts)
+    made.globals |= {function.__name__: function for function in asked} | LIMITS
+    made.globals["SIGNS"] = SIGNS
+    return made.get_template("pages.html").module
 
 
-# ------------------------------------------------------------------------- the page
-
-
-def write(path: Path, title: str, sections: list[tuple[str, list]], roles: dict[str, str]) -> Path:
-    """Writes the page of some (heading, groups of records): as many groups as keep it small."""
-    parts = []
-    room = MAX_BYTES
-    left = 0
-    for heading, groups in sections:
-        if heading:
-            parts.append(f"<h2>{html.escape(heading)}</h2>")
-        for records in groups:
-            part = group(records, roles, opened=room == MAX_BYTES)
-            if room < MAX_BYTES and len(part.encode()) > room:
-                left += 1
-                continue
-            room -= len(part.encode())
-            parts.append(part)
-    if left:
-        parts.append(dim(f"{count(left, 'question')} left out, to keep this page small."))
-    named = ", ".join(f"<b>{show(name, 40)}</b>" for name in roles.values())
-    page = PAGE.format(
-        title=html.escape(title),
-        style=Path(__file__).with_name("pages.css").read_text(encoding="utf-8"),
-        legend=LEGEND.format(roles=f"{count(len(roles), 'role')}: {named}"),
-        body="".join(parts),
-    )
-    return write_whole(path, page.encode())
-
-
-LEGEND = """\
-<p>One language model plays {roles}. Where it calls a tool, the <i>raw documents</i> that come back
-are folded away; a reader's <i>chunk</i> shows those that it was given.</p>
-<p>Several attempts at the same question are a <i>group</i>. Each earns a reward: 1 if its answer is
-right, 0 if wrong. The <i>advantage</i> says how far that lies above or below the group's average;
-training makes the text of better attempts likelier. A reader's notes share the reward of their
-attempt; <i>drawn</i> says how often a note stands in the loss.</p>
-<pre class="up w2">▲ +1.29  solid edge: written by the model, made likelier (more tint: more)</pre>
-<pre class="down w1">▼ −0.77  dashed edge: written by the model, made less likely</pre>
-<pre class="flat">●  dotted edge: written by the model, no push (rewards alike, or not drawn)</pre>
-<pre class="given">no edge: given to the model to read, never trained on</pre>
-<div class="bar" aria-hidden="true"><i style="width:42%">1</i><i style="width:30%">3</i></div>
-<p class="dim">a chunk: documents 1 and 3 side by side; the hatched part stayed free</p>
-"""
-
-PAGE = """\
-<!doctype html><html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width,initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title><style>{style}</style></head><body><h1>{title}</h1>
-<details class="legend" open><summary>How to read this page</summary>
-{legend}</details>
-{body}</body></html>
-"""
+TEMPLATE = load_template()

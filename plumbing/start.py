@@ -18,12 +18,11 @@ from typing import IO
 
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 import trainer
 from config import Config, UserError
 from driver import Driver
-from plumbing import folders
+from plumbing import folders, models
 from plumbing.outside import Additions, Machine, Questions, environment, join, searches_toy
 from processes import from_first_rank, is_first
 from rollout import Env, Method, Trajectory, ignore
@@ -150,7 +149,7 @@ def build(
     outside = environment(config, machine, training=training, additions=more, start=kept)
 
     start = outside["start"]
-    tokenizer = load_tokenizer(start)
+    tokenizer = models.load_tokenizer(start)
     chat = make_format(method, config, tokenizer, outside["tools"], more.language)
     asked = list(outside["eval_questions"])
     if isinstance(outside["question"], Questions):
@@ -165,14 +164,19 @@ def build(
     if state and not config.lora_rank:
         origin = state[1] / "model"
     model = load_model(config, origin, machine, training)
-    check_vocabulary(tokenizer, model, start)
+    models.check_vocabulary(tokenizer, model, start)
     # Both a frozen role and the KL term need the model that the run began with. With adapters that
     # is the model itself, as long as it has none or they are off.
     first = model
     if not config.lora_rank and (config.frozen() or (training and config.kl_beta)):
         device = machine.device if config.kl_beta else "cpu"
         first = trainer.load_model(frozen or start, device, dtype=machine.dtype)
-        check_same_vocabulary(first, frozen or start, model, origin)
+        sizes = [models.vocabulary(one) for one in (first, model)]
+        if sizes[0] != sizes[1]:
+            raise UserError(
+                f"{frozen or start} has {sizes[0]} tokens and {origin} {sizes[1]}, so the one did "
+                "not begin with the other: put back the model that the run began with"
+            )
     if config.server:
         sampler = make_remote(config, outside["servers"], model, machine)
         if not config.lora_rank:  # else it gets adapters below, beside the model of its start
@@ -379,7 +383,7 @@ def make_remote(config: Config, found: list[vllm.Server], model, machine: Machin
 
     sampler = vllm.Remote(
         found,
-        vocabulary=model.get_input_embeddings().num_embeddings,
+        vocabulary=models.vocabulary(model),
         seconds=config.tool_seconds,
         parallel=config.max_sequences,
         write=write,
@@ -398,54 +402,11 @@ def make_remote(config: Config, found: list[vllm.Server], model, machine: Machin
 # ------------------------------------------------------------------------------- its language
 
 
-def load_tokenizer(start: Path | str):
-    """The model's tokenizer. UserError if it cannot be read."""
-    try:
-        return AutoTokenizer.from_pretrained(start, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds for damaged files
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"cannot load a tokenizer from {start} ({reason}): it needs a tokenizer's files beside "
-            "its weights"
-        ) from None
+def make_format(method: Method, config: Config, tokenizer, tools: list[Tool], language) -> Format:
+    """How the roles speak: a toy's language if the model was made for it, else a chat template.
 
-
-def check_vocabulary(tokenizer, model, name: Path | str) -> None:
-    """UserError if the tokenizer has tokens that the model does not know."""
-    known = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > known:
-        raise UserError(
-            f"{name} has {len(tokenizer)} tokens in its tokenizer and {known} in its model: use "
-            "two that belong together"
-        )
-
-
-def check_same_vocabulary(first, first_name: Path | str, model, name: Path | str) -> None:
-    """UserError if a run's start and what became of it differ in their number of tokens."""
-    sizes = [m.get_input_embeddings().num_embeddings for m in (first, model)]
-    if sizes[0] != sizes[1]:
-        raise UserError(
-            f"{first_name} has {sizes[0]} tokens and {name} {sizes[1]}, so the one did not begin "
-            "with the other: put back the model that the run began with"
-        )
-
-
-def make_format(
-    method: Method,
-    config: Config,
-    tokenizer,
-    tools: list[Tool],
-    language: Callable[[object, list[str]], Format],
-) -> Format:
-    """How the roles speak: a toy's language if the model was made for it, else a chat template."""
-    if speaks_a_toys_language(tokenizer):
+    No option says so: then `<s2>`, which opens System 2's prompt, is one token.
+    """
+    if "<s2>" in tokenizer.get_vocab():
         return language(tokenizer, [tool.name for tool in tools])
     return ChatFormat(tokenizer, method.words(config, tools), tools)
-
-
-def speaks_a_toys_language(tokenizer) -> bool:
-    """Whether a model is a toy's: then `<s2>`, which opens System 2's prompt, is one token.
-
-    No option says so, for a checkpoint of the toy is told from a chat model by nothing else.
-    """
-    return "<s2>" in tokenizer.get_vocab()

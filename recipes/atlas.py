@@ -38,7 +38,7 @@ import train
 import warm_start
 from config import Config, UserError, fail, parse, parser, resolve, uses_bf16
 from mars import MarsConfig
-from plumbing import evaluation, folders, outside, smollm2
+from plumbing import folders, models, outside
 from plumbing.folders import made_once, read_json
 from recipes import atlas_world
 from recipes.atlas_world import KEYS, Fact, Hop, Plan, World
@@ -66,7 +66,7 @@ class AtlasConfig(MarsConfig):
 
 
 ATLAS = {
-    "model": smollm2.NAME,
+    "model": models.SMOLLM2,
     "tools": "search",
     "top_k": atlas_world.SHORT.top_k,
     "sys2_context": 1024,
@@ -377,8 +377,8 @@ def begun(given: dict) -> dict:
 
 def look(command: str, given: dict) -> dict:
     """`eval` and `ask`: a run brings its own settings, a plain model gets the preset's."""
-    evaluation.find_checkpoint(METHOD, given["checkpoint"])  # refuses a mistyped name
-    if evaluation.run_of(Path(given["checkpoint"])):
+    models.find_checkpoint(METHOD.name, given["checkpoint"])  # refuses a mistyped name
+    if models.run_of(Path(given["checkpoint"])):
         return given
     known = ("preset", "cache", "search", "seed")
     config = settings({name: given[name] for name in known if name in given})

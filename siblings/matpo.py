@@ -275,9 +275,9 @@ def credit(
         for sample in trajectory.samples():
             sample.reward = earned
             sample.copies = int(sample.role in trained)
-    mars.compare(config, planners)
+    mars.set_advantages(config, planners)
     if config.own_groups:
-        mars.compare(config, workers)
+        mars.set_advantages(config, workers)
         if config.balance != "none":
             mars.draw_sys1(config, planners, workers, step)
         return {"planner": planners, "worker": workers}

