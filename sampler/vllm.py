@@ -30,8 +30,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import httpx2
+from typing import Any
 
 from config import UserError
 from processes import from_first_rank, is_first
@@ -42,6 +41,14 @@ LEAST, SLACK = -1e6, 1e-3  # a log-prob lies between them: bf16 rounds, also to 
 PREFIX = "mars-"  # of the versions of all runs' weights
 
 
+@dataclass
+class Refused(Exception):
+    """An answer that is not one of success."""
+
+    status: int
+    text: str
+
+
 @dataclass(eq=False)
 class Server:
     """`vllm serve` with VLLM_SERVER_DEV_MODE=1 (run here: 0.32). Exceptions: see `reason`.
@@ -50,7 +57,7 @@ class Server:
     """
 
     url: str
-    client: httpx2.Client
+    client: Any  # an httpx2.Client
     adapters: bool = False
     model: str = ""  # what it calls its model
     positions: int = 0  # tokens of its longest context, the answer included
@@ -58,11 +65,12 @@ class Server:
     ours: bool = False  # it has held weights of this run
     loading: threading.Lock = field(default_factory=threading.Lock)
 
-    def send(self, path: str, body: dict | None = None) -> httpx2.Response:
-        """Its answer to a POST of `body`, or to a GET."""
+    def send(self, path: str, body: dict | None = None):
+        """Its answer, an httpx2.Response, to a POST of `body`, or to a GET; else Refused."""
         method = "GET" if body is None else "POST"
         answer = self.client.request(method, self.url + path, json=body)
-        answer.raise_for_status()
+        if not answer.is_success:
+            raise Refused(answer.status_code, answer.text)
         return answer
 
     def held(self) -> str:
@@ -97,7 +105,7 @@ class Server:
         self.send("/pause?mode=wait", {})
         if self.adapters:
             self.send("/v1/load_lora_adapter", {"lora_name": version, "lora_path": folder})
-            with contextlib.suppress(httpx2.HTTPStatusError):  # one that was just started has none
+            with contextlib.suppress(Refused):  # one that was just started has none
                 self.send("/v1/unload_lora_adapter", {"lora_name": self.version})
         else:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
@@ -119,6 +127,8 @@ def connect(urls: list[str], seconds: float, *, adapters: bool = False) -> list[
     """
     if not urls:
         raise UserError("--server names no URL: give http://host:port, or several by commas")
+    import httpx2  # here, so that a run without servers does not need it
+
     client = httpx2.Client(timeout=seconds, limits=httpx2.Limits())  # no limit: see Remote.parallel
     servers = {}  # by URL, each once
     for url in urls:
@@ -372,7 +382,7 @@ class Remote:
         }
         try:
             choice = server.complete(version, context, **options)
-        except httpx2.HTTPStatusError as error:
+        except Refused as error:
             # A server that was started anew has no adapters yet, and refuses. Its version tells.
             if is_refusal(error) and server.held() == version:
                 raise Lost(f"{server.url}: {reason(error)}") from None
@@ -398,13 +408,13 @@ def read_answer(choice: dict, request: Request, vocabulary: int, url: str) -> Co
 
 def is_refusal(error: BaseException | None) -> bool:
     """Whether a server has understood what was asked, and refused it for good."""
-    refused = isinstance(error, httpx2.HTTPStatusError) and error.response.is_client_error
-    return refused and error.response.status_code not in (408, 429)
+    refused = isinstance(error, Refused) and 400 <= error.status < 500
+    return refused and error.status not in (408, 429)
 
 
 def reason(error: BaseException) -> str:
     """Why an exchange failed, on one short line."""
     said = f"{error} ({type(error).__name__})"
-    if isinstance(error, httpx2.HTTPStatusError):
-        said = f"HTTP {error.response.status_code} {error.response.text}"
+    if isinstance(error, Refused):
+        said = f"HTTP {error.status} {error.text}"
     return " ".join(said.split())[:200]
