@@ -116,6 +116,11 @@ HOSTILE = {
     "closes a step with plain text": QWEN25.replace("<|im_end|>", "\n###"),
     "always fails": "{{ raise_exception('no') }}",
     "is not there": None,
+    # A document could then speak for anybody.
+    "marks its speakers with plain text": """{%- for m in messages %}### {{ m.role }}:
+{{ m.content }}{{ '<|im_end|>' if m.role == 'assistant' }}
+{% endfor %}{%- if add_generation_prompt %}### assistant:
+{% endif %}""",
 }
 
 CORPUS = [
@@ -168,8 +173,6 @@ def formats(kind):
         return chat_format(tokenizer(LLAMA, marks, (), "<|eot_id|>", "<|begin|>"))
     if kind == "strict":
         return chat_format(tokenizer(STRICT))
-    if kind == "no purpose":
-        return chat_format(tokenizer(QWEN25), purpose=False, question_in_system1=False)
 
 
 ALL = ["qwen2.5", "qwen3", "qwen3, not thinking", "always thinking", "llama", "strict"]
@@ -227,6 +230,8 @@ def test_ids_are_those_of_the_whole_text(kind):
     """Where no BPE merge crosses a joint, the spliced ids are also the ids of the rendered text."""
     format = formats(kind)
     step, note = "let me see <tool_call>x</tool_call>", "ada baker joined in 1968"
+    if kind == "qwen3":  # a step's thoughts stay in its own context
+        step = "<think>\nhm\n</think>\n\n<tool_call>x</tool_call>"
     step_ids = format.tokenizer.encode(step, add_special_tokens=False)
     context = (
         format.prompt("sys2", question="Who is it?")
@@ -236,26 +241,6 @@ def test_ids_are_those_of_the_whole_text(kind):
     )
     whole = render(format, ask(format, "Who is it?") + format._round(step, note))
     assert context == format.tokenizer.encode(whole, add_special_tokens=False)
-
-
-def test_thoughts_stay_in_system2s_context_as_the_template_keeps_them():
-    format = formats("qwen3")
-    step = "<think>\nhm\n</think>\n\n<tool_call>x</tool_call>"
-    sampled = format.tokenizer.encode(step, add_special_tokens=False)
-    context = (
-        format.prompt("sys2", question="Q")
-        + sampled
-        + format.close_step()
-        + format.observation([format.encode("n")])
-    )
-    assert format.text(context) == render(format, ask(format, "Q") + format._round(step, "n"))
-    assert "<think>\nhm\n</think>" in format.text(context)
-    # a template that rewrites history may drop the thought once a user speaks; our ids are
-    # never touched
-    later = render(
-        format, ask(format, "Q") + format._round(step, "n") + [{"role": "user", "content": "more"}]
-    )
-    assert "hm" not in later
 
 
 @pytest.mark.parametrize("why", HOSTILE)
@@ -270,14 +255,6 @@ def test_a_tokenizer_that_loses_text_is_refused():
     lossy = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=QWEN25, unk_token="<unk>")
     with pytest.raises(UserError, match="byte-level"):
         chat_format(lossy)
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_stop_ids(kind):
-    format = formats(kind)
-    end = {"llama": "<|eot_id|>"}.get(kind, "<|im_end|>")
-    assert format.text([format.stop_ids[0]]) == end and format.close_step() == [format.stop_ids[0]]
-    assert set(format.stop_ids) == {format.stop_ids[0], format.tokenizer.eos_token_id}
 
 
 def test_thinking_switch_reaches_the_step():
@@ -377,16 +354,6 @@ def test_a_tokenizer_that_makes_marks_of_look_alikes_is_held_off():
         assert ids and not set(ids) & set(format.tokenizer.added_tokens_decoder), text
 
 
-def test_a_template_whose_speakers_are_plain_text_is_refused():
-    """A document could then speak for anybody."""
-    plain = """{%- for m in messages %}### {{ m.role }}:
-{{ m.content }}{{ '<|im_end|>' if m.role == 'assistant' }}
-{% endfor %}{%- if add_generation_prompt %}### assistant:
-{% endif %}"""
-    with pytest.raises(UserError, match="plain text"):
-        chat_format(tokenizer(plain))
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(
@@ -474,15 +441,14 @@ def test_the_three_good_steps():
     assert read_action(
         "I use the <answer> tag: <answer>1968</answer>", tools, final=True
     ) == Action(answer="1968")
+    assert "answer was asked" in read_action(GOOD, tools, final=True).error
 
 
 @pytest.mark.parametrize(
     "text, says",
     [
         ("", "neither"),
-        ("I do not know.", "neither"),
         ("<tool_call>{not json}</tool_call>", "not valid JSON"),
-        ("<tool_call></tool_call>", "not valid JSON"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
         ("<tool_call>[1]</tool_call>", "JSON object"),
         ('<tool_call>{"name": "search"}</tool_call>', "JSON object"),
@@ -491,15 +457,12 @@ def test_the_three_good_steps():
         (call(["search"], purpose="p"), "no tool named"),
         (call(arguments={}, purpose="p"), 'needs the argument "query"'),
         (call(arguments={"query": " "}, purpose="p"), 'needs the argument "query"'),
-        (call(arguments={"query": 5}, purpose="p"), 'needs the argument "query"'),
         (call(arguments={"query": "\ud800"}, purpose="p"), 'needs the argument "query"'),
         (call("python", purpose="p"), 'needs the argument "code"'),
         (call(), '"purpose"'),
-        (call(purpose=""), '"purpose"'),
         (call(purpose=None), '"purpose"'),
         (GOOD + GOOD, "2 calls"),
         (GOOD + "<answer>1968</answer>", "both"),
-        ("<answer>1968</answer>" + GOOD, "both"),
         ("<answer>1</answer><answer>2</answer>", "2 answers"),
         ("<answer> </answer>", "answer is empty"),
         (GOOD + "\n<tool_response>It was 1968.</tool_response>", "text after the call"),
@@ -515,15 +478,13 @@ def test_whatever_is_wrong_is_said_in_one_sentence(text, says):
     )
 
 
-def test_after_the_demand_only_an_answer_counts():
-    assert "answer was asked" in read_action(GOOD, TOOLS, final=True).error
-    assert read_action(GOOD, TOOLS[2:]).error.startswith('There is no tool named "search"')
-
-
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("end", ["", "stop"])
 def test_parse_reads_ids_with_and_without_the_stop_token(kind, end):
     format = formats(kind)
+    stop = "<|eot_id|>" if kind == "llama" else "<|im_end|>"
+    assert format.text(format.close_step()) == stop
+    assert set(format.stop_ids) == {*format.close_step(), format.tokenizer.eos_token_id}
     thought = (
         "<tool_call>not this</tool_call></think>"
         if kind == "always thinking"
