@@ -26,9 +26,10 @@ base model is made in two stages like base_model.py's: skills, then the faults o
 Tests: pytest tests/test_marsrl.py
 """
 
+import functools
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -219,10 +220,11 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
     ids = tokenizer.get_vocab()
     rng = random.Random(f"verification {seed}")
 
-    def batches(size: int, make_text: Callable) -> Callable:
-        return lambda: [base_model.encode(make_text(rng), ids) for _ in range(size)]
-
-    stages = ((batches(48, skill_text),), (batches(48, habit_text),))
+    skills, habits = (
+        base_model.batches(48, functools.partial(make_text, rng), ids)
+        for make_text in (skill_text, habit_text)
+    )
+    stages = ((skills,), (habits,))
     steps = (skill_steps, habit_steps)
     return base_model.two_stages(tokenizer, seed, stages, steps), tokenizer
 

@@ -391,17 +391,19 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
     libraries = [Library(f"{seed} {i}") for i in range(30)]
     rng = random.Random(f"base {seed}")
 
-    def batches(size: int, demonstrate: Callable, *habits: Habits) -> Callable:
-        def batch() -> list[Sample]:
-            return [
-                encode(demonstrate(rng.choice(libraries), rng, *habits), ids) for _ in range(size)
-            ]
+    def demonstrations(size: int, make: Callable, *habits: Habits) -> Callable[[], list[Sample]]:
+        return batches(size, lambda: make(rng.choice(libraries), rng, *habits), ids)
 
-        return batch
-
-    skills = batches(24, skill_chunk), batches(6, trajectory, FLAWLESS)
-    habits = batches(16, habit_chunk), batches(16, trajectory, HABITS)
+    skills = demonstrations(24, skill_chunk), demonstrations(6, trajectory, FLAWLESS)
+    habits = demonstrations(16, habit_chunk), demonstrations(16, trajectory, HABITS)
     return two_stages(tokenizer, seed, (skills, habits), (skill_steps, habit_steps)), tokenizer
+
+
+def batches(
+    size: int, demonstrate: Callable[[], Pieces], ids: dict[str, int]
+) -> Callable[[], list[Sample]]:
+    """A source of batches for `train`."""
+    return lambda: [encode(demonstrate(), ids) for _ in range(size)]
 
 
 def two_stages(tokenizer, seed: int, stages: tuple, steps: tuple[int, int]):
@@ -442,22 +444,19 @@ def cached(folder: Path, make: Callable[[], tuple], threads: int | None = None) 
     if folder.exists():
         return folder
     unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads or threads_before)
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
+        for part in make():
+            part.save_pretrained(unfinished)
+        if not folder.exists():  # another process may have been faster
+            os.rename(unfinished, folder)
     except OSError as error:
         raise UserError(
             f"the cache folder {folder.parent} cannot be written ({error.strerror}): name another "
             "one"
         ) from error
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads or threads_before)
-    try:
-        model, tokenizer = make()
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        # Another process may have been faster.
-        if not folder.exists():
-            os.rename(unfinished, folder)
     finally:
         torch.set_num_threads(threads_before)
         shutil.rmtree(unfinished, ignore_errors=True)
