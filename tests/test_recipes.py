@@ -8,12 +8,6 @@ import pytest
 from test_mars import SMALL
 
 from tasks.format import Call
-from toy import base_model as toy_base
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return toy_base.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
 
 
 @pytest.mark.parametrize("name", ["own_tool", "own_task", "own_protocol"])
