@@ -27,11 +27,9 @@ Tests: pytest tests/test_marsrl.py
 """
 
 import functools
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import AddedToken
 
@@ -229,12 +227,10 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
     return base_model.two_stages(tokenizer, seed, stages, steps), tokenizer
 
 
-def build(
-    cache: str | os.PathLike,
-    seed: int = 0,
-    threads: int | None = None,
-    steps: tuple[int, int] = (SKILL_STEPS, HABIT_STEPS),
-) -> Path:
-    """The base model's folder, as base_model.build makes it."""
-    name = f"toy-marsrl-{base_model.recipe(seed, steps, __file__)}"
-    return base_model.cached(Path(cache) / name, lambda: make_base(seed, *steps), threads)
+build = functools.partial(
+    base_model.build,
+    name="marsrl",
+    make=make_base,
+    steps=(SKILL_STEPS, HABIT_STEPS),
+    file=__file__,
+)

@@ -22,11 +22,9 @@ Tests: pytest tests/test_matpo.py
 """
 
 import functools
-import os
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 from tokenizers import AddedToken
 
@@ -144,16 +142,11 @@ def subtasks(asked: world.World, plan: world.Plan) -> list[Subtask]:
 
 
 @functools.cache
-def found(library: Library, name: str) -> list[str]:
-    """The texts that a search for a name returns."""
-    return [document.text for document in library.search["search"](name)]
-
-
 def raw(library: Library, subtask: Subtask) -> tuple[str, list[str]]:
     """What a subtask's tool returns, as it stands in a context and as sentences."""
     if subtask.tool == "python":
         return f"<doc> {subtask.right.removesuffix(' .')}", [subtask.right]
-    texts = found(library, subtask.argument)
+    texts = [document.text for document in library.search["search"](subtask.argument)]
     return base_model.as_text(texts), base_model.sentences_of(texts)
 
 
@@ -264,15 +257,6 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
     return base_model.two_stages(tokenizer, seed, (skills, habits), steps), tokenizer
 
 
-def build(
-    cache: str | os.PathLike,
-    seed: int = 0,
-    threads: int | None = None,
-    steps: tuple[int, int] = STEPS,
-) -> Path:
-    """The base model's folder: from the cache, or made in about 2 minutes of one core.
-
-    As base_model.build; the folder's name also has a hash of this file.
-    """
-    folder = Path(cache) / f"toy-matpo-{base_model.recipe(seed, steps, __file__)}"
-    return base_model.cached(folder, lambda: make_base(seed, *steps), threads)
+build = functools.partial(
+    base_model.build, name="matpo", make=make_base, steps=STEPS, file=__file__
+)

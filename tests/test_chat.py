@@ -158,24 +158,26 @@ def chat_format(tokenizer, tools=TOOLS, *, thinking=True, **options):
     return ChatFormat(tokenizer, mars.words(config, tools), tools, thinking=thinking)
 
 
+KINDS = {
+    "qwen2.5": (QWEN25, {}, {}),
+    "qwen3": (QWEN3, {"eos": "<|im_end|>"}, {}),
+    "qwen3, not thinking": (QWEN3, {}, {"thinking": False}),
+    "always thinking": (ALWAYS_THINKING, {}, {}),
+    "llama": (
+        LLAMA,
+        {"marks": LLAMA_MARKS, "tags": (), "eos": "<|eot_id|>", "bos": "<|begin|>"},
+        {},
+    ),
+    "strict": (STRICT, {}, {}),
+}
+
+
 @functools.cache
 def formats(kind):
-    if kind == "qwen2.5":
-        return chat_format(tokenizer(QWEN25))
-    if kind == "qwen3":
-        return chat_format(tokenizer(QWEN3, eos="<|im_end|>"))
-    if kind == "qwen3, not thinking":
-        return chat_format(tokenizer(QWEN3), thinking=False)
-    if kind == "always thinking":
-        return chat_format(tokenizer(ALWAYS_THINKING))
-    if kind == "llama":
-        marks = tuple(LLAMA_MARKS)
-        return chat_format(tokenizer(LLAMA, marks, (), "<|eot_id|>", "<|begin|>"))
-    if kind == "strict":
-        return chat_format(tokenizer(STRICT))
+    template, of_tokenizer, of_format = KINDS[kind]
+    return chat_format(tokenizer(template, **of_tokenizer), **of_format)
 
 
-ALL = ["qwen2.5", "qwen3", "qwen3, not thinking", "always thinking", "llama", "strict"]
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 pieces = st.lists(texts.filter(lambda text: "\ufffd" not in text), max_size=4)
 
@@ -251,24 +253,19 @@ def test_a_template_that_rewrites_or_loses_something_is_refused(why):
 
 def test_a_tokenizer_that_loses_text_is_refused():
     words = Tokenizer(models.WordLevel({"<unk>": 0, "two": 1}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
     lossy = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=QWEN25, unk_token="<unk>")
     with pytest.raises(UserError, match="byte-level"):
         chat_format(lossy)
 
 
 def test_thinking_switch_reaches_the_step():
-    for kind, tail in (
-        ("qwen3", "assistant\n"),
-        ("qwen3, not thinking", "<think>\n\n</think>\n\n"),
-        ("always thinking", "<think>\n"),
-    ):
+    tails = {"qwen3": "assistant\n", "always thinking": "<think>\n"}
+    for kind, tail in {**tails, "qwen3, not thinking": "<think>\n\n</think>\n\n"}.items():
         format = formats(kind)
-        assert format.text(format.prompt("sys2", question="Q")).endswith(tail)
-        assert format.text(format.observation([format.message("m")])).endswith(tail)
-        assert format.text(format.prompt("sys1", chunk=[], purpose="p", question="q")).endswith(
-            tail
-        )
+        note = format.observation([format.message("m")])
+        asked = format.prompt("sys1", chunk=[], purpose="p", question="q")
+        for tokens in (format.prompt("sys2", question="Q"), note, asked):
+            assert format.text(tokens).endswith(tail)
 
 
 # -------------------------------------------------------------------------- what stands in a prompt
@@ -292,16 +289,11 @@ def test_observation_joins_notes_and_demands():
 
 def test_system1_prompt_holds_the_chunks_ids_unchanged():
     format = formats("qwen3")
-    chunk = format.document(Document("1", "Ada", "http://a.example", "Ada Baker joined Acro.")) + [
-        300,
-        7,
-        7,
-    ]
+    document = format.document(Document("1", "Ada", "http://a.example", "Ada joined Acro."))
+    chunk = [*document, 300, 7, 7]
     prompt = format.prompt("sys1", chunk=chunk, purpose="when", question="Who?")
-    places = [p for p in range(len(prompt)) if prompt[p : p + len(chunk)] == chunk]
-    assert len(places) == 1
-    header = "[document] Ada (http://a.example)"
-    assert format.text(chunk[:-3]) == f"{header}\nAda Baker joined Acro.\n\n"
+    assert sum(prompt[p : p + len(chunk)] == chunk for p in range(len(prompt))) == 1
+    assert format.text(document) == "[document] Ada (http://a.example)\nAda joined Acro.\n\n"
     assert format.text(format.document(Document("1", "", "", " text "))) == "[document]\ntext\n\n"
 
 
@@ -412,36 +404,34 @@ def test_a_note_is_a_subsequence_without_marks(tokens):
 
 
 def call(name="search", arguments=None, **more):
-    body = {
-        "name": name,
-        "arguments": {"query": "ada baker"} if arguments is None else arguments,
-        **more,
-    }
+    arguments = {"query": "ada baker"} if arguments is None else arguments
+    body = {"name": name, "arguments": arguments, **more}
     return f"<tool_call>\n{json.dumps(body)}\n</tool_call>"
 
 
 GOOD = call(purpose="her year of birth")
 
 
-def test_the_three_good_steps():
-    tools = TOOLS
-    assert read_action("I think. " + GOOD + "\n", tools) == Action(
-        call=Call("search", "ada baker", "her year of birth")
-    )
-    inside = call(arguments={"query": "q", "purpose": "why"})
-    assert read_action(inside, tools) == Action(call=Call("search", "q", "why"))
-    assert read_action(call(), tools, purpose=False) == Action(call=Call("search", "ada baker", ""))
-    assert read_action(GOOD, tools, purpose=False).call.purpose == ""
-    body = '{"name": "python", "arguments": {"code": "a = 1\nprint(a)"}, "purpose": "a"}'
-    code = f"<tool_call>{body}</tool_call>"
-    assert read_action(code, tools).call.argument == "a = 1\nprint(a)"
-    assert read_action("So: <answer> 1968 </answer>\nConfidence: 80", tools) == Action(
-        answer="1968"
-    )
-    assert read_action(
-        "I use the <answer> tag: <answer>1968</answer>", tools, final=True
-    ) == Action(answer="1968")
-    assert "answer was asked" in read_action(GOOD, tools, final=True).error
+WHY = "her year of birth"
+RAW = '<tool_call>{"name": "python", "arguments": {"code": "a = 1\nprint(a)"}}</tool_call>'
+STEPS = [
+    ("I think. " + GOOD + "\n", {}, Action(call=Call("search", "ada baker", WHY))),
+    (GOOD, {"purpose": False}, Action(call=Call("search", "ada baker", ""))),
+    (call(), {"purpose": False}, Action(call=Call("search", "ada baker", ""))),
+    (RAW, {"purpose": False}, Action(call=Call("python", "a = 1\nprint(a)"))),
+    (call(arguments={"query": "q", "purpose": "p"}), {}, Action(call=Call("search", "q", "p"))),
+    ("So: <answer> 1968 </answer>\nConfidence: 80", {}, Action(answer="1968")),
+    ("My <answer> tag: <answer>1968</answer>", {"final": True}, Action(answer="1968")),
+]
+
+
+@pytest.mark.parametrize("text, options, action", STEPS)
+def test_good_steps(text, options, action):
+    assert read_action(text, TOOLS, **options) == action
+
+
+def test_after_the_demand_no_call_counts():
+    assert "answer was asked" in read_action(GOOD, TOOLS, final=True).error
 
 
 @pytest.mark.parametrize(
@@ -478,26 +468,21 @@ def test_whatever_is_wrong_is_said_in_one_sentence(text, says):
     )
 
 
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("end", ["", "stop"])
 def test_parse_reads_ids_with_and_without_the_stop_token(kind, end):
     format = formats(kind)
     stop = "<|eot_id|>" if kind == "llama" else "<|im_end|>"
     assert format.text(format.close_step()) == stop
     assert set(format.stop_ids) == {*format.close_step(), format.tokenizer.eos_token_id}
-    thought = (
-        "<tool_call>not this</tool_call></think>"
-        if kind == "always thinking"
-        else ("<think><answer>not this</answer></think>" if "qwen3" in kind else "")
-    )
-    for text, step in (
-        (GOOD, Action(call=Call("search", "ada baker", "her year of birth"))),
-        ("<answer>1968</answer>", Action(answer="1968")),
-    ):
-        assert (
-            format.parse(as_ids(format, thought + text) + (format.close_step() if end else []))
-            == step
-        )
+    thought = ""
+    if kind == "always thinking":
+        thought = "<tool_call>not this</tool_call></think>"
+    elif "qwen3" in kind:
+        thought = "<think><answer>not this</answer></think>"
+    for text, options, action in (STEPS[0], STEPS[5]):
+        tokens = as_ids(format, thought + text.strip()) + (format.close_step() if end else [])
+        assert format.parse(tokens) == action
 
 
 @settings(max_examples=150, deadline=None)

@@ -428,15 +428,20 @@ def build(
     seed: int = 0,
     threads: int | None = None,
     steps: tuple[int, int] = (SKILL_STEPS, HABIT_STEPS),
+    *,
+    name: str = "base",
+    make: Callable[..., tuple] | None = None,
+    file: str = __file__,
 ) -> Path:
     """The base model's Hugging Face folder: from the cache, or made in 1.5 minutes of one core.
 
     steps: training steps of either stage. threads: how many PyTorch uses meanwhile; None leaves its
-    setting. The folder's name has a hash of seed, steps and the files that make the model. A build
-    that is cut short leaves no folder of that name. UserError when the cache cannot be written.
+    setting. Another method's toy gives its `make` (seed, *steps -> model, tokenizer) and its file.
+    The folder's name has a hash of seed, steps and the files that make the model. A build that is
+    cut short leaves no folder of that name. UserError when the cache cannot be written.
     """
-    folder = Path(cache) / f"toy-base-{recipe(seed, steps)}"
-    return cached(folder, lambda: make_base(seed, *steps), threads)
+    folder = Path(cache) / f"toy-{name}-{recipe(seed, steps, file)}"
+    return cached(folder, lambda: (make or make_base)(seed, *steps), threads)
 
 
 def cached(folder: Path, make: Callable[[], tuple], threads: int | None = None) -> Path:
@@ -466,6 +471,6 @@ def cached(folder: Path, make: Callable[[], tuple], threads: int | None = None) 
 def recipe(seed: int, steps: tuple[int, int], *more: str) -> str:
     """A hash of all that the base model follows from in this folder; `more`: further files."""
     digest = hashlib.sha256(repr((seed, steps)).encode())
-    for file in (world.__file__, language.__file__, __file__, *more):
+    for file in dict.fromkeys((world.__file__, language.__file__, __file__, *more)):
         digest.update(Path(file).read_bytes())
     return digest.hexdigest()[:12]
