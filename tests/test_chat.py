@@ -480,7 +480,7 @@ def test_parse_reads_ids_with_and_without_the_stop_token(kind, end):
         thought = "<tool_call>not this</tool_call></think>"
     elif "qwen3" in kind:
         thought = "<think><answer>not this</answer></think>"
-    for text, options, action in (STEPS[0], STEPS[5]):
+    for text, _, action in (STEPS[0], STEPS[5]):
         tokens = as_ids(format, thought + text.strip()) + (format.close_step() if end else [])
         assert format.parse(tokens) == action
 
