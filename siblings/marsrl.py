@@ -36,6 +36,7 @@ The toy is siblings/marsrl_toy.py. Tests: pytest tests/test_marsrl.py
 """
 
 import dataclasses
+import functools
 import random
 import sys
 from collections import Counter
@@ -333,10 +334,12 @@ def credit(
             rewards.append(reward)
             groups.append(group)
     divide = config.advantage == "std"
+    advantages = grpo.group_advantages(torch.tensor(rewards), groups, divide=divide).tolist()
     if config.credit == "attempt":
-        advantages = inherited(trajectories, divide)
-    else:
-        advantages = grpo.group_advantages(torch.tensor(rewards), groups, divide=divide).tolist()
+        attempts = torch.tensor([trajectory.reward for trajectory in trajectories])
+        places = [trajectory.question_index for trajectory in trajectories]
+        inherited = grpo.group_advantages(attempts, places, divide=divide).tolist()
+        advantages = [x for x, t in zip(inherited, trajectories) for _ in t.contexts]
     for sample, reward, advantage in zip(samples, rewards, advantages, strict=True):
         sample.reward = reward
         sample.advantage = advantage
@@ -344,17 +347,6 @@ def credit(
         learns = {"all": True, "solver": solves, "checkers": not solves}
         sample.copies = int(learns[config.learners])
     return {"all": samples}
-
-
-def inherited(trajectories: list[Trajectory], divide: bool) -> list[float]:
-    """Each sample's advantage: that of its attempt among the question's attempts."""
-    rewards = torch.tensor([trajectory.reward for trajectory in trajectories])
-    places = [trajectory.question_index for trajectory in trajectories]
-    advantages = grpo.group_advantages(rewards, places, divide=divide)
-    of_samples = []
-    for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True):
-        of_samples += [advantage] * len(trajectory.contexts)
-    return of_samples
 
 
 def own_metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
@@ -397,8 +389,7 @@ def words(config: MarsrlConfig, tools: list[Tool]) -> Words:
     shown = "The problem:\n\n{question}\n\nThe solution:\n\n{answer}"
 
     def fill(question: str, answer=None, report=None) -> dict:
-        slots = {"question": question.strip(), "answer": answer, "report": report}
-        return {name: content for name, content in slots.items() if content is not None}
+        return {"question": question.strip(), "answer": answer, "report": report}
 
     prompts = {
         "solver": Template(SOLVER, "{question}", fill),
@@ -450,17 +441,15 @@ METHOD = Method(
 
 def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
-    waiting = []  # what a pipelined step leaves to the next one
-
-    def rollouts(run: Run, step: int) -> list[Trajectory]:
-        if run.config.rollouts == "linear":
-            return train.attempts(run, step)
-        if run.config.rollouts == "grouped":
-            return grouped(run, step)
-        return pipelined(run, step, waiting=waiting)
-
+    ways = {
+        "linear": train.attempts,
+        "grouped": grouped,
+        "pipelined": functools.partial(pipelined, waiting=[]),
+    }
     return train.main(
-        dataclasses.replace(METHOD, rollouts=rollouts),
+        dataclasses.replace(
+            METHOD, rollouts=lambda run, step: ways[run.config.rollouts](run, step)
+        ),
         arguments,
         __doc__,
         base_model=marsrl_toy.build,
