@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_chat import QWEN25, tokenizer
+from helpers.chat import QWEN25, tokenizer
 
 import mars
 import train

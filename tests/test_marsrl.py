@@ -262,7 +262,7 @@ def test_shares_by_hand():
 
 
 def test_a_chat_model_is_shown_the_solution_and_the_report():
-    from test_chat import QWEN3, tokenizer
+    from helpers.chat import QWEN3, tokenizer
 
     chat = ChatFormat(tokenizer(QWEN3), METHOD.words(MarsrlConfig(), []), [])
     shown = {"answer": chat.encode("It is Ada."), "report": chat.encode("It is Bob.")}

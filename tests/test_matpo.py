@@ -391,7 +391,7 @@ def test_a_run_ask_and_eval(trained, tmp_path, capsys):
 
 
 def test_a_chat_model_is_told_who_it_is():
-    from test_chat import QWEN3, tokenizer
+    from helpers.chat import QWEN3, tokenizer
 
     tools = [Tool(name, *KNOWN[name], call=None) for name in KNOWN] + [matpo.WORKER_TOOL]
     chat = ChatFormat(tokenizer(QWEN3), matpo.words(matpo.MatpoConfig(), tools), tools)

@@ -41,7 +41,7 @@ def test_a_tool_of_ones_own_can_be_called():
 
 
 def test_a_chat_model_is_told_of_a_tool_of_ones_own():
-    from test_chat import QWEN3, TOOLS, chat_format, tokenizer
+    from helpers.chat import QWEN3, TOOLS, chat_format, tokenizer
 
     from recipes.own_tool import ARCHIVE
 
