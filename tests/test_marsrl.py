@@ -189,10 +189,10 @@ def test_a_group_is_one_input(choice):
 # ------------------------------------------------------------------- the choice of inputs
 
 
-def outputs(run: Run, stage: str, said: list[str]) -> list[Trajectory]:
-    """Outputs of a stage, in this order. Its task shows the solution "lamps"."""
+def outputs(run: Run, stage: str, said: list[str], verdict: str = "wrong") -> list[Trajectory]:
+    """Outputs of a stage, in this order. Its task shows the solution "lamps", which is wrong."""
     shown = {"answer": tuple(CHAT.encode("lamps")), "report": tuple(CHAT.encode("chess wrong"))}
-    golden = ("wrong",) if "verifier" in stage else QUESTION.golden_answers
+    golden = (verdict,) if "verifier" in stage else QUESTION.golden_answers
     task = marsrl.Task("t", QUESTION.text, golden, "own", QUESTION, stage, 0, **shown)
     lines = list(said)
     run.say = lambda role, prompt, seed: lines.pop(0)
@@ -219,6 +219,10 @@ def test_the_choice_of_inputs(seed):
     reports = ["1968 right", "chess wrong", "1968 wrong", "chess right"]
     assert set(chosen("adaptive", "corrector1", reports, 2, seed)) == {"chess wrong", "1968 wrong"}
     assert chosen("adaptive", "corrector1", ["1968 right"] * 3, 2, seed) == []
+    run = scripted(None, inputs=1)
+    false = outputs(run, "verifier1", ["chess wrong"] * 3, verdict="right")
+    true = outputs(run, "verifier1", ["1968 wrong"])
+    assert marsrl.choose(run.config, false + true, "corrector1", random.Random(seed)) == true
     picked = chosen("balanced", "verifier1", said, 2, seed)
     assert picked.count("chess") == 1 and len(set(picked)) == 2
     assert len(chosen("balanced", "verifier1", ["lamps", "1968", "dover"], 2, seed)) == 2

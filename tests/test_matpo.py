@@ -350,18 +350,17 @@ def test_questions_take_two_steps_and_every_role_is_shown_how():
 
 def test_a_flawless_planner_earns_the_reward():
     """What the demonstrations show is what the episode plays."""
-    rng = random.Random(1)
     library = matpo_toy.Library("test")
-    for _ in range(20):
-        pieces = matpo_toy.planner(library, rng, matpo_toy.FLAWLESS)
-        plan_text = pieces[0][0].removeprefix("<s2> ").removesuffix(" <eot>")
+    for seed in range(20):
+        pieces = matpo_toy.planner(library, random.Random(seed), matpo_toy.FLAWLESS)
+        plan = matpo_toy.draw_plan(library.world, random.Random(seed))
         said = [words for words, trained in pieces if trained]
         told = [words for words, trained in pieces if not trained][1:]
         summaries = [words.removeprefix("<resp> ") for words in told]
         workers = [turn for summary in summaries for turn in (WORKERS[0], WORKERS[1], summary)]
-        asked = Question("q", plan_text, (), "toy")
+        asked = Question("q", plan.text, (plan.answer,), "toy")
         trajectory, _ = play(said, workers, asked=asked, sys2_context=400)
-        assert trajectory.ended == "answer"
+        assert (trajectory.ended, trajectory.reward) == ("answer", 1.0)
         assert text(trajectory.contexts[0].sample, True) == " ".join(said)
 
 
