@@ -1,0 +1,177 @@
+"""A small Hanabi: the rules, and a scripted player.
+
+Two colours of the ranks 1 (three cards), 2 (two) and 3 (one); hands of two cards, three hints, two
+lives. The score is the number of cards in the stacks, 6 at most; who loses both lives has 0. Not
+official: cards may be discarded while all hints are there.
+
+The scripted player takes a hint as an order to play. It never thinks of what is left in the deck.
+
+Tests: pytest tests/test_hanabi.py
+"""
+
+import random
+from dataclasses import dataclass, field
+
+from tasks.questions import Question
+
+COLOURS = ("red", "blue")
+COPIES = {1: 3, 2: 2, 3: 1}  # cards of each rank in a colour
+CARDS = [f"{colour}{rank}" for colour in COLOURS for rank, n in COPIES.items() for _ in range(n)]
+BEST = len(COLOURS) * len(COPIES)  # the highest score
+HINTS = 3
+LIVES = 2
+SLOTS = ("first", "second")
+SEATS = ("seat0", "seat1")
+
+
+@dataclass
+class Card:
+    """A card in a hand, and what its holder was told: "x" for what is not known."""
+
+    name: str
+    colour: str = "x"
+    rank: str = "x"
+
+    @property
+    def clues(self) -> tuple[str, str]:
+        """Its rank and its colour, which a hint may name."""
+        return self.name[-1], self.name[:-1]
+
+    def touched(self, clue: str) -> bool:
+        """Whether a hint is about this card."""
+        return clue in self.clues
+
+    @property
+    def known(self) -> str:
+        """As its holder sees it, such as red1, redx, x1, xx."""
+        return self.colour + self.rank
+
+
+@dataclass
+class Game:
+    """A game under way. A move is "play first", "discard second", "hint red", "hint 1"."""
+
+    deck: list[str]  # drawn from its end
+    hands: tuple[list[Card], list[Card]] = ()
+    stacks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COLOURS, 0))
+    hints: int = HINTS
+    lives: int = LIVES
+    turns_left: int | None = None  # once the deck is empty
+
+    def __post_init__(self):
+        self.hands = tuple([Card(self.deck.pop()) for _ in SLOTS] for _ in SEATS)
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody moves any more."""
+        return not self.lives or self.turns_left == 0 or sum(self.stacks.values()) == BEST
+
+    @property
+    def score(self) -> int:
+        """Cards in the stacks; 0 when both lives are lost."""
+        return sum(self.stacks.values()) if self.lives else 0
+
+    def needs(self) -> list[str]:
+        """The card that each stack waits for; colour and 4 if it is complete."""
+        return [f"{colour}{height + 1}" for colour, height in self.stacks.items()]
+
+    def playable(self, card: Card) -> bool:
+        """Whether the card can go on its stack."""
+        return card.name in self.needs()
+
+    def moves(self, seat: int) -> list[str]:
+        """What a seat may do."""
+        slots = SLOTS[: len(self.hands[seat])]
+        moves = [f"{act} {slot}" for act in ("play", "discard") for slot in slots]
+        if self.hints:
+            clues = [
+                part for card in self.hands[1 - seat] for part in (card.name[:-1], card.name[-1])
+            ]
+            moves += [f"hint {clue}" for clue in dict.fromkeys(clues)]
+        return moves
+
+    def move(self, seat: int, move: str) -> None:
+        """Plays one of `moves`."""
+        act, what = move.split()
+        if self.turns_left is not None:
+            self.turns_left -= 1
+        if act == "hint":
+            self.hints -= 1
+            for card in self.hands[1 - seat]:
+                if card.touched(what):
+                    if what in COLOURS:
+                        card.colour = what
+                    else:
+                        card.rank = what
+            return
+        card = self.hands[seat].pop(SLOTS.index(what))
+        if act == "discard":
+            self.hints = min(HINTS, self.hints + 1)
+        elif self.playable(card):
+            self.stacks[card.name[:-1]] += 1
+        else:
+            self.lives -= 1
+        if self.deck:
+            self.hands[seat].append(Card(self.deck.pop()))
+            if not self.deck:
+                self.turns_left = len(SEATS)  # one more turn for each
+
+
+def deal(question: Question) -> Game:
+    """The game of a question, whose text is the order of the deck."""
+    return Game(question.text.split())
+
+
+def deck(split: str, seed: int, index: int) -> Question:
+    """Deck `index` of a split's endless stream."""
+    cards = random.Random(f"deck {split} {seed} {index}").sample(CARDS, len(CARDS))
+    return Question(f"{split}-{seed}-{index}", " ".join(cards), (str(BEST),), "hanabi")
+
+
+# ------------------------------------------------------------------------------ the scripted player
+
+
+def could_be_played(game: Game, card: Card) -> bool:
+    """Whether a card is one that is needed, for all that its holder knows."""
+    return any(
+        card.colour in ("x", need[:-1]) and card.rank in ("x", need[-1]) for need in game.needs()
+    )
+
+
+def advise(game: Game, seat: int, said: str) -> str:
+    """The scripted player's move; `said`: the partner's last one."""
+    mine, theirs = game.hands[seat], game.hands[1 - seat]
+    hinted = said.removeprefix("hint ") if said.startswith("hint") else None
+    for slot, card in zip(SLOTS, mine, strict=False):
+        known = "x" not in card.known and game.playable(card)
+        if known or (hinted and card.touched(hinted) and could_be_played(game, card)):
+            return f"play {slot}"
+    if game.hints:
+        for card in theirs:
+            others = [other for other in theirs if other is not card]
+            clear = [c for c in card.clues if not any(other.touched(c) for other in others)]
+            if game.playable(card) and clear and "x" in card.known:
+                return f"hint {clear[0]}"
+    return f"discard {SLOTS[min(range(len(mine)), key=lambda i: mine[i].known != 'xx')]}"
+
+
+def play_script(game: Game, rng: random.Random, skill: float):
+    """Yields (seat, partner's last move, own move) before each move is made."""
+    said = ""
+    seat = 0
+    while not game.over:
+        move = rng.choice(game.moves(seat))
+        if rng.random() < skill:
+            move = advise(game, seat, said)
+        yield seat, said, move
+        game.move(seat, move)
+        said = move
+        seat = 1 - seat
+
+
+def scripted_score(question: Question, rng: random.Random, skill: float) -> int:
+    """The score of one scripted game."""
+    game = deal(question)
+    for _ in play_script(game, rng, skill):
+        pass
+    return game.score

@@ -1,0 +1,123 @@
+"""Hanabi in words, and a base model that plays by the script, imperfectly.
+
+    <resp> hint red needs red2 blue1 hints 1 lives 2 deck 5 partner red1 blue3 knows xx x3
+           mine redx xx <eot> play first <eot> <resp> …
+
+Before each of its moves a seat reads the partner's last move, the cards that the stacks wait for,
+the partner's cards and what the partner knows of them, and what it knows of its own. A card is one
+word, so that "can be played" is to find a word among two others: two layers learn that in a minute.
+
+The base model is made in two stages like base_model.py's: flawless play by the script, then play in
+which SKILL of the moves are the script's and the others random. RL has to tell the two apart.
+
+Tests: pytest tests/test_hanabi.py
+"""
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from transformers import AddedToken
+
+from siblings import hanabi_game
+from siblings.hanabi_game import CARDS, COLOURS, SLOTS, Game, play_script
+from tasks.format import Action
+from toy import base_model, language
+from toy.base_model import Pieces
+
+MARKS = ("<about>", "<predict>")
+NUMBERS = [str(number) for number in range(len(CARDS))]
+RANKS = "123"
+WORDS = [*SLOTS, *COLOURS, *NUMBERS, *sorted(set(CARDS)), *(f"{colour}4" for colour in COLOURS)]
+WORDS += ["xx", *(f"x{rank}" for rank in RANKS), *(f"{colour}x" for colour in COLOURS)]
+WORDS += "play discard hint needs hints lives deck partner knows mine".split()
+SKILL_STEPS = 300
+HABIT_STEPS = 60
+SKILL = 0.6  # how often stage B's player follows the script; else its move is random
+
+# ------------------------------------------------------------------------------------- the language
+
+
+def make_tokenizer():
+    """The toy's tokenizer; behind its words stand those of the game."""
+    tokenizer = language.make_tokenizer()
+    tokenizer.add_tokens([AddedToken(word, single_word=True) for word in WORDS])
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
+    return tokenizer
+
+
+def describe(game: Game, seat: int, said: str) -> str:
+    """What a seat sees before its move."""
+    theirs, mine = game.hands[1 - seat], game.hands[seat]
+    parts = [said, "needs", *game.needs(), "hints", game.hints, "lives", game.lives]
+    parts += ["deck", len(game.deck), "partner", *(card.name for card in theirs)]
+    parts += ["knows", *(card.known for card in theirs), "mine", *(card.known for card in mine)]
+    return " ".join(str(part) for part in parts if part != "")
+
+
+class Language(language.ToyFormat):
+    """How both seats speak."""
+
+    def __init__(self, tokenizer, tools: Sequence[str] = ()):
+        super().__init__(tokenizer, tools)
+        for mark in MARKS:
+            self.control[mark] = tokenizer.convert_tokens_to_ids(mark)
+
+    def view(self, game: Game, seat: int, said: str) -> list[int]:
+        """What a seat is given before its move; `said`: the partner's last one."""
+        return self.observation([self.encode(describe(game, seat, said))])
+
+    def parse(self, tokens: list[int], *, final: bool = False) -> Action:
+        """A move, or what a read-out says."""
+        return self.read_answer(self.text(self.note(tokens)).split())
+
+
+# --------------------------------------------------------------------------------------- base model
+
+
+def demonstrate(rng: random.Random, skill: float) -> Pieces:
+    """One seat's game; half of the games end with a read-out of the partner's mind."""
+    game = Game(rng.sample(CARDS, len(CARDS)))
+    mine = rng.randrange(2)
+    asks = rng.choice(["<about>", "<predict>", "", ""])
+    pieces = []
+    for seat, said, move in play_script(game, rng, skill):
+        if asks == "<predict>" and seat != mine and said.startswith("hint"):
+            answer = move if rng.random() < skill else rng.choice(game.moves(seat))
+            return [*pieces, ("<predict>", False), (f"{answer} <eot>", True)]
+        if seat != mine:
+            continue
+        pieces.append((f"<resp> {describe(game, seat, said)} <eot>", False))
+        if asks == "<about>" and said.startswith("hint"):
+            cards = zip(SLOTS, game.hands[seat], strict=False)
+            touched = [slot for slot, card in cards if card.touched(said.split()[1])]
+            answer = touched[0] if rng.random() < skill else rng.choice(SLOTS)
+            return [*pieces, ("<about>", False), (f"{answer} <eot>", True)]
+        pieces.append((f"{move} <eot>", True))
+    return pieces or demonstrate(rng, skill)
+
+
+def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
+    """(model, tokenizer) after both stages. It draws from random numbers of its own only."""
+    tokenizer = make_tokenizer()
+    ids = tokenizer.get_vocab()
+    rng = random.Random(f"hanabi {seed}")
+
+    def batches(skill: float) -> Callable:
+        return lambda: [base_model.encode(demonstrate(rng, skill), ids) for _ in range(32)]
+
+    stages = ((batches(1.0),), (batches(SKILL),))
+    steps = (skill_steps, habit_steps)
+    return base_model.two_stages(tokenizer, seed, stages, steps), tokenizer
+
+
+def build(
+    cache: str | os.PathLike,
+    seed: int = 0,
+    threads: int | None = None,
+    steps: tuple[int, int] = (SKILL_STEPS, HABIT_STEPS),
+) -> Path:
+    """The base model's folder, as base_model.build makes it."""
+    name = f"toy-hanabi-{base_model.recipe(seed, steps, __file__, hanabi_game.__file__)}"
+    return base_model.cached(Path(cache) / name, lambda: make_base(seed, *steps), threads)

@@ -1,0 +1,208 @@
+"""Hanabi: the rules by properties, nobody sees its own cards, groups by seat, read-outs, a run."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout import Sample, Trajectory
+from siblings import hanabi, hanabi_toy
+from siblings.hanabi import HanabiConfig
+from siblings.hanabi_game import (
+    BEST,
+    CARDS,
+    HINTS,
+    LIVES,
+    Card,
+    Game,
+    advise,
+    deck,
+    play_script,
+    scripted_score,
+)
+
+CHAT = hanabi_toy.Language(hanabi_toy.make_tokenizer())
+seeds = st.integers(0, 10**9)
+
+
+def games(seed: int, skill: float):
+    """A game and all its positions: (game, seat, partner's last move, own move)."""
+    rng = random.Random(seed)
+    game = Game(rng.sample(CARDS, len(CARDS)))
+    for seat, said, move in play_script(game, rng, skill):
+        yield game, seat, said, move
+
+
+# ---------------------------------------------------------------------------------------- the rules
+
+
+@given(seeds, st.sampled_from([0.0, 0.5, 1.0]))
+def test_no_card_is_lost_or_made(seed, skill):
+    spent = 0  # cards that left a hand
+    for game, _, _, move in games(seed, skill):
+        held = len(game.deck) + sum(map(len, game.hands))
+        assert held + spent == len(CARDS) == 12
+        assert 0 <= game.hints <= HINTS and 0 < game.lives <= LIVES
+        assert all(0 <= height <= 3 for height in game.stacks.values())
+        spent += not move.startswith("hint")
+
+
+@given(seeds, st.sampled_from([0.0, 1.0]))
+def test_a_game_ends_in_time(seed, skill):
+    """After the last card is drawn each seat moves once more; a seat moves 12 times at most."""
+    moves = []
+    empty = None
+    for game, *_ in games(seed, skill):
+        if not game.deck and empty is None:
+            empty = len(moves)
+        moves.append(game)
+    game = moves[-1]
+    assert game.over and len(moves) <= 24
+    if empty is not None:
+        assert len(moves) - empty <= 2
+        assert len(moves) - empty == 2 or not game.lives or game.score == BEST
+    assert game.score == (sum(game.stacks.values()) if game.lives else 0)
+
+
+def position(hands: str, deck: str = "red1 red1 red1", **fields) -> Game:
+    """A game with these hands, the first seat's first, and no more cards but `deck`."""
+    game = Game(CARDS.copy())
+    game.deck = deck.split()
+    game.hands = tuple([Card(name) for name in hand.split()] for hand in hands.split(" | "))
+    for name, value in fields.items():
+        setattr(game, name, value)
+    return game
+
+
+def test_a_hint_marks_every_card_that_it_is_about_and_no_other():
+    game = position("red2 blue3 | red1 red3")
+    game.move(0, "hint red")
+    assert [card.known for card in game.hands[1]] == ["redx", "redx"]
+    game.move(1, "hint 3")
+    assert [card.known for card in game.hands[0]] == ["xx", "x3"]
+    game.move(0, "hint 1")
+    assert [card.known for card in game.hands[1]] == ["red1", "redx"]
+    assert game.hints == 0 and not any("hint" in move for move in game.moves(1))
+
+
+def test_plays_and_discards():
+    game = position("red1 blue2 | red2 blue3", hints=1)
+    game.move(0, "play first")
+    assert game.stacks["red"] == 1 and game.lives == LIVES and game.needs() == ["red2", "blue1"]
+    game.move(1, "play second")  # blue3 is too early
+    assert game.lives == LIVES - 1 and game.score == 1
+    game.move(0, "discard first")  # blue2 has moved to the front
+    assert game.hints == 2
+    game.move(1, "play second")  # a second red1
+    assert game.over and game.score == 0, "who loses both lives has nothing"
+    won = position("red3 blue3 | red1 red1", stacks={"red": 2, "blue": 3})
+    won.move(0, "play first")
+    assert won.over and won.score == BEST
+
+
+@given(seeds, st.sampled_from([0.0, 0.7, 1.0]))
+def test_nobody_reads_its_own_cards(seed, skill):
+    """A seat's text is the same whatever it holds, as long as it was told the same."""
+    for game, seat, said, _ in games(seed, skill):
+        text = hanabi_toy.describe(game, seat, said)
+        for card in game.hands[seat]:
+            others = [name for name in CARDS if name != card.name]
+            name = card.name
+            card.name = random.Random(seed).choice(others)
+            assert hanabi_toy.describe(game, seat, said) == text
+            card.name = name
+
+
+def test_every_word_of_the_game_is_one_token():
+    for game, seat, said, move in games(3, 0.5):
+        text = f"{hanabi_toy.describe(game, seat, said)} {move}"
+        assert CHAT.text(CHAT.encode(text)) == text
+        assert len(CHAT.encode(text)) == len(text.split())
+        assert CHAT.parse(CHAT.encode(move) + [CHAT.eot]).answer == move
+
+
+def test_the_script_is_better_than_chance_and_hints_are_orders():
+    scores = {
+        skill: sum(scripted_score(deck("t", 0, i), random.Random(i), skill) for i in range(200))
+        for skill in (0.0, 0.7, 1.0)
+    }
+    assert 4 * scores[0.0] < scores[0.7] < 0.7 * scores[1.0]
+    game = position("red2 blue3 | red1 blue2")
+    assert advise(game, 0, "") == "hint 1"
+    game.move(0, "hint 1")
+    assert advise(game, 1, "hint 1") == "play first"
+
+
+# -------------------------------------------------------------------------------- a whole small run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of two steps on a base model that has hardly learned the game."""
+    folder = tmp_path_factory.mktemp("hanabi")
+    line = ["--cache", str(folder), "--runs", str(folder), "--name", "game", "--threads", "1"]
+    line += "--steps 2 --questions 2 --group 4 --eval_questions 12 --eval_every 1".split()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hanabi_toy.build, "__defaults__", (0, None, (60, 4)))
+        assert hanabi.main(line) == 0
+    return folder / "game"
+
+
+def test_a_run_trains_both_seats(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    for line in lines:
+        assert line["mismatch_kl"] < 1e-9
+        assert line["pages_in_use"] == 0
+        assert line["eval_score"] == pytest.approx(6 * line["eval_accuracy"])
+        assert line["seat0_tokens"] > 0 and line["seat1_tokens"] > 0
+    assert (run / "report.md").exists()
+
+
+def test_read_outs_are_taken_beside_the_game_and_in_evaluations_only(run):
+    records = [
+        json.loads(line)
+        for path in sorted((run / "rollouts").iterdir())
+        for line in path.read_text().splitlines()
+    ]
+    for split in ("train", "eval"):
+        texts = [json.dumps(record) for record in records if record["split"] == split]
+        asked = [text for text in texts if "<about>" in text and "<predict>" in text]
+        assert bool(asked) == (split == "eval")
+
+
+def test_credit_compares_games_of_one_deck_and_trains_no_empty_seat():
+    def game(index, attempt, reward, moved=True):
+        trajectory = Trajectory(deck("t", 0, index), index, attempt, reward=reward)
+        for seat in hanabi.SEATS:
+            sample = Sample(seat, index, attempt, reward=reward)
+            sample.tokens, sample.mask, sample.logprobs = [1, 2], [False, True], [0.0, -1.0]
+            if seat == "seat1" and not moved:
+                sample.mask = [False, False]
+            trajectory.contexts.append(type("Context", (), {"sample": sample})())
+        return trajectory
+
+    played = [game(0, 0, 0.0), game(0, 1, 1.0), game(1, 0, 0.5), game(1, 1, 0.5, moved=False)]
+    terms = hanabi.credit(HanabiConfig(), played, step=0)
+    assert [sample.advantage for sample in terms["seat0"]] == [-1, 1, 0, 0]
+    assert [sample.role for sample in terms["seat1"]] == ["seat1"] * 3
+    assert all(sample.copies == 1 for samples in terms.values() for sample in samples)
+
+
+READ_OUTS = {  # hands and hint -> the card that the hint is about
+    "one touched card can be played": ("blue3 blue2 | red1 blue1", "hint red", "first"),
+    "the second of two touched ones": ("blue3 blue2 | red2 red1", "hint red", "second"),
+    "both can be played": ("blue3 blue2 | red1 blue1", "hint 1", None),
+    "none can be played": ("blue3 blue2 | red2 blue3", "hint red", None),
+}
+
+
+@pytest.mark.parametrize("name", READ_OUTS)
+@pytest.mark.parametrize("said", ["first", "second"])
+def test_what_a_hint_is_about(name, said):
+    hands, hint, meant = READ_OUTS[name]
+    game = position(hands)
+    game.move(0, hint)
+    assert hanabi.is_about(game, 1, hint, said) == (None if meant is None else said == meant)
