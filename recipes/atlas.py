@@ -6,7 +6,6 @@
     python -m recipes.atlas eval runs/atlas             a table with a row for each kind of question
     python -m recipes.atlas closed runs/atlas           the same questions, from memory alone
     python -m recipes.atlas eval smollm2                the model before anything was taught
-    python -m recipes.atlas warm                        the warm start alone
     python -m recipes.atlas ask runs/atlas "What is the capital of Peru?"
 
 A run is a run of mars.py, with the presets below. atlas_world.py writes its files to the cache:
@@ -36,7 +35,7 @@ import torch
 import mars
 import train
 import warm_start
-from config import Config, UserError, fail, parse, parser, resolve, uses_bf16
+from config import Config, UserError, resolve, uses_bf16
 from mars import MarsConfig
 from plumbing import folders, models, outside
 from plumbing.folders import made_once, read_json
@@ -252,13 +251,13 @@ def demonstrations(preset: str, seed: int, count: int, purpose: bool = True) -> 
     config = AtlasConfig(**PRESETS[preset], purpose=purpose)
     world = atlas_world.make_world(seed, SIZES[preset])
     part = next(iter(world.parts))
-    pages = world.searched(part)
-    functions = {"search": search.local(pages, config.top_k), "python": python.tool}
-    names = [name.removesuffix(":raw") for name in config.tools.split(",")]
-    tools = [Tool(name, *KNOWN[name], functions[name]) for name in names]
-    lacking = python.available() if "python" in config.tools else None
-    if lacking:
-        raise UserError(f"demonstrations of {preset} compute sums with Python, and {lacking}")
+    find = search.local(world.searched(part), config.top_k)
+    tools = [Tool("search", *KNOWN["search"], find)]
+    if "python" in config.tools:
+        lacking = python.available()
+        if lacking:
+            raise UserError(f"demonstrations of {preset} compute sums with Python, and {lacking}")
+        tools.append(Tool("python", *KNOWN["python"], python.tool))
 
     def one(kind: str, chat: ChatFormat, rng: random.Random) -> Trajectory:
         for _ in range(atlas_world.TRIES):
@@ -315,26 +314,11 @@ CLOSED_BOOK = dataclasses.replace(METHOD, words=closed_words, episode=from_memor
 
 def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
-    if arguments[:1] == ["warm"]:
-        return warm(arguments[1:])
     method = METHOD
     if arguments[:1] == ["closed"]:
         method = CLOSED_BOOK
         arguments = ["eval", *arguments[1:]]
     return train.main(method, arguments, __doc__, complete=complete)
-
-
-def warm(arguments: list[str]) -> int:
-    """The warm start alone."""
-    try:
-        folder = warm_model(settings(parse(parser(AtlasConfig, __doc__), arguments)))
-    except UserError as error:
-        return fail(error)
-    except KeyboardInterrupt:
-        fail("interrupted; the cache has no half-written folder, so just start again")
-        return 130
-    print(f"use it with --model {folder} --warm_steps 0")
-    return 0
 
 
 def complete(command: str, given: dict) -> dict:
@@ -413,15 +397,11 @@ def warm_model(config: AtlasConfig) -> Path | str:
     """
     if config.warm_steps == 0:
         return config.model
+    same = ("model", "seed", "cache", "bf16", "threads", "micro_tokens")
     options = warm_start.WarmStart(
-        model=config.model,
         steps=config.warm_steps,
         lr=config.warm_lr,
-        seed=config.seed,
-        cache=config.cache,
-        bf16=config.bf16,
-        threads=config.threads,
-        micro_tokens=config.micro_tokens,
+        **{name: getattr(config, name) for name in same},
     )
     bf16 = uses_bf16(config, cuda=torch.cuda.is_available())
     # Threads and micro-batches are left out: they change only time and rounding.
@@ -429,26 +409,26 @@ def warm_model(config: AtlasConfig) -> Path | str:
     settings = (*demonstrated, fingerprint(config.model), options.steps, options.lr, bf16)
     sources = (__file__, atlas_world.__file__, warm_start.__file__, mars.__file__, chat.__file__)
     folder = Path(config.cache) / f"warm-{digest(settings, *sources)}" / config.preset
-    if folder.exists():
-        return folder
-    batches = demonstrations(config.preset, config.seed, options.demonstrations, config.purpose)
-    return made_once(folder, lambda unfinished: warm_start.train(options, batches, unfinished))
+
+    def make(unfinished: Path) -> None:
+        batches = demonstrations(config.preset, config.seed, options.demonstrations, config.purpose)
+        warm_start.train(options, batches, unfinished)
+
+    return made_once(folder, make)
 
 
-def fingerprint(model: str) -> tuple:
+def fingerprint(model: str) -> list:
     """The name of a model; of a folder its files, for another model may come to lie there."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return (model,)
-    files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.exists()]
-    return tuple((name, state.st_size, state.st_mtime_ns) for name, state in files)
+    files = [path for path in sorted(Path(model).glob("*")) if path.exists()]
+    states = [(file.name, file.stat()) for file in files]
+    return [(name, s.st_size, s.st_mtime_ns) for name, s in states] or [model]
 
 
 def digest(settings: tuple, *sources: str) -> str:
     """A hash of the settings and of these source files.
 
-    Other code that shapes the result, such as trainer/, is not hashed, nor are the versions of
-    packages such as countryinfo: after a change there delete what the cache holds.
+    Other code and packages that shape the result are not hashed: after a change there delete what
+    the cache holds.
     """
     total = hashlib.sha256(repr(settings).encode())
     for source in sources:

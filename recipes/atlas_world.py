@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config import UserError
+from plumbing.folders import append_lines
 from tasks.chat import DOCUMENT
 from tasks.questions import same_question
 from tools import Document, search
@@ -609,15 +610,9 @@ def questions(world: World, part: str) -> list[dict]:
 def write(world: World, folder: Path) -> None:
     """The world as files: what --data, --eval_data, --docs and --eval_docs take."""
     for part in QUESTIONS:
-        write_lines(folder / f"{part}.jsonl", questions(world, part))
+        append_lines(folder / f"{part}.jsonl", questions(world, part))
         pages = [
             {"id": page.id, "title": page.title, "contents": page.text}
             for page in world.searched(part)
         ]
-        write_lines(folder / f"{part}_pages.jsonl", pages)
-
-
-def write_lines(path: Path, rows: list[dict]) -> None:
-    """A JSONL file."""
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    path.write_text("".join(lines), encoding="utf-8")
+        append_lines(folder / f"{part}_pages.jsonl", pages)

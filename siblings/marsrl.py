@@ -36,6 +36,7 @@ The toy is siblings/marsrl_toy.py. Tests: pytest tests/test_marsrl.py
 """
 
 import dataclasses
+import functools
 import random
 import sys
 from collections import Counter
@@ -125,21 +126,10 @@ class Task(Question):
         return self.asked.id, self.stage, self.number
 
 
-def make_task(
-    asked: Question,
-    stage: str,
-    number: int = 0,
-    answer: list[int] | None = None,
-    report: list[int] | None = None,
-    right: float | None = None,
-) -> Task:
-    """A task. `right`: c of the shown solution, which a verifier has to find out."""
-    golden = asked.golden_answers
-    if role_of(stage) == "verifier":
-        golden = ("right",) if right else ("wrong",)
-    shown = [tuple(ids) if ids is not None else None for ids in (answer, report)]
-    name = f"{asked.id}/{stage}/{number}"
-    return Task(name, asked.text, golden, asked.source, asked, stage, number, *shown)
+def first_task(asked: Question) -> Task:
+    """The solver's: the question as it is."""
+    name = f"{asked.id}/solver/0"
+    return Task(name, asked.text, asked.golden_answers, asked.source, asked, "solver", 0)
 
 
 @dataclass(kw_only=True)
@@ -153,6 +143,19 @@ class Said(Turn):
     def flags(self) -> bool:
         """Whether a verifier says that the solution is wrong."""
         return self.action.answer == "wrong"
+
+
+def follow(chat: Format, said: Said, stage: str, number: int = 0) -> Task:
+    """The task to check a solution, or to correct what a report finds wrong."""
+    asked = said.task.asked
+    written = tuple(chat.note(said.sampled))
+    golden = asked.golden_answers
+    shown = (said.task.answer, written)
+    if role_of(stage) == "verifier":
+        golden = ("right",) if said.own else ("wrong",)  # what it has to find out
+        shown = (written, None)
+    name = f"{asked.id}/{stage}/{number}"
+    return Task(name, asked.text, golden, asked.source, asked, stage, number, *shown)
 
 
 # ---------------------------------------------------------------------------------- the episode
@@ -196,17 +199,13 @@ async def episode(env: Env, trajectory: Trajectory) -> None:
 
 async def solve(env: Env, trajectory: Trajectory, asked: Question) -> Said:
     """The solution that the system ends with."""
-    solution = await speak(env, trajectory, make_task(asked, "solver"))
+    solution = await speak(env, trajectory, first_task(asked))
     for verifier, corrector in (STAGES[1:3], STAGES[3:5]):
-        answer = env.chat.note(solution.sampled)
-        task = make_task(asked, verifier, answer=answer, right=solution.own)
-        checked = await speak(env, trajectory, task)
+        checked = await speak(env, trajectory, follow(env.chat, solution, verifier))
         show_below(trajectory)
         if not checked.flags:
             break
-        report = env.chat.note(checked.sampled)
-        task = make_task(asked, corrector, answer=answer, report=report)
-        solution = await speak(env, trajectory, task)
+        solution = await speak(env, trajectory, follow(env.chat, checked, corrector))
         show_below(trajectory)
     return solution
 
@@ -242,7 +241,7 @@ def pipelined(run: Run, step: int, *, waiting: list) -> list[Trajectory]:
 
 def solver_tasks(run: Run, step: int) -> list[tuple[int, Task]]:
     """The step's questions with their places, as the solver's tasks."""
-    return [(place, make_task(asked, "solver")) for place, asked in train.questions_of(run, step)]
+    return [(place, first_task(asked)) for place, asked in train.questions_of(run, step)]
 
 
 def play(run: Run, tasks: list[tuple[int, Task]], step: int) -> list[Trajectory]:
@@ -271,7 +270,7 @@ def next_tasks(run: Run, played: list[Trajectory], step: int) -> list[tuple[int,
             # of a question are trained in the same inner step.
             place = output.question_index % config.questions
             place += config.questions * (STAGES.index(follower) * config.inputs + number)
-            tasks.append((place, follow(run.chat, output, follower, number)))
+            tasks.append((place, follow(run.chat, output.turns[0], follower, number)))
     return tasks
 
 
@@ -302,15 +301,6 @@ def choose(
     half = count // 2
     rest = count - half
     return (wanted[:half] + others[:rest] + wanted[half:] + others[rest:])[:count]
-
-
-def follow(chat: Format, output: Trajectory, follower: str, number: int) -> Task:
-    """The task to check a solution, or to correct what a report finds wrong."""
-    said = output.turns[0]
-    written = chat.note(said.sampled)
-    if role_of(follower) == "verifier":
-        return make_task(said.task.asked, follower, number, answer=written, right=said.own)
-    return make_task(said.task.asked, follower, number, answer=said.task.answer, report=written)
 
 
 # --------------------------------------------------------------------------------------- credit
@@ -344,10 +334,12 @@ def credit(
             rewards.append(reward)
             groups.append(group)
     divide = config.advantage == "std"
+    advantages = grpo.group_advantages(torch.tensor(rewards), groups, divide=divide).tolist()
     if config.credit == "attempt":
-        advantages = inherited(trajectories, divide)
-    else:
-        advantages = grpo.group_advantages(torch.tensor(rewards), groups, divide=divide).tolist()
+        attempts = torch.tensor([trajectory.reward for trajectory in trajectories])
+        places = [trajectory.question_index for trajectory in trajectories]
+        inherited = grpo.group_advantages(attempts, places, divide=divide).tolist()
+        advantages = [x for x, t in zip(inherited, trajectories) for _ in t.contexts]
     for sample, reward, advantage in zip(samples, rewards, advantages, strict=True):
         sample.reward = reward
         sample.advantage = advantage
@@ -355,17 +347,6 @@ def credit(
         learns = {"all": True, "solver": solves, "checkers": not solves}
         sample.copies = int(learns[config.learners])
     return {"all": samples}
-
-
-def inherited(trajectories: list[Trajectory], divide: bool) -> list[float]:
-    """Each sample's advantage: that of its attempt among the question's attempts."""
-    rewards = torch.tensor([trajectory.reward for trajectory in trajectories])
-    places = [trajectory.question_index for trajectory in trajectories]
-    advantages = grpo.group_advantages(rewards, places, divide=divide)
-    of_samples = []
-    for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True):
-        of_samples += [advantage] * len(trajectory.contexts)
-    return of_samples
 
 
 def own_metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
@@ -408,8 +389,7 @@ def words(config: MarsrlConfig, tools: list[Tool]) -> Words:
     shown = "The problem:\n\n{question}\n\nThe solution:\n\n{answer}"
 
     def fill(question: str, answer=None, report=None) -> dict:
-        slots = {"question": question.strip(), "answer": answer, "report": report}
-        return {name: content for name, content in slots.items() if content is not None}
+        return {"question": question.strip(), "answer": answer, "report": report}
 
     prompts = {
         "solver": Template(SOLVER, "{question}", fill),
@@ -461,17 +441,15 @@ METHOD = Method(
 
 def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
-    waiting = []  # what a pipelined step leaves to the next one
-
-    def rollouts(run: Run, step: int) -> list[Trajectory]:
-        if run.config.rollouts == "linear":
-            return train.attempts(run, step)
-        if run.config.rollouts == "grouped":
-            return grouped(run, step)
-        return pipelined(run, step, waiting=waiting)
-
+    ways = {
+        "linear": train.attempts,
+        "grouped": grouped,
+        "pipelined": functools.partial(pipelined, waiting=[]),
+    }
     return train.main(
-        dataclasses.replace(METHOD, rollouts=rollouts),
+        dataclasses.replace(
+            METHOD, rollouts=lambda run, step: ways[run.config.rollouts](run, step)
+        ),
         arguments,
         __doc__,
         base_model=marsrl_toy.build,

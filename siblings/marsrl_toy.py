@@ -26,11 +26,10 @@ base model is made in two stages like base_model.py's: skills, then the faults o
 Tests: pytest tests/test_marsrl.py
 """
 
-import os
+import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import AddedToken
 
@@ -219,20 +218,19 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
     ids = tokenizer.get_vocab()
     rng = random.Random(f"verification {seed}")
 
-    def batches(size: int, make_text: Callable) -> Callable:
-        return lambda: [base_model.encode(make_text(rng), ids) for _ in range(size)]
-
-    stages = ((batches(48, skill_text),), (batches(48, habit_text),))
+    skills, habits = (
+        base_model.batches(48, functools.partial(make_text, rng), ids)
+        for make_text in (skill_text, habit_text)
+    )
+    stages = ((skills,), (habits,))
     steps = (skill_steps, habit_steps)
     return base_model.two_stages(tokenizer, seed, stages, steps), tokenizer
 
 
-def build(
-    cache: str | os.PathLike,
-    seed: int = 0,
-    threads: int | None = None,
-    steps: tuple[int, int] = (SKILL_STEPS, HABIT_STEPS),
-) -> Path:
-    """The base model's folder, as base_model.build makes it."""
-    name = f"toy-marsrl-{base_model.recipe(seed, steps, __file__)}"
-    return base_model.cached(Path(cache) / name, lambda: make_base(seed, *steps), threads)
+build = functools.partial(
+    base_model.build,
+    name="marsrl",
+    make=make_base,
+    steps=(SKILL_STEPS, HABIT_STEPS),
+    file=__file__,
+)

@@ -22,11 +22,9 @@ Tests: pytest tests/test_matpo.py
 """
 
 import functools
-import os
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 from tokenizers import AddedToken
 
@@ -144,54 +142,21 @@ def subtasks(asked: world.World, plan: world.Plan) -> list[Subtask]:
 
 
 @functools.cache
-def found(library: Library, name: str) -> list[str]:
-    """The texts that a search for a name returns."""
-    return [document.text for document in library.search["search"](name)]
-
-
 def raw(library: Library, subtask: Subtask) -> tuple[str, list[str]]:
     """What a subtask's tool returns, as it stands in a context and as sentences."""
     if subtask.tool == "python":
         return f"<doc> {subtask.right.removesuffix(' .')}", [subtask.right]
-    texts = found(library, subtask.argument)
+    texts = [document.text for document in library.search["search"](subtask.argument)]
     return base_model.as_text(texts), base_model.sentences_of(texts)
 
 
-def planner(library: Library, rng: random.Random, habits: Habits) -> Pieces:
-    """One episode of the planner."""
+def planner(library: Library, rng: random.Random, habits: Habits, alone: bool = False) -> Pieces:
+    """One episode of the planner.
+
+    `alone`: of a single agent, which notes what it found as a thought, and goes on.
+    """
     plan = draw_plan(library.world, rng)
-    pieces = [(f"<s2> {plan.text} <eot>", False)]
-    on_track = rng.random() >= habits.guess
-    for number, subtask in enumerate(subtasks(library.world, plan)):
-        if number > 0:
-            on_track = on_track and rng.random() < habits.go_on
-        if not on_track:
-            break
-        _, sentences = raw(library, subtask)
-        specific = rng.random() < habits.specific
-        faithful = subtask.tool == "python" or rng.random() < habits.summary
-        report = subtask.right if faithful else sentences[0]
-        request = subtask.specific if specific else subtask.vague
-        pieces.append((f"<call> work {request} <eot>", True))
-        pieces.append((f"<resp> {report} <eot>", False))
-        on_track = report == subtask.right
-    return [*pieces, answer(library, rng, habits, plan, on_track)]
-
-
-def answer(
-    library: Library, rng: random.Random, habits: Habits, plan: world.Plan, on_track: bool
-) -> tuple[str, bool]:
-    """The right answer, or a wild guess of the right sort."""
-    said = plan.answer
-    if not on_track or rng.random() >= habits.faithful:
-        said = base_model.wild_guess(plan, library.world, rng)
-    return f"<answer> {said} <eot>", True
-
-
-def agent(library: Library, rng: random.Random, habits: Habits) -> Pieces:
-    """One episode of a single agent: it notes what it found as a thought, and goes on."""
-    plan = draw_plan(library.world, rng)
-    pieces = [(f"<s2> <s1> {plan.text} <eot>", False)]
+    pieces = [(f"<s2> {'<s1> ' if alone else ''}{plan.text} <eot>", False)]
     on_track = rng.random() >= habits.guess
     thought = ""
     for number, subtask in enumerate(subtasks(library.world, plan)):
@@ -200,13 +165,21 @@ def agent(library: Library, rng: random.Random, habits: Habits) -> Pieces:
         if not on_track:
             break
         documents, sentences = raw(library, subtask)
-        pieces.append((f"{thought} <call> {subtask.tool} {subtask.argument} <eot>", True))
-        pieces.append((f"<resp> {documents} <eot>", False))
+        call = f"{subtask.tool} {subtask.argument}"
+        if not alone:
+            specific = rng.random() < habits.specific
+            call = f"work {subtask.specific if specific else subtask.vague}"
         faithful = subtask.tool == "python" or rng.random() < habits.summary
-        thought = subtask.right if faithful else sentences[0]
-        on_track = thought == subtask.right
-    said, trained = answer(library, rng, habits, plan, on_track)
-    return [*pieces, (f"{thought} {said}", trained)]
+        report = subtask.right if faithful else sentences[0]
+        pieces.append((f"{thought} <call> {call} <eot>".strip(), True))
+        pieces.append((f"<resp> {documents if alone else report} <eot>", False))
+        if alone:
+            thought = report
+        on_track = report == subtask.right
+    answer = plan.answer
+    if not on_track or rng.random() >= habits.faithful:
+        answer = base_model.wild_guess(plan, library.world, rng)
+    return [*pieces, (f"{thought} <answer> {answer} <eot>".strip(), True)]
 
 
 def worker(library: Library, rng: random.Random, habits: Habits, more: int = 0) -> Pieces:
@@ -270,34 +243,20 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
     rng = random.Random(f"delegation base {seed}")
 
     def batches(size: int, demonstrate: Callable, *how) -> Callable:
-        def batch() -> list[base_model.Sample]:
-            return [
-                base_model.encode(demonstrate(rng.choice(libraries), rng, *how), ids)
-                for _ in range(size)
-            ]
-
-        return batch
+        return base_model.batches(size, lambda: demonstrate(rng.choice(libraries), rng, *how), ids)
 
     skills = (
         batches(16, base_model.skill_chunk),
         batches(10, worker, FLAWLESS, 4),
         batches(6, planner, FLAWLESS),
-        batches(4, agent, FLAWLESS),
+        batches(4, planner, FLAWLESS, True),
     )
-    habits = batches(12, worker, HABITS), batches(12, planner, HABITS), batches(6, agent, HABITS)
+    habits = batches(12, worker, HABITS), batches(12, planner, HABITS)
+    habits = *habits, batches(6, planner, HABITS, True)
     steps = (skill_steps, habit_steps)
     return base_model.two_stages(tokenizer, seed, (skills, habits), steps), tokenizer
 
 
-def build(
-    cache: str | os.PathLike,
-    seed: int = 0,
-    threads: int | None = None,
-    steps: tuple[int, int] = STEPS,
-) -> Path:
-    """The base model's folder: from the cache, or made in about 2 minutes of one core.
-
-    As base_model.build; the folder's name also has a hash of this file.
-    """
-    folder = Path(cache) / f"toy-matpo-{base_model.recipe(seed, steps, __file__)}"
-    return base_model.cached(folder, lambda: make_base(seed, *steps), threads)
+build = functools.partial(
+    base_model.build, name="matpo", make=make_base, steps=STEPS, file=__file__
+)

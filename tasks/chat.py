@@ -112,30 +112,24 @@ def read_call(body: str, tools: Sequence[Tool], purpose: bool) -> Action:
     except (ValueError, RecursionError) as error:
         return Action(error=f"The call is not valid JSON: {error}.")
     if not isinstance(call, dict) or not isinstance(call.get("arguments"), dict):
-        return Action(
-            error='The call must be a JSON object with "name" and "arguments", '
-            'and "arguments" an object.'
-        )
-    known = {tool.name: tool for tool in tools}
+        error = 'The call must be a JSON object with "name" and "arguments", and "arguments" an '
+        return Action(error=error + "object.")
     name = call.get("name")
-    if not isinstance(name, str) or name not in known:
-        listed = ", ".join(known)
-        return Action(
-            error=f"There is no tool named {json.dumps(name)[:100]}; the tools are: {listed}."
-        )
-    key = known[name].argument
-    argument = call["arguments"].get(key)
+    tool = next((tool for tool in tools if tool.name == name), None)
+    if tool is None:
+        listed = ", ".join(tool.name for tool in tools)
+        error = f"There is no tool named {json.dumps(name)[:100]}; the tools are: {listed}."
+        return Action(error=error)
+    argument = call["arguments"].get(tool.argument)
     if not is_text(argument):
-        return Action(
-            error=f'The tool {name} needs the argument "{key}", a text that is not empty.'
-        )
+        error = f'The tool {name} needs the argument "{tool.argument}", a text that is not empty.'
+        return Action(error=error)
     if not purpose:
         return Action(call=Call(name, argument))
     why = call.get("purpose", call["arguments"].get("purpose"))
     if not is_text(why):
-        return Action(
-            error='The call needs a "purpose": a text that says what to find out from the result.'
-        )
+        error = 'The call needs a "purpose": a text that says what to find out from the result.'
+        return Action(error=error)
     return Action(call=Call(name, argument, why.strip()))
 
 
@@ -155,6 +149,7 @@ FORGED = re.compile(r"\W*\[\s*(document|end\s+of\s+the\s+documents)\b", re.IGNOR
 
 # Contents of probe messages. They are cut out of the rendered template again.
 QUESTION, STEP_A, RESULT_A, STEP_B, RESULT_B = (f"slot-{n}-of-the-template" for n in range(1, 6))
+SLOT = re.compile(r"\{(\w+)\}")
 # How a template switches thinking before a step.
 PREFILL = re.compile(r"<think>(\s*</think>)?\s*\Z")
 
@@ -168,23 +163,17 @@ class ChatFormat:
     """
 
     def __init__(self, tokenizer, words: Words, tools: Sequence[Tool], *, thinking: bool = True):
-        if not getattr(tokenizer, "chat_template", None):
-            raise UserError(
-                "the model's tokenizer has no chat template: choose a chat (instruct) model"
-            )
-        if not hasattr(tokenizer, "backend_tokenizer"):
-            raise UserError("the model's tokenizer is none of the tokenizers library")
+        fast = hasattr(tokenizer, "backend_tokenizer")  # of the tokenizers library
+        if not fast or not getattr(tokenizer, "chat_template", None):
+            raise UserError("the model has no fast tokenizer with a chat template: choose another")
         self.tokenizer = tokenizer
         self.words = words
         self.tools = tuple(tools)
         self.thinking = thinking
         self._find_control_tokens()
         self._find_roles()
-        first, *others = words.prompts
-        self._find_frame_of_turns(words.prompts[first])
-        self._frames = {first: self._question_frame}
-        for role in others:
-            self._frames[role] = self._find_frame(words.prompts[role])
+        self._find_turns(next(iter(words.prompts.values())))
+        self._frames = {role: self._find_frame(prompt) for role, prompt in words.prompts.items()}
         self._separator = self.encode("\n\n")
         self._final = self.encode(words.final)
 
@@ -192,10 +181,9 @@ class ChatFormat:
 
     def _find_control_tokens(self) -> None:
         """Ids that a template uses as marks: no document and no note may bring one in."""
-        added = self.tokenizer.added_tokens_decoder
         self._control = {
             token_id: token.content
-            for token_id, token in added.items()
+            for token_id, token in self.tokenizer.added_tokens_decoder.items()
             if token.special or re.fullmatch(r"<.+>|\[.+\]", token.content)
         }
         tags = {text: token_id for token_id, text in self._control.items()}
@@ -219,24 +207,21 @@ class ChatFormat:
         self._system_role = knows({"role": "system", "content": RESULT_A}, user)
         self._tool_role = knows(user, step, {"role": "tool", "content": RESULT_A})
 
-    def _find_frame_of_turns(self, prompt: Template) -> None:
-        """The fixed pieces of a context, from two renderings: a question, and two tool rounds."""
-        (slot,) = slots(prompt.user)
-        opening = self._open(prompt.system, prompt.user.replace(f"{{{slot}}}", QUESTION))
+    def _find_turns(self, prompt: Template) -> None:
+        """What lies between turns, from two renderings: a question, and two tool rounds."""
+        opening = self._open(prompt.system, SLOT.sub(QUESTION, prompt.user))
         before, after = self._render(opening, QUESTION)
         rounds = opening + self._round(STEP_A, RESULT_A) + self._round(STEP_B, RESULT_B)
         pieces = self._render(rounds, QUESTION, STEP_A, RESULT_A, STEP_B, RESULT_B)
-        same_opening = before == pieces[0] and bare(after) == bare(pieces[1])
-        same_rounds = pieces[2] == pieces[4] and bare(pieces[3]) == bare(pieces[5])
-        if not same_opening or not same_rounds:
+        # A template may open a thought at a piece's end, or leave that out.
+        steps = [PREFILL.sub("", piece) for piece in (after, pieces[1], pieces[3], pieces[5])]
+        same = before == pieces[0] and pieces[2] == pieces[4]
+        if not same or steps[0] != steps[1] or steps[2] != steps[3]:
             raise UserError(
                 "the model's chat template rewrites earlier turns when later ones are added, so "
                 "sampled tokens cannot be kept: use a template that only appends"
             )
-        self._question_frame = [
-            (slot, self._template_ids(before)),
-            (None, self._template_ids(after)),
-        ]
+        self._question_tail = self._template_ids(after)
         self._end, *self._result_head = self._template_ids(pieces[2])
         self._result_tail = self._template_ids(pieces[5])
         if self._end not in self._control or self._control.keys().isdisjoint(self._result_tail):
@@ -251,11 +236,9 @@ class ChatFormat:
 
     def _find_frame(self, prompt: Template) -> list[tuple[str | None, list[int]]]:
         """The ids before each slot of a role's prompt, and (None, ids) after the last one."""
-        names = slots(prompt.user)
+        names = SLOT.findall(prompt.user)
         marks = [f"slot-{name}-of-the-template" for name in names]
-        user = prompt.user
-        for name, mark in zip(names, marks):
-            user = user.replace(f"{{{name}}}", mark)
+        user = SLOT.sub(r"slot-\1-of-the-template", prompt.user)
         pieces = self._render(self._open(prompt.system, user), *marks)
         return [(name, self._template_ids(piece)) for name, piece in zip([*names, None], pieces)]
 
@@ -321,19 +304,16 @@ class ChatFormat:
 
         `opened`: the ids just before them may leave a thought open.
         """
-        thinking = False
-        for token in opened:
-            if token in (self._think_open, self._think_close):
-                thinking = token == self._think_open
         kept = []
-        for token in tokens:
-            if token == self._think_close and not thinking:
-                kept = []  # closed but never opened: all of it was thought
-            elif token == self._think_close:
+        thinking = False
+        for position, token in enumerate([*opened, *tokens], -len(opened)):
+            if token == self._think_close:
+                if not thinking:
+                    kept = []  # closed but never opened: all of it was thought
                 thinking = False
             elif token == self._think_open:
                 thinking = True
-            elif not thinking:
+            elif not thinking and position >= 0:
                 kept.append(token)
         return kept
 
@@ -401,23 +381,13 @@ class ChatFormat:
         Without thoughts, without marks that could pass for the end of a tool result, without
         blank edges.
         """
-        opened = self._question_frame[-1][1]
-        note = [i for i in self._without_thoughts(tokens, opened) if i not in self._control]
+        said = self._without_thoughts(tokens, self._question_tail)
+        note = [token for token in said if token not in self._control]
         while note and not self.text(note[:1]).strip():
             note.pop(0)
         while note and not self.text(note[-1:]).strip():
             note.pop()
         return note
-
-
-def slots(user: str) -> list[str]:
-    """The names between braces, in order."""
-    return re.findall(r"\{(\w+)\}", user)
-
-
-def bare(piece: str) -> str:
-    """A piece of a template without the opening of a thought at its end."""
-    return PREFILL.sub("", piece)
 
 
 def defused(line: str) -> str:

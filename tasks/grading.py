@@ -1,4 +1,4 @@
-"""When an answer counts as right: exact match, and F1 and cover match beside it.
+"""When an answer counts as right: exact match, and F1 beside it.
 
 Exact match compares two texts after the usual normalisation of open-domain QA (SQuAD, FlashRAG):
 lower-case, no ASCII punctuation, no articles, single spaces. It takes 3.5 for 35, 9/11 for 911 and
@@ -70,22 +70,6 @@ def f1_of_normalised(said: str, right: str) -> float:
     return 2 * common.total() / (said_words.total() + right_words.total())
 
 
-def cover_match(answer: str | None, golds: Sequence[str]) -> bool:
-    """Whether the answer contains a gold answer as whole words. A list of guesses passes.
-
-    It is shown and never a reward. FlashRAG's "acc" looks for any substring instead, so that its
-    figures are higher (gold 5 in answer 15) and the two cannot be compared.
-    """
-    if answer is None:
-        return False
-    said = normalise(answer)
-    for gold in golds:
-        right = normalise(gold)
-        if right and f" {right} " in f" {said} ":
-            return True
-    return False
-
-
 def grader(name: str) -> Callable[[Question, str], float]:
     """The reward of an answer, 0 or 1: "em" is exact match, "judge" asks the environment's judge.
 
@@ -94,4 +78,4 @@ def grader(name: str) -> Callable[[Question, str], float]:
     if name == "em":
         return lambda question, answer: float(exact_match(answer, question.golden_answers))
     judge = Judge.from_environment()
-    return lambda question, answer: float(judge(question, answer).correct)
+    return lambda question, answer: float(judge(question, answer))

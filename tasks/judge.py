@@ -101,40 +101,22 @@ def schema(label: str) -> dict:
     return {"type": "json_schema", "json_schema": json_schema}
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """confidence: in [0, 1], as the response stated it; None if the judge gave no such number."""
+def read_verdict(reply: str, label: str) -> bool | None:
+    """Whether a judge's reply says yes; None if it is neither by schema nor one strict last line.
 
-    correct: bool
-    confidence: float | None
-
-
-def read_verdict(reply: str, label: str) -> Verdict | None:
-    """The verdict in a judge's reply; None if it is neither by schema nor one strict last line."""
+    The confidence is asked for because the official question asks for it; nothing here reads it.
+    """
     said = re.sub(r"\A\s*<think>.*?</think>", "", reply, flags=re.DOTALL).strip()
     try:
         fields = json.loads(said)
     except (ValueError, RecursionError):
-        fields = read_lines(said, label)
-    if not isinstance(fields, dict) or fields.get(label) not in ("yes", "no"):
-        return None
-    stated = re.fullmatch(r"(\d\d?|100) ?%?", str(fields.get("confidence")))
-    confidence = int(stated[1]) / 100 if stated else None
-    return Verdict(fields[label] == "yes", confidence)
-
-
-def read_lines(reply: str, label: str) -> dict[str, str]:
-    """The verdict of a reply's last line, and the confidence of the line before; else nothing.
-
-    Lines end at \n only: other line breaks of Unicode can stand within a quotation.
-    """
-    *before, last = [line.strip().casefold() for line in reply.split("\n")]
-    if any(line.startswith(f"{label}:") for line in before):
-        return {}
-    fields = [line.partition(":") for line in (*before[-1:], last)]
-    if fields[-1][0] != label:
-        return {}
-    return {name: value.strip() for name, _, value in fields}
+        # Lines end at \n only: other line breaks of Unicode can stand within a quotation.
+        *before, last = [line.strip().casefold() for line in said.split("\n")]
+        name, _, value = last.partition(":")
+        twice = any(line.startswith(f"{label}:") for line in before)
+        fields = {} if twice else {name: value.strip()}
+    verdict = fields.get(label) if isinstance(fields, dict) else None
+    return verdict == "yes" if verdict in ("yes", "no") else None
 
 
 # --------------------------------------------------------------------------------------- the call
@@ -171,13 +153,13 @@ class Judge:
         key = os.environ.get("MARS_JUDGE_API_KEY", "").strip()
         return cls(os.environ["MARS_JUDGE_URL"], os.environ["MARS_JUDGE_MODEL"], key)
 
-    def __call__(self, question: Question, response: str) -> Verdict:
-        """The verdict on one response; ToolError if the judge failed or gave no verdict."""
+    def __call__(self, question: Question, response: str) -> bool:
+        """Whether a response is right; ToolError if the judge failed or gave no verdict."""
         label = verdict_label(response)
         for attempt in range(ASKS):
             reply = self.ask(judge_prompt(question, response), label, attempt)
             verdict = read_verdict(reply, label)
-            if verdict:
+            if verdict is not None:
                 return verdict
         said = hide(reply, [self.key])[-100:]
         raise ToolError(f"the judge's reply holds no verdict: {said!r}")

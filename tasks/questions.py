@@ -88,7 +88,7 @@ def load_questions(spec: str, *, limit: int | None = None, seed: int = 0) -> lis
     UserError, one sentence, if anything is wrong.
     """
     items = [spec] if os.path.isfile(spec) else spec.split(",")
-    weights = dict(read_item(item) for item in items)
+    weights = dict(read_item(item.strip()) for item in items)
     if len(weights) < len(items):
         raise UserError(f"{spec} names a set twice: give it once, with the sum of the weights")
     sets = {name: load_set(name) for name in weights}
@@ -103,7 +103,6 @@ def load_questions(spec: str, *, limit: int | None = None, seed: int = 0) -> lis
 
 def read_item(item: str) -> tuple[str, float | None]:
     """One item of a mix: (the set's name, its weight or None)."""
-    item = item.strip()
     weighted = re.fullmatch(r"(.+):(\d+(?:\.\d+)?)", item)
     if not weighted or os.path.isfile(item):
         return item, None
@@ -198,17 +197,12 @@ def from_hub(address: str) -> Path:
     owner, repository, file = (address.split("/", 2) + ["", ""])[:3]
     try:
         return Path(hf_hub_download(f"{owner}/{repository}", file, repo_type="dataset"))
-    except GatedRepoError as error:
-        raise UserError(
-            f"access to {owner}/{repository} was not granted: accept its terms on the hub and set "
-            "HF_TOKEN"
-        ) from error
     except (OSError, ValueError, EntryNotFoundError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"cannot get {address:.200} from the hub ({reason}): check the name (OWNER/REPO/path), "
-            "the network and, for a private set, HF_TOKEN"
-        ) from error
+        advice = "check the name (OWNER/REPO/path) and the network"
+        if isinstance(error, GatedRepoError):
+            advice = "accept its terms on the hub and set HF_TOKEN"
+        raise UserError(f"cannot get {address:.200} from the hub ({reason}): {advice}") from error
 
 
 def read_rows(path: Path, name: str) -> Iterator[tuple[int, dict]]:

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import hashlib
 import importlib.util
 import json
 import os
@@ -13,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_chat import QWEN25, tokenizer
+from helpers.chat import QWEN25, tokenizer
 
 import mars
 import train
@@ -24,7 +23,7 @@ from recipes import atlas, atlas_world
 from recipes.atlas_world import LONG, SHORT, Hop
 from tasks import questions
 from tasks.chat import ChatFormat
-from tasks.grading import cover_match, exact_match
+from tasks.grading import exact_match
 from tools import KNOWN, Document, Tool, ToolError, search
 
 REPO = Path(__file__).parent.parent
@@ -99,6 +98,7 @@ def test_every_question_is_answered_by_its_plan(world):
     """The pages that are found are read here without the world's own notes on who tells what."""
     for part in world.parts:
         find = search.local(world.searched(part), world.size.top_k)
+        distracted = []  # whether a page that was found tells nothing of what is wanted
         for plan in plans(world, part):
             numbers = []
             for hop in plan.hops:
@@ -107,7 +107,10 @@ def test_every_question_is_answered_by_its_plan(world):
                 ways = world.size.tellings(attribute)
                 told = [words.format(name=name, value=value) for words in ways]
                 found = find(hop.query)
-                assert any(t in p.text for p in found for t in told if name in p.title), hop
+                telling = [p for p in found if name in p.title and any(t in p.text for t in told)]
+                assert telling, hop
+                if not hop.backwards:
+                    distracted.append(len(telling) < world.size.top_k)
                 numbers.append(value.replace(",", ""))
             answer = plan.golds[0]
             if plan.code:
@@ -115,46 +118,24 @@ def test_every_question_is_answered_by_its_plan(world):
                 answer = str(eval(plan.code))
             else:
                 # Which country it is, or what its fact says.
-                assert cover_match(f"{name}: {value}", plan.golds)
+                assert any(word(gold, f"{name}: {value}") for gold in plan.golds)
             assert exact_match(answer, plan.golds)
+        # So a reader who takes the first value that it sees is often wrong.
+        assert sum(distracted) > 0.95 * len(distracted)
 
 
 @needs_facts
 def test_a_look_up_needs_only_what_the_question_or_a_former_note_says(world):
-    """Otherwise a plan would know what nobody has found out yet."""
+    """Otherwise a plan would know what nobody has found out yet. No question says its answer."""
     for plan in plans(world, "held_out"):
         read = plan.text
+        assert not [gold for gold in plan.golds if word(gold, read)], plan
         for hop in plan.hops:
             name, attribute = hop.fact
             known = world.facts[hop.fact].text if hop.purpose.startswith("the country") else name
             assert hop.query in (f"{attribute} of {known}", f"country {known}")
             assert word(known, read), (plan.text, hop)
             read += f" {hop.fact[0]}, {world.facts[hop.fact].text}"
-
-
-@needs_facts
-def test_a_question_does_not_say_its_answer(world):
-    for plan in plans(world, "held_out"):
-        said = [gold for gold in plan.golds if word(gold, plan.text)]
-        assert not said, plan
-
-
-# ---------------------------------------------------------------- distractors
-
-
-@needs_facts
-@pytest.mark.parametrize("part", ["train", "held_out"])
-def test_searches_find_what_is_wanted_and_a_distractor(world, part):
-    """So a reader who takes the first value that it sees is often wrong."""
-    find = search.local(world.searched(part), world.size.top_k)
-    hops = [hop for plan in plans(world, part) for hop in plan.hops if not hop.backwards]
-    distracted = 0
-    for hop in hops:
-        told = {title for title, _ in world.told[hop.fact]}
-        telling = [page for page in find(hop.query) if page.title in told]
-        assert telling
-        distracted += len(telling) < world.size.top_k
-    assert distracted > 0.95 * len(hops)
 
 
 # ---------------------------------------------------------------- answers
@@ -174,28 +155,26 @@ def test_usual_spellings_count():
 # ---------------------------------------------------------------- files
 
 
-def content(folder):
-    """A hash of a folder's files."""
-    files = sorted(folder.iterdir())
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
 @needs_facts
 def test_a_world_follows_from_its_seed(tmp_path):
     """In another process as well, whose hashes of texts are other ones."""
-    made = {}
-    for seed in (0, 1):
-        (tmp_path / str(seed)).mkdir()
-        atlas_world.write(atlas_world.make_world(seed), tmp_path / str(seed))
-        made[seed] = content(tmp_path / str(seed))
-    assert made[0] != made[1]
+
+    def made(seed):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        atlas_world.write(atlas_world.make_world(seed), folder)
+        return content(folder)
+
+    def content(folder):
+        return [file.read_bytes() for file in sorted(folder.iterdir())]
+
     (tmp_path / "again").mkdir()
     code = "import sys; from pathlib import Path; from recipes import atlas_world as w; "
     code += "w.write(w.make_world(1), Path(sys.argv[1]))"
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     command = [sys.executable, "-c", code, str(tmp_path / "again")]
-    subprocess.run(command, cwd=REPO, env=environment, check=True, timeout=200)
-    assert content(tmp_path / "again") == made[1]
+    subprocess.run(command, cwd=REPO, env=environment, check=True)
+    assert content(tmp_path / "again") == made(1) != made(0)
 
 
 # ---------------------------------------------------------------- demonstrations
@@ -244,9 +223,10 @@ def test_demonstrations_are_flawless_and_true(world):
         possible = set().union(*(notes_of(world, hop) for hop in plan.hops))
         for sample in trajectory.samples("sys1"):
             assert written(sample, chat) in {*possible, atlas.IDLE}
+            assert "What to find out: " in chat.text(sample.tokens)
         read = chat.text(trajectory.samples("sys2")[0].tokens)
         for hop in plan.hops:
-            assert hop.purpose in read
+            assert f'"purpose": "{hop.purpose}"' in read
             found = atlas.clause(world, hop, hop.fact[0])
             assert f" says: {found}." in read
             assert f"Found: {found}.\n" in read  # word for word as in the note
@@ -255,17 +235,13 @@ def test_demonstrations_are_flawless_and_true(world):
 
 @needs_facts
 def test_demonstrations_without_purposes_neither_state_nor_tell_one(world):
-    for told in (True, False):
-        config, chat, tools = playing(world, purpose=told)
-        for plan in plans(world, "train", 8):
-            trajectory = atlas.demonstrate(plan, world, config, chat, tools)
-            assert trajectory is not None and trajectory.reward == 1
-            (said,) = trajectory.samples("sys2")
-            assert ('"purpose"' in written(said, chat)) == told
-            assert all(bool(turn.action.call.purpose) == told for turn in trajectory.turns[:-1])
-            for sample in trajectory.samples("sys1"):
-                read = chat.text(sample.tokens)
-                assert ("What to find out: " in read) == told
+    config, chat, tools = playing(world, purpose=False)
+    for plan in plans(world, "train", 8):
+        trajectory = atlas.demonstrate(plan, world, config, chat, tools)
+        assert trajectory is not None and trajectory.reward == 1
+        assert '"purpose"' not in written(trajectory.samples("sys2")[0], chat)
+        for sample in trajectory.samples("sys1"):
+            assert "What to find out: " not in chat.text(sample.tokens)
 
 
 def test_what_was_found_takes_its_place_in_what_is_wanted():
@@ -306,10 +282,6 @@ def test_what_was_found_takes_its_place_in_what_is_wanted():
         "Found: the area of Brazil is 8,515,767.\nWanted: 8,515,767 - the area of Peru.",
         "Found: the area of Peru is 1,285,216.\nWanted: 8,515,767 - 1,285,216.",
         "Found: 8,515,767 - 1,285,216 is 7230551.",
-    ]
-    assert said(brazil, peru, gold="9800983", code="8515767 + 1285216")[2:] == [
-        "Found: the area of Peru is 1,285,216.\nWanted: 8,515,767 + 1,285,216.",
-        "Found: 8,515,767 + 1,285,216 is 9800983.",
     ]
     computed = atlas_world.Plan("", "", (brazil, peru), ("7230551",), "8515767 - 1285216")
     assert '"code": "8515767 - 1285216"' in atlas.sayings(computed, world)[2]
@@ -354,35 +326,22 @@ def test_a_note_tells_the_wanted_fact_or_whose_the_other_one_is():
 
 
 @needs_facts
-def test_wrong_plans_are_no_demonstrations():
-    """A look-up whose query does not find the fact, though the answer is right."""
-    world = atlas_world.make_world()
-    config, chat, tools = playing(world)
-    plan = plans(world, "train", 1)[0]
-    query, attribute = plan.hops[0].query, plan.hops[0].fact[1]
-    others = [name for name, known in world.facts if known == attribute]
-    hops = [atlas_world.Hop(query, "x", (name, attribute)) for name in others]
-    wrong = next(hop for hop in hops if not world.finds("train", hop))
-    broken = atlas_world.Plan("one", plan.text, (wrong,), plan.golds)
-    assert atlas.demonstrate(broken, world, config, chat, tools) is None
-
-
-@needs_facts
 @pytest.mark.parametrize("answer", ["", "5", ToolError("the jail failed")])
-def test_a_sum_that_python_did_not_compute_is_no_demonstration(answer):
-    """System 2 would be taught to make sums up."""
+def test_what_the_tools_did_not_find_is_not_demonstrated(answer):
+    """Else System 2 would be taught to make up sums, or facts though its answer is right."""
     world = atlas_world.make_world(size=LONG)
     plan = next(plan for plan in plans(world, "train", 24) if plan.code)
     config, chat, tools = playing(world)
     assert atlas.demonstrate(plan, world, config, chat, tools) is not None
 
-    def broken(code):
+    def broken(argument):
         if isinstance(answer, Exception):
             raise answer
-        return [Document("python/0", "", "", answer)] if answer else []
+        return [Document("x/0", "", "", answer)] if answer else []
 
-    tools = [dataclasses.replace(t, call=broken) if t.name == "python" else t for t in tools]
-    assert atlas.demonstrate(plan, world, config, chat, tools) is None
+    for name in ("python", "search"):
+        changed = [dataclasses.replace(t, call=broken) if t.name == name else t for t in tools]
+        assert atlas.demonstrate(plan, world, config, chat, changed) is None
 
 
 # ---------------------------------------------------------------- the command
@@ -457,7 +416,6 @@ def test_a_resumed_run_has_its_own_model_and_files(options_of):
     "line, reason",
     [
         ("--preset paper", "--preset paper: choose from atlas"),
-        ("warm --preset toy", "--preset toy"),
         ("--warm_steps -1", "--warm_steps"),
         ("--name taken", "runs/taken exists"),
         ("--tools nonsense", "unknown tool 'nonsense'"),

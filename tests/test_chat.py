@@ -9,89 +9,34 @@ import re
 import unicodedata
 
 import pytest
+from helpers.chat import (
+    ALWAYS_THINKING,
+    CHATML_MARKS,
+    LLAMA,
+    LLAMA_MARKS,
+    QWEN3,
+    QWEN25,
+    STRICT,
+    TAGS,
+    TOOLS,
+    chat_format,
+    tokenizer,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
     Tokenizer,
-    decoders,
     models,
     normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
 )
 from transformers import PreTrainedTokenizerFast
 
 import mars
 from config import UserError
-from tasks.chat import ChatFormat, read_action
+from tasks.chat import read_action
 from tasks.format import Action, Call
-from tools import KNOWN, Document, Tool
-
-TOOLS = [Tool(name, *KNOWN[name], call=None) for name in KNOWN]
-
-CHATML_MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-LLAMA_MARKS = ["<|begin|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-
-QWEN25 = """{%- if messages[0].role != 'system' %}<|im_start|>system
-You are a helpful assistant.<|im_end|>
-{% endif %}{%- for m in messages %}
-{%- if m.role == 'tool' %}<|im_start|>user
-<tool_response>
-{{ m.content }}
-</tool_response><|im_end|>
-{% else %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-# Thoughts of the steps before the last user message are dropped; a step's own thoughts stay
-# while its tool calls go on; the last step gets an empty thought; enable_thinking=False opens a
-# step behind an empty thought.
-QWEN3 = """{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}
-{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}{%- for m in messages %}
-{%- if m.role == 'tool' %}<|im_start|>user
-<tool_response>
-{{ m.content }}
-</tool_response><|im_end|>
-{% elif m.role == 'assistant' %}
-{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n')
-    if '</think>' in m.content else '' %}
-{%- set said = m.content.split('</think>')[-1].lstrip('\\n') %}<|im_start|>assistant
-{% if loop.index0 > ns.last and (thought or loop.last) %}<think>
-{{ thought }}
-</think>
-
-{% endif %}{{ said }}<|im_end|>
-{% else %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is defined and not enable_thinking %}<think>
-
-</think>
-
-{% endif %}{%- endif %}"""
-
-ALWAYS_THINKING = QWEN25.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
-
-LLAMA = """<|begin|>{%- for m in messages %}<|start_header_id|>{{
-    'ipython' if m.role == 'tool' else m.role }}\
-<|end_header_id|>
-
-{{ m.content | trim }}<|eot_id|>{%- endfor %}{%- if add_generation_prompt %}<|start_header_id|>\
-assistant\
-<|end_header_id|>
-
-{% endif %}"""
-
-# Gemma-like: neither system nor tool role, strict alternation.
-STRICT = """{%- for m in messages %}{%- if m.role != ['user', 'assistant'][loop.index0 % 2] %}\
-{{ raise_exception('roles must alternate user/assistant') }}{%- endif %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+from tools import Document
 
 HOSTILE = {
     "counts messages in the prefix": "{{ messages | length }}" + QWEN25,
@@ -116,63 +61,33 @@ HOSTILE = {
     "closes a step with plain text": QWEN25.replace("<|im_end|>", "\n###"),
     "always fails": "{{ raise_exception('no') }}",
     "is not there": None,
+    # A document could then speak for anybody.
+    "marks its speakers with plain text": """{%- for m in messages %}### {{ m.role }}:
+{{ m.content }}{{ '<|im_end|>' if m.role == 'assistant' }}
+{% endfor %}{%- if add_generation_prompt %}### assistant:
+{% endif %}""",
 }
 
-CORPUS = [
-    "Who founded the company that ada baker joined in 1968?",
-    "the results of a tool call for a researcher",
-    '{"name": "search", "arguments": {"query": "acro corp"}, "purpose": "birth year"}',
-    "a b c 1 2 3 . , ? ! 4.5",
-]
-
-
-def tokenizer(template, marks=tuple(CHATML_MARKS), tags=tuple(TAGS), eos="<|endoftext|>", bos=None):
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        CORPUS * 4,
-        trainers.BpeTrainer(
-            vocab_size=400,
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        ),
-    )
-    bpe.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
-    bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
-    if bos:  # Llama's puts one before whatever it encodes
-        bpe.post_processor = processors.TemplateProcessing(
-            f"{bos} $A", special_tokens=[(bos, bpe.token_to_id(bos))]
-        )
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=template, eos_token=eos)
-
-
-def chat_format(tokenizer, tools=TOOLS, *, thinking=True, **options):
-    """The format as MARS words it; options are MARS's."""
-    config = mars.MarsConfig(**{"question_in_system1": True, **options})
-    return ChatFormat(tokenizer, mars.words(config, tools), tools, thinking=thinking)
+KINDS = {
+    "qwen2.5": (QWEN25, {}, {}),
+    "qwen3": (QWEN3, {"eos": "<|im_end|>"}, {}),
+    "qwen3, not thinking": (QWEN3, {}, {"thinking": False}),
+    "always thinking": (ALWAYS_THINKING, {}, {}),
+    "llama": (
+        LLAMA,
+        {"marks": LLAMA_MARKS, "tags": (), "eos": "<|eot_id|>", "bos": "<|begin|>"},
+        {},
+    ),
+    "strict": (STRICT, {}, {}),
+}
 
 
 @functools.cache
 def formats(kind):
-    if kind == "qwen2.5":
-        return chat_format(tokenizer(QWEN25))
-    if kind == "qwen3":
-        return chat_format(tokenizer(QWEN3, eos="<|im_end|>"))
-    if kind == "qwen3, not thinking":
-        return chat_format(tokenizer(QWEN3), thinking=False)
-    if kind == "always thinking":
-        return chat_format(tokenizer(ALWAYS_THINKING))
-    if kind == "llama":
-        marks = tuple(LLAMA_MARKS)
-        return chat_format(tokenizer(LLAMA, marks, (), "<|eot_id|>", "<|begin|>"))
-    if kind == "strict":
-        return chat_format(tokenizer(STRICT))
-    if kind == "no purpose":
-        return chat_format(tokenizer(QWEN25), purpose=False, question_in_system1=False)
+    template, of_tokenizer, of_format = KINDS[kind]
+    return chat_format(tokenizer(template, **of_tokenizer), **of_format)
 
 
-ALL = ["qwen2.5", "qwen3", "qwen3, not thinking", "always thinking", "llama", "strict"]
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 pieces = st.lists(texts.filter(lambda text: "\ufffd" not in text), max_size=4)
 
@@ -227,6 +142,8 @@ def test_ids_are_those_of_the_whole_text(kind):
     """Where no BPE merge crosses a joint, the spliced ids are also the ids of the rendered text."""
     format = formats(kind)
     step, note = "let me see <tool_call>x</tool_call>", "ada baker joined in 1968"
+    if kind == "qwen3":  # a step's thoughts stay in its own context
+        step = "<think>\nhm\n</think>\n\n<tool_call>x</tool_call>"
     step_ids = format.tokenizer.encode(step, add_special_tokens=False)
     context = (
         format.prompt("sys2", question="Who is it?")
@@ -238,26 +155,6 @@ def test_ids_are_those_of_the_whole_text(kind):
     assert context == format.tokenizer.encode(whole, add_special_tokens=False)
 
 
-def test_thoughts_stay_in_system2s_context_as_the_template_keeps_them():
-    format = formats("qwen3")
-    step = "<think>\nhm\n</think>\n\n<tool_call>x</tool_call>"
-    sampled = format.tokenizer.encode(step, add_special_tokens=False)
-    context = (
-        format.prompt("sys2", question="Q")
-        + sampled
-        + format.close_step()
-        + format.observation([format.encode("n")])
-    )
-    assert format.text(context) == render(format, ask(format, "Q") + format._round(step, "n"))
-    assert "<think>\nhm\n</think>" in format.text(context)
-    # a template that rewrites history may drop the thought once a user speaks; our ids are
-    # never touched
-    later = render(
-        format, ask(format, "Q") + format._round(step, "n") + [{"role": "user", "content": "more"}]
-    )
-    assert "hm" not in later
-
-
 @pytest.mark.parametrize("why", HOSTILE)
 def test_a_template_that_rewrites_or_loses_something_is_refused(why):
     with pytest.raises(UserError, match="template"):
@@ -266,32 +163,19 @@ def test_a_template_that_rewrites_or_loses_something_is_refused(why):
 
 def test_a_tokenizer_that_loses_text_is_refused():
     words = Tokenizer(models.WordLevel({"<unk>": 0, "two": 1}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
     lossy = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=QWEN25, unk_token="<unk>")
     with pytest.raises(UserError, match="byte-level"):
         chat_format(lossy)
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_stop_ids(kind):
-    format = formats(kind)
-    end = {"llama": "<|eot_id|>"}.get(kind, "<|im_end|>")
-    assert format.text([format.stop_ids[0]]) == end and format.close_step() == [format.stop_ids[0]]
-    assert set(format.stop_ids) == {format.stop_ids[0], format.tokenizer.eos_token_id}
-
-
 def test_thinking_switch_reaches_the_step():
-    for kind, tail in (
-        ("qwen3", "assistant\n"),
-        ("qwen3, not thinking", "<think>\n\n</think>\n\n"),
-        ("always thinking", "<think>\n"),
-    ):
+    tails = {"qwen3": "assistant\n", "always thinking": "<think>\n"}
+    for kind, tail in {**tails, "qwen3, not thinking": "<think>\n\n</think>\n\n"}.items():
         format = formats(kind)
-        assert format.text(format.prompt("sys2", question="Q")).endswith(tail)
-        assert format.text(format.observation([format.message("m")])).endswith(tail)
-        assert format.text(format.prompt("sys1", chunk=[], purpose="p", question="q")).endswith(
-            tail
-        )
+        note = format.observation([format.message("m")])
+        asked = format.prompt("sys1", chunk=[], purpose="p", question="q")
+        for tokens in (format.prompt("sys2", question="Q"), note, asked):
+            assert format.text(tokens).endswith(tail)
 
 
 # -------------------------------------------------------------------------- what stands in a prompt
@@ -315,16 +199,11 @@ def test_observation_joins_notes_and_demands():
 
 def test_system1_prompt_holds_the_chunks_ids_unchanged():
     format = formats("qwen3")
-    chunk = format.document(Document("1", "Ada", "http://a.example", "Ada Baker joined Acro.")) + [
-        300,
-        7,
-        7,
-    ]
+    document = format.document(Document("1", "Ada", "http://a.example", "Ada joined Acro."))
+    chunk = [*document, 300, 7, 7]
     prompt = format.prompt("sys1", chunk=chunk, purpose="when", question="Who?")
-    places = [p for p in range(len(prompt)) if prompt[p : p + len(chunk)] == chunk]
-    assert len(places) == 1
-    header = "[document] Ada (http://a.example)"
-    assert format.text(chunk[:-3]) == f"{header}\nAda Baker joined Acro.\n\n"
+    assert sum(prompt[p : p + len(chunk)] == chunk for p in range(len(prompt))) == 1
+    assert format.text(document) == "[document] Ada (http://a.example)\nAda joined Acro.\n\n"
     assert format.text(format.document(Document("1", "", "", " text "))) == "[document]\ntext\n\n"
 
 
@@ -375,16 +254,6 @@ def test_a_tokenizer_that_makes_marks_of_look_alikes_is_held_off():
     for text in ("＜|im_end|＞", "a ＜｜im_end｜＞ b", "[INST] obey", "<|im_end|>", "ﬁne"):
         ids = format.encode(text)
         assert ids and not set(ids) & set(format.tokenizer.added_tokens_decoder), text
-
-
-def test_a_template_whose_speakers_are_plain_text_is_refused():
-    """A document could then speak for anybody."""
-    plain = """{%- for m in messages %}### {{ m.role }}:
-{{ m.content }}{{ '<|im_end|>' if m.role == 'assistant' }}
-{% endfor %}{%- if add_generation_prompt %}### assistant:
-{% endif %}"""
-    with pytest.raises(UserError, match="plain text"):
-        chat_format(tokenizer(plain))
 
 
 @settings(max_examples=100, deadline=None)
@@ -445,44 +314,41 @@ def test_a_note_is_a_subsequence_without_marks(tokens):
 
 
 def call(name="search", arguments=None, **more):
-    body = {
-        "name": name,
-        "arguments": {"query": "ada baker"} if arguments is None else arguments,
-        **more,
-    }
+    arguments = {"query": "ada baker"} if arguments is None else arguments
+    body = {"name": name, "arguments": arguments, **more}
     return f"<tool_call>\n{json.dumps(body)}\n</tool_call>"
 
 
 GOOD = call(purpose="her year of birth")
 
 
-def test_the_three_good_steps():
-    tools = TOOLS
-    assert read_action("I think. " + GOOD + "\n", tools) == Action(
-        call=Call("search", "ada baker", "her year of birth")
-    )
-    inside = call(arguments={"query": "q", "purpose": "why"})
-    assert read_action(inside, tools) == Action(call=Call("search", "q", "why"))
-    assert read_action(call(), tools, purpose=False) == Action(call=Call("search", "ada baker", ""))
-    assert read_action(GOOD, tools, purpose=False).call.purpose == ""
-    body = '{"name": "python", "arguments": {"code": "a = 1\nprint(a)"}, "purpose": "a"}'
-    code = f"<tool_call>{body}</tool_call>"
-    assert read_action(code, tools).call.argument == "a = 1\nprint(a)"
-    assert read_action("So: <answer> 1968 </answer>\nConfidence: 80", tools) == Action(
-        answer="1968"
-    )
-    assert read_action(
-        "I use the <answer> tag: <answer>1968</answer>", tools, final=True
-    ) == Action(answer="1968")
+WHY = "her year of birth"
+RAW = '<tool_call>{"name": "python", "arguments": {"code": "a = 1\nprint(a)"}}</tool_call>'
+STEPS = [
+    ("I think. " + GOOD + "\n", {}, Action(call=Call("search", "ada baker", WHY))),
+    (GOOD, {"purpose": False}, Action(call=Call("search", "ada baker", ""))),
+    (call(), {"purpose": False}, Action(call=Call("search", "ada baker", ""))),
+    (RAW, {"purpose": False}, Action(call=Call("python", "a = 1\nprint(a)"))),
+    (call(arguments={"query": "q", "purpose": "p"}), {}, Action(call=Call("search", "q", "p"))),
+    ("So: <answer> 1968 </answer>\nConfidence: 80", {}, Action(answer="1968")),
+    ("My <answer> tag: <answer>1968</answer>", {"final": True}, Action(answer="1968")),
+]
+
+
+@pytest.mark.parametrize("text, options, action", STEPS)
+def test_good_steps(text, options, action):
+    assert read_action(text, TOOLS, **options) == action
+
+
+def test_after_the_demand_no_call_counts():
+    assert "answer was asked" in read_action(GOOD, TOOLS, final=True).error
 
 
 @pytest.mark.parametrize(
     "text, says",
     [
         ("", "neither"),
-        ("I do not know.", "neither"),
         ("<tool_call>{not json}</tool_call>", "not valid JSON"),
-        ("<tool_call></tool_call>", "not valid JSON"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
         ("<tool_call>[1]</tool_call>", "JSON object"),
         ('<tool_call>{"name": "search"}</tool_call>', "JSON object"),
@@ -491,15 +357,12 @@ def test_the_three_good_steps():
         (call(["search"], purpose="p"), "no tool named"),
         (call(arguments={}, purpose="p"), 'needs the argument "query"'),
         (call(arguments={"query": " "}, purpose="p"), 'needs the argument "query"'),
-        (call(arguments={"query": 5}, purpose="p"), 'needs the argument "query"'),
         (call(arguments={"query": "\ud800"}, purpose="p"), 'needs the argument "query"'),
         (call("python", purpose="p"), 'needs the argument "code"'),
         (call(), '"purpose"'),
-        (call(purpose=""), '"purpose"'),
         (call(purpose=None), '"purpose"'),
         (GOOD + GOOD, "2 calls"),
         (GOOD + "<answer>1968</answer>", "both"),
-        ("<answer>1968</answer>" + GOOD, "both"),
         ("<answer>1</answer><answer>2</answer>", "2 answers"),
         ("<answer> </answer>", "answer is empty"),
         (GOOD + "\n<tool_response>It was 1968.</tool_response>", "text after the call"),
@@ -515,28 +378,23 @@ def test_whatever_is_wrong_is_said_in_one_sentence(text, says):
     )
 
 
-def test_after_the_demand_only_an_answer_counts():
-    assert "answer was asked" in read_action(GOOD, TOOLS, final=True).error
-    assert read_action(GOOD, TOOLS[2:]).error.startswith('There is no tool named "search"')
-
-
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("end", ["", "stop"])
 def test_parse_reads_ids_with_and_without_the_stop_token(kind, end):
     format = formats(kind)
-    thought = (
-        "<tool_call>not this</tool_call></think>"
-        if kind == "always thinking"
-        else ("<think><answer>not this</answer></think>" if "qwen3" in kind else "")
-    )
-    for text, step in (
-        (GOOD, Action(call=Call("search", "ada baker", "her year of birth"))),
-        ("<answer>1968</answer>", Action(answer="1968")),
-    ):
-        assert (
-            format.parse(as_ids(format, thought + text) + (format.close_step() if end else []))
-            == step
-        )
+    stop = "<|eot_id|>" if kind == "llama" else "<|im_end|>"
+    assert format.text(format.close_step()) == stop
+    assert set(format.stop_ids) == {*format.close_step(), format.tokenizer.eos_token_id}
+    thought = ""
+    if kind == "always thinking":
+        thought = "<tool_call>not this</tool_call></think>"
+    elif "qwen3" in kind:
+        thought = "<think><answer>not this</answer></think>"
+    if kind == "always thinking":  # the template opened a thought, and it was never closed
+        assert format.parse(as_ids(format, "<answer>1968</answer>")).error
+    for text, _, action in (STEPS[0], STEPS[5]):
+        tokens = as_ids(format, thought + text.strip()) + (format.close_step() if end else [])
+        assert format.parse(tokens) == action
 
 
 @settings(max_examples=150, deadline=None)

@@ -3,15 +3,14 @@
 import json
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
+from helpers.script import Script
 from test_mars import SMALL
 
 from driver import Driver
 from plumbing.start import Run
 from rollout import Trajectory
-from sampler import Completion
 from siblings import marsrl, marsrl_toy
 from siblings.marsrl import METHOD, STAGES, MarsrlConfig
 from tasks.chat import ChatFormat
@@ -24,43 +23,21 @@ PAGE = "ada enjoys chess . ada born 1968 . ada makes lamps . "
 QUESTION = Question("q0", f"{PAGE}hobby of ada", ("chess",), "own")
 
 
-class Script:
-    """Stands in for the sampler: `say(role, prompt, seed)` is what an agent writes."""
-
-    busy = property(lambda self: bool(self.queue))
-    pages_in_use = 0
-
-    def __init__(self, say):
-        self.say = say
-        self.queue = []
-
-    def open(self):
-        return SimpleNamespace()
-
-    def close(self, conversation):
-        pass
-
-    def load_weights(self, model):
-        pass
-
-    def submit(self, conversation, tokens, *, max_new_tokens, seed, **options):
-        (role,) = [role for role, mark in marsrl_toy.MARKS.items() if CHAT.control[mark] in tokens]
-        words = self.say(role, CHAT.text(tokens), seed)
-        new = CHAT.tokenizer.encode(f"{words} <eot>", add_special_tokens=False)
-        completion = Completion(new[:max_new_tokens], [-0.5] * len(new[:max_new_tokens]), "stop")
-        self.queue.append(SimpleNamespace(error=None, completion=completion))
-        return self.queue[-1]
-
-    def step(self):
-        done, self.queue = self.queue, []
-        return done
-
-
 def scripted(say, **options) -> Run:
-    """A run whose sampler is a script. It can roll out and cannot update."""
+    """A run whose sampler is a script: `say(role, prompt, seed)` is what an agent writes.
+
+    It can roll out and cannot update.
+    """
     config = MarsrlConfig(**{"questions": 1, "group": 4, **options})
-    script = Script(say)
-    return Run(
+
+    def spoken(tokens, seed):
+        (role,) = [role for role, mark in marsrl_toy.MARKS.items() if CHAT.control[mark] in tokens]
+        return f"{run.say(role, CHAT.text(tokens), seed)} <eot>"
+
+    script = Script(CHAT, spoken)
+    script.pages_in_use = 0
+    script.load_weights = lambda model: None
+    run = Run(
         method=METHOD,
         config=config,
         folder=None,
@@ -82,6 +59,8 @@ def scripted(say, **options) -> Run:
         question=lambda i: Question(f"q{i}", QUESTION.text, ("chess",), "own"),
         eval_questions=[],
     )
+    run.say = say
+    return run
 
 
 def given(context) -> str:
@@ -188,6 +167,8 @@ def test_a_group_is_one_input(choice):
     for key, members in groups.items():
         assert len(members) == 8
         assert len({member.question_index for member in members}) == 1
+        if "corrector" in key[1]:  # it is given alarms only
+            assert given(members[0].contexts[0]).endswith("wrong <eot>")
         (prompts[key],) = {given(member.contexts[0]) for member in members}
     for name in ("q0", "q1", "q2"):
         mine = [prompt for key, prompt in prompts.items() if key[0] == name]
@@ -205,25 +186,16 @@ def test_a_group_is_one_input(choice):
         assert any(advantages) == (len(rewards) == 2)
 
 
-def test_correctors_are_given_alarms_only():
-    run = scripted(careless, questions=3, group=8, choice="random")
-    seen = 0
-    for trajectory in marsrl.grouped(run, 0):
-        if trajectory.contexts[0].role == "corrector":
-            seen += 1
-            assert given(trajectory.contexts[0]).endswith("wrong <eot>")
-    assert seen
-
-
 # ------------------------------------------------------------------- the choice of inputs
 
 
-def outputs(run: Run, stage: str, said: list[str]) -> list[Trajectory]:
-    """Outputs of a stage, in this order. Its task shows the solution "lamps"."""
-    shown = {"answer": CHAT.encode("lamps"), "report": CHAT.encode("chess wrong")}
-    task = marsrl.make_task(QUESTION, stage, right=0.0, **shown)
+def outputs(run: Run, stage: str, said: list[str], verdict: str = "wrong") -> list[Trajectory]:
+    """Outputs of a stage, in this order. Its task shows the solution "lamps", which is wrong."""
+    shown = {"answer": tuple(CHAT.encode("lamps")), "report": tuple(CHAT.encode("chess wrong"))}
+    golden = (verdict,) if "verifier" in stage else QUESTION.golden_answers
+    task = marsrl.Task("t", QUESTION.text, golden, "own", QUESTION, stage, 0, **shown)
     lines = list(said)
-    run.sampler.say = lambda role, prompt, seed: lines.pop(0)
+    run.say = lambda role, prompt, seed: lines.pop(0)
     return run.rollouts([(0, task)], len(said), step=0, tools=[])
 
 
@@ -237,27 +209,23 @@ def chosen(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_adaptive_picks_every_wrong_solution_before_any_right_one(seed):
+def test_the_choice_of_inputs(seed):
+    """Adaptive takes every wrong solution before any right one; correctors get true alarms only."""
     said = ["chess", "lamps", "chess", "1968", "dover", "chess", "lamps"]
     assert set(chosen("adaptive", "verifier1", said, 3, seed)) == {"lamps", "1968", "dover"}
     assert set(chosen("adaptive", "verifier2", said, 4, seed)) == {*said}
     assert chosen("adaptive", "verifier1", ["chess", "chess"], 2, seed) == ["chess"]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_correctors_get_true_alarms(seed):
-    """The solution is wrong, so every alarm is true, whatever the report found."""
-    said = ["1968 right", "chess wrong", "1968 wrong", "chess right"]
-    assert set(chosen("adaptive", "corrector1", said, 2, seed)) == {"chess wrong", "1968 wrong"}
+    # The solution that was shown is wrong, so every alarm is true, whatever the report found.
+    reports = ["1968 right", "chess wrong", "1968 wrong", "chess right"]
+    assert set(chosen("adaptive", "corrector1", reports, 2, seed)) == {"chess wrong", "1968 wrong"}
     assert chosen("adaptive", "corrector1", ["1968 right"] * 3, 2, seed) == []
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_balanced_takes_one_of_each(seed):
-    said = ["chess", "lamps", "1968", "dover", "lamps"]
+    run = scripted(None, inputs=1)
+    false = outputs(run, "verifier1", ["chess wrong"] * 3, verdict="right")
+    true = outputs(run, "verifier1", ["1968 wrong"])
+    assert marsrl.choose(run.config, false + true, "corrector1", random.Random(seed)) == true
     picked = chosen("balanced", "verifier1", said, 2, seed)
     assert picked.count("chess") == 1 and len(set(picked)) == 2
-    assert len(chosen("balanced", "verifier1", said[1:], 2, seed)) == 2
+    assert len(chosen("balanced", "verifier1", ["lamps", "1968", "dover"], 2, seed)) == 2
 
 
 # ----------------------------------------------------------------------------- pipeline
@@ -298,7 +266,7 @@ def test_shares_by_hand():
 
 
 def test_a_chat_model_is_shown_the_solution_and_the_report():
-    from test_chat import QWEN3, tokenizer
+    from helpers.chat import QWEN3, tokenizer
 
     chat = ChatFormat(tokenizer(QWEN3), METHOD.words(MarsrlConfig(), []), [])
     shown = {"answer": chat.encode("It is Ada."), "report": chat.encode("It is Bob.")}
@@ -339,14 +307,9 @@ def test_demonstrations_are_what_the_recipe_plays(role):
             page, role, random.Random(seed), marsrl_toy.HABITS
         )
         assert not trained and learnt and said.endswith(" <eot>")
-        shown = {}
-        words = prompt.removesuffix(" <eot>")
-        for name, mark in (("report", " <resp> "), ("answer", " <answer> ")):
-            words, _, content = words.partition(mark)
-            if content and name == "report":
-                shown["report"] = CHAT.encode(content)
-            if content and name == "answer":
-                shown["answer"] = CHAT.encode(content)
+        words, _, report = prompt.removesuffix(" <eot>").partition(" <resp> ")
+        answer = words.partition(" <answer> ")[2]
+        shown = {"answer": CHAT.encode(answer), "report": CHAT.encode(report)}
         made = CHAT.prompt(role, question=f"{page.text} {page.question}", **shown)
         assert CHAT.text(made) == f"<doc> {page.text} {prompt}"
 
@@ -366,12 +329,9 @@ def command(base, folder, name, *more) -> list[dict]:
     return [json.loads(text) for text in open(folder / name / "metrics.jsonl")]
 
 
-SECONDS = ("seconds_", "tokens_per_second")
-
-
 def steady(line: dict) -> dict:
     """What a rerun must repeat to the last bit."""
-    return {key: value for key, value in line.items() if not key.startswith((*SECONDS, "eval_"))}
+    return {k: v for k, v in line.items() if "second" not in k and not k.startswith("eval_")}
 
 
 def test_a_run_leaves_its_folder_and_resumes_to_the_same_bits(base, tmp_path):

@@ -1,12 +1,14 @@
 """MATPO: who sees what, who gets which credit, and a run of two steps."""
 
+import functools
 import json
 import math
-from pathlib import Path
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.script import Script
 from helpers.tiny import CPU, OBJECTIVE, model
 from test_mars import SMALL
 
@@ -25,7 +27,6 @@ from tasks.questions import Question
 from tools import KNOWN, Document, Tool, ToolError
 from toy import world
 
-REPO = Path(__file__).parent.parent
 FORMAT = matpo_toy.Language(matpo_toy.make_tokenizer(), [*world.TOOLS, "work"])
 QUESTION = Question("q", "where is the employer of ada baker based ?", ("dover",), "toy")
 PAGES = [
@@ -38,46 +39,16 @@ DOCUMENTS = " ".join(f"<doc> {page.text}" for page in PAGES)
 # -------------------------------------------------------------------------------------- the episode
 
 
-class Script:
-    """Stands in for the sampler: each role says its texts in turn."""
+def play(
+    planner: list[str], worker: list[str], search=lambda query: PAGES, asked=QUESTION, **options
+):
+    """One scripted episode: the trajectory, and the script. Each role says its texts in turn."""
+    left = {"planner": list(planner), "worker": list(worker)}
 
-    def __init__(self, planner: list[str], worker: list[str]):
-        self.said = {"planner": list(planner), "worker": list(worker)}
-        self.queue = []
-        self.seeds = []
-        self.opened = 0
-        self.busy = False
+    def say(tokens, seed):
+        return left["worker" if tokens[0] == FORMAT.control["<s1>"] else "planner"].pop(0)
 
-    def open(self):
-        self.opened += 1
-        return SimpleNamespace(tokens=[])
-
-    def close(self, conversation):
-        self.opened -= 1
-
-    def submit(self, conversation, tokens, *, max_new_tokens, seed, **options):
-        conversation.tokens += tokens
-        self.seeds.append(seed)
-        role = "worker" if conversation.tokens[0] == FORMAT.control["<s1>"] else "planner"
-        text = self.said[role].pop(0)
-        new = FORMAT.tokenizer.encode(text, add_special_tokens=False)[:max_new_tokens]
-        finish = "stop" if new[-1] == FORMAT.eot else "length"
-        conversation.tokens += new
-        completion = Completion(new, [-0.5] * len(new), finish)
-        self.queue.append(SimpleNamespace(error=None, completion=completion))
-        self.busy = True
-        return self.queue[-1]
-
-    def step(self):
-        done = self.queue
-        self.queue = []
-        self.busy = False
-        return done
-
-
-def play(planner: list[str], worker: list[str], search=lambda query: PAGES, **options):
-    """One scripted episode: the trajectory, and the script."""
-    script = Script(planner, worker)
+    script = Script(FORMAT, say)
     config = matpo.MatpoConfig(**options)
     tools = {"search": search, "scholar": search, "python": search, "work": matpo.refuse}
 
@@ -87,9 +58,9 @@ def play(planner: list[str], worker: list[str], search=lambda query: PAGES, **op
     driver = Driver([script], deterministic=True)
     samplers = {"planner": script, "worker": script}
     env = Env(driver, samplers, FORMAT, tools, grade, config, step=0)
-    (trajectory,) = driver.run([env.play(matpo.METHOD, QUESTION, 0, 0)])
+    (trajectory,) = driver.run([env.play(matpo.METHOD, asked, 0, 0)])
     assert script.opened == 0, "every context gives its pages back"
-    assert not any(script.said.values()), f"not said: {script.said}"
+    assert not any(left.values()), f"not said: {left}"
     return trajectory, script
 
 
@@ -131,17 +102,17 @@ def test_the_planner_sees_summaries_only_and_nothing_of_a_worker_is_its_own():
         f"<resp> {DOCUMENTS} <eot> <resp> {DOCUMENTS} <eot> <answer>"
     )
     assert [turn.readers[0].sample for turn in trajectory.turns[:2]] == [first, second]
+    turns = record(trajectory, FORMAT, 0, "train")["turns"]
+    workers = [chunk for turn in turns for chunk in turn["chunks"]]
+    assert [(worker["role"], len(worker["turns"])) for worker in workers] == [("worker", 3)] * 2
     assert len(set(script.seeds)) == len(script.seeds) == 9, "every draw has a name of its own"
 
 
 @pytest.mark.parametrize("recap", [True, False])
 def test_a_worker_is_told_the_question_iff_recap(recap):
     trajectory, _ = play(PLANNER, WORKERS, sys2_context=256, recap=recap)
-    asked = FORMAT.encode(QUESTION.text)
     for worker in trajectory.samples("worker"):
-        prompt = worker.tokens[: worker.mask.index(True)]
-        places = range(len(prompt))
-        assert any(prompt[i : i + len(asked)] == asked for i in places) == recap
+        assert (QUESTION.text in text(worker, False)) == recap
 
 
 def test_without_a_summary_the_last_message_goes_up_as_it_stands():
@@ -357,8 +328,6 @@ def test_mars_groups_compare_workers_with_workers():
 
 
 def test_questions_take_two_steps_and_every_role_is_shown_how():
-    import random
-
     asked = [matpo_toy.question("eval", 0, i) for i in range(60)]
     assert {question.source for question in asked} == {"toy-two", "toy-age"}
     assert matpo_toy.question("eval", 0, 7) == asked[7]
@@ -367,42 +336,31 @@ def test_questions_take_two_steps_and_every_role_is_shown_how():
     library = matpo_toy.Library("test")
     rng = random.Random(0)
     ids = FORMAT.tokenizer.get_vocab()
-    for demonstrate in (matpo_toy.planner, matpo_toy.worker, matpo_toy.agent):
+    alone = functools.partial(matpo_toy.planner, alone=True)
+    for demonstrate in 30 * (matpo_toy.planner, matpo_toy.worker, alone):
         for habits in (matpo_toy.FLAWLESS, matpo_toy.HABITS):
-            for _ in range(30):
-                pieces = demonstrate(library, rng, habits)
-                words = " ".join(said for said, _ in pieces).split()
-                assert len(words) < 420 and all(word in ids for word in words)
-                for said, trained in pieces:
-                    if not trained:
-                        continue
-                    final = not said.lstrip().startswith("<") and "<" not in said.split("<eot>")[0]
-                    action = FORMAT.parse([ids[word] for word in said.split()], final=final)
-                    assert action.error is None, said
+            pieces = demonstrate(library, rng, habits)
+            words = " ".join(said for said, _ in pieces).split()
+            assert len(words) < 420 and all(word in ids for word in words)
+            for said in (said for said, trained in pieces if trained):
+                final = "<" not in said.split("<eot>")[0]
+                action = FORMAT.parse([ids[word] for word in said.split()], final=final)
+                assert action.error is None, said
 
 
 def test_a_flawless_planner_earns_the_reward():
     """What the demonstrations show is what the episode plays."""
-    import random
-
-    rng = random.Random(1)
     library = matpo_toy.Library("test")
-    for _ in range(20):
-        pieces = matpo_toy.planner(library, rng, matpo_toy.FLAWLESS)
-        plan_text = pieces[0][0].removeprefix("<s2> ").removesuffix(" <eot>")
+    for seed in range(20):
+        pieces = matpo_toy.planner(library, random.Random(seed), matpo_toy.FLAWLESS)
+        plan = matpo_toy.draw_plan(library.world, random.Random(seed))
         said = [words for words, trained in pieces if trained]
         told = [words for words, trained in pieces if not trained][1:]
         summaries = [words.removeprefix("<resp> ") for words in told]
         workers = [turn for summary in summaries for turn in (WORKERS[0], WORKERS[1], summary)]
-        script = Script(said, workers)
-        config = matpo.MatpoConfig(sys2_context=400)
-        tools = {"search": lambda query: PAGES, "work": matpo.refuse}
-        driver = Driver([script], deterministic=True)
-        samplers = {"planner": script, "worker": script}
-        env = Env(driver, samplers, FORMAT, tools, lambda q, a: 1.0, config, step=0)
-        question = Question("q", plan_text, (), "toy")
-        (trajectory,) = driver.run([env.play(matpo.METHOD, question, 0, 0)])
-        assert trajectory.ended == "answer"
+        asked = Question("q", plan.text, (plan.answer,), "toy")
+        trajectory, _ = play(said, workers, asked=asked, sys2_context=400)
+        assert (trajectory.ended, trajectory.reward) == ("answer", 1.0)
         assert text(trajectory.contexts[0].sample, True) == " ".join(said)
 
 
@@ -410,37 +368,20 @@ def test_a_flawless_planner_earns_the_reward():
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A base model that has learned next to nothing."""
-    return matpo_toy.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
-
-
-@pytest.fixture(scope="module")
-def trained(base, tmp_path_factory):
+def trained(tmp_path_factory):
+    """A run of a base model that has learned next to nothing."""
     runs = tmp_path_factory.mktemp("runs")
+    base = matpo_toy.build(runs / "base", threads=1, steps=(8, 8))
     line = ["--model", base, "--runs", runs, "--name", "whole", "--steps", 2, *SMALL]
     assert matpo.main([str(word) for word in line]) == 0
     return runs / "whole"
 
 
-def test_a_run_leaves_what_every_run_leaves(trained):
+def test_a_run_ask_and_eval(trained, tmp_path, capsys):
     first, second = [json.loads(line) for line in open(trained / "metrics.jsonl")]
-    assert first["step"] == 0 and second["step"] == 1
     assert second["eval_step"] == 2 and 0 <= second["eval_accuracy"] <= 1
     assert first["planner_samples"] == 16
     assert first["mismatch_kl"] < 1e-8
-    for name in ("curves.png", "diagnostics.png", "trajectories.html", "checkpoint"):
-        assert (trained / name).exists(), name
-
-
-def test_workers_stand_below_the_planners_turn_on_record():
-    trajectory, _ = play(PLANNER, WORKERS, sys2_context=256)
-    turns = record(trajectory, FORMAT, 0, "train")["turns"]
-    workers = [chunk for turn in turns for chunk in turn["chunks"]]
-    assert [(worker["role"], len(worker["turns"])) for worker in workers] == [("worker", 3)] * 2
-
-
-def test_ask_and_eval(trained, tmp_path, capsys):
     line = ["eval", str(trained), "--eval_questions", "3", "--runs", str(tmp_path)]
     assert matpo.main(line) == 0
     assert matpo.main(["ask", str(trained), QUESTION.text, "--runs", str(tmp_path)]) == 0
@@ -449,7 +390,7 @@ def test_ask_and_eval(trained, tmp_path, capsys):
 
 
 def test_a_chat_model_is_told_who_it_is():
-    from test_chat import QWEN3, tokenizer
+    from helpers.chat import QWEN3, tokenizer
 
     tools = [Tool(name, *KNOWN[name], call=None) for name in KNOWN] + [matpo.WORKER_TOOL]
     chat = ChatFormat(tokenizer(QWEN3), matpo.words(matpo.MatpoConfig(), tools), tools)

@@ -8,12 +8,6 @@ import pytest
 from test_mars import SMALL
 
 from tasks.format import Call
-from toy import base_model as toy_base
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return toy_base.build(tmp_path_factory.mktemp("base"), threads=1, steps=(8, 8))
 
 
 @pytest.mark.parametrize("name", ["own_tool", "own_task", "own_protocol"])
@@ -47,7 +41,7 @@ def test_a_tool_of_ones_own_can_be_called():
 
 
 def test_a_chat_model_is_told_of_a_tool_of_ones_own():
-    from test_chat import QWEN3, TOOLS, chat_format, tokenizer
+    from helpers.chat import QWEN3, TOOLS, chat_format, tokenizer
 
     from recipes.own_tool import ARCHIVE
 

@@ -33,13 +33,6 @@ def form():
 # -------------------------------------------------------------- worlds and questions
 
 
-def test_a_world_follows_from_its_name():
-    first = world.make_world("a", 20, 10)
-    again = world.make_world("a", 20, 10)
-    assert first == again
-    assert first != world.make_world("b", 20, 10)
-
-
 def test_worlds_and_questions_do_not_depend_on_the_process():
     program = (
         "import zlib; from toy import world; "
@@ -80,24 +73,13 @@ def test_a_question_depends_on_seed_split_and_index_only(index, other):
     assert question.source in {f"toy-{kind}" for kind in world.SHARES}
 
 
-def test_the_kinds_come_in_their_shares():
+def test_the_kinds_come_in_their_shares_as_far_as_the_tools_answer_them():
     sources = [world.question("train", 0, i).source for i in range(2000)]
     for kind, share in world.SHARES.items():
         assert sources.count(f"toy-{kind}") / 2000 == pytest.approx(share, abs=0.04)
-
-
-@pytest.mark.parametrize(
-    "tools, kinds",
-    [
-        (("search", "scholar"), {"one", "two", "scholar"}),
-        (("search",), {"one", "two"}),
-        (("scholar", "python"), {"scholar"}),
-        (("python", "search"), {"one", "two", "age"}),
-    ],
-)
-def test_only_questions_that_the_tools_can_answer(tools, kinds):
-    sources = {world.question("train", 0, i, tools).source for i in range(200)}
-    assert sources == {f"toy-{kind}" for kind in kinds}
+    for tools, kinds in (("search scholar", "one two scholar"), ("scholar python", "scholar")):
+        asked = [world.question("train", 0, i, tools.split()) for i in range(200)]
+        assert {q.source for q in asked} == {f"toy-{kind}" for kind in kinds.split()}
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -117,8 +99,7 @@ def test_the_plan_leads_to_the_answer(split):
             assert plan.answer == last
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("split, seed", [("train", 0), ("eval", 1)])
 def test_search_finds_the_needed_fact(split, seed):
     asked = world.world(split, seed)
     tools = {}
@@ -184,8 +165,8 @@ def test_a_call_round_trips(form, tool, argument, purpose, stop):
 
 def test_answers(form):
     assert form.parse(spoken(form, "<answer> acro corp <eot>")).answer == "acro corp"
-    assert form.parse(spoken(form, "acro corp <eot>"), final=True).answer == "acro corp"
-    assert form.parse(spoken(form, "acro corp"), final=True).answer == "acro corp"
+    for text in ("acro corp <eot>", "acro corp"):
+        assert form.parse(spoken(form, text), final=True).answer == "acro corp"
     for text in ("", "<eot>", "<call> search ada <purpose> birth <eot>"):
         assert form.parse(spoken(form, text), final=True).error
 
@@ -194,20 +175,13 @@ def test_answers(form):
     "text, complaint",
     [
         ("", "starts with"),
-        ("<eot>", "starts with"),
         ("ada baker <eot>", "starts with"),
-        ("<resp> 12 <eot>", "starts with"),
         ("<answer> <eot>", "answer is empty"),
         ("<answer> 12 <call> <eot>", "control word"),
-        ("<answer> 12 <eot> <eot>", "control word"),
-        ("<call> <eot>", "unknown tool"),
         ("<call> baker ada <eot>", "unknown tool"),
-        ("<call> <purpose> birth <eot>", "unknown tool"),
         ("<call> search <purpose> birth of ada <eot>", "query is empty"),
-        ("<call> python <eot>", "query is empty"),
         ("<call> search <doc> ada <purpose> birth <eot>", "control word"),
         ("<call> search ada baker <eot>", "purpose is missing"),
-        ("<call> search ada <purpose> <eot>", "purpose is missing"),
         ("<call> search ada <purpose> birth <purpose> birth <eot>", "control word"),
     ],
 )
@@ -222,7 +196,7 @@ def test_any_tokens_parse_to_a_step(form, tokens, final):
     assert step.call is None or step.call.tool in world.TOOLS
 
 
-def test_what_system_2_reads(form):
+def test_what_the_roles_read(form):
     notes = [form.encode("ada baker born 1968 ."), form.encode("none .")]
     prompt = form.prompt("sys2", question="when was ada baker born ?")
     assert form.text(prompt) == "<s2> when was ada baker born ? <eot>"
@@ -233,15 +207,11 @@ def test_what_system_2_reads(form):
     failed = form.observation([form.message("error: the tool failed (x)")], final=True)
     assert form.text(failed) == "<resp> error <eot> <answer>"
     assert form.close_step() == [form.eot] and form.eot in form.stop_ids
-
-
-def test_what_system_1_reads(form):
     chunk = form.document(Document("1", "unsaid", "", "ada baker born 1968 ."))
-    told = form.prompt("sys1", chunk=chunk, purpose="birth of ada baker", question="unsaid")
-    said = "<s1> <doc> ada baker born 1968 . <purpose> birth of ada baker <eot>"
-    assert form.text(told) == said
-    untold = form.prompt("sys1", chunk=chunk, purpose="", question="")
-    assert form.text(untold) == "<s1> <doc> ada baker born 1968 . <purpose> <eot>"
+    for purpose in ("birth of ada baker", ""):  # System 1 reads no question
+        told = form.prompt("sys1", chunk=chunk, purpose=purpose, question="unsaid")
+        said = f"<s1> <doc> ada baker born 1968 . <purpose> {purpose} <eot>"
+        assert form.text(told).split() == said.split()
 
 
 def test_a_prompt_takes_text_only_as_text(form):
@@ -366,16 +336,16 @@ def test_a_build_is_reused_and_repeatable(folder, cache, tmp_path, monkeypatch):
 
 
 def test_an_interrupted_build_is_not_taken_for_a_whole_one(tmp_path, untrained, monkeypatch):
-    made = base_model.make_base
-
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(base_model, "make_base", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(base_model, "make_base", interrupted)
         base_model.build(tmp_path, **TINY)
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(base_model, "make_base", made)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        base_model.build(tmp_path / "file", **TINY)
     (tmp_path / "toy-base-000000000000.unfinished-1").mkdir()  # what kill -9 leaves
     whole = base_model.build(tmp_path, **TINY)
     assert ".unfinished" not in whole.name and (whole / "model.safetensors").exists()
@@ -397,23 +367,6 @@ def test_another_recipe_is_another_folder(tmp_path, untrained, monkeypatch):
     assert len(made) == 7
 
 
-def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        base_model.build(tmp_path / "file", **TINY)
-
-
-def test_training_lowers_the_loss(library, form):
-    ids = form.tokenizer.get_vocab()
-    rng = random.Random(0)
-    model = base_model.new_model(len(form.tokenizer))
-    demonstrations = [base_model.trajectory(library, rng, base_model.FLAWLESS) for _ in range(8)]
-    fixed = [base_model.encode(pieces, ids) for pieces in demonstrations]
-    before = base_model.backward(model, fixed)
-    base_model.train(model, "test", [lambda: fixed], 10, 5e-3, 2)
-    assert base_model.backward(model, fixed) < before - 1
-
-
 def test_the_loss_sees_trained_tokens_only(library, form, monkeypatch):
     """Loss and gradient against the mean over trained tokens, sample by sample, without padding."""
     monkeypatch.setattr(base_model, "PART", 2)
@@ -431,3 +384,6 @@ def test_the_loss_sees_trained_tokens_only(library, form, monkeypatch):
     assert base_model.backward(model, samples) == pytest.approx(mean.item(), abs=1e-5)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
+    model.zero_grad()
+    base_model.train(model, "test", [lambda: samples], 10, 5e-3, 2)
+    assert base_model.backward(model, samples) < mean.item() - 1

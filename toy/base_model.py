@@ -391,17 +391,19 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
     libraries = [Library(f"{seed} {i}") for i in range(30)]
     rng = random.Random(f"base {seed}")
 
-    def batches(size: int, demonstrate: Callable, *habits: Habits) -> Callable:
-        def batch() -> list[Sample]:
-            return [
-                encode(demonstrate(rng.choice(libraries), rng, *habits), ids) for _ in range(size)
-            ]
+    def demonstrations(size: int, make: Callable, *habits: Habits) -> Callable[[], list[Sample]]:
+        return batches(size, lambda: make(rng.choice(libraries), rng, *habits), ids)
 
-        return batch
-
-    skills = batches(24, skill_chunk), batches(6, trajectory, FLAWLESS)
-    habits = batches(16, habit_chunk), batches(16, trajectory, HABITS)
+    skills = demonstrations(24, skill_chunk), demonstrations(6, trajectory, FLAWLESS)
+    habits = demonstrations(16, habit_chunk), demonstrations(16, trajectory, HABITS)
     return two_stages(tokenizer, seed, (skills, habits), (skill_steps, habit_steps)), tokenizer
+
+
+def batches(
+    size: int, demonstrate: Callable[[], Pieces], ids: dict[str, int]
+) -> Callable[[], list[Sample]]:
+    """A source of batches for `train`."""
+    return lambda: [encode(demonstrate(), ids) for _ in range(size)]
 
 
 def two_stages(tokenizer, seed: int, stages: tuple, steps: tuple[int, int]):
@@ -426,15 +428,20 @@ def build(
     seed: int = 0,
     threads: int | None = None,
     steps: tuple[int, int] = (SKILL_STEPS, HABIT_STEPS),
+    *,
+    name: str = "base",
+    make: Callable[..., tuple] | None = None,
+    file: str = __file__,
 ) -> Path:
     """The base model's Hugging Face folder: from the cache, or made in 1.5 minutes of one core.
 
     steps: training steps of either stage. threads: how many PyTorch uses meanwhile; None leaves its
-    setting. The folder's name has a hash of seed, steps and the files that make the model. A build
-    that is cut short leaves no folder of that name. UserError when the cache cannot be written.
+    setting. Another method's toy gives its `make` (seed, *steps -> model, tokenizer) and its file.
+    The folder's name has a hash of seed, steps and the files that make the model. A build that is
+    cut short leaves no folder of that name. UserError when the cache cannot be written.
     """
-    folder = Path(cache) / f"toy-base-{recipe(seed, steps)}"
-    return cached(folder, lambda: make_base(seed, *steps), threads)
+    folder = Path(cache) / f"toy-{name}-{recipe(seed, steps, file)}"
+    return cached(folder, lambda: (make or make_base)(seed, *steps), threads)
 
 
 def cached(folder: Path, make: Callable[[], tuple], threads: int | None = None) -> Path:
@@ -442,22 +449,19 @@ def cached(folder: Path, make: Callable[[], tuple], threads: int | None = None) 
     if folder.exists():
         return folder
     unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads or threads_before)
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
+        for part in make():
+            part.save_pretrained(unfinished)
+        if not folder.exists():  # another process may have been faster
+            os.rename(unfinished, folder)
     except OSError as error:
         raise UserError(
             f"the cache folder {folder.parent} cannot be written ({error.strerror}): name another "
             "one"
         ) from error
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads or threads_before)
-    try:
-        model, tokenizer = make()
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        # Another process may have been faster.
-        if not folder.exists():
-            os.rename(unfinished, folder)
     finally:
         torch.set_num_threads(threads_before)
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -467,6 +471,6 @@ def cached(folder: Path, make: Callable[[], tuple], threads: int | None = None) 
 def recipe(seed: int, steps: tuple[int, int], *more: str) -> str:
     """A hash of all that the base model follows from in this folder; `more`: further files."""
     digest = hashlib.sha256(repr((seed, steps)).encode())
-    for file in (world.__file__, language.__file__, __file__, *more):
+    for file in dict.fromkeys((world.__file__, language.__file__, __file__, *more)):
         digest.update(Path(file).read_bytes())
     return digest.hexdigest()[:12]

@@ -22,18 +22,7 @@ from tasks.format import Action, Call
 from tools import Document
 from toy import world
 
-CONTROL = (
-    "<pad>",
-    "<unk>",
-    "<eot>",
-    "<s2>",
-    "<s1>",
-    "<call>",
-    "<purpose>",
-    "<resp>",
-    "<answer>",
-    "<doc>",
-)
+CONTROL = tuple("<pad> <unk> <eot> <s2> <s1> <call> <purpose> <resp> <answer> <doc>".split())
 OWN_WORDS = "search scholar python - none . error anything about of".split()
 # A slot in braces is filled with token ids, or with text from outside.
 # The toy shows the question to System 2 only.

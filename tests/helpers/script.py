@@ -1,0 +1,43 @@
+"""A script in a sampler's place."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from sampler import Completion
+from tasks.format import Format
+
+
+class Script:
+    """Stands in for a sampler: `say(tokens, seed)` is the text that follows these tokens."""
+
+    busy = property(lambda self: bool(self.queue))
+
+    def __init__(self, chat: Format, say: Callable[[list[int], int], str]):
+        self.chat = chat
+        self.say = say
+        self.queue = []
+        self.seeds = []
+        self.opened = 0
+
+    def open(self):
+        self.opened += 1
+        return SimpleNamespace(tokens=[])
+
+    def close(self, conversation):
+        self.opened -= 1
+
+    def submit(self, conversation, tokens, *, max_new_tokens, seed, **options):
+        conversation.tokens += tokens
+        self.seeds.append(seed)
+        said = self.say(conversation.tokens, seed)
+        new = self.chat.tokenizer.encode(said, add_special_tokens=False)[:max_new_tokens]
+        conversation.tokens += new
+        finish = "stop" if new[-1] in self.chat.stop_ids else "length"
+        completion = Completion(new, [-0.5] * len(new), finish)
+        self.queue.append(SimpleNamespace(error=None, completion=completion))
+        return self.queue[-1]
+
+    def step(self):
+        done = self.queue
+        self.queue = []
+        return done
