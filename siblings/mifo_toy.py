@@ -16,22 +16,20 @@ overwrite another.
 Tests: pytest tests/test_mifo.py
 """
 
-import os
+import functools
 import random
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
 
 from rollout import Sample
-from siblings import marsrl_toy
-from siblings.marsrl_toy import draw_page
+from siblings.marsrl_toy import Page, draw_page
 from toy import base_model, language
+from toy.base_model import Pieces
 
 KINDS = ("direct", "indirect")
 HABIT = 0.6  # how often the base model answers a direct question rightly
 LUCK = 0.03  # and an indirect one
-STEPS = 400
+SKILL_STEPS = 300
+HABIT_STEPS = 60
 TOKENIZER = language.make_tokenizer()
 IDS = TOKENIZER.get_vocab()
 EOT = IDS["<eot>"]
@@ -42,10 +40,16 @@ class Task:
     """A question, its answer, other values of the page, and how the teacher answers."""
 
     kind: str
-    prompt: str
+    page: str
+    asked: str
     answer: str
     others: tuple[str, ...]
     solution: str
+
+    @property
+    def prompt(self) -> str:
+        """What is read."""
+        return f"<doc> {self.page} {self.asked}"
 
     def tokens(self) -> list[int]:
         """The prompt as ids."""
@@ -57,21 +61,21 @@ class Task:
         return float(words[-2:] == [self.answer, "<eot>"])
 
 
+def task_of(page: Page, rng: random.Random, kind: str) -> Task:
+    """A question of a kind about a page."""
+    asked, path = page.question, page.paths[0]
+    if kind == "direct":
+        path = rng.choice(page.paths)
+        asked = f"{path.split()[1]} {page.question.removeprefix('employer ')}"
+    firm, attribute, right = path.split()
+    said = right if kind == "direct" else f"{firm} {attribute} <answer> {right}"
+    others = tuple(value for value in page.answers if value != right)
+    return Task(kind, page.text, f"<purpose> {asked} <eot>", right, others, f"{said} <eot>")
+
+
 def draw_task(rng: random.Random, kind: str) -> Task:
     """A random question of a kind."""
-    page = draw_page(rng)
-    if kind == "indirect":
-        asked, solution = page.question, page.paths[0].split()
-        right = page.answers[0]
-        said = f"{' '.join(solution[:2])} <answer> {right}"
-    else:
-        path = rng.choice(page.paths)
-        _, attribute, right = path.split()
-        asked = f"{attribute} {page.question.removeprefix('employer ')}"
-        said = right
-    prompt = f"<doc> {page.text} <purpose> {asked} <eot>"
-    others = tuple(value for value in page.answers if value != right)
-    return Task(kind, prompt, right, others, f"{said} <eot>")
+    return task_of(draw_page(rng), rng, kind)
 
 
 def draw_tasks(split: str, seed: int, first: int, count: int) -> list[Task]:
@@ -82,9 +86,9 @@ def draw_tasks(split: str, seed: int, first: int, count: int) -> list[Task]:
     ]
 
 
-def sample(task: Task, tokens: list[int], logprobs: list[float], index: int) -> Sample:
+def sample(task: Task, tokens: list[int], logprobs: list[float], advantage: float) -> Sample:
     """What was written for a task, as a sample."""
-    made = Sample("solver", index, 0)
+    made = Sample("solver", question_index=0, attempt=0, advantage=advantage)
     made.append_given(task.tokens())
     made.tokens += tokens
     made.mask += [True] * len(tokens)
@@ -92,29 +96,38 @@ def sample(task: Task, tokens: list[int], logprobs: list[float], index: int) -> 
     return made
 
 
-def demonstrate(rng: random.Random) -> base_model.Pieces:
-    """What the base model learns from: it answers at once, often wrongly."""
+def skill_text(rng: random.Random) -> Pieces:
+    """Stage A: a page and five direct questions about it, each answered rightly."""
+    page = draw_page(rng)
+    pieces = [(f"<doc> {page.text}", False)]
+    for task in (task_of(page, rng, "direct") for _ in range(5)):
+        pieces += [(task.asked, False), (f"{task.answer} <eot>", True)]
+    return pieces
+
+
+def habit_text(rng: random.Random) -> Pieces:
+    """Stage B: a page and one question, answered at once and often wrongly."""
     task = draw_task(rng, rng.choice(KINDS))
     right = rng.random() < (HABIT if task.kind == "direct" else LUCK)
     said = task.answer if right else rng.choice(task.others)
     return [(task.prompt, False), (f"{said} <eot>", True)]
 
 
-def make_base(seed: int, steps: int) -> tuple:
-    """(model, tokenizer). It draws from random numbers of its own only."""
+def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
+    """(model, tokenizer) after both stages. It draws from random numbers of its own only."""
     rng = random.Random(f"mifo base {seed}")
-
-    def batch() -> list:
-        return [base_model.encode(demonstrate(rng), IDS) for _ in range(48)]
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = base_model.new_model(len(TOKENIZER))
-        base_model.train(model, "base model", (batch,), steps, lr=5e-3, warmup=30)
-    return model, TOKENIZER
+    skills, habits = (
+        base_model.batches(48, functools.partial(make_text, rng), IDS)
+        for make_text in (skill_text, habit_text)
+    )
+    stages = ((skills,), (habits,))
+    return base_model.two_stages(TOKENIZER, seed, stages, (skill_steps, habit_steps)), TOKENIZER
 
 
-def build(cache: str | os.PathLike, seed: int = 0, steps: int = STEPS) -> Path:
-    """The base model's folder, as base_model.build makes it."""
-    name = f"toy-mifo-{base_model.recipe(seed, (steps, 0), marsrl_toy.__file__, __file__)}"
-    return base_model.cached(Path(cache) / name, lambda: make_base(seed, steps))
+build = functools.partial(
+    base_model.build,
+    name="mifo",
+    make=make_base,
+    steps=(SKILL_STEPS, HABIT_STEPS),
+    file=__file__,
+)
