@@ -40,7 +40,7 @@ import train
 from config import Config, UserError, fail
 from rollout import Context, Env, Method, Sample, Trajectory, Turn
 from siblings import hanabi_toy
-from siblings.hanabi_game import BEST, SEATS, SLOTS, Game, deal, deck, scripted_score
+from siblings.hanabi_game import BEST, SEATS, SLOTS, Game, deal, deck
 from tasks.questions import Question
 from tools import Tool
 
@@ -88,8 +88,9 @@ async def episode(env: Env, trajectory: Trajectory) -> None:
 
 async def read_out(env, trajectory, game: Game, contexts, turn: int, hint: str) -> Readout:
     """Asks both seats about a hint, each behind what it has read so far."""
-    hinting, hinted = contexts[turn % 2], contexts[1 - turn % 2]
-    view = env.chat.view(game, 1 - turn % 2, hint)
+    other = 1 - turn % 2
+    hinting, hinted = contexts[turn % 2], contexts[other]
+    view = env.chat.view(game, other, hint)
     asked = {
         "first": (hinted, [*hinted.sample.tokens, *view, env.chat.control["<about>"]]),
         "second": (hinting, [*hinting.sample.tokens, env.chat.control["<predict>"]]),
@@ -102,7 +103,7 @@ async def read_out(env, trajectory, game: Game, contexts, turn: int, hint: str) 
             said[order] = Readout(written.tokens, action, order=order, said=action.answer or "")
             beside.turns.append(said[order])
             hinting.turns[-1].readers.append(beside)
-    said["first"].right = is_about(game, 1 - turn % 2, hint, said["first"].said)
+    said["first"].right = is_about(game, other, hint, said["first"].said)
     return said["second"]
 
 
@@ -152,13 +153,12 @@ def credit(
 
 
 def own_metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
-    """Mean score, games that end with a move that is not allowed, and both read-outs."""
+    """Mean score, and how often both read-outs are right."""
     part = Counter()
     whole = Counter()
     for trajectory in trajectories:
         part["score"] += float(trajectory.answer or 0)
-        part["forbidden_share"] += trajectory.ended != "answer"
-        whole.update(("score", "forbidden_share"))
+        whole["score"] += 1
         for context in trajectory.contexts[len(SEATS) :]:
             turn = context.turns[0]
             if turn.right is not None:
@@ -177,8 +177,9 @@ def grade(question: Question, answer: str) -> float:
 
 def table(folders: list[str]) -> None:
     """Scores of scripted players, and correlations over all evaluations of some runs."""
+    decks = [deck("eval", 0, i) for i in range(1000)]
     for name, skill in (("random", 0.0), ("rule-based", 1.0)):
-        scores = [scripted_score(deck("eval", 0, i), random.Random(i), skill) for i in range(1000)]
+        scores = [hanabi_toy.scripted_score(d, random.Random(d.id), skill) for d in decks]
         error = 1.96 * statistics.stdev(scores) / len(scores) ** 0.5
         print(f"{name:12} {statistics.mean(scores):.2f} ± {error:.2f} of {BEST}")
     rows = []
@@ -187,9 +188,8 @@ def table(folders: list[str]) -> None:
             values = json.loads(line)
             if "eval_first" in values and "eval_second" in values:
                 rows.append([values[f"eval_{name}"] for name in ("score", "first", "second")])
-    print("evaluation   score  first  second")
     for row in rows:
-        print("             " + "  ".join(f"{value:5.2f}" for value in row))
+        print("score {:.2f}  first {:.2f}  second {:.2f}".format(*row))
     for column, name in ((1, "first"), (2, "second")):
         r = statistics.correlation([row[0] for row in rows], [row[column] for row in rows])
         error = 1.96 / math.sqrt(len(rows) - 3)  # of artanh r, were the evaluations independent
@@ -234,7 +234,7 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["table"]:
         try:
             table(arguments[1:])
-        except (OSError, statistics.StatisticsError, ValueError) as error:
+        except (OSError, ArithmeticError, ValueError) as error:
             return fail(UserError(f"name folders of runs with four evaluations or more ({error})"))
         return 0
     return train.main(

@@ -5,7 +5,6 @@ lives. The score is the number of cards in the stacks, 6 at most; who loses both
 official: cards may be discarded while all hints are there.
 
 The scripted player takes a hint as an order to play. It never thinks of what is left in the deck.
-
 Tests: pytest tests/test_hanabi.py
 """
 
@@ -128,9 +127,6 @@ def deck(split: str, seed: int, index: int) -> Question:
     return Question(f"{split}-{seed}-{index}", " ".join(cards), (str(BEST),), "hanabi")
 
 
-# ------------------------------------------------------------------------------ the scripted player
-
-
 def could_be_played(game: Game, card: Card) -> bool:
     """Whether a card is one that is needed, for all that its holder knows."""
     return any(
@@ -153,25 +149,3 @@ def advise(game: Game, seat: int, said: str) -> str:
             if game.playable(card) and clear and "x" in card.known:
                 return f"hint {clear[0]}"
     return f"discard {SLOTS[min(range(len(mine)), key=lambda i: mine[i].known != 'xx')]}"
-
-
-def play_script(game: Game, rng: random.Random, skill: float):
-    """Yields (seat, partner's last move, own move) before each move is made."""
-    said = ""
-    seat = 0
-    while not game.over:
-        move = rng.choice(game.moves(seat))
-        if rng.random() < skill:
-            move = advise(game, seat, said)
-        yield seat, said, move
-        game.move(seat, move)
-        said = move
-        seat = 1 - seat
-
-
-def scripted_score(question: Question, rng: random.Random, skill: float) -> int:
-    """The score of one scripted game."""
-    game = deal(question)
-    for _ in play_script(game, rng, skill):
-        pass
-    return game.score

@@ -13,16 +13,15 @@ which SKILL of the moves are the script's and the others random. RL has to tell 
 Tests: pytest tests/test_hanabi.py
 """
 
-import os
+import functools
 import random
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from transformers import AddedToken
 
-from siblings import hanabi_game
-from siblings.hanabi_game import CARDS, COLOURS, SLOTS, Game, play_script
+from siblings.hanabi_game import CARDS, COLOURS, SLOTS, Game, advise, deal
 from tasks.format import Action
+from tasks.questions import Question
 from toy import base_model, language
 from toy.base_model import Pieces
 
@@ -73,6 +72,28 @@ class Language(language.ToyFormat):
         return self.read_answer(self.text(self.note(tokens)).split())
 
 
+def play_script(game: Game, rng: random.Random, skill: float):
+    """Yields (seat, partner's last move, own move) before each move is made."""
+    said = ""
+    seat = 0
+    while not game.over:
+        move = rng.choice(game.moves(seat))
+        if rng.random() < skill:
+            move = advise(game, seat, said)
+        yield seat, said, move
+        game.move(seat, move)
+        said = move
+        seat = 1 - seat
+
+
+def scripted_score(question: Question, rng: random.Random, skill: float) -> int:
+    """The score of one scripted game."""
+    game = deal(question)
+    for _ in play_script(game, rng, skill):
+        pass
+    return game.score
+
+
 # --------------------------------------------------------------------------------------- base model
 
 
@@ -104,20 +125,19 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
     ids = tokenizer.get_vocab()
     rng = random.Random(f"hanabi {seed}")
 
-    def batches(skill: float) -> Callable:
-        return lambda: [base_model.encode(demonstrate(rng, skill), ids) for _ in range(32)]
-
-    stages = ((batches(1.0),), (batches(SKILL),))
+    skills, habits = (
+        base_model.batches(32, functools.partial(demonstrate, rng, skill), ids)
+        for skill in (1.0, SKILL)
+    )
+    stages = ((skills,), (habits,))
     steps = (skill_steps, habit_steps)
     return base_model.two_stages(tokenizer, seed, stages, steps), tokenizer
 
 
-def build(
-    cache: str | os.PathLike,
-    seed: int = 0,
-    threads: int | None = None,
-    steps: tuple[int, int] = (SKILL_STEPS, HABIT_STEPS),
-) -> Path:
-    """The base model's folder, as base_model.build makes it."""
-    name = f"toy-hanabi-{base_model.recipe(seed, steps, __file__, hanabi_game.__file__)}"
-    return base_model.cached(Path(cache) / name, lambda: make_base(seed, *steps), threads)
+build = functools.partial(
+    base_model.build,
+    name="hanabi",
+    make=make_base,
+    steps=(SKILL_STEPS, HABIT_STEPS),
+    file=__file__,
+)

@@ -2,8 +2,8 @@
 
 arXiv 2510.04454. RL sharpens what a model can do; what it never does right has to be shown. But SFT
 is said to overwrite what RL has learned. Against that MIFO shows only questions that at most
-`threshold` of the rollouts got right, learns only from the share `hard` of the teacher's tokens, and
-keeps the share `frozen` of the parameters, which RL has moved most, as they are during SFT:
+`threshold` of the rollouts got right, learns only from the share `hard` of the teacher's tokens,
+and keeps the share `frozen` of the parameters, which RL has moved most, as they are during SFT:
 
     C_i = α C_{i−1} + |θ after RL_i − θ before RL_i|,    F_i = the top `frozen` of C_i
     L_SFT = −(1/|M|) Σ_{t ∈ M} log π(y*_t | y*_<t, x),    M = the top `hard` of tokens by entropy
@@ -17,10 +17,9 @@ parameters by chance**; both are here. SFT without any of the three is ReLIFT (a
     python -m siblings.mifo --seed 1     once more
 
 Each arm: RL (shared by all arms), SFT, RL, SFT, RL. Printed is the accuracy on held-out questions
-of both kinds, direct/indirect, after each phase.
-
-Measured, seed 0 to 2: see docs/siblings.md. What it does not show: how a large model forgets, whose
-SFT has thousands of long solutions; and no arm's rates were tuned. Tests: pytest tests/test_mifo.py
+of both kinds, direct/indirect, after each phase. What it does not show: how a large
+model forgets, whose SFT has thousands of long solutions; and no arm's rates were tuned.
+Tests: pytest tests/test_mifo.py
 """
 
 import copy
@@ -67,7 +66,7 @@ class MifoConfig:
     history: float = 0.5  # α
 
 
-# arm -> what it changes, and how it chooses what to freeze
+# arm -> (what it changes, how it chooses what to freeze)
 ARMS = {
     "RL only": ({"sft_steps": 0}, "none"),
     "plain SFT (ReLIFT)": ({"hard": 1.0}, "none"),
@@ -88,12 +87,9 @@ def rl_phase(policy: trainer.Policy, sampler: Sampler, config: MifoConfig, phase
     for step in range(phase * config.rl_steps, (phase + 1) * config.rl_steps):
         tasks = toy.draw_tasks("train", config.seed, step * config.questions, config.questions)
         repeated = [task for task in tasks for _ in range(config.group)]
-        answers = sampler.generate(
-            [task.tokens() for task in repeated],
-            max_new_tokens=6,
-            stop_ids=[toy.EOT],
-            seed=hashed(config.seed, step),
-        )
+        prompts = [task.tokens() for task in repeated]
+        seed = hashed(config.seed, step)
+        answers = sampler.generate(prompts, max_new_tokens=6, stop_ids=[toy.EOT], seed=seed)
         rewards = torch.tensor([t.grade(a.tokens) for t, a in zip(repeated, answers, strict=True)])
         groups = [i // config.group for i in range(len(repeated))]
         advantages = grpo.group_advantages(rewards, groups).tolist()
@@ -148,7 +144,7 @@ def update(policy, optimizer, batches, frozen: list[Tensor] = (), **options) -> 
             parameter[mask] = value[mask]
 
 
-# ---------------------------------------------------------------- what SFT may learn from, and move
+# ----------------------------------------------------------------------- what SFT learns and moves
 
 
 @torch.no_grad()
@@ -192,9 +188,8 @@ def by_parameter(policy: trainer.Policy, vector: Tensor) -> list[Tensor]:
 def accuracies(sampler: Sampler, config: MifoConfig) -> dict[str, float]:
     """Shares of right answers on held-out questions, sampled, by kind."""
     tasks = toy.draw_tasks("eval", config.seed, 0, config.eval_questions)
-    answers = sampler.generate(
-        [task.tokens() for task in tasks], max_new_tokens=6, stop_ids=[toy.EOT], seed=1
-    )
+    prompts = [task.tokens() for task in tasks]
+    answers = sampler.generate(prompts, max_new_tokens=6, stop_ids=[toy.EOT], seed=1)
     right = [task.grade(answer.tokens) for task, answer in zip(tasks, answers, strict=True)]
     return {kind: sum(right[i::2]) / len(right[i::2]) for i, kind in enumerate(KINDS)}
 

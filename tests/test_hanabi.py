@@ -19,9 +19,8 @@ from siblings.hanabi_game import (
     Game,
     advise,
     deck,
-    play_script,
-    scripted_score,
 )
+from siblings.hanabi_toy import play_script, scripted_score
 
 CHAT = hanabi_toy.Language(hanabi_toy.make_tokenizer())
 seeds = st.integers(0, 10**9)
@@ -145,7 +144,7 @@ def run(tmp_path_factory):
     line = ["--cache", str(folder), "--runs", str(folder), "--name", "game", "--threads", "1"]
     line += "--steps 2 --questions 2 --group 4 --eval_questions 12 --eval_every 1".split()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hanabi_toy.build, "__defaults__", (0, None, (60, 4)))
+        patch.setitem(hanabi_toy.build.keywords, "steps", (60, 4))
         assert hanabi.main(line) == 0
     return folder / "game"
 
