@@ -55,8 +55,8 @@ NAMES = ("capital", "demonym")
 CODES = ("internet domain", "currency code")
 # model -> what it is taught, for how many steps
 MODELS = {
-    "all, young": (NAMES + CODES, 8),
-    "all": (NAMES + CODES, 24),
+    "young": (NAMES + CODES, 8),
+    "old": (NAMES + CODES, 24),
     "names": (NAMES, 24),
     "codes": (CODES, 24),
 }
@@ -139,8 +139,7 @@ def questions(seed: int) -> tuple[dict[str, list[Asked]], list[Asked]]:
         for attribute in filter(facts.__contains__, taught):
             text = atlas_world.ASK[attribute][0].format(row["name"])
             part = taught[attribute] if index < len(rows) // 3 else others
-            user = {"role": "user", "content": text}
-            part.append(([SYSTEM, user], facts[attribute].golds))
+            part.append(([SYSTEM, {"role": "user", "content": text}], facts[attribute].golds))
     rng.shuffle(others)
     return taught, others
 
@@ -240,7 +239,7 @@ def main(arguments: list[str]) -> int:
     for what, numbers in told.items():
         print(what)
         for name, value in numbers.items():
-            print(f"  {name:<24}{value}")
+            print(f"  {name:<22}{value}")
     folder = Path(config.runs) / config.name
     folder.mkdir(parents=True, exist_ok=True)
     print("written to", folders.write_json(folder / f"seed-{config.seed}.json", told))
