@@ -11,24 +11,21 @@ one sampled trace an answer, a noisy estimate. BVPO mixes in the gradient of ans
     Theorem 2    E‖g − g_m‖² = ‖α b_t + (1 − α) b_e‖² + α² tr Σ_t     b: bias against the marginal's
     minimiser    α* = clip(b_e·(b_e − b_t) / (‖b_t − b_e‖² + tr Σ_t), 0, 1)
 
-(g_e does not depend on r, so its terms of variance are 0 for a given pair.) What follows, though
-the paper does not say it, is measured here. At π = π_ref a sampled trace has no bias, by Fisher's
-identity ∇log π(y|x) = E_{r ~ π(r|x,y)} ∇log π(r,y|x): mixing pays only as far as g_e is nearly
-right. The honest rival are K traces a pair, at K times the cost: variance tr Σ_t / K. Over a batch
-of n pairs the variance falls as 1/n too, and the bias does not.
+(g_e does not depend on r: for a given pair it has no variance.) Measured here, though the paper
+does not say it: at π = π_ref a sampled trace has no bias, by Fisher's identity ∇log π(y|x) =
+E_{r ~ π(r|x,y)} ∇log π(r,y|x), so mixing pays only as far as g_e is nearly right. The honest rival
+are K traces a pair: variance tr Σ_t / K. In a batch of n pairs it falls as 1/n, and the bias stays.
 
     python -m siblings.bvpo                 the toy of bvpo_toy.py: traces of one word, all summed
     python -m siblings.bvpo --steps 0       the measurement alone
 
-Sources: reviews of the paper that quote its theorems; no code is public, and the paper itself was
-not read. The minimiser and the rival are derived here. α = ½ is said to be the paper's. It draws
-its empty-trace pairs from answers without thinking; here both losses see the same (y⁺, y⁻).
+Sources: reviews that quote the theorems; there is no public code, and the paper was not read. The
+minimiser and the rival are derived here. α = ½ is said to be the paper's. It draws its empty-trace
+pairs from answers without thinking; here both losses see the same (y⁺, y⁻).
 
 DPO's gradient is c (∇log π⁻ − ∇log π⁺) with c = β σ(−βΔ): one pass of the GRPO loss at ρ = 1, with
-the advantages c and −c. So packing and kernels are the trainer's own.
-
-What it does not show: that a trace of many words behaves as one of one word does.
-Tests: pytest tests/test_bvpo.py
+the advantages c and −c. What it does not show: that a trace of many words behaves as one of one
+word does. Tests: pytest tests/test_bvpo.py
 """
 
 import sys
@@ -39,7 +36,7 @@ import torch
 from torch import Tensor
 
 import trainer
-from config import UserError, fail, parse, parser
+from config import fail, parse, parser
 from plumbing import folders
 from rollout import Sample
 from siblings import bvpo_toy as toy
@@ -59,7 +56,7 @@ class BvpoConfig:
     runs: str = "runs"  # where results go
     cache: str = ".cache"  # keeps the base model
     seed: int = 0  # of the base model, the pairs and the traces
-    pairs: int = 64  # on held-out pages: for the measurement and the accuracy
+    pairs: int = 64  # of the measurement, on held-out pages
     beta: float = 0.5  # β of DPO
     steps: int = 40  # of DPO for each arm; 0: none
     batch: int = 8  # pairs per step
@@ -69,10 +66,8 @@ class BvpoConfig:
 # --------------------------------------------------------------------------- log-probs, gradients
 
 
-def weigh(samples: list[Sample], advantages: list[float]) -> list[trainer.MicroBatch]:
+def packed(samples: list[Sample]) -> list[trainer.MicroBatch]:
     """Micro-batches in which every token of a sample counts its advantage."""
-    for sample, advantage in zip(samples, advantages, strict=True):
-        sample.advantage = advantage
     weights = [torch.tensor(sample.mask).float() for sample in samples]
     return trainer.micro_batches(samples, weights, 8192, CPU)
 
@@ -82,14 +77,16 @@ def logprobs(policy: trainer.Policy, pairs: list[Pair]) -> Tensor:
     """log π of what each sample of the pairs says: [pairs, 2 · TRACES + 2]."""
     samples = [sample for pair in pairs for sample in pair.samples()]
     total = torch.zeros(len(samples))
-    for batch in weigh(samples, [0.0] * len(samples)):
+    for batch in packed(samples):
         total.index_add_(0, batch.owner, trainer.logprob(policy, batch, 1.0))
     return total.view(len(pairs), -1)
 
 
 def accumulate(policy: trainer.Policy, samples: list[Sample], advantages: list[float]) -> None:
     """Adds −Σ_i advantage_i ∇log π(sample_i) to the gradients."""
-    batches = weigh(samples, advantages)
+    for sample, advantage in zip(samples, advantages, strict=True):
+        sample.advantage = advantage
+    batches = packed(samples)
     objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
     trainer.backward(policy, batches, [None] * len(batches), on_policy=True, **objective)
 
@@ -148,9 +145,7 @@ def coefficients(now: Tensor, ref: Tensor, beta: float) -> tuple[Tensor, Tensor,
     return traced, p_good[:, None] * p_bad, empty, marginal
 
 
-def measure(
-    policy: trainer.Policy, ref: trainer.Policy, pairs: list[Pair], beta: float
-) -> dict[str, Errors]:
+def measure(when: str, policy, ref, pairs: list[Pair], beta: float) -> dict[str, Errors]:
     """Of single pairs, on average; and of the mean gradient of all of them."""
     sums = torch.zeros(4, dtype=torch.float64)
     biases = 0  # summed over the pairs: [2, P]
@@ -165,23 +160,23 @@ def measure(
         biases = biases + torch.stack([b_t, b_e])
     n = len(pairs)
     b_t, b_e = biases / n
-    of_mean = (b_t @ b_t, b_e @ b_e, b_t @ b_e, sums[3] / n**2)
-    single = Errors(*(sums / n).tolist())
-    return {"one pair": single, f"mean of {n} pairs": Errors(*map(float, of_mean))}
+    mean = torch.stack([b_t @ b_t, b_e @ b_e, b_t @ b_e, sums[3] / n**2])
+    found = {"one pair": sums / n, f"mean of {n} pairs": mean}
+    return {f"{when}, {name}": Errors(*numbers.tolist()) for name, numbers in found.items()}
 
 
 # -------------------------------------------------------------------------------------- training
 
 
 def advantages_of(gain: Tensor, before: Tensor, beta: float, alpha: float, traces: int, generator):
-    """DPO's gradient as advantages of a pair's samples; gain: log π/π_ref of each.
+    """DPO's gradient as advantages of a pair's samples; gain: log π/π_ref, before: log π_ref.
 
     The traces are drawn from π_ref(r|x,y), as data would have them.
     """
     chances = before[: 2 * TRACES].view(2, TRACES).softmax(1)
-    drawn = chances.multinomial(traces, replacement=True, generator=generator)
-    couples = [(int(i), TRACES + int(j), alpha / traces) for i, j in drawn.T]
+    drawn = chances.multinomial(traces, replacement=True, generator=generator).T.tolist()
     advantages = torch.zeros_like(gain)
+    couples = [(i, TRACES + j, alpha / traces) for i, j in drawn]
     for good, bad, share in [*couples, (-2, -1, 1 - alpha)]:
         c = share * beta * torch.sigmoid(-beta * (gain[good] - gain[bad]))
         advantages[good] += c
@@ -198,69 +193,55 @@ def train(policy, ref, config: BvpoConfig, alpha: float, traces: int) -> None:
         before = logprobs(ref, pairs)
         gain = logprobs(policy, pairs) - before
         how = (config.beta, alpha, traces, generator)
-        rows = [advantages_of(*row, *how) for row in zip(gain, before)]
-        advantages = (torch.cat(rows) / len(pairs)).tolist()
-        samples = [sample for pair in pairs for sample in pair.samples()]
+        rows = [advantages_of(*row, *how) / len(pairs) for row in zip(gain, before)]
         optimizer.zero_grad(set_to_none=True)
-        accumulate(policy, samples, advantages)
+        accumulate(policy, [s for p in pairs for s in p.samples()], torch.cat(rows).tolist())
         trainer.gradient_norm(policy, 1.0)
         optimizer.step()
 
 
 def accuracies(policy: trainer.Policy, pairs: list[Pair]) -> dict[str, float]:
     """How probable the right answer is with a trace, all of them summed, and at once."""
-    chances = logprobs(policy, pairs).exp()
-    thinking = chances[:, :TRACES].sum(1)
-    return {"thinking": float(thinking.mean()), "at once": float(chances[:, -2].mean())}
+    chances = logprobs(policy, pairs).exp().mean(0)
+    return {"thinking": float(chances[:TRACES].sum()), "at once": float(chances[-2])}
 
 
-# ------------------------------------------------------------------------------------ the command
-
-
-def show(errors: dict[str, dict[str, Errors]]) -> None:
-    """Mean squared errors, each over that of one sampled trace."""
+def show(errors: dict[str, Errors], right: dict[str, dict[str, float]]) -> None:
+    """Mean squared errors, each over that of one sampled trace, and accuracies."""
     print("E‖g − g_m‖², over that of α = 1")
-    for at, found in errors.items():
-        for of, numbers in found.items():
-            one = numbers.mse(1.0)
-            cells = {f"α* = {numbers.best():.3f}": numbers.best(), "α = ½": 0.5, "α = 0": 0.0}
-            told = [f"{cell} {numbers.mse(alpha) / one:.2f}" for cell, alpha in cells.items()]
-            told += [f"K = {k} {numbers.mse(1.0, k) / one:.2f}" for k in (2, 4)]
-            print(f"  {at}, {of:<18}{'   '.join(told)}")
+    for name, numbers in errors.items():
+        cells = {f"α* = {numbers.best():.3f}": numbers.mse(numbers.best())}
+        cells |= {"α = ½": numbers.mse(0.5), "α = 0": numbers.mse(0.0)}
+        cells |= {f"K = {k}": numbers.mse(1.0, k) for k in (2, 4)}
+        told = [f"{cell}: {error / numbers.mse(1.0):.2f}" for cell, error in cells.items()]
+        print(f"  {name:<34}{'   '.join(told)}")
+    for arm, numbers in right.items():
+        print(f"right, {arm:<14}" + "   ".join(f"{name} {x:.3f}" for name, x in numbers.items()))
 
 
 def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
-    try:
-        config = BvpoConfig(**parse(parser(BvpoConfig, __doc__), arguments))
-        if config.pairs < 1 or config.batch < 1 or config.beta <= 0:
-            raise UserError("--pairs, --batch and --beta must be above 0")
-    except UserError as error:
-        return fail(error)
+    config = BvpoConfig(**parse(parser(BvpoConfig, __doc__), arguments))
+    if config.pairs < 1 or config.batch < 1 or config.beta <= 0:
+        return fail("--pairs, --batch and --beta must be above 0")
     torch.set_num_threads(1)
     start = toy.build(config.cache, config.seed)
-
-    def load() -> trainer.Policy:
-        return trainer.Policy(trainer.load_model(start, CPU), bf16=False)
-
-    ref = load()
+    ref = trainer.Policy(trainer.load_model(start, CPU), bf16=False)
     pairs = toy.draw_pairs("eval", config.seed, 0, config.pairs)
-    errors = {"at π = π_ref": measure(ref, ref, pairs, config.beta)}
-    table = {"before": accuracies(ref, pairs)}
+    held_out = toy.draw_pairs("eval", config.seed, config.pairs, 100)
+    errors = measure("at π = π_ref", ref, ref, pairs, config.beta)
+    right = {"before": accuracies(ref, held_out)}
     for arm, (alpha, traces) in ARMS.items() if config.steps else ():
-        policy = load()
+        policy = trainer.Policy(trainer.load_model(start, CPU), bf16=False)
         train(policy, ref, config, alpha, traces)
-        table[arm] = accuracies(policy, pairs)
+        right[arm] = accuracies(policy, held_out)
         if arm == "alpha 1":
-            errors["after DPO at α = 1"] = measure(policy, ref, pairs, config.beta)
-    show(errors)
-    for arm, numbers in table.items():
-        print(f"right, {arm:<14}" + "   ".join(f"{name} {x:.3f}" for name, x in numbers.items()))
+            errors |= measure("after DPO at α = 1", policy, ref, pairs, config.beta)
+    show(errors, right)
     folder = Path(config.runs) / config.name
     folder.mkdir(parents=True, exist_ok=True)
-    told = {at: {of: vars(e) for of, e in found.items()} for at, found in errors.items()}
-    file = folder / f"seed-{config.seed}.json"
-    print("written to", folders.write_json(file, {"errors": told, "right": table}))
+    told = {"errors": {name: vars(found) for name, found in errors.items()}, "right": right}
+    print("written to", folders.write_json(folder / f"seed-{config.seed}.json", told))
     return 0
 
 

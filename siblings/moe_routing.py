@@ -13,26 +13,25 @@ random experts and other layers do not.
 
     python -m siblings.moe_routing            a minute or two of one core; then --seed 1, --seed 2
 
-Here: a Qwen3-MoE of four layers with 8 experts, 2 of them active, learns System 1's reading task on
-the pages of marsrl_toy.py. The second language is the first one renamed word by word, so that
-texts are exactly parallel, and has a tenth of the data. The task's tokens are the request and the
-answer, the others are the page.
+Here a Qwen3-MoE of four layers, with 2 of 8 experts active, learns to read marsrl_toy.py's pages.
+The second language, a tenth of the data, is the first one renamed word by word, so that texts are
+exactly parallel. The task's tokens are the request and the answer, the others are the page.
 
-    <doc> ada joined labs . ada born 1968 . … <purpose> birth of ada <eot>
-        1968 <eot>
+    <doc> ada joined labs . ada born 1968 . … <purpose> birth of ada <eot> 1968 <eot>
 
-From notes on the paper with its equations, and code that cites them; its own code is not public. τ
-and λ are ours (two of the paper's were tuned for each model). What it does not show: two languages
-that share no word, and no grammar of their own, are no Swahili and English, and four layers have
-little of a middle. Tests: pytest tests/test_moe_routing.py
+From notes on the paper with its equations, and code that cites them; its own is not public. τ and λ
+are ours (the paper's were tuned for each model). What it does not show: a language renamed word by
+word is no Swahili, and four layers hardly have a middle. Tests: pytest tests/test_moe_routing.py
 """
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,8 +66,7 @@ class RoutingConfig:
 # ----------------------------------------------------------------------------------- two languages
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """One page with a request, in a language."""
 
     tokens: list[int]  # the page, the request, the answer, <eot>
@@ -81,19 +79,16 @@ def vocabulary() -> dict[str, int]:
 
 
 def draw_text(rng: random.Random, ids: dict[str, int], weak: bool) -> Text:
-    """A random page, and a request for one of its facts."""
+    """A random page, and a request for one of its facts. Control words are those of both."""
     page = marsrl_toy.draw_page(rng)
     _, attribute, value = rng.choice(page.paths).split()
     name = page.question.split()[-1]
     request = f"<purpose> {attribute} of {name} <eot> {value} <eot>"
     text = f"<doc> {page.text}"
-    tokens = [translated(ids[word], ids, weak) for word in f"{text} {request}".split()]
+    tokens = [ids[word] for word in f"{text} {request}".split()]
+    if weak:
+        tokens = [x + len(ids) if x >= len(language.CONTROL) else x for x in tokens]
     return Text(tokens, len(text.split()))
-
-
-def translated(token: int, ids: dict[str, int], weak: bool) -> int:
-    """A word's id in a language; control words are those of both."""
-    return token + len(ids) if weak and token >= len(language.CONTROL) else token
 
 
 def held_out(seed: int, count: int, weak: bool) -> list[Text]:
@@ -123,21 +118,16 @@ def make_model(words: int) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(config)
 
 
-def train(config: RoutingConfig) -> Qwen3MoeForCausalLM:
-    """The model after --steps; it learns the answers only."""
+def train(model: Qwen3MoeForCausalLM, config: RoutingConfig) -> None:
+    """--steps steps; it learns the answers only."""
     ids = vocabulary()
     rng = random.Random(f"routing {config.seed}")
 
     def batch() -> list[base_model.Sample]:
-        texts = [draw_text(rng, ids, rng.random() < WEAK_SHARE) for _ in range(48)]
-        ends = [len(text.tokens) - 2 for text in texts]
-        return [(text.tokens, [i >= end for i in range(end + 2)]) for text, end in zip(texts, ends)]
+        texts = [draw_text(rng, ids, rng.random() < WEAK_SHARE).tokens for _ in range(48)]
+        return [(tokens, [False] * (len(tokens) - 2) + [True] * 2) for tokens in texts]
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = make_model(len(ids))
-        base_model.train(model, "mixture of experts", (batch,), config.steps, lr=3e-3, warmup=30)
-    return model.eval()
+    base_model.train(model, "mixture of experts", (batch,), config.steps, lr=3e-3, warmup=30)
 
 
 # --------------------------------------------------------------------------------------- routing
@@ -151,22 +141,22 @@ def read(model, texts: list[Text]) -> tuple[float, Tensor, Tensor]:
     """
     tokens = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True)  # [B, L]
     seen = []
-    hooks = [
-        layer.mlp.gate.register_forward_hook(lambda gate, given, made: seen.append(made[0]))
-        for layer in model.model.layers
-    ]
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    hooks = [g.register_forward_hook(lambda gate, given, made: seen.append(made[0])) for g in gates]
     logits = model(tokens, use_cache=False).logits
     for hook in hooks:
         hook.remove()
-    lengths = torch.tensor([len(text.tokens) for text in texts])
-    starts = torch.tensor([text.task for text in texts])
+    lengths, starts = torch.tensor([(len(text.tokens), text.task) for text in texts]).T
     place = torch.arange(tokens.shape[1])
     live = place < lengths[:, None]
     task = (place >= starts[:, None])[live]
     rows = torch.arange(len(texts))
-    said = logits[rows, lengths - 3].argmax(-1)
-    right = (said == tokens[rows, lengths - 2]).float().mean()
-    return float(right), torch.stack([z.view(*tokens.shape, -1)[live] for z in seen]), task
+    right = logits[rows, lengths - 3].argmax(-1) == tokens[rows, lengths - 2]
+    return (
+        float(right.float().mean()),
+        torch.stack([z.view(*tokens.shape, -1)[live] for z in seen]),
+        task,
+    )
 
 
 def entropy(q: Tensor) -> Tensor:
@@ -181,9 +171,9 @@ def divergence(one: Tensor, other: Tensor) -> Tensor:
     return jsd / (torch.tensor(one.shape[-1]).log() - apart)
 
 
-def by_text(probabilities: Tensor, texts: list[Text]) -> Tensor:
-    """The mean over the tokens of each text: [LAYERS, T, E] -> [LAYERS, texts, E]."""
-    parts = probabilities.split([len(text.tokens) for text in texts], dim=1)
+def routing(logits: Tensor, texts: list[Text]) -> Tensor:
+    """q of each text: [LAYERS, T, E] -> [LAYERS, texts, E]."""
+    parts = logits.softmax(-1).split([len(text.tokens) for text in texts], dim=1)
     return torch.stack([part.mean(1) for part in parts], dim=1)
 
 
@@ -198,23 +188,17 @@ def task_experts(logits: Tensor, task: Tensor, tau: float) -> list[list[int]]:
 def steered(model, experts: dict[int, list[int]], strength: float) -> Iterator[None]:
     """Within it the router of each named layer leans towards these experts, before its softmax."""
 
-    def lean(chosen: list[int]) -> Callable:
-        def hook(gate, given, made):
-            logits = made[0].clone()
-            logits[:, chosen] += strength * made[0].std(-1, keepdim=True)
-            top, indices = logits.softmax(-1, dtype=torch.float).topk(gate.top_k, dim=-1)
-            return logits, (top / top.sum(-1, keepdim=True)).to(logits.dtype), indices
+    def lean(chosen, gate, given, made):
+        logits = made[0].clone()
+        logits[:, chosen] += strength * made[0].std(-1, keepdim=True)
+        top, indices = logits.softmax(-1, dtype=torch.float).topk(gate.top_k, dim=-1)
+        return logits, (top / top.sum(-1, keepdim=True)).to(logits.dtype), indices
 
-        return hook
-
-    layers = model.model.layers
-    hooks = [layers[i].mlp.gate.register_forward_hook(lean(k)) for i, k in experts.items()]
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    hooks = [gates[i].register_forward_hook(partial(lean, k)) for i, k in experts.items()]
     yield
     for hook in hooks:
         hook.remove()
-
-
-# ------------------------------------------------------------------------------------ the command
 
 
 def study(model, config: RoutingConfig) -> dict:
@@ -222,24 +206,22 @@ def study(model, config: RoutingConfig) -> dict:
     strong, weak = (held_out(config.seed, config.pages, weak) for weak in (False, True))
     right, logits, task = read(model, strong)
     right_weak, logits_weak, _ = read(model, weak)
-    routed = [by_text(z.softmax(-1), texts) for z, texts in ((logits, strong), (logits_weak, weak))]
-    found = {"D": divergence(*routed).mean(1).tolist(), "strong": right, "weak": right_weak}
+    apart = divergence(routing(logits, strong), routing(logits_weak, weak)).mean(1)
     experts = task_experts(logits, task, config.tau)
-    found["experts"] = experts
+    found = {"D": apart.tolist(), "strong": right, "weak": right_weak, "experts": experts}
     rng = random.Random(f"routing random {config.seed}")
 
-    def under(layers: tuple[int, ...], pick: Callable[[int], list[int]], strength: float) -> float:
-        with steered(model, {layer: pick(layer) for layer in layers}, strength):
+    def under(layers: tuple[int, ...], strangers: bool = False) -> float:
+        chosen = {layer: experts[layer] for layer in layers}
+        if strangers:
+            chosen = {i: rng.sample(range(EXPERTS), len(own)) for i, own in chosen.items()}
+        with steered(model, chosen, config.strength):
             return read(model, weak)[0]
 
-    def strangers(layer: int) -> list[int]:
-        return rng.sample(range(EXPERTS), len(experts[layer]))
-
-    found["middle, task experts"] = under(MIDDLE, experts.__getitem__, config.strength)
-    found["outer, task experts"] = under(OUTER, experts.__getitem__, config.strength)
-    drawn = [under(MIDDLE, strangers, config.strength) for _ in range(5)]
+    found["middle, task experts"] = under(MIDDLE)
+    found["outer, task experts"] = under(OUTER)
+    drawn = [under(MIDDLE, strangers=True) for _ in range(5)]
     found["middle, random experts"] = sum(drawn) / len(drawn)
-    found["middle, strength 0"] = under(MIDDLE, experts.__getitem__, 0.0)
     return found
 
 
@@ -250,8 +232,10 @@ def main(arguments: list[str]) -> int:
         return fail("--pages and --steps must be at least 1")
     torch.set_num_threads(1)
     torch.manual_seed(config.seed)
-    found = {"untrained": study(make_model(len(vocabulary())).eval(), config)}
-    found["trained"] = study(train(config), config)
+    model = make_model(len(vocabulary()))
+    found = {"untrained": study(model, config)}
+    train(model, config)
+    found["trained"] = study(model, config)
     for when, numbers in found.items():
         print(when)
         for name, value in numbers.items():

@@ -126,8 +126,8 @@ def test_a_training_step_has_dpos_gradient(policies):
 def test_fishers_identity(policies):
     """At π = π_ref a sampled trace has no bias; elsewhere it has some."""
     policy, other = policies
-    at_home = bvpo.measure(policy, policy, PAIRS, BETA)["one pair"]
-    away = bvpo.measure(policy, other, PAIRS, BETA)["one pair"]
+    at_home = bvpo.measure("", policy, policy, PAIRS, BETA)[", one pair"]
+    away = bvpo.measure("", policy, other, PAIRS, BETA)[", one pair"]
     assert at_home.traced < 1e-12 * at_home.empty
     assert away.traced > 1e-12 * away.empty and at_home.variance > 0
 
@@ -139,7 +139,7 @@ def test_the_theorems_hold_for_drawn_traces(policies):
     now, ref = (bvpo.logprobs(p, [pair])[0] for p in policies)
     traced, chance, empty, marginal = bvpo.coefficients(now, ref, BETA)
     vectors = vectors_of(policy, pair)
-    said = bvpo.measure(policy, other, [pair], BETA)["one pair"]
+    said = bvpo.measure("", policy, other, [pair], BETA)[", one pair"]
     generator = torch.Generator().manual_seed(0)
     drawn = chance.flatten().multinomial(4000, replacement=True, generator=generator)
     counts = drawn.bincount(minlength=16).double() / 4000  # [16]

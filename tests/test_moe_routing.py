@@ -106,7 +106,7 @@ def test_steering_changes_the_chosen_logits_of_the_chosen_layers(model):
         ("logits.softmax(-1, dtype=torch.float)", "made[0].softmax(-1, dtype=torch.float)"),
         ("logits[:, chosen] += strength", "logits += strength"),
         ("made[0].std(-1, keepdim=True)", "1"),
-        ("    for hook in hooks:\n        hook.remove()\n\n\n# ---", "\n\n# ---"),
+        ("    yield\n    for hook in hooks:\n        hook.remove()\n", "    yield\n"),
     ],
 )
 def test_mutants_of_the_steering_are_noticed(stands, becomes, model, tmp_path):
