@@ -20,7 +20,8 @@ others, and makes something up on most chunks that lack the fact: a gap that RL 
 Rules of credit (--credit), as `credit` says it: the paper's, and others to compare it with. A look
 at what readers wrote is in metrics.jsonl: read_taught, read_trained and read_unseen are the shares
 of chunks that hold the fact whose notes tell it; silent_right and silent_wrong are the shares of
-chunks without and with the fact where the note is "Nothing here."
+chunks without and with the fact where the note is "Nothing here."; tokens_read is what all roles of
+an attempt were given, as if nothing were shared.
 
 Tests: pytest tests/test_almanac.py
 """
@@ -59,17 +60,18 @@ from tools import Tool
 class AlmanacConfig(MarsConfig):
     """MARS's options, those of the warm start, and the rule of credit."""
 
-    warm_steps: int = 16  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    warm_steps: int = 24  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    read_every: int = 3  # of these steps one in so many teaches System 1 as well
     idle: float = 0.5  # demonstrated notes on chunks without the fact, for each on a chunk with it
     credit: Literal["mars", "pooled", "own", "even", "twins"] = "mars"  # see `credit`
     edition: str = no_option("short")  # of the pages
 
-    for_training = MarsConfig.for_training | {"warm_steps", "idle", "credit"}
+    for_training = MarsConfig.for_training | {"warm_steps", "read_every", "idle", "credit"}
 
     def check(self, training: bool) -> None:
         """Refuses what makes no warm start, and what the rules of credit do not read."""
-        if self.warm_steps < 0:
-            raise UserError("--warm_steps must be at least 0")
+        self.at_least(0, "warm_steps")
+        self.at_least(1, "read_every")
         if self.credit != "mars" and (self.balance != "none" or self.system1 != "train"):
             raise UserError("--credit is about all notes of a System 1 that learns: --balance none")
         super().check(training)
@@ -103,7 +105,7 @@ ALMANAC = {
 # One GPU: the pages as they are, in chunks of 2,000 tokens.
 WHOLE = ALMANAC | {"edition": "whole", "sys1_prompt": 2176, "steps": 60, "eval_every": 20}
 # Three passages of 200 words a look-up, each with a ninth of the context.
-PASSAGES = ALMANAC | {"system1": "none", "sys2_context": 3072}
+PASSAGES = ALMANAC | {"system1": "none", "balance": "uniform", "sys2_context": 3072}
 PRESETS = {"almanac": ALMANAC, "almanac-passages": PASSAGES, "almanac-whole": WHOLE}
 IDLE = atlas.IDLE
 
@@ -205,9 +207,10 @@ def demonstrations(config: AlmanacConfig, tools: list[Tool], count: int) -> warm
         chat = ChatFormat(tokenizer, mars.words(config, tools), tools)
         rng = random.Random(f"almanac demonstrations {config.seed}")
         kinds = itertools.cycle((0, 0, 1))
-        while True:
+        for step in itertools.count():
             played = [one(next(kinds), chat, rng) for _ in range(count)]
-            samples = {r: [s for t in played for s in t.samples(r)] for r in ("sys2", "sys1")}
+            roles = ("sys2",) if step % config.read_every else ("sys2", "sys1")
+            samples = {role: [s for t in played for s in t.samples(role)] for role in roles}
             yield {role: made for role, made in samples.items() if made}
 
     return batches
@@ -230,7 +233,16 @@ def warm_model(config: AlmanacConfig, tools: list[Tool]) -> Path | str:
         threads=config.threads,
         micro_tokens=config.micro_tokens,
     )
-    shown = ("preset", "seed", "warm_steps", "idle", "purpose", "packing", "sys2_context")
+    shown = (
+        "preset",
+        "seed",
+        "warm_steps",
+        "read_every",
+        "idle",
+        "purpose",
+        "packing",
+        "sys2_context",
+    )
     settings = [getattr(config, name) for name in shown]
     settings += [config.system1 == "none", uses_bf16(config, torch.cuda.is_available())]
     settings.append(fingerprint(config.model))
@@ -292,7 +304,9 @@ def metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
             part[f"read_{note.fact.group}"] += note.right
             whole[f"read_{note.fact.group}"] += 1
     names = [*(f"read_{group}" for group in GROUPS), "silent_right", "silent_wrong"]
-    return {name: (float(part[name]), float(whole[name])) for name in names}
+    made = {name: (float(part[name]), float(whole[name])) for name in names}
+    given = sum(sample.mask.count(False) for t in trajectories for sample in t.samples())
+    return made | {"tokens_read": (float(given), float(len(trajectories)))}
 
 
 # ------------------------------------------------------------------------------------------- credit
@@ -378,6 +392,8 @@ def complete(preset: str, tools: list[Tool], command: str, given: dict) -> dict:
     if given.get("resume") and saved.exists():
         return {name: read_json(saved)[name] for name in ("preset", "model")} | given
     given = {"preset": preset} | given
+    if given.get("system1", "train") != "train":  # nothing is drawn
+        given = {"balance": "uniform"} | given
     config = resolve(AlmanacConfig, given, presets=PRESETS)
     if config.name:  # refused before minutes of warm start
         folders.refuse_taken(Path(config.runs) / config.name)
