@@ -11,7 +11,6 @@ from test_chat import QWEN25, tokenizer
 
 import mars
 from bench import almanac as bench
-from config import UserError
 from recipes import almanac, almanac_world
 from recipes.almanac import AlmanacConfig, Note
 from recipes.almanac_world import ATTRIBUTES, GROUPS, PARTNER, Fact
@@ -46,44 +45,32 @@ def test_each_gold_stands_in_its_page_and_is_the_fields_own(world):
         heading = f"{field}\n{part}: " if part else f"{field}: "
         assert fact.line.startswith(heading)
         assert almanac_world.says(fact.line.removeprefix(heading), fact.golds[0])
+    facts = Counter(attribute for _, attribute in world.facts)
+    for attribute in ATTRIBUTES:  # what makes no fact is counted
+        assert facts[attribute] + world.dropped[attribute] == len(world.pages)
 
 
 @pytest.mark.parametrize(
     "attribute, text, golds",
     [
-        ("capital", "Lima", "Lima"),
         ("capital", "La Paz; Sucre", None),
         ("capital", "none; note: Nauru has no official capital", None),
         ("coastline", "2,414 km", "2,414 km"),
         ("coastline", "0 km (landlocked)", None),
         ("number of airports", "174 (2025)", "174"),
         ("number of airports", "174 (2025), 5 of them private", None),
-        ("median age", "30.4 years (2025 est.)", "30.4 years"),
         ("largest export partner", "China 34%, USA 14%, Canada 5% (2023)", "China"),
         ("largest export partner", "Germany 10%, USA 10%, Denmark 8% (2023)", None),
-        ("largest export partner", "Germany 1%, USA 10%, Denmark 8% (2023)", "Germany"),
         ("highest point", "Nevado Huascaran 6,746 m", "Nevado Huascaran"),
-        ("highest point", "two of them (unnamed) 10 m", None),
-        ("national anthem", '"La Tchadienne" (The Chadian)', "La Tchadienne"),
         ("national anthem", '"One" and "Another"', None),
         ("year of independence", "28 July 1821 (from Spain)", "1821"),
         ("year of independence", "1 July 1867 (union); 11 December 1931 (recognized)", None),
         ("national symbol", "goat (north), lion (south)", None),
-        ("civil aircraft prefix", "OB", "OB"),
-        ("civil aircraft prefix", "B, VR", None),
     ],
 )
 def test_a_field_with_two_values_or_a_note_makes_no_fact(attribute, text, golds):
     match = re.fullmatch(ATTRIBUTES[attribute][3], text)
     assert (match and match["value"]) == golds
-
-
-@needs_pages
-def test_what_makes_no_fact_is_counted(world):
-    for attribute in ATTRIBUTES:
-        facts = sum(name == attribute for _, name in world.facts)
-        assert facts + world.dropped[attribute] == len(world.pages)
-        assert facts > 100
 
 
 @needs_pages
@@ -132,16 +119,10 @@ def test_cells_are_balanced_also_among_the_first(world):
         assert question.facts[-1].attribute in GROUPS[group]
         assert question.golden_answers == question.facts[-1].golds
         assert not any(almanac_world.says(question.text, gold) for gold in question.golden_answers)
-
-
-@needs_pages
-def test_a_chain_hides_its_middle(world):
-    chains = [question for question in almanac_world.held_out(world) if len(question.facts) == 2]
-    assert len(chains) > 30
-    for question in chains:
-        first, last = question.facts
-        assert first.attribute == PARTNER and last.country in {first.golds[0], first.golds[-1]}
-        assert not almanac_world.says(question.text, last.country)
+        if len(question.facts) == 2:  # a chain hides its middle
+            assert question.facts[0].attribute == PARTNER
+            assert question.facts[1].country in question.facts[0].golds
+            assert not almanac_world.says(question.text, question.facts[1].country)
 
 
 # ---------------------------------------------------------------- demonstrations
@@ -192,13 +173,10 @@ def test_demonstrations_are_true_and_teach_system1_four_attributes_and_a_little_
             told += 1
     assert told > 15 and 0.3 * told < idle < 0.7 * told
 
-
-@needs_pages
-def test_without_a_reader_only_what_system2_can_read_is_demonstrated():
-    question = almanac_world.held_out(almanac_world.make_world())[0]
+    # Without a reader: only what System 2 itself can read.
     for context, possible in ((30_000, True), (3000, False)):
         config, chat, tools = playing(system1="none", balance="uniform", sys2_context=context)
-        made = almanac.demonstrate(question, config, chat, tools, random.Random(0))
+        made = almanac.demonstrate(question, config, chat, tools, rng)
         assert (made is not None) == possible
 
 
@@ -207,85 +185,59 @@ def test_without_a_reader_only_what_system2_can_read_is_demonstrated():
 LIMA = Fact("Peru", "capital", ("Lima",), "Peru: Government", "Capital\nname: Lima")
 
 
-def a_note(prompt, text, reward, holds, attempt=0):
+def a_note(prompt, text, reward, holds):
     """A System 1 sample: one token of a prompt, and one for its text."""
-    sample = Sample("sys1", 0, attempt, [prompt, hash(text) % 1000], [False, True], reward=reward)
+    sample = Sample("sys1", 0, 0, [prompt, len(text)], [False, True], reward=reward)
     return Note(sample, text, LIMA, holds)
 
 
 def two_attempts():
-    """Each with a note on the chunk with the fact (prompt 1) and one on another chunk (2)."""
-    notes = [
-        [
-            a_note(1, "The capital of Peru is Lima.", 1.0, True),
-            a_note(2, "Nothing here.", 1.0, False),
-        ],
-        [
-            a_note(1, "The capital of Peru is Lima.", 0.0, True),
-            a_note(2, "It is Cusco.", 0.0, False),
-        ],
+    """(trajectories, notes): one note on the chunk with the fact (prompt 1), others elsewhere."""
+    told, idle, invented = "The capital of Peru is Lima.", "Nothing here.", "It is Cusco."
+    made = [
+        [a_note(1, told, 1.0, True), *(a_note(n, idle, 1.0, False) for n in (2, 3))],
+        [a_note(1, told, 0.0, True), *(a_note(n, invented, 0.0, False) for n in (2, 4))],
     ]
     trajectories = []
-    for attempt, (reward, made) in enumerate(zip((1.0, 0.0), notes)):
+    for attempt, (reward, notes) in enumerate(zip((1.0, 0.0), made)):
         trajectory = Trajectory(None, 0, attempt, reward=reward)
         sys2 = Sample("sys2", 0, attempt, [0, 1], [False, True], reward=reward)
-        samples = [sys2, *(note.sample for note in made)]
+        samples = [sys2, *(note.sample for note in notes)]
         trajectory.contexts = [type("Made", (), {"sample": sample}) for sample in samples]
-        trajectory.notes = made
+        trajectory.notes = notes
         trajectories.append(trajectory)
-    return trajectories, [note for made in notes for note in made]
+    return trajectories, made[0] + made[1]
 
 
 @pytest.mark.parametrize(
-    "rule, expected, copies",
+    "rule, told, elsewhere, copies",
     [
-        ("mars", [1, 1, -1, -1], [1, 1, 1, 1]),
-        (
-            "own",
-            [0, 1, 0, -1],
-            [1, 1, 1, 1],
-        ),  # both notes on chunk 1 are right, whatever came of it
-        ("even", [0, 1, 0, -1], [1, 1, 1, 1]),
-        (
-            "twins",
-            [0, 1, 0, -1],
-            [1, 1, 1, 1],
-        ),  # equal notes on chunk 1 share what their attempts had
-        ("pooled", [1, 1, -1, -1], [1, 1, 1, 1]),
+        ("mars", (1, -1), (1, -1), (1, 1)),
+        ("pooled", (1, -1), (1, -1), (1, 1)),
+        ("own", (0, 0), (1, -1), (1, 1)),  # both are right on chunk 1, whatever came of it
+        ("even", (0, 0), (1, -1), (1.5, 0.75)),  # two notes weigh as much as the four others
+        ("twins", (0, 0), (1, -1), (1, 1)),  # equal notes on chunk 1 share what they earned
     ],
 )
-def test_rules_of_credit(rule, expected, copies):
+def test_rules_of_credit(rule, told, elsewhere, copies):
     trajectories, notes = two_attempts()
     terms = almanac.credit(AlmanacConfig(credit=rule, balance="none"), trajectories, 0)
-    assert [note.sample.advantage for note in notes] == pytest.approx(expected)
-    assert [note.sample.copies for note in notes] == pytest.approx(copies)
+    advantages = [note.sample.advantage for note in notes]
+    assert (advantages[0], advantages[3]) == pytest.approx(told)
+    assert (advantages[1], advantages[4]) == pytest.approx(elsewhere)
+    if rule not in ("mars", "pooled"):  # nobody else read chunks 3 and 4
+        assert advantages[2] == advantages[5] == 0
+    assert {(note.holds, note.sample.copies) for note in notes} == {*zip((True, False), copies)}
     assert list(terms) == (["all"] if rule == "pooled" else ["sys2", "sys1"])
-
-
-def test_even_credit_weighs_speech_and_silence_alike():
-    trajectories, notes = two_attempts()
-    more = [a_note(n, "Nothing here.", 1.0, False) for n in (3, 4, 5, 6)]
-    trajectories[0].notes += more
-    almanac.credit(AlmanacConfig(credit="even", balance="none"), trajectories, 0)
-    weight = Counter()
-    for note in notes + more:
-        weight[note.holds] += note.sample.copies
-    assert weight[True] == pytest.approx(weight[False]) == pytest.approx(4)
 
 
 def test_what_a_note_is_worth():
     trajectories, notes = two_attempts()
-    assert [note.right for note in notes] == [True, True, True, False]
+    assert [note.right for note in notes] == [True, True, True, True, False, False]
     assert not a_note(1, "Nothing here.", 1.0, True).right
     made = almanac.metrics(trajectories)
-    assert made["read_taught"] == (2, 2) and made["silent_right"] == (1, 2)
-    assert made["silent_wrong"] == (0, 2) and made["tokens_read"] == (6, 2)
-
-
-def test_a_rule_of_credit_needs_all_notes_of_a_reader_that_learns():
-    for options in ({"balance": "uniform"}, {"balance": "none", "system1": "frozen"}):
-        with pytest.raises(UserError):
-            AlmanacConfig(credit="own", **options).check(training=True)
+    assert made["read_taught"] == (2, 2) and made["silent_right"] == (2, 4)
+    assert made["silent_wrong"] == (0, 2) and made["tokens_read"] == (8, 2)
 
 
 # ---------------------------------------------------------------- the bench
