@@ -92,38 +92,35 @@ def run_missing(options: argparse.Namespace) -> None:
             carry_out(options, [*line, "--eval_questions", options.eval_questions], target.name)
 
 
-def cells(folder: Path, facts: dict) -> Counter:
+def cells(folder: Path, asked: dict) -> Counter:
     """What an evaluation adds up to: (name, "right" or "asked") -> how often.
 
-    A name is a cell, "all", or a kind of note as in recipes.almanac.metrics.
+    A name is a cell, "all", or a kind of note. `asked`: the questions by id.
     """
     sums = Counter()
+
+    def count(name: str, right: bool) -> None:
+        sums[name, "right"] += right
+        sums[name, "asked"] += 1
+
     for record in records(folder):
-        question = facts[record["question_id"]]
+        question = asked[record["question_id"]]
+        fact = question.fact
         for name in (question.source, "all"):
-            sums[name, "right"] += record["reward"] == 1
-            sums[name, "asked"] += 1
+            count(name, record["reward"] == 1)
         for turn in record["turns"]:
-            pages = {document["title"].partition(":")[0] for document in turn["documents"]}
-            wanted = [fact for fact in question.facts if fact.country in pages]
             stated = set()
             for chunk in turn["chunks"]:
-                holds = bool(wanted) and wanted[0].line in chunk["prompt"]
-                fact = wanted[0] if wanted else None
+                read = chunk["prompt"]
+                holds = fact.line in read and f"{fact.title}\n" in read
                 text = chunk["note"].replace("<|im_end|>", "").strip()
-                note = almanac.Note(None, text, fact, holds)
+                note = almanac.Note(text, fact, holds)
                 stated |= set() if note.silent else {text}
-                if not wanted:
-                    continue
-                kind = f"read {fact.group}" if holds else "rightly silent"
-                sums[kind, "right"] += note.right
-                sums[kind, "asked"] += 1
+                count(f"read {fact.group}" if holds else "rightly silent", note.right)
                 if holds:
-                    sums["wrongly silent", "right"] += note.silent
-                    sums["wrongly silent", "asked"] += 1
+                    count("wrongly silent", note.silent)
             if turn["chunks"]:
-                sums["contradicted", "right"] += len(stated) > 1  # two notes state different things
-                sums["contradicted", "asked"] += 1
+                count("contradicted", len(stated) > 1)  # two notes state different things
     return sums
 
 
@@ -135,8 +132,8 @@ def records(folder: Path) -> list[dict]:
 
 def summarise(runs: Path, seeds: list[int]) -> list[dict]:
     """A row for each arm or start, and decoding, over all seeds that have it."""
-    world = almanac_world.make_world()
-    facts = {question.id: question for question in almanac_world.held_out(world)}
+    held_out = almanac_world.held_out(almanac_world.make_world())
+    questions = {question.id: question for question in held_out}
     rows = []
     starts = dict.fromkeys(["start", *START.values()])
     for name, decoding in itertools.product([*starts, *ARMS], DECODING):
@@ -144,9 +141,9 @@ def summarise(runs: Path, seeds: list[int]) -> list[dict]:
         folders = {s: folder for s, folder in folders.items() if (folder / "table.json").exists()}
         if not folders:
             continue
-        sums = sum((cells(folder, facts) for folder in folders.values()), Counter())
+        sums = sum((cells(folder, questions) for folder in folders.values()), Counter())
         row = {"arm": name, "decoding": decoding, "seeds": len(folders)}
-        names = [*sorted({question.source for question in facts.values()}), "all"]
+        names = [*sorted({question.source for question in held_out}), "all"]
         kinds = [*(f"read {group}" for group in almanac_world.GROUPS), "rightly silent"]
         for cell in [*names, *kinds, "wrongly silent", "contradicted"]:
             right, asked = sums[cell, "right"], sums[cell, "asked"]

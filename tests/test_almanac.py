@@ -11,9 +11,10 @@ from test_chat import QWEN25, tokenizer
 
 import mars
 from bench import almanac as bench
+from config import parse, parser, resolve
 from recipes import almanac, almanac_world
 from recipes.almanac import AlmanacConfig, Note
-from recipes.almanac_world import ATTRIBUTES, GROUPS, PARTNER, Fact
+from recipes.almanac_world import GROUPS, KINDS, PATTERNS, PLACES, Fact
 from rollout import Sample, Trajectory
 from tasks.chat import ChatFormat
 from tasks.questions import same_question
@@ -40,13 +41,13 @@ def test_each_gold_stands_in_its_page_and_is_the_fields_own(world):
     for (country, attribute), fact in world.facts.items():
         (document,) = [page for page in world.search(f"x of {country}") if page.title == fact.title]
         assert f"\n{fact.line}\n" in f"\n{document.text}\n"
-        section, field, part, _ = ATTRIBUTES[attribute]
+        section, field, part = PLACES[attribute]
         assert fact.title == f"{country}: {section}"
         heading = f"{field}\n{part}: " if part else f"{field}: "
         assert fact.line.startswith(heading)
         assert almanac_world.says(fact.line.removeprefix(heading), fact.golds[0])
     facts = Counter(attribute for _, attribute in world.facts)
-    for attribute in ATTRIBUTES:  # what makes no fact is counted
+    for attribute in PLACES:  # what makes no fact is counted
         assert facts[attribute] + world.dropped[attribute] == len(world.pages)
 
 
@@ -69,7 +70,7 @@ def test_each_gold_stands_in_its_page_and_is_the_fields_own(world):
     ],
 )
 def test_a_field_with_two_values_or_a_note_makes_no_fact(attribute, text, golds):
-    match = re.fullmatch(ATTRIBUTES[attribute][3], text)
+    match = re.fullmatch(PATTERNS[KINDS[attribute]], text)
     assert (match and match["value"]) == golds
 
 
@@ -92,7 +93,7 @@ def test_countries_attributes_and_questions_are_split(world):
     seen, new = (set(world.parts[part]) for part in ("seen", "new"))
     assert not seen & new and seen | new == set(world.pages)
     named = [name for names in GROUPS.values() for name in names]
-    assert sorted(named) == sorted(ATTRIBUTES) and [len(x) for x in GROUPS.values()] == [4, 8, 4]
+    assert sorted(named) == sorted(PLACES) and [len(x) for x in GROUPS.values()] == [4, 8, 4]
     held_out = almanac_world.held_out(world)
     asked = {same_question(question.text) for question in held_out}
     assert len(asked) == len(held_out)
@@ -100,30 +101,24 @@ def test_countries_attributes_and_questions_are_split(world):
         trained = almanac_world.training(world, seed)
         assert not asked & {same_question(question.text) for question in trained}
         for question in trained:
-            assert all(fact.country in seen for fact in question.facts)
-            assert question.facts[-1].group != "unseen"
+            assert question.fact.country in seen and question.fact.group != "unseen"
         for one, other in zip(trained[::2], trained[1::2]):
-            assert one.facts[0].country == other.facts[0].country
+            assert one.fact.country == other.fact.country
     assert almanac_world.training(world, 0) != almanac_world.training(world, 1)
 
 
 @needs_pages
-def test_cells_are_balanced_also_among_the_first():
-    world = almanac_world.make_world("whole")
-    for count in (45, 240, None):
+def test_cells_are_balanced_also_among_the_first(world):
+    for count in (48, 240, None):
         held_out = almanac_world.held_out(world)[:count]
         sizes = Counter(question.source for question in held_out)
-        assert len(sizes) == 6 and min(sizes.values()) > 0.7 * max(sizes.values())
+        assert len(sizes) == 6 and min(sizes.values()) > 0.8 * max(sizes.values())
     for question in held_out:
         part, group = question.source.split(", ")
-        assert {fact.country for fact in question.facts} <= set(world.parts[part])
-        assert question.facts[-1].attribute in GROUPS[group]
-        assert question.golden_answers == question.facts[-1].golds
+        assert question.fact.country in world.parts[part]
+        assert question.fact.attribute in GROUPS[group]
+        assert question.golden_answers == question.fact.golds
         assert not any(almanac_world.says(question.text, gold) for gold in question.golden_answers)
-        if len(question.facts) == 2:  # a chain hides its middle
-            assert question.facts[0].attribute == PARTNER
-            assert question.facts[1].country in question.facts[0].golds
-            assert not almanac_world.says(question.text, question.facts[1].country)
 
 
 # ---------------------------------------------------------------- demonstrations
@@ -132,9 +127,9 @@ def test_cells_are_balanced_also_among_the_first():
 def playing(**limits):
     """(config, chat, tools) with a tokenizer of few words, and so with wide limits."""
     wide = {"sys2_context": 99_999, "step_tokens": 900, "answer_tokens": 200, "sys1_prompt": 99_999}
-    wide |= {"max_turns": 3, "kv_tokens": 99_999}
+    wide |= {"kv_tokens": 99_999}
     config = AlmanacConfig(**{**almanac.ALMANAC, **wide, "sys1_response": 500, **limits})
-    tools = [almanac.make_tool("almanac-whole")]
+    tools = [almanac.make_tool("almanac")]
     return config, ChatFormat(tokenizer(QWEN25), mars.words(config, tools), tools), tools
 
 
@@ -145,36 +140,27 @@ def said(sample, chat):
 
 
 @needs_pages
-def test_demonstrations_are_true_and_teach_system1_four_attributes_and_a_little_silence():
+def test_demonstrations_are_true_and_show_a_little_silence():
     config, chat, tools = playing(packing=False, idle=0.5)
-    world = almanac_world.make_world("whole")
+    world = almanac_world.make_world()
     rng = random.Random(0)
-    told = idle = 0
-    for number in range(24):
-        country = rng.choice(world.parts["seen"])
-        asked = world.questions(country, ("taught",))[number % 2]
-        if not asked:
-            continue
-        question = rng.choice(asked)
+    idle = 0
+    for country in world.parts["seen"][:40]:
+        question = world.questions("seen", country, "taught", "trained")[0]
+        fact = question.fact
+        found = f"he {fact.attribute} of {country} is {fact.golds[0]}."
         trajectory = almanac.demonstrate(question, config, chat, tools, rng)
-        assert trajectory.reward == 1 and trajectory.ended.startswith("answer")
+        assert trajectory.reward == 1 and trajectory.ended == "answer on demand"
         (steps,) = trajectory.samples("sys2")
-        read = chat.text(steps.tokens)
-        for fact in question.facts:  # System 2 reads each fact in a note, and says what it found
-            assert read.count(f"{almanac.clause(fact)[1:]}.") == 2
+        assert chat.text(steps.tokens).count(found) == 2  # in a note, and in what was found
+        told = 0
         for sample in trajectory.samples("sys1"):
             given, note = said(sample, chat)
-            if note == almanac.IDLE:
-                assert not any(
-                    fact.line in given and fact.wanted in given for fact in question.facts
-                )
-                idle += 1
-                continue
-            (fact,) = [fact for fact in question.facts if almanac.clause(fact)[1:] in note]
-            assert fact.line in given and fact.group == "taught"
-            told += 1
-    assert told > 15 and 0.3 * told < idle < 0.7 * told
-
+            assert note == (f"T{found}" if fact.line in given else almanac.IDLE)
+            told += fact.line in given
+            idle += fact.line not in given
+        assert told == 1
+    assert 10 < idle < 30
     # Without a reader: only what System 2 itself can read.
     for context, possible in ((99_999, True), (3000, False)):
         config, chat, tools = playing(system1="none", balance="uniform", sys2_context=context)
@@ -190,7 +176,7 @@ LIMA = Fact("Peru", "capital", ("Lima",), "Peru: Government", "Capital\nname: Li
 def a_note(prompt, text, reward, holds):
     """A System 1 sample: one token of a prompt, and one for its text."""
     sample = Sample("sys1", 0, 0, [prompt, len(text)], [False, True], reward=reward)
-    return Note(sample, text, LIMA, holds)
+    return Note(text, LIMA, holds, sample)
 
 
 def two_attempts():
@@ -249,14 +235,14 @@ def test_what_a_note_is_worth():
 def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
     held_out = {q.id: q for q in almanac_world.held_out(almanac_world.make_world())}
     question = next(iter(held_out.values()))
-    (fact,) = question.facts
-    clause = f"T{almanac.clause(fact)[1:]}."
+    fact = question.fact
+    read = f"{fact.title}\n{fact.line}"
     chunks = [
-        {"prompt": fact.line, "note": f"{clause}<|im_end|>"},
+        {"prompt": read, "note": f"It is {fact.golds[0]}.<|im_end|>"},
         {"prompt": "elsewhere", "note": "Nothing here.<|im_end|>"},
         {"prompt": "elsewhere", "note": "Something.<|im_end|>"},
     ]
-    turn = {"documents": [{"title": fact.title}], "chunks": chunks}
+    turn = {"chunks": chunks}
     record = {"question_id": question.id, "reward": 1.0, "turns": [turn]}
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "step_0.jsonl").write_text(json.dumps(record) + "\n")
@@ -271,11 +257,9 @@ def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
 
 def test_every_arm_is_made_of_options_that_exist():
     for arm, options in bench.ARMS.items():
-        given = almanac.parse(almanac.parser(AlmanacConfig, ""), options)
+        given = parse(parser(AlmanacConfig, ""), options)
         preset = "almanac-passages" if arm == "passages" else "almanac"
         if given.get("system1", "train") != "train":
             given = {"balance": "uniform"} | given
-        config = almanac.resolve(
-            AlmanacConfig, {"preset": preset, **given}, presets=almanac.PRESETS
-        )
+        config = resolve(AlmanacConfig, {"preset": preset, **given}, presets=almanac.PRESETS)
         assert config.preset == preset
