@@ -20,12 +20,15 @@ Results: bench/results/almanac/table.json. Tests: pytest tests/test_almanac.py
 """
 
 import argparse
+import contextlib
+import fcntl
 import itertools
 import json
 import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from bench.ablate import read_metrics
@@ -67,29 +70,50 @@ def carry_out(options: argparse.Namespace, words: list[str], name: str) -> None:
         subprocess.run([sys.executable, *line], cwd=ROOT, stdout=log, stderr=log, check=True)
 
 
+@contextlib.contextmanager
+def alone(options: argparse.Namespace, name: str) -> Iterator[Path]:
+    """The folder of that name, while no other bench works on it: several may share RUNS."""
+    with open(options.runs / f"{name}.lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield options.runs / name
+
+
 def run_missing(options: argparse.Namespace) -> None:
     """Every run and evaluation that is missing, seed by seed."""
     options.runs.mkdir(parents=True, exist_ok=True)
     for seed, arm in itertools.product(options.seeds, options.arms):
-        folder = options.runs / f"{arm}-{seed}"
         command = [arm] if arm == "passages" else []
-        begun = (folder / "config.json").exists()
-        if not is_finished(folder):
-            line = [*command, "--seed", str(seed), *ARMS[arm], *options.more]
-            carry_out(options, line + ["--resume"] * begun, folder.name)
-        start = json.loads((folder / "config.json").read_text())["model"]
-        reading = [*ARMS[arm], "--seed", str(seed)] if arm in START else ["--seed", str(seed)]
-        asked = {f"{arm}-{seed}": [str(folder)], f"{START.get(arm, 'start')}-{seed}": [start]}
-        asked[f"{START.get(arm, 'start')}-{seed}"] += reading
-        for (name, line), (decoding, temperature) in itertools.product(
-            asked.items(), DECODING.items()
-        ):
-            target = options.runs / f"{name}-{decoding}"
-            if (target / "table.json").exists():
-                continue
-            shutil.rmtree(target, ignore_errors=True)  # the beginning of one that was cut short
-            line = [*command, "eval", *line, "--temperature", temperature]
-            carry_out(options, [*line, "--eval_questions", options.eval_questions], target.name)
+        changed = ["--seed", str(seed), *ARMS[arm]]
+        with alone(options, f"{arm}-{seed}") as folder:
+            if not is_finished(folder):
+                begun = (folder / "config.json").exists()
+                line = [*command, *changed, *options.more, *["--resume"] * begun]
+                carry_out(options, line, folder.name)
+        made = json.loads((folder / "config.json").read_text())
+        reads = {name: made[name] for name in ("system1", "sys2_context", "purpose", "packing")}
+        asked = {f"{arm}-{seed}": [str(folder)], f"{START.get(arm, 'start')}-{seed}": None}
+        for (name, line), decoding in itertools.product(asked.items(), DECODING):
+            with alone(options, f"{name}-{decoding}") as target:
+                if (target / "table.json").exists():
+                    continue
+                shutil.rmtree(target, ignore_errors=True)  # the beginning of one that was cut
+                if line is None:  # the start, which reads as its arm does
+                    line = [made["model"], "--seed", str(seed)]
+                    line += as_options(reads) if arm in START else []
+                line = [*command, "eval", *line, "--temperature", DECODING[decoding]]
+                line += ["--eval_questions", options.eval_questions]
+                carry_out(options, line, target.name)
+
+
+def as_options(settings: dict) -> list[str]:
+    """Settings as a command line gives them."""
+    line = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            line.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            line += [f"--{name}", str(value)]
+    return line
 
 
 def cells(folder: Path, asked: dict) -> Counter:

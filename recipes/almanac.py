@@ -94,7 +94,7 @@ ALMANAC = {
     "decay": True,
     "eval_every": 16,
     "eval_questions": 96,
-    "kv_tokens": 65_536,
+    "kv_tokens": 32_768,
     "max_sequences": 128,
     "micro_tokens": 4096,
     "threads": 2,
@@ -327,6 +327,8 @@ def make_tool(preset: str) -> Tool:
 
 def complete(preset: str, tools: list[Tool], command: str, given: dict) -> dict:
     """What was given, with the preset, and with the model to start from, which is made here."""
+    if given.get("system1", "train") != "train":  # there is nothing to draw from
+        given = {"balance": "uniform"} | given
     if command != "train":
         evaluation.find_checkpoint(METHOD, given["checkpoint"])  # refuses a mistyped name
         is_run = evaluation.run_of(Path(given["checkpoint"])) is not None
@@ -335,8 +337,6 @@ def complete(preset: str, tools: list[Tool], command: str, given: dict) -> dict:
     if given.get("resume") and path.exists():
         saved = folders.read_json(path)
         return {name: saved[name] for name in ("preset", "model")} | given
-    if given.get("system1", "train") != "train":  # there is nothing to draw from
-        given = {"balance": "uniform"} | given
     given = {"preset": preset} | given
     config = resolve(AlmanacConfig, given, presets=PRESETS)
     if config.name:  # refused before minutes of warm start

@@ -41,7 +41,7 @@ SEEN = 150  # countries that RL asks about
 LONGEST = 120  # characters of a text in the short edition
 PER_GROUP = 2  # held-out questions about a country, of each group of attributes
 
-# A field's whole text, by kind: `value` is the right answer, `other` another writing of it. After
+# A field's whole text, by kind: `value` is the right answer, others are other writings of it. After
 # a number may stand its year. A measure is not 0, as is the coastline of a country without one.
 # The largest partner's share is not the second one's as well.
 PATTERNS = {
@@ -51,7 +51,7 @@ PATTERNS = {
     "domain": r"(?P<value>\.[a-z]{2})",
     "height": r"(?P<value>[^\d;(),]+) [\d,]+ m",
     "share": r"(?P<value>[A-Z][^\d,;%]+) (?P<share>\d+)%, [^\d;%]+ (?!(?P=share)%)\d+%.*",
-    "quoted": r'"(?P<value>[^"]+)"( \((?P<other>[^()]+)\))?',
+    "quoted": r'(?P<whole>"(?P<value>[^"]+)"( \((?P<other>[^()]+)\))?)',
     "code": r"(?P<value>[A-Z0-9]{1,3})",
     "symbol": r"(?P<value>[^,;:()\d]+)( \([^()]*\))?",
     "year": r"\d+ \w+ (?P<value>\d{4})( \([^\d]*\))?",
@@ -228,8 +228,8 @@ def make_world(edition: str = "short") -> World:
             line = shown.get(place, "")
             match = re.fullmatch(PATTERNS[KINDS[name]], line.partition(": ")[2])
             found = match.groupdict() if match else {}
-            golds = [found.get("value"), found.get("other"), ALIASES.get(found.get("value"))]
-            golds = tuple(gold for gold in golds if gold)
+            golds = [found.get(group) for group in ("value", "other", "whole")]
+            golds = tuple(gold for gold in [*golds, ALIASES.get(golds[0])] if gold)
             fact = Fact(country, name, golds, titles[place[0]], line)
             # Not Singapore's capital: the question would tell it.
             if not golds or any(says(fact.wanted, gold) for gold in golds):
