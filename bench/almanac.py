@@ -59,6 +59,7 @@ ARMS = {
 START = {name: f"start-{name}" for name in ("none", "one-agent", "passages", "no-purpose")}
 START |= {"no-packing": "start-no-packing"}
 DECODING = {"sampled": "1", "greedy": "0"}
+IN_RUN = ["--eval_questions", "12"]  # of a run itself: what counts is asked here
 
 
 def carry_out(options: argparse.Namespace, words: list[str], name: str) -> None:
@@ -87,7 +88,7 @@ def run_missing(options: argparse.Namespace) -> None:
         with alone(options, f"{arm}-{seed}") as folder:
             if not is_finished(folder):
                 begun = (folder / "config.json").exists()
-                line = [*command, *changed, *options.more, *["--resume"] * begun]
+                line = [*command, *changed, *IN_RUN, *options.more, *["--resume"] * begun]
                 carry_out(options, line, folder.name)
         made = json.loads((folder / "config.json").read_text())
         reads = {name: made[name] for name in ("system1", "sys2_context", "purpose", "packing")}
