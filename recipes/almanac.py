@@ -59,7 +59,7 @@ class AlmanacConfig(MarsConfig):
 
     warm_steps: int = 16  # optimizer steps on demonstrations; 0: RL starts from --model itself
     read_every: int = 2  # of these steps one in so many teaches System 1 as well
-    idle: float = 0.25  # demonstrated notes on chunks without the fact, for each that tells one
+    idle: float = 0.6  # demonstrated notes on chunks without the fact, for each that tells one
     credit: Literal["mars", "pooled", "own", "even", "twins"] = "mars"  # see recipes/almanac.py
     edition: str = no_option("short")  # of the pages
 
