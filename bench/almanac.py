@@ -16,7 +16,7 @@ by RL or new; attribute taught by demonstrations, trained by RL, or unseen), wha
 worth, what it costs, and two comparisons question by question (McNemar's exact test): with the
 arm's start and with `mars`.
 
-Results: bench/results/almanac/table.json. Tests: pytest tests/test_almanac.py
+Results: bench/results/almanac/table.json and arms.png. Tests: pytest tests/test_almanac.py
 """
 
 import argparse
@@ -33,7 +33,7 @@ from pathlib import Path
 
 from bench.ablate import read_metrics
 from bench.atlas import answers, is_finished, report
-from bench.common import ROOT, save
+from bench.common import RESULTS, ROOT, save
 from plumbing.metrics import sign_test, wilson_interval
 from recipes import almanac, almanac_world
 
@@ -212,6 +212,26 @@ def compared(runs: Path, folders: dict, other: str, decoding: str, called: str) 
     return {f"against {called}": f"+{gained} −{lost}", f"p {called}": sign_test(gained, lost)}
 
 
+def plot(rows: list[dict], path: Path) -> None:
+    """Right answers, and what the notes are worth, of each arm: sampled, with 95 % intervals."""
+    from matplotlib.figure import Figure  # slow to load
+
+    rows = [row for row in rows if row["decoding"] == "sampled"][::-1]
+    titles = {"all": "right answers", "read trained": "fact there: told (attributes of RL)"}
+    titles |= {"rightly silent": "no fact there: “Nothing here.”"}
+    figure = Figure(figsize=(11, 1 + 0.3 * len(rows)), dpi=120, layout="constrained")
+    axes = figure.subplots(1, len(titles), sharey=True)
+    for ax, (name, title) in zip(axes, titles.items()):
+        for place, row in enumerate(rows):
+            if name in row:
+                share, low, high = row[name]
+                colour = "#777777" if row["arm"].startswith("start") else "#0072b2"
+                ax.errorbar(share, place, xerr=[[share - low], [high - share]], fmt="o", c=colour)
+        ax.set(title=title, xlim=(0, 1))
+    axes[0].set_yticks(range(len(rows)), [row["arm"] for row in rows])
+    figure.savefig(path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -233,6 +253,7 @@ def main() -> int:
         parser.exit(1, f"nothing was evaluated in {options.runs}\n")
     print(report(rows))
     print(save("almanac/table", " ".join(["python -m bench.almanac", *sys.argv[1:]]), rows))
+    plot(rows, RESULTS / "almanac" / "arms.png")
     return 0
 
 
