@@ -91,7 +91,9 @@ class Trajectory:
     question: Question
     question_index: int  # in the step's batch
     attempt: int
-    contexts: list["Context"] = field(default_factory=list)  # in the order of their opening
+    # In the order of their opening. Not in repr: asyncio writes a result out when it gives Ctrl-C's
+    # handler back, and with all their tokens that took seconds.
+    contexts: list["Context"] = field(default_factory=list, repr=False)
     answer: str | None = None
     ended: str = ""  # "answer", "answer on demand", "no answer", "lost: …"
     # None: nobody could grade it, or no server answered. Then it belongs to no group.

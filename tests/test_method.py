@@ -11,7 +11,7 @@ import train
 from config import UserError
 from plumbing import evaluation
 from plumbing.metrics import method_metrics
-from recipes import atlas
+from recipes import almanac, atlas
 from siblings import marsrl, matpo
 from toy.language import ToyFormat
 
@@ -57,7 +57,10 @@ def test_shares_of_nothing_are_left_out():
     assert method_metrics([], mars.METHOD) == {}
 
 
-@pytest.mark.parametrize("method", [mars.METHOD, matpo.METHOD, marsrl.METHOD, atlas.METHOD])
+METHODS = [mars.METHOD, matpo.METHOD, marsrl.METHOD, atlas.METHOD, almanac.METHOD]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_eval_refuses_every_option_that_only_training_reads(method):
     names = {field.name for field in dataclasses.fields(method.config)}
     assert method.config.for_training <= names
