@@ -42,7 +42,7 @@ import train
 import warm_start
 from config import Config, UserError, fail, no_option, resolve, uses_bf16
 from mars import MarsConfig
-from plumbing import evaluation, folders, smollm2
+from plumbing import folders, models
 from recipes import almanac_world, atlas
 from recipes.almanac_world import GROUPS, Asked, Fact
 from rollout import Env, Sample, Trajectory
@@ -75,7 +75,7 @@ class AlmanacConfig(MarsConfig):
 
 
 ALMANAC = {
-    "model": smollm2.NAME,
+    "model": models.SMOLLM2,
     "data": "almanac",  # its questions are handed to train.main
     "tools": "search",
     "sys2_context": 1024,
@@ -276,7 +276,7 @@ def credit(
         return terms
     if config.credit == "pooled":
         samples = terms["sys2"] + terms["sys1"]
-        mars.compare(config, samples)
+        mars.set_advantages(config, samples)
         return {"all": samples}
     notes = [note for t in trajectories for note in t.notes]
     rewards = [float(note.right) for note in notes]
@@ -330,8 +330,8 @@ def complete(preset: str, tools: list[Tool], command: str, given: dict) -> dict:
     if given.get("system1", "train") != "train":  # there is nothing to draw from
         given = {"balance": "uniform"} | given
     if command != "train":
-        evaluation.find_checkpoint(METHOD, given["checkpoint"])  # refuses a mistyped name
-        is_run = evaluation.run_of(Path(given["checkpoint"])) is not None
+        models.find_checkpoint(METHOD.name, given["checkpoint"])  # refuses a mistyped name
+        is_run = models.run_of(Path(given["checkpoint"])) is not None
         return given if is_run else {"preset": preset} | given
     path = Path(given.get("runs", Config.runs)) / given.get("name", "") / "config.json"
     if given.get("resume") and path.exists():
