@@ -59,7 +59,7 @@ class RoutingConfig:
     seed: int = 0  # of the model and of its data
     steps: int = 600  # of training
     pages: int = 500  # held out
-    tau: float = 0.1  # experts with a larger Δ are steered to
+    tau: float = 0.05  # experts with a larger Δ are steered to; at 0.1 hardly any are left
     strength: float = 0.5  # λ of steering
 
 
