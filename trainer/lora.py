@@ -25,13 +25,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import kernels
 from config import UserError
+from processes import is_first
 from trainer.policy import layers
 
 ALPHA = 32
@@ -133,7 +133,6 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     A weight keeps its dtype, and tied weights appear once, under their first name. Every rank must
     call it.
     """
-    first = not dist.is_initialized() or dist.get_rank() == 0
     found = adapted(model)
     weights = {}
     seen = set()
@@ -146,7 +145,7 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
         merged = whole(value)
         if owner in found and kind == "weight":
             merged = found[owner].merged_weight().to(value.dtype)
-        if first:
+        if is_first():
             weights[name] = merged.cpu().contiguous()
     return weights
 
