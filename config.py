@@ -31,7 +31,10 @@ def no_option(default):
 
 @dataclass
 class Config:
-    """A field is an option of the same name, `--lr 3e-4`, `--fsdp`, `--no-fsdp`, or `no_option`."""
+    """A field is an option of the same name, `--lr 3e-4`, `--fsdp`, `--no-fsdp`, or `no_option`.
+
+    A method's subclass adds `longest()`: how many tokens its longest sample has.
+    """
 
     # the run
     preset: str = "toy"  # where the other defaults come from: toy, or one of the method's
@@ -98,10 +101,6 @@ class Config:
         "name runs steps resume track eval_every cache threads micro_tokens "
         "tool_seconds kv_tokens max_sequences server recompute_activations max_mismatch_kl".split()
     )
-
-    def longest(self) -> int:
-        """Tokens of the longest sample."""
-        raise NotImplementedError("a method's options say how long its samples get")
 
     def reading(self) -> int:
         """Tokens that a role's prompt takes at once: a page need not be longer."""

@@ -21,18 +21,18 @@ from sampler import Completion, Conversation, Request, Sampler
 from tools import ToolError
 
 
+@dataclass
 class ToolCall:
     """A function in a daemon thread of its own, and the future that waits for its outcome.
 
     A thread that never returns is given up at its deadline. It cannot keep the process from ending.
     """
 
-    def __init__(self, function: Callable, seconds: float, future: asyncio.Future):
-        self.function = function
-        self.seconds = seconds
-        self.future = future
-        self.outcome: tuple[Any, BaseException | None] | None = None
-        self.deadline = float("inf")
+    function: Callable
+    seconds: float  # until its deadline, from its start
+    future: asyncio.Future
+    outcome: tuple[Any, BaseException | None] | None = None  # result, error
+    deadline: float = float("inf")
 
     def start(self, finished: queue.SimpleQueue) -> None:
         """Starts the thread; `finished` gets this call when it is over."""

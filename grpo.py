@@ -121,11 +121,11 @@ def token_weights(
 ) -> list[Tensor]:
     """Each token's weight in the loss, fp32, one [T] a sample; importance weights come on top.
 
-    It is copies/|y| · 1/`counts` where the mask is set, else 0; |y| is the mask's sum. `copies`
-    says how often each sample counts, once unless given. `counts` is one number: the samples of
-    this term of the loss in the whole step, over all ranks, each as often as it counts. As it is
-    global, losses are simply summed over micro-batches and ranks. With `mean` "token" the weight is
-    copies/`counts`, and `counts` the number of trained tokens.
+    Where the mask is set it is copies / (|y| · `counts`), else 0; |y| is the mask's sum. `copies`
+    says how often each sample counts, once unless given. `counts` is the sum of all copies of this
+    term of the loss in the whole step, over all ranks. So losses are simply summed over
+    micro-batches and ranks. With `mean` "token" the weight is copies / `counts`, and `counts` the
+    number of trained tokens, each as often as its sample counts.
     """
     if masks and not counts > 0:
         raise ValueError(f"{len(masks)} samples cannot be {counts} of all {mean}s")

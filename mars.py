@@ -377,7 +377,7 @@ def credit(
 
 
 def set_advantages(config: Config, samples: list[Sample]) -> None:
-    """Sets the samples' advantages, each by comparison with the others of its question."""
+    """Sets each sample's advantage: its reward beside those of its question's other samples."""
     rewards = torch.tensor([sample.reward for sample in samples])
     groups = [sample.question_index for sample in samples]
     divide = config.advantage == "std"

@@ -326,7 +326,6 @@ def main(
     command = "train"
     if arguments[:1] in (["eval"], ["ask"]):
         command = arguments[0]
-    code = 2
     try:
         if command == "train":
             given = complete(command, parse(parser(method.config, description), arguments))
@@ -337,11 +336,11 @@ def main(
             code = evaluation.main(method, arguments, complete, **additions)
     # FloatingPointError: the sampler met logits that are no numbers.
     except (UserError, FloatingPointError) as error:
-        fail(error)
+        code = fail(error)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        fail(OUT_OF_MEMORY)
+        code = fail(OUT_OF_MEMORY)
     except KeyboardInterrupt:
         advice = "; go on with --resume and the run's --name" if command == "train" else ""
         fail(f"interrupted{advice}")

@@ -34,27 +34,23 @@ async def say(driver, sampler, conversation, tokens, count, seed):
     )
 
 
-def test_tool_waits_cost_nothing(sampler):
-    """12 chains of tool waits run side by side, so they take as long as the slowest chain."""
+def test_a_slow_tool_delays_no_other_episode(sampler):
+    """Its call returns only when the other episode has come to its end."""
     driver = Driver([sampler], deterministic=False)
-    order = []
+    ended = threading.Event()
 
-    async def chain(waits):
+    async def slow():
+        return await driver.call(lambda: ended.wait(60), 60)
+
+    async def quick():
         conversation = sampler.open()
-        for i, wait in enumerate(waits):
-            await say(driver, sampler, conversation, [5, 6], 4, i)
-            await driver.call(functools.partial(time.sleep, wait), 10)
+        for turn in range(3):
+            await say(driver, sampler, conversation, [5, 6], 4, turn)
+            await driver.call(lambda: None, 60)
         sampler.close(conversation)
-        order.append(sum(waits))
+        ended.set()
 
-    waits = [[0.05] * 3] * 11 + [[0.25] * 3]
-    start = time.perf_counter()
-    driver.run([chain(w) for w in waits])
-    wall = time.perf_counter() - start
-    slowest = 0.75
-    total = sum(map(sum, waits))
-    assert slowest < wall < slowest + 0.6 < total, f"{wall:.2f} s"
-    assert order[-1] == pytest.approx(0.75), "the others did not wait for the slowest"
+    assert driver.run([slow(), quick()])[0]
 
 
 def test_deterministic_batches_do_not_depend_on_the_tools_speed(sampler):
@@ -99,8 +95,7 @@ def test_more_calls_than_threads_are_handed_over_together(sampler):
     assert len(results) == 80 and 1 < most <= 8
 
 
-@pytest.mark.parametrize("depth", [1, 3, 12])
-def test_however_deep_an_episode_waits_it_is_in_the_first_batch(sampler, depth):
+def test_however_deep_an_episode_waits_it_is_in_the_first_batch(sampler):
     """Awaits that are nested deeply delay nobody: all requests are open before the first step."""
     driver = Driver([sampler], deterministic=True)
     seen = []
@@ -117,7 +112,7 @@ def test_however_deep_an_episode_waits_it_is_in_the_first_batch(sampler, depth):
 
     sampler.step = lambda: seen.append(len(driver.waiting)) or step()
     try:
-        driver.run([nested(depth * (k % 2), 5 + k) for k in range(6)])
+        driver.run([nested(12 * (k % 2), 5 + k) for k in range(6)])
     finally:
         del sampler.step
     assert seen[0] == 6
@@ -153,10 +148,8 @@ def test_a_call_that_never_returns_has_failed_at_its_deadline(sampler, determini
         except ToolError as error:
             return str(error)
 
-    start = time.perf_counter()
     results = driver.run([episode(never.wait, 0.3), episode(lambda: 5, 10)])
     assert results == ["no answer within 0.3 seconds", 5]
-    assert time.perf_counter() - start < 2
     never.set()
 
 
@@ -202,10 +195,9 @@ def test_an_episode_that_tidies_up_through_the_driver_does_not_hold_the_end(
     async def failing():
         await driver.call(lambda: 1 / 0, 10)
 
-    start = time.perf_counter()
     with pytest.raises(ZeroDivisionError):
         driver.run([tidying(), failing()])
-    assert time.perf_counter() - start < 5 and not sampler.busy
+    assert not sampler.busy
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

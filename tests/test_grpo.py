@@ -63,16 +63,12 @@ def test_the_two_roles_have_their_own_normalisers():
     assert sys1.tolist() == pytest.approx([1 / math.sqrt(3)] * 3 + [-math.sqrt(3)])
 
 
-def test_groups_of_none_and_one():
-    assert grpo.group_advantages(torch.zeros(0), []).tolist() == []
-    assert grpo.group_advantages(torch.ones(1), ["alone"]).tolist() == [0.0]
-
-
-def test_bad_rewards_are_refused():
+def test_bad_rewards_are_refused_and_none_are_none():
     with pytest.raises(ValueError, match="not finite"):
         grpo.group_advantages(torch.tensor([1.0, float("nan")]), [0, 0])
     with pytest.raises(ValueError, match="2 rewards for 1"):
         grpo.group_advantages(torch.ones(2), [0])
+    assert grpo.group_advantages(torch.zeros(0), []).tolist() == []
 
 
 @given(st.integers(0, 40), st.integers(0, 20), st.integers(0, 2**32))
@@ -259,14 +255,6 @@ def test_mutant_is_caught(name):
     scope = dict(vars(grpo))
     exec(re.sub(re.escape(old), lambda _: new, source), scope)
     assert not agrees(scope["grpo_loss"])
-
-
-def test_a_masked_token_has_exactly_no_gradient():
-    logprob, old, advantage, weight, ref = batch()
-    logprob.requires_grad_()
-    loss, _ = grpo.grpo_loss(logprob, old, advantage, weight, kl_beta=0.1, ref_logprob=ref)
-    loss.backward()
-    assert (logprob.grad[weight == 0] == 0).all() and (logprob.grad[weight != 0] != 0).any()
 
 
 @settings(deadline=None)

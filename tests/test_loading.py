@@ -159,8 +159,6 @@ def with_code(folder):
 BROKEN = {
     "no folder": lambda folder: folder.rename(folder.with_name("elsewhere")),
     "config a list": lambda folder: (folder / "config.json").write_text("[]"),
-    "config unknown": lambda folder: (folder / "config.json").write_text('{"model_type": "x"}'),
-    "weights gone": lambda folder: (folder / "model.safetensors").unlink(),
     "weights cut": lambda folder: cut(folder / "model.safetensors"),
     "a weight missing": without_a_weight,
     "code of its own": with_code,

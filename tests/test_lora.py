@@ -195,20 +195,6 @@ def test_a_frozen_roles_sampler_shares_its_memory_with_the_frozen_weights(tmp_pa
     assert (found - trainer.logprob(policy, batch, 1.0)).abs().max() < 1e-5
 
 
-def test_a_sampler_made_of_a_model_with_adapters_counts_them_once():
-    """When it is made, and when it takes up the same model's weights."""
-    adapted = with_adapters(model("qwen2"))
-    options = {"max_new_tokens": 20, "temperature": 1.0}
-    merged = Sampler(merged_by_hand(model("qwen2"), adapted), max_tokens=256)
-    expected = merged.generate([[5, 6, 7]], **options)
-    sampler = Sampler(adapted, max_tokens=256)
-    for _ in range(2):
-        (found,) = sampler.generate([[5, 6, 7]], **options)
-        assert found.tokens == expected[0].tokens
-        assert found.logprobs == pytest.approx(expected[0].logprobs, abs=1e-5)
-        sampler.load_weights(adapted)
-
-
 # ---------------------------------------------------------------- on disk
 
 
@@ -245,24 +231,6 @@ def test_a_state_is_the_adapters_and_brings_them_back(run, tmp_path):
         trainer.backward(one, pack(), [None], **OBJECTIVE)
         taking.step()
     assert all(map(torch.equal, policy.parameters(), again.parameters()))
-
-
-def test_the_checkpoint_has_the_adapters_merged_in(run, tmp_path):
-    policy, optimizer, start = run
-    for step in (1, 2):
-        trainer.save(tmp_path, step, policy, optimizer, Tokenizer())
-    assert [path.name for path in (tmp_path / "merged").iterdir()] == ["step_000002"]
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").eval()
-    by_hand = merged_by_hand(AutoModelForCausalLM.from_pretrained(start).eval(), policy.model)
-    assert loaded.state_dict().keys() == by_hand.state_dict().keys()
-    ids = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        logits = loaded(ids).logits
-        torch.testing.assert_close(logits, by_hand(ids).logits, rtol=1e-4, atol=1e-5)
-    (batch,) = pack()
-    expected = trainer.logprob(policy, batch, 1.0)
-    found = trainer.logprob(trainer.Policy(loaded, bf16=False), batch, 1.0)
-    assert (found - expected).abs().max() < 1e-5
 
 
 def test_the_adapters_folder_is_laid_out_as_peft_lays_it_out(run, tmp_path):

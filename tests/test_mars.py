@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 import mars
 import train
 import trainer
-from plumbing import folders, logbook, outside, start
+from plumbing import folders, outside, start
 from tools import ToolError
 
 REPO = Path(__file__).parent.parent
@@ -239,22 +239,16 @@ def test_arms(base, tmp_path, arm):
 # ---------------------------------------------------------------------------- what cannot start
 
 BAD = {
-    "a name of 5,000 letters": (["--name", "x" * 5000], "too long"),
     "runs in a file": (["--runs", "file/below"], "file"),
     "a tracker that is not installed": (["--track", "wandb"], "pip install wandb"),
     "an unknown tool": (["--tools", "search,fax"], "fax"),
-    "no tool at all": (["--tools", ","], "--tools"),
     "no whole page": (["--kv_tokens", "95", "--sys2_context", "95"], "--kv_tokens"),
     "no room for documents": (["--sys1_prompt", "17"], "--sys1_prompt"),
     "missing questions": (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
-    "empty questions": (["--data", "empty.jsonl"], "empty.jsonl"),
     "missing model": (["--model", "no/such/model"], "no/such/model"),
-    "not a model": (["--model", "empty_folder"], "empty_folder"),
     "missing documents": (["--docs", "nowhere"], "nowhere"),
     "nothing to resume": (["--resume", "--name", "never"], "never"),
-    "resume without a name": (["--resume"], "--name"),
     "no such checkpoint": (["eval", "runs/never"], "runs/never"),
-    "a checkpoint of 5,000 letters": (["eval", "x" * 5000], "no checkpoint"),
     "a training option": (["ask", "runs/x", "who ?", "--lr", "1"], "--lr"),
     "another model": (["eval", "runs/x", "--model", "y"], "--model"),
     "ask without a question": (["ask", "runs/never"], "question"),
@@ -273,9 +267,7 @@ def test_bad_input_is_one_sentence_exit_2_and_nothing_written(
     monkeypatch.chdir(tmp_path)
     for variable in ("SERPER_API_KEY", "MARS_JUDGE_URL"):
         monkeypatch.delenv(variable, raising=False)
-    (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "file").write_text("")
-    (tmp_path / "empty_folder").mkdir()
     lines = [json.dumps({"question": f"who is {i} ?", "answer": str(i)}) for i in range(40)]
     (tmp_path / "some.jsonl").write_text("\n".join(lines))
     before = sorted(p for p in tmp_path.rglob("*") if ".cache" not in p.parts)
@@ -491,14 +483,6 @@ def test_tools_that_fail_in_the_evaluation_stop_the_run_too(base, tmp_path, monk
     assert line["eval_tool_error_share"] > 0.5 > line["tool_error_share"]
 
 
-def test_a_tool_that_hangs_is_given_up(base, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(outside.search, "local", lambda *given: lambda query: time.sleep(1000))
-    method = dataclasses.replace(mars.METHOD, presets={"short": {"tool_seconds": 1.0}})
-    line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
-    assert run(*line, "--eval_questions", 2, "--preset", "short", method=method) == 2
-    assert "of the tool calls of step 0 failed" in capsys.readouterr().err
-
-
 def test_a_judge_that_is_away_stops_the_run(base, tmp_path, monkeypatch, capsys):
     """Else it would train on nothing, and its failures would look like wrong answers."""
 
@@ -564,17 +548,6 @@ def test_a_tracked_run_goes_on_without_its_tracker(trained, base, tmp_path, trac
         sent = {key: value for key, value in line.items() if isinstance(value, (int, float))}
         assert numbers | {"step": step} == sent
     assert metrics(tmp_path / "whole")[2:] == metrics(trained / "whole")[2:]
-
-
-def test_a_tracker_that_cannot_start_is_told_and_the_run_can_go_on(base, tmp_path, monkeypatch):
-    def closed(**options):
-        raise SystemExit("not logged in")
-
-    monkeypatch.setattr(logbook, "tracker_init", lambda name: closed)
-    monkeypatch.setattr(outside, "tracker_init", lambda name: closed)
-    line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
-    assert run(*line, "--track", "wandb") == 2
-    assert run(*line, "--eval_questions", 6, "--resume") == 0
 
 
 if __name__ == "__main__":

@@ -35,16 +35,13 @@ class Script:
     """Stands in for the sampler: answers a role with the given texts, remembers requests."""
 
     def __init__(self, system2: list[str] | str, system1: str = "ada baker born 1968 . <eot>"):
-        self.always = (
-            system2 if isinstance(system2, str) else None
-        )  # one text: said at every step until an answer is demanded
-        self.system2, self.system1, self.queue, self.asked, self.closed = (
-            list(system2),
-            system1,
-            [],
-            [],
-            0,
-        )
+        # One text is said at every step, until an answer is demanded.
+        self.always = system2 if isinstance(system2, str) else None
+        self.system2 = list(system2)
+        self.system1 = system1
+        self.queue = []
+        self.asked = []
+        self.closed = 0
 
     busy = property(lambda self: bool(self.queue))
 
@@ -145,16 +142,6 @@ def test_a_long_document_is_cut_into_a_chunk_of_its_own():
     chunks = [reader.chunk for reader in trajectory.turns[0].readers]
     cut = next(chunk for chunk in chunks if chunk.documents == [0])
     assert cut.truncated and cut.tokens == cut.capacity
-
-
-def test_answer_on_the_first_turn():
-    trajectory, _ = play(["<answer> 1970 <eot>"])
-    assert (
-        trajectory.ended,
-        trajectory.reward,
-        len(trajectory.turns),
-        trajectory.samples("sys1"),
-    ) == ("answer", 0.0, 1, [])
 
 
 @pytest.mark.parametrize(
@@ -327,24 +314,3 @@ def test_a_context_that_fails_gives_its_pages_back():
     with pytest.raises(RuntimeError, match="a bug"):
         driver.run([env.play(mars.METHOD, QUESTION, 0, 0)])
     assert script.closed == 1
-
-
-def test_a_role_may_write_several_times_and_read_in_between():
-    """A context is all that another method's worker needs: here two turns of its own."""
-
-    async def worker(env, trajectory):
-        async with rollout.Context(env, trajectory, "sys2") as context:
-            first = await context.write(FORMAT.encode("ada"), 8, 0)
-            second = await context.write(FORMAT.encode("baker"), 8, 1)
-        trajectory.answer = FORMAT.text(first.tokens + second.tokens)
-
-    script = Script(["born 1968 <eot>", "chess <eot>"])
-    driver = Driver([script], deterministic=True)
-    env = Env(driver, {"sys2": script}, FORMAT, {}, None, mars.MarsConfig(), step=0)
-    env.grade = lambda question, answer: 0.0
-    method = SimpleNamespace(episode=worker)
-    (trajectory,) = driver.run([env.play(method, QUESTION, 0, 0)])
-    (sample,) = trajectory.samples()
-    assert FORMAT.text(sample.tokens) == "ada born 1968 <eot> baker chess <eot>"
-    assert sample.mask == [False, True, True, True, False, True, True]
-    assert len(set(asked[3] for asked in script.asked)) == 2, "every draw has a seed of its own"

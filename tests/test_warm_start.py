@@ -98,15 +98,6 @@ def test_what_the_sampler_said_does_not_matter(policy):
     assert warm_start.learn(policy, NoStep(), batch_of(samples), WarmStart(), CPU) == losses
 
 
-def test_it_learns(policy):
-    optimizer = trainer.make_optimizer(policy, 1e-2, 0.0)
-    batch = batch_of(make_samples())
-    losses = [
-        warm_start.learn(policy, optimizer, batch, WarmStart(), CPU)["sys2"] for _ in range(30)
-    ]
-    assert losses[-1] < losses[0] / 3
-
-
 def test_a_gradient_that_is_no_number_is_one_sentence(policy):
     with torch.no_grad():
         policy.model.lm_head.weight[0, 0] = torch.nan
@@ -154,10 +145,8 @@ def test_a_template_that_rewrites_is_refused():
         ("nonsense", "it is not"),
         ('{"messages": [{"role": "user"}]}', "it is not"),
         (line_of("user: q", "Assistant: a", "assistant: b"), "with the roles"),
-        (line_of("user: q", "assistant: a", tool_calls=[]), "and nothing else"),
         (line_of("user: q", "assistant: a")[:-1] + ', "tools": []}', "and nothing else"),
         (line_of("user: q", "assistant: a", "user: r"), "nothing after the last message"),
-        ('{"messages": []}', "nothing after the last message"),
     ],
 )
 def test_a_bad_line_is_named(line, reason, tmp_path):

@@ -1,7 +1,6 @@
 """Causal attention within each of the samples that lie end to end, as transformers calls it.
 
-On CUDA it is
-flash-attn if that is installed, else PyTorch's varlen_attn; on a CPU one
+On CUDA it is flash-attn if that is installed, else PyTorch's varlen_attn; on a CPU one
 scaled_dot_product_attention per sample.
 
 With a shared prefix (prefixes.py) a sequence has more keys than queries: the prefix has no queries.

@@ -62,15 +62,15 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer, keep:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     moments = get_optimizer_state_dict(policy, optimizer, options=options)
 
-    def write_model(path: Path) -> None:
+    def fill_model(path: Path) -> None:
         model.save_pretrained(path, state_dict=weights)
         tokenizer.save_pretrained(path)
 
-    def write_state(path: Path) -> None:
+    def fill_state(path: Path) -> None:
         if adapters:
             write_adapters(path / "adapter", model, adapters)
         else:
-            write_model(path / "model")
+            fill_model(path / "model")
         with open(path / "optimizer.pt", "wb") as file:
             torch.save(moments, file)
         (path / "state.json").write_text(json.dumps({"step": step}), encoding="utf-8")
@@ -78,8 +78,8 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer, keep:
     def write() -> None:
         name = f"step_{step:06d}"
         if adapters:
-            write_folder(folder / "merged" / name, write_model)
-        write_folder(folder / "state" / name, write_state)
+            write_folder(folder / "merged" / name, fill_model)
+        write_folder(folder / "state" / name, fill_state)
         link_checkpoint(folder)
         for _, path in whole_states(folder)[:-keep]:
             shutil.rmtree(path, ignore_errors=True)

@@ -18,20 +18,18 @@ the same modules are the model that the run began with, which is the KL term's r
 Tests: `pytest tests/test_lora.py`.
 """
 
-import contextlib
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import kernels
 from config import UserError
+from processes import is_first
 from trainer.policy import layers
 
 ALPHA = 32
@@ -69,11 +67,11 @@ class LoRALinear(nn.Linear):
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
         """W + (α/R) · B A in fp32, gathered from all ranks where it is sharded."""
-        weight, a, b = (whole(x) for x in (self.weight, self.lora_A, self.lora_B))
+        weight, a, b = (gathered(x) for x in (self.weight, self.lora_A, self.lora_B))
         return torch.addmm(weight.float(), b, a, alpha=self.scale)
 
 
-def whole(parameter: Tensor) -> Tensor:
+def gathered(parameter: Tensor) -> Tensor:
     """A parameter's values; under FSDP2 every rank must call this."""
     if hasattr(parameter, "full_tensor"):
         parameter = parameter.full_tensor()
@@ -101,25 +99,21 @@ def adapted(model: nn.Module) -> dict[str, LoRALinear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
 
 
-@contextlib.contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is the one that it was before it got its adapters."""
-    found = adapted(model).values()
-    for module in found:
-        module.on = False
-    try:
-        yield
-    finally:
-        for module in found:
-            module.on = True
-
-
 def reference(policy: nn.Module):
-    """What `logprob` takes for the policy with its adapters off: it needs no memory of its own."""
+    """What `logprob` takes for the policy with its adapters off: it needs no memory of its own.
+
+    With them off the policy is the model that it was before it got them.
+    """
 
     def call(batch, **options):
-        with adapters_off(policy):
+        found = adapted(policy).values()
+        for module in found:
+            module.on = False
+        try:
             return policy(batch, **options)
+        finally:
+            for module in found:
+                module.on = True
 
     return call
 
@@ -133,7 +127,6 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     A weight keeps its dtype, and tied weights appear once, under their first name. Every rank must
     call it.
     """
-    first = not dist.is_initialized() or dist.get_rank() == 0
     found = adapted(model)
     weights = {}
     seen = set()
@@ -143,10 +136,10 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
         if adapter or id(value) in seen:
             continue
         seen.add(id(value))
-        merged = whole(value)
+        merged = gathered(value)
         if owner in found and kind == "weight":
             merged = found[owner].merged_weight().to(value.dtype)
-        if first:
+        if is_first():
             weights[name] = merged.cpu().contiguous()
     return weights
 
@@ -156,7 +149,7 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     weights = {}
     for name, module in adapted(model).items():
         for kind in ("lora_A", "lora_B"):
-            weights[PEFT_NAME.format(name, kind)] = whole(getattr(module, kind)).cpu()
+            weights[PEFT_NAME.format(name, kind)] = gathered(getattr(module, kind)).cpu()
     return weights
 
 

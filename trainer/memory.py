@@ -16,9 +16,9 @@ from trainer.lora import add_adapters
 from trainer.prefixes import MAX_KEYS_PER_TOKEN
 
 GIB = 2**30
-# Python and its libraries, or a GPU's context. A GPU's three figures were not measured.
+# Python and its libraries, or a GPU's context and the sampler's CUDA graphs (not measured).
 PROCESS = {"cpu": 0.7 * GIB, "cuda": 0.6 * GIB}
-GRAPHS = NCCL = GIB  # the sampler's CUDA graphs and workspaces; buffers between GPUs
+GRAPHS = {"cpu": 0, "cuda": GIB}
 # Bytes that a token keeps in a layer per unit of width: in fp32, under autocast, all in bf16.
 KEPT = 19.0, 12.6, 11.9
 
@@ -29,11 +29,11 @@ def memory_plan(model, *, config, longest: int, world: int, device, training: bo
     `model` is a folder or a hub name, `longest` the longest sample in tokens.
     """
     parts = memory_parts(load_shape(model), config, longest, world, device.type, training)
-    total = sum(parts.values()) / GIB
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     have /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device.type == "cuda":
         have = torch.cuda.get_device_properties(device).total_memory / GIB
+    total = sum(parts.values()) / GIB
     listed = ", ".join(f"{name} {part / GIB:.2f}" for name, part in parts.items() if part)
     if total > have:
         raise UserError(
@@ -49,50 +49,45 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     with torch.device("meta"):  # no weight is allocated
         model = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)
     weights = model.num_parameters()
-    if config.lora_rank:
+    adapters = config.lora_rank > 0
+    if adapters:
         add_adapters(model, config.lora_rank, seed=0)
     trained = model.num_parameters(only_trainable=True)
     size = 2 if uses_bf16(config, kind == "cuda") else 4  # bytes of a number in products
     D, heads, layers = shape.hidden_size, shape.num_attention_heads, shape.num_hidden_layers
     head = getattr(shape, "head_dim", None) or D // heads
     keys = head * (getattr(shape, "num_key_value_heads", None) or heads)
-    width = D + (getattr(shape, "intermediate_size", None) or 4 * D) + head * heads + keys
     samplers = (not config.server) + bool(config.frozen())  # frozen roles have one of their own
     pool = 2 * layers * keys * (2 if kind == "cuda" else 4) * config.kv_tokens
-    parts = {"process": PROCESS[kind], "KV pool": pool * samplers}
-    own = size * weights
+    copy = size * weights
     if kind == "cpu":  # a second copy in oneDNN's layout, and the head in fp32 in both
-        own += own + 8 * shape.vocab_size * D
-    parts["sampler"] = own * samplers
-    if kind == "cuda":
-        parts["process"] += GRAPHS * bool(samplers) + NCCL * (world > 1)
+        copy += copy + 8 * shape.vocab_size * D
+    process = PROCESS[kind] + GRAPHS[kind] * bool(samplers)
+    parts = {"process": process, "KV pool": pool * samplers, "sampler": copy * samplers}
     if not training:
         return parts | {"weights": size * weights * (kind == "cpu")}
-    adapters = config.lora_rank > 0
     if adapters and config.frozen() and not config.fsdp:
         parts["sampler"] -= size * weights  # the frozen role's: it uses the trainer's weights
-    state = {"weights": 4 * trained + size * weights * adapters}
-    state |= {"gradients": 4 * trained, "optimizer": 8 * trained}
     outside = shape.vocab_size * D * (1 if shape.tie_word_embeddings else 2)
     layer = (weights - outside) / layers
-    if config.fsdp:  # gathered: what lies outside the layers, and two layers
+    state = {"weights": 4 * trained + size * weights * adapters}
+    state |= {"gradients": 4 * trained, "optimizer": 8 * trained}
+    if config.fsdp:  # gathered: what lies outside the layers, and two layers with their gradients
         state = {name: part / world for name, part in state.items()}
-        state["copies"] = size * (outside + 2 * layer)
-    elif world > 1:
-        state["gradients"] *= 2  # DDP adds buckets of the same size
-    bare = config.fsdp or adapters  # no autocast of fp32 weights, except of the adapters
-    if size == 2 and not config.fsdp:
-        state["copies"] = size * trained
+        state["copies"] = size * outside + 2 * (4 + 2 * size) * layer
+    else:  # autocast's copies of what is trained, and DDP's buckets beside the gradients
+        state["copies"] = size * trained * (size == 2) + 4 * trained * (world > 1)
     parts |= state | {"reference": size * weights * bool(config.kl_beta and not adapters)}
-    # A micro-batch: what all layers keep, and the largest of what the moments add.
+    # A micro-batch: what all layers keep, and the larger of what loss and backward pass add.
+    bare = config.fsdp or adapters  # no autocast of fp32 weights, except of the adapters
+    width = D + (getattr(shape, "intermediate_size", None) or 4 * D) + head * heads + keys
     kept = KEPT[0 if size == 4 else 1 + bare] * width + 7 * size * config.lora_rank
     kept += MAX_KEYS_PER_TOKEN * 2 * size * keys  # gathered keys and values
     tokens = max(config.micro_tokens, longest) if packs(shape) else longest
-    held = size * tokens * longest * (kind == "cpu")  # attention's masks
-    held += tokens * layers * ((size if bare else 4) * D if config.recompute_activations else kept)
+    held = tokens * layers * ((size if bare else 4) * D if config.recompute_activations else kept)
+    held += size * tokens * longest * (kind == "cpu")  # attention's masks
     chunk = linear_loss.CHUNK_TOKENS_CUDA if kind == "cuda" else 3 * linear_loss.CHUNK_TOKENS_CPU
-    head = 4 * shape.vocab_size * D * (not adapters)  # its gradient
-    loss = 4 * shape.vocab_size * (chunk if packs(shape) else 3 * longest) + 2 * head
-    backward = tokens * 1.5 * kept + head + config.fsdp * 2 * (4 + size) * layer
-    embedding = config.fsdp * (4 + size) * outside  # gradients summed over the ranks, at the end
-    return parts | {"micro-batch": max(held + loss, held + backward, embedding)}
+    head_gradient = 4 * shape.vocab_size * D * (not adapters)
+    logits = 4 * shape.vocab_size * (chunk if packs(shape) else 3 * longest)
+    added = max(logits + 2 * head_gradient, tokens * 1.5 * kept + head_gradient)
+    return parts | {"micro-batch": held + added}
