@@ -220,8 +220,10 @@ class Note:
 
     @property
     def right(self) -> bool:
-        """It tells the fact, or is rightly silent."""
-        return grading.cover_match(self.text, self.fact.golds) if self.holds else self.silent
+        """It tells the fact, in whole words, or is rightly silent."""
+        said = f" {grading.normalise(self.text)} "
+        told = any(f" {grading.normalise(gold)} " in said for gold in self.fact.golds)
+        return told if self.holds else self.silent
 
 
 async def episode(env: Env, trajectory: Trajectory) -> None:
