@@ -33,9 +33,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-import grpo
+import mars
 import train
 from config import Config, UserError, fail
 from rollout import Context, Env, Method, Sample, Trajectory, Turn
@@ -142,11 +140,8 @@ def credit(
     terms = {}
     for seat in SEATS:
         samples = [sample for trajectory in trajectories for sample in trajectory.samples(seat)]
-        rewards = torch.tensor([sample.reward for sample in samples])
-        groups = [sample.question_index for sample in samples]
-        advantages = grpo.group_advantages(rewards, groups, divide=config.advantage == "std")
-        for sample, advantage in zip(samples, advantages.tolist(), strict=True):
-            sample.advantage = advantage
+        mars.set_advantages(config, samples)
+        for sample in samples:
             sample.copies = 1
         terms[seat] = [sample for sample in samples if any(sample.mask)]
     return terms

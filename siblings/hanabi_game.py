@@ -2,9 +2,8 @@
 
 Two colours of the ranks 1 (three cards), 2 (two) and 3 (one); hands of two cards, three hints, two
 lives. The score is the number of cards in the stacks, 6 at most; who loses both lives has 0. Not
-official: cards may be discarded while all hints are there.
-
-The scripted player takes a hint as an order to play. It never thinks of what is left in the deck.
+official: cards may be discarded while all hints are there. The scripted player takes a hint as
+an order to play. It never thinks of what is left in the deck.
 Tests: pytest tests/test_hanabi.py
 """
 
