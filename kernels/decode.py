@@ -278,7 +278,7 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_page
 def silu_mul_reference(gate_up):
     """`silu_mul` in plain PyTorch."""
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 @jit

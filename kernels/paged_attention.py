@@ -351,7 +351,7 @@ def triton_paged_attention(
 # --- the entry point ------------------------------------------------------------------------------
 
 
-def check(q, k_pages, v_pages, block_table, lengths):
+def check(q, k_pages, v_pages, block_table, lengths, runs):
     """ValueError for any shape or type that neither form takes."""
     B, Hq, Dh = q.shape
     fits = (
@@ -365,8 +365,10 @@ def check(q, k_pages, v_pages, block_table, lengths):
         and block_table.dtype == lengths.dtype == torch.int32
         and q.dtype == k_pages.dtype == v_pages.dtype
     )
+    if runs is not None:  # The rows themselves are the last B of them.
+        fits &= runs.dtype == torch.int32 and runs.shape == (max(B, len(runs)), RUN_FIELDS)
     if not fits:
-        inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages}
+        inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "runs": runs}
         raise misfit("paged_attention", **inputs, block_table=block_table, lengths=lengths)
 
 
@@ -394,7 +396,7 @@ def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, runs=No
     their tokens first:last, whole pages, and `level` < LEVELS other runs before it. The last B are
     the rows themselves, each with what no run reads for it, at level LEVELS. Zeros are no run.
     """
-    check(q, k_pages, v_pages, block_table, lengths)
+    check(q, k_pages, v_pages, block_table, lengths, runs)
     if not use_triton(q):
         return reference(q, k_pages, v_pages, block_table, lengths, scale=scale)
     check_triton(q, k_pages, v_pages, lengths)

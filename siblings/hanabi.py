@@ -38,7 +38,7 @@ import train
 from config import Config, UserError, fail
 from rollout import Context, Env, Method, Sample, Trajectory, Turn
 from siblings import hanabi_toy
-from siblings.hanabi_game import BEST, SEATS, SLOTS, Game, deal, deck
+from siblings.hanabi_game import BEST, CARDS, SEATS, SLOTS, Game, deal, deck
 from tasks.questions import Question
 from tools import Tool
 
@@ -201,7 +201,9 @@ def words(config: HanabiConfig, tools: list[Tool]):
 
 
 def fits(config: HanabiConfig, chat, question: Question) -> None:
-    """Every deck fits."""
+    """UserError if a question is no deck; every deck leaves room."""
+    if sorted(question.text.split()) != sorted(CARDS):
+        raise UserError(f"a question of Hanabi is a deck in some order: {' '.join(CARDS)}")
 
 
 NO_TOOL = Tool("none", "argument", "nobody calls it", lambda argument: [])

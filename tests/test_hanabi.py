@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from config import UserError
 from rollout import Sample, Trajectory
 from siblings import hanabi, hanabi_toy
 from siblings.hanabi import HanabiConfig
@@ -21,6 +22,7 @@ from siblings.hanabi_game import (
     deck,
 )
 from siblings.hanabi_toy import play_script, scripted_score
+from tasks.questions import Question
 
 CHAT = hanabi_toy.Language(hanabi_toy.make_tokenizer())
 seeds = st.integers(0, 10**9)
@@ -205,3 +207,9 @@ def test_what_a_hint_is_about(name, said):
     game = position(hands)
     game.move(0, hint)
     assert hanabi.is_about(game, 1, hint, said) == (None if meant is None else said == meant)
+
+
+def test_a_question_that_is_no_deck_is_refused():
+    with pytest.raises(UserError, match="a deck in some order"):
+        hanabi.fits(HanabiConfig(), CHAT, Question("own", "red1 red1 hello", ("6",), "own"))
+    hanabi.fits(HanabiConfig(), CHAT, deck("t", 0, 0))

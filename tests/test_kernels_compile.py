@@ -65,7 +65,7 @@ def install_driver(architecture):
             return 0
 
         def get_benchmarker(self):
-            raise NotImplementedError
+            return None  # nothing is timed
 
     driver.set_active(NamedTarget())
 

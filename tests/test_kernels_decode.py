@@ -340,6 +340,7 @@ def test_fp32_cos_and_sin_with_half_precision_heads(form):
         ("paged_attention", dict(block_table=torch.zeros(2, 3, dtype=torch.int64))),
         ("paged_attention", dict(q=torch.zeros(2, 8, 32, dtype=torch.float16))),
         ("paged_attention", dict(q=torch.zeros(2, 32, 8).mT)),
+        ("paged_attention", dict(runs=torch.zeros(1, 5, dtype=torch.int32))),
         ("add_rms_norm", dict(weight=torch.zeros(7))),
         ("add_rms_norm", dict(x=torch.zeros(123, 5).T)),
         ("qk_norm_rope_store", dict(q_weight=None)),

@@ -16,9 +16,10 @@ from trainer.lora import add_adapters
 from trainer.prefixes import MAX_KEYS_PER_TOKEN
 
 GIB = 2**30
-# Python and its libraries, or a GPU's context and the sampler's CUDA graphs (not measured).
+# Python and its libraries, or a GPU's context; the sampler's CUDA graphs; buffers between
+# processes. A GPU's three figures were not measured.
 PROCESS = {"cpu": 0.7 * GIB, "cuda": 0.6 * GIB}
-GRAPHS = {"cpu": 0, "cuda": GIB}
+GRAPHS = NCCL = {"cpu": 0, "cuda": GIB}
 # Bytes that a token keeps in a layer per unit of width: in fp32, under autocast, all in bf16.
 KEPT = 19.0, 12.6, 11.9
 
@@ -62,7 +63,7 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     copy = size * weights
     if kind == "cpu":  # a second copy in oneDNN's layout, and the head in fp32 in both
         copy += copy + 8 * shape.vocab_size * D
-    process = PROCESS[kind] + GRAPHS[kind] * bool(samplers)
+    process = PROCESS[kind] + GRAPHS[kind] * bool(samplers) + NCCL[kind] * (world > 1)
     parts = {"process": process, "KV pool": pool * samplers, "sampler": copy * samplers}
     if not training:
         return parts | {"weights": size * weights * (kind == "cpu")}
