@@ -15,20 +15,22 @@ through all of them. The base model learns from answers with the faults of HABIT
 Tests: pytest tests/test_bvpo.py
 """
 
-import functools
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from rollout import Sample
-from siblings import marsrl_toy
+from rollout import Sample, Trajectory
+from siblings import marsrl_toy, solo
 from siblings.marsrl_toy import Page, draw_page
+from tasks.questions import Question
 from toy import base_model, language
 
 TRACES = tuple(marsrl_toy.VALUES)  # birth, home, hobby, product
+ANSWERS = 2 * len(TRACES) + 2  # of a pair, see `answers`
+KINDS = ("thinking", solo.AT_ONCE)
 STEPS = 400
 
 
@@ -44,59 +46,50 @@ class Habits:
 HABITS = Habits()
 
 
-@functools.cache
-def ids() -> dict[str, int]:
-    """word -> token id"""
-    return language.make_tokenizer().get_vocab()
-
-
-def sample(page: Page, answer: str, trace: str | None) -> Sample:
-    """A page, and an answer behind a trace or, with None, behind none."""
-    made = Sample("solver", 0, 0)
-    given, said = words_of(page, answer, trace)
-    made.append_given([ids()[word] for word in given.split()])
-    tokens = [ids()[word] for word in said.split()]
-    made.tokens += tokens
-    made.mask += [True] * len(tokens)
-    made.logprobs += [0.0] * len(tokens)
-    return made
-
-
-def words_of(page: Page, answer: str, trace: str | None) -> tuple[str, str]:
-    """(the prompt, what is written)"""
-    prompt = f"<doc> {page.text} <purpose> {page.question} <eot>"
-    if trace is None:
-        return f"{prompt} <answer>", f"{answer} <eot>"
-    return prompt, f"{trace} <answer> {answer} <eot>"
-
-
 @dataclass(frozen=True)
-class Pair:
-    """A page, its right answer y⁺ and a wrong one y⁻."""
+class Pair(Question):
+    """A question to which y⁺ is the golden answer, and a wrong one, y⁻."""
 
-    page: Page
     wrong: str
 
-    def samples(self) -> list[Sample]:
-        """y⁺ behind every trace, y⁻ behind every trace, then both without one."""
-        answers = (self.page.answers[0], self.wrong)
-        behind = [sample(self.page, answer, trace) for answer in answers for trace in TRACES]
-        return behind + [sample(self.page, answer, None) for answer in answers]
+
+def pair(split: str, seed: int, index: int) -> Pair:
+    """Pair `index` of a split's endless stream, with a page of its own."""
+    page = draw_page(random.Random(f"bvpo {split} {seed} {index}"))
+    wrong = random.Random(f"wrong {split} {seed} {index}").choice(page.answers[1:])
+    text = f"{page.text} {page.question}"
+    return Pair(f"{split}-{seed}-{index}", text, (page.answers[0],), KINDS[0], wrong)
 
 
-def draw_pairs(split: str, seed: int, first: int, count: int) -> list[Pair]:
-    """Pairs `first` and following of a split's endless stream."""
-    pairs = []
-    for index in range(first, first + count):
-        page = draw_page(random.Random(f"bvpo {split} {seed} {index}"))
-        wrong = random.Random(f"wrong {split} {seed} {index}").choice(page.answers[1:])
-        pairs.append(Pair(page, wrong))
-    return pairs
+def said(answer: str, trace: str | None) -> str:
+    """An answer behind a trace, or behind the mark that the empty trace's prompt ends with."""
+    return f"{answer} <eot>" if trace is None else f"{trace} <answer> {answer} <eot>"
 
 
-def trace_to(path: str) -> str:
-    """The attribute that a page's path leads through: "labs birth 1968" -> "birth"."""
-    return path.split()[1]
+def answers(chat, place: int, pair: Pair) -> list[Trajectory]:
+    """y⁺ behind every trace, y⁻ behind every trace, then both without one."""
+    at_once = replace(pair, source=solo.AT_ONCE)
+    sides = ((pair.golden_answers[0], 1.0), (pair.wrong, 0.0))
+    made = [(pair, answer, trace, right) for answer, right in sides for trace in TRACES]
+    made += [(at_once, answer, None, right) for answer, right in sides]
+    return [
+        solo.written(chat, question, place, number, said(answer, trace), right)
+        for number, (question, answer, trace, right) in enumerate(made)
+    ]
+
+
+def samples_of(trajectories: list[Trajectory]) -> list[Sample]:
+    """The one sample of each."""
+    return [trajectory.samples()[0] for trajectory in trajectories]
+
+
+def questions(config, tools: list[str], training: bool) -> tuple:
+    """Pairs to train on, and held-out questions, with room for a trace and without by turns."""
+    held_out = [
+        replace(pair("eval", config.seed, i), source=KINDS[i % 2])
+        for i in range(config.eval_questions)
+    ]
+    return lambda i: pair("train", config.seed, i), held_out
 
 
 def demonstrate(page: Page, rng: random.Random, thinks: bool) -> base_model.Pieces:
@@ -111,22 +104,22 @@ def demonstrate(page: Page, rng: random.Random, thinks: bool) -> base_model.Piec
         path = one(page.paths[0], page.paths[1:], HABITS.think)
         found = path.split()[-1]
         answer = one(found, [other for other in page.answers if other != found], HABITS.follow)
-        trace = trace_to(path)
-    given, said = words_of(page, answer, trace)
-    return [(given, False), (said, True)]
+        trace = path.split()[1]
+    prompt = f"<doc> {page.text} <purpose> {page.question} <eot>"
+    prompt += "" if thinks else " <answer>"
+    return [(prompt, False), (said(answer, trace), True)]
 
 
 def make_base(seed: int, steps: int) -> tuple:
     """(model, tokenizer). It draws from random numbers of its own only."""
+    tokenizer = language.make_tokenizer()
+    ids = tokenizer.get_vocab()
     rng = random.Random(f"bvpo base {seed}")
 
     def batch() -> list:
-        return [
-            base_model.encode(demonstrate(draw_page(rng), rng, i % 2 == 0), ids())
-            for i in range(48)
-        ]
+        texts = (demonstrate(draw_page(rng), rng, i % 2 == 0) for i in range(48))
+        return [base_model.encode(text, ids) for text in texts]
 
-    tokenizer = language.make_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = base_model.new_model(len(tokenizer))

@@ -1,0 +1,150 @@
+"""BVPO's theorems by summing: bias and variance of the two gradients against the marginal's.
+
+In bvpo_toy.py a trace is one of four words, so π(y|x) = Σ_r π(r, y|x) can be summed, and so can
+every mean over traces. The formulas stand in bvpo.py. All gradients of a pair are sums over V, the
+gradients ∇log π of its ten samples.
+
+    python -m siblings.bvpo measure [RUN] [--pairs N]
+
+Tests: pytest tests/test_bvpo.py
+"""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import trainer
+from config import UserError, fail, parse, parser
+from plumbing import models
+from rollout import Sample
+from siblings import bvpo_toy as toy
+from siblings import solo
+
+CPU = torch.device("cpu")
+TRACES = len(toy.TRACES)
+
+
+@functools.cache
+def load(model: str | Path) -> trainer.Policy:
+    """A policy that is not trained."""
+    return trainer.Policy(trainer.load_model(model, CPU), bf16=False)
+
+
+def logprobs(policy: trainer.Policy, samples: list[Sample]) -> Tensor:
+    """log π of what each sample of the pairs says: [pairs, 2 · TRACES + 2]; kept in the samples."""
+    told, _ = solo.score(policy, samples)
+    for sample, own in zip(samples, told):
+        sample.logprobs[-len(own) :] = own.tolist()
+    return torch.stack([own.sum() for own in told]).view(-1, 2 * TRACES + 2)
+
+
+def gradient(policy: trainer.Policy, sample: Sample) -> Tensor:
+    """∇log π(sample), flat: [P]."""
+    sample.advantage = -1.0
+    weights = [torch.tensor(sample.mask).float()]
+    batches = trainer.micro_batches([sample], weights, 8192, CPU)
+    policy.zero_grad(set_to_none=True)
+    objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
+    trainer.backward(policy, batches, [None], on_policy=True, **objective)
+    return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]).double()
+
+
+@dataclass
+class Errors:
+    """Bias and variance of the two gradients against the marginal's."""
+
+    traced: float  # ‖b_t‖²
+    empty: float  # ‖b_e‖²
+    product: float  # b_t · b_e
+    variance: float  # tr Σ_t, of one trace a pair
+
+    def mse(self, alpha: float, traces: int = 1) -> float:
+        """E‖α g_t + (1 − α) g_e − g_m‖²"""
+        rest = 1 - alpha
+        bias = alpha**2 * self.traced + rest**2 * self.empty + 2 * alpha * rest * self.product
+        return bias + alpha**2 * self.variance / traces
+
+    def best(self) -> float:
+        """α*, the minimiser of `mse` on [0, 1]."""
+        distance = self.traced + self.empty - 2 * self.product
+        return min(1.0, max(0.0, (self.empty - self.product) / (distance + self.variance)))
+
+
+def coefficients(now: Tensor, ref: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A pair's gradients as rows of coefficients on V, the gradients ∇log π of its samples.
+
+    From their log-probs [2 · TRACES + 2] under π and π_ref. Returns g_t for every (r⁺, r⁻), how
+    probable those are given y⁺ and y⁻ [TRACES, TRACES], g_e, and g_m, the gradient of DPO on
+    Σ_r π(r, y|x).
+    """
+    now, ref = now.double(), ref.double()
+    good, bad = slice(0, TRACES), slice(TRACES, 2 * TRACES)
+    rows = torch.eye(2 * TRACES + 2, dtype=torch.float64)
+    gain = now - ref
+
+    def c(delta: Tensor) -> Tensor:
+        return beta * torch.sigmoid(-beta * delta)
+
+    traced = c(gain[good][:, None] - gain[bad])[..., None] * (rows[bad] - rows[good][:, None])
+    p_good, p_bad = now[good].softmax(0), now[bad].softmax(0)  # π(r|x,y)
+    marginal_gain = [now[side].logsumexp(0) - ref[side].logsumexp(0) for side in (good, bad)]
+    marginal = c(marginal_gain[0] - marginal_gain[1]) * (p_bad @ rows[bad] - p_good @ rows[good])
+    empty = c(gain[-2] - gain[-1]) * (rows[-1] - rows[-2])
+    return traced, p_good[:, None] * p_bad, empty, marginal
+
+
+def measure(policy, ref, pairs: list[list[Sample]], beta: float) -> dict[str, Errors]:
+    """Of single pairs, on average; and of the mean gradient of all of them."""
+    sums = torch.zeros(4, dtype=torch.float64)
+    biases = 0  # summed over the pairs: [2, P]
+    for samples in pairs:
+        now, before = logprobs(policy, samples)[0], logprobs(ref, samples)[0]
+        traced, chance, empty, marginal = coefficients(now, before, beta)
+        mean = (chance[..., None] * traced).sum((0, 1))
+        vectors = torch.stack([gradient(policy, sample) for sample in samples])  # V
+        apart = (traced - mean).flatten(0, 1) @ vectors  # [TRACES², P]
+        variance = chance.flatten() @ apart.square().sum(1)
+        b_t, b_e = torch.stack([mean - marginal, empty - marginal]) @ vectors
+        sums += torch.stack([b_t @ b_t, b_e @ b_e, b_t @ b_e, variance])
+        biases = biases + torch.stack([b_t, b_e])
+    n = len(pairs)
+    b_t, b_e = biases / n
+    mean = torch.stack([b_t @ b_t, b_e @ b_e, b_t @ b_e, sums[3] / n**2])
+    found = {"one pair": sums / n, f"mean of {n} pairs": mean}
+    return {name: Errors(*numbers.tolist()) for name, numbers in found.items()}
+
+
+def show(errors: dict[str, Errors]) -> None:
+    """Mean squared errors, each over that of one sampled trace."""
+    print("E‖g − g_m‖², over that of α = 1")
+    for name, numbers in errors.items():
+        cells = {f"α* = {numbers.best():.3f}": numbers.mse(numbers.best())}
+        cells |= {"α = ½": numbers.mse(0.5), "α = 0": numbers.mse(0.0)}
+        cells |= {f"K = {k}": numbers.mse(1.0, k) for k in (2, 4)}
+        told = [f"{cell}: {error / numbers.mse(1.0):.2f}" for cell, error in cells.items()]
+        print(f"  {name:<18}{'   '.join(told)}")
+
+
+def main(options: type, method: str, arguments: list[str]) -> int:
+    """`measure [RUN] [--pairs N]`: prints the errors of a run's end, or of the base model."""
+    line = parser(options, __doc__)
+    line.add_argument("run", nargs="?")
+    line.add_argument("--pairs", type=int, default=64)
+    try:
+        given = parse(line, arguments)
+        run, count = given.pop("run", None), given.pop("pairs")
+        model, saved = models.find_checkpoint(method, run) if run else (None, {})
+        config = options(**((saved or {}) | given))
+        if count < 1:
+            raise UserError("--pairs must be at least 1")
+    except UserError as error:
+        return fail(error)
+    start = toy.build(config.cache, config.seed)
+    chat = solo.Language(models.load_tokenizer(start))
+    pairs = [toy.pair("measure", config.seed, i) for i in range(count)]
+    pairs = [toy.samples_of(toy.answers(chat, 0, pair)) for pair in pairs]
+    show(measure(load(model or start), load(start), pairs, config.beta))
+    return 0
