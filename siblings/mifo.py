@@ -205,9 +205,6 @@ def values(policy: torch.nn.Module) -> Tensor:
     return parameters_to_vector(policy.parameters()).detach().clone()
 
 
-# -------------------------------------------------------------------------------------- the command
-
-
 def table(folders: list[str]) -> None:
     """Sampled accuracy on held-out questions of both kinds, phase by phase, of some runs."""
     print(f"{'run':20} {'/'.join(KINDS)} before, and after each phase")

@@ -1,19 +1,23 @@
 """BVPO: DPO's gradient, Fisher's identity, the theorems and their minimiser."""
 
 import itertools
+import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from mutants import load_mutant
 
+import grpo
 import trainer
-from siblings import bvpo
+from siblings import bvpo, bvpo_errors, solo
 from siblings import bvpo_toy as toy
 from toy import base_model, language
 
 BETA = 0.7
+CHAT = solo.Language(language.make_tokenizer())
 
 
 def new_policy(seed):
@@ -29,14 +33,15 @@ def policies():
     return new_policy(0), new_policy(1)
 
 
-PAIRS = toy.draw_pairs("test", 0, 0, 2)
+PAIRS = [toy.pair("test", 0, i) for i in range(2)]
+SAMPLES = [toy.samples_of(toy.answers(CHAT, 0, pair)) for pair in PAIRS]
 
 
-def stock_logprobs(policy, pair):
-    """The same as bvpo.logprobs, by plain autograd through one sample at a time."""
+def stock_logprobs(policy, samples):
+    """The same as bvpo_errors.logprobs, by plain autograd through one sample at a time."""
     found = []
     policy.model.set_attn_implementation("eager")
-    for sample in pair.samples():
+    for sample in samples:
         logprob = policy.model(torch.tensor([sample.tokens])).logits[0].log_softmax(-1)
         told = [i for i, own in enumerate(sample.mask) if own]
         found.append(sum(logprob[i - 1, sample.tokens[i]] for i in told))
@@ -54,8 +59,8 @@ def dpo(now, ref, good, bad):
     return -F.logsigmoid(BETA * ((now[good] - ref[good]) - (now[bad] - ref[bad])))
 
 
-def vectors_of(policy, pair):
-    return torch.stack([bvpo.gradient(policy, sample) for sample in pair.samples()])
+def vectors_of(policy, samples):
+    return torch.stack([bvpo_errors.gradient(policy, sample) for sample in samples])
 
 
 def close(found, wanted, tolerance=1e-4):
@@ -65,10 +70,10 @@ def close(found, wanted, tolerance=1e-4):
 def rows_are_gradients(module, policies) -> bool:
     """Whether coefficients give the gradients that autograd finds of the losses as written down."""
     policy, other = policies
-    pair = PAIRS[0]
+    pair = SAMPLES[0]
     with torch.no_grad():
         ref = stock_logprobs(other, pair)
-    now = module.logprobs(policy, [pair])[0]
+    now = module.logprobs(policy, pair)[0]
     traced, _, empty, marginal = module.coefficients(now, ref, BETA)
     vectors = vectors_of(policy, pair)
 
@@ -89,7 +94,7 @@ def rows_are_gradients(module, policies) -> bool:
 
 
 def test_the_gradients_are_those_of_the_losses(policies):
-    assert rows_are_gradients(bvpo, policies)
+    assert rows_are_gradients(bvpo_errors, policies)
 
 
 @pytest.mark.parametrize(
@@ -102,32 +107,51 @@ def test_the_gradients_are_those_of_the_losses(policies):
     ],
 )
 def test_mutants_are_noticed(stands, becomes, policies, tmp_path):
-    mutant = load_mutant("siblings/bvpo.py", stands, becomes, tmp_path)
+    mutant = load_mutant("siblings/bvpo_errors.py", stands, becomes, tmp_path)
     assert not rows_are_gradients(mutant, policies)
 
 
-def test_a_training_step_has_dpos_gradient(policies):
-    """One trace a pair, drawn; its loss is α ℓ_t + (1 − α) ℓ_e."""
+@pytest.mark.parametrize("traces", [1, 3])
+def test_a_training_step_has_dpos_gradient(policies, traces, monkeypatch):
+    """Its loss is α ℓ_t + (1 − α) ℓ_e, a mean over pairs and, of the traced part, over traces."""
     policy, other = policies
-    pair = PAIRS[0]
-    now, ref = (bvpo.logprobs(p, [pair])[0] for p in policies)
-    draw = torch.Generator().manual_seed(3)
-    advantages = bvpo.advantages_of(now - ref, ref, BETA, 0.6, 1, draw)
-    good, bad = [i for i, a in enumerate(advantages[:8]) if a]
-    assert good < 4 <= bad and float(advantages.sum()) == pytest.approx(0)
+    monkeypatch.setattr(bvpo_errors, "load", lambda model: other)
+    drawn = []
+    plain = torch.Tensor.multinomial
+
+    def noted(*arguments, **options):
+        drawn.append(plain(*arguments, **options))
+        return drawn[-1]
+
+    monkeypatch.setattr(torch.Tensor, "multinomial", noted)
+    config = bvpo.BvpoConfig(questions=2, alpha=0.6, beta=BETA, traces=traces)
+    run = SimpleNamespace(config=config, chat=CHAT, policy=policy, start="", rank=0, ranks=1)
+    run.question = PAIRS.__getitem__
+    (samples,) = bvpo.credit(config, bvpo.rollouts(run, 0), 0).values()
+    masks = [torch.tensor(sample.mask) for sample in samples]
+    copies = [sample.copies for sample in samples]
+    weights = grpo.token_weights(masks, sum(copies), copies=copies)  # as train.prepare makes them
+    batches = trainer.micro_batches(samples, weights, 10**6, torch.device("cpu"))
     policy.zero_grad(set_to_none=True)
-    bvpo.accumulate(policy, pair.samples(), advantages.tolist())
+    objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
+    trainer.backward(policy, batches, [None], **objective)
     found = torch.cat([p.grad.flatten() for p in policy.parameters()]).double()
-    told = stock_logprobs(policy, pair)
-    loss = 0.6 * dpo(told, ref, good, bad) + 0.4 * dpo(told, ref, -2, -1)
-    assert close(found, flat_gradient(policy, loss))
+
+    loss = 0
+    for own, traced in zip(SAMPLES, drawn, strict=True):
+        with torch.no_grad():
+            ref = stock_logprobs(other, own)
+        told = stock_logprobs(policy, own)
+        losses = [dpo(told, ref, good, 4 + bad) for good, bad in traced.T.tolist()]
+        loss = loss + 0.6 * sum(losses) / traces + 0.4 * dpo(told, ref, -2, -1)
+    assert close(found, flat_gradient(policy, loss / 2))
 
 
 def test_fishers_identity(policies):
     """At π = π_ref a sampled trace has no bias; elsewhere it has some."""
     policy, other = policies
-    at_home = bvpo.measure("", policy, policy, PAIRS, BETA)[", one pair"]
-    away = bvpo.measure("", policy, other, PAIRS, BETA)[", one pair"]
+    at_home = bvpo_errors.measure(policy, policy, SAMPLES, BETA)["one pair"]
+    away = bvpo_errors.measure(policy, other, SAMPLES, BETA)["one pair"]
     assert at_home.traced < 1e-12 * at_home.empty
     assert away.traced > 1e-12 * away.empty and at_home.variance > 0
 
@@ -135,11 +159,11 @@ def test_fishers_identity(policies):
 def test_the_theorems_hold_for_drawn_traces(policies):
     """What is measured on draws is what the sums say, at every α."""
     policy, other = policies
-    pair = PAIRS[0]
-    now, ref = (bvpo.logprobs(p, [pair])[0] for p in policies)
-    traced, chance, empty, marginal = bvpo.coefficients(now, ref, BETA)
+    pair = SAMPLES[0]
+    now, ref = (bvpo_errors.logprobs(p, pair)[0] for p in policies)
+    traced, chance, empty, marginal = bvpo_errors.coefficients(now, ref, BETA)
     vectors = vectors_of(policy, pair)
-    said = bvpo.measure("", policy, other, [pair], BETA)[", one pair"]
+    said = bvpo_errors.measure(policy, other, [pair], BETA)["one pair"]
     generator = torch.Generator().manual_seed(0)
     drawn = chance.flatten().multinomial(4000, replacement=True, generator=generator)
     counts = drawn.bincount(minlength=16).double() / 4000  # [16]
@@ -164,7 +188,7 @@ NUMBERS = list(itertools.product((0.5, 1.0), (0.5, 2.0), (-0.5, 0.4), (0.1, 3.0)
 
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_the_minimiser(numbers):
-    errors = bvpo.Errors(*numbers)
+    errors = bvpo_errors.Errors(*numbers)
     grid = [i / 1000 for i in range(1001)]
     assert min(grid, key=errors.mse) == pytest.approx(errors.best(), abs=2e-3)
     assert errors.mse(1.0, 4) == pytest.approx(errors.traced + errors.variance / 4)
@@ -172,24 +196,35 @@ def test_the_minimiser(numbers):
 
 def test_demonstrations_are_what_the_samples_hold():
     """The base model has read its prompts in the form in which it is measured."""
-    rng = random.Random(0)
+    ids = CHAT.tokenizer.get_vocab()
     for index in range(40):
-        (pair,) = toy.draw_pairs("test", 0, index, 1)
-        (given, _), (said, learnt) = toy.demonstrate(pair.page, rng, thinks=index % 2 == 0)
-        *trace, answer, _ = said.replace("<answer>", "").split()
-        made = toy.sample(pair.page, answer, trace[0] if trace else None)
-        ids = toy.ids()
-        assert learnt and made.tokens == [ids[word] for word in f"{given} {said}".split()]
-        assert made.mask.index(True) == len(given.split())
-        assert pair.wrong in pair.page.answers[1:] and len(pair.samples()) == 10
+        pair = toy.pair("test", 0, index)
+        page = toy.draw_page(random.Random(f"bvpo test 0 {index}"))
+        thinks = index % 2 == 0
+        (given, _), (said, learnt) = toy.demonstrate(page, random.Random(index), thinks)
+        texts = {
+            tuple(sample.tokens): sample.mask.index(True)
+            for wrong in page.answers[1:]
+            for sample in toy.samples_of(toy.answers(CHAT, 0, toy.replace(pair, wrong=wrong)))
+        }
+        tokens = tuple(ids[word] for word in f"{given} {said}".split())
+        assert learnt and texts[tokens] == len(given.split())
+        assert pair.wrong in page.answers[1:] and pair.golden_answers == (page.answers[0],)
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(toy, "STEPS", 2)
-    line = "--pairs 1 --steps 1 --batch 1".split()
-    line += ["--cache", str(tmp_path), "--runs", str(tmp_path / "runs")]
-    monkeypatch.setattr(toy, "build", lambda cache, seed, build=toy.build: build(cache, seed, 2))
-    assert bvpo.main(line) == 0
-    assert "after DPO at α = 1" in capsys.readouterr().out
-    assert (tmp_path / "runs" / "bvpo" / "seed-0.json").exists()
-    assert bvpo.main([*line, "--beta", "0"]) == 2
+def test_the_commands(tmp_path, monkeypatch, capsys):
+    build = toy.build
+    monkeypatch.setattr(toy, "build", lambda cache, seed: build(cache, seed, 2))
+    monkeypatch.setattr(bvpo_errors.toy, "build", toy.build)
+    runs = ["--cache", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    line = "--steps 2 --questions 2 --eval_questions 8 --name b".split()
+    assert bvpo.main([*line, *runs]) == 0
+    folder = tmp_path / "runs" / "b"
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(line)["mismatch_kl"] < 1e-8, "rho is 1"
+    report = (folder / "report.md").read_text()
+    assert "greedy, thinking" in report and "greedy, at once" in report
+    assert bvpo.main(["measure", str(folder), "--pairs", "1", *runs]) == 0
+    assert capsys.readouterr().out.count("K = 4: ") == 2
+    for bad in (["--beta", "0"], ["--alpha", "1.1"], ["measure", "--pairs", "0"]):
+        assert bvpo.main([*bad, *runs]) == 2

@@ -2,56 +2,74 @@
 
 import json
 import math
-import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import grpo
 import trainer
-from siblings import mifo, mifo_toy
+from rollout import Trajectory
+from siblings import mifo, mifo_toy, solo
 from siblings.mifo import MifoConfig
+
+TOKENIZER = mifo_toy.language.make_tokenizer()
+CHAT = solo.Language(TOKENIZER)
+TASKS = [mifo_toy.question("test", 0, i) for i in range(8)]
 
 
 @pytest.fixture
-def policy():
-    """A random model with the toy's words."""
+def run():
+    """A random model with the toy's words, as far as a phase of SFT needs a run."""
     torch.manual_seed(0)
-    return trainer.Policy(mifo_toy.base_model.new_model(len(mifo_toy.TOKENIZER)), bf16=False)
+    policy = trainer.Policy(mifo_toy.base_model.new_model(len(TOKENIZER)), bf16=False)
+    config = MifoConfig(questions=8)
+    return SimpleNamespace(policy=policy, config=config, chat=CHAT, rank=0, ranks=1)
 
 
-TASKS = mifo_toy.draw_tasks("test", 0, 0, 8)
+# --------------------------------------------------------------------------- what SFT learns from
 
 
-def test_frozen_entries_stay_bit_for_bit_and_all_others_move(policy):
-    """With momentum and weight decay, which move a parameter whose gradient is 0."""
-    batch = mifo.solutions(TASKS)
-    batch.weight = torch.full_like(batch.weight, 1 / len(batch.weight))
-    optimizer = trainer.make_optimizer(policy, 1e-2, weight_decay=0.1)
-    mifo.update(policy, optimizer, [batch], on_policy=True)  # momentum for everybody
-    before = mifo.values(policy)
-    mask = torch.rand(len(before), generator=torch.Generator().manual_seed(1)) < 0.5
-    frozen = mifo.by_parameter(policy, mask)
-    for _ in range(2):
-        mifo.update(policy, optimizer, [batch], frozen, on_policy=True)
-    after = mifo.values(policy)
-    assert torch.equal(after[mask], before[mask])
-    assert (after[~mask] != before[~mask]).float().mean() > 0.99
+def test_scores_are_those_of_the_model(run):
+    samples = [solo.written(CHAT, t, 0, 0, t.solution, 1.0).samples()[0] for t in TASKS]
+    logprobs, entropies = solo.score(run.policy, samples)
+    for sample, logprob, entropy in zip(samples, logprobs, entropies, strict=True):
+        run.policy.model.set_attn_implementation("eager")
+        logits = run.policy.model(torch.tensor([sample.tokens])).logits[0].double()
+        run.policy.model.set_attn_implementation("mars_packed")
+        wanted = logits.log_softmax(-1)[[i - 1 for i, own in enumerate(sample.mask) if own]]
+        said = torch.tensor(sample.tokens[sample.mask.index(True) :])
+        told = wanted.gather(1, said[:, None])[:, 0]
+        torch.testing.assert_close(logprob.double(), told, rtol=0, atol=1e-4)
+        of_all = -(wanted.exp() * wanted).sum(-1)
+        torch.testing.assert_close(entropy.double(), of_all, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.37, 1.0])
-def test_as_many_as_asked_and_those_that_moved_most(share):
-    importance = torch.rand(1001, generator=torch.Generator().manual_seed(0))
-    count = math.ceil(share * 1001)
-    chosen = mifo.most_moved(importance, share, "moved", None)
-    assert chosen.sum() == count
-    if 0 < count < 1001:
-        assert importance[chosen].min() >= importance[~chosen].max()
-    generator = torch.Generator().manual_seed(0)
-    by_chance = mifo.most_moved(importance, share, "random", generator)
-    assert by_chance.sum() == count
-    if 0 < count < 1001:
-        assert not torch.equal(by_chance, chosen)
-    assert not mifo.most_moved(importance, share, "none", None).any()
+def test_sft_is_the_mean_log_likelihood_of_the_hard_tokens(run):
+    trajectories = mifo.taught(run, 3, TASKS)
+    (samples,) = mifo.credit(run.config, trajectories, step=run.config.rl_steps).values()
+    masks = [torch.tensor(sample.mask) for sample in samples]
+    copies = [sample.copies for sample in samples]
+    weights = grpo.token_weights(masks, sum(copies), copies=copies)  # as train.prepare makes them
+    batches = trainer.micro_batches(samples, weights, 10**6, torch.device("cpu"))
+    objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
+    (stats,) = trainer.backward(run.policy, batches, [None], **objective)
+    gap = (stats["logprob"] - batches[0].behaviour_logprob).abs()
+    assert gap.max() < 1e-4, "the trainer's own log-probs are the old ones: rho is 1"
+    found = [parameter.grad.clone() for parameter in run.policy.parameters()]
+    run.policy.zero_grad()
+
+    said = [solo.written(CHAT, t, 0, 0, t.solution, 1.0).samples()[0] for t in TASKS]
+    _, entropies = solo.score(run.policy, said)
+    hard = mifo.hardest(torch.cat(entropies), run.config.hard)
+    lengths = [len(sample.tokens) - 1 for sample in said]
+    ones = [torch.ones(len(sample.tokens)) for sample in said]
+    batch = trainer.make_micro_batch(said, ones, lengths, torch.device("cpu"))
+    hidden, head = run.policy.hidden(batch)
+    logprob = torch.log_softmax(hidden @ head.T, -1).gather(1, batch.target[:, None])[:, 0]
+    (-logprob[hard].mean()).backward()
+    for gradient, parameter in zip(found, run.policy.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
 
 
 def test_the_hardest_tokens():
@@ -61,100 +79,123 @@ def test_the_hardest_tokens():
     assert mifo.hardest(entropy, 1.0).all()
 
 
-def test_entropies_are_those_of_the_model(policy):
-    batch = mifo.solutions(TASKS)
-    hidden, head = policy.hidden(batch)
-    logits = torch.log_softmax((hidden.double() @ head.double().T), -1)
-    expected = -(logits.exp() * logits).sum(-1)
-    torch.testing.assert_close(mifo.entropies(policy, batch).double(), expected, rtol=0, atol=1e-4)
-
-
-def test_sft_is_the_mean_log_likelihood_of_the_hard_tokens(policy):
-    batch = mifo.solutions(TASKS)
-    hard = mifo.hardest(mifo.entropies(policy, batch), 0.5)
-    batch.weight = hard.float() / hard.sum()
-    trainer.backward(policy, [batch], [None], on_policy=True, **mifo.OBJECTIVE)
-    found = [parameter.grad.clone() for parameter in policy.parameters()]
-    policy.zero_grad()
-    hidden, head = policy.hidden(batch)
-    logprob = torch.log_softmax(hidden @ head.T, -1).gather(1, batch.target[:, None])[:, 0]
-    (-logprob[hard].mean()).backward()
-    for gradient, parameter in zip(found, policy.parameters(), strict=True):
-        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
+@pytest.mark.parametrize("threshold, places", [(0.0, [1]), (0.5, [0, 1]), (1.0, [0, 1, 2])])
+def test_shown_are_questions_that_rollouts_missed(threshold, places):
+    rewards = {0: [0, 1], 1: [0, 0], 2: [1, 1]}
+    played = [
+        Trajectory(TASKS[place], place, attempt, reward=float(rewards[place][attempt]))
+        for attempt in (0, 1)
+        for place in rewards
+    ]
+    assert mifo.missed(played, threshold) == [TASKS[place] for place in places]
 
 
 def test_tasks_have_one_answer_on_their_page_and_the_teacher_gives_it():
-    for task in mifo_toy.draw_tasks("test", 1, 0, 200):
-        words = task.page.split()
-        assert words.count(task.answer) == 1
-        assert all(words.count(other) == 1 and other != task.answer for other in task.others)
-        solution = [mifo_toy.IDS[word] for word in task.solution.split()]
-        assert task.grade(solution) == 1
-        assert task.grade([mifo_toy.IDS[task.others[0]], mifo_toy.EOT]) == 0
-        assert task.grade(solution[:-1]) == 0, "it was cut"
-        assert ("<answer>" in task.solution) == (task.kind == "indirect")
+    for index in range(200):
+        task = mifo_toy.question("test", 1, index)
+        words = task.text.split()
+        (answer,) = task.golden_answers
+        assert words.count(answer) == 1
+        assert all(words.count(other) == 1 and other != answer for other in task.others)
+        tokens = TOKENIZER.convert_tokens_to_ids(task.solution.split())
+        assert CHAT.parse(tokens).answer == answer
+        assert CHAT.parse(tokens[:-1]).error, "it was cut"
+        assert ("<answer>" in task.solution) == (task.source == "indirect")
+        assert CHAT.text(solo.prompt_of(CHAT, task)) == mifo_toy.as_prompt(task)
+
+
+# ------------------------------------------------------------------------------- what SFT may move
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.37, 1.0])
+def test_as_many_as_asked_and_those_that_moved_most(share):
+    importance = torch.rand(1001, generator=torch.Generator().manual_seed(0))
+    count = math.ceil(share * 1001)
+    chosen, by_chance, none = (
+        mifo.chosen_to_stay(importance, MifoConfig(freeze=how, frozen_share=share), seed=0)
+        for how in ("moved", "random", "none")
+    )
+    assert chosen.sum() == by_chance.sum() == count and not none.any()
+    if 0 < count < 1001:
+        assert importance[chosen].min() >= importance[~chosen].max()
+        assert not torch.equal(by_chance, chosen)
+
+
+SMALL = "--steps 8 --rl_steps 2 --sft_steps 2 --questions 4 --group 2 --eval_questions 8"
+SMALL += " --eval_every 4 --threshold 1 --lr 1e-2"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A cache with a base model that has hardly learned anything."""
-    cache = tmp_path_factory.mktemp("mifo")
+def played(tmp_path_factory):
+    """freeze -> (its folder, what each step began with: parameters and Phases), of two runs."""
+    folder = tmp_path_factory.mktemp("mifo")
+    seen = {}
+    plain, attempts = mifo.rollouts, mifo.train.attempts
+
+    def rewarded(run, step):
+        """The model is never right: the second attempt is said to be."""
+        trajectories = attempts(run, step)
+        for trajectory in trajectories:
+            trajectory.reward = trajectory.samples()[0].reward = float(trajectory.attempt)
+        return trajectories
+
+    def noted(run, step, phases):
+        trajectories = plain(run, step, phases)
+        kept = SimpleNamespace(**vars(phases), values=mifo.values(run.policy))
+        seen[run.config.freeze][1].append(kept)
+        return trajectories
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(mifo_toy.build.keywords, "steps", (4, 4))
-        yield cache
+        patch.setitem(mifo_toy.build.keywords, "steps", (4, 4))  # it has hardly learned anything
+        patch.setattr(mifo, "rollouts", noted)
+        patch.setattr(mifo.train, "attempts", rewarded)
+        for freeze in ("moved", "none"):
+            seen[freeze] = folder / "runs" / freeze, []
+            line = [*SMALL.split(), "--freeze", freeze, "--name", freeze]
+            assert mifo.main([*line, "--cache", str(folder), "--runs", str(folder / "runs")]) == 0
+    return seen
 
 
-SMALL = "--rl_steps 1 --sft_steps 2 --questions 4 --group 2 --eval_questions 8".split()
+def test_frozen_entries_stay_bit_for_bit_and_all_others_move(played):
+    """Momentum and weight decay would move a parameter whose gradient is 0."""
+    for freeze in ("moved", "none"):
+        _, steps = played[freeze]
+        first, second, after = steps[2], steps[3], steps[4]
+        frozen = first.frozen
+        assert frozen.float().mean() == pytest.approx(0.5 * (freeze == "moved"), abs=1e-5)
+        for later in (second, after):
+            assert torch.equal(later.values[frozen], first.values[frozen])
+            assert (later.values[~frozen] != first.values[~frozen]).float().mean() > 0.9
+        assert after.frozen is None and not torch.equal(steps[5].values, after.values)
 
 
-def test_all_arms_start_from_one_first_phase(base):
-    line = [*SMALL, "--cache", str(base), "--runs", str(base), "--name", "arms"]
-    assert mifo.main(line) == 0
-    table = json.loads((base / "arms" / "seed-0.json").read_text())["arms"]
-    assert table.keys() == mifo.ARMS.keys()
-    assert all(len(arm["after"]) == 5 for arm in table.values())
-    starts = [arm["after"][0] for arm in table.values()]
-    assert all(start == starts[0] for start in starts)
-    assert table["RL only"]["sft_moved"] == [0, 0]
-    assert all(min(arm["sft_moved"]) > 0 for name, arm in table.items() if name != "RL only")
-    assert mifo.main(line) == 0
-    assert json.loads((base / "arms" / "seed-0.json").read_text())["arms"] == table
+def test_history_adds_up_what_phases_of_rl_moved(played):
+    """C_i = α C_{i−1} + |Δ_i|"""
+    _, steps = played["moved"]
+    first = (steps[2].values - steps[0].values).abs()
+    assert torch.equal(steps[2].importance, first)
+    second = (steps[6].values - steps[4].values).abs()
+    torch.testing.assert_close(steps[6].importance, 0.5 * first + second)
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.5, 1.0])
-def test_shown_are_questions_that_rollouts_missed(base, threshold, monkeypatch):
-    config = MifoConfig(rl_steps=2, questions=8, group=4, threshold=threshold)
-    model = trainer.load_model(mifo_toy.build(base, 0), torch.device("cpu"))
-    policy = trainer.Policy(model, bf16=False)
-    right = {}
+def test_a_run_leaves_its_folder_and_arms_are_equal_up_to_sft(played, capsys):
+    told = {}
+    for freeze, (folder, _) in played.items():
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        told[freeze] = [
+            {k: v for k, v in line.items() if "seconds" not in k and k != "tokens_per_second"}
+            for line in lines
+        ]
+        report = (folder / "report.md").read_text()
+        assert "greedy, direct" in report and "greedy, indirect" in report
+        assert (folder / "trajectories.html").exists()
+    assert told["moved"][:2] == told["none"][:2] and told["moved"][4:] != told["none"][4:]
+    assert mifo.main(["table", *(str(folder) for folder, _ in played.values())]) == 0
+    assert capsys.readouterr().out.count("→") == 2 * 2
 
-    def grade(task, tokens):
-        right.setdefault(task, []).append(float(random.Random(f"{task} {tokens}").random() < 0.5))
-        return right[task][-1]
 
-    monkeypatch.setattr(mifo_toy.Task, "grade", grade)
-    buffer = mifo.rl_phase(policy, mifo.Sampler(model, max_tokens=4096), config, phase=0)
-    assert len(right) == 16 and all(len(rewards) == 4 for rewards in right.values())
-    assert set(buffer) == {t for t, rewards in right.items() if sum(rewards) / 4 <= threshold}
-
-
-def test_history_forgets_at_alpha_0(base, monkeypatch):
-    """C_i = α C_{i−1} + |Δ_i|; what is frozen in the second SFT phase follows from it."""
-    seen = []
-    plain = mifo.most_moved
-
-    def noted(importance, *rest):
-        seen.append(importance.clone())
-        return plain(importance, *rest)
-
-    monkeypatch.setattr(mifo, "most_moved", noted)
-    model = trainer.load_model(mifo_toy.build(base, 0), torch.device("cpu"))
-    policy = trainer.Policy(model, bf16=False)
-    first = torch.ones_like(mifo.values(policy))
-    for history in (0.0, 0.5):
-        config = MifoConfig(
-            rl_steps=1, sft_steps=0, questions=4, group=2, eval_questions=8, history=history
-        )
-        mifo.play_arm((policy, [], first), config, "moved")
-    assert torch.equal(seen[0], first) and torch.equal(seen[2], first)
-    torch.testing.assert_close(seen[3] - seen[1], 0.5 * first)
+@pytest.mark.parametrize("line", ["--resume --name x", "--data nq", "--hard 0", "table nowhere"])
+def test_what_it_cannot_do_is_one_sentence(line, capsys, tmp_path):
+    runs = [] if line.startswith("table") else ["--runs", str(tmp_path)]
+    assert mifo.main([*line.split(), *runs]) == 2
+    assert capsys.readouterr().err.startswith("mars: ") and not any(tmp_path.iterdir())
