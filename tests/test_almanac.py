@@ -12,6 +12,7 @@ from test_chat import QWEN25, tokenizer
 
 import mars
 from bench import almanac as bench
+from bench import arms
 from config import parse, parser, resolve
 from plumbing import evaluation
 from recipes import almanac, almanac_world
@@ -226,8 +227,7 @@ def test_what_a_note_is_worth():
 
 @needs_pages
 def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
-    held_out = {q.id: q for q in almanac_world.held_out(almanac_world.make_world())}
-    question = next(iter(held_out.values()))
+    question = next(iter(bench.held_out().values()))
     fact = question.fact
     read = f"{fact.title}\n{fact.line}"
     chunks = [
@@ -239,7 +239,7 @@ def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
     record = {"question_id": question.id, "reward": 1.0, "turns": [turn]}
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "step_0.jsonl").write_text(json.dumps(record) + "\n")
-    sums = bench.cells(tmp_path, held_out)
+    sums = bench.cells(tmp_path)
     counted = {
         name: (sums[name, "right"], sums[name, "asked"])
         for name in (question.source, f"read {fact.group}", "rightly silent", "wrongly silent")
@@ -251,7 +251,7 @@ def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
 def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monkeypatch):
     done = []
 
-    def carry_out(options, words, name):
+    def carry_out(study, options, words, name):
         done.append(name)
         training = "eval" not in words
         words = [word for word in words if word not in ("passages", "eval", "START")]
@@ -259,7 +259,7 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         given = parse(parser(AlmanacConfig, ""), words)
         if given.get("system1", "train") != "train":
             given["balance"] = "uniform"
-        given["preset"] = "almanac-passages" if "passages" in name else "almanac"
+        given.setdefault("preset", "almanac-passages" if "passages" in name else "almanac")
         config = resolve(AlmanacConfig, given, presets=almanac.PRESETS, training=training)
         (tmp_path / name).mkdir(exist_ok=True)
         if training:
@@ -272,11 +272,15 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         evaluation.refuse_ignored(AlmanacConfig, given, asking=False)
         (tmp_path / name / "table.json").write_text("[]")
 
-    monkeypatch.setattr(bench, "carry_out", carry_out)
-    options = Namespace(runs=tmp_path, seeds=[5], arms=bench.ARMS, more=[], eval_questions="9")
+    monkeypatch.setattr(arms, "carry_out", carry_out)
+    options = Namespace(
+        runs=tmp_path, seeds=[5], arms=bench.STUDY.arms, more=[], eval_questions="9"
+    )
     (tmp_path / "own-5").mkdir()
     (tmp_path / "own-5" / "config.json").write_text("{}")
-    bench.run_missing(options)
-    assert len(done) == len(set(done)) == 3 * len(bench.ARMS) + 2 * (1 + len(bench.START))
-    bench.run_missing(options)
+    arms.run_missing(bench.STUDY, options)
+    assert (
+        len(done) == len(set(done)) == 3 * len(bench.STUDY.arms) + 2 * (1 + len(bench.STUDY.starts))
+    )
+    arms.run_missing(bench.STUDY, options)
     assert len(done) == len(set(done))

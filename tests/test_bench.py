@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mars
 import trainer
-from bench import ablate, atlas, common, peers, train_step
+from bench import ablate, arms, atlas, common, peers, train_step
 from bench import kernels as loss
 from bench import sampler as bench
 from config import parse, parser, resolve
@@ -178,48 +178,18 @@ def ask(runs: Path, name: str, right: str) -> None:
 
 
 def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path):
-    ask(tmp_path, "start-rl-sampled-0", "1100")
-    ask(tmp_path, "start-rl-sampled-1", "0000")
-    ask(tmp_path, "after-rl-sampled-0", "0111")
-    ask(tmp_path, "after-rl-sampled-1", "1111")
-    ask(tmp_path, "after-frozen-sampled-0", "0011")
-    start, run, frozen = atlas.summarise(tmp_path, [0, 1])
-    assert start["all"][0] == 2 / 8 and run["all"][0] == 7 / 8 and "gained" not in start
-    assert (run["gained"], run["lost"]) == (6, 1)
-    assert (frozen["model"], frozen["gained"], frozen["lost"]) == ("after-frozen", 0, 1)
-    assert run["p"] == pytest.approx(2 * 8 / 2**7)
-    assert "88% (53%–98%)" in atlas.report([run])
-
-
-def test_the_atlas_makes_what_is_missing_and_resumes_what_is_half_done(tmp_path, monkeypatch):
-    done = []
-
-    def carry_out(options, name, arguments):
-        done.append((name, arguments[0], arguments[-1]))
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        if arguments[0] == "eval":
-            (folder / "table.json").write_text("[]")
-            return
-        (folder / "config.json").write_text('{"model": "START", "temperature": 0.7}')
-        (folder / "metrics.jsonl").write_text('{"step": 3, "eval_step": 4}\n')
-
-    monkeypatch.setattr(atlas, "carry_out", carry_out)
-    options = argparse.Namespace(runs=tmp_path, seeds=[5], arms=["frozen"], both=[], more=[])
-    (tmp_path / "frozen-5").mkdir()
-    (tmp_path / "frozen-5" / "config.json").write_text("{}")
-    atlas.run_missing(options)
-    names = [name for name, *_ in done]
-    assert names == [
-        "rl-5",
-        *(f"{model}-rl-{kind}-5" for model in ("after", "start") for kind in ("sampled", "greedy")),
-        "frozen-5",
-        "after-frozen-sampled-5",
-        "after-frozen-greedy-5",
-    ]
-    assert done[names.index("frozen-5")][-1] == "--resume"
-    atlas.run_missing(options)
-    assert len(done) == len(names)
+    ask(tmp_path, "start-0-sampled", "1100")
+    ask(tmp_path, "start-1-sampled", "0000")
+    ask(tmp_path, "rl-0-sampled", "0111")
+    ask(tmp_path, "rl-1-sampled", "1111")
+    ask(tmp_path, "frozen-0-sampled", "0011")
+    options = argparse.Namespace(runs=tmp_path, seeds=[0, 1])
+    start, run, frozen = arms.summarise(atlas.STUDY, options)
+    assert start["all"][0] == 2 / 8 and run["all"][0] == 7 / 8 and "against rl" not in run
+    assert run["against start"] == "+6 −1"
+    assert run["p start"] == pytest.approx(2 * 8 / 2**7)
+    assert (frozen["arm"], frozen["against rl"]) == ("frozen", "+0 −1")
+    assert "88% (53%–98%)" in arms.report([run])
 
 
 # ---------------------------------------------------------------- the sampler and its peers
