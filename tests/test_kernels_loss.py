@@ -90,10 +90,12 @@ def make_case(
     dtype=torch.float32,
     peaked=False,
     masked=0.3,
+    master=False,
 ):
     """Arguments of linear_grpo_loss.
 
-    Logits have a standard deviation of 3; peaked: of 18, with the target often on top.
+    Logits have a standard deviation of 3; peaked: of 18, with the target often on top. master: an
+    fp32 weight whatever the dtype of hidden.
     """
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(N, D, generator=generator)
@@ -111,6 +113,8 @@ def make_case(
     target[dead] = -100
     if not kl_beta:
         del tokens["ref_logprob"]
+    if master:
+        weight = weight.float()
     tensors = {"hidden": hidden, "weight": weight, "target": target, **tokens}
     case = {name: x.to(DEVICE) for name, x in tensors.items()}
     options = {"clip_low": 0.2, "clip_high": 0.28, "kl_beta": kl_beta, "temperature": temperature}
@@ -125,6 +129,7 @@ CASES = {
     "one word": dict(V=1),
     "D = 252, V = 1024": dict(N=20, D=252, V=1024, seed=3),
     "bf16": dict(dtype=torch.bfloat16),
+    "bf16 over master weights": dict(dtype=torch.bfloat16, master=True),
     "all masked": dict(masked=1.0),
     "no token": dict(N=0),
 }
@@ -225,7 +230,7 @@ def test_linear_loss(name, form, chunks):
     check(kernels.linear_grpo_loss, make_case(**CASES[name]))
 
 
-@pytest.mark.parametrize("N", [1, 700, 1024, 2500])
+@pytest.mark.parametrize("N", [1, 1024, 2500])
 def test_grpo_loss(N, form):
     check_tokens(kernels.grpo_loss, seed=N, N=N)
 
@@ -285,31 +290,13 @@ def test_reference_against_scalar_arithmetic():
     assert abs(stats["clip_share"] - clipped / live) < 1e-6
 
 
-@pytest.mark.parametrize("function", [LL.reference, kernels.linear_grpo_loss])
-def test_gradcheck(function, small_chunks):
-    case = as_double(make_case(N=9, D=6, V=11))
-    hidden = case.pop("hidden").nan_to_num().requires_grad_()
-    weight = case.pop("weight").requires_grad_()
-    torch.autograd.gradcheck(lambda h, w: function(h, w, **case)[0], (hidden, weight))
-
-
-def test_gradcheck_tokens():
-    generator = torch.Generator().manual_seed(0)
-    logprob = -torch.rand(50, generator=generator).double()
-    tokens = make_tokens(logprob, generator, masked=0)
-    tokens = {name: x.double() for name, x in tokens.items()}
-    tokens["weight"] = tokens.pop("token_weight")
-    logprob = logprob.requires_grad_()
-    torch.autograd.gradcheck(lambda x: grpo.grpo_loss(x, kl_beta=0.04, **tokens)[0], logprob)
-
-
 # --- one loss -------------------------------------------------------------------------------------
 
 
 def test_an_edit_of_the_formula_reaches_the_fused_loss(form, small_chunks, monkeypatch):
     """A fork that doubles grpo.grpo_loss doubles the fused loss and both its gradients."""
     case = make_case()
-    loss, stats, d_hidden, d_weight = run(kernels.linear_grpo_loss, case)
+    loss, _, *gradients = run(kernels.linear_grpo_loss, case)
     plain = grpo.grpo_loss
 
     def doubled(*args, **options):
@@ -317,14 +304,10 @@ def test_an_edit_of_the_formula_reaches_the_fused_loss(form, small_chunks, monke
         return 2 * loss, stats | {"forked": loss}
 
     monkeypatch.setattr(grpo, "grpo_loss", doubled)
-    forked = run(kernels.linear_grpo_loss, case)
-    assert loss != 0
-    assert torch.equal(forked[0], 2 * loss)
-    assert torch.equal(forked[1]["loss"], 2 * loss)
-    assert torch.equal(forked[1]["forked"], loss), "statistics of a fork reach the caller"
-    assert torch.equal(forked[1]["logprob"], stats["logprob"])
-    assert torch.equal(forked[2], 2 * d_hidden)
-    assert torch.equal(forked[3], 2 * d_weight)
+    forked, stats, *doubles = run(kernels.linear_grpo_loss, case)
+    assert forked == stats["loss"] == 2 * loss != 0
+    assert torch.equal(stats["forked"], loss), "statistics of a fork reach the caller"
+    assert all(torch.equal(double, 2 * x) for double, x in zip(doubles, gradients))
 
 
 # --- what else the contract says ------------------------------------------------------------------
@@ -366,37 +349,17 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_three_products_and_no_logits(small_chunks):
-    """2·N·D·V operations three times with gradients, once without; the logits of one chunk."""
+    """2·N·D·V operations for the logits and for each gradient; the logits of one chunk."""
     case = make_case(N=64, D=8, V=507, masked=0, kl_beta=0)
     case = {name: x.cpu() if torch.is_tensor(x) else x for name, x in case.items()}
-    with FlopCounterMode(display=False) as trained, LargestTensor() as largest:
-        run(kernels.linear_grpo_loss, case)
-    with FlopCounterMode(display=False) as evaluated:
-        kernels.linear_grpo_loss(**case)
-    product = 2 * 64 * 8 * 507
-    assert trained.get_total_flops() == 3 * product
-    assert evaluated.get_total_flops() == product
-    assert largest.elements == 16 * 507
-
-
-def test_only_wanted_gradients_are_made():
-    case = make_case(N=8, D=8, V=50)
-    frozen = case | {"hidden": case["hidden"].clone().requires_grad_()}
-    with FlopCounterMode(display=False) as counter:
-        kernels.linear_grpo_loss(**frozen)[0].backward()
-    live = int((case["token_weight"] != 0).sum())
-    assert counter.get_total_flops() == 2 * 2 * live * 8 * 50
-    assert frozen["hidden"].grad is not None
-
-
-def test_bf16_hidden_with_fp32_weight(form):
-    """A bf16 forward pass over fp32 master weights: the weight's gradient keeps fp32."""
-    case = make_case(dtype=torch.bfloat16)
-    mixed = run(kernels.linear_grpo_loss, case | {"weight": case["weight"].float()})
-    plain = run(LL.reference, as_double(case))
-    assert mixed[2].dtype == torch.bfloat16
-    assert mixed[3].dtype == torch.float32
-    near_direction("gradient of weight", mixed[3], plain[3], 5e-3)
+    for trained in ([], ["hidden"], ["hidden", "weight"]):
+        given = {name: case[name].clone().requires_grad_() for name in trained}
+        with FlopCounterMode(display=False) as counter, LargestTensor() as largest:
+            loss, _ = kernels.linear_grpo_loss(**case | given)
+            if trained:
+                loss.backward()
+        assert counter.get_total_flops() == (1 + len(trained)) * 2 * 64 * 8 * 507
+        assert largest.elements == 16 * 507
 
 
 def test_autocast_rounds_hidden_but_not_logits(form):
@@ -411,34 +374,38 @@ def test_autocast_rounds_hidden_but_not_logits(form):
 # --- numbers at the end of their range ------------------------------------------------------------
 
 
-def extreme(A, *, logprob=0.0, old=0.0, ref=None):
-    """Two tokens, an extreme one and a usual one, and what the loss makes of the extreme one."""
+# A token (advantage, old log-prob, the reference's or None), its loss and its gradient; its own
+# log-prob is 0.
+EXTREMES = [
+    # exp(100) is inf in fp32: clipped, or with A = 0, it must not become 0 · inf = NaN.
+    (1.0, -100.0, None, -1.2, 0.0),
+    (1.0, -math.inf, None, -1.2, 0.0),
+    (0.0, -math.inf, None, 0.0, 0.0),
+    # Here the loss is truly that large: it must show as inf, so that the step is skipped.
+    (-1.0, -100.0, None, math.inf, math.inf),
+    # k3 = exp(d) − 1 − d for d → −∞: its slope along logp is 1, not 0 and not NaN.
+    (0.0, 0.0, -1e8, 0.5 * 1e8, 0.5),
+    (0.0, 0.0, -math.inf, math.inf, 0.5),
+]
+
+
+@pytest.mark.parametrize("A, old, ref, loss, gradient", EXTREMES)
+def test_numbers_at_the_end_of_their_range(A, old, ref, loss, gradient, form):
+    """Beside a usual token, which keeps its own gradient."""
     tokens = {
-        "logprob": torch.tensor([logprob, -1.0]),
+        "logprob": torch.tensor([0.0, -1.0]),
         "old_logprob": torch.tensor([old, -1.1]),
         "advantage": torch.tensor([A, 1.0]),
         "weight": torch.tensor([0.5, 0.5]),
+        "clip_high": 0.2,
     }
     if ref is not None:
         tokens |= {"ref_logprob": torch.tensor([ref, -1.0]), "kl_beta": 0.5}
-    return {name: x.to(DEVICE) if torch.is_tensor(x) else x for name, x in tokens.items()}
-
-
-@pytest.mark.parametrize("A, expected", [(1.0, -1.2), (0.0, 0.0)])
-@pytest.mark.parametrize("old", [-100.0, -math.inf])
-def test_overflowing_ratio_above_the_clip_has_no_gradient(A, expected, old, form):
-    """exp(100) is inf in fp32: clipped, or with A = 0, it must not become 0 · inf = NaN."""
-    loss, _, gradient = token_loss(kernels.grpo_loss, torch.float32, extreme(A, old=old))
+    tokens = {name: x.to(DEVICE) if torch.is_tensor(x) else x for name, x in tokens.items()}
     usual = -math.exp(0.1)
-    assert loss.item() == pytest.approx(0.5 * (expected + usual), rel=1e-5)
-    assert gradient.tolist() == pytest.approx([0.0, 3 * 0.5 * usual], rel=1e-5)
-
-
-def test_overflowing_ratio_below_zero_advantage_is_seen(form):
-    """There the loss is truly that large: it must show as inf, so that the step is skipped."""
-    loss, _, gradient = token_loss(kernels.grpo_loss, torch.float32, extreme(-1.0, old=-100.0))
-    assert loss == math.inf
-    assert gradient[0] == math.inf
+    total, _, slope = token_loss(kernels.grpo_loss, torch.float32, tokens)
+    assert total.item() == pytest.approx(0.5 * (loss + usual), rel=1e-5)
+    assert slope.tolist() == pytest.approx([1.5 * gradient, 1.5 * usual], rel=1e-5)
 
 
 def test_one_overflowing_ratio_spoils_no_gradient_of_the_head(form):
@@ -452,13 +419,6 @@ def test_one_overflowing_ratio_spoils_no_gradient_of_the_head(form):
     near_direction("gradient of weight", gradient, truth, 1e-5)
 
 
-@pytest.mark.parametrize("ref", [-1e8, -math.inf])
-def test_gradient_of_a_hopeless_reference_is_beta(ref, form):
-    """k3 = exp(d) − 1 − d for d → −∞: its slope along logp is 1, not 0 and not NaN."""
-    _, _, gradient = token_loss(kernels.grpo_loss, torch.float32, extreme(0.0, ref=ref))
-    assert gradient[0].item() == pytest.approx(3 * 0.5 * 0.5)
-
-
 # --- misuse ---------------------------------------------------------------------------------------
 
 
@@ -466,27 +426,22 @@ def test_gradient_of_a_hopeless_reference_is_beta(ref, form):
     "change",
     [
         dict(target=torch.zeros(37)),
+        dict(target=torch.full((37,), 507)),
+        dict(target=torch.full((37,), -1)),
         dict(advantage=torch.zeros(5)),
         dict(weight=torch.zeros(507, 4)),
         dict(hidden=torch.zeros(37, 123).half()),
         dict(weight=torch.zeros(507, 123).double()),
     ],
 )
-def test_misuse_is_refused(change):
+def test_misuse_is_refused(change, form):
     case = make_case(masked=0)
     case |= {name: x.to(DEVICE) for name, x in change.items()}
-    with pytest.raises(ValueError, match="linear|fp16"):
+    with pytest.raises(ValueError, match="linear|fp16|vocabulary of 507"):
         kernels.linear_grpo_loss(**case)
-
-
-@pytest.mark.parametrize("word", [507, -1])
-def test_target_outside_the_vocabulary_is_refused(word, form):
-    case = make_case(masked=0)
-    case["target"][3] = word
-    with pytest.raises(ValueError, match="vocabulary of 507"):
-        kernels.linear_grpo_loss(**case)
-    with pytest.raises(ValueError, match="vocabulary of 507"):
-        kernels.linear_logprob(case["hidden"], case["weight"], case["target"])
+    if "target" in change:
+        with pytest.raises(ValueError, match="linear|vocabulary of 507"):
+            kernels.linear_logprob(case["hidden"], case["weight"], case["target"])
 
 
 def test_any_layout_of_hidden_and_target(form):
@@ -560,31 +515,6 @@ KL's direction :: d = tl.load(ref_ptr + token, mask=live, other=0.0) - logprob
 )
 
 
-def keep(**changes):
-    """A mutant of grpo.grpo_loss: some arguments replaced by what a loss without them has."""
-
-    def mutant(logprob, old_logprob, advantage, weight, **options):
-        given = {"old_logprob": old_logprob, "advantage": advantage, "weight": weight} | options
-        changed = {name: change(logprob, given) for name, change in changes.items()}
-        return grpo.grpo_loss(logprob, **given | changed)
-
-    return mutant
-
-
-def unmasked(logprob, given):
-    return torch.where(given["weight"] == 0, 1e-9, given["weight"])
-
-
-PLAIN_TOKEN_MUTANTS = {
-    "mask dropped": keep(weight=unmasked),
-    "ratio dropped": keep(old_logprob=lambda logprob, given: logprob.detach()),
-    "lower clip dropped": keep(clip_low=lambda logprob, given: 1e9),
-    "upper clip dropped": keep(clip_high=lambda logprob, given: 1e9),
-    "KL dropped": keep(kl_beta=lambda logprob, given: 0.0),
-    "sign of the advantage": keep(advantage=lambda logprob, given: -given["advantage"]),
-}
-
-
 def masked_but_valid(case):
     """Real targets in the masked tokens too: a mutant that takes them in answers, wrongly."""
     return case | {"target": case["target"].clamp(min=0)}
@@ -622,11 +552,6 @@ def test_triton_token_mutants_are_caught(name, tmp_path, monkeypatch):
     monkeypatch.setenv("MARS_KERNELS", "triton")
     mutant = load_mutant("kernels/token_loss.py", *TRITON_TOKEN_MUTANTS[name], tmp_path)
     assert caught([partial(check_tokens, mutant.grpo_loss)])
-
-
-@pytest.mark.parametrize("name", PLAIN_TOKEN_MUTANTS)
-def test_plain_token_mutants_are_caught(name):
-    assert caught([partial(check_tokens, PLAIN_TOKEN_MUTANTS[name])])
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

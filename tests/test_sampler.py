@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import tiny
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sampler import Sampler, hashed, sample_token, uniform
 
@@ -37,6 +35,9 @@ KINDS = {
 }
 LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, 5 * PAGE, 23)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+on_devices = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
 
 
 @functools.cache
@@ -100,18 +101,23 @@ def nothing_leaked(sampler):
 # ---------------------------------------------------------------- exact
 
 
+@on_devices
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_equals_generate(kind):
-    """Ragged prompts in one batch, page boundaries hit exactly: equal tokens, log-probs to 1e-4."""
-    sampler = make(kind)
+def test_greedy_equals_generate(kind, device):
+    """Ragged prompts in one batch, page boundaries hit exactly: equal tokens, log-probs to 1e-4.
+
+    On CUDA in fp32, with graphs, Triton kernels and one step of host lag.
+    """
+    sampler = make(kind, device=device, dtype=torch.float32)
     prompts = prompts_of()
     out = sampler.generate(prompts, max_new_tokens=14, temperature=0)
     for prompt, completion in zip(prompts, out, strict=True):
         assert completion.tokens == generated(kind, tuple(prompt), 14)
         assert completion.finish == "length"
-        assert logprob_error(model_of(kind), prompt, completion) < 1e-4
+        error = logprob_error(model_of(kind), prompt, completion)
+        assert error < (1e-4 if device == "cpu" else 1e-3)
     assert nothing_leaked(sampler)
-    assert sampler.stats["preemptions"] == 0
+    assert device == "cpu" or sampler.overlap and sampler.graphs.captured
 
 
 @torch.no_grad()
@@ -122,9 +128,7 @@ def last_logprobs(model, tokens, count):
     return logits.log_softmax(-1).cpu().gather(1, ids[0, -count:, None].cpu())[:, 0]
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
-)
+@on_devices
 def test_bf16_turns_draws_and_new_weights(device):
     """What training on a GPU runs: bf16, chunks, three turns, top-p, and new weights under graphs.
 
@@ -296,68 +300,6 @@ def test_rows_wait_as_little_as_they_can():
     assert [ended[request] for request in requests] == [3, 12, 7]
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    pages=st.integers(12, 40),
-    rows=st.integers(1, 6),
-    chunk=st.integers(1, 20),
-    lag=st.booleans(),
-)
-def test_any_history_gives_the_same_answers(seed, pages, rows, chunk, lag):
-    """Random submits, turns, closes and steps over a small pool: the answers of a roomy sampler."""
-    kind = "qwen2 grouped"
-    rng = random.Random(seed)
-    prompts = prompts_of((1, 6, 9, 12))
-    conversations = []
-    answers = []
-    sampler = make(
-        kind,
-        max_tokens=pages * PAGE,
-        max_sequences=rows,
-        prefill_chunk=chunk,
-        overlap=lag,
-        buckets=lag,
-    )
-
-    def step():
-        for request in sampler.step():
-            answers.append((request, list(request.conversation.tokens)))
-
-    for _ in range(60):
-        action = rng.random()
-        idle = [c for c in conversations if c.request is None and not c.closed]
-        new = rng.randint(1, 9)
-        if action < 0.25:
-            conversations.append(sampler.open())
-            prompt = rng.choice(prompts)
-            seed = rng.randint(0, 3)
-            sampler.submit(conversations[-1], prompt, max_new_tokens=new, seed=seed)
-        elif action < 0.4 and idle and len(idle[0].tokens) < 25:
-            tokens = [rng.randrange(V) for _ in range(rng.randint(1, 6))]
-            sampler.submit(idle[0], tokens, max_new_tokens=new, seed=1)
-        elif action < 0.5 and conversations:
-            sampler.close(rng.choice(conversations))
-        else:
-            step()
-    while sampler.busy:
-        step()
-    assert all(c.request is None for c in conversations)
-    roomy = make(kind)
-    for request, tokens in answers:
-        assert request.error is None
-        context = tokens[: -len(request.tokens)]
-        conversation = roomy.open()
-        roomy.submit(
-            conversation, context, max_new_tokens=request.max_new_tokens, seed=request.seed
-        )
-        assert finish(roomy)[0].tokens == request.tokens
-        roomy.close(conversation)
-    for conversation in conversations:
-        sampler.close(conversation)
-    assert nothing_leaked(sampler)
-
-
 # ---------------------------------------------------------------- what submit takes and refuses
 
 REFUSED = {
@@ -401,13 +343,7 @@ def test_a_caller_s_autocast_rounds_nothing():
     prompts = prompts_of()
     expected = make(kind).generate(prompts, max_new_tokens=4, seed=3)
     with torch.autocast("cpu", torch.bfloat16):
-        sampler = make(kind)
-        assert sampler.generate(prompts, max_new_tokens=4, seed=3) == expected
-        talk = sampler.open()
-        request = sampler.submit(talk, prompts[5], max_new_tokens=4, seed=hashed(3, 5))
-        finish(sampler)
-    assert request.completion.tokens == expected[5].tokens
-    assert request.completion.logprobs == pytest.approx(expected[5].logprobs, abs=1e-4)
+        assert make(kind).generate(prompts, max_new_tokens=4, seed=3) == expected
 
 
 def test_a_request_that_just_fits_is_taken():
@@ -445,32 +381,6 @@ def test_what_a_page_held_before_reaches_nobody():
         assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-def test_idle_conversations_give_way_to_those_that_run():
-    """A pool full of talks that wait for their tools does not make new requests run in a row."""
-    kind = "llama grouped"
-    sampler = make(kind, max_tokens=64)
-    idle = [sampler.open() for _ in range(3)]
-    for conversation, prompt in zip(idle, prompts_of((18, 17, 19), seed=1), strict=True):
-        sampler.submit(conversation, prompt, max_new_tokens=1, temperature=0)
-    finish(sampler)
-    assert len(sampler.pages.free) < 4
-    prompts = prompts_of((8, 8, 8, 8), seed=2)
-    requests = []
-    for prompt in prompts:
-        requests.append(sampler.submit(sampler.open(), prompt, max_new_tokens=6, temperature=0))
-    most = 0
-    while sampler.busy:
-        sampler.step()
-        most = max(most, sampler.stats["running"])
-    assert most == 4
-    for prompt, request in zip(prompts, requests, strict=True):
-        assert request.completion.tokens == generated(kind, tuple(prompt), 6)
-    again = sampler.submit(idle[0], [5], max_new_tokens=3, temperature=0)  # it is recomputed
-    context = list(idle[0].tokens)
-    finish(sampler)
-    assert again.completion.tokens == generated(kind, tuple(context), 3)
-
-
 def test_who_gives_way_when_pages_run_out(monkeypatch):
     """Idle conversations first, then the newest request, and never the oldest one."""
     kind = "llama grouped"
@@ -496,22 +406,3 @@ def test_who_gives_way_when_pages_run_out(monkeypatch):
     assert (oldest, False) not in gave
     for prompt, request in zip(prompts, requests, strict=True):
         assert request.completion.tokens == generated(kind, tuple(prompt), 30)
-
-
-# ---------------------------------------------------------------- on a GPU
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("kind", KINDS)
-def test_cuda_graphs_and_host_lag(kind):
-    """fp32 on CUDA: graphs, Triton kernels and one step of host lag give the CPU's tokens."""
-    sampler = make(kind, device="cuda", dtype=torch.float32, max_tokens=128)
-    prompts = prompts_of()
-    out = sampler.generate(prompts, max_new_tokens=14, temperature=0)
-    for prompt, completion in zip(prompts, out, strict=True):
-        assert completion.tokens == generated(kind, tuple(prompt), 14)
-        assert logprob_error(model_of(kind), prompt, completion) < 1e-3
-    assert nothing_leaked(sampler)
-    assert sampler.overlap
-    assert sampler.graphs.captured

@@ -229,15 +229,27 @@ def test_any_history_gives_exact_answers():
     assert chained >= 5, "no fork was made of a page that is itself still to be copied"
 
 
-def test_histories_notice_page_copies_that_are_made_all_at_once(monkeypatch):
-    """The check above can fail: with unordered copies a fork of a fork reads a stale page."""
+def copies_all_at_once(self, copies):
+    """A fork of a fork reads a stale page."""
+    if copies:
+        sources, targets = (list(pages) for pages in zip(*copies, strict=True))
+        self.pool[:, :, targets] = self.pool[:, :, sources]
 
-    def all_at_once(self, copies):
-        if copies:
-            sources, targets = (list(pages) for pages in zip(*copies, strict=True))
-            self.pool[:, :, targets] = self.pool[:, :, sources]
 
-    monkeypatch.setattr(Sampler, "_copy_pages", all_at_once)
+def waits_for_no_leader(self, conversation, real=Scheduler._leader):
+    """Whoever forks what is not prefilled yet reads pages without content."""
+    found, shared = real(self, conversation)
+    if found is None:
+        return None, 0
+    return mock.Mock(num_cached_tokens=shared, block_table=found.block_table), shared
+
+
+@pytest.mark.parametrize(
+    "owner, name, mutant",
+    [(Sampler, "_copy_pages", copies_all_at_once), (Scheduler, "_leader", waits_for_no_leader)],
+)
+def test_histories_notice(monkeypatch, owner, name, mutant):
+    monkeypatch.setattr(owner, name, mutant)
     with pytest.raises(AssertionError):
         for seed in range(80):
             History(seed).run()
@@ -262,12 +274,26 @@ def prefilled(prompts, **options):
     return stats["prefilled_tokens"]
 
 
+STEM = list(range(2 * PAGE + 1))
+WHOLE = STEM[: 2 * PAGE]
+LONGER = [*WHOLE, 20, 21]
+SHORT = STEM[: PAGE - 1]
+ALIKE = {
+    # Of each its own are the stem's token behind its full pages, and the last but one.
+    "full pages": ([[*STEM, 20 + i, 28] for i in range(5)], 2 * PAGE + 5 * 2),
+    # The last token of a prompt is computed by the first step of decoding.
+    "a longer one later": ([WHOLE, LONGER], 2 * PAGE - 1 + PAGE + 1),
+    "a longer one earlier": ([LONGER, WHOLE], 2 * PAGE - 1 + PAGE + 1),
+    "less than a page": ([[*SHORT, 20], [*SHORT, 21]], 2 * len(SHORT)),
+    "equal": ([[*SHORT, 20], [*SHORT, 20]], len(SHORT)),
+}
+
+
 @pytest.mark.parametrize("chunk", [3, 1000])
-def test_full_pages_that_prompts_have_in_common_are_prefilled_once(chunk):
-    stem = list(range(2 * PAGE + 1))
-    prompts = [[*stem, 20 + i, 28] for i in range(5)]
-    own = 1 + 1  # the stem's token behind its full pages, and the prompt's own but for its last
-    assert prefilled(prompts, prefill_chunk=chunk) == 2 * PAGE + 5 * own
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_prompts_have_in_common_is_prefilled_once(name, chunk):
+    prompts, count = ALIKE[name]
+    assert prefilled(prompts, prefill_chunk=chunk) == count
 
 
 def test_prompts_that_begin_alike_are_shared_along_a_tree():
@@ -278,36 +304,6 @@ def test_prompts_that_begin_alike_are_shared_along_a_tree():
     for seed in range(20):
         random.Random(seed).shuffle(prompts)
         assert prefilled(prompts) == pages * PAGE
-
-
-def test_the_last_token_of_a_prompt_is_not_shared_with_a_longer_one():
-    """It is computed by the first step of decoding, whichever of the two comes first."""
-    whole = list(range(2 * PAGE))
-    longer = [*whole, 20, 21]
-    for prompts in ([whole, longer], [longer, whole]):
-        assert prefilled(prompts) == len(whole) - 1 + len(longer) - 1 - PAGE
-
-
-def test_less_than_a_page_is_not_shared_unless_the_prompts_are_equal():
-    short = list(range(PAGE - 1))
-    assert prefilled([[*short, 20], [*short, 21]]) == 2 * len(short)
-    assert prefilled([[*short, 20], [*short, 20]]) == len(short)
-
-
-def test_histories_notice_a_fork_of_what_is_not_prefilled_yet(monkeypatch):
-    """The histories can fail: whoever does not wait for its leader reads pages without content."""
-    leader = Scheduler._leader
-
-    def hasty(self, conversation):
-        found, shared = leader(self, conversation)
-        if found is None:
-            return None, 0
-        return mock.Mock(num_cached_tokens=shared, block_table=found.block_table), shared
-
-    monkeypatch.setattr(Scheduler, "_leader", hasty)
-    with pytest.raises(AssertionError):
-        for seed in range(80):
-            History(seed).run()
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -240,48 +240,26 @@ def test_each_hostile_text_is_shown_escaped(tmp_path, text):
     assert "acro corp" + expected in said_of(tmp_path, poison(fake_record(0, 1.0), text))
 
 
-def test_the_page_asks_nothing_of_the_outside(tmp_path):
-    content = pages.of_run(fake_run(tmp_path)).read_text()
-    assert "default-src 'none'" in content
-    for word in ("<script", "<link", "<img", "<a ", "url(", "@import", "src=", "javascript:"):
-        assert word not in content
-    assert "http://" not in content and "https://" not in content
+PACKED = '<i style="width:59.38%">2</i><i style="width:31.25%">3</i>'  # 38 and 20 of 64 tokens
+TOLD = [
+    (1.0, {}, "up w2", ["▲ +1.29", '<pre class="up w2">none', "drawn 2×", ">not drawn<", PACKED]),
+    (1.0, {}, "up w2", ["✂ cut to fit", "right answer: <bdi>oslo</bdi>", '<pre class="flat">ada']),
+    (0.0, {}, "down w1", ["▼ −0.77", "tool failed: scholar answered 503"]),
+    # What does not push is flat.
+    (1.0, {"advantage": 0.0}, "flat", ["● 0"]),
+    (None, {}, "flat", ["not graded"]),
+    (1.0, {"trained": False}, "flat", ["not trained on"]),
+]
 
 
-def test_the_page_tells_trained_from_given_and_up_from_down(tmp_path):
-    right = fake_record(0, 1.0)
-    right["turns"][0]["chunks"][0]["drawn"] = 2
-    right["turns"][0]["chunks"][1]["drawn"] = 0
-    content = page_of(tmp_path, right).decode()
-    for part in (
-        '<pre class="up w2">&lt;call&gt; search',
-        '<pre class="up w2">none',
-        '<pre class="flat">ada baker',
-        '<pre class="given">in which',
-        "▲ +1.29",
-        "drawn 2×",
-        ">not drawn<",
-        "✂ cut to fit",
-        "right answer: <bdi>oslo</bdi>",
-        "packed into 2 chunks for System 1",
-    ):
-        assert part in content, part
-    content = page_of(tmp_path, fake_record(1, 0.0)).decode()
-    assert "▼ −0.77" in content and '<pre class="down w1">&lt;call&gt; search' in content
-    assert "tool failed: scholar answered 503" in content
-
-
-@pytest.mark.parametrize(
-    "record, said",
-    [
-        (fake_record(2, 1.0) | {"advantage": 0.0}, "● 0"),
-        (fake_record(3, None), "not graded"),
-        (fake_record(0, 1.0) | {"trained": False}, "not trained on"),
-    ],
-)
-def test_what_does_not_push_is_flat(tmp_path, record, said):
+@pytest.mark.parametrize("reward, known, push, parts", TOLD)
+def test_the_page_tells_trained_from_given_and_up_from_down(tmp_path, reward, known, push, parts):
+    record = fake_record(0, reward, **known)
+    for chunk, drawn in zip(record["turns"][0]["chunks"], (2, 0)):
+        chunk["drawn"] = drawn
     content = page_of(tmp_path, record).decode()
-    assert '<pre class="flat">&lt;call&gt; search' in content and said in content
+    said = [f'<pre class="{push}">&lt;call&gt; search', '<pre class="given">in which', *parts]
+    assert [part for part in said if part not in content] == []
 
 
 @pytest.mark.parametrize(
@@ -303,25 +281,23 @@ def test_letters_emoji_and_line_ends_are_left_alone():
     assert pages.plain(carrier) == "a\ufe01⟦U+FE02⟧⟦U+FE03⟧"
 
 
-def test_chunks_are_drawn_in_proportion_to_their_capacity():
-    lengths = {"a": 16, "b": 32, "c": 500}
-    documents = [{"title": title, "tokens": n} for title, n in lengths.items()]
-    chunk = {"documents": [1, 0], "tokens": 48, "capacity": 64, "truncated": False}
-    picture = pages.TEMPLATE.chunk_bar(chunk, documents)
-    assert '<i style="width:50.00%">2</i><i style="width:25.00%">1</i>' in picture
-    chunk = {"documents": [2], "tokens": 64, "capacity": 64, "truncated": True}
-    assert '<i style="width:100.00%">3</i>' in pages.TEMPLATE.chunk_bar(chunk, documents)
-
-
 # ------------------------------------------------------------------- which questions
 
 
 def test_the_page_opens_on_the_question_that_teaches_most(tmp_path):
-    said = Reader(pages.of_run(fake_run(tmp_path)).read_bytes()).said()
-    marks = ["Step 1", "in which city", "where does bob stone", "Step 20", "Step 40"]
+    said = Reader(pages.of_run(fake_run(tmp_path, steps=18)).read_bytes()).said()
+    marks = ["Step 1", "in which city", "where does bob stone", "Step 9", "Step 18"]
     assert sorted(marks, key=said.index) == marks
-    one = Reader(pages.of_run(tmp_path, steps=[20], questions=1).read_bytes()).said()
-    assert "Step 20" in one and "Step 40" not in one and "where does bob stone" not in one
+    one = Reader(pages.of_run(tmp_path, steps=[9], questions=1).read_bytes()).said()
+    assert "Step 9" in one and "Step 18" not in one and "where does bob stone" not in one
+
+
+def test_of_repeated_attempts_the_later_is_shown(tmp_path):
+    fake_run(tmp_path)
+    attempts = [fake_record(0, 1.0), fake_record(0, 0.0)]
+    write_lines(tmp_path / "rollouts" / "step_1.jsonl", attempts)
+    said = Reader(pages.of_run(tmp_path, steps=[1]).read_bytes()).said()
+    assert said.count("✗ reward 0") == 1 and "✓ reward 1" not in said
 
 
 def test_a_right_and_a_wrong_attempt_start_open(tmp_path):
@@ -335,20 +311,10 @@ def test_a_right_and_a_wrong_attempt_start_open(tmp_path):
     assert heads == [(" open", "3"), (" open", "1"), ("", "0"), ("", "2")]
 
 
-def test_steps_are_ordered_by_number_and_repeats_are_shown_once(tmp_path):
-    fake_run(tmp_path, steps=4)
-    for path in (tmp_path / "rollouts").iterdir():
-        path.unlink()
-    for step in (2, 10, 9):
-        attempts = [fake_record(0, 1.0), fake_record(0, 0.0)]
-        write_lines(tmp_path / "rollouts" / f"step_{step}.jsonl", attempts)
-    said = Reader(pages.of_run(tmp_path).read_bytes()).said()
-    assert said.index("Step 2") < said.index("Step 9") < said.index("Step 10")
-    assert said.count("✗ reward 0") == 3 and "✓ reward 1" not in said
-
-
-def test_a_page_stays_small(tmp_path, monkeypatch):
-    assert pages.of_run(fake_run(tmp_path)).stat().st_size < 1_000_000
+def test_a_page_stays_small_and_asks_nothing_of_the_outside(tmp_path, monkeypatch):
+    content = pages.of_run(fake_run(tmp_path)).read_text()
+    assert len(content) < 1_000_000 and "default-src 'none'" in content
+    assert not [word for word in ("url(", "@import", "http://", "https://") if word in content]
     long = poison(fake_record(0, 1.0), '<"&' * 3_000)
     assert "more characters cut" in said_of(tmp_path, long)
     monkeypatch.setattr(pages, "MAX_BYTES", 150_000)

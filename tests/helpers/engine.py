@@ -20,7 +20,7 @@ LOADING = threading.Lock()  # transformers loads one model at a time
 class Engine(ThreadingHTTPServer):
     """faults: a function of (handler, answer) or None, each used up by one request for a sample.
 
-    odd: path -> what is said there instead of its answer. missing: a path that is not there.
+    odd: path -> what is said there instead of its answer, or the status of a refusal.
     """
 
     daemon_threads = True
@@ -35,7 +35,6 @@ class Engine(ThreadingHTTPServer):
         self.loaded = []  # the folders of all reloads
         self.faults = []
         self.odd = {}
-        self.missing = ""
         self.seen = []  # (path, body) of every request
         self.lock = threading.Lock()
         self.resumed = threading.Event()
@@ -103,10 +102,9 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(length) or b"{}")
         path = self.path.partition("?")[0]
         engine.seen.append((path, body))
-        if path == engine.missing:
-            return self.says({}, 404)
         if path in engine.odd:
-            return self.says(engine.odd[path])
+            said = engine.odd[path]
+            return self.says({}, said) if isinstance(said, int) else self.says(said)
         if path == "/v1/completions":
             if body["model"] not in {"toy", *engine.adapters}:
                 return self.says({"error": "not found"}, 404)
