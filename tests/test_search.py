@@ -48,6 +48,12 @@ def test_small_words_numbers_case_accents_and_other_scripts_are_found():
         document("th", "ภาษาไทย"),
         document("fa", "می\u200cخواهم"),
         document("de", "in\u00adfor\u00admation"),
+        document("tm", "Lego™ bricks"),
+        document("№", "№5 by Chanel"),
+        document("𝐛", "𝐇𝐞𝐚𝐝𝐢𝐧𝐠 in mathematical letters"),
+        document("ar", "محـــمد"),
+        document("al", "هٰذا"),
+        document("wj", "whole\u2060some"),
     ]
     find = search.local(corpus, k=1)
     for query, expected in [
@@ -67,6 +73,14 @@ def test_small_words_numbers_case_accents_and_other_scripts_are_found():
         ("میخواهم", "fa"),
         ("information", "de"),
         ("apollo-8?", "8"),
+        ("lego", "tm"),
+        ("BRICKS™", "tm"),
+        ("no5", "№"),
+        ("heading", "𝐛"),
+        ("مُحَمَّد", "ar"),
+        ("هذا", "al"),
+        ("\u202bهذا\u202c", "al"),
+        ("wholesome", "wj"),
     ]:
         for form in ("NFC", "NFD"):  # composed, and letters with combining marks
             assert ids(find(unicodedata.normalize(form, query))) == [expected], query
