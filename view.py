@@ -13,6 +13,7 @@ from pathlib import Path
 
 from config import OneLineParser, UserError, fail
 from plumbing import curves, pages
+from tools import show
 
 
 def main(arguments: list[str]) -> int:
@@ -25,8 +26,8 @@ def main(arguments: list[str]) -> int:
     try:
         if given.questions < 1:
             raise UserError("--questions must be at least 1")
-        print(curves.of_run(given.run))
-        print(pages.of_run(given.run, steps=given.steps, questions=given.questions))
+        show(str(curves.of_run(given.run)))
+        show(str(pages.of_run(given.run, steps=given.steps, questions=given.questions)))
     except UserError as error:
         return fail(error)
     return 0

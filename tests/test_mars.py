@@ -202,6 +202,24 @@ def test_ctrl_c_ends_a_run_with_advice(base, tmp_path, monkeypatch, capsys):
     assert "--resume" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("where", ["a full disk", "a pipe that nobody reads on"])
+def test_an_output_that_takes_no_more_ends_a_run_with_advice(base, tmp_path, where):
+    line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
+    command = [sys.executable, "mars.py", *map(str, line), "--eval_questions", "1"]
+    with open("/dev/full", "w") as full:
+        target = full if where == "a full disk" else subprocess.PIPE
+        child = subprocess.Popen(
+            command, cwd=REPO, stdout=target, stderr=subprocess.PIPE, text=True
+        )
+    if child.stdout:
+        child.stdout.readline()
+        child.stdout.close()
+    said = child.stderr.read()
+    child.stderr.close()
+    assert child.wait() == 2 and said.count("\n") == 1, said
+    assert "cannot be written" in said and "--resume" in said
+
+
 # --------------------------------------------------------------------------------------------- arms
 
 ARMS = [

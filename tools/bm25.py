@@ -166,7 +166,7 @@ def build(path: Path, folder: Path, passage_words: int) -> None:
     except OSError as error:
         raise UserError(
             f"the index cannot be written to {one_line(str(folder.parent), 80)} "
-            f"({error.strerror}): make room, or name another cache folder"
+            f"({error.strerror or error}): make room, or name another cache folder"
         ) from None
 
 
