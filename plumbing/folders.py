@@ -161,7 +161,13 @@ def refuse_taken(folder: Path) -> None:
         pass
     except OSError as error:  # such as a name that is too long
         raise UserError(f"{folder} cannot be made ({reason(error)})") from None
-    parent = next(path for path in folder.absolute().parents if os.path.lexists(path))
+    refuse_closed(folder.parent)
+
+
+def refuse_closed(runs: Path) -> None:
+    """UserError if nothing can be made in a folder of runs, or that folder itself cannot."""
+    above = (runs.absolute(), *runs.absolute().parents)
+    parent = next(path for path in above if os.path.lexists(path))
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"cannot write to {parent}; choose another folder with --runs")
 
@@ -170,10 +176,11 @@ def claim(folder: Path) -> IO | None:
     """Makes a folder, and so makes it ours: its lock, as of `lock`. None if it exists."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
-    except FileExistsError:
-        return None
-    except OSError as error:
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            return None
+    except OSError as error:  # such as a file in the parent's place
         raise UserError(
             f"cannot make {folder} ({reason(error)}); choose another folder with --runs"
         ) from None

@@ -143,6 +143,8 @@ def build(
         folder = Path(config.runs) / config.name
     elif is_new and config.name:
         on_first_rank(lambda: folders.refuse_taken(Path(config.runs) / config.name))
+    elif is_new:
+        on_first_rank(lambda: folders.refuse_closed(Path(config.runs)))
     kept = None
     if config.resume and os.path.lexists(folder / trainer.FROZEN):
         kept = folder / trainer.FROZEN  # its --model may have changed since, or be gone

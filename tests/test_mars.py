@@ -258,6 +258,7 @@ def test_arms(base, tmp_path, arm):
 
 BAD = {
     "runs in a file": (["--runs", "file/below"], "file"),
+    "runs in a file, without a name": (["--runs", "file"], "file"),
     "a tracker that is not installed": (["--track", "wandb"], "pip install wandb"),
     "an unknown tool": (["--tools", "search,fax"], "fax"),
     "no whole page": (["--kv_tokens", "95", "--sys2_context", "95"], "--kv_tokens"),
