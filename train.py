@@ -332,6 +332,8 @@ def main(
     if arguments[:1] in (["eval"], ["ask"]):
         command = arguments[0]
     go_on = "; go on with --resume and the run's --name" if command == "train" else ""
+    if sys.stdout:  # a terminal that lacks a letter is no reason to end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if command == "train":
             given = complete(command, parse(parser(method.config, description), arguments))

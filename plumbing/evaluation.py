@@ -67,6 +67,8 @@ def refuse_ignored(config: type[Config], given: dict, asking: bool) -> None:
         raise UserError(f"{'ask' if asking else 'eval'} does not read --{name}; leave it out")
     if asking and not given["question"].strip():
         raise UserError("the question is empty")
+    if asking and given["question"] != given["question"].encode("utf-8", "ignore").decode():
+        raise UserError("the question is not text in UTF-8")
 
 
 def settings(method: Method, given: dict, asking: bool) -> Config:

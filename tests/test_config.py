@@ -82,6 +82,8 @@ REFUSED = {
     "one plain folder": "--name \0",
     "--kv_tokens": "--kv_tokens 94 --sys2_context 95",
     "--seed": "--seed -1",
+    "--seed must be below": "--seed 2147483648",
+    "--lora_rank must be below": "--lora_rank " + "9" * 30,
     "--lr must": "--lr nan",
     "--max_turns": "--max_turns 1",
     "--eval_questions": "--eval_questions 0",

@@ -4,8 +4,10 @@ A small, briefly trained base model. Runs are in this process, where it need not
 """
 
 import dataclasses
+import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 import mars
 import train
 import trainer
-from plumbing import folders, outside, start
+from plumbing import folders, outside, pages, report, start
 from tools import ToolError
 
 REPO = Path(__file__).parent.parent
@@ -122,6 +124,33 @@ def test_the_report_tells_how_it_was_made_what_it_took_and_what_came_of_it(train
     kinds = last["eval_greedy_by_kind"]
     assert sum(asked for _, asked in kinds.values()) == 6
     assert all(f"greedy, {kind}" in rows for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    "text", ["a | b", "`x` ``y``", "<script>alert(1)</script>", "[a](http://b) *c*", "a\nb\x1b[2J"]
+)
+def test_foreign_text_in_the_report_makes_no_markup(text):
+    """It stays in its cell and on its line, and what is code ends where it should."""
+    literal = report.literal(text)
+    assert not re.search(r"(?<!\\)[|`*<\[]", literal) and literal.isprintable()
+    assert re.sub(r"\\(.)", r"\1", literal) == pages.plain(" ".join(text.split()))
+    code = report.code(text)
+    assert not re.search(r"(?<!\\)\|", code) and code.isprintable()
+    fence = re.match("`+", code)[0]
+    inside = code.removeprefix(fence).removesuffix(fence)
+    assert fence not in re.findall("`+", inside)
+    assert inside.strip().replace(r"\|", "|") == pages.plain(" ".join(text.split()))
+
+
+def test_a_terminal_that_lacks_a_letter_ends_no_run(copied, base, monkeypatch):
+    """The run has been done; its name is printed at the end."""
+    (copied / "whole").rename(copied / "whöle")
+    lines = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", lines)
+    options = ["--model", base, "--runs", copied, "--name", "whöle", "--steps", 4, *SMALL]
+    assert run(*options, "--resume", grade=half) == 0
+    lines.flush()
+    assert rb"wh\xf6le/checkpoint" in lines.buffer.getvalue()
 
 
 def test_resume_gives_the_numbers_of_an_uninterrupted_run(trained, base, tmp_path):
@@ -271,6 +300,7 @@ BAD = {
     "a training option": (["ask", "runs/x", "who ?", "--lr", "1"], "--lr"),
     "another model": (["eval", "runs/x", "--model", "y"], "--model"),
     "ask without a question": (["ask", "runs/never"], "question"),
+    "a question that is no text": (["ask", "runs/never", "who \udcff ?"], "UTF-8"),
     "shards of one process": (["--fsdp"], "torchrun"),
     "no key": (["--data", "some.jsonl", "--search", "serper"], "SERPER_API_KEY"),
     "no judge": (["--data", "some.jsonl", "--grader", "judge"], "MARS_JUDGE_URL"),
