@@ -134,8 +134,8 @@ class Config:
                 raise UserError(f"--{field.name} must be below {1 << 31}, got {value}")
             if field.type is float and not (math.isfinite(value) and value >= 0):
                 raise UserError(f"--{field.name} must be finite and at least 0, got {value}")
-        if 0 < self.temperature < 1e-3:
-            raise UserError(f"--temperature {self.temperature}: give 0, or at least 0.001")
+        if self.temperature and not 1e-3 <= self.temperature <= 10_000:  # what the sampler takes
+            raise UserError(f"--temperature {self.temperature}: give 0, or 0.001 to 10000")
         if not 1e-3 <= self.top_p <= 1:
             raise UserError(f"top_p must lie between 0.001 and 1, got {self.top_p}")
         plain = set(self.name).isdisjoint("/\\") and self.name.isprintable()

@@ -75,6 +75,7 @@ REFUSED = {
     "--balance": "--balance advantage --kl_beta 0.1",
     "--temperature": "--temperature inf",
     "--temperature 1e-40": "--temperature 1e-40",
+    "--temperature 10001.0": "--temperature 10001",
     "--block": "--block hf.co",
     "--eval_data": "--eval_data some.jsonl",
     "--pages": "--pages jina",
