@@ -132,7 +132,7 @@ class Config:
             value = getattr(self, field.name)
             if field.type is int and value >= 1 << 31:  # PyTorch's own numbers are of fixed size
                 raise UserError(f"--{field.name} must be below {1 << 31}, got {value}")
-            if field.type is float and not (math.isfinite(value) and value >= 0):
+            if field.type is float and not 0 <= value < math.inf:  # NaN included
                 raise UserError(f"--{field.name} must be finite and at least 0, got {value}")
         if self.temperature and not 1e-3 <= self.temperature <= 10_000:  # what the sampler takes
             raise UserError(f"--temperature {self.temperature}: give 0, or 0.001 to 10000")

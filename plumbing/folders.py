@@ -94,6 +94,16 @@ def write_json(path: Path, value) -> Path:
     return write_whole(path, text.encode("utf-8", "replace"))
 
 
+def remove(path: Path) -> None:
+    """Removes a file if it is there."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot remove {path} ({reason(error)}): make its folder one that you may write to"
+        ) from error
+
+
 def append_lines(path: Path, records: list[dict]) -> None:
     """Appends records to a JSONL file, whose folder is made if need be.
 

@@ -1,6 +1,7 @@
 """Options: their help, their spellings, and what is refused."""
 
 import dataclasses
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,13 @@ def test_what_makes_no_sense_is_one_sentence(word, capsys):
         said = capsys.readouterr().err
         assert refusal.value.code == 2 and len(said.splitlines()) == 1
     assert word in said
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, -1, 10**400])
+def test_a_saved_number_that_is_none_for_a_float_is_refused(value):
+    """config.json may hold a whole number in a float's place, and one of any size."""
+    with pytest.raises(UserError, match="--temperature"):
+        resolve(mars.MarsConfig, {}, presets={}, saved={"temperature": value})
 
 
 def test_a_nucleus_that_fp32_makes_nothing_of_is_refused():

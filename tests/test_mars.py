@@ -371,6 +371,18 @@ def test_resume_refuses_what_is_not_the_same_run(copied, base, capsys):
     refused("config.json", "--steps", 5, "--resume")
 
 
+def test_a_folder_that_gives_nothing_up_is_not_resumed(copied, base, monkeypatch, capsys):
+    """Rollouts of steps that are done again must go first."""
+
+    def kept(path, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", kept)
+    options = ["--model", base, "--runs", copied, "--name", "whole", "--steps", 5, *SMALL]
+    assert run(*options, "--resume", grade=half) == 2
+    assert "cannot remove" in capsys.readouterr().err
+
+
 def test_a_finished_run_is_left_as_it_is(copied, base, capsys):
     """Also with other settings that change no number; a link that a kill left behind is renewed."""
     folder = copied / "whole"
