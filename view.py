@@ -11,9 +11,14 @@ writes into the run's folder
 import sys
 from pathlib import Path
 
+from jinja2 import UndefinedError
+
 from config import OneLineParser, UserError, fail
 from plumbing import curves, pages
 from tools import show
+
+# What drawing meets in files of another version, or in edited ones.
+NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, OverflowError, UndefinedError)
 
 
 def main(arguments: list[str]) -> int:
@@ -30,6 +35,9 @@ def main(arguments: list[str]) -> int:
         show(str(pages.of_run(given.run, steps=given.steps, questions=given.questions)))
     except UserError as error:
         return fail(error)
+    except NOT_OURS as error:
+        said = f"{type(error).__name__}: {error}"
+        return fail(f"the files of {given.run} are not as this version writes them ({said})")
     return 0
 
 
