@@ -258,7 +258,7 @@ def ask(method: Method, config: Config, text: str, checkpoint: Path, **additions
     folder = Path(config.runs)
     if (checkpoint / "rollouts").is_dir():
         folder = checkpoint
-    folder.mkdir(parents=True, exist_ok=True)
+    folders.make(folder)
     (trajectory,) = run.rollouts(
         [(0, question)],
         1,

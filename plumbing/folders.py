@@ -3,7 +3,7 @@
     read_lines, read_json              what a run has written
     write_whole, write_json            a file: written beside its place, then renamed
     made_once                          a folder of the cache, likewise; others wait for it
-    claim, lock                        runs/NAME belongs to one process
+    make, claim, lock                  runs/NAME belongs to one process
 
 Tests: pytest tests/test_folders.py
 """
@@ -182,19 +182,23 @@ def refuse_closed(runs: Path) -> None:
         raise UserError(f"cannot write to {parent}; choose another folder with --runs")
 
 
-def claim(folder: Path) -> IO | None:
-    """Makes a folder, and so makes it ours: its lock, as of `lock`. None if it exists."""
+def make(folder: Path) -> bool:
+    """Makes a folder, and what it lies in; False if something has its name already."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            return None
-    except OSError as error:  # such as a file in the parent's place
+        folder.mkdir()
+    except OSError as error:
+        if isinstance(error, FileExistsError) and os.path.lexists(folder):
+            return False
         raise UserError(
             f"cannot make {folder} ({reason(error)}); choose another folder with --runs"
         ) from None
-    return lock(folder)
+    return True
+
+
+def claim(folder: Path) -> IO | None:
+    """Makes a folder, and so makes it ours: its lock, as of `lock`. None if it exists."""
+    return lock(folder) if make(folder) else None
 
 
 def lock(folder: Path) -> IO | None:

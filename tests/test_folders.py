@@ -145,6 +145,7 @@ def test_a_file_where_the_folder_of_runs_should_be_is_one_sentence(tmp_path):
         folders.refuse_closed(tmp_path / "file")
     with pytest.raises(UserError, match="--runs"):
         folders.claim(tmp_path / "file" / "toy")
+    assert folders.claim(tmp_path / "file") is None
     folders.refuse_closed(tmp_path)
     folders.refuse_closed(tmp_path / "deep" / "free")
     assert names(tmp_path) == {"file"}

@@ -421,6 +421,11 @@ def test_eval_and_ask(copied, capsys):
     said = capsys.readouterr().out
     assert "system 2 |" in said and "answer |" in said
     assert (copied / "whole/ask.html").exists()
+    (copied / "file").write_text("")
+    question = "when was ada baker born ?"
+    for place in ("file", "file/below"):
+        assert run("ask", copied / "whole/checkpoint", question, "--runs", copied / place) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
     assert run("ask", copied / "whole", "where is ada ? " * 60) == 2
     assert "leaves no room in --sys2_context" in capsys.readouterr().err
 
