@@ -161,6 +161,14 @@ def made_once(folder: Path, make: Callable[[Path], None], option: str = "--cache
 # ------------------------------------------------------------------------------ a run's own folder
 
 
+def refuse_run(runs: Path, name: str) -> None:
+    """UserError if no new run can be made below `runs`: of this name, or with none of any."""
+    if name:
+        refuse_taken(runs / name)
+    else:
+        refuse_closed(runs)
+
+
 def refuse_taken(folder: Path) -> None:
     """UserError if no new run can have this folder, as far as can be seen before it is made."""
     if os.path.lexists(folder):
