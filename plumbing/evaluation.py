@@ -151,11 +151,13 @@ def evaluate(method: Method, config: Config, **additions) -> int:
     )
     seconds = (time.perf_counter() - start) / len(trajectories)
     rows = [row(run, name, members, seconds) for name, members in by_set(trajectories)]
-    logbook.settings(run)
-    folders.write_json(run.folder / "table.json", rows)
-    records = [record(trajectory, run.chat, 0, "eval") for trajectory in trajectories]
-    folders.append_lines(run.folder / "rollouts" / "step_0.jsonl", records)
-    print(table(run, rows))
+    try:
+        logbook.settings(run)
+        folders.write_json(run.folder / "table.json", rows)
+        records = [record(trajectory, run.chat, 0, "eval") for trajectory in trajectories]
+        folders.append_lines(run.folder / "rollouts" / "step_0.jsonl", records)
+    finally:  # where the disk takes nothing, the result of hours is seen at least
+        print(table(run, rows), flush=True)
     print(f"{'table':<14}{run.folder / 'table.json'}")
     print(f"{'trajectories':<14}{pages.of_run(run.folder, questions=12)}")
     for kind in ("tool_error_share", "judge_failure_share", "lost_share"):

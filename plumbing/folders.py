@@ -83,7 +83,8 @@ def write_whole(path: Path, content: bytes) -> Path:
         except OSError:
             pass  # a read-only folder refuses this as well
         raise UserError(
-            f"cannot write {path} ({reason(error)}): name a folder that you may write to"
+            f"cannot write {path} ({reason(error)}): make room, or name a folder that you may "
+            "write to"
         ) from error
     return path
 

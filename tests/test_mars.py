@@ -430,6 +430,17 @@ def test_eval_and_ask(copied, capsys):
     assert "leaves no room in --sys2_context" in capsys.readouterr().err
 
 
+def test_an_evaluation_that_the_disk_does_not_take_is_shown(copied, monkeypatch, capsys):
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folders.os, "fsync", full)
+    assert run("eval", copied / "whole", "--runs", copied, "--eval_questions", 6, grade=half) == 2
+    out, err = capsys.readouterr()
+    assert "accuracy (95 %)" in out and "\nall  " in out
+    assert len(err.splitlines()) == 1 and "make room" in err
+
+
 def test_ones_own_questions_and_documents(base, tmp_path, monkeypatch, capsys):
     """--data and --docs: another corpus, other questions; eval asks what was not trained on."""
     monkeypatch.chdir(tmp_path)
