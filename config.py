@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import inspect
 import math
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -129,10 +130,12 @@ class Config:
         self.at_least(0, "eval_questions", "passage_words", "seed", "lora_rank", "warmup")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type is float and not (math.isfinite(value) and value >= 0):
+            if field.type is int and value >= 1 << 31:  # PyTorch's own numbers are of fixed size
+                raise UserError(f"--{field.name} must be below {1 << 31}, got {value}")
+            if field.type is float and not 0 <= value < math.inf:  # NaN included
                 raise UserError(f"--{field.name} must be finite and at least 0, got {value}")
-        if 0 < self.temperature < 1e-3:
-            raise UserError(f"--temperature {self.temperature}: give 0, or at least 0.001")
+        if self.temperature and not 1e-3 <= self.temperature <= 10_000:  # what the sampler takes
+            raise UserError(f"--temperature {self.temperature}: give 0, or 0.001 to 10000")
         if not 1e-3 <= self.top_p <= 1:
             raise UserError(f"top_p must lie between 0.001 and 1, got {self.top_p}")
         plain = set(self.name).isdisjoint("/\\") and self.name.isprintable()
@@ -282,6 +285,11 @@ def fail(message: str) -> int:
         line = f"{line[:1500]} … {line[-400:]}"
     print(f"mars: {line}", file=sys.stderr, flush=True)
     return 2
+
+
+def drop_output() -> None:
+    """From here on nothing is printed: Python would try once more at its end, and fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def resolve(

@@ -9,6 +9,7 @@ Run by a method's file: python mars.py. Tests: pytest tests/test_credit.py tests
 """
 
 import dataclasses
+import errno
 import itertools
 import math
 import sys
@@ -23,7 +24,7 @@ from tqdm import tqdm
 import grpo
 import processes
 import trainer
-from config import UserError, fail, parse, parser, resolve
+from config import UserError, drop_output, fail, parse, parser, resolve
 from plumbing import evaluation, logbook, report
 from plumbing.logbook import record
 from plumbing.metrics import (
@@ -295,6 +296,10 @@ OUT_OF_MEMORY = (
     "and --fsdp first; then go on with --resume and the run's --name"
 )
 
+# Standard output on a full disk or behind a limit, a pipe that nobody reads, a terminal that is
+# gone. Every file of a run has a sentence of its own.
+OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
+
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether PyTorch or Python could not get the memory; on a CPU PyTorch has no type for it."""
@@ -326,6 +331,9 @@ def main(
     command = "train"
     if arguments[:1] in (["eval"], ["ask"]):
         command = arguments[0]
+    go_on = "; go on with --resume and the run's --name" if command == "train" else ""
+    if sys.stdout:  # a terminal that lacks a letter is no reason to end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if command == "train":
             given = complete(command, parse(parser(method.config, description), arguments))
@@ -341,9 +349,13 @@ def main(
         if not out_of_memory(error):
             raise
         code = fail(OUT_OF_MEMORY)
+    except OSError as error:
+        if error.errno not in OUTPUT_LOST:
+            raise
+        drop_output()
+        code = fail(f"what is printed cannot be written ({error.strerror}){go_on}")
     except KeyboardInterrupt:
-        advice = "; go on with --resume and the run's --name" if command == "train" else ""
-        fail(f"interrupted{advice}")
+        fail(f"interrupted{go_on}")
         code = 130
     processes.leave(code)
     return code

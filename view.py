@@ -11,8 +11,14 @@ writes into the run's folder
 import sys
 from pathlib import Path
 
+from jinja2 import UndefinedError
+
 from config import OneLineParser, UserError, fail
 from plumbing import curves, pages
+from tools import show
+
+# What drawing meets in files of another version, or in edited ones.
+NOT_OURS = (LookupError, TypeError, ValueError, AttributeError, OverflowError, UndefinedError)
 
 
 def main(arguments: list[str]) -> int:
@@ -25,10 +31,13 @@ def main(arguments: list[str]) -> int:
     try:
         if given.questions < 1:
             raise UserError("--questions must be at least 1")
-        print(curves.of_run(given.run))
-        print(pages.of_run(given.run, steps=given.steps, questions=given.questions))
+        show(str(curves.of_run(given.run)))
+        show(str(pages.of_run(given.run, steps=given.steps, questions=given.questions)))
     except UserError as error:
         return fail(error)
+    except NOT_OURS as error:
+        said = f"{type(error).__name__}: {error}"
+        return fail(f"the files of {given.run} are not as this version writes them ({said})")
     return 0
 
 

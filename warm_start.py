@@ -91,7 +91,7 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     if not cuda:
-        torch.set_num_threads(options.threads)
+        torch.set_num_threads(min(options.threads, os.cpu_count() or 1))
     tokenizer = models.load_tokenizer(start)
     model = trainer.load_model(start, device)
     models.check_vocabulary(tokenizer, model, start)
@@ -243,9 +243,12 @@ def messages_of(line: str, place: str) -> list[dict]:
         # A template might leave out whatever else a message holds.
         whole = all(message.keys() == {"role", "content"} for message in messages)
         whole = whole and all(isinstance(message["content"], str) for message in messages)
-    except (ValueError, KeyError, TypeError):
+        whole = whole and all(role in ROLES for role in roles)
+        # Half a surrogate pair raises UnicodeEncodeError, a ValueError.
+        json.dumps(messages, ensure_ascii=False).encode()
+    except (ValueError, KeyError, TypeError, RecursionError):
         whole = False
-    if not whole or "tools" in record or not set(roles) <= set(ROLES):
+    if not whole or "tools" in record:
         raise UserError(
             f'{place}: it is not {{"messages": [{{"role": …, "content": …}}, …]}} and nothing '
             f"else, with the roles {', '.join(ROLES)}"

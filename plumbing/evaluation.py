@@ -67,6 +67,8 @@ def refuse_ignored(config: type[Config], given: dict, asking: bool) -> None:
         raise UserError(f"{'ask' if asking else 'eval'} does not read --{name}; leave it out")
     if asking and not given["question"].strip():
         raise UserError("the question is empty")
+    if asking and given["question"] != given["question"].encode("utf-8", "ignore").decode():
+        raise UserError("the question is not text in UTF-8")
 
 
 def settings(method: Method, given: dict, asking: bool) -> Config:
@@ -149,11 +151,13 @@ def evaluate(method: Method, config: Config, **additions) -> int:
     )
     seconds = (time.perf_counter() - start) / len(trajectories)
     rows = [row(run, name, members, seconds) for name, members in by_set(trajectories)]
-    logbook.settings(run)
-    folders.write_json(run.folder / "table.json", rows)
-    records = [record(trajectory, run.chat, 0, "eval") for trajectory in trajectories]
-    folders.append_lines(run.folder / "rollouts" / "step_0.jsonl", records)
-    print(table(run, rows))
+    try:
+        logbook.settings(run)
+        folders.write_json(run.folder / "table.json", rows)
+        records = [record(trajectory, run.chat, 0, "eval") for trajectory in trajectories]
+        folders.append_lines(run.folder / "rollouts" / "step_0.jsonl", records)
+    finally:  # where the disk takes nothing, the result of hours is seen at least
+        print(table(run, rows), flush=True)
     print(f"{'table':<14}{run.folder / 'table.json'}")
     print(f"{'trajectories':<14}{pages.of_run(run.folder, questions=12)}")
     for kind in ("tool_error_share", "judge_failure_share", "lost_share"):
@@ -256,7 +260,7 @@ def ask(method: Method, config: Config, text: str, checkpoint: Path, **additions
     folder = Path(config.runs)
     if (checkpoint / "rollouts").is_dir():
         folder = checkpoint
-    folder.mkdir(parents=True, exist_ok=True)
+    folders.make(folder)
     (trajectory,) = run.rollouts(
         [(0, question)],
         1,

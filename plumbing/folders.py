@@ -3,7 +3,7 @@
     read_lines, read_json              what a run has written
     write_whole, write_json            a file: written beside its place, then renamed
     made_once                          a folder of the cache, likewise; others wait for it
-    claim, lock                        runs/NAME belongs to one process
+    make, claim, lock                  runs/NAME belongs to one process
 
 Tests: pytest tests/test_folders.py
 """
@@ -83,7 +83,8 @@ def write_whole(path: Path, content: bytes) -> Path:
         except OSError:
             pass  # a read-only folder refuses this as well
         raise UserError(
-            f"cannot write {path} ({reason(error)}): name a folder that you may write to"
+            f"cannot write {path} ({reason(error)}): make room, or name a folder that you may "
+            "write to"
         ) from error
     return path
 
@@ -92,6 +93,16 @@ def write_json(path: Path, value) -> Path:
     """A JSON file, written whole."""
     text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
     return write_whole(path, text.encode("utf-8", "replace"))
+
+
+def remove(path: Path) -> None:
+    """Removes a file if it is there."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot remove {path} ({reason(error)}): make its folder one that you may write to"
+        ) from error
 
 
 def append_lines(path: Path, records: list[dict]) -> None:
@@ -151,6 +162,14 @@ def made_once(folder: Path, make: Callable[[Path], None], option: str = "--cache
 # ------------------------------------------------------------------------------ a run's own folder
 
 
+def refuse_run(runs: Path, name: str) -> None:
+    """UserError if no new run can be made below `runs`: of this name, or with none of any."""
+    if name:
+        refuse_taken(runs / name)
+    else:
+        refuse_closed(runs)
+
+
 def refuse_taken(folder: Path) -> None:
     """UserError if no new run can have this folder, as far as can be seen before it is made."""
     if os.path.lexists(folder):
@@ -161,23 +180,34 @@ def refuse_taken(folder: Path) -> None:
         pass
     except OSError as error:  # such as a name that is too long
         raise UserError(f"{folder} cannot be made ({reason(error)})") from None
-    parent = next(path for path in folder.absolute().parents if os.path.lexists(path))
+    refuse_closed(folder.parent)
+
+
+def refuse_closed(runs: Path) -> None:
+    """UserError if nothing can be made in a folder of runs, or that folder itself cannot."""
+    above = (runs.absolute(), *runs.absolute().parents)
+    parent = next(path for path in above if os.path.lexists(path))
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"cannot write to {parent}; choose another folder with --runs")
 
 
-def claim(folder: Path) -> IO | None:
-    """Makes a folder, and so makes it ours: its lock, as of `lock`. None if it exists."""
+def make(folder: Path) -> bool:
+    """Makes a folder, and what it lies in; False if something has its name already."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
-    except FileExistsError:
-        return None
     except OSError as error:
+        if isinstance(error, FileExistsError) and os.path.lexists(folder):
+            return False
         raise UserError(
             f"cannot make {folder} ({reason(error)}); choose another folder with --runs"
         ) from None
-    return lock(folder)
+    return True
+
+
+def claim(folder: Path) -> IO | None:
+    """Makes a folder, and so makes it ours: its lock, as of `lock`. None if it exists."""
+    return lock(folder) if make(folder) else None
 
 
 def lock(folder: Path) -> IO | None:

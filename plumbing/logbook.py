@@ -59,7 +59,7 @@ def settings(run: Run) -> None:
 
 def take_back(run: Run, first: int) -> None:
     """Removes what was written by steps that will be done again, and the report."""
-    (run.folder / "report.md").unlink(missing_ok=True)
+    folders.remove(run.folder / "report.md")
     path = run.folder / "metrics.jsonl"
     kept = [line for line in metric_lines(run) if line.get("step", first) < first]
     write_whole(path, as_lines(kept))
@@ -74,7 +74,7 @@ def take_back(run: Run, first: int) -> None:
         if kept:
             write_whole(file, as_lines(kept))
         else:
-            file.unlink()
+            folders.remove(file)
 
 
 def metric_lines(run: Run) -> list[dict]:

@@ -5,6 +5,7 @@ Tests: pytest tests/test_mars.py
 
 import os
 import platform
+import re
 import resource
 import shlex
 import subprocess
@@ -69,12 +70,12 @@ def report_card(run: Run, lines: list[dict]) -> str:
     evaluated = sums["seconds_eval"] + sums["seconds_eval_before"]
     sampled = [f"{sums[f'{role}_tokens']:,.0f} by {role}" for role in run.method.roles]
     facts = {
-        "command": f"`{shlex.join(['python', *sys.orig_argv[1:]])}`",
+        "command": code(shlex.join(["python", *sys.orig_argv[1:]])),
         "commit": commit(),
         "machine": machine(run),
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
-        "model": str(run.start),
+        "model": literal(str(run.start)),
         "steps": f"{len(lines)}, each {config.questions} questions × {config.group} attempts",
         "seconds": f"{sums['seconds_rollout']:,.0f} rollouts, {sums['seconds_train']:,.0f} "
         f"training (of it {sums['seconds_sync']:,.0f} new weights for the sampler), "
@@ -83,7 +84,7 @@ def report_card(run: Run, lines: list[dict]) -> str:
         f"{sums['trained_tokens']:,.0f}",
         "peak memory": peak_memory(run),
     }
-    rows = [f"# Run {config.name}", "", "| | |", "|---|---|"]
+    rows = [f"# Run {literal(config.name)}", "", "| | |", "|---|---|"]
     rows += [f"| {name} | {value} |" for name, value in facts.items()]
     asked = len(run.eval_questions)
     rows += ["", f"Held-out accuracy on {asked} questions, with its 95 % interval:", ""]
@@ -93,8 +94,22 @@ def report_card(run: Run, lines: list[dict]) -> str:
         rows.append(f"| {draw} | {before} | {after} |")
     for draw, (before, after) in accuracies(run, lines, "_by_kind").items():
         for kind in after:
-            rows.append(f"| {draw}, {kind} | {sure(*before[kind])} | {sure(*after[kind])} |")
+            cells = (sure(*before[kind]), sure(*after[kind]))
+            rows.append(f"| {draw}, {literal(kind)} | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
+
+
+def literal(text: str) -> str:
+    """Foreign text in a line of Markdown or a cell of a table, where it makes no markup."""
+    return re.sub(r"[\\`*<\[|]", r"\\\g<0>", pages.plain(" ".join(text.split())))
+
+
+def code(text: str) -> str:
+    """Text as code in a cell of a table, which ends at neither a backtick nor a bar in it."""
+    text = pages.plain(" ".join(text.split())).replace("|", r"\|")
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * (longest + 1)
+    return f"{fence} {text} {fence}" if longest else f"{fence}{text}{fence}"
 
 
 def sure(right: float, asked: int) -> str:

@@ -141,8 +141,8 @@ def build(
     if config.resume:
         lock = on_first_rank(lambda: go_on(config, method.name))
         folder = Path(config.runs) / config.name
-    elif is_new and config.name:
-        on_first_rank(lambda: folders.refuse_taken(Path(config.runs) / config.name))
+    elif is_new:
+        on_first_rank(lambda: folders.refuse_run(Path(config.runs), config.name))
     kept = None
     if config.resume and os.path.lexists(folder / trainer.FROZEN):
         kept = folder / trainer.FROZEN  # its --model may have changed since, or be gone

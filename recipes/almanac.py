@@ -341,8 +341,7 @@ def complete(preset: str, tools: list[Tool], command: str, given: dict) -> dict:
         return {name: saved[name] for name in ("preset", "model")} | given
     given = {"preset": preset} | given
     config = resolve(AlmanacConfig, given, presets=PRESETS)
-    if config.name:  # refused before minutes of warm start
-        folders.refuse_taken(Path(config.runs) / config.name)
+    folders.refuse_run(Path(config.runs), config.name)  # before minutes of warm start
     return given | {"model": str(warm_model(config, tools))}
 
 

@@ -330,8 +330,7 @@ def complete(command: str, given: dict) -> dict:
     if config.resume:
         return given
     # What can be refused is refused before minutes of warm start.
-    if config.name:
-        folders.refuse_taken(Path(config.runs) / config.name)
+    folders.refuse_run(Path(config.runs), config.name)
     given = world_files(config) | given
     config = settings(given)
     additions = outside.Additions()

@@ -20,6 +20,7 @@ Test: pytest tests/test_questions.py
 
 import base64
 import csv
+import errno
 import hashlib
 import io
 import itertools
@@ -73,6 +74,8 @@ BENCHMARKS = {
 
 # ------------------------------------------------------------------------ one set, or a mix of them
 
+MOST = 1_000_000  # of a weight, so that no sum of weights is infinite
+
 
 def load_questions(spec: str, *, limit: int | None = None, seed: int = 0) -> list[Question]:
     """The questions of one set, in its order, or of a mix; at most `limit` of them.
@@ -106,8 +109,10 @@ def read_item(item: str) -> tuple[str, float | None]:
     weighted = re.fullmatch(r"(.+):(\d+(?:\.\d+)?)", item)
     if not weighted or os.path.isfile(item):
         return item, None
-    if not float(weighted[2]):
-        raise UserError(f"{item:.100} has no share in the mix: give a weight above 0")
+    if not 0 < float(weighted[2]) <= MOST:
+        raise UserError(
+            f"{item:.100} has no share in the mix: give a weight above 0 and at most {MOST:,}"
+        )
     return weighted[1], float(weighted[2])
 
 
@@ -208,6 +213,9 @@ def from_hub(address: str) -> Path:
 def read_rows(path: Path, name: str) -> Iterator[tuple[int, dict]]:
     """(number from 1, row) for each JSON line, or each row of a benchmark's table."""
     try:
+        # A run reads its questions twice, and from a pipe nothing would come then, or never an end.
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "not a file")
         content = path.read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", error)

@@ -1,14 +1,13 @@
 """States on disk are whole or absent, whatever happens while one is written."""
 
 import os
-import resource
 import shutil
-import signal
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.disk import files_no_longer_than
 from helpers.launch import launch
 from helpers.tiny import CPU, Tokenizer, model
 from transformers import AutoModelForCausalLM
@@ -219,17 +218,10 @@ def test_everything_is_fsynced_before_the_state_gets_its_name(run, tmp_path, mon
 
 @pytest.mark.parametrize("limit", [10, 40_000, 100_000], ids=["config", "weights", "optimizer"])
 def test_a_disk_that_takes_no_more_is_one_sentence(limit, run, tmp_path):
-    """Files may be no longer than a limit."""
     save(tmp_path, 1, run)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond it is an error
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
-    try:
-        with pytest.raises(UserError, match="cannot write the state of step 2.* are whole") as told:
-            save(tmp_path, 2, run)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
+    said = "cannot write the state of step 2.* are whole"
+    with files_no_longer_than(limit), pytest.raises(UserError, match=said) as told:
+        save(tmp_path, 2, run)
     assert "\n" not in str(told.value)
     assert names(tmp_path) == ["step_000001"]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")

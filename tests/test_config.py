@@ -1,6 +1,7 @@
 """Options: their help, their spellings, and what is refused."""
 
 import dataclasses
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,7 @@ REFUSED = {
     "--balance": "--balance advantage --kl_beta 0.1",
     "--temperature": "--temperature inf",
     "--temperature 1e-40": "--temperature 1e-40",
+    "--temperature 10001.0": "--temperature 10001",
     "--block": "--block hf.co",
     "--eval_data": "--eval_data some.jsonl",
     "--pages": "--pages jina",
@@ -82,6 +84,8 @@ REFUSED = {
     "one plain folder": "--name \0",
     "--kv_tokens": "--kv_tokens 94 --sys2_context 95",
     "--seed": "--seed -1",
+    "--seed must be below": "--seed 2147483648",
+    "--lora_rank must be below": "--lora_rank " + "9" * 30,
     "--lr must": "--lr nan",
     "--max_turns": "--max_turns 1",
     "--eval_questions": "--eval_questions 0",
@@ -99,6 +103,13 @@ def test_what_makes_no_sense_is_one_sentence(word, capsys):
         said = capsys.readouterr().err
         assert refusal.value.code == 2 and len(said.splitlines()) == 1
     assert word in said
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, -1, 10**400])
+def test_a_saved_number_that_is_none_for_a_float_is_refused(value):
+    """config.json may hold a whole number in a float's place, and one of any size."""
+    with pytest.raises(UserError, match="--temperature"):
+        resolve(mars.MarsConfig, {}, presets={}, saved={"temperature": value})
 
 
 def test_a_nucleus_that_fp32_makes_nothing_of_is_refused():

@@ -1,6 +1,7 @@
 """Every command of docs/real_models.md is accepted, up to the point where a model would be loaded.
 
 Its own code parses and resolves the options; no model, no world and no GPU is needed for that.
+And what the toy is asked in README.md and docs/running.md can be found in its world.
 """
 
 import dataclasses
@@ -17,8 +18,10 @@ import train
 import warm_start
 from plumbing import evaluation, models
 from recipes import atlas
+from toy import world
 
-PAGE = (Path(__file__).parent.parent / "docs" / "real_models.md").read_text()
+REPO = Path(__file__).parent.parent
+PAGE = (REPO / "docs" / "real_models.md").read_text()
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
@@ -131,3 +134,12 @@ def test_a_warm_start_is_offered_where_its_weights_fit(accept):
     """It has no plan of its own: weights, gradients and two moments in fp32, 16 bytes each."""
     offered = {accept(c).model: accept(c).warm_steps for c in PLANNED}
     assert [model for model, steps in offered.items() if steps] == ["Qwen/Qwen3-0.6B"]
+
+
+def test_what_the_toy_is_asked_is_in_its_world():
+    told = world.world("eval", 0)
+    pages = [(REPO / name).read_text() for name in ("README.md", "docs/running.md")]
+    asked = re.findall(r'mars.py ask runs/toy "(.*?)"', "\n".join(pages))
+    assert len(asked) >= 2
+    for question in asked:
+        assert any(name in question for name in (*told.people, *told.companies)), question

@@ -411,6 +411,28 @@ def test_what_cannot_be_opened_is_skipped(tmp_path, capsys, monkeypatch):
     assert "closed): a folder that cannot be opened" in said
 
 
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_huge_file_is_never_taken_into_memory(tmp_path, monkeypatch, capsys, cache):
+    """Neither in a folder nor named by itself. It takes no room on the disk: it is all hole."""
+    huge = tmp_path / "notes" / "huge.txt"
+    huge.parent.mkdir()
+    huge.touch()
+    os.truncate(huge, documents.LARGEST_FILE + 1)
+    (huge.parent / "a.md").write_text("fine")
+    real_read = documents.Path.read_bytes
+
+    def read_bytes(path):
+        assert path.name != huge.name
+        return real_read(path)
+
+    monkeypatch.setattr(documents.Path, "read_bytes", read_bytes)
+    cache = tmp_path / "cache" if cache else None
+    with pytest.raises(UserError, match="huge.txt cannot be read: more than 64 MiB"):
+        search.local(huge, 1, cache)
+    assert search.local(huge.parent, 1, cache)("fine")
+    assert "1 file (huge.txt): more than 64 MiB" in capsys.readouterr().err
+
+
 @needs_lxml
 @needs_pypdf
 def test_html_and_pdf_files_are_read(tmp_path):

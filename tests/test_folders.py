@@ -138,6 +138,19 @@ def test_a_folder_that_cannot_be_had_is_one_sentence(tmp_path, name):
     assert names(tmp_path) == {"there", "file"}
 
 
+def test_a_file_where_the_folder_of_runs_should_be_is_one_sentence(tmp_path):
+    """Before any work, and where a run without a name looks for one that is free."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--runs"):
+        folders.refuse_closed(tmp_path / "file")
+    with pytest.raises(UserError, match="--runs"):
+        folders.claim(tmp_path / "file" / "toy")
+    assert folders.claim(tmp_path / "file") is None
+    folders.refuse_closed(tmp_path)
+    folders.refuse_closed(tmp_path / "deep" / "free")
+    assert names(tmp_path) == {"file"}
+
+
 # -------------------------------------------------------------------------------------------- files
 
 

@@ -4,8 +4,10 @@ A small, briefly trained base model. Runs are in this process, where it need not
 """
 
 import dataclasses
+import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 import mars
 import train
 import trainer
-from plumbing import folders, outside, start
+from plumbing import folders, outside, pages, report, start
 from tools import ToolError
 
 REPO = Path(__file__).parent.parent
@@ -124,6 +126,33 @@ def test_the_report_tells_how_it_was_made_what_it_took_and_what_came_of_it(train
     assert all(f"greedy, {kind}" in rows for kind in kinds)
 
 
+@pytest.mark.parametrize(
+    "text", ["a | b", "`x` ``y``", "<script>alert(1)</script>", "[a](http://b) *c*", "a\nb\x1b[2J"]
+)
+def test_foreign_text_in_the_report_makes_no_markup(text):
+    """It stays in its cell and on its line, and what is code ends where it should."""
+    literal = report.literal(text)
+    assert not re.search(r"(?<!\\)[|`*<\[]", literal) and literal.isprintable()
+    assert re.sub(r"\\(.)", r"\1", literal) == pages.plain(" ".join(text.split()))
+    code = report.code(text)
+    assert not re.search(r"(?<!\\)\|", code) and code.isprintable()
+    fence = re.match("`+", code)[0]
+    inside = code.removeprefix(fence).removesuffix(fence)
+    assert fence not in re.findall("`+", inside)
+    assert inside.strip().replace(r"\|", "|") == pages.plain(" ".join(text.split()))
+
+
+def test_a_terminal_that_lacks_a_letter_ends_no_run(copied, base, monkeypatch):
+    """The run has been done; its name is printed at the end."""
+    (copied / "whole").rename(copied / "whöle")
+    lines = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", lines)
+    options = ["--model", base, "--runs", copied, "--name", "whöle", "--steps", 4, *SMALL]
+    assert run(*options, "--resume", grade=half) == 0
+    lines.flush()
+    assert rb"wh\xf6le/checkpoint" in lines.buffer.getvalue()
+
+
 def test_resume_gives_the_numbers_of_an_uninterrupted_run(trained, base, tmp_path):
     options = ["--model", base, "--runs", tmp_path, "--name", "halves", *SMALL]
     assert run(*options, "--steps", 2, grade=half) == 0
@@ -202,6 +231,24 @@ def test_ctrl_c_ends_a_run_with_advice(base, tmp_path, monkeypatch, capsys):
     assert "--resume" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("where", ["a full disk", "a pipe that nobody reads on"])
+def test_an_output_that_takes_no_more_ends_a_run_with_advice(base, tmp_path, where):
+    line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
+    command = [sys.executable, "mars.py", *map(str, line), "--eval_questions", "1"]
+    with open("/dev/full", "w") as full:
+        target = full if where == "a full disk" else subprocess.PIPE
+        child = subprocess.Popen(
+            command, cwd=REPO, stdout=target, stderr=subprocess.PIPE, text=True
+        )
+    if child.stdout:
+        child.stdout.readline()
+        child.stdout.close()
+    said = child.stderr.read()
+    child.stderr.close()
+    assert child.wait() == 2 and said.count("\n") == 1, said
+    assert "cannot be written" in said and "--resume" in said
+
+
 # --------------------------------------------------------------------------------------------- arms
 
 ARMS = [
@@ -240,6 +287,7 @@ def test_arms(base, tmp_path, arm):
 
 BAD = {
     "runs in a file": (["--runs", "file/below"], "file"),
+    "runs in a file, without a name": (["--runs", "file"], "file"),
     "a tracker that is not installed": (["--track", "wandb"], "pip install wandb"),
     "an unknown tool": (["--tools", "search,fax"], "fax"),
     "no whole page": (["--kv_tokens", "95", "--sys2_context", "95"], "--kv_tokens"),
@@ -252,6 +300,7 @@ BAD = {
     "a training option": (["ask", "runs/x", "who ?", "--lr", "1"], "--lr"),
     "another model": (["eval", "runs/x", "--model", "y"], "--model"),
     "ask without a question": (["ask", "runs/never"], "question"),
+    "a question that is no text": (["ask", "runs/never", "who \udcff ?"], "UTF-8"),
     "shards of one process": (["--fsdp"], "torchrun"),
     "no key": (["--data", "some.jsonl", "--search", "serper"], "SERPER_API_KEY"),
     "no judge": (["--data", "some.jsonl", "--grader", "judge"], "MARS_JUDGE_URL"),
@@ -322,6 +371,18 @@ def test_resume_refuses_what_is_not_the_same_run(copied, base, capsys):
     refused("config.json", "--steps", 5, "--resume")
 
 
+def test_a_folder_that_gives_nothing_up_is_not_resumed(copied, base, monkeypatch, capsys):
+    """Rollouts of steps that are done again must go first."""
+
+    def kept(path, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", kept)
+    options = ["--model", base, "--runs", copied, "--name", "whole", "--steps", 5, *SMALL]
+    assert run(*options, "--resume", grade=half) == 2
+    assert "cannot remove" in capsys.readouterr().err
+
+
 def test_a_finished_run_is_left_as_it_is(copied, base, capsys):
     """Also with other settings that change no number; a link that a kill left behind is renewed."""
     folder = copied / "whole"
@@ -360,8 +421,24 @@ def test_eval_and_ask(copied, capsys):
     said = capsys.readouterr().out
     assert "system 2 |" in said and "answer |" in said
     assert (copied / "whole/ask.html").exists()
+    (copied / "file").write_text("")
+    question = "when was ada baker born ?"
+    for place in ("file", "file/below"):
+        assert run("ask", copied / "whole/checkpoint", question, "--runs", copied / place) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
     assert run("ask", copied / "whole", "where is ada ? " * 60) == 2
     assert "leaves no room in --sys2_context" in capsys.readouterr().err
+
+
+def test_an_evaluation_that_the_disk_does_not_take_is_shown(copied, monkeypatch, capsys):
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folders.os, "fsync", full)
+    assert run("eval", copied / "whole", "--runs", copied, "--eval_questions", 6, grade=half) == 2
+    out, err = capsys.readouterr()
+    assert "accuracy (95 %)" in out and "\nall  " in out
+    assert len(err.splitlines()) == 1 and "make room" in err
 
 
 def test_ones_own_questions_and_documents(base, tmp_path, monkeypatch, capsys):

@@ -3,9 +3,12 @@
 import base64
 import hashlib
 import json
+import os
 import re
+import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from unittest.mock import Mock
 
 import huggingface_hub
@@ -25,6 +28,8 @@ from tasks.questions import (
     overlap,
     split,
 )
+
+ROOT = Path(__file__).parent.parent
 
 
 def line(number, **more):
@@ -135,6 +140,19 @@ def test_a_bad_spec_is_one_sentence(spec):
     assert len(str(error.value)) < 400
 
 
+def test_a_pipe_is_no_file_of_questions(tmp_path):
+    """Nobody writes into it, so that who reads it waits for ever."""
+    os.mkfifo(tmp_path / "q.jsonl")
+    program = (
+        "import sys; from config import UserError; from tasks.questions import load_questions\n"
+        "try: load_questions(sys.argv[1])\n"
+        "except UserError as error: print(error)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "q.jsonl")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert "(not a file)" in done.stdout
+
+
 said = st.text(min_size=1, max_size=20).filter(str.strip)
 
 
@@ -187,6 +205,14 @@ def test_a_mix_keeps_its_proportions_and_no_question_comes_twice(tmp_path):
     assert Counter(q.source for q in load_questions(spec)) == {a: 40, b: 30, c: 20}
     # Without weights they are joined whole.
     assert [q.source for q in load_questions(f"{b}, {a}")] == [b] * 30 + [a] * 100
+
+
+@pytest.mark.parametrize("weight", ["0.0", "1000001", "9" * 400])
+def test_a_weight_that_no_share_follows_from_is_refused(tmp_path, weight):
+    """The last one is infinite."""
+    a, b = files(tmp_path, a=3, b=3)
+    with pytest.raises(UserError, match="has no share in the mix"):
+        load_questions(f"{a}:{weight},{b}:1")
 
 
 @given(

@@ -12,6 +12,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+from helpers.disk import files_no_longer_than
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopback import ECHO, GOOD, KEY, ROW, routes, says, serper
@@ -48,6 +49,12 @@ def test_small_words_numbers_case_accents_and_other_scripts_are_found():
         document("th", "ภาษาไทย"),
         document("fa", "می\u200cخواهم"),
         document("de", "in\u00adfor\u00admation"),
+        document("tm", "Lego™ bricks"),
+        document("№", "№5 by Chanel"),
+        document("𝐛", "𝐇𝐞𝐚𝐝𝐢𝐧𝐠 in mathematical letters"),
+        document("ar", "محـــمد"),
+        document("al", "هٰذا"),
+        document("wj", "whole\u2060some"),
     ]
     find = search.local(corpus, k=1)
     for query, expected in [
@@ -67,6 +74,14 @@ def test_small_words_numbers_case_accents_and_other_scripts_are_found():
         ("میخواهم", "fa"),
         ("information", "de"),
         ("apollo-8?", "8"),
+        ("lego", "tm"),
+        ("BRICKS™", "tm"),
+        ("no5", "№"),
+        ("heading", "𝐛"),
+        ("مُحَمَّد", "ar"),
+        ("هذا", "al"),
+        ("\u202bهذا\u202c", "al"),
+        ("wholesome", "wj"),
     ]:
         for form in ("NFC", "NFD"):  # composed, and letters with combining marks
             assert ids(find(unicodedata.normalize(form, query))) == [expected], query
@@ -253,6 +268,16 @@ def test_a_build_that_dies_leaves_nothing_that_looks_whole(tmp_path, monkeypatch
             search.local(path, 1, cache)
     assert not [f for f in cache.iterdir() if f.is_dir()]
     assert ids(search.local(path, 1, cache)("bob")) == ["b"]
+
+
+@pytest.mark.parametrize("limit", [10, 1000])  # within the head of an array, and within its data
+def test_an_index_that_the_disk_does_not_take_is_one_sentence(tmp_path, limit):
+    rows = [{"id": i, "contents": " ".join(f"w{i * n}" for n in range(9))} for i in range(999)]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    with files_no_longer_than(limit), pytest.raises(UserError, match="be written to") as told:
+        search.local(path, 3, tmp_path / "cache")
+    assert "None" not in str(told.value)
+    assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
 
 
 def test_ranks_build_one_index(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.disk import files_no_longer_than
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -349,6 +350,14 @@ def test_an_interrupted_build_is_not_taken_for_a_whole_one(tmp_path, untrained, 
     (tmp_path / "toy-base-000000000000.unfinished-1").mkdir()  # what kill -9 leaves
     whole = base_model.build(tmp_path, **TINY)
     assert ".unfinished" not in whole.name and (whole / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("limit", [10, 40_000], ids=["config", "weights"])
+def test_a_disk_that_takes_no_more_is_one_sentence(tmp_path, untrained, limit):
+    said = "cannot be written .*File too large.*: make room"
+    with files_no_longer_than(limit), pytest.raises(UserError, match=said):
+        base_model.build(tmp_path, **TINY)
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_recipe_is_another_folder(tmp_path, untrained, monkeypatch):

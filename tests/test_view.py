@@ -425,3 +425,32 @@ def test_the_command_answers_bad_runs_with_one_sentence(tmp_path, capsys, damage
     assert view.main([str(run)]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("mars: ") and len(said) < 600
+
+
+@pytest.mark.parametrize(
+    "name, path, value",
+    [
+        ("rollouts/step_1.jsonl", ["turns", 0, "documents"], None),
+        ("rollouts/step_1.jsonl", ["turns", 0, "chunks"], "x"),
+        ("rollouts/step_1.jsonl", ["turns", 0], {}),
+        ("rollouts/step_1.jsonl", ["reward"], "x"),
+        ("metrics.jsonl", ["step"], None),
+        ("metrics.jsonl", ["reward"], "x"),
+        ("metrics.jsonl", ["reward"], 10**400),
+        ("method.json", ["roles"], []),
+        ("method.json", ["roles", "sys2"], 5),
+    ],
+)
+def test_files_of_another_form_are_one_sentence(tmp_path, capsys, name, path, value):
+    run = fake_run(tmp_path, steps=2)
+    file = run / name
+    first, *others = file.read_text().splitlines()
+    record = json.loads(first)
+    place = record
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    file.write_text("\n".join([json.dumps(record), *others]))
+    assert view.main([str(run)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("mars: ") and "not as this version writes them" in said

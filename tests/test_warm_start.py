@@ -1,6 +1,7 @@
 """Warm start: the gradient is that of cross-entropy, and only the assistant's words are learned."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -147,6 +148,9 @@ def test_a_template_that_rewrites_is_refused():
         (line_of("user: q", "Assistant: a", "assistant: b"), "with the roles"),
         (line_of("user: q", "assistant: a")[:-1] + ', "tools": []}', "and nothing else"),
         (line_of("user: q", "assistant: a", "user: r"), "nothing after the last message"),
+        (line_of("user: \ud800", "assistant: a"), "it is not"),
+        ('{"messages": [{"role": ["assistant"], "content": "a"}]}', "with the roles"),
+        ("[" * 100_000, "it is not"),
     ],
 )
 def test_a_bad_line_is_named(line, reason, tmp_path):
@@ -154,6 +158,16 @@ def test_a_bad_line_is_named(line, reason, tmp_path):
     path.write_text(json.dumps({"messages": TALK}) + "\n" + line + "\n")
     with pytest.raises(UserError, match=f"line 2: .*{reason}"):
         warm_start.from_file(WarmStart(data=str(path)))
+
+
+def test_no_more_threads_than_cores(monkeypatch):
+    """PyTorch takes any number, and dies of some."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    with pytest.raises(UserError):
+        warm_start.train(WarmStart(model="no/such", threads=100_000), None, None)
+    assert asked == [os.cpu_count()]
 
 
 def test_lines_end_where_json_lines_end(tmp_path):

@@ -5,13 +5,12 @@ list means that it ran and found nothing. A failure of the outside world raises 
 that the two can never be confused.
 """
 
-import os
 import sys
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from config import UserError
+from config import UserError, drop_output
 
 
 class ToolError(Exception):
@@ -69,8 +68,7 @@ def show(line: str) -> None:
     try:
         print(line, flush=True)
     except OSError as error:
-        # Python would try once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         if isinstance(error, BrokenPipeError):
             sys.exit(0)
         raise UserError(f"standard output cannot be written ({error.strerror})") from None

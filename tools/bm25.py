@@ -35,10 +35,14 @@ LETTER = rf"[^\W_{ALONE}]"
 # Vowel signs, of Indic scripts for instance, belong to their word; for Python they are no letters.
 SIGNS = "".join(c for c in map(chr, range(0x370, 0x1DC0)) if unicodedata.category(c)[0] == "M")
 WORD = re.compile(rf"[{ALONE}]|{LETTER}+(?:[{SIGNS}]+{LETTER}*)*")
-# Accents (Latin, Greek, Cyrillic), points (Hebrew, Arabic), marks of where a word may break.
-DROPPED = "\u0300-\u036f\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u064b-\u065f\u00ad\u200c\u200d"
+# Accents (Latin, Greek, Cyrillic), points (Hebrew, Arabic) and what lengthens an Arabic word.
+DROPPED = "\u0300-\u036f\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f"
+DROPPED += "\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u0640\u064b-\u065f\u0670"
+# Marks of where a word may break, of direction, and other unseen ones; U+200B parts words.
+DROPPED += "\u00ad\u200c-\u200f\u202a-\u202e\u2060-\u206f\ufeff"
 DROPPED = re.compile(f"[{DROPPED}]+")
-LAYOUT = 3  # of the index on disk; an index of another layout is not used
+TRADE_MARKS = re.compile("[\u2120\u2122]")  # ℠ and ™, which normalisation makes letters of
+LAYOUT = 4  # of the index on disk; an index of another layout is not used
 Search = Callable[[str], list[Document]]
 
 
@@ -53,7 +57,8 @@ def library():
 
 def words(text: str) -> list[str]:
     """The words BM25 counts: runs of letters and digits, case folded, without accents."""
-    letters = DROPPED.sub("", unicodedata.normalize("NFKD", text.casefold()))
+    letters = unicodedata.normalize("NFKD", TRADE_MARKS.sub(" ", text)).casefold()
+    letters = DROPPED.sub("", unicodedata.normalize("NFKD", letters))
     return WORD.findall(unicodedata.normalize("NFC", letters))
 
 
@@ -161,14 +166,14 @@ def build(path: Path, folder: Path, passage_words: int) -> None:
     except OSError as error:
         raise UserError(
             f"the index cannot be written to {one_line(str(folder.parent), 80)} "
-            f"({error.strerror}): make room, or name another cache folder"
+            f"({error.strerror or error}): make room, or name another cache folder"
         ) from None
 
 
 def _fingerprint(path: Path) -> str:
     """A hash of the documents' bytes, and of everything else that shapes an index made of them."""
     readers = [reader.missing(kind) for kind in ("html", "pdf")]
-    shape = (LAYOUT, WORD.pattern, library().__version__, path.is_dir(), readers)
+    shape = (LAYOUT, WORD.pattern, DROPPED.pattern, library().__version__, path.is_dir(), readers)
     digest = hashlib.sha256(repr(shape).encode() + Path(reader.__file__).read_bytes())
     files = files_below(path) if path.is_dir() else [path]
     for file in files:

@@ -37,6 +37,7 @@ KINDS = {
 WHAT_IS_READ = f"a JSONL file, or a folder of {', '.join(KINDS)} files, or one such file"
 A_LINE = 'a line is {"id": …, "title"?: …, "contents": …}'
 LARGEST_FILE = 64 << 20  # bytes
+TOO_LARGE = f"more than {LARGEST_FILE >> 20} MiB"
 LONGEST_TITLE = 300
 # Scripts without spaces (Chinese and Japanese; Thai, Lao, Burmese, Khmer): a character is a word.
 UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
@@ -141,7 +142,7 @@ def _why_skipped(file: Path, home: Path) -> str | None:
         if not file.is_file():
             return "not a file"
         if file.stat().st_size > LARGEST_FILE:
-            return f"more than {LARGEST_FILE >> 20} MiB"
+            return TOO_LARGE
     except (OSError, RuntimeError):  # RuntimeError: links in a circle
         return "cannot be opened"
     return reader.missing(kind)
@@ -153,6 +154,8 @@ def _read_files(files: list[Path], folder: Path, skipped: dict[str, list[str]]) 
     def attempt(file: Path):
         """(text, None), or (None, why there is none)."""
         try:
+            if file.stat().st_size > LARGEST_FILE:  # one that is named by itself, or has grown
+                return None, TOO_LARGE
             return reader.read(file.read_bytes(), KINDS[file.suffix.lower()]), None
         except reader.NotText as error:
             return None, str(error)

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -457,10 +458,11 @@ def cached(folder: Path, make: Callable[[], tuple], threads: int | None = None) 
             part.save_pretrained(unfinished)
         if not folder.exists():  # another process may have been faster
             os.rename(unfinished, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter from weights on a full disk
+        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"the cache folder {folder.parent} cannot be written ({error.strerror}): name another "
-            "one"
+            f"the cache folder {folder.parent} cannot be written ({reason}): make room, or name "
+            "another one"
         ) from error
     finally:
         torch.set_num_threads(threads_before)
