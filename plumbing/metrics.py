@@ -6,6 +6,7 @@ masking has left out was not even scored.
 Tests: pytest tests/test_metrics.py
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -117,11 +118,19 @@ def rollout_metrics(trajectories: list[Trajectory], method: Method, seconds: flo
 
 
 def method_metrics(trajectories: list[Trajectory], method: Method) -> dict[str, float]:
-    """The method's own numbers of a batch, over all ranks; what nobody counted is left out."""
+    """The method's own numbers of a batch, over all ranks; what nobody counted is left out.
+
+    A rank may count what others have not met, or in another order.
+    """
     counted = method.metrics(trajectories)
-    parts = reduced({name: part for name, (part, _) in counted.items()})
-    wholes = reduced({name: whole for name, (_, whole) in counted.items()})
-    return {name: parts[name] / wholes[name] for name in counted if wholes[name]}
+    names = list(counted)
+    if dist.is_initialized():
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, names)
+        names = list(dict.fromkeys(itertools.chain(*gathered)))
+    parts = reduced({name: counted.get(name, (0, 0))[0] for name in names})
+    wholes = reduced({name: counted.get(name, (0, 0))[1] for name in names})
+    return {name: parts[name] / wholes[name] for name in names if wholes[name]}
 
 
 def right_by_kind(

@@ -43,6 +43,7 @@ import warm_start
 from config import Config, UserError, fail, no_option, resolve, uses_bf16
 from mars import MarsConfig
 from plumbing import folders, models
+from plumbing.metrics import reduced
 from recipes import almanac_world, atlas
 from recipes.almanac_world import GROUPS, Asked, Fact
 from rollout import Env, Sample, Trajectory
@@ -228,8 +229,8 @@ class Note:
 
 async def episode(env: Env, trajectory: Trajectory) -> None:
     """MARS's episode, with a look at each note at its end."""
+    trajectory.notes = []  # of an attempt that is lost there are none
     await mars.episode(env, trajectory)
-    trajectory.notes = []
     fact = trajectory.question.fact
     for reader in (reader for turn in trajectory.turns for reader in turn.readers):
         sample = reader.sample
@@ -291,11 +292,12 @@ def credit(
     prompts = [tuple(n.sample.tokens[: n.sample.mask.index(True)]) for n in notes]
     divide = config.advantage == "std"
     advantages = grpo.group_advantages(torch.tensor(rewards), prompts, divide=divide)
-    kinds = Counter(note.holds for note in notes)
+    # Of all ranks: a rank's share of the questions must not change what a note weighs.
+    kinds = reduced({holds: sum(n.holds == holds for n in notes) for holds in (True, False)})
     for note, advantage in zip(notes, advantages.tolist()):
         note.sample.advantage = advantage
         if config.credit == "even":
-            note.sample.copies = len(notes) / 2 / kinds[note.holds]
+            note.sample.copies = sum(kinds.values()) / 2 / kinds[note.holds]
     return terms
 
 

@@ -152,7 +152,9 @@ def own_metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]
     part = Counter()
     whole = Counter()
     for trajectory in trajectories:
-        part["score"] += float(trajectory.answer or 0)
+        if trajectory.reward is None:
+            continue  # no server answered
+        part["score"] += float(trajectory.answer)
         whole["score"] += 1
         for context in trajectory.contexts[len(SEATS) :]:
             turn = context.turns[0]

