@@ -172,23 +172,27 @@ def refuse_run(runs: Path, name: str) -> None:
 
 def refuse_taken(folder: Path) -> None:
     """UserError if no new run can have this folder, as far as can be seen before it is made."""
-    if os.path.lexists(folder):
+    if is_there(folder):
         raise UserError(f"{folder} exists: add --resume to go on with it, or choose another --name")
-    try:
-        folder.stat()
-    except FileNotFoundError:
-        pass
-    except OSError as error:  # such as a name that is too long
-        raise UserError(f"{folder} cannot be made ({reason(error)})") from None
     refuse_closed(folder.parent)
 
 
 def refuse_closed(runs: Path) -> None:
     """UserError if nothing can be made in a folder of runs, or that folder itself cannot."""
-    above = (runs.absolute(), *runs.absolute().parents)
-    parent = next(path for path in above if os.path.lexists(path))
+    parent = next(path for path in (runs.absolute(), *runs.absolute().parents) if is_there(path))
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"cannot write to {parent}; choose another folder with --runs")
+
+
+def is_there(path: Path) -> bool:
+    """Whether something has this name; UserError if nothing can, such as one that is too long."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise UserError(f"{path} cannot be made ({reason(error)})") from None
+    return True
 
 
 def make(folder: Path) -> bool:

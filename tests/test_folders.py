@@ -143,6 +143,8 @@ def test_a_file_where_the_folder_of_runs_should_be_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--runs"):
         folders.refuse_closed(tmp_path / "file")
+    with pytest.raises(UserError, match="too long"):
+        folders.refuse_closed(tmp_path / ("x" * 5000))
     with pytest.raises(UserError, match="--runs"):
         folders.claim(tmp_path / "file" / "toy")
     assert folders.claim(tmp_path / "file") is None

@@ -447,12 +447,12 @@ def build(
 
 def cached(folder: Path, make: Callable[[], tuple], threads: int | None = None) -> Path:
     """The folder with the (model, tokenizer) that `make` makes, made if it is not there."""
-    if folder.exists():
-        return folder
     unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)
     try:
+        if folder.exists():
+            return folder
         unfinished.mkdir(parents=True, exist_ok=True)
         for part in make():
             part.save_pretrained(unfinished)
