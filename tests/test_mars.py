@@ -328,6 +328,16 @@ def test_bad_input_is_one_sentence_exit_2_and_nothing_written(
     assert sorted(p for p in tmp_path.rglob("*") if ".cache" not in p.parts) == before
 
 
+def test_one_of_many_processes_without_torchrun_is_one_sentence(base, monkeypatch, capsys):
+    """Some clusters set WORLD_SIZE for every job."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert run("--model", base, "--steps", "1") == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1 and "torchrun" in said
+
+
 def test_all_that_is_missing_is_told_at_once_and_before_any_work(
     base, tmp_path, monkeypatch, capsys
 ):
