@@ -153,6 +153,14 @@ def test_a_terminal_that_lacks_a_letter_ends_no_run(copied, base, monkeypatch):
     assert rb"wh\xf6le/checkpoint" in lines.buffer.getvalue()
 
 
+def test_a_notebook_may_call_the_program(monkeypatch, capsys):
+    """What stands there for standard output is no file."""
+    printed = []
+    monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(write=printed.append, flush=list))
+    assert run("ask", "runs/never", "who ?") == 2
+    assert "runs/never" in capsys.readouterr().err
+
+
 def test_resume_gives_the_numbers_of_an_uninterrupted_run(trained, base, tmp_path):
     options = ["--model", base, "--runs", tmp_path, "--name", "halves", *SMALL]
     assert run(*options, "--steps", 2, grade=half) == 0
