@@ -10,6 +10,7 @@ Run by a method's file: python mars.py. Tests: pytest tests/test_credit.py tests
 
 import dataclasses
 import errno
+import io
 import itertools
 import math
 import sys
@@ -332,7 +333,8 @@ def main(
     if arguments[:1] in (["eval"], ["ask"]):
         command = arguments[0]
     go_on = "; go on with --resume and the run's --name" if command == "train" else ""
-    if sys.stdout:  # a terminal that lacks a letter is no reason to end a run
+    if isinstance(sys.stdout, io.TextIOWrapper):  # neither closed nor a notebook's
+        # A terminal that lacks a letter is no reason to end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if command == "train":

@@ -222,7 +222,7 @@ def test_a_disk_that_takes_no_more_is_one_sentence(limit, run, tmp_path):
     said = "cannot write the state of step 2.* are whole"
     with files_no_longer_than(limit), pytest.raises(UserError, match=said) as told:
         save(tmp_path, 2, run)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(told.value) and "enforce" not in str(told.value)
     assert names(tmp_path) == ["step_000001"]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
 

@@ -153,6 +153,14 @@ def test_a_terminal_that_lacks_a_letter_ends_no_run(copied, base, monkeypatch):
     assert rb"wh\xf6le/checkpoint" in lines.buffer.getvalue()
 
 
+def test_a_notebook_may_call_the_program(monkeypatch, capsys):
+    """What stands there for standard output is no file."""
+    printed = []
+    monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(write=printed.append, flush=list))
+    assert run("ask", "runs/never", "who ?") == 2
+    assert "runs/never" in capsys.readouterr().err
+
+
 def test_resume_gives_the_numbers_of_an_uninterrupted_run(trained, base, tmp_path):
     options = ["--model", base, "--runs", tmp_path, "--name", "halves", *SMALL]
     assert run(*options, "--steps", 2, grade=half) == 0
@@ -326,6 +334,16 @@ def test_bad_input_is_one_sentence_exit_2_and_nothing_written(
     said = capsys.readouterr().err.strip()
     assert len(said.splitlines()) == 1 and word in said and len(said) < 1000
     assert sorted(p for p in tmp_path.rglob("*") if ".cache" not in p.parts) == before
+
+
+def test_one_of_many_processes_without_torchrun_is_one_sentence(base, monkeypatch, capsys):
+    """Some clusters set WORLD_SIZE for every job."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert run("--model", base, "--steps", "1") == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1 and "torchrun" in said
 
 
 def test_all_that_is_missing_is_told_at_once_and_before_any_work(

@@ -88,7 +88,7 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer, keep:
                 shutil.rmtree(path, ignore_errors=True)
 
     what = f"write the state of step {step} to {folder}"
-    on_first_rank(write, folder, what, "the former states are whole, so ")
+    on_first_rank(write, what, "the former states are whole, so ")
 
 
 def all_finite(policy: nn.Module, optimizer) -> bool:
@@ -176,7 +176,7 @@ def keep_frozen(folder: Path, start: Path | str, tokenizer) -> None:
         if not os.path.lexists(folder / FROZEN):
             write_folder(folder / FROZEN, copy)
 
-    on_first_rank(write, folder, f"copy {start} to {folder / FROZEN}")
+    on_first_rank(write, f"copy {start} to {folder / FROZEN}")
 
 
 def write_model(folder: Path, model, dtype: torch.dtype) -> str:
@@ -206,14 +206,14 @@ def write_model(folder: Path, model, dtype: torch.dtype) -> str:
             shutil.rmtree(path, ignore_errors=True)
         return str(final.resolve())
 
-    return on_first_rank(write, folder.parent, f"write the weights to {folder}")
+    return on_first_rank(write, f"write the weights to {folder}")
 
 
-def on_first_rank(write: Callable, folder: Path, what: str, comfort: str = ""):
+def on_first_rank(write: Callable, what: str, comfort: str = ""):
     """What `write` returns on rank 0, on every rank.
 
-    UserError on all of them if the disk of `folder` does not take it. `what` says what was to be
-    done, `comfort` what is safe.
+    UserError on all of them if the disk does not take it. `what` says what was to be done,
+    `comfort` what is safe.
     """
     result = problem = None
     if is_first():
@@ -223,8 +223,8 @@ def on_first_rank(write: Callable, folder: Path, what: str, comfort: str = ""):
             problem = str(error)
         except Exception as error:  # safetensors and torch.save have errors of their own kind
             reason = getattr(error, "strerror", None) or first_line(error)
-            if shutil.disk_usage(folder).free < 1 << 20:
-                reason = "no space left on device"
+            if "inline_container" in reason:  # torch.save on a full disk
+                reason = "the disk did not take all of it"
             problem = f"cannot {what} ({reason}): {comfort}make room and go on with --resume"
     result, problem = from_first_rank((result, problem))
     if problem:
