@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ import grpo
 import processes
 import trainer
 from config import UserError, fail, parse, parser, resolve
-from plumbing import evaluation, logbook, report
+from plumbing import evaluation, folders, logbook, report
 from plumbing.logbook import record
 from plumbing.metrics import (
     batch_sums,
@@ -324,6 +325,7 @@ def main(
     of one's own.
     """
     command = "train"
+    config = None
     if arguments[:1] in (["eval"], ["ask"]):
         command = arguments[0]
     try:
@@ -342,7 +344,10 @@ def main(
             raise
         code = fail(OUT_OF_MEMORY)
     except KeyboardInterrupt:
-        advice = "; go on with --resume and the run's --name" if command == "train" else ""
+        advice = ""
+        # A run that was interrupted before it began cannot go on.
+        if config and config.name and folders.resumable(Path(config.runs) / config.name):
+            advice = f"; go on with --resume --name {config.name}"
         fail(f"interrupted{advice}")
         code = 130
     processes.leave(code)

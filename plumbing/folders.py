@@ -151,10 +151,18 @@ def made_once(folder: Path, make: Callable[[Path], None], option: str = "--cache
 # ------------------------------------------------------------------------------ a run's own folder
 
 
+def resumable(folder: Path) -> bool:
+    """Whether a run has begun there: its options are written. An evaluation has a table."""
+    begun, evaluated = (os.path.lexists(folder / name) for name in ("config.json", "table.json"))
+    return begun and not evaluated
+
+
 def refuse_taken(folder: Path) -> None:
     """UserError if no new run can have this folder, as far as can be seen before it is made."""
-    if os.path.lexists(folder):
+    if resumable(folder):
         raise UserError(f"{folder} exists: add --resume to go on with it, or choose another --name")
+    if os.path.lexists(folder):
+        raise UserError(f"{folder} exists, and it is no run to go on with: choose another --name")
     try:
         folder.stat()
     except FileNotFoundError:

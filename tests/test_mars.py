@@ -199,7 +199,11 @@ def test_ctrl_c_ends_a_run_with_advice(base, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "train_step", interrupted)
     line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
     assert run(*line, "--eval_questions", 1) == 130
-    assert "--resume" in capsys.readouterr().err
+    assert "--resume --name x" in capsys.readouterr().err
+    # While the base model is made there is no run yet.
+    line = ["--cache", tmp_path, "--runs", tmp_path, "--name", "y", *SMALL]
+    assert run(*line, base_model=lambda *given: interrupted(None, 0)) == 130
+    assert "--resume" not in capsys.readouterr().err and not (tmp_path / "y").exists()
 
 
 # --------------------------------------------------------------------------------------------- arms
