@@ -3,7 +3,7 @@
     read_lines, read_json              what a run has written
     write_whole, write_json            a file: written beside its place, then renamed
     made_once                          a folder of the cache, likewise; others wait for it
-    claim, lock                        runs/NAME belongs to one process
+    claim, lock, give_back             runs/NAME belongs to one process
 
 Tests: pytest tests/test_folders.py
 """
@@ -186,6 +186,12 @@ def claim(folder: Path) -> IO | None:
             f"cannot make {folder} ({reason(error)}); choose another folder with --runs"
         ) from None
     return lock(folder)
+
+
+def give_back(folder: Path) -> None:
+    """Removes a folder that was claimed and in which nothing was written."""
+    (folder / ".lock").unlink()
+    folder.rmdir()
 
 
 def lock(folder: Path) -> IO | None:

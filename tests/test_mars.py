@@ -390,6 +390,19 @@ def test_eval_and_ask(copied, capsys):
     assert "leaves no room in --sys2_context" in capsys.readouterr().err
 
 
+def test_an_evaluation_that_is_interrupted_leaves_its_name_free(copied, monkeypatch, capsys):
+    line = ["eval", copied / "whole", "--runs", copied, "--eval_questions", 2, "--name", "table"]
+
+    def interrupted(*given, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(start.Run, "rollouts", interrupted)
+        assert run(*line, grade=half) == 130
+    assert capsys.readouterr().err == "mars: interrupted\n" and not (copied / "table").exists()
+    assert run(*line, grade=half) == 0
+
+
 def test_ones_own_questions_and_documents(base, tmp_path, monkeypatch, capsys):
     """--data and --docs: another corpus, other questions; eval asks what was not trained on."""
     monkeypatch.chdir(tmp_path)
