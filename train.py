@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,8 @@ from tqdm import tqdm
 import grpo
 import processes
 import trainer
-from config import UserError, drop_output, fail, parse, parser, resolve
-from plumbing import evaluation, logbook, report
+from config import Config, UserError, drop_output, fail, parse, parser, resolve
+from plumbing import evaluation, folders, logbook, report
 from plumbing.logbook import record
 from plumbing.metrics import (
     batch_sums,
@@ -309,6 +310,13 @@ def out_of_memory(error: BaseException) -> bool:
     return "can't allocate memory" in str(error)
 
 
+def go_on(config: Config | None) -> str:
+    """How a run that has begun goes on; nothing of one that has not, or where there is none."""
+    if config and config.name and folders.resumable(Path(config.runs) / config.name):
+        return f"; go on with --resume --name {config.name}"
+    return ""
+
+
 def as_given(command: str, given: dict) -> dict:
     """Nothing is added to what was given."""
     return given
@@ -330,9 +338,9 @@ def main(
     of one's own.
     """
     command = "train"
+    config = None
     if arguments[:1] in (["eval"], ["ask"]):
         command = arguments[0]
-    go_on = "; go on with --resume and the run's --name" if command == "train" else ""
     if isinstance(sys.stdout, io.TextIOWrapper):  # neither closed nor a notebook's
         # A terminal that lacks a letter is no reason to end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -355,9 +363,9 @@ def main(
         if error.errno not in OUTPUT_LOST:
             raise
         drop_output()
-        code = fail(f"what is printed cannot be written ({error.strerror}){go_on}")
+        code = fail(f"what is printed cannot be written ({error.strerror}){go_on(config)}")
     except KeyboardInterrupt:
-        fail(f"interrupted{go_on}")
+        fail(f"interrupted{go_on(config)}")
         code = 130
     processes.leave(code)
     return code

@@ -141,14 +141,18 @@ def evaluate(method: Method, config: Config, **additions) -> int:
     base = f"eval-{made.resolve().name}"
     run = build(method, config, training=False, base=base, questions=questions, **additions)
     start = time.perf_counter()
-    trajectories = run.rollouts(
-        list(enumerate(run.eval_questions)),
-        1,
-        step="eval",
-        tools=run.eval_tools,
-        temperature=config.temperature,
-        top_p=config.top_p,
-    )
+    try:
+        trajectories = run.rollouts(
+            list(enumerate(run.eval_questions)),
+            1,
+            step="eval",
+            tools=run.eval_tools,
+            temperature=config.temperature,
+            top_p=config.top_p,
+        )
+    except BaseException:  # Ctrl-C too: there is nothing to keep, so the name is free again
+        folders.give_back(run.folder)
+        raise
     seconds = (time.perf_counter() - start) / len(trajectories)
     rows = [row(run, name, members, seconds) for name, members in by_set(trajectories)]
     try:

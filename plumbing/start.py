@@ -6,12 +6,13 @@ missing any more.
 Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
 
+import contextlib
 import functools
 import itertools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -163,7 +164,8 @@ def build(
     origin = start
     if state and not config.lora_rank:
         origin = state[1] / "model"
-    model = load_model(config, origin, machine, training)
+    with advice(None if origin == start else trainer.ONE_BEFORE):
+        model = load_model(config, origin, machine, training)
     models.check_vocabulary(tokenizer, model, start)
     # Both a frozen role and the KL term need the model that the run began with. With adapters that
     # is the model itself, as long as it has none or they are off.
@@ -225,7 +227,8 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
                 run.samplers[role].alias_weights(model)
         trainer.add_adapters(model, config.lora_rank, config.seed)
         if state:
-            trainer.read_adapters(state[1] / "adapter", model)
+            with advice(trainer.ONE_BEFORE):
+                trainer.read_adapters(state[1] / "adapter", model)
         if state or config.server:
             run.sampler.load_weights(model)
     policy = trainer.Policy(
@@ -338,6 +341,17 @@ def go_on(config: Config, method: str) -> IO:
 
 
 # ------------------------------------------------------------------------------- the models
+
+
+@contextlib.contextmanager
+def advice(words: str | None) -> Iterator[None]:
+    """Adds `words`, if any, to a UserError."""
+    try:
+        yield
+    except UserError as error:
+        if not words:
+            raise
+        raise UserError(f"{error}; {words}") from None
 
 
 def load_model(config: Config, origin: Path | str, machine: Machine, training: bool):

@@ -72,6 +72,10 @@ class AlmanacConfig(MarsConfig):
         self.at_least(1, "read_every")
         if self.credit != "mars" and (self.balance != "none" or self.system1 != "train"):
             raise UserError("--credit is about all notes of a System 1 that learns: --balance none")
+        if self.credit != "mars" and self.shared_group:
+            raise UserError(
+                f"--credit {self.credit} and --shared_group are two rules: leave one out"
+            )
         super().check(training)
 
 

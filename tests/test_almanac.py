@@ -14,8 +14,12 @@ from test_chat import QWEN25, tokenizer
 
 import mars
 from bench import almanac as bench
+<<<<<<< HEAD
 from bench import arms
 from config import parse, parser, resolve
+=======
+from config import UserError, parse, parser, resolve
+>>>>>>> atk1
 from plumbing import evaluation
 from recipes import almanac, almanac_world
 from recipes.almanac import AlmanacConfig, Note
@@ -215,6 +219,14 @@ def test_rules_of_credit(rule, told, elsewhere, copies):
         assert advantages[2] == advantages[5] == 0
     assert {(note.holds, note.sample.copies) for note in notes} == {*zip((True, False), copies)}
     assert list(terms) == (["all"] if rule == "pooled" else ["sys2", "sys1"])
+
+
+@pytest.mark.parametrize(
+    "other", [{"balance": "uniform"}, {"system1": "frozen"}, {"shared_group": True}], ids=str
+)
+def test_a_rule_of_credit_beside_another_is_refused(other):
+    with pytest.raises(UserError, match="--credit"):
+        AlmanacConfig(credit="own", **{"balance": "none"} | other).check(training=True)
 
 
 def test_what_a_note_is_worth():

@@ -103,15 +103,21 @@ def test_what_is_not_finite_is_never_saved(where, bad, run, tmp_path):
     assert names(tmp_path) == ["step_000001"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "of another model"])
+@pytest.mark.parametrize("damage", ["cut", "of another model", "of another size", "not finite"])
 def test_an_optimizer_that_does_not_fit_is_one_sentence(damage, run, tmp_path):
     save(tmp_path, 1, run)
     state = tmp_path / "state" / "step_000001"
     if damage == "cut":
         os.truncate(state / "optimizer.pt", 100)
-    policy = trainer.Policy(model("qwen3" if damage == "cut" else "llama"), bf16=False)
+    elif damage != "of another model":
+        kept = torch.load(state / "optimizer.pt")
+        moments = next(iter(kept["state"].values()))
+        bad = {"of another size": torch.zeros(7), "not finite": moments["exp_avg"] * torch.nan}
+        moments["exp_avg"] = bad[damage]
+        torch.save(kept, state / "optimizer.pt")
+    policy = trainer.Policy(model("llama" if "model" in damage else "qwen3"), bf16=False)
     optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
-    with pytest.raises(UserError, match="cannot take up the optimizer.*remove that state") as told:
+    with pytest.raises(UserError, match="step_000001.*remove that state") as told:
         trainer.load_optimizer(state, policy, optimizer)
     assert "\n" not in str(told.value)
 

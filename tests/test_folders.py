@@ -128,6 +128,18 @@ def test_of_many_that_claim_a_folder_one_gets_it(tmp_path):
     assert folders.lock(tmp_path / "runs" / "x")
 
 
+@pytest.mark.parametrize(
+    "files, go_on", [([], False), (["config.json"], True), (["config.json", "table.json"], False)]
+)
+def test_only_a_run_that_has_begun_is_said_to_go_on(tmp_path, files, go_on):
+    """A kill may leave a folder without options, which --resume refuses, as it does a table's."""
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match="exists") as told:
+        folders.refuse_taken(tmp_path)
+    assert ("--resume" in str(told.value)) == go_on
+
+
 @pytest.mark.parametrize("name", ["there", "file/below", "x" * 5000])
 def test_a_folder_that_cannot_be_had_is_one_sentence(tmp_path, name):
     (tmp_path / "there").mkdir()

@@ -236,7 +236,11 @@ def test_ctrl_c_ends_a_run_with_advice(base, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "train_step", interrupted)
     line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
     assert run(*line, "--eval_questions", 1) == 130
-    assert "--resume" in capsys.readouterr().err
+    assert "--resume --name x" in capsys.readouterr().err
+    # While the base model is made there is no run yet.
+    line = ["--cache", tmp_path, "--runs", tmp_path, "--name", "y", *SMALL]
+    assert run(*line, base_model=lambda *given: interrupted(None, 0)) == 130
+    assert "--resume" not in capsys.readouterr().err and not (tmp_path / "y").exists()
 
 
 @pytest.mark.parametrize("where", ["a full disk", "a pipe that nobody reads on"])
@@ -389,6 +393,7 @@ def test_resume_refuses_what_is_not_the_same_run(copied, base, capsys):
     refused("config.json", "--steps", 5, "--resume")
 
 
+<<<<<<< HEAD
 def test_a_folder_that_gives_nothing_up_is_not_resumed(copied, base, monkeypatch, capsys):
     """Rollouts of steps that are done again must go first."""
 
@@ -399,6 +404,28 @@ def test_a_folder_that_gives_nothing_up_is_not_resumed(copied, base, monkeypatch
     options = ["--model", base, "--runs", copied, "--name", "whole", "--steps", 5, *SMALL]
     assert run(*options, "--resume", grade=half) == 2
     assert "cannot remove" in capsys.readouterr().err
+=======
+@pytest.mark.parametrize("rank", [0, 2], ids=["whole", "adapters"])
+def test_a_state_whose_weights_are_damaged_is_one_sentence_with_advice(
+    base, tmp_path, capsys, rank
+):
+    """The run goes on from the state before it."""
+    line = ["--model", base, "--runs", tmp_path, "--name", "x", *SMALL, "--eval_every", 1]
+    line += ["--lora_rank", rank, "--steps"]
+    assert run(*line, 2, grade=half) == 0
+    _, state = trainer.newest(tmp_path / "x")
+    (weights,) = state.rglob("*.safetensors")
+    os.truncate(weights, 100)
+    before = (tmp_path / "x" / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert run(*line, 3, "--resume", grade=half) == 2
+    said = capsys.readouterr().err
+    assert state.name in said and "remove that state" in said and len(said.splitlines()) == 1
+    assert (tmp_path / "x" / "metrics.jsonl").read_bytes() == before
+    shutil.rmtree(state)
+    assert run(*line, 3, "--resume", grade=half) == 0
+    assert [told["step"] for told in metrics(tmp_path / "x")] == [0, 1, 2]
+>>>>>>> atk1
 
 
 def test_a_finished_run_is_left_as_it_is(copied, base, capsys):
@@ -448,6 +475,7 @@ def test_eval_and_ask(copied, capsys):
     assert "leaves no room in --sys2_context" in capsys.readouterr().err
 
 
+<<<<<<< HEAD
 def test_an_evaluation_that_the_disk_does_not_take_is_shown(copied, monkeypatch, capsys):
     def full(*given):
         raise OSError(28, "No space left on device")
@@ -457,6 +485,19 @@ def test_an_evaluation_that_the_disk_does_not_take_is_shown(copied, monkeypatch,
     out, err = capsys.readouterr()
     assert "accuracy (95 %)" in out and "\nall  " in out
     assert len(err.splitlines()) == 1 and "make room" in err
+=======
+def test_an_evaluation_that_is_interrupted_leaves_its_name_free(copied, monkeypatch, capsys):
+    line = ["eval", copied / "whole", "--runs", copied, "--eval_questions", 2, "--name", "table"]
+
+    def interrupted(*given, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(start.Run, "rollouts", interrupted)
+        assert run(*line, grade=half) == 130
+    assert capsys.readouterr().err == "mars: interrupted\n" and not (copied / "table").exists()
+    assert run(*line, grade=half) == 0
+>>>>>>> atk1
 
 
 def test_ones_own_questions_and_documents(base, tmp_path, monkeypatch, capsys):

@@ -13,6 +13,7 @@ memory.py      what a process will hold
 from trainer.batches import MicroBatch, make_micro_batch, micro_batches
 from trainer.checkpoint import (
     FROZEN,
+    ONE_BEFORE,
     keep_frozen,
     link_checkpoint,
     load_optimizer,

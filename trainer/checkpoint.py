@@ -40,6 +40,7 @@ from whole import point, write_folder
 
 STATE_NAME = re.compile(r"step_(\d{6,})")
 FROZEN = "frozen"  # the model that plays the frozen roles
+ONE_BEFORE = "remove that state to go on from the one before it"
 
 # ------------------------------------------------------------------------------------------- states
 
@@ -143,6 +144,7 @@ def link_checkpoint(folder: Path) -> None:
 def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
     """Puts a saved optimizer state back, sharded or not. UserError if the file does not fit.
 
+    The same UserError if a weight of the policy or a moment is no number. Every rank must call it.
     The ranks of a machine share the file's pages.
     """
     try:
@@ -151,11 +153,18 @@ def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
         )
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(policy, optimizer, moments, options=options)
+        for parameter, kept in optimizer.state.items():
+            for name, value in kept.items():  # a step's number has no dimension
+                if value.dim() and value.shape != parameter.shape:
+                    raise ValueError(
+                        f"it keeps {name} in the shape {tuple(value.shape)} for a weight of "
+                        f"{tuple(parameter.shape)}"
+                    )
     except Exception as error:  # torch raises many kinds for a file of another run
-        raise UserError(
-            f"cannot take up the optimizer of {state}: {first_line(error)}; "
-            "remove that state to go on from the one before it"
-        ) from None
+        problem = f"cannot take up the optimizer of {state}: {first_line(error)}"
+        raise UserError(f"{problem}; {ONE_BEFORE}") from None
+    if not all_finite(policy, optimizer):
+        raise UserError(f"{state} is damaged: it holds numbers that are not finite; {ONE_BEFORE}")
 
 
 # ------------------------------------------------------------------------------------------- models
