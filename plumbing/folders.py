@@ -3,11 +3,7 @@
     read_lines, read_json              what a run has written
     write_whole, write_json            a file: written beside its place, then renamed
     made_once                          a folder of the cache, likewise; others wait for it
-<<<<<<< HEAD
-    make, claim, lock                  runs/NAME belongs to one process
-=======
-    claim, lock, give_back             runs/NAME belongs to one process
->>>>>>> atk1
+    make, claim, lock, give_back       runs/NAME belongs to one process
 
 Tests: pytest tests/test_folders.py
 """
@@ -166,45 +162,20 @@ def made_once(folder: Path, make: Callable[[Path], None], option: str = "--cache
 # ------------------------------------------------------------------------------ a run's own folder
 
 
-<<<<<<< HEAD
-def refuse_run(runs: Path, name: str) -> None:
-    """UserError if no new run can be made below `runs`: of this name, or with none of any."""
-    if name:
-        refuse_taken(runs / name)
-    else:
-        refuse_closed(runs)
-=======
 def resumable(folder: Path) -> bool:
     """Whether a run has begun there: its options are written. An evaluation has a table."""
     begun, evaluated = (os.path.lexists(folder / name) for name in ("config.json", "table.json"))
     return begun and not evaluated
->>>>>>> atk1
 
 
-def refuse_taken(folder: Path) -> None:
-    """UserError if no new run can have this folder, as far as can be seen before it is made."""
-<<<<<<< HEAD
-    if is_there(folder):
+def refuse_run(runs: Path, name: str) -> None:
+    """UserError if no new run can be made below `runs`: of this name, or with none of any."""
+    folder = runs / name
+    if name and resumable(folder):
         raise UserError(f"{folder} exists: add --resume to go on with it, or choose another --name")
-    refuse_closed(folder.parent)
-
-
-def refuse_closed(runs: Path) -> None:
-    """UserError if nothing can be made in a folder of runs, or that folder itself cannot."""
-    parent = next(path for path in (runs.absolute(), *runs.absolute().parents) if is_there(path))
-=======
-    if resumable(folder):
-        raise UserError(f"{folder} exists: add --resume to go on with it, or choose another --name")
-    if os.path.lexists(folder):
+    if name and is_there(folder):
         raise UserError(f"{folder} exists, and it is no run to go on with: choose another --name")
-    try:
-        folder.stat()
-    except FileNotFoundError:
-        pass
-    except OSError as error:  # such as a name that is too long
-        raise UserError(f"{folder} cannot be made ({reason(error)})") from None
-    parent = next(path for path in folder.absolute().parents if os.path.lexists(path))
->>>>>>> atk1
+    parent = next(path for path in (runs.absolute(), *runs.absolute().parents) if is_there(path))
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"cannot write to {parent}; choose another folder with --runs")
 

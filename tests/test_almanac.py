@@ -14,12 +14,8 @@ from test_chat import QWEN25, tokenizer
 
 import mars
 from bench import almanac as bench
-<<<<<<< HEAD
 from bench import arms
-from config import parse, parser, resolve
-=======
 from config import UserError, parse, parser, resolve
->>>>>>> atk1
 from plumbing import evaluation
 from recipes import almanac, almanac_world
 from recipes.almanac import AlmanacConfig, Note

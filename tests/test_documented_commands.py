@@ -63,7 +63,7 @@ def accept(tmp_path, monkeypatch):
     monkeypatch.setattr(atlas, "world_files", lambda config: files)
     # What lies outside is looked at before the warm start; a run of that name may lie here.
     monkeypatch.setattr(atlas.outside, "environment", lambda *given, **more: None)
-    monkeypatch.setattr(atlas.folders, "refuse_taken", lambda folder: None)
+    monkeypatch.setattr(atlas.folders, "refuse_run", lambda runs, name: None)
     monkeypatch.setattr(atlas, "warm_model", lambda config: config.model)
     monkeypatch.setattr(warm_start, "train", stop)
     monkeypatch.setattr(models, "smollm2", lambda cache: "smollm2")

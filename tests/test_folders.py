@@ -136,7 +136,7 @@ def test_only_a_run_that_has_begun_is_said_to_go_on(tmp_path, files, go_on):
     for name in files:
         (tmp_path / name).write_text("{}")
     with pytest.raises(UserError, match="exists") as told:
-        folders.refuse_taken(tmp_path)
+        folders.refuse_run(tmp_path.parent, tmp_path.name)
     assert ("--resume" in str(told.value)) == go_on
 
 
@@ -145,8 +145,8 @@ def test_a_folder_that_cannot_be_had_is_one_sentence(tmp_path, name):
     (tmp_path / "there").mkdir()
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError):
-        folders.refuse_taken(tmp_path / name)
-    folders.refuse_taken(tmp_path / "deep" / "free")
+        folders.refuse_run(tmp_path, name)
+    folders.refuse_run(tmp_path / "deep", "free")
     assert names(tmp_path) == {"there", "file"}
 
 
@@ -154,14 +154,14 @@ def test_a_file_where_the_folder_of_runs_should_be_is_one_sentence(tmp_path):
     """Before any work, and where a run without a name looks for one that is free."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--runs"):
-        folders.refuse_closed(tmp_path / "file")
+        folders.refuse_run(tmp_path / "file", "")
     with pytest.raises(UserError, match="too long"):
-        folders.refuse_closed(tmp_path / ("x" * 5000))
+        folders.refuse_run(tmp_path / ("x" * 5000), "")
     with pytest.raises(UserError, match="--runs"):
         folders.claim(tmp_path / "file" / "toy")
     assert folders.claim(tmp_path / "file") is None
-    folders.refuse_closed(tmp_path)
-    folders.refuse_closed(tmp_path / "deep" / "free")
+    folders.refuse_run(tmp_path, "")
+    folders.refuse_run(tmp_path / "deep" / "free", "")
     assert names(tmp_path) == {"file"}
 
 

@@ -393,7 +393,6 @@ def test_resume_refuses_what_is_not_the_same_run(copied, base, capsys):
     refused("config.json", "--steps", 5, "--resume")
 
 
-<<<<<<< HEAD
 def test_a_folder_that_gives_nothing_up_is_not_resumed(copied, base, monkeypatch, capsys):
     """Rollouts of steps that are done again must go first."""
 
@@ -404,7 +403,8 @@ def test_a_folder_that_gives_nothing_up_is_not_resumed(copied, base, monkeypatch
     options = ["--model", base, "--runs", copied, "--name", "whole", "--steps", 5, *SMALL]
     assert run(*options, "--resume", grade=half) == 2
     assert "cannot remove" in capsys.readouterr().err
-=======
+
+
 @pytest.mark.parametrize("rank", [0, 2], ids=["whole", "adapters"])
 def test_a_state_whose_weights_are_damaged_is_one_sentence_with_advice(
     base, tmp_path, capsys, rank
@@ -425,7 +425,6 @@ def test_a_state_whose_weights_are_damaged_is_one_sentence_with_advice(
     shutil.rmtree(state)
     assert run(*line, 3, "--resume", grade=half) == 0
     assert [told["step"] for told in metrics(tmp_path / "x")] == [0, 1, 2]
->>>>>>> atk1
 
 
 def test_a_finished_run_is_left_as_it_is(copied, base, capsys):
@@ -475,7 +474,6 @@ def test_eval_and_ask(copied, capsys):
     assert "leaves no room in --sys2_context" in capsys.readouterr().err
 
 
-<<<<<<< HEAD
 def test_an_evaluation_that_the_disk_does_not_take_is_shown(copied, monkeypatch, capsys):
     def full(*given):
         raise OSError(28, "No space left on device")
@@ -485,7 +483,8 @@ def test_an_evaluation_that_the_disk_does_not_take_is_shown(copied, monkeypatch,
     out, err = capsys.readouterr()
     assert "accuracy (95 %)" in out and "\nall  " in out
     assert len(err.splitlines()) == 1 and "make room" in err
-=======
+
+
 def test_an_evaluation_that_is_interrupted_leaves_its_name_free(copied, monkeypatch, capsys):
     line = ["eval", copied / "whole", "--runs", copied, "--eval_questions", 2, "--name", "table"]
 
@@ -497,7 +496,6 @@ def test_an_evaluation_that_is_interrupted_leaves_its_name_free(copied, monkeypa
         assert run(*line, grade=half) == 130
     assert capsys.readouterr().err == "mars: interrupted\n" and not (copied / "table").exists()
     assert run(*line, grade=half) == 0
->>>>>>> atk1
 
 
 def test_ones_own_questions_and_documents(base, tmp_path, monkeypatch, capsys):
