@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from config import fail, parse, parser
+from config import UserError, fail, parse, parser
 from plumbing import folders
 from siblings import marsrl_toy
 from toy import base_model, language
@@ -230,6 +230,11 @@ def main(arguments: list[str]) -> int:
     config = RoutingConfig(**parse(parser(RoutingConfig, __doc__), arguments))
     if config.pages < 1 or config.steps < 1:
         return fail("--pages and --steps must be at least 1")
+    folder = Path(config.runs) / config.name
+    try:
+        folders.make(folder)
+    except UserError as error:
+        return fail(error)
     torch.set_num_threads(1)
     torch.manual_seed(config.seed)
     model = make_model(len(vocabulary()))
@@ -240,8 +245,6 @@ def main(arguments: list[str]) -> int:
         print(when)
         for name, value in numbers.items():
             print(f"  {name:<24}{value}")
-    folder = Path(config.runs) / config.name
-    folder.mkdir(parents=True, exist_ok=True)
     print("written to", folders.write_json(folder / f"seed-{config.seed}.json", found))
     return 0
 

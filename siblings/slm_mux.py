@@ -227,7 +227,9 @@ def main(arguments: list[str]) -> int:
         return fail(f"all numbers must be above 0, and --members at most {len(MODELS)}")
     torch.set_num_threads(1)
     drawn = {}
+    folder = Path(config.runs) / config.name
     try:
+        folders.make(folder)
         taught, others = questions(config.seed)
         asked = others[: config.validation + config.test]
         for name, (attributes, steps) in MODELS.items():
@@ -240,8 +242,6 @@ def main(arguments: list[str]) -> int:
         print(what)
         for name, value in numbers.items():
             print(f"  {name:<22}{value}")
-    folder = Path(config.runs) / config.name
-    folder.mkdir(parents=True, exist_ok=True)
     print("written to", folders.write_json(folder / f"seed-{config.seed}.json", told))
     return 0
 

@@ -14,6 +14,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# A property does not fail because the machine is busy.
+settings.register_profile("mars", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("mars")
 
 # Fixtures: a loopback server, and pauses that are noted instead of slept.
 from loopback import server, waits  # noqa: E402, F401

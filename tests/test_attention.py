@@ -69,7 +69,7 @@ def error_of(case):
     return (out - expected).abs().max().item()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     count=st.integers(1, 14),
@@ -88,7 +88,7 @@ def test_the_cascade_is_plain_attention(seed, count, page_size, heads, worth, pa
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 20), least=st.sampled_from([1, 3, 9]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_runs_are_a_tree_and_save_what_they_promise(seed, count, least):
     """A row's runs follow one another from its first page; equal pages only are shared."""
     table, lengths = random_tree(seed, count, PAGE)
@@ -180,7 +180,7 @@ def test_varlen_prefill_passes_the_right_bounds(monkeypatch, gqa):
 
 
 @needs_triton
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10**6),
     count=st.integers(1, 14),
@@ -209,7 +209,7 @@ def test_runs_change_nothing_but_the_reads(
         torch.testing.assert_close(out, reference(*arguments, scale=scale), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 20), page_size=st.sampled_from([1, 4]))
 def test_runs_cover_each_token_of_a_row_once(seed, count, page_size):
     table, lengths = random_tree(seed, count, page_size)

@@ -77,7 +77,7 @@ def test_same_bins_for_the_same_multiset(case, rng):
     assert contents(sizes) == contents(shuffled)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(4, 30).flatmap(
         lambda c: st.tuples(st.lists(st.integers(1, c), max_size=11), st.just(c))

@@ -106,7 +106,7 @@ def ask(format, question):
 
 
 @pytest.mark.parametrize("kind", ["qwen2.5", "llama", "strict"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     question=texts, steps=st.lists(st.tuples(pieces, pieces, st.booleans()), min_size=1, max_size=3)
 )
@@ -256,7 +256,7 @@ def test_a_tokenizer_that_makes_marks_of_look_alikes_is_held_off():
         assert ids and not set(ids) & set(format.tokenizer.added_tokens_decoder), text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.one_of(texts, st.sampled_from(CHATML_MARKS + TAGS + ["<|im_", "end|>", "<<", "</"])),
@@ -300,7 +300,7 @@ def test_note(kind, sampled, note):
     assert format.text(format.note(as_ids(format, sampled))).strip() == note
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 408), max_size=30))
 def test_a_note_is_a_subsequence_without_marks(tokens):
     format = formats("qwen3")
@@ -397,7 +397,7 @@ def test_parse_reads_ids_with_and_without_the_stop_token(kind, end):
         assert format.parse(tokens) == action
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(
         texts | st.sampled_from(TAGS + ["<answer>", "</answer>", GOOD, '{"name": "search"']),

@@ -225,7 +225,6 @@ texts = st.text("abc<&>é 1\n\"'=", min_size=1).map(html.escape)
 
 
 @needs_lxml
-@settings(deadline=None)
 @given(st.lists(st.tuples(marks, texts), max_size=20))
 def test_no_text_is_lost_and_no_markup_shown(parts):
     shown = reader.html_to_text("".join(mark + text for mark, text in parts))
@@ -251,7 +250,7 @@ PIECES = st.one_of(
 
 
 @needs_lxml
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.lists(PIECES, max_size=40).map("".join))
 def test_any_page_gives_bounded_text(page):
     text = reader.html_to_text(page)

@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import grpo
@@ -257,7 +257,6 @@ def test_mutant_is_caught(name):
     assert not agrees(scope["grpo_loss"])
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 63), max_size=5), st.integers(0, 5))
 def test_any_split_into_micro_batches_gives_the_same_gradient(cuts, seed):
     logprob, old, advantage, weight, ref = batch(seed=seed)

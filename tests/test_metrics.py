@@ -55,7 +55,7 @@ def measured(live: list[bool], values: torch.Tensor, owner: torch.Tensor) -> dic
     return update_metrics(batch_sums(batch, numbers, samples, ROLES, mismatch=True), ROLES)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.booleans(), min_size=8, max_size=8), st.integers(0, 99))
 def test_with_any_mask_the_metrics_are_those_of_the_live_tokens(live, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -175,7 +175,6 @@ def test_intervals_are_those_of_the_tables(correct, total, low, high):
     assert wilson_interval(0, 0) == (0.0, 1.0)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.data())
 def test_an_interval_holds_its_share_and_mirrors(total, data):
     correct = data.draw(st.integers(0, total))

@@ -119,7 +119,7 @@ class Memory(RuleBasedStateMachine):
 
 
 TestMemory = Memory.TestCase
-TestMemory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMemory.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_an_aliased_copy_would_be_noticed():

@@ -126,7 +126,7 @@ def pack_size(samples: list[Sample]) -> int:
 texts = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12), min_size=1, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(texts, st.integers(1, 40))
 def test_every_prediction_knows_its_sample_and_its_tokens(texts, capacity):
     """Whatever samples have in common: the keys of each spell it, and limits hold."""

@@ -99,7 +99,7 @@ def test_words_do_not_depend_on_the_form_of_the_letters(text):
 words = st.lists(st.sampled_from("a b c 1 22 the zebra".split()), max_size=8).map(" ".join)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(words, min_size=1, max_size=12), words, st.integers(1, 15))
 def test_local_is_bm25_sorted_by_score_then_id(texts, query, k):
     texts = [*texts, "a zebra"]  # a corpus without a word is an error of its own

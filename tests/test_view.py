@@ -209,9 +209,7 @@ def poison(value, text: str):
     return value + text if isinstance(value, str) else value
 
 
-FAST = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FAST = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 PIECE = st.sampled_from(HOSTILE) | st.text(st.characters(exclude_categories=()), max_size=12)
 TEXT = st.lists(PIECE, min_size=1, max_size=4).map("".join)
 
