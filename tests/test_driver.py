@@ -251,7 +251,7 @@ driver.run([driver.call(lambda: time.sleep(1000), 1000)])
         assert child.stdout.readline() == b"started\n"
         time.sleep(0.3)
         child.send_signal(signal.SIGINT)
-        assert child.wait(timeout=10) != 0
+        assert child.wait(timeout=100) != 0
         assert b"KeyboardInterrupt" in child.stderr.read()
     finally:
         child.kill()
