@@ -2,8 +2,11 @@
 
 import os
 import sys
+from collections.abc import Callable
 
 import torch.distributed as dist
+
+from config import UserError
 
 
 def is_first() -> bool:
@@ -18,6 +21,20 @@ def from_first_rank(value):
     box = [value]
     dist.broadcast_object_list(box)
     return box[0]
+
+
+def on_first_rank(function: Callable):
+    """What `function` returns, on rank 0, and None elsewhere; its UserError on every rank."""
+    value = problem = None
+    if is_first():
+        try:
+            value = function()
+        except UserError as error:
+            problem = str(error)
+    problem = from_first_rank(problem)
+    if problem:
+        raise UserError(problem)
+    return value
 
 
 def leave(code: int) -> None:

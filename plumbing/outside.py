@@ -24,6 +24,7 @@ import kernels
 import trainer
 from config import Config, UserError, uses_bf16
 from plumbing import models
+from processes import on_first_rank
 from sampler import vllm
 from tasks import grading, questions
 from tasks.format import Format
@@ -204,10 +205,7 @@ def start_model(config: Config, machine: Machine, make: Callable[[str, int], Pat
     """The model to start from; the toy's is made at the first use, by rank 0."""
     if config.model != "toy":
         return models.find(config.model, config.cache)  # ranks wait for the one that makes it
-    if machine.rank == 0:
-        make(config.cache, config.seed)
-    if dist.is_initialized():
-        dist.barrier()
+    on_first_rank(lambda: make(config.cache, config.seed))
     return make(config.cache, config.seed)
 
 

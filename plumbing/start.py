@@ -25,7 +25,7 @@ from config import Config, UserError
 from driver import Driver
 from plumbing import folders, models
 from plumbing.outside import Additions, Machine, Questions, environment, join, searches_toy
-from processes import from_first_rank, is_first
+from processes import from_first_rank, on_first_rank
 from rollout import Env, Method, Trajectory, ignore
 from sampler import Sampler, vllm
 from tasks.chat import ChatFormat
@@ -265,20 +265,6 @@ def introduce(run: Run) -> None:
 
 
 # ---------------------------------------------------------------------------------- its folder
-
-
-def on_first_rank(function: Callable):
-    """What `function` returns, on rank 0, and None elsewhere; its UserError on every rank."""
-    value = problem = None
-    if is_first():
-        try:
-            value = function()
-        except UserError as error:
-            problem = str(error)
-    problem = from_first_rank(problem)
-    if problem:
-        raise UserError(problem)
-    return value
 
 
 def new_folder(config: Config, base: str) -> IO:

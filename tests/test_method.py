@@ -92,6 +92,16 @@ def test_ranks_count_together(tmp_path):
     assert launch(script) == 7
 
 
+def test_all_ranks_hear_that_the_base_model_cannot_be_made(tmp_path, capfd):
+    """The first one makes it; the others, left alone, would end with a traceback."""
+    (tmp_path / "file").write_text("")
+    script = tmp_path / "script.py"
+    script.write_text("import sys, mars\nsys.exit(mars.main(sys.argv[1:]))")
+    assert launch(script, "--cache", tmp_path / "file" / "below", "--runs", tmp_path) == 2
+    said = capfd.readouterr().err
+    assert said.count("cannot be written") == 2 and "Traceback" not in said
+
+
 METHODS = [mars.METHOD, matpo.METHOD, marsrl.METHOD, atlas.METHOD, almanac.METHOD]
 
 
