@@ -362,9 +362,12 @@ def texts_of(path):
     return {document.id: document.text for document in documents.read_documents(path)}
 
 
-def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(tmp_path, capsys):
+def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
+    tmp_path, capsys, monkeypatch
+):
     folder = tmp_path / "notes"
-    folder.mkdir()
+    (folder / "closed").mkdir(parents=True)
+    (folder / "closed.md").write_text("closed")
     (tmp_path / "secret.md").write_text("secret")
     (folder / "a.md").write_text("# A\nplain")
     (folder / "latin.txt").write_bytes(b"caf\xe9")
@@ -376,38 +379,30 @@ def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(tmp_path, 
     (folder / "in.md").symlink_to(folder / "a.md")
     (folder / "loop").symlink_to(folder)
     os.mkfifo(folder / "pipe.md")
+
+    def closed(real):
+        def opened(path):
+            if "closed" in str(path):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path)
+
+        return opened
+
+    monkeypatch.setattr(documents.Path, "read_bytes", closed(documents.Path.read_bytes))
+    monkeypatch.setattr(os, "scandir", closed(os.scandir))
     read = texts_of(folder)
     assert read.pop("in.md") == read.pop("a.md") == "# A\nplain"
     assert read == {"b.rst": "rest", "latin.txt": "café"}
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "2 files (x.docx, y.png): of a kind that is not read" in said
-    for part in ("out.md): a link out of", "pipe.md): not a file", "binary.md): it is binary"):
+    for part in (
+        "out.md): a link out of",
+        "pipe.md): not a file",
+        "binary.md): it is binary",
+        "closed.md): cannot be opened (Permission denied)",
+        "closed): a folder that cannot be opened",
+    ):
         assert part in said
-
-
-def test_what_cannot_be_opened_is_skipped(tmp_path, capsys, monkeypatch):
-    (tmp_path / "a.md").write_text("fine")
-    (tmp_path / "b.md").write_text("closed")
-    (tmp_path / "closed").mkdir()
-    real_read = documents.Path.read_bytes
-    real_scan = os.scandir
-
-    def read_bytes(path):
-        if path.name == "b.md":
-            raise PermissionError(13, "Permission denied")
-        return real_read(path)
-
-    def scandir(path):
-        if str(path).endswith("closed"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return real_scan(path)
-
-    monkeypatch.setattr(documents.Path, "read_bytes", read_bytes)
-    monkeypatch.setattr(os, "scandir", scandir)
-    assert texts_of(tmp_path) == {"a.md": "fine"}
-    said = capsys.readouterr().err
-    assert "b.md): cannot be opened (Permission denied)" in said
-    assert "closed): a folder that cannot be opened" in said
 
 
 @pytest.mark.parametrize("cache", [False, True])

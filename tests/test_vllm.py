@@ -275,13 +275,14 @@ def close_in_the_middle(handler, answer):
 
 
 def started_anew(handler, answer):
-    """Its server holds what it was started with, and nobody is told."""
+    """Its server holds what it was started with, and nobody is told; it knows no adapters."""
     engine = handler.server
+    fault = status(404) if engine.adapters else FAULTS["dropped"]
     with LOADING, engine.lock:
         engine.sampler.load_weights(load(engine.folder))
         engine.adapters.clear()
         engine.version = "default"
-    FAULTS["dropped"](handler, answer)
+    fault(handler, answer)
 
 
 def changed(change):
