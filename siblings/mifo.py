@@ -90,9 +90,6 @@ class Phases:
     frozen: Tensor | None = None  # F, in SFT: [P] bool
 
 
-# -------------------------------------------------------------------------------------- the phases
-
-
 def rollouts(run: Run, step: int, phases: Phases) -> list[Trajectory]:
     """A step's attempts: the model's own in RL, the teacher's in SFT."""
     teaching, number = run.config.place(step)
