@@ -39,6 +39,7 @@ from config import Config, UserError, fail
 from rollout import Context, Env, Method, Sample, Trajectory, Turn
 from siblings import hanabi_toy
 from siblings.hanabi_game import BEST, CARDS, SEATS, SLOTS, Game, deal, deck
+from siblings.solo import NO_TOOL
 from tasks.questions import Question
 from tools import Tool
 
@@ -207,8 +208,6 @@ def fits(config: HanabiConfig, chat, question: Question) -> None:
     if sorted(question.text.split()) != sorted(CARDS):
         raise UserError(f"a question of Hanabi is a deck in some order: {' '.join(CARDS)}")
 
-
-NO_TOOL = Tool("none", "argument", "nobody calls it", lambda argument: [])
 
 METHOD = Method(
     name="hanabi",
