@@ -152,9 +152,8 @@ def own_metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]
     """Mean score, and how often both read-outs are right."""
     part = Counter()
     whole = Counter()
-    for trajectory in trajectories:
-        if trajectory.reward is None:
-            continue  # no server answered
+    played = [one for one in trajectories if one.reward is not None]  # the servers answered
+    for trajectory in played:
         part["score"] += float(trajectory.answer)
         whole["score"] += 1
         for context in trajectory.contexts[len(SEATS) :]:

@@ -45,8 +45,7 @@ from toy import base_model, language
 
 EXPERTS = 8
 LAYERS = 4
-MIDDLE = (1, 2)
-OUTER = (0, 3)
+MIDDLE, OUTER = (1, 2), (0, 3)
 WEAK_SHARE = 0.1  # of the training data is in the second language
 
 
