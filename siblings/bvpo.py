@@ -1,8 +1,8 @@
 """BVPO: preference optimisation with gradients from answers with and without a trace, mixed.
 
 arXiv 2510.05095. A reasoning model writes a trace r, then an answer y. Preferences are about y, so
-the ideal loss is DPO's on the marginal π(y|x) = Σ_r π(r, y|x), which nobody can sum up. In use is
-one sampled trace an answer, a noisy estimate. BVPO mixes in the gradient of answers without any:
+the ideal loss is DPO's on the marginal π(y|x) = Σ_r π(r, y|x), which nobody can sum up. In practice
+one trace is sampled per answer, a noisy estimate. BVPO mixes in the gradient of empty traces:
 
     ℓ_t = −log σ(β Δ_t),  Δ_t = log π(r⁺,y⁺|x)/π_ref(r⁺,y⁺|x) − log π(r⁻,y⁻|x)/π_ref(r⁻,y⁻|x)
     ℓ_e = the same with the empty trace;      g_t = ∇ℓ_t,  g_e = ∇ℓ_e,      g = α g_t + (1 − α) g_e
@@ -14,19 +14,20 @@ one sampled trace an answer, a noisy estimate. BVPO mixes in the gradient of ans
 (g_e does not depend on r: for a given pair it has no variance.) Measured here, though the paper
 does not say it: at π = π_ref a sampled trace has no bias, by Fisher's identity ∇log π(y|x) =
 E_{r ~ π(r|x,y)} ∇log π(r,y|x), so mixing pays only as far as g_e is nearly right. The honest rival
-are K traces a pair: variance tr Σ_t / K. In a batch of n pairs it falls as 1/n, and the bias stays.
+is K traces a pair: variance tr Σ_t / K. In a batch of n pairs it falls as 1/n, and the bias stays.
 
     python -m siblings.bvpo measure                     the errors at π = π_ref, all traces summed
     python -m siblings.bvpo --alpha 1 --name traced     DPO on sampled traces alone; default α = ½
-    python -m siblings.bvpo measure runs/traced         the errors behind it
+    python -m siblings.bvpo measure runs/traced         the errors at its end
 
 Sources: reviews that quote the theorems; there is no public code, and the paper was not read. The
-minimiser and the rival are derived here. α = ½ is said to be the paper's. It draws its empty-trace
+minimiser and the rival are derived here. α = ½ is said to be the paper's, which draws empty-trace
 pairs from answers without thinking; here both losses see the same (y⁺, y⁻).
 
 DPO's gradient is c (∇log π⁻ − ∇log π⁺) with c = β σ(−βΔ): one pass of the GRPO loss at ρ = 1, with
 the advantages c and −c. The answers of a step's pairs are its "attempts"; their reward, 1 for y⁺,
-trains nothing. What it does not show: that a trace of many words behaves as one of one word does.
+trains nothing. The loop clips the gradient's norm to 1, so α changes little but its direction. What
+it does not show: that a trace of many words behaves as one of one word does.
 The toy: siblings/bvpo_toy.py. Tests: pytest tests/test_bvpo.py
 """
 
@@ -59,6 +60,8 @@ class BvpoConfig(solo.SoloConfig):
     alpha: float = 0.5  # share of the traced gradient
     traces: int = 1  # K: of a pair
     beta: float = 0.5  # β of DPO
+
+    for_training = solo.SoloConfig.for_training | {"alpha", "traces", "beta"}
 
     def check(self, training: bool) -> None:
         """Refuses values that contradict each other, BVPO's own included."""
@@ -106,7 +109,7 @@ def rollouts(run: Run, step: int) -> list[Trajectory]:
 def credit(
     config: BvpoConfig, trajectories: list[Trajectory], step: int
 ) -> dict[str, list[Sample]]:
-    """Σ over tokens, mean over pairs: the loop's mean is one over all tokens."""
+    """DPO's gradient is a mean over pairs. The loop's, with these copies, is one over tokens."""
     samples = toy.samples_of(trajectories)
     pairs = len(samples) // toy.ANSWERS
     for sample in samples:
@@ -132,7 +135,7 @@ METHOD = Method(
 def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
     if arguments[:1] == ["measure"]:
-        return bvpo_errors.main(BvpoConfig, METHOD.name, arguments[1:])
+        return bvpo_errors.main(BvpoConfig, arguments[1:])
     return train.main(
         METHOD,
         arguments,

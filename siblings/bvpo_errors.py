@@ -2,7 +2,7 @@
 
 In bvpo_toy.py a trace is one of four words, so π(y|x) = Σ_r π(r, y|x) can be summed, and so can
 every mean over traces. The formulas stand in bvpo.py. All gradients of a pair are sums over V, the
-gradients ∇log π of its ten samples.
+gradients ∇log π of its ten samples. Traces are drawn from π_ref(r|x,y), as in training.
 
     python -m siblings.bvpo measure [RUN] [--pairs N]
 
@@ -90,10 +90,11 @@ def coefficients(now: Tensor, ref: Tensor, beta: float) -> tuple[Tensor, Tensor,
 
     traced = c(gain[good][:, None] - gain[bad])[..., None] * (rows[bad] - rows[good][:, None])
     p_good, p_bad = now[good].softmax(0), now[bad].softmax(0)  # π(r|x,y)
+    chance = ref[good].softmax(0)[:, None] * ref[bad].softmax(0)
     marginal_gain = [now[side].logsumexp(0) - ref[side].logsumexp(0) for side in (good, bad)]
     marginal = c(marginal_gain[0] - marginal_gain[1]) * (p_bad @ rows[bad] - p_good @ rows[good])
     empty = c(gain[-2] - gain[-1]) * (rows[-1] - rows[-2])
-    return traced, p_good[:, None] * p_bad, empty, marginal
+    return traced, chance, empty, marginal
 
 
 def measure(policy, ref, pairs: list[list[Sample]], beta: float) -> dict[str, Errors]:
@@ -128,7 +129,7 @@ def show(errors: dict[str, Errors]) -> None:
         print(f"  {name:<18}{'   '.join(told)}")
 
 
-def main(options: type, method: str, arguments: list[str]) -> int:
+def main(options: type, arguments: list[str]) -> int:
     """`measure [RUN] [--pairs N]`: prints the errors of a run's end, or of the base model."""
     line = parser(options, __doc__)
     line.add_argument("run", nargs="?")
@@ -136,15 +137,19 @@ def main(options: type, method: str, arguments: list[str]) -> int:
     try:
         given = parse(line, arguments)
         run, count = given.pop("run", None), given.pop("pairs")
-        model, saved = models.find_checkpoint(method, run) if run else (None, {})
-        config = options(**((saved or {}) | given))
         if count < 1:
             raise UserError("--pairs must be at least 1")
+        model, saved = models.find_checkpoint("bvpo", run) if run else (None, {})
+        if run and (saved is None or given.keys() - {"cache"}):
+            raise UserError("measure RUN takes a run of BVPO, --pairs and --cache: the rest is its")
+        config = options(**(saved | given))
+        config.check(training=False)
+        start = config.model if config.model != "toy" else toy.build(config.cache, config.seed)
+        chat = solo.Language(models.load_tokenizer(start))
+        policy, reference = load(model or start), load(start)
     except UserError as error:
         return fail(error)
-    start = toy.build(config.cache, config.seed)
-    chat = solo.Language(models.load_tokenizer(start))
     pairs = [toy.pair("measure", config.seed, i) for i in range(count)]
-    pairs = [toy.samples_of(toy.answers(chat, 0, pair)) for pair in pairs]
-    show(measure(load(model or start), load(start), pairs, config.beta))
+    samples = [toy.samples_of(toy.answers(chat, 0, pair)) for pair in pairs]
+    show(measure(policy, reference, samples, config.beta))
     return 0

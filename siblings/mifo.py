@@ -1,16 +1,16 @@
 """MIFO, a reconstruction: SFT between phases of RL, made so that it forgets little.
 
 arXiv 2510.04454. RL sharpens what a model can do; what it never does right has to be shown. But SFT
-is said to overwrite what RL has learned. Against that MIFO shows only questions that at most
-`threshold` of the rollouts got right, learns only from the share `hard` of the teacher's tokens,
-and keeps the share `frozen_share` of the parameters, which RL has moved most, as they are in SFT:
+is said to overwrite what RL has learned. To forget less, MIFO shows only questions that at most
+`threshold` of the rollouts got right, learns only from the share `hard` of the teacher's tokens of
+highest entropy, and keeps the share `frozen_share` of the parameters, which RL has moved most:
 
     C_i = α C_{i−1} + |θ after RL_i − θ before RL_i|,    F_i = the top `frozen_share` of C_i
     L_SFT = −(1/|M|) Σ_{t ∈ M} log π(y*_t | y*_<t, x),    M = the top `hard` of tokens by entropy
 
 Sources: the abstract, reviews of the submission and a digest. The paper's equations and values were
 not to be had and there is no code: the two lines above are our reading of the words, all numbers
-below are ours. Reviewers miss a measure of forgetting and the control of freezing **as many
+below are ours. Reviewers ask for a measure of forgetting and the control of freezing **as many
 parameters by chance**; both are here. SFT without any of the three is ReLIFT (arXiv 2506.07527).
 
     python -m siblings.mifo                                     RL, SFT, RL, SFT, RL
@@ -18,9 +18,8 @@ parameters by chance**; both are here. SFT without any of the three is ReLIFT (a
     python -m siblings.mifo table runs/mifo runs/random         what each phase did, side by side
 
 Other arms: `--steps 90 --sft_steps 0` (RL only), `--hard 1 --freeze none` (ReLIFT), `--hard 1`,
-`--freeze none`. Up to the first SFT all are equal. A step's "attempts" in SFT are the teacher's
-answers, of reward and advantage 1. What it does not show: how a large model forgets, whose SFT has
-thousands of long solutions; and no arm's rates were tuned. Its questions: mifo_toy.py.
+`--freeze none`. In SFT a step's "attempts" are the teacher's answers, of reward and advantage 1.
+What it does not show: how a large model forgets; and no arm's rates were tuned.
 Tests: pytest tests/test_mifo.py
 """
 
@@ -44,7 +43,6 @@ from plumbing.start import Run
 from rollout import Method, Sample, Trajectory
 from sampler import hashed
 from siblings import mifo_toy, solo
-from siblings.mifo_toy import KINDS, Task
 
 
 @dataclass
@@ -65,26 +63,29 @@ class MifoConfig(solo.SoloConfig):
     frozen_share: float = 0.5  # of the parameters
     history: float = 0.5  # α
 
+    for_training = solo.SoloConfig.for_training | {"sft_lr", "freeze", "frozen_share", "hard"}
+
     def check(self, training: bool) -> None:
         """Refuses values that contradict each other, MIFO's own included."""
         super().check(training)
         self.at_least(1, "rl_steps")
         self.at_least(0, "sft_steps")
-        if not 0 < self.hard <= 1 or self.frozen_share > 1:
-            raise UserError("--hard and --frozen_share are shares: give numbers between 0 and 1")
+        if not 0 < self.hard <= 1 or max(self.frozen_share, self.threshold, self.history) > 1:
+            raise UserError("--hard, --frozen_share, --threshold and --history are at most 1")
 
-    def place(self, step: int) -> tuple[bool, int]:
+    def phase(self, step: int) -> tuple[bool, int]:
         """Whether a step is one of SFT, and its number in its phase."""
         number = step % (self.rl_steps + self.sft_steps)
-        teaching = number >= self.rl_steps
-        return teaching, number - self.rl_steps * teaching
+        if number < self.rl_steps:
+            return False, number
+        return True, number - self.rl_steps
 
 
 @dataclass
 class Phases:
     """What one phase leaves to the next."""
 
-    missed: list[Task] = field(default_factory=list)  # by the last phase of RL
+    missed: list[mifo_toy.Task] = field(default_factory=list)  # by the last phase of RL
     before: Tensor | None = None  # all parameters when this phase began: [P]
     importance: Tensor | float = 0.0  # C: [P]
     frozen: Tensor | None = None  # F, in SFT: [P] bool
@@ -92,7 +93,7 @@ class Phases:
 
 def rollouts(run: Run, step: int, phases: Phases) -> list[Trajectory]:
     """A step's attempts: the model's own in RL, the teacher's in SFT."""
-    teaching, number = run.config.place(step)
+    teaching, number = run.config.phase(step)
     if number == 0:
         begin(run, step, phases, teaching)
     if teaching:
@@ -103,18 +104,18 @@ def rollouts(run: Run, step: int, phases: Phases) -> list[Trajectory]:
 
 
 def begin(run: Run, step: int, phases: Phases, teaching: bool) -> None:
-    """Begins a phase: it has moments of its own, and SFT its rate and what it leaves alone."""
+    """Begins a phase, with fresh moments. For SFT it says what is shown and what stays frozen."""
     if phases.before is None:
         attach(run, phases)
     run.optimizer.state.clear()
     now = values(run.policy)
     if teaching:
         moved = (now - phases.before).abs()
+        phases.missed = solo.of_all_ranks(run, phases.missed)
         phases.importance = run.config.history * phases.importance + moved
         phases.frozen = chosen_to_stay(phases.importance, run.config, hashed(run.config.seed, step))
     else:
-        phases.missed = []
-        phases.frozen = None
+        phases.missed, phases.frozen = [], None
     phases.before = now
 
 
@@ -137,7 +138,7 @@ def attach(run: Run, phases: Phases) -> None:
     run.optimizer.register_step_post_hook(put_back)
 
 
-def missed(played: list[Trajectory], threshold: float) -> list[Task]:
+def missed(played: list[Trajectory], threshold: float) -> list[mifo_toy.Task]:
     """The questions of which at most `threshold` of the attempts were right."""
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in played:
@@ -146,13 +147,15 @@ def missed(played: list[Trajectory], threshold: float) -> list[Task]:
     return [groups[place][0].question for place, share in shares.items() if share <= threshold]
 
 
-def taught(run: Run, number: int, shown: list[Task]) -> list[Trajectory]:
-    """The teacher's answers to the next of `shown`, masked to the hardest tokens."""
-    places = range(run.config.questions if shown else 0)[run.rank :: run.ranks]
+def taught(run: Run, number: int, shown: list[mifo_toy.Task]) -> list[Trajectory]:
+    """This rank's share of the teacher's answers to the next of `shown`.
+
+    They are masked to the hardest tokens of the whole batch, which every rank scores.
+    """
     trajectories = []
-    for place in places:
-        task = shown[(number * run.config.questions + place) % len(shown)]
-        trajectories.append(solo.written(run.chat, task, place, 0, task.solution, 1.0))
+    for index in range(run.config.questions if shown else 0):
+        task = shown[(number * run.config.questions + index) % len(shown)]
+        trajectories.append(solo.written(run.chat, task, index, 0, task.solution, 1.0))
     samples = [sample for trajectory in trajectories for sample in trajectory.samples()]
     if not samples:
         return []
@@ -161,7 +164,7 @@ def taught(run: Run, number: int, shown: list[Task]) -> list[Trajectory]:
     for sample, own, mask in zip(samples, logprobs, hard.split([len(own) for own in logprobs])):
         sample.logprobs[-len(own) :] = own.tolist()
         sample.mask[-len(own) :] = mask.tolist()
-    return trajectories
+    return trajectories[run.rank :: run.ranks]
 
 
 def credit(
@@ -169,15 +172,14 @@ def credit(
 ) -> dict[str, list[Sample]]:
     """GRPO's advantages in RL; in SFT 1, and a mean over all hard tokens."""
     samples = [sample for trajectory in trajectories for sample in trajectory.samples()]
-    teaching, _ = config.place(step)
     mars.set_advantages(config, samples)
     for sample in samples:
-        sample.copies = sum(sample.mask) if teaching else 1
-        sample.advantage = 1.0 if teaching else sample.advantage
+        sample.copies = 1
+        if config.phase(step)[0]:
+            sample.advantage = 1.0
+            # The loop divides by a sample's number of tokens: so each token counts once.
+            sample.copies = sum(sample.mask)
     return {solo.ROLE: samples}
-
-
-# ----------------------------------------------------------------------- what SFT learns and moves
 
 
 def hardest(entropy: Tensor, share: float) -> Tensor:
@@ -188,7 +190,7 @@ def hardest(entropy: Tensor, share: float) -> Tensor:
 
 
 def chosen_to_stay(importance: Tensor, config: MifoConfig, seed: int) -> Tensor:
-    """A mask [P] of ⌈frozen_share · P⌉ parameters, the most moved or any by chance; or of none."""
+    """A mask [P] of ⌈frozen_share · P⌉ parameters by --freeze: most moved, random, or none."""
     mask = torch.zeros(len(importance), dtype=torch.bool, device=importance.device)
     count = math.ceil(config.frozen_share * len(importance))
     if config.freeze == "moved":
@@ -205,12 +207,12 @@ def values(policy: torch.nn.Module) -> Tensor:
 
 
 def table(folders: list[str]) -> None:
-    """Sampled accuracy on held-out questions of both kinds, phase by phase, of some runs."""
-    print(f"{'run':20} {'/'.join(KINDS)} before, and after each phase")
+    """Sampled accuracy on held-out questions of both kinds, in all evaluations of some runs."""
+    print(f"{'run':20} {'/'.join(mifo_toy.KINDS)} before, and at each evaluation")
     for folder in map(Path, folders):
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         found = [json.loads(line).get("eval_accuracy_by_kind") for line in lines]
-        shares = [["{:.2f}".format(f[k][0] / f[k][1]) for k in KINDS] for f in found if f]
+        shares = [["{:.2f}".format(f[k][0] / f[k][1]) for k in mifo_toy.KINDS] for f in found if f]
         print(f"{folder.name:20} {' → '.join(map('/'.join, shares))}")
 
 

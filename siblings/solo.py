@@ -14,11 +14,13 @@ Tests: pytest tests/test_mifo.py tests/test_bvpo.py
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import kernels
 import trainer
 from config import Config, UserError
+from plumbing.start import Run
 from rollout import Completion, Context, Env, Sample, Trajectory, Turn
 from tasks.format import Action, Format
 from tasks.questions import Question
@@ -26,7 +28,10 @@ from tools import Tool
 from toy.language import ToyFormat
 
 ROLE = "solver"
-AT_ONCE = "at once"  # the kind of question to which the answer's mark is given already
+AT_ONCE = "at once"  # the kind of question whose prompt ends in <answer>
+# What a written answer's loss is made for, and what the state between steps can do with.
+FIXED = {"loss_mean": "sample", "temperature": 1.0, "inner_steps": 1, "grader": "em"}
+FIXED |= {"resume": False, "fsdp": False, "lora_rank": 0}
 # train.main needs at least one tool, though nobody calls any.
 NO_TOOL = Tool("none", "argument", "nobody calls it", lambda argument: [])
 
@@ -44,15 +49,14 @@ class SoloConfig(Config):
         return self.context
 
     def check(self, training: bool) -> None:
-        """Refuses what the written answers, or the state between steps, cannot do with."""
+        """Refuses what the written answers, or the state between steps, cannot work with."""
         super().check(training)
+        self.at_least(1, "answer_tokens")
         if self.data != "toy":
             raise UserError("written answers are known for the toy's questions: leave --data out")
-        if training and (self.resume or self.fsdp or self.lora_rank):
-            raise UserError(
-                "this method keeps whole parameters in memory from step to step: leave out "
-                "--resume, --fsdp and --lora_rank"
-            )
+        for name, value in FIXED.items() if training else ():
+            if getattr(self, name) != value:
+                raise UserError(f"--{name} is not for this method: its loss is made for {value}")
 
 
 class Language(ToyFormat):
@@ -83,10 +87,10 @@ async def episode(env: Env, trajectory: Trajectory) -> None:
     async with Context(env, trajectory, ROLE) as solver:
         given = prompt_of(env.chat, trajectory.question)
         completion = await solver.write(given, env.config.answer_tokens, 0)
-    conclude(solver, env.chat, completion.tokens)
+    note_answer(solver, env.chat, completion.tokens)
 
 
-def conclude(solver: Context, chat: Format, tokens: list[int]) -> None:
+def note_answer(solver: Context, chat: Format, tokens: list[int]) -> None:
     """Notes what was said as the context's turn and the trajectory's answer."""
     action = chat.parse(tokens)
     problem = action.error and f"malformed: {action.error}"
@@ -98,15 +102,27 @@ def conclude(solver: Context, chat: Format, tokens: list[int]) -> None:
 def written(
     chat: Format, question: Question, place: int, attempt: int, said: str, reward: float
 ) -> Trajectory:
-    """A trajectory in which the role says `said`, words of the tokenizer."""
+    """A trajectory in which the role says `said`, words of the tokenizer.
+
+    Its log-probs are 0: the caller puts those of `score` in their place.
+    """
     trajectory = Trajectory(question, place, attempt, reward=reward)
     solver = Context(None, trajectory, ROLE)
     tokens = chat.tokenizer.convert_tokens_to_ids(said.split())
     solver.sample.append_given(prompt_of(chat, question))
     solver.sample.append_sampled(Completion(tokens, [0.0] * len(tokens), "stop"))
     solver.sample.reward = reward
-    conclude(solver, chat, tokens)
+    note_answer(solver, chat, tokens)
     return trajectory
+
+
+def of_all_ranks(run: Run, questions: list[Question]) -> list[Question]:
+    """All ranks' questions in the order of the stream, which is the order of one process."""
+    if run.ranks == 1:
+        return questions
+    parts = [None] * run.ranks
+    dist.all_gather_object(parts, questions)
+    return sorted(sum(parts, []), key=lambda question: int(question.id.rpartition("-")[2]))
 
 
 @torch.no_grad()

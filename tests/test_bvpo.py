@@ -224,7 +224,9 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
         assert json.loads(line)["mismatch_kl"] < 1e-8, "rho is 1"
     report = (folder / "report.md").read_text()
     assert "greedy, thinking" in report and "greedy, at once" in report
-    assert bvpo.main(["measure", str(folder), "--pairs", "1", *runs]) == 0
+    assert bvpo.main(["measure", str(folder), "--pairs", "1", *runs[:2]]) == 0
     assert capsys.readouterr().out.count("K = 4: ") == 2
     for bad in (["--beta", "0"], ["--alpha", "1.1"], ["measure", "--pairs", "0"]):
         assert bvpo.main([*bad, *runs]) == 2
+    for bad in (["--beta", "0"], [str(folder), "--seed", "1"], [str(tmp_path / "nothing")]):
+        assert bvpo.main(["measure", *bad]) == 2

@@ -72,6 +72,16 @@ def test_sft_is_the_mean_log_likelihood_of_the_hard_tokens(run):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
 
 
+def test_ranks_share_the_batch_of_one_process(run):
+    run.config.questions = 5
+    whole = mifo.taught(run, 1, TASKS)
+    run.ranks = 2
+    for run.rank in (0, 1):
+        own = mifo.taught(run, 1, TASKS)
+        assert [one.samples() for one in own] == [one.samples() for one in whole[run.rank :: 2]]
+    assert mifo.taught(run, 1, []) == []
+
+
 def test_the_hardest_tokens():
     entropy = torch.tensor([0.1, 3.0, 0.2, 2.0, 0.0])
     assert mifo.hardest(entropy, 0.4).tolist() == [False, True, False, True, False]
@@ -194,7 +204,11 @@ def test_a_run_leaves_its_folder_and_arms_are_equal_up_to_sft(played, capsys):
     assert capsys.readouterr().out.count("→") == 2 * 2
 
 
-@pytest.mark.parametrize("line", ["--resume --name x", "--data nq", "--hard 0", "table nowhere"])
+REFUSED = ["--resume --name x", "--data nq", "--hard 0", "--threshold 7", "--answer_tokens 0"]
+REFUSED += ["--loss_mean token", "--temperature 2", "--inner_steps 2", "--lora_rank 1"]
+
+
+@pytest.mark.parametrize("line", [*REFUSED, "table nowhere"])
 def test_what_it_cannot_do_is_one_sentence(line, capsys, tmp_path):
     runs = [] if line.startswith("table") else ["--runs", str(tmp_path)]
     assert mifo.main([*line.split(), *runs]) == 2
