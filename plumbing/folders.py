@@ -115,6 +115,8 @@ def append_lines(path: Path, records: list[dict]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8", errors="replace") as file:
             file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())  # a state that counts on these lines is on the disk as well
     except OSError as error:
         raise UserError(
             f"cannot write {path} ({reason(error)}): make room or choose another --runs, then "

@@ -286,7 +286,10 @@ class Sampler:
             unread.ready.synchronize()
         tokens, logprobs = unread.result.tolist()
         if math.isnan(sum(logprobs)):
-            raise FloatingPointError("the sampler met NaN among the model's logits")
+            raise FloatingPointError(
+                "the sampler met NaN among the model's logits: its weights are damaged, or an "
+                "update threw them far; go on from an earlier state with a lower --lr"
+            )
         self.scheduler.collect(unread.decode, [int(token) for token in tokens], logprobs)
 
     # ---- all at once, for benches and tests

@@ -226,7 +226,7 @@ def test_ctrl_c_ends_a_run_with_advice(base, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("where", ["a full disk", "a pipe that nobody reads on"])
-def test_an_output_that_takes_no_more_ends_a_run_with_advice(base, tmp_path, where):
+def test_an_output_that_takes_no_more_ends_a_run_in_a_sentence(base, tmp_path, where):
     line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
     command = [sys.executable, "mars.py", *map(str, line), "--eval_questions", "1"]
     with open("/dev/full", "w") as full:
@@ -240,7 +240,7 @@ def test_an_output_that_takes_no_more_ends_a_run_with_advice(base, tmp_path, whe
     said = child.stderr.read()
     child.stderr.close()
     assert child.wait() == 2 and said.count("\n") == 1, said
-    assert "cannot be written" in said and "--resume" in said
+    assert "cannot be written" in said and "--resume" not in said, "it has not begun"
 
 
 # --------------------------------------------------------------------------------------------- arms

@@ -3,8 +3,10 @@
 One process imports what takes long and then forks: eight ranks cost little more than one.
 """
 
+import contextlib
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +29,12 @@ def launch(script, *arguments, world: int = 2) -> int:
         "MASTER_PORT": str(port),
     }
     command = [sys.executable, __file__, str(world), script, *map(str, arguments)]
-    return subprocess.run(command, env=environment, timeout=300).returncode
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        return process.wait(600)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # of ranks that hang none stays
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def fork(world: int, command: list[str]) -> int:
