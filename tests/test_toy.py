@@ -280,12 +280,6 @@ def folder(cache):
     return base_model.build(cache, **TINY)
 
 
-@pytest.fixture
-def untrained(monkeypatch):
-    """Builds that skip the training."""
-    monkeypatch.setattr(base_model, "train", lambda *arguments, **options: None)
-
-
 def test_the_folder_loads_with_transformers(folder, form):
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -323,7 +317,8 @@ def test_an_interrupted_build_leaves_nothing_and_a_bad_cache_is_one_sentence(tmp
 
 
 @pytest.mark.parametrize("limit", [10, 40_000], ids=["config", "weights"])
-def test_a_disk_that_takes_no_more_is_one_sentence(tmp_path, untrained, limit):
+def test_a_disk_that_takes_no_more_is_one_sentence(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(base_model, "train", lambda *arguments, **options: None)
     said = "cannot be written .*File too large.*: make room"
     with files_no_longer_than(limit), pytest.raises(UserError, match=said):
         base_model.build(tmp_path, **TINY)
