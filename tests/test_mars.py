@@ -567,7 +567,10 @@ AWAY = {
         *("tool calls", "eval_tool_error_share", "tool_error_share"),
     ),
     # Else it would train on nothing, and failures would look like wrong answers.
-    "a judge": (outside.grading, "grader", away, "judgements", "judge_failures", "empty_share"),
+    "a judge": (
+        *(outside.grading, "grader", away),
+        *("judgements", "judge_failures eval_judge_failures", "empty_share"),
+    ),
 }
 
 
@@ -579,9 +582,12 @@ def test_a_service_that_is_away_stops_the_run_with_its_state_whole(
     monkeypatch.setattr(place, attribute, instead)
     line = ["--model", base, "--runs", copied, "--name", "whole", "--steps", 6, *SMALL]
     assert run(*line, "--resume") == 2
-    assert f"of the {what} of step 4 failed" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert f"of the {what} of step 4 failed" in said.err
+    assert ("could not be judged" in said.out) == (name == "a judge")
     told = metrics(copied / "whole")[-1]
-    assert told["step"] == 4 and told[failed] > 0.5 > told[fine]
+    assert told["step"] == 4 and told[fine] < 0.5
+    assert all(told[key] > 0.5 for key in failed.split())
     assert trainer.newest(copied / "whole")[0] == 4
 
 
