@@ -39,6 +39,7 @@ from config import Config, UserError, fail
 from rollout import Context, Env, Method, Sample, Trajectory, Turn
 from siblings import hanabi_toy
 from siblings.hanabi_game import BEST, CARDS, SEATS, SLOTS, Game, deal, deck
+from siblings.solo import NO_TOOL
 from tasks.questions import Question
 from tools import Tool
 
@@ -151,9 +152,8 @@ def own_metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]
     """Mean score, and how often both read-outs are right."""
     part = Counter()
     whole = Counter()
-    for trajectory in trajectories:
-        if trajectory.reward is None:
-            continue  # no server answered
+    played = [one for one in trajectories if one.reward is not None]  # the servers answered
+    for trajectory in played:
         part["score"] += float(trajectory.answer)
         whole["score"] += 1
         for context in trajectory.contexts[len(SEATS) :]:
@@ -207,8 +207,6 @@ def fits(config: HanabiConfig, chat, question: Question) -> None:
     if sorted(question.text.split()) != sorted(CARDS):
         raise UserError(f"a question of Hanabi is a deck in some order: {' '.join(CARDS)}")
 
-
-NO_TOOL = Tool("none", "argument", "nobody calls it", lambda argument: [])
 
 METHOD = Method(
     name="hanabi",

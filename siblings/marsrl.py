@@ -52,6 +52,7 @@ from plumbing import outside
 from plumbing.start import Run
 from rollout import Context, Env, Method, Sample, Trajectory, Turn
 from siblings import marsrl_toy
+from siblings.solo import NO_TOOL
 from tasks.chat import Template, Words
 from tasks.format import Action, Format
 from tasks.questions import Question
@@ -423,9 +424,6 @@ def questions(config: MarsrlConfig, tools: list[str], training: bool) -> tuple:
     held_out = [marsrl_toy.question("eval", config.seed, i) for i in numbers]
     return lambda i: marsrl_toy.question("train", config.seed, i), held_out
 
-
-# train.main needs at least one tool, though no agent calls any.
-NO_TOOL = Tool("none", "argument", "nobody calls it", lambda argument: [])
 
 METHOD = Method(
     name="marsrl",

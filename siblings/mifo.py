@@ -20,7 +20,7 @@ parameters by chance**; both are here. SFT without any of the three is ReLIFT (a
 Other arms: `--steps 90 --sft_steps 0` (RL only), `--hard 1 --freeze none` (ReLIFT), `--hard 1`,
 `--freeze none`. Up to the first SFT all are equal. A step's "attempts" in SFT are the teacher's
 answers, of reward and advantage 1. What it does not show: how a large model forgets, whose SFT has
-thousands of long solutions; and no arm's rates were tuned. The questions: siblings/mifo_toy.py.
+thousands of long solutions; and no arm's rates were tuned. Its questions: mifo_toy.py.
 Tests: pytest tests/test_mifo.py
 """
 
@@ -40,7 +40,6 @@ import mars
 import train
 import trainer
 from config import UserError, fail
-from plumbing.folders import read_json
 from plumbing.start import Run
 from rollout import Method, Sample, Trajectory
 from sampler import hashed
@@ -91,16 +90,13 @@ class Phases:
     frozen: Tensor | None = None  # F, in SFT: [P] bool
 
 
-# -------------------------------------------------------------------------------------- the phases
-
-
 def rollouts(run: Run, step: int, phases: Phases) -> list[Trajectory]:
     """A step's attempts: the model's own in RL, the teacher's in SFT."""
     teaching, number = run.config.place(step)
     if number == 0:
         begin(run, step, phases, teaching)
     if teaching:
-        return taught(run, number, phases.missed) if phases.missed else []
+        return taught(run, number, phases.missed)
     played = train.attempts(run, step)
     phases.missed += missed(played, run.config.threshold)
     return played
@@ -152,11 +148,14 @@ def missed(played: list[Trajectory], threshold: float) -> list[Task]:
 
 def taught(run: Run, number: int, shown: list[Task]) -> list[Trajectory]:
     """The teacher's answers to the next of `shown`, masked to the hardest tokens."""
+    places = range(run.config.questions if shown else 0)[run.rank :: run.ranks]
     trajectories = []
-    for place in range(run.config.questions)[run.rank :: run.ranks]:
+    for place in places:
         task = shown[(number * run.config.questions + place) % len(shown)]
         trajectories.append(solo.written(run.chat, task, place, 0, task.solution, 1.0))
     samples = [sample for trajectory in trajectories for sample in trajectory.samples()]
+    if not samples:
+        return []
     logprobs, entropies = solo.score(trainer.unwrap(run.policy), samples)
     hard = hardest(torch.cat(entropies), run.config.hard)
     for sample, own, mask in zip(samples, logprobs, hard.split([len(own) for own in logprobs])):
@@ -208,12 +207,11 @@ def values(policy: torch.nn.Module) -> Tensor:
 def table(folders: list[str]) -> None:
     """Sampled accuracy on held-out questions of both kinds, phase by phase, of some runs."""
     print(f"{'run':20} {'/'.join(KINDS)} before, and after each phase")
-    for folder in folders:
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    for folder in map(Path, folders):
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
         found = [json.loads(line).get("eval_accuracy_by_kind") for line in lines]
-        shares = [[right / asked for right, asked in map(f.get, KINDS)] for f in found if f]
-        name = read_json(Path(folder) / "config.json")["name"]
-        print(f"{name:20} {' → '.join('/'.join(f'{x:.2f}' for x in row) for row in shares)}")
+        shares = [["{:.2f}".format(f[k][0] / f[k][1]) for k in KINDS] for f in found if f]
+        print(f"{folder.name:20} {' → '.join(map('/'.join, shares))}")
 
 
 METHOD = Method(
@@ -233,7 +231,7 @@ def main(arguments: list[str]) -> int:
         try:
             table(arguments[1:])
         except (OSError, ValueError, KeyError) as error:
-            return fail(UserError(f"name folders of runs of MIFO ({error})"))
+            return fail(f"name folders of runs of MIFO ({error})")
         return 0
     return train.main(
         replace(METHOD, rollouts=functools.partial(rollouts, phases=Phases())),

@@ -45,8 +45,7 @@ from toy import base_model, language
 
 EXPERTS = 8
 LAYERS = 4
-MIDDLE = (1, 2)
-OUTER = (0, 3)
+MIDDLE, OUTER = (1, 2), (0, 3)
 WEAK_SHARE = 0.1  # of the training data is in the second language
 
 
@@ -228,10 +227,10 @@ def study(model, config: RoutingConfig) -> dict:
 def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
     config = RoutingConfig(**parse(parser(RoutingConfig, __doc__), arguments))
-    if config.pages < 1 or config.steps < 1:
-        return fail("--pages and --steps must be at least 1")
     folder = Path(config.runs) / config.name
     try:
+        if config.pages < 1 or config.steps < 1:
+            raise UserError("--pages and --steps must be at least 1")
         folders.make(folder)
     except UserError as error:
         return fail(error)
@@ -242,9 +241,7 @@ def main(arguments: list[str]) -> int:
     train(model, config)
     found["trained"] = study(model, config)
     for when, numbers in found.items():
-        print(when)
-        for name, value in numbers.items():
-            print(f"  {name:<24}{value}")
+        print(when, *(f"{name:<24}{value}" for name, value in numbers.items()), sep="\n  ")
     print("written to", folders.write_json(folder / f"seed-{config.seed}.json", found))
     return 0
 
