@@ -24,12 +24,7 @@ from helpers.chat import (
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    models,
-    normalizers,
-)
+from tokenizers import AddedToken, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 import mars
@@ -155,17 +150,18 @@ def test_ids_are_those_of_the_whole_text(kind):
     assert context == format.tokenizer.encode(whole, add_special_tokens=False)
 
 
-@pytest.mark.parametrize("why", HOSTILE)
-def test_a_template_that_rewrites_or_loses_something_is_refused(why):
-    with pytest.raises(UserError, match="template"):
-        chat_format(tokenizer(HOSTILE[why]))
-
-
-def test_a_tokenizer_that_loses_text_is_refused():
+def refused_tokenizers():
     words = Tokenizer(models.WordLevel({"<unk>": 0, "two": 1}, unk_token="<unk>"))
     lossy = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=QWEN25, unk_token="<unk>")
-    with pytest.raises(UserError, match="byte-level"):
-        chat_format(lossy)
+    yield pytest.param(lossy, "byte-level", id="loses text")
+    for why, template in HOSTILE.items():
+        yield pytest.param(tokenizer(template), "template", id=why)
+
+
+@pytest.mark.parametrize("given, says", list(refused_tokenizers()))
+def test_what_rewrites_or_loses_something_is_refused(given, says):
+    with pytest.raises(UserError, match=says):
+        chat_format(given)
 
 
 def test_thinking_switch_reaches_the_step():
@@ -184,17 +180,13 @@ def test_thinking_switch_reaches_the_step():
 def test_observation_joins_notes_and_demands():
     format = formats("qwen2.5")
     one, two = format.encode("first"), format.encode("second")
-    text = format.text(format.observation([one, two]))
-    assert text == (
-        "\n<|im_start|>user\n<tool_response>\nfirst\n\nsecond\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    final = format.text(format.observation([one], final=True))
-    assert f"first\n\n{mars.FINAL}\n</tool_response>" in final and mars.FINAL not in text
-    assert format.message(" too long ") == format.encode("too long")
-    assert mars.NO_NOTE in format.text(format.observation([[], []]))
-    assert format.observation([[]], final=True) == format.observation([format.message(mars.FINAL)])
-    assert format.text(format.observation([[], one])) == format.text(format.observation([one]))
+
+    def said(notes, final=False):
+        return format.text(format.observation(notes, final=final))
+
+    assert said([one, [], two]) == said([format.encode("first\n\nsecond")])
+    assert mars.NO_NOTE in said([[], []])
+    assert said([[]], final=True) == said([format.message(f" {mars.FINAL} ")], final=False)
 
 
 def test_system1_prompt_holds_the_chunks_ids_unchanged():

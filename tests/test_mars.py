@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.chat import QWEN3, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import mars
@@ -161,18 +162,6 @@ def test_a_notebook_may_call_the_program(monkeypatch, capsys):
     assert "runs/never" in capsys.readouterr().err
 
 
-def test_resume_gives_the_numbers_of_an_uninterrupted_run(trained, base, tmp_path):
-    options = ["--model", base, "--runs", tmp_path, "--name", "halves", *SMALL]
-    assert run(*options, "--steps", 2, grade=half) == 0
-    assert run(*options, "--steps", 4, "--resume", grade=half) == 0
-    whole, halves = metrics(trained / "whole"), metrics(tmp_path / "halves")
-    assert whole[2:] == halves[2:]
-    # Step 1 was the first half's last, so it carries an end result.
-    assert whole[1] == {key: value for key, value in halves[1].items() if "eval_" not in key}
-    assert same_weights(trained / "whole/checkpoint", tmp_path / "halves/checkpoint")
-    assert not same_weights(trained / "whole/checkpoint", base), "something was learned"
-
-
 def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained, base, tmp_path):
     """Kills a run whenever it has just written something; the end is the uninterrupted one."""
     folder = tmp_path / "killed"
@@ -194,6 +183,8 @@ def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained
             assert torch.load(state / "optimizer.pt") and weights(state / "model")
     assert run(*options, "--resume", grade=half) == 0
     assert metrics(folder) == metrics(trained / "whole")
+    assert same_weights(folder / "checkpoint", trained / "whole" / "checkpoint")
+    assert not same_weights(folder / "checkpoint", base), "something was learned"
 
 
 def test_two_ranks_walk_the_same_path(trained, base, tmp_path):
@@ -210,15 +201,6 @@ def test_two_ranks_walk_the_same_path(trained, base, tmp_path):
     assert one["eval_greedy_by_kind"] == two["eval_greedy_by_kind_before"]
     records = records_of(tmp_path / "ranks", 0)
     assert sum(r["split"] == "train" for r in records) == 16, "rank 0 writes for all"
-
-
-def test_of_two_starts_with_one_name_one_is_refused(base, tmp_path):
-    options = ["--model", base, "--runs", tmp_path, "--name", "same", "--steps", 1, *SMALL]
-    children = [process(*options) for _ in range(2)]
-    ends = sorted((child.communicate(timeout=300)[1], child.returncode) for child in children)
-    assert sorted(code for _, code in ends) == [0, 2], ends
-    assert any("exists" in said for said, code in ends if code)
-    assert len(metrics(tmp_path / "same")) == 1
 
 
 def test_a_run_without_a_name_takes_the_first_that_is_free(base, tmp_path):
@@ -258,7 +240,8 @@ def test_an_output_that_takes_no_more_ends_a_run_in_a_sentence(base, tmp_path, w
     said = child.stderr.read()
     child.stderr.close()
     assert child.wait() == 2 and said.count("\n") == 1, said
-    assert "cannot be written" in said and "--resume" not in said, "it has not begun"
+    begun = (tmp_path / "x" / "config.json").exists()
+    assert "cannot be written" in said and ("--resume" in said) == begun
 
 
 # --------------------------------------------------------------------------------------------- arms
@@ -297,6 +280,9 @@ def test_arms(base, tmp_path, arm):
 
 # ---------------------------------------------------------------------------- what cannot start
 
+PAPER = ["SERPER_API_KEY", "MARS_JUDGE_URL", "--data", "(1)"]
+if not torch.cuda.is_available():
+    PAPER.append("GPU")
 BAD = {
     "runs in a file": (["--runs", "file/below"], "file"),
     "runs in a file, without a name": (["--runs", "file"], "file"),
@@ -316,6 +302,8 @@ BAD = {
     "shards of one process": (["--fsdp"], "torchrun"),
     "no key": (["--data", "some.jsonl", "--search", "serper"], "SERPER_API_KEY"),
     "no judge": (["--data", "some.jsonl", "--grader", "judge"], "MARS_JUDGE_URL"),
+    "all that is missing at once": (["--preset", "paper", "--tools", "search,scholar"], *PAPER),
+    "one of many processes without torchrun": (["--steps", "1"], "torchrun"),
 }
 
 
@@ -323,11 +311,16 @@ BAD = {
 def test_bad_input_is_one_sentence_exit_2_and_nothing_written(
     base, tmp_path, monkeypatch, capsys, name
 ):
-    arguments, word = BAD[name]
+    arguments, *words = BAD[name]
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.chdir(tmp_path)
-    for variable in ("SERPER_API_KEY", "MARS_JUDGE_URL"):
+    for variable in (
+        *("SERPER_API_KEY", "JINA_API_KEY", "MARS_JUDGE_URL", "MARS_JUDGE_MODEL"),
+        *("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    ):
         monkeypatch.delenv(variable, raising=False)
+    if name.startswith("one of many processes"):
+        monkeypatch.setenv("WORLD_SIZE", "2")  # some clusters set it for every job
     (tmp_path / "file").write_text("")
     lines = [json.dumps({"question": f"who is {i} ?", "answer": str(i)}) for i in range(40)]
     (tmp_path / "some.jsonl").write_text("\n".join(lines))
@@ -336,41 +329,18 @@ def test_bad_input_is_one_sentence_exit_2_and_nothing_written(
         arguments = ["--model", str(base), "--steps", "1", "--eval_questions", "2", *arguments]
     assert run(*arguments) == 2
     said = capsys.readouterr().err.strip()
-    assert len(said.splitlines()) == 1 and word in said and len(said) < 1000
+    assert len(said.splitlines()) == 1 and len(said) < 1000
+    assert all(word in said for word in words)
     assert sorted(p for p in tmp_path.rglob("*") if ".cache" not in p.parts) == before
 
 
-def test_one_of_many_processes_without_torchrun_is_one_sentence(base, monkeypatch, capsys):
-    """Some clusters set WORLD_SIZE for every job."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    assert run("--model", base, "--steps", "1") == 2
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1 and "torchrun" in said
-
-
-def test_all_that_is_missing_is_told_at_once_and_before_any_work(
-    base, tmp_path, monkeypatch, capsys
-):
-    """Key, judge, questions, GPUs: one list, nothing written."""
-    for name in ("SERPER_API_KEY", "JINA_API_KEY", "MARS_JUDGE_URL", "MARS_JUDGE_MODEL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    assert run("--preset", "paper", "--model", base, "--tools", "search,scholar") == 2
-    said = capsys.readouterr().err
-    missing = ["SERPER_API_KEY", "MARS_JUDGE_URL", "--data"]
-    if not torch.cuda.is_available():
-        missing.append("GPU")
-    assert all(word in said for word in missing)
-    assert "(1)" in said and len(said.splitlines()) == 1
-    assert not [path for path in tmp_path.iterdir() if path.name != ".cache"]
-
-
-def test_resume_refuses_what_is_not_the_same_run(copied, base, capsys):
+def test_resume_refuses_what_is_not_the_same_run(copied, base, monkeypatch, capsys):
     options = ["--model", base, "--runs", copied, "--name", "whole", *SMALL]
     folder = copied / "whole"
     before = (folder / "metrics.jsonl").read_bytes()
+
+    def kept(path, **options):
+        raise PermissionError(13, "Permission denied")
 
     def refused(word: str, *more) -> None:
         assert run(*options, *more) == 2
@@ -380,6 +350,9 @@ def test_resume_refuses_what_is_not_the_same_run(copied, base, capsys):
     refused("add --resume", "--steps", 5)
     refused("lr (0.0005 -> 0.5)", "--steps", 5, "--resume", "--lr", 0.5)
     refused("has done 4 steps", "--steps", 3, "--resume")
+    with monkeypatch.context() as patch:  # rollouts of steps that are done again must go first
+        patch.setattr(Path, "unlink", kept)
+        refused("cannot remove", "--steps", 5, "--resume")
     held = folders.lock(folder)
     refused("another process", "--steps", 5, "--resume")
     held.close()
@@ -391,18 +364,6 @@ def test_resume_refuses_what_is_not_the_same_run(copied, base, capsys):
     refused("no whole state", "--steps", 5, "--resume")
     (folder / "config.json").write_text("[1]")
     refused("config.json", "--steps", 5, "--resume")
-
-
-def test_a_folder_that_gives_nothing_up_is_not_resumed(copied, base, monkeypatch, capsys):
-    """Rollouts of steps that are done again must go first."""
-
-    def kept(path, **options):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "unlink", kept)
-    options = ["--model", base, "--runs", copied, "--name", "whole", "--steps", 5, *SMALL]
-    assert run(*options, "--resume", grade=half) == 2
-    assert "cannot remove" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", [0, 2], ids=["whole", "adapters"])
@@ -532,18 +493,21 @@ def test_ones_own_questions_and_documents(base, tmp_path, monkeypatch, capsys):
     refused()
 
 
-def test_a_chat_model_trains_answers_and_is_evaluated(tmp_path, monkeypatch, capsys):
-    """Random weights: every step is malformed, and nothing breaks."""
-    from test_chat import QWEN3, tokenizer
-
-    monkeypatch.chdir(tmp_path)
-    words = tokenizer(QWEN3)
+def save_chat_model(folder, words, size: int) -> None:
+    """A random model of so many tokens, and a tokenizer beside it."""
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(words)}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": size}
     config = Qwen3Config(**shape, max_position_embeddings=8192)
-    Qwen3ForCausalLM(config).save_pretrained("chat")
-    words.save_pretrained("chat")
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    words.save_pretrained(folder)
+
+
+def test_a_chat_model_trains_answers_and_is_evaluated(tmp_path, monkeypatch, capsys):
+    """Random weights: every step is malformed, and nothing breaks."""
+    monkeypatch.chdir(tmp_path)
+    words = tokenizer(QWEN3)
+    save_chat_model("chat", words, len(words))
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.md").write_text("Ada Baker was born in 1968.")
     lines = [json.dumps({"question": f"Who is {i}?", "answer": "Ada"}) for i in range(12)]
@@ -566,17 +530,13 @@ def test_a_chat_model_trains_answers_and_is_evaluated(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize("damage", ["chat template", "belong together"])
 def test_a_model_that_cannot_be_spoken_to_is_refused(base, tmp_path, capsys, damage):
     """No chat template and not the toy's language; a tokenizer that is larger than its model."""
-    from test_chat import QWEN3, tokenizer
-
     words = tokenizer(QWEN3)
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
-    size = 50 if damage == "belong together" else len(words)
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": size}
-    Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(tmp_path / "model")
     words.chat_template = None
+    size = len(words)
     if damage == "belong together":
         words = AutoTokenizer.from_pretrained(base)
-    words.save_pretrained(tmp_path / "model")
+        size = 50
+    save_chat_model(tmp_path / "model", words, size)
     out = tmp_path / "out"
     asked = ["--data", "toy", "--eval_questions", 2, "--runs", out]
     assert run("eval", tmp_path / "model", *asked) == 2
@@ -586,60 +546,57 @@ def test_a_model_that_cannot_be_spoken_to_is_refused(base, tmp_path, capsys, dam
 # ------------------------------------------------------------------------- what ends a run early
 
 
-def broken(query):
+def broken(*given):
     raise ToolError("no route to the service")
 
 
-def test_too_many_failing_tools_stop_the_run_with_its_state_whole(
-    base, tmp_path, monkeypatch, capsys
+def away(*given):
+    return broken
+
+
+def away_in_evaluation(config, split, name, real=outside.make_call):
+    return real(config, split, name) if split == "train" else broken
+
+
+# What is put in place of what, what is said, what failed by metrics.jsonl and what did not.
+AWAY = {
+    "tools": (outside.search, "local", away, "tool calls", "tool_error_share", "empty_share"),
+    # Else an expired key would look like a low held-out accuracy.
+    "tools of the evaluation": (
+        *(outside, "make_call", away_in_evaluation),
+        *("tool calls", "eval_tool_error_share", "tool_error_share"),
+    ),
+    # Else it would train on nothing, and failures would look like wrong answers.
+    "a judge": (
+        *(outside.grading, "grader", away),
+        *("judgements", "judge_failures eval_judge_failures", "empty_share"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AWAY)
+def test_a_service_that_is_away_stops_the_run_with_its_state_whole(
+    copied, base, monkeypatch, capsys, name
 ):
-    line = ["--model", base, "--runs", tmp_path, "--name", "x", *SMALL, "--eval_every", 1]
-    assert run(*line, "--steps", 1) == 0
-    monkeypatch.setattr(outside.search, "local", lambda *given: broken)
-    assert run(*line, "--steps", 3, "--resume") == 2
-    assert "of the tool calls of step 1 failed" in capsys.readouterr().err
-    told = metrics(tmp_path / "x")[1]
-    assert told["tool_error_share"] > 0.5 and told["empty_share"] == 0
-    assert trainer.newest(tmp_path / "x")[0] == 1
-
-
-def test_tools_that_fail_in_the_evaluation_stop_the_run_too(base, tmp_path, monkeypatch, capsys):
-    """Else an expired key would look like a low held-out accuracy."""
-    real = outside.make_call
-
-    def make_call(config, split, name):
-        return real(config, split, name) if split == "train" else broken
-
-    monkeypatch.setattr(outside, "make_call", make_call)
-    assert run("--model", base, "--runs", tmp_path, "--name", "x", "--steps", 2, *SMALL) == 2
-    assert "of the tool calls of step 0 failed" in capsys.readouterr().err
-    (line,) = metrics(tmp_path / "x")
-    assert line["eval_tool_error_share"] > 0.5 > line["tool_error_share"]
-
-
-def test_a_judge_that_is_away_stops_the_run(base, tmp_path, monkeypatch, capsys):
-    """Else it would train on nothing, and its failures would look like wrong answers."""
-
-    def away(question, answer):
-        raise ToolError("nobody answers")
-
-    monkeypatch.setattr(outside.grading, "grader", lambda name: away)
-    assert run("--model", base, "--runs", tmp_path, "--name", "x", "--steps", 2, *SMALL) == 2
+    place, attribute, instead, what, failed, fine = AWAY[name]
+    monkeypatch.setattr(place, attribute, instead)
+    line = ["--model", base, "--runs", copied, "--name", "whole", "--steps", 6, *SMALL]
+    assert run(*line, "--resume") == 2
     said = capsys.readouterr()
-    assert "of the judgements of step 0 failed" in said.err and "could not be judged" in said.out
-    (line,) = metrics(tmp_path / "x")
-    assert line["judge_failures"] > 0 and line["eval_judge_failures"] > 0
+    assert f"of the {what} of step 4 failed" in said.err
+    assert ("could not be judged" in said.out) == (name == "a judge")
+    told = metrics(copied / "whole")[-1]
+    assert told["step"] == 4 and told[fine] < 0.5
+    assert all(told[key] > 0.5 for key in failed.split())
+    assert trainer.newest(copied / "whole")[0] == 4
 
 
 def test_steps_without_a_finite_gradient_are_skipped_and_three_stop_the_run(
     base, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(
-        outside.grading, "grader", lambda name: lambda question, answer: float(len(answer) % 2)
-    )
     monkeypatch.setattr(trainer, "gradient_norm", lambda policy, limit: float("nan"))
     line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 5, *SMALL]
-    assert run(*line, "--eval_every", 1) == 2
+    assert run(*line, "--eval_every", 1, grade=half) == 2
     said = capsys.readouterr()
     assert [line["skipped_steps"] for line in metrics(tmp_path / "x")] == [1, 1]
     assert said.out.count("step skipped") == 3 and "three steps in a row" in said.err

@@ -39,9 +39,7 @@ DOCUMENTS = " ".join(f"<doc> {page.text}" for page in PAGES)
 # -------------------------------------------------------------------------------------- the episode
 
 
-def play(
-    planner: list[str], worker: list[str], search=lambda query: PAGES, asked=QUESTION, **options
-):
+def play(planner: list[str], worker: list[str], search=lambda query: PAGES, **options):
     """One scripted episode: the trajectory, and the script. Each role says its texts in turn."""
     left = {"planner": list(planner), "worker": list(worker)}
 
@@ -58,7 +56,7 @@ def play(
     driver = Driver([script], deterministic=True)
     samplers = {"planner": script, "worker": script}
     env = Env(driver, samplers, FORMAT, tools, grade, config, step=0)
-    (trajectory,) = driver.run([env.play(matpo.METHOD, asked, 0, 0)])
+    (trajectory,) = driver.run([env.play(matpo.METHOD, QUESTION, 0, 0)])
     assert script.opened == 0, "every context gives its pages back"
     assert not any(left.values()), f"not said: {left}"
     return trajectory, script
@@ -108,16 +106,9 @@ def test_the_planner_sees_summaries_only_and_nothing_of_a_worker_is_its_own():
     assert len(set(script.seeds)) == len(script.seeds) == 9, "every draw has a name of its own"
 
 
-@pytest.mark.parametrize("recap", [True, False])
-def test_a_worker_is_told_the_question_iff_recap(recap):
-    trajectory, _ = play(PLANNER, WORKERS, sys2_context=256, recap=recap)
-    for worker in trajectory.samples("worker"):
-        assert (QUESTION.text in text(worker, False)) == recap
-
-
-def test_without_a_summary_the_last_message_goes_up_as_it_stands():
+def test_without_a_summary_the_last_message_goes_up_and_without_recap_no_question_goes_down():
     workers = [*WORKERS[:2], *WORKERS[3:5]]  # nobody is asked for a summary
-    trajectory, _ = play(PLANNER, workers, sys2_context=256, summary=False)
+    trajectory, _ = play(PLANNER, workers, sys2_context=256, summary=False, recap=False)
     assert text(trajectory.contexts[0].sample, False) == (
         f"<s2> {QUESTION.text} <eot> "
         "<resp> ada baker born 1968 . bob cohen wrote about ada baker . <eot> "
@@ -125,6 +116,7 @@ def test_without_a_summary_the_last_message_goes_up_as_it_stands():
     )
     for worker in trajectory.samples("worker"):
         assert not text(worker, False).endswith("<answer>"), "nobody demands"
+        assert QUESTION.text not in text(worker, False)
 
 
 def test_a_single_agent_reads_everything_itself():
@@ -221,20 +213,8 @@ def prepared(config, terms) -> tuple[list[Sample], list]:
     return samples, batches
 
 
-def test_workers_inherit_their_planners_advantage():
-    trajectories, _, _ = credited()
-    expected = [math.sqrt(2), -1 / math.sqrt(2), -1 / math.sqrt(2), 1.0, -1.0]
-    for trajectory, advantage in zip(trajectories, expected):
-        for made in trajectory.samples():
-            assert made.advantage == pytest.approx(advantage)
-
-
-def gradient_by_hand(trajectories: list[Trajectory], masked_row: bool) -> dict:
-    """The gradient of the paper's objective at ρ = 1, one plain sum over all tokens.
-
-    With `masked_row` a worker's advantage at token j is the planner's times the planner's mask at
-    token j, as in the official code.
-    """
+def gradient_by_hand(trajectories: list[Trajectory]) -> dict:
+    """The gradient of the paper's objective at ρ = 1, one plain sum over all tokens."""
     reference = model("qwen3").float()
     loss = 0.0
     for trajectory in trajectories:
@@ -244,11 +224,8 @@ def gradient_by_hand(trajectories: list[Trajectory], masked_row: bool) -> dict:
             logits = reference(input_ids=torch.tensor([made.tokens])).logits[0]
             logprob = logits.log_softmax(-1)
             for j in range(1, len(made.tokens)):
-                advantage = planner.advantage
-                if masked_row:
-                    advantage *= j < len(planner.mask) and planner.mask[j]
                 if made.mask[j]:
-                    loss -= advantage * logprob[j - 1, made.tokens[j]] / length
+                    loss -= planner.advantage * logprob[j - 1, made.tokens[j]] / length
     (loss / len(trajectories)).backward()
     return {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
 
@@ -256,6 +233,9 @@ def gradient_by_hand(trajectories: list[Trajectory], masked_row: bool) -> dict:
 def test_the_gradient_is_that_of_the_papers_objective_also_beyond_the_planners_end():
     """Workers are longer than planners here; the official code leaves their ends untrained."""
     trajectories, terms, config = credited()
+    planners = [trajectory.contexts[0].sample.advantage for trajectory in trajectories]
+    a, b = math.sqrt(2), -1 / math.sqrt(2)
+    assert planners == pytest.approx([a, b, b, 1.0, -1.0])
     samples, _ = prepared(config, terms)
     sampler = model("qwen3")
     policy = trainer.Policy(model("qwen3"), bf16=False)
@@ -266,29 +246,22 @@ def test_the_gradient_is_that_of_the_papers_objective_also_beyond_the_planners_e
     _, batches = prepared(config, terms)
     trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
     found = {name.removeprefix("model."): p.grad for name, p in policy.named_parameters()}
-    wanted = gradient_by_hand(trajectories, masked_row=False)
-    official = gradient_by_hand(trajectories, masked_row=True)
-
-    def distance(other: dict) -> float:
-        return max(float((found[name] - other[name]).abs().max()) for name in other)
-
-    assert distance(wanted) < 1e-5
-    assert distance(official) > 1e-2
+    for name, wanted in gradient_by_hand(trajectories).items():
+        assert float((found[name] - wanted).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("inner_steps", [1, 2])
-def test_the_weights_of_a_rollout_sum_to_one_in_g(inner_steps):
-    trajectories, terms, config = credited(inner_steps=inner_steps)
-    for part in range(inner_steps):
-        mine = [t for t in trajectories if t.question_index % inner_steps == part]
-        chosen = [s for s in terms["rollout"] if s.question_index % inner_steps == part]
+def test_each_of_two_updates_weighs_its_rollouts_alike():
+    """And within a rollout every token."""
+    trajectories, terms, config = credited(inner_steps=2)
+    for part in range(2):
+        mine = [t for t in trajectories if t.question_index == part]
+        chosen = [s for s in terms["rollout"] if s.question_index == part]
         samples, batches = prepared(config, {"rollout": chosen})
         weights = torch.zeros(len(samples))
         for made in batches:
             weights.index_add_(0, made.owner, made.weight)
         for trajectory in mine:
             of = [i for i, s in enumerate(samples) if s.attempt == trajectory.attempt]
-            assert float(weights[of].sum()) == pytest.approx(1 / len(mine))
             lengths = [sum(samples[i].mask) for i in of]
             shares = [length / sum(lengths) / len(mine) for length in lengths]
             assert weights[of].tolist() == pytest.approx(shares)
@@ -348,20 +321,13 @@ def test_questions_take_two_steps_and_every_role_is_shown_how():
                 assert action.error is None, said
 
 
-def test_a_flawless_planner_earns_the_reward():
-    """What the demonstrations show is what the episode plays."""
+def test_a_flawless_planner_answers_rightly():
     library = matpo_toy.Library("test")
     for seed in range(20):
         pieces = matpo_toy.planner(library, random.Random(seed), matpo_toy.FLAWLESS)
         plan = matpo_toy.draw_plan(library.world, random.Random(seed))
-        said = [words for words, trained in pieces if trained]
-        told = [words for words, trained in pieces if not trained][1:]
-        summaries = [words.removeprefix("<resp> ") for words in told]
-        workers = [turn for summary in summaries for turn in (WORKERS[0], WORKERS[1], summary)]
-        asked = Question("q", plan.text, (plan.answer,), "toy")
-        trajectory, _ = play(said, workers, asked=asked, sys2_context=400)
-        assert (trajectory.ended, trajectory.reward) == ("answer", 1.0)
-        assert text(trajectory.contexts[0].sample, True) == " ".join(said)
+        assert pieces[0][0] == f"<s2> {plan.text} <eot>"
+        assert pieces[-1][0] == f"<answer> {plan.answer} <eot>"
 
 
 # -------------------------------------------------------------------------------------- the program
@@ -394,15 +360,17 @@ def test_a_chat_model_is_told_who_it_is():
 
     tools = [Tool(name, *KNOWN[name], call=None) for name in KNOWN] + [matpo.WORKER_TOOL]
     chat = ChatFormat(tokenizer(QWEN3), matpo.words(matpo.MatpoConfig(), tools), tools)
-    planner = chat.text(chat.prompt("planner", question="Who was it?"))
-    assert "- work" in planner and "- search" not in planner and "Who was it?" in planner
-    worker = chat.text(chat.prompt("worker", question="Who was it?", task="find her"))
-    assert "- search" in worker and "- work" not in worker and "find her" in worker
-    assert "Who was it?" in worker
+    asked = {"question": "Who was it?"}
+    for role, own, other, more in (
+        ("planner", "- work", "- search", {}),
+        ("worker", "- search", "- work", {"task": "find her"}),
+        ("agent", "- search", "- work", {}),
+    ):
+        prompt = chat.text(chat.prompt(role, **asked, **more))
+        assert own in prompt and other not in prompt
+        assert all(word in prompt for word in (asked | more).values())
     alone = chat.text(chat.prompt("worker", question="", task="find her"))
     assert "larger question" not in alone
-    agent = chat.text(chat.prompt("agent", question="Who was it?"))
-    assert "- search" in agent and "- work" not in agent
     call = {"name": "work", "arguments": {"subtask": "find her"}}
     said = f"<tool_call>{json.dumps(call)}</tool_call>"
     action = chat.parse(chat.tokenizer.encode(said, add_special_tokens=False))

@@ -193,20 +193,6 @@ len([bytearray(1 << 20) for _ in range(64)])"""
     assert run(program) == "64"
 
 
-def test_page_tables_count_as_memory():
-    program = """
-import ctypes, time
-libc = ctypes.CDLL(None)
-libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
-for number in range(30_000):
-    page = libc.mmap((1 << 40) + (number << 30), 4096, 3, 0x22, -1, 0)
-    ctypes.memset(page, 1, 1)
-time.sleep(100)
-print("kept")"""
-    assert run(program, memory=256 << 20) == "killed: memory"
-
-
 def test_a_tool_that_cannot_start_a_process_has_failed(monkeypatch):
     def no_process(*arguments, **options):
         raise BlockingIOError(11, "Resource temporarily unavailable")

@@ -42,15 +42,9 @@ def test_worlds_and_questions_do_not_depend_on_the_process():
     )
     results = set()
     for seed in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=REPOSITORY,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        )
-        results.add(done.stdout)
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", program]
+        results.add(subprocess.check_output(command, cwd=REPOSITORY, env=environment))
     assert len(results) == 1
 
 
@@ -62,16 +56,6 @@ def test_training_and_evaluation_ask_about_different_facts():
     shared = set(training.facts) & set(held_out.facts)
     same = sum(training.facts[key] == held_out.facts[key] for key in shared)
     assert 0 < len(shared) and same < 0.25 * len(shared)
-
-
-@given(st.integers(0, 10**9), st.integers(0, 10**6))
-def test_a_question_depends_on_seed_split_and_index_only(index, other):
-    question = world.question("train", 0, index)
-    world.question("train", 0, other)
-    world.question("eval", 0, index)
-    assert world.question("train", 0, index) == question
-    assert question.id == f"train-0-{index}"
-    assert question.source in {f"toy-{kind}" for kind in world.SHARES}
 
 
 def test_the_kinds_come_in_their_shares_as_far_as_the_tools_answer_them():
@@ -142,9 +126,13 @@ def test_the_vocabulary_covers_all_that_the_toy_says(form):
 
 
 def test_text_from_outside_cannot_speak_in_control_words(form):
+    """Nor is it a slot or a whole prompt."""
     control = {id for word, id in form.control.items() if word != "<unk>"}
-    for text in ("<eot> <answer> 12", "ada<eot>", "<S2>", "x <pad> y"):
-        assert not set(form.encode(text)) & control
+    outside = ("<eot> <answer> 12", "ada<eot>", "<S2>", "x <pad> y", "{chunk}", "<s1> {purpose}")
+    for text in outside:
+        first, *middle, last = form.prompt("sys2", question=text)
+        assert (first, last) == (form.control["<s2>"], form.eot)
+        assert middle == form.encode(text) and not set(middle) & control
     note = spoken(form, "ada baker <eot> <answer> born <call> 1968 <unk> . <eot>")
     assert form.text(form.note(note)) == "ada baker born 1968 ."
 
@@ -198,32 +186,17 @@ def test_any_tokens_parse_to_a_step(form, tokens, final):
 
 
 def test_what_the_roles_read(form):
+    """Beside what the demonstrations show below: messages, a demand, no question for System 1."""
     notes = [form.encode("ada baker born 1968 ."), form.encode("none .")]
-    prompt = form.prompt("sys2", question="when was ada baker born ?")
-    assert form.text(prompt) == "<s2> when was ada baker born ? <eot>"
-    assert form.text(form.observation(notes)) == "<resp> ada baker born 1968 . none . <eot>"
     demanded = form.observation(notes, final=True)
-    assert form.text(demanded).endswith("none . <eot> <answer>")
+    assert form.text(demanded) == "<resp> ada baker born 1968 . none . <eot> <answer>"
     assert form.text(form.message("no results")) == "none ."
-    failed = form.observation([form.message("error: the tool failed (x)")], final=True)
-    assert form.text(failed) == "<resp> error <eot> <answer>"
+    assert form.text(form.message("error: the tool failed (x)")) == "error"
     assert form.close_step() == [form.eot] and form.eot in form.stop_ids
     chunk = form.document(Document("1", "unsaid", "", "ada baker born 1968 ."))
-    for purpose in ("birth of ada baker", ""):  # System 1 reads no question
-        told = form.prompt("sys1", chunk=chunk, purpose=purpose, question="unsaid")
-        said = f"<s1> <doc> ada baker born 1968 . <purpose> {purpose} <eot>"
-        assert form.text(told).split() == said.split()
-
-
-def test_a_prompt_takes_text_only_as_text(form):
-    """A question that looks like a control word, a slot or a whole prompt stays words."""
-    control = {id for word, id in form.control.items() if word != "<unk>"}
-    for text in ("<eot> <answer> 12", "{chunk}", "<s1> {purpose}"):
-        first, *middle, last = form.prompt("sys2", question=text)
-        assert (first, last) == (form.control["<s2>"], form.eot)
-        assert middle == form.encode(text) and not set(middle) & control
-    with pytest.raises(KeyError):
-        form.prompt("sys1", purpose="a slot is missing")
+    told = form.prompt("sys1", chunk=chunk, purpose="birth of ada baker", question="unsaid")
+    said = "<s1> <doc> ada baker born 1968 . <purpose> birth of ada baker <eot>"
+    assert form.text(told) == said
 
 
 # -------------------------------------------------------------------- demonstrations
@@ -307,17 +280,10 @@ def folder(cache):
     return base_model.build(cache, **TINY)
 
 
-@pytest.fixture
-def untrained(monkeypatch):
-    """Builds that skip the training."""
-    monkeypatch.setattr(base_model, "train", lambda *arguments, **options: None)
-
-
 def test_the_folder_loads_with_transformers(folder, form):
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.config.model_type == "qwen3"
-    assert sum(p.numel() for p in model.parameters()) < 500_000
     text = "<s2> where does ada baker live ? <eot>"
     prompt = form.prompt("sys2", question="where does ada baker live ?")
     assert tokenizer.encode(text) == form.tokenizer.encode(text) == prompt
@@ -336,7 +302,7 @@ def test_a_build_is_reused_and_repeatable(folder, cache, tmp_path, monkeypatch):
     assert base_model.build(cache, **TINY) == folder
 
 
-def test_an_interrupted_build_is_not_taken_for_a_whole_one(tmp_path, untrained, monkeypatch):
+def test_an_interrupted_build_leaves_nothing_and_a_bad_cache_is_one_sentence(tmp_path, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
@@ -348,24 +314,19 @@ def test_an_interrupted_build_is_not_taken_for_a_whole_one(tmp_path, untrained, 
     for cache in ("file", "x" * 5000):
         with pytest.raises(UserError, match="cannot be written"):
             base_model.build(tmp_path / cache, **TINY)
-    (tmp_path / "toy-base-000000000000.unfinished-1").mkdir()  # what kill -9 leaves
-    whole = base_model.build(tmp_path, **TINY)
-    assert ".unfinished" not in whole.name and (whole / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("limit", [10, 40_000], ids=["config", "weights"])
-def test_a_disk_that_takes_no_more_is_one_sentence(tmp_path, untrained, limit):
+def test_a_disk_that_takes_no_more_is_one_sentence(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(base_model, "train", lambda *arguments, **options: None)
     said = "cannot be written .*File too large.*: make room"
     with files_no_longer_than(limit), pytest.raises(UserError, match=said):
         base_model.build(tmp_path, **TINY)
     assert not list(tmp_path.iterdir())
 
 
-def test_another_recipe_is_another_folder(tmp_path, untrained, monkeypatch):
-    made = set()
-    for seed in (0, 1):
-        for steps in ((1, 1), (2, 1)):
-            made.add(base_model.build(tmp_path, seed, steps=steps))
+def test_another_recipe_is_another_name(tmp_path, monkeypatch):
+    made = {base_model.recipe(seed, steps) for seed in (0, 1) for steps in ((1, 1), (2, 1))}
     assert len(made) == 4
     # So is a change of any of the three files that the model follows from.
     for module in (world, language, base_model):
