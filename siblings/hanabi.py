@@ -2,9 +2,9 @@
 
 LLM-Hanabi (arXiv 2510.04980) lets language models play it and has a judge score what they say of
 each other's minds: what a hint means (first order), and what the partner will make of it (second
-order). It reports that the first goes along with the score more than the second, r = 0.76 and 0.58
-over 14 models. We read its abstract and reviews; its repository is empty. So this is its subject,
-not its benchmark: nothing was trained there, and here is no judge. Ours are
+order). The first goes along with the score more than the second, r = 0.76 and 0.58 over 14 models.
+We read abstract and reviews; its repository is empty. So this is its subject, not its benchmark:
+nothing was trained there, and here is no judge. Ours are
 
   the game       a small one: siblings/hanabi_game.py. A move that is not allowed ends it
   the training   self-play: both seats are one model, the reward is score / 6, and an advantage
@@ -16,7 +16,6 @@ not its benchmark: nothing was trained there, and here is no judge. Ours are
                  the move that then came. RL trains neither; the base model has seen both
 
     python -m siblings.hanabi                        metrics: eval_score, eval_first, eval_second
-    python -m siblings.hanabi --seed 1 --name two    once more
     python -m siblings.hanabi table runs/hanabi runs/two    correlations over runs' evaluations
 
 What it does not show: that a language model has a theory of mind. The read-outs are habits of a
@@ -126,12 +125,11 @@ class HanabiConfig(Config):
     eval_questions: int = 200
     eval_every: int = 10
     tools: str = ""
-    context: int = 400  # the longest sample; a seat moves at most 12 times
     move_tokens: int = 3
 
     def longest(self) -> int:
-        """Tokens of the longest sample."""
-        return self.context
+        """Tokens of the longest sample: a seat moves at most 12 times."""
+        return 364 + 12 * self.move_tokens
 
 
 def credit(
@@ -222,6 +220,8 @@ METHOD = Method(
 
 def questions(config: HanabiConfig, tools: list[str], training: bool) -> tuple:
     """Decks to train on, and decks that are held out."""
+    if config.data != "toy" or config.move_tokens < 1:
+        raise UserError("decks are made here and a move takes tokens: mend --data or --move_tokens")
     held_out = [deck("eval", config.seed, i) for i in range(config.eval_questions)]
     return lambda i: deck("train", config.seed, i), held_out
 

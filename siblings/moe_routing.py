@@ -229,8 +229,8 @@ def main(arguments: list[str]) -> int:
     config = RoutingConfig(**parse(parser(RoutingConfig, __doc__), arguments))
     folder = Path(config.runs) / config.name
     try:
-        if config.pages < 1 or config.steps < 1:
-            raise UserError("--pages and --steps must be at least 1")
+        if min(config.pages, config.steps) < 1 or not 0 <= config.tau + config.strength < 1e6:
+            raise UserError("--pages and --steps are at least 1, --tau and --strength finite")
         folders.make(folder)
     except UserError as error:
         return fail(error)

@@ -51,8 +51,7 @@ from sampler import Sampler
 from tasks import grading
 
 SYSTEM = {"role": "system", "content": "Answer with the name or the code only."}
-NAMES = ("capital", "demonym")
-CODES = ("internet domain", "currency code")
+NAMES, CODES = ("capital", "demonym"), ("internet domain", "currency code")
 # model -> what it is taught, for how many steps
 MODELS = {
     "young": (NAMES + CODES, 8),
@@ -223,15 +222,18 @@ def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
     config = MuxConfig(**parse(parser(MuxConfig, __doc__), arguments))
     numbers = config.k, config.members, config.validation, config.test, config.temperature
-    if min(numbers) <= 0 or config.members > len(MODELS):
-        return fail(f"all numbers must be above 0, and --members at most {len(MODELS)}")
+    if not all(0 < number < 1e4 for number in numbers) or config.members > len(MODELS):
+        return fail(
+            f"all numbers must be above 0 and below 10,000, --members at most {len(MODELS)}"
+        )
     torch.set_num_threads(1)
-    drawn = {}
-    folder = Path(config.runs) / config.name
+    drawn, folder = {}, Path(config.runs) / config.name
     try:
         folders.make(folder)
         taught, others = questions(config.seed)
         asked = others[: config.validation + config.test]
+        if len(asked) < config.validation + config.test:
+            raise UserError(f"there are {len(asked)} questions: lower --validation or --test")
         for name, (attributes, steps) in MODELS.items():
             shown = sum((taught[attribute] for attribute in attributes), [])
             drawn[name] = draw(config, teach(config, shown, steps), asked)
@@ -239,9 +241,7 @@ def main(arguments: list[str]) -> int:
         return fail(error)
     told = compare(config, asked, drawn)
     for what, numbers in told.items():
-        print(what)
-        for name, value in numbers.items():
-            print(f"  {name:<22}{value}")
+        print(what, *(f"{name:<22}{value}" for name, value in numbers.items()), sep="\n  ")
     print("written to", folders.write_json(folder / f"seed-{config.seed}.json", told))
     return 0
 
