@@ -218,6 +218,12 @@ def test_what_a_hint_is_about(name, said):
     assert hanabi.is_about(game, 1, hint, said) == (None if meant is None else said == meant)
 
 
+@pytest.mark.parametrize("given", [{"data": "nq"}, {"move_tokens": 0}])
+def test_other_questions_and_moves_of_nothing_are_refused(given):
+    with pytest.raises(UserError, match="--data or --move_tokens"):
+        hanabi.questions(HanabiConfig(**given), [], True)
+
+
 def test_a_question_that_is_no_deck_is_refused():
     with pytest.raises(UserError, match="a deck in some order"):
         hanabi.fits(HanabiConfig(), CHAT, Question("own", "red1 red1 hello", ("6",), "own"))

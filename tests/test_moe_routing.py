@@ -156,7 +156,8 @@ def test_the_command(tmp_path, capsys):
     assert moe_routing.main(line) == 0
     assert "middle, random experts" in capsys.readouterr().out
     assert (tmp_path / "moe_routing" / "seed-0.json").exists()
-    assert moe_routing.main(["--pages", "0"]) == 2
+    for bad in (["--pages", "0"], ["--tau", "nan"], ["--runs", "/dev/null"]):
+        assert moe_routing.main(bad) == 2
 
 
 def test_the_model_learns_answers_only():

@@ -177,6 +177,6 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     told = written.read_text()
     assert slm_mux.main(line) == 0
     assert "warm start" not in capsys.readouterr().out and written.read_text() == told
-    assert slm_mux.main([*line, "--members", "3"]) == 2
-    assert slm_mux.main([*line, "--temperature", "0"]) == 2
-    assert capsys.readouterr().err.count("mars: ") == 2
+    for bad in ("--members 3", "--temperature 0", "--temperature nan", "--validation 9000"):
+        assert slm_mux.main([*line, *bad.split()]) == 2
+    assert capsys.readouterr().err.count("mars: ") == 4
