@@ -310,7 +310,7 @@ def out_of_memory(error: BaseException) -> bool:
     return "can't allocate memory" in str(error)
 
 
-def go_on(config: Config | None) -> str:
+def how_to_go_on(config: Config | None) -> str:
     """How a run that has begun goes on; nothing of one that has not, or where there is none."""
     if config and config.name and folders.resumable(Path(config.runs) / config.name):
         return f"; go on with --resume --name {config.name}"
@@ -363,9 +363,9 @@ def main(
         if error.errno not in OUTPUT_LOST:
             raise
         drop_output()
-        code = fail(f"what is printed cannot be written ({error.strerror}){go_on(config)}")
+        code = fail(f"what is printed cannot be written ({error.strerror}){how_to_go_on(config)}")
     except KeyboardInterrupt:
-        fail(f"interrupted{go_on(config)}")
+        fail(f"interrupted{how_to_go_on(config)}")
         code = 130
     processes.leave(code)
     return code

@@ -48,7 +48,8 @@ def cells(folder: Path) -> Counter:
                 holds = fact.line in read and f"{fact.title}\n" in read
                 text = chunk["note"].replace("<|im_end|>", "").strip()
                 note = almanac.Note(text, fact, holds)
-                stated |= set() if note.silent else {text}
+                if not note.silent:
+                    stated.add(text)
                 count(f"read {fact.group}" if holds else "rightly silent", note.right)
                 if holds:
                     count("wrongly silent", note.silent)
@@ -82,7 +83,7 @@ STUDY = arms.Study(
     },
     cells=cells,
     asked="240",
-    in_run=["--eval_questions", "12"],  # what counts is asked here
+    in_run=["--eval_questions", "12"],  # few: what counts is asked afterwards
     commands={"passages": "passages"},
     reads=("system1", "sys2_context", "purpose", "packing"),
 )

@@ -1,7 +1,7 @@
 """Arms of a recipe on real models: runs that change one thing, asked the same questions.
 
 bench/atlas.py and bench/almanac.py say which arms there are and what counts. An arm is a run in
-RUNS/ARM-SEED. Its end and its start are asked the same held-out questions, sampled and greedily, in
+RUNS/ARM-SEED. Its last and its first weights are asked the same held-out questions, both ways, in
 RUNS/ARM-SEED-DECODING and RUNS/START-SEED-DECODING. Most arms begin with the same weights; those
 that read in another way begin with a warm start of their own, so that nobody meets what it was
 never shown. What is there is not made again; half a run is resumed. Several benches may share RUNS.
@@ -44,7 +44,7 @@ class Study:
     cells: Callable[[Path], Counter]
     asked: str  # questions of an evaluation
     in_run: list[str] = field(default_factory=list)  # options of runs only
-    commands: dict[str, str] = field(default_factory=dict)  # arms that are another command
+    commands: dict[str, str] = field(default_factory=dict)  # arms run by a subcommand
     reads: tuple[str, ...] = ()  # settings of an arm that its own start needs too
     against: dict[str, str] = field(default_factory=dict)  # arms not compared with the first one
 
@@ -103,17 +103,17 @@ def run_missing(study: Study, options: argparse.Namespace) -> None:
                 line = [*command, *changed, *study.in_run, *options.more, *["--resume"] * begun]
                 carry_out(study, options, line, folder.name)
         made = json.loads((folder / "config.json").read_text())
-        asked = {f"{arm}-{seed}": [str(folder)], f"{study.start(arm)}-{seed}": None}
-        for (name, line), decoding in itertools.product(asked.items(), DECODING):
+        models = {f"{arm}-{seed}": [str(folder)], f"{study.start(arm)}-{seed}": None}
+        for (name, model), decoding in itertools.product(models.items(), DECODING):
             with alone(options, f"{name}-{decoding}") as target:
                 if (target / "table.json").exists():
                     continue
                 shutil.rmtree(target, ignore_errors=True)  # the beginning of one that was cut
-                if line is None:  # the start, which reads as its arm does
-                    line = [made["model"], "--seed", str(seed), "--preset", made["preset"]]
-                    line += as_options(made, study.reads) if arm in study.starts else []
+                if model is None:  # the start, which reads as its arm does
+                    model = [made["model"], "--seed", str(seed), "--preset", made["preset"]]
+                    model += as_options(made, study.reads) if arm in study.starts else []
                 temperature = str(made["temperature"]) if decoding == "sampled" else "0"
-                line = [*command, "eval", *line, "--temperature", temperature]
+                line = [*command, "eval", *model, "--temperature", temperature]
                 line += ["--eval_questions", options.eval_questions]
                 carry_out(study, options, line, target.name)
 
@@ -158,8 +158,9 @@ def summarise(study: Study, options: argparse.Namespace) -> list[dict]:
         if name in study.arms:
             row |= costs(options.runs, name, list(folders))
             first, *_ = study.arms
-            for other in (study.start(name), study.against.get(name, first)):
-                row |= compared(folders, name, other) if other != name else {}
+            others = {study.start(name), study.against.get(name, first)} - {name}
+            for other in sorted(others):
+                row |= compared(folders, name, other)
         rows.append(row)
     return rows
 
@@ -206,7 +207,10 @@ def report(rows: list[dict]) -> str:
 
 
 def main(study: Study, description: str) -> list[dict]:
-    """Runs what is missing, prints and writes the table; returns its rows. May end the process."""
+    """Runs what is missing, prints and writes the table; returns its rows.
+
+    Exits if a command fails or nothing was evaluated.
+    """
     options = options_of(study, description)
     try:
         if not options.table:

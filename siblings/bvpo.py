@@ -99,8 +99,10 @@ def rollouts(run: Run, step: int) -> list[Trajectory]:
         before = bvpo_errors.logprobs(ref, samples)[0]
         gain = bvpo_errors.logprobs(trainer.unwrap(run.policy), samples)[0] - before
         draws = torch.Generator().manual_seed(hashed(config.seed, step, place))
-        how = (config.beta, config.alpha, config.traces, draws)
-        for sample, advantage in zip(samples, advantages_of(gain, before, *how).tolist()):
+        advantages = advantages_of(
+            gain, before, config.beta, config.alpha, config.traces, generator=draws
+        )
+        for sample, advantage in zip(samples, advantages.tolist()):
             sample.advantage = advantage
         played += trajectories
     return played
@@ -109,7 +111,7 @@ def rollouts(run: Run, step: int) -> list[Trajectory]:
 def credit(
     config: BvpoConfig, trajectories: list[Trajectory], step: int
 ) -> dict[str, list[Sample]]:
-    """DPO's gradient is a mean over pairs. The loop's, with these copies, is one over tokens."""
+    """With these copies the loop takes a mean over tokens; DPO's gradient is one over pairs."""
     samples = toy.samples_of(trajectories)
     pairs = len(samples) // toy.ANSWERS
     for sample in samples:

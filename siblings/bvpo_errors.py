@@ -98,17 +98,17 @@ def coefficients(now: Tensor, ref: Tensor, beta: float) -> tuple[Tensor, Tensor,
 
 
 def measure(policy, ref, pairs: list[list[Sample]], beta: float) -> dict[str, Errors]:
-    """Of single pairs, on average; and of the mean gradient of all of them."""
+    """The errors of one pair's gradient, on average, and those of the mean over all pairs."""
     sums = torch.zeros(4, dtype=torch.float64)
     biases = 0  # summed over the pairs: [2, P]
     for samples in pairs:
         now, before = logprobs(policy, samples)[0], logprobs(ref, samples)[0]
         traced, chance, empty, marginal = coefficients(now, before, beta)
-        mean = (chance[..., None] * traced).sum((0, 1))
+        expected = (chance[..., None] * traced).sum((0, 1))  # E g_t
         vectors = torch.stack([gradient(policy, sample) for sample in samples])  # V
-        apart = (traced - mean).flatten(0, 1) @ vectors  # [TRACES², P]
+        apart = (traced - expected).flatten(0, 1) @ vectors  # [TRACES², P]
         variance = chance.flatten() @ apart.square().sum(1)
-        b_t, b_e = torch.stack([mean - marginal, empty - marginal]) @ vectors
+        b_t, b_e = torch.stack([expected - marginal, empty - marginal]) @ vectors
         sums += torch.stack([b_t @ b_t, b_e @ b_e, b_t @ b_e, variance])
         biases = biases + torch.stack([b_t, b_e])
     n = len(pairs)

@@ -66,11 +66,11 @@ def said(answer: str, trace: str | None) -> str:
     return f"{answer} <eot>" if trace is None else f"{trace} <answer> {answer} <eot>"
 
 
-def answers(chat, place: int, pair: Pair) -> list[Trajectory]:
+def answers(chat, place: int, asked: Pair) -> list[Trajectory]:
     """y⁺ behind every trace, y⁻ behind every trace, then both without one."""
-    at_once = replace(pair, source=solo.AT_ONCE)
-    sides = ((pair.golden_answers[0], 1.0), (pair.wrong, 0.0))
-    made = [(pair, answer, trace, right) for answer, right in sides for trace in TRACES]
+    at_once = replace(asked, source=solo.AT_ONCE)
+    sides = ((asked.golden_answers[0], 1.0), (asked.wrong, 0.0))
+    made = [(asked, answer, trace, right) for answer, right in sides for trace in TRACES]
     made += [(at_once, answer, None, right) for answer, right in sides]
     return [
         solo.written(chat, question, place, number, said(answer, trace), right)
@@ -79,7 +79,7 @@ def answers(chat, place: int, pair: Pair) -> list[Trajectory]:
 
 
 def samples_of(trajectories: list[Trajectory]) -> list[Sample]:
-    """The one sample of each."""
+    """The one sample of each trajectory."""
     return [trajectory.samples()[0] for trajectory in trajectories]
 
 

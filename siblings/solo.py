@@ -29,7 +29,7 @@ from toy.language import ToyFormat
 
 ROLE = "solver"
 AT_ONCE = "at once"  # the kind of question whose prompt ends in <answer>
-# What a written answer's loss is made for, and what the state between steps can do with.
+# What a written answer's loss, and the state between steps, are made for.
 FIXED = {"loss_mean": "sample", "temperature": 1.0, "inner_steps": 1, "grader": "em"}
 FIXED |= {"resume": False, "fsdp": False, "lora_rank": 0}
 # train.main needs at least one tool, though nobody calls any.

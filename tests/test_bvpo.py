@@ -162,6 +162,9 @@ def test_the_theorems_hold_for_drawn_traces(policies):
     pair = SAMPLES[0]
     now, ref = (bvpo_errors.logprobs(p, pair)[0] for p in policies)
     traced, chance, empty, marginal = bvpo_errors.coefficients(now, ref, BETA)
+    # As a step of training draws them: from π_ref.
+    told = ref[:8].double().view(2, 4).softmax(1)
+    assert torch.allclose(chance, told[0][:, None] * told[1])
     vectors = vectors_of(policy, pair)
     said = bvpo_errors.measure(policy, other, [pair], BETA)["one pair"]
     generator = torch.Generator().manual_seed(0)

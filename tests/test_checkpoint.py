@@ -236,6 +236,7 @@ def test_a_disk_that_takes_no_more_is_one_sentence(limit, run, tmp_path):
 RANKS = """
     import sys
     from pathlib import Path
+    import torch
     import torch.distributed as dist
     from helpers.tiny import CPU, model
     import trainer
@@ -249,6 +250,10 @@ RANKS = """
     dist.init_process_group("gloo")
     policy = trainer.parallel(trainer.Policy(model("qwen3"), bf16=False), fsdp=False, device=CPU)
     optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
+    told = [None, None]
+    path = trainer.write_model(Path(sys.argv[1]) / "w", trainer.unwrap(policy).model, torch.float32)
+    dist.all_gather_object(told, path)
+    assert told[0] == told[1] and Path(path).is_dir()
     try:
         trainer.save(Path(sys.argv[1]), 1, policy, optimizer, Tokenizer())
     except UserError as error:
@@ -257,7 +262,7 @@ RANKS = """
 """
 
 
-def test_all_ranks_hear_that_the_first_could_not_write(tmp_path):
+def test_all_ranks_hear_what_the_first_wrote_or_could_not_write(tmp_path):
     """Else they would wait for it for two hours."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(RANKS))

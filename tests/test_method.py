@@ -14,7 +14,7 @@ from config import UserError
 from plumbing import evaluation
 from plumbing.metrics import method_metrics
 from recipes import almanac, atlas
-from siblings import marsrl, matpo
+from siblings import bvpo, marsrl, matpo, mifo
 from toy.language import ToyFormat
 
 
@@ -103,6 +103,7 @@ def test_all_ranks_hear_that_the_base_model_cannot_be_made(tmp_path, capfd):
 
 
 METHODS = [mars.METHOD, matpo.METHOD, marsrl.METHOD, atlas.METHOD, almanac.METHOD]
+METHODS += [mifo.METHOD, bvpo.METHOD]
 
 
 @pytest.mark.parametrize("method", METHODS)

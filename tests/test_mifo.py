@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.launch import launch
+from safetensors.torch import load_file
 
 import grpo
 import trainer
@@ -202,6 +204,29 @@ def test_a_run_leaves_its_folder_and_arms_are_equal_up_to_sft(played, capsys):
     assert told["moved"][:2] == told["none"][:2] and told["moved"][4:] != told["none"][4:]
     assert mifo.main(["table", *(str(folder) for folder, _ in played.values())]) == 0
     assert capsys.readouterr().out.count("→") == 2 * 2
+
+
+RUN = """
+import sys
+from siblings import mifo, mifo_toy
+mifo_toy.build.keywords["steps"] = (4, 4)
+sys.exit(mifo.main(sys.argv[1:]))
+"""
+
+
+def test_two_ranks_show_and_score_what_one_process_does(played, tmp_path):
+    """Nothing is right, so RL moves nothing, and all that was missed by any rank is shown."""
+    folder, _ = played["moved"]
+    script = tmp_path / "script.py"
+    script.write_text(RUN)
+    line = [*SMALL.split(), "--steps", 5, "--sft_steps", 3, "--eval_questions", 2]
+    line += ["--cache", folder.parent.parent, "--runs", tmp_path]
+    weights = []
+    for world in (1, 2):
+        assert launch(script, *line, "--name", world, world=world) == 0
+        weights.append(load_file(tmp_path / str(world) / "checkpoint" / "model.safetensors"))
+    for name, one in weights[0].items():
+        torch.testing.assert_close(weights[1][name], one, rtol=0, atol=2e-4)
 
 
 REFUSED = ["--resume --name x", "--data nq", "--hard 0", "--threshold 7", "--answer_tokens 0"]

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from config import UserError
-from processes import from_first_rank, is_first
+from processes import from_first_rank, on_first_rank
 from trainer.loading import first_line, load_model
 from trainer.lora import adapter_weights, merged_weights, write_adapters
 from trainer.policy import unwrap
@@ -89,7 +89,7 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer, keep:
                 shutil.rmtree(path, ignore_errors=True)
 
     what = f"write the state of step {step} to {folder}"
-    on_first_rank(write, what, "the former states are whole, so ")
+    write_once(write, what, "the former states are whole, so ")
 
 
 def all_finite(policy: nn.Module, optimizer) -> bool:
@@ -185,7 +185,7 @@ def keep_frozen(folder: Path, start: Path | str, tokenizer) -> None:
         if not os.path.lexists(folder / FROZEN):
             write_folder(folder / FROZEN, copy)
 
-    on_first_rank(write, f"copy {start} to {folder / FROZEN}")
+    write_once(write, f"copy {start} to {folder / FROZEN}")
 
 
 def write_model(folder: Path, model, dtype: torch.dtype) -> str:
@@ -215,27 +215,27 @@ def write_model(folder: Path, model, dtype: torch.dtype) -> str:
             shutil.rmtree(path, ignore_errors=True)
         return str(final.resolve())
 
-    return on_first_rank(write, f"write the weights to {folder}")
+    return write_once(write, f"write the weights to {folder}")
 
 
-def on_first_rank(write: Callable, what: str, comfort: str = ""):
-    """What `write` returns on rank 0, on every rank.
+def write_once(write: Callable, what: str, comfort: str = ""):
+    """What `write` returns on rank 0, which alone calls it, on every rank.
 
     UserError on all of them if the disk does not take it. `what` says what was to be done,
     `comfort` what is safe.
     """
-    result = problem = None
-    if is_first():
+
+    def attempt():
         try:
-            result = write()
-        except UserError as error:  # of load_model
-            problem = str(error)
+            return write()
+        except UserError:  # of load_model
+            raise
         except Exception as error:  # safetensors and torch.save have errors of their own kind
             reason = getattr(error, "strerror", None) or first_line(error)
             if "inline_container" in reason:  # torch.save on a full disk
                 reason = "the disk did not take all of it"
-            problem = f"cannot {what} ({reason}): {comfort}make room and go on with --resume"
-    result, problem = from_first_rank((result, problem))
-    if problem:
-        raise UserError(problem)
-    return result
+            raise UserError(
+                f"cannot {what} ({reason}): {comfort}make room and go on with --resume"
+            ) from None
+
+    return from_first_rank(on_first_rank(attempt))
