@@ -72,6 +72,9 @@ class MarsConfig(Config):
     purpose: bool = True  # without: System 1 is not told what to look for
     shared_group: bool = False  # System 1 inherits System 2's advantage, without a group of its own
     tools: str = "search,scholar,python:raw"  # `:raw`: its output reaches System 2 unread
+    # the toy's, where MARS's differ from other methods'
+    steps: int = 40  # rollout batches; what comes after adds a few points
+    inner_steps: int = 4  # optimizer steps per batch of rollouts, each on a part of the questions
     # an episode's limits, in tokens where not said otherwise
     max_turns: int = 5  # steps of System 2; the last one must answer
     sys2_context: int = 160  # prompt, steps and notes together
@@ -429,6 +432,7 @@ PAPER = {
     "top_p": 0.95,
     "lr": 1e-6,  # †; λ = 0 and an entropy coefficient of 0 as well
     "warmup": 10,  # ours
+    "inner_steps": 1,  # ours
     "max_turns": 10,  # †
     "sys2_context": 3072 + 28672,  # † prompt and response
     "sys1_prompt": 23552,  # †

@@ -46,7 +46,7 @@ ARMS = {
         "no_python": ["--tools", "search,scholar"],
         "group_4": ["--group", "4"],
         "group_16": ["--group", "16"],
-        "inner_steps_4": ["--inner_steps", "4"],
+        "inner_steps_1": ["--inner_steps", "1"],
         "kl_0.01": ["--kl_beta", "0.01"],
     },
     "matpo": {
@@ -80,7 +80,7 @@ COMMANDS = {
     "matpo": ["-m", "siblings.matpo"],
     "marsrl": ["-m", "siblings.marsrl"],
 }
-STEPS = {"mars": 80, "matpo": 60, "marsrl": 60}
+STEPS = {"mars": 40, "matpo": 60, "marsrl": 60}
 # Evaluations by column, the one that is plotted and compared first.
 SCORES = {
     "mars": {"sampled": "eval_accuracy", "greedy": "eval_greedy"},

@@ -95,6 +95,7 @@ ALMANAC = {
     "loss_mean": "token",  # as in the atlas
     "lr": 2e-5,
     "beta1": 0.5,  # as in the atlas
+    "inner_steps": 1,
     "warmup": 3,
     "decay": True,
     "eval_every": 16,

@@ -83,6 +83,7 @@ ATLAS = {
     # At 2e-5 two updates changed the habit of answering too early, and went far beyond.
     "lr": 7e-6,
     "beta1": 0.5,  # at 0.9 momentum went on for ten updates, to two look-ups for every question
+    "inner_steps": 1,
     "warmup": 3,  # Adam's first updates are its largest
     "decay": True,  # at a constant rate one run drifted to two look-ups everywhere, then to one
     "eval_every": 12,  # before and after: on two cores 200 questions take eight minutes
