@@ -31,7 +31,7 @@ WHOLE = ["--rollouts", "linear", "--group", "16", "--credit"]
 ARMS = {
     "mars": {
         "full": [],
-        "replica": ["--micro_tokens", "4096"],  # other sums, so soon other draws
+        "replica": ["--lr", "0.0005005"],  # so soon other draws
         "system1_frozen": ["--system1", "frozen"],
         "system1_none": ["--system1", "none"],
         "balance_off": ["--balance", "none"],
