@@ -5,8 +5,6 @@ import dataclasses
 import json
 import math
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 from helpers import tiny
 from helpers.engine import LOADING, Engine
+from helpers.launch import launch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import driver
@@ -439,7 +438,7 @@ async def episode(env, trajectory):
 
 
 METHOD = dataclasses.replace(mars.METHOD, episode=episode)
-SMALL = "--questions 2 --group 4 --eval_questions 2 --eval_every 9 --steps 3"
+SMALL = "--questions 2 --inner_steps 1 --group 4 --eval_questions 2 --eval_every 9 --steps 3"
 
 
 @pytest.fixture(scope="module")
@@ -556,15 +555,10 @@ def test_two_ranks_share_the_servers(toy, server, tmp_path):
 
     The random model earns nothing; with a KL term its samples are scored all the same.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node=2", "mars.py"]
-    command += ["--model", toy, *SMALL.split(), "--kl_beta", "0.1", "--threads", "1"]
-    command += ["--runs", tmp_path / "runs", "--name", "served", "--server", server.url]
-    done = subprocess.run(
-        [str(word) for word in command], cwd=REPO, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(server.loaded) == 4, "the start and three steps, once each"
+    line = ["--model", toy, *SMALL.split(), "--kl_beta", "0.1", "--threads", "1", "--steps", "2"]
+    line += ["--runs", tmp_path / "runs", "--name", "served", "--server", server.url]
+    assert launch(REPO / "mars.py", *line, log=tmp_path / "log") == 0
+    assert len(server.loaded) == 3, "the start and two steps, once each"
     for line in lines_of("runs/served"):
         assert 0 < line["mismatch_kl"] < 1e-10 and line["lost_share"] == 0
 
