@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 import mars
 import train
 import trainer
-from plumbing import folders, outside, pages, report, start
+from plumbing import curves, folders, outside, pages, report, start
 from tools import ToolError
 
 REPO = Path(__file__).parent.parent
@@ -66,11 +66,13 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def trained(base, tmp_path_factory):
+def trained(base, draw, tmp_path_factory):
     """The folder of runs with a whole run of 4 steps; the reference for resume and kill."""
     runs = tmp_path_factory.mktemp("whole") / "runs"
     line = ["--model", base, "--runs", runs, "--steps", 4, "--name", "whole", *SMALL]
-    assert run(*line, grade=half) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curves, "draw", draw)
+        assert run(*line, grade=half) == 0
     return runs
 
 
@@ -100,6 +102,7 @@ def test_a_run_leaves_what_it_promises(trained):
     tokens = AutoTokenizer.from_pretrained(folder / "checkpoint")("<s2> who ?", return_tensors="pt")
     model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
     assert model.generate(tokens["input_ids"], max_new_tokens=3).shape[1] > 3
+    assert all((folder / f"{name}.png").stat().st_size for name in ("curves", "diagnostics"))
 
 
 def test_the_report_tells_how_it_was_made_what_it_took_and_what_came_of_it(trained):
