@@ -116,7 +116,7 @@ def toy(tiny: bool, rows: list[dict], write, rate: dict) -> None:
 
         model = base_model.build(tempfile.mkdtemp(), threads=1, steps=(1, 1))
         command += ["--model", str(model), "--steps", "1", "--questions", "1", "--group", "2"]
-        command += ["--eval_questions", "1", "--threads", "1"]
+        command += ["--inner_steps", "1", "--eval_questions", "1", "--threads", "1"]
     one_run("toy", command, {"s rollout": 2.0, "s train": 0.5}, rows, write)
 
 

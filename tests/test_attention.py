@@ -180,10 +180,10 @@ def test_varlen_prefill_passes_the_right_bounds(monkeypatch, gqa):
 
 
 @needs_triton
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 10**6),
-    count=st.integers(1, 14),
+    count=st.integers(1, 8),
     page_size=st.sampled_from([3, 4, 16]),
     heads=st.sampled_from([(1, 1), (4, 2), (7, 1)]),
     least=st.sampled_from([1, 8, 10**6]),
@@ -217,6 +217,7 @@ def test_runs_cover_each_token_of_a_row_once(seed, count, page_size):
         patch.setattr(plan, "LEAST_TOKENS", 1)
         runs = kernel_runs(table, np.array(lengths), page_size, 4)
     shared, own = np.split(runs, [-count])
+    assert (shared[:, 1] - shared[:, 0] <= 4).all(), "a run of more rows is cut"
     for row, length in enumerate(lengths):
         mine = [run for run in shared if run[0] <= row < run[1]] + [own[row]]
         assert [run[2] for run in mine] == [0, *(run[3] for run in mine[:-1])]
@@ -269,14 +270,13 @@ def test_mutants_of_the_runs_are_caught(name, tmp_path, monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize("buckets", [False, True])
-def test_a_sampler_on_the_kernels_chooses_the_same_tokens(buckets, monkeypatch):
+def test_a_sampler_on_the_kernels_chooses_the_same_tokens(monkeypatch):
     """Groups of a shared prompt, a second turn, and padded batches; all kernels are Triton's."""
     model = tiny.model("qwen3")
     prompts = [[i, *range(12)] for i in (1, 1, 2, 2)]
 
     def answers():
-        sampler = Sampler(model, max_tokens=400, page_size=4, buckets=buckets, max_sequences=6)
+        sampler = Sampler(model, max_tokens=400, page_size=4, buckets=True, max_sequences=6)
         talks = [sampler.open() for _ in prompts]
         given = prompts
         for _ in range(2):

@@ -204,9 +204,8 @@ def test_generate_has_our_tokens_in_a_process_of_its_own():
 
 def test_a_peer_that_fails_says_why(tmp_path):
     assert peers.first("vLLM", [str(tmp_path / "none")], 1)["failed"].startswith("[Errno 2]")
-    work = {"precision": "float32", "prompts": [[1]], "copies": 1, "wanted": [1], "temperature": 0}
-    reply = peers.first("generate, left-padded", [sys.executable], 1, folder=str(tmp_path), **work)
-    assert reply["failed"] and "not installed" not in reply["failed"]
+    reply = peers.first("generate, left-padded", [sys.executable], 1, folder=str(tmp_path))
+    assert reply["failed"].startswith("TypeError: generate() missing")
 
 
 def test_weights_and_pages_are_counted_as_they_are_made():

@@ -2,12 +2,13 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import launch
 
 from bench import attention, common, gpu
 from bench import kernels as loss
@@ -54,7 +55,12 @@ def test_a_step_is_rehearsed_by_the_lines_of_the_day(name, tmp_path, monkeypatch
         seen.append(json.dumps(rows))
         return save(name, command, rows, *given, **more)
 
+    def forked(line, *, cwd, check):
+        _, script, *options = line
+        assert launch.launch(cwd / script, *options, log=tmp_path / "log", world=1) == 0
+
     monkeypatch.setattr(common, "save", keep)
+    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(run=forked))
     assert gpu.run_step(name, tmp_path, tiny=True) == []
     rows = json.loads((tmp_path / f"gpu_{name}.json").read_text())["rows"]
     assert rows
@@ -152,11 +158,22 @@ def test_pieces_come_together_whole_and_damage_is_seen(tmp_path):
         gpu.join(tmp_path)
 
 
-def test_gpu_tests_are_collected_without_bm25s():
+COLLECT = """
+import sys
+import pytest
+assert "bm25s" not in sys.modules
+sys.modules["bm25s"] = None
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+def test_gpu_tests_are_collected_without_bm25s(tmp_path):
     """The card's machine may lack it: no test that needs a GPU may be lost by an import of it."""
-    code = "import sys; sys.modules['bm25s'] = None; import pytest; sys.exit(pytest.main())"
-    command = [sys.executable, "-c", code, *STEPS["gpu_tests"][1:], "--collect-only", "-q"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:]
+    script = tmp_path / "collect.py"
+    script.write_text(COLLECT)
+    arguments = [*STEPS["gpu_tests"][1:], "--collect-only", "-q"]
+    code = launch.launch(script, *arguments, log=tmp_path / "log", world=1)
+    said = (tmp_path / "log").read_text()
+    assert code == 0, said[-3000:]
     for name in ("test_kernels_loss", "test_kernels_decode", "test_sampler", "test_policy"):
-        assert name in result.stdout
+        assert name in said

@@ -115,7 +115,7 @@ def update(monkeypatch):
     "decay, rates", [(False, [0.4, 0.8, 0.8, 0.8]), (True, [0.4, 0.6, 0.4, 0.2])]
 )
 def test_the_learning_rate_rises_and_falls_if_told_to(update, decay, rates):
-    config = mars.MarsConfig(steps=4, lr=0.8, warmup=2, decay=decay)
+    config = mars.MarsConfig(steps=4, lr=0.8, warmup=2, decay=decay, inner_steps=1)
     told = [update(config, {}, step) for step in range(4)]
     assert told[-1].rates == pytest.approx(rates)
 

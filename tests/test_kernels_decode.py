@@ -166,7 +166,7 @@ def check_splits(function, poisoned):
     A mutant answers, wrongly, only where pool and table are readable everywhere.
     """
     for page_size in (32, 8):
-        case = attention_case([131, 0, 1, 64, 33], page_size=page_size)
+        case = attention_case([131, 0, 1, 64], page_size=page_size)
         if not poisoned:
             case["k_pages"] = case["k_pages"].nan_to_num(1.5)
             case["v_pages"] = case["v_pages"].nan_to_num(1.5)
@@ -175,7 +175,7 @@ def check_splits(function, poisoned):
 
 
 @needs_triton
-@pytest.mark.parametrize("splits", [1, 3, 5, 32])
+@pytest.mark.parametrize("splits", [1, 5, 32])
 def test_splits(splits):
     """32 pieces of at most 131 tokens: most are empty."""
     function = partial(attention.triton_paged_attention, splits=splits, config=SMALL_BLOCKS)

@@ -280,7 +280,8 @@ def steps(tmp_path_factory):
     start = saved("qwen3", out / "start")
     (out / "single lora").mkdir()
     ranks.step(str(start), out / "single lora", "single lora")
-    assert launch(ranks.__file__, start, out, "ddp lora", "fsdp lora recomputing") == 0
+    modes = ["ddp lora", "fsdp lora recomputing"]
+    assert launch(ranks.__file__, start, out, *modes, log=out / "log") == 0
     return out
 
 

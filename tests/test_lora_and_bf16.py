@@ -11,18 +11,12 @@ import mars
 import train
 from config import UserError, uses_bf16
 from plumbing.outside import Machine, check_machine
-from toy import base_model
 
 SMALL = (
-    "--questions 4 --group 4 --eval_questions 6 --eval_every 2 --lr 5e-4 "
+    "--questions 4 --inner_steps 1 --group 4 --eval_questions 2 --eval_every 2 --lr 5e-4 "
     "--threads 1 --kv_tokens 16384"
 ).split()
 ADAPTERS = ["--lora_rank", "4", "--kl_beta", "0.05", "--system1", "frozen"]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return base_model.build(tmp_path_factory.mktemp("base"), threads=1, steps=(40, 20))
 
 
 def grade(question, answer) -> float:

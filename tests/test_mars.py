@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import types
 import zlib
@@ -18,13 +19,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import launch
 from helpers.chat import QWEN3, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import mars
 import train
 import trainer
-from plumbing import folders, outside, pages, report, start
+from plumbing import curves, folders, outside, pages, report, start
 from tools import ToolError
 
 REPO = Path(__file__).parent.parent
@@ -42,18 +44,6 @@ def run(*arguments, method=mars.METHOD, **additions) -> int:
         return train.main(method, [str(argument) for argument in arguments], "", **additions)
     except SystemExit as stop:
         return stop.code
-
-
-def process(*arguments, ranks: int = 1) -> subprocess.Popen:
-    """The same as a process of its own, or as several, graded by `half`."""
-    started = [sys.executable]
-    if ranks > 1:
-        started += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    line = [*started, __file__, *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-    return subprocess.Popen(
-        line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -76,11 +66,13 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def trained(base, tmp_path_factory):
+def trained(base, draw, tmp_path_factory):
     """The folder of runs with a whole run of 4 steps; the reference for resume and kill."""
     runs = tmp_path_factory.mktemp("whole") / "runs"
     line = ["--model", base, "--runs", runs, "--steps", 4, "--name", "whole", *SMALL]
-    assert run(*line, grade=half) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curves, "draw", draw)
+        assert run(*line, grade=half) == 0
     return runs
 
 
@@ -110,6 +102,7 @@ def test_a_run_leaves_what_it_promises(trained):
     tokens = AutoTokenizer.from_pretrained(folder / "checkpoint")("<s2> who ?", return_tensors="pt")
     model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
     assert model.generate(tokens["input_ids"], max_new_tokens=3).shape[1] > 3
+    assert all((folder / f"{name}.png").stat().st_size for name in ("curves", "diagnostics"))
 
 
 def test_the_report_tells_how_it_was_made_what_it_took_and_what_came_of_it(trained):
@@ -167,18 +160,19 @@ def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained
     folder = tmp_path / "killed"
     options = ["--model", base, "--runs", tmp_path, "--name", "killed", "--steps", 4, *SMALL]
     for attempt in range(2):
-        child = process(*options, *(["--resume"] if folder.exists() else []))
+        more = ["--resume"] if folder.exists() else []
+        (child,) = launch.start(__file__, *options, *more, log=tmp_path / "log")
         log = folder / "metrics.jsonl"
         before = log.stat().st_size if attempt else 0
         deadline = time.monotonic() + 200
-        while child.poll() is None and time.monotonic() < deadline:
+        while child.is_alive() and time.monotonic() < deadline:
             wrote = log.exists() and log.stat().st_size != before
             saving = any((folder / "state").glob(".*.writing"))
             if saving if attempt else wrote:
                 break
             time.sleep(0.002)
         child.kill()
-        child.communicate()
+        child.join()
         for state in (folder / "state").glob("step_*"):
             assert torch.load(state / "optimizer.pt") and weights(state / "model")
     assert run(*options, "--resume", grade=half) == 0
@@ -190,9 +184,11 @@ def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained
 def test_two_ranks_walk_the_same_path(trained, base, tmp_path):
     """torchrun with 2 processes: the same rollouts; loss and gradient equal to rounding."""
     options = ["--model", base, "--runs", tmp_path, "--name", "ranks", "--steps", 1, *SMALL]
-    child = process(*options, ranks=2)
-    _, said = child.communicate(timeout=300)
-    assert child.returncode == 0, said
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    line += [__file__, *map(str, options)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}:{REPO}/tests"}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     one, two = metrics(trained / "whole")[0], metrics(tmp_path / "ranks")[0]
     for key in ("reward", "sys1_samples", "sys1_tokens", "sys2_tokens", "trained_tokens"):
         assert one[key] == two[key], key
@@ -226,20 +222,25 @@ def test_ctrl_c_ends_a_run_with_advice(base, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("where", ["a full disk", "a pipe that nobody reads on"])
-def test_an_output_that_takes_no_more_ends_a_run_in_a_sentence(base, tmp_path, where):
+def test_an_output_that_takes_no_more_ends_a_run_in_a_sentence(
+    base, tmp_path, monkeypatch, capsys, where
+):
+    def read_a_line(end):
+        with open(end) as lines:
+            lines.readline()
+
+    if where == "a full disk":
+        out = open("/dev/full", "w")
+    else:
+        end, begin = os.pipe()
+        out = open(begin, "w")
+        threading.Thread(target=read_a_line, args=[end]).start()
+    monkeypatch.setattr(sys, "stdout", out)
     line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
-    command = [sys.executable, "mars.py", *map(str, line), "--eval_questions", "1"]
-    with open("/dev/full", "w") as full:
-        target = full if where == "a full disk" else subprocess.PIPE
-        child = subprocess.Popen(
-            command, cwd=REPO, stdout=target, stderr=subprocess.PIPE, text=True
-        )
-    if child.stdout:
-        child.stdout.readline()
-        child.stdout.close()
-    said = child.stderr.read()
-    child.stderr.close()
-    assert child.wait() == 2 and said.count("\n") == 1, said
+    assert run(*line, "--eval_questions", 1) == 2
+    out.close()  # as Python does at its end, which must not fail once more
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
     begun = (tmp_path / "x" / "config.json").exists()
     assert "cannot be written" in said and ("--resume" in said) == begun
 
@@ -372,7 +373,7 @@ def test_a_state_whose_weights_are_damaged_is_one_sentence_with_advice(
 ):
     """The run goes on from the state before it."""
     line = ["--model", base, "--runs", tmp_path, "--name", "x", *SMALL, "--eval_every", 1]
-    line += ["--lora_rank", rank, "--steps"]
+    line += ["--group", 2, "--eval_questions", 1, "--lora_rank", rank, "--steps"]
     assert run(*line, 2, grade=half) == 0
     _, state = trainer.newest(tmp_path / "x")
     (weights,) = state.rglob("*.safetensors")
@@ -384,8 +385,8 @@ def test_a_state_whose_weights_are_damaged_is_one_sentence_with_advice(
     assert state.name in said and "remove that state" in said and len(said.splitlines()) == 1
     assert (tmp_path / "x" / "metrics.jsonl").read_bytes() == before
     shutil.rmtree(state)
-    assert run(*line, 3, "--resume", grade=half) == 0
-    assert [told["step"] for told in metrics(tmp_path / "x")] == [0, 1, 2]
+    assert run(*line, 2, "--resume", grade=half) == 0
+    assert [told["step"] for told in metrics(tmp_path / "x")] == [0, 1]
 
 
 def test_a_finished_run_is_left_as_it_is(copied, base, capsys):
@@ -596,7 +597,8 @@ def test_steps_without_a_finite_gradient_are_skipped_and_three_stop_the_run(
 ):
     monkeypatch.setattr(trainer, "gradient_norm", lambda policy, limit: float("nan"))
     line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 5, *SMALL]
-    assert run(*line, "--eval_every", 1, grade=half) == 2
+    line += ["--inner_steps", 1, "--group", 2, "--eval_questions", 1, "--eval_every", 1]
+    assert run(*line, grade=half) == 2
     said = capsys.readouterr()
     assert [line["skipped_steps"] for line in metrics(tmp_path / "x")] == [1, 1]
     assert said.out.count("step skipped") == 3 and "three steps in a row" in said.err
@@ -626,19 +628,19 @@ def tracker(monkeypatch):
     return kept
 
 
-def test_a_tracked_run_goes_on_without_its_tracker(trained, base, tmp_path, tracker, capsys):
+def test_a_tracked_run_goes_on_without_its_tracker(trained, base, copied, tracker, capsys):
     """Resumed in the same tracker run, and the tracker changes no number of the run."""
-    options = ["--model", base, "--runs", tmp_path, "--name", "whole", *SMALL, "--track", "trackio"]
-    assert run(*options, "--steps", 2, grade=half) == 0
+    shutil.rmtree(copied / "whole/state/step_000004")
+    options = ["--model", base, "--runs", copied, "--name", "whole", *SMALL, "--track", "trackio"]
+    assert run(*options, "--steps", 3, "--resume", grade=half) == 0
     assert run(*options, "--steps", 4, "--resume", grade=half) == 0
     assert capsys.readouterr().out.count("--track trackio failed (the network is away)") == 1
-    first, *firsts, end, again, third = tracker
+    first, (step, numbers), end, again = tracker
     assert end == "finish" and first["name"] == again["name"] and first["project"] == "mars"
-    lines = [json.loads(line) for line in open(tmp_path / "whole/metrics.jsonl")]
-    for (step, numbers), line in zip([*firsts, third], lines[:3], strict=True):
-        sent = {key: value for key, value in line.items() if isinstance(value, (int, float))}
-        assert numbers | {"step": step} == sent
-    assert metrics(tmp_path / "whole")[2:] == metrics(trained / "whole")[2:]
+    line = [json.loads(line) for line in open(copied / "whole/metrics.jsonl")][2]
+    sent = {key: value for key, value in line.items() if isinstance(value, (int, float))}
+    assert numbers | {"step": step} == sent
+    assert metrics(copied / "whole")[3] == metrics(trained / "whole")[3]
 
 
 if __name__ == "__main__":

@@ -337,7 +337,7 @@ def test_a_flawless_planner_answers_rightly():
 def trained(tmp_path_factory):
     """A run of a base model that has learned next to nothing."""
     runs = tmp_path_factory.mktemp("runs")
-    base = matpo_toy.build(runs / "base", threads=1, steps=(8, 8))
+    base = matpo_toy.build(runs / "base", threads=1, steps=(2, 2))
     line = ["--model", base, "--runs", runs, "--name", "whole", "--steps", 2, *SMALL]
     assert matpo.main([str(word) for word in line]) == 0
     return runs / "whole"

@@ -89,16 +89,17 @@ def test_ranks_count_together(tmp_path):
     """Whatever each of them has met: else sums of different things are added, or all hang."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(RANKS))
-    assert launch(script) == 7
+    assert launch(script, log=tmp_path / "log") == 7
 
 
-def test_all_ranks_hear_that_the_base_model_cannot_be_made(tmp_path, capfd):
+def test_all_ranks_hear_that_the_base_model_cannot_be_made(tmp_path):
     """The first one makes it; the others, left alone, would end with a traceback."""
     (tmp_path / "file").write_text("")
     script = tmp_path / "script.py"
     script.write_text("import sys, mars\nsys.exit(mars.main(sys.argv[1:]))")
-    assert launch(script, "--cache", tmp_path / "file" / "below", "--runs", tmp_path) == 2
-    said = capfd.readouterr().err
+    line = ["--cache", tmp_path / "file" / "below", "--runs", tmp_path]
+    assert launch(script, *line, log=tmp_path / "log") == 2
+    said = (tmp_path / "log").read_text()
     assert said.count("cannot be written") == 2 and "Traceback" not in said
 
 

@@ -21,7 +21,9 @@ from sampler import Sampler
 from tasks.questions import Question
 
 ROLES = ("sys2", "sys1")
-SMALL = "--questions 4 --group 4 --eval_questions 2 --eval_every 2 --kv_tokens 16384".split()
+SMALL = (
+    "--questions 4 --inner_steps 1 --group 4 --eval_questions 2 --eval_every 2 --kv_tokens 16384"
+).split()
 
 
 def grade(question, answer) -> float:

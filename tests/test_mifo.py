@@ -223,7 +223,7 @@ def test_two_ranks_show_and_score_what_one_process_does(played, tmp_path):
     line += ["--cache", folder.parent.parent, "--runs", tmp_path]
     weights = []
     for world in (1, 2):
-        assert launch(script, *line, "--name", world, world=world) == 0
+        assert launch(script, *line, "--name", world, log=tmp_path / "log", world=world) == 0
         weights.append(load_file(tmp_path / str(world) / "checkpoint" / "model.safetensors"))
     for name, one in weights[0].items():
         torch.testing.assert_close(weights[1][name], one, rtol=0, atol=2e-4)

@@ -388,8 +388,15 @@ def jailed(parent: int) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-@pytest.mark.parametrize("after", [0.0, 0.003, 0.01, 0.2])
+@pytest.mark.parametrize(
+    "end, after",
+    [
+        (signal.SIGKILL, 0.0),
+        (signal.SIGINT, 0.003),
+        (signal.SIGKILL, 0.01),
+        (signal.SIGINT, 0.2),
+    ],
+)
 def test_the_program_ends_with_its_parent(end, after):
     """Seconds `after` the child was seen: it may be before or past its parent-death signal."""
     program = "from tools import python; python.run('import time; time.sleep(900)', timeout=900)"

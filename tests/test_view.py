@@ -357,15 +357,16 @@ def test_a_worker_of_several_turns_is_drawn_in_its_place(tmp_path):
 
 
 @pytest.fixture
-def panels(monkeypatch):
+def panels(monkeypatch, draw):
     """Title -> the values that a panel was given, seen through a wrapped draw_panel."""
     seen = {}
-    draw = curves.draw_panel
+    real = curves.draw_panel
 
     def watched(ax, panel, steps, values):
         seen[panel.title] = values
-        draw(ax, panel, steps, values)
+        real(ax, panel, steps, values)
 
+    monkeypatch.setattr(curves, "draw", draw)
     monkeypatch.setattr(curves, "draw_panel", watched)
     return seen
 
@@ -439,7 +440,10 @@ def test_the_command_answers_bad_runs_with_one_sentence(tmp_path, capsys, damage
         ("method.json", ["roles", "sys2"], 5),
     ],
 )
-def test_files_of_another_form_are_one_sentence(tmp_path, capsys, name, path, value):
+def test_files_of_another_form_are_one_sentence(
+    tmp_path, capsys, monkeypatch, draw, name, path, value
+):
+    monkeypatch.setattr(curves, "draw", draw if name == "metrics.jsonl" else curves.draw)
     run = fake_run(tmp_path, steps=2)
     file = run / name
     first, *others = file.read_text().splitlines()

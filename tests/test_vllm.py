@@ -5,8 +5,6 @@ import dataclasses
 import json
 import math
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 from helpers import tiny
 from helpers.engine import LOADING, Engine
+from helpers.launch import launch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import driver
@@ -321,15 +320,15 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_asked_again_and_leaves_no_trace(engine, folder, name):
+def test_a_fault_is_asked_again_and_leaves_no_trace(engine, folder):
     sampler = connected(engine, folder=folder, seconds=2.0)
-    want = converse(sampler, count=3)
-    engine.faults += [FAULTS[name], FAULTS[name]]
-    got = converse(sampler, count=3)
-    assert tokens(got) == tokens(want)
-    assert len(asked(engine)) == 2 * 9 + 2 and not engine.faults
-    assert not sampler.busy and sampler.pages_in_use == 0
+    want = tokens(converse(sampler, count=3))
+    for name, fault in FAULTS.items():
+        before = len(asked(engine))
+        engine.faults += [fault, fault]
+        assert tokens(converse(sampler, count=3)) == want, name
+        assert len(asked(engine)) == before + 9 + 2 and not engine.faults, name
+        assert not sampler.busy and sampler.pages_in_use == 0, name
 
 
 def test_a_fault_that_lasts_is_one_sentence_and_a_refusal_is_not_repeated(engine, folder):
@@ -439,7 +438,7 @@ async def episode(env, trajectory):
 
 
 METHOD = dataclasses.replace(mars.METHOD, episode=episode)
-SMALL = "--questions 2 --group 4 --eval_questions 2 --eval_every 9 --steps 3"
+SMALL = "--questions 2 --inner_steps 1 --group 4 --eval_questions 2 --eval_every 9 --steps 2"
 
 
 @pytest.fixture(scope="module")
@@ -494,19 +493,18 @@ def server(toy, tmp_path, monkeypatch):
 
 def test_a_run_on_a_server_ends_with_the_weights_of_a_run_in_the_process(toy, own, server):
     options = ["--name", "served", "--is", "off", "--server"]
-    assert play(toy, *options, server.url, "--steps", "2") == 0
-    # The start's weights, and those after each step from the run's folder.
-    assert [Path(path).name for path in server.loaded[1:]] == ["000001", "000002"]
+    assert play(toy, *options, server.url, "--steps", "1") == 0
+    # The start's weights, and those after the step from the run's folder.
+    assert [Path(path).name for path in server.loaded[1:]] == ["000001"]
     again = Engine(toy)  # a resumed run brings its state to another server
     assert play(toy, *options, again.url, "--resume") == 0
-    assert [Path(path).parent.name for path in again.loaded] == ["step_000002", "weights"]
+    assert [Path(path).parent.name for path in again.loaded] == ["step_000001", "weights"]
     again.stop()
-    for step in range(3):
-        if step != 2:  # that one holds an evaluation more
-            assert segments_of("runs/served", step) == segments_of(own, step), "the same draws"
+    # The file of the other step holds an evaluation more.
+    assert segments_of("runs/served", 0) == segments_of(own, 0), "the same draws"
     assert_same_end("runs/served", own)
     start, end = (load(path).state_dict() for path in (toy, own / "checkpoint"))
-    assert max(float((end[name] - start[name]).abs().max()) for name in start) > 1e-3
+    assert max(float((end[name] - start[name]).abs().max()) for name in start) > 5e-4
     for line in lines_of("runs/served"):
         assert line["mismatch_kl"] < 1e-10 and line["lost_share"] == line["pages_in_use"] == 0
         assert line["trained_tokens"] > 0 < line["seconds_sync"]
@@ -514,21 +512,21 @@ def test_a_run_on_a_server_ends_with_the_weights_of_a_run_in_the_process(toy, ow
 
 def test_with_lora_a_server_gets_adapters_beside_the_model_of_its_start(toy, server):
     options = ["--is", "off", "--lora_rank", "4", "--lr", "0.005"]
-    server.faults += [None] * 60 + [started_anew]  # in the second step
+    server.faults += [None] * 90 + [started_anew]  # in the second step
     assert play(toy, "--name", "served", "--server", server.url, *options) == 0
     assert play(toy, "--name", "own", *options) == 0
-    for step in range(3):
+    for step in range(2):
         assert segments_of("runs/served", step) == segments_of("runs/own", step), "the same draws"
     assert all(line["mismatch_kl"] < 1e-10 for line in lines_of("runs/served"))
-    assert len(server.loaded) == 5 and len(server.adapters) == 1, "former ones are dropped"
+    assert len(server.loaded) == 4 and len(server.adapters) == 1, "former ones are dropped"
     for folder in sorted(Path("runs/served/weights").iterdir()):
         files = sorted(path.name for path in folder.iterdir())
         assert files == ["adapter_config.json", "adapter_model.safetensors"]
     # It goes on with the adapters of the state, on a server that knows nothing of them.
     again = Engine(toy)
-    options += ["--resume", "--steps", "4"]
+    options += ["--resume", "--steps", "3"]
     assert play(toy, "--name", "served", "--server", again.url, *options) == 0
-    assert lines_of("runs/served")[3]["mismatch_kl"] < 1e-10 and len(again.loaded) == 2
+    assert lines_of("runs/served")[2]["mismatch_kl"] < 1e-10 and len(again.loaded) == 2
     again.stop()
 
 
@@ -537,7 +535,7 @@ def test_eval_and_ask_play_on_a_server(toy, own, server, capsys):
         line = ["eval", str(own), "--runs", "runs", "--name", name, "--temperature", "0"]
         assert train.main(METHOD, [*line, *options], "", grade=lambda *_: 1.0) == 0
     assert segments_of("runs/near", 0) == segments_of("runs/far", 0)
-    assert server.loaded == [str((own / "state/step_000003/model").resolve())]
+    assert server.loaded == [str((own / "state/step_000002/model").resolve())]
     answers = []
     for options in ([], ["--server", server.url]):
         assert train.main(METHOD, ["ask", str(own), "who ?", *options], "") == 0
@@ -556,22 +554,17 @@ def test_two_ranks_share_the_servers(toy, server, tmp_path):
 
     The random model earns nothing; with a KL term its samples are scored all the same.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node=2", "mars.py"]
-    command += ["--model", toy, *SMALL.split(), "--kl_beta", "0.1", "--threads", "1"]
-    command += ["--runs", tmp_path / "runs", "--name", "served", "--server", server.url]
-    done = subprocess.run(
-        [str(word) for word in command], cwd=REPO, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(server.loaded) == 4, "the start and three steps, once each"
+    line = ["--model", toy, *SMALL.split(), "--kl_beta", "0.1", "--threads", "1"]
+    line += ["--runs", tmp_path / "runs", "--name", "served", "--server", server.url]
+    assert launch(REPO / "mars.py", *line, log=tmp_path / "log") == 0
+    assert len(server.loaded) == 3, "the start and two steps, once each"
     for line in lines_of("runs/served"):
         assert 0 < line["mismatch_kl"] < 1e-10 and line["lost_share"] == 0
 
 
 def test_a_frozen_role_stays_with_our_own_sampler(toy, server):
     """The servers hold the trained weights alone."""
-    options = ["--name", "served", "--server", server.url, "--system1", "frozen", "--steps", "2"]
+    options = ["--name", "served", "--server", server.url, "--system1", "frozen"]
     assert play(toy, *options) == 0
     for line in lines_of("runs/served"):
         assert line["mismatch_kl"] < 1e-10 and line["lost_share"] == 0
@@ -617,6 +610,7 @@ def test_another_distribution_stops_the_run_and_its_server_is_named(toy, server,
     bad = Engine(toy)
     bad.sample = raw_logprobs(bad)
     options = ["--name", "served", "--server", f"{server.url},{bad.url}", "--temperature", "0.5"]
+    options += ["--questions", "1", "--eval_questions", "1"]
     assert play(toy, *options) == 2
     printed = capsys.readouterr().err
     assert f"{bad.url} does not sample what is trained" in printed and "--logprobs-mode" in printed

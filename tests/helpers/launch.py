@@ -1,22 +1,24 @@
-"""Starts a script on several processes of one group, as torchrun would.
+"""Starts a script as several processes of one group, as torchrun would, or as one process.
 
-One process imports what takes long and then forks: eight ranks cost little more than one.
+A server imports what takes long, once, and forks: eight ranks cost little more than one.
 """
 
-import contextlib
+import multiprocessing
 import os
 import runpy
-import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent.parent
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["transformers.models.qwen3.modeling_qwen3", "trainer"])
 
 
-def launch(script, *arguments, world: int = 2) -> int:
-    """The exit code that all ranks end with; 99 if they differ."""
+def start(script, *arguments, log, world: int = 1) -> list[multiprocessing.Process]:
+    """The ranks, which run. What they say goes into the file `log`."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -28,33 +30,35 @@ def launch(script, *arguments, world: int = 2) -> int:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    command = [sys.executable, __file__, str(world), script, *map(str, arguments)]
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    try:
-        return process.wait(600)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # of ranks that hang none stays
-            os.killpg(process.pid, signal.SIGKILL)
+    command = [str(script), *map(str, arguments)]
+    ranks = [
+        CONTEXT.Process(target=run, args=(environment, rank, str(log), command))
+        for rank in range(world)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PYTHONPATH", "OMP_NUM_THREADS"):  # the server starts with the first rank
+            patch.setenv(name, environment[name])
+        for process in ranks:
+            process.start()
+    return ranks
 
 
-def fork(world: int, command: list[str]) -> int:
-    children = []
-    for rank in range(world):
-        child = os.fork()
-        if not child:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            sys.argv = command
-            runpy.run_path(command[0], run_name="__main__")
-            sys.exit(0)
-        children.append(child)
-    codes = {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children}
+def run(environment: dict, rank: int, log: str, command: list[str]) -> None:
+    """What a process does."""
+    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def launch(script, *arguments, log, world: int = 2) -> int:
+    """The exit code that all ranks end with; 99 if they differ."""
+    ranks = start(script, *arguments, log=log, world=world)
+    for process in ranks:
+        process.join(600)
+        process.kill()  # of ranks that hang none stays
+    codes = {process.exitcode for process in ranks}
+    print(Path(log).read_text())
     return codes.pop() if len(codes) == 1 else 99
-
-
-if __name__ == "__main__":
-    import torch  # noqa: F401
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-
-    import trainer  # noqa: F401
-
-    sys.exit(fork(int(sys.argv[1]), sys.argv[2:]))

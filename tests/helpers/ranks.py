@@ -17,8 +17,8 @@ import trainer
 from processes import leave
 from sampler import Sampler
 
-# Where each rank's share of 13 samples begins: uneven, and the last of eight ranks has none.
-SHARES = {2: [0, 9, 13], 8: [0, 4, 5, 7, 8, 10, 12, 13, 13]}
+# Where each rank's share of 13 samples begins: uneven, and the last of four ranks has none.
+SHARES = {2: [0, 9, 13], 4: [0, 7, 8, 13, 13]}
 
 
 class Traffic(TorchDispatchMode):
