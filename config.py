@@ -42,7 +42,7 @@ class Config:
     name: str = ""  # runs/NAME/; empty: toy, toy-2, … whichever is free
     runs: str = "runs"  # folder of all runs
     seed: int = 0  # of every draw, of the toy's world and of its base model
-    steps: int = 120  # rollout batches
+    steps: int = 40  # rollout batches; on the toy more add a few points
     resume: bool = False  # go on from the newest whole state of runs/NAME
     track: Literal["none", "trackio", "wandb"] = "none"  # a live view of the metrics
     eval_every: int = 20  # steps between evaluations on held-out questions, sampled and greedy

@@ -72,8 +72,7 @@ class MarsConfig(Config):
     purpose: bool = True  # without: System 1 is not told what to look for
     shared_group: bool = False  # System 1 inherits System 2's advantage, without a group of its own
     tools: str = "search,scholar,python:raw"  # `:raw`: its output reaches System 2 unread
-    # the toy's, where MARS's differ from other methods'
-    steps: int = 40  # rollout batches; what comes after adds a few points
+    # reinforcement learning
     inner_steps: int = 4  # optimizer steps per batch of rollouts, each on a part of the questions
     # an episode's limits, in tokens where not said otherwise
     max_turns: int = 5  # steps of System 2; the last one must answer

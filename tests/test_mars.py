@@ -187,7 +187,7 @@ def test_two_ranks_walk_the_same_path(trained, base, tmp_path):
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     line += [__file__, *map(str, options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}:{REPO}/tests"}
-    done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     one, two = metrics(trained / "whole")[0], metrics(tmp_path / "ranks")[0]
     for key in ("reward", "sys1_samples", "sys1_tokens", "sys2_tokens", "trained_tokens"):

@@ -9,6 +9,7 @@ import pytest
 from helpers.script import Script
 from test_mars import SMALL
 
+from config import UserError
 from driver import Driver
 from plumbing.start import Run
 from rollout import Trajectory
@@ -342,6 +343,12 @@ def test_a_run_leaves_its_folder_and_resumes_to_the_same_bits(base, tmp_path):
     command(base, tmp_path, "halves", "--steps", "1")
     halves = command(base, tmp_path, "halves", "--steps", "2", "--resume")
     assert [steady(line) for line in halves] == [steady(line) for line in whole]
+
+
+def test_optimizer_steps_that_would_cut_a_questions_groups_are_refused():
+    MarsrlConfig(questions=4, inner_steps=2).check(training=True)
+    with pytest.raises(UserError, match="must divide"):
+        MarsrlConfig(questions=4, inner_steps=3).check(training=True)
 
 
 def test_the_pipeline_stays_on_policy(base, tmp_path):
