@@ -36,7 +36,7 @@ def cells(folder: Path) -> Counter:
         sums[name, "right"] += right
         sums[name, "asked"] += 1
 
-    for record in arms.records(folder):
+    for record in arms.rollouts(folder):
         question = held_out()[record["question_id"]]
         fact = question.fact
         for name in (question.source, "all"):
@@ -84,7 +84,7 @@ STUDY = arms.Study(
     cells=cells,
     asked="240",
     in_run=["--eval_questions", "12"],  # few: what counts is asked afterwards
-    commands={"passages": "passages"},
+    commands={"passages": ["passages"]},
     reads=("system1", "sys2_context", "purpose", "packing"),
 )
 

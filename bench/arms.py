@@ -4,7 +4,12 @@ bench/atlas.py and bench/almanac.py say which arms there are and what counts. An
 RUNS/ARM-SEED. Its last and its first weights are asked the same held-out questions, both ways, in
 RUNS/ARM-SEED-DECODING and RUNS/START-SEED-DECODING. Most arms begin with the same weights; those
 that read in another way begin with a warm start of their own, so that nobody meets what it was
-never shown. What is there is not made again; half a run is resumed. Several benches may share RUNS.
+never shown.
+
+What the table needs of an evaluation is kept in RECORDS/NAME.json, a few kilobytes: which questions
+were right, counts by cell, what a step of the run took. An evaluation that has its record is not
+made again, so arms may be run on several machines; half a run is resumed. Several benches may share
+RUNS and RECORDS.
 
 The table has a row for each arm, start and decoding, over its seeds: accuracy in each cell, and two
 comparisons question by question (McNemar's exact test): with the arm's start, and with another arm.
@@ -19,6 +24,7 @@ import fcntl
 import itertools
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -27,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.ablate import read_metrics
-from bench.common import ROOT, save, table
+from bench.common import RESULTS, ROOT, provenance, save, table
 from plumbing.metrics import sign_test, wilson_interval
 
 DECODING = ("sampled", "greedy")
@@ -44,7 +50,7 @@ class Study:
     cells: Callable[[Path], Counter]
     asked: str  # questions of an evaluation
     in_run: list[str] = field(default_factory=list)  # options of runs only
-    commands: dict[str, str] = field(default_factory=dict)  # arms run by a subcommand
+    commands: dict[str, list[str]] = field(default_factory=dict)  # arms run by a subcommand
     reads: tuple[str, ...] = ()  # settings of an arm that its own start needs too
     against: dict[str, str] = field(default_factory=dict)  # arms not compared with the first one
 
@@ -62,6 +68,7 @@ def options_of(study: Study, description: str) -> argparse.Namespace:
     parser.add_argument("--bf16", default="auto", help="of runs and evaluations")
     parser.add_argument("--threads", default="2", help="of runs and evaluations")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / f"{study.recipe}-bench")
+    parser.add_argument("--records", type=Path, default=RESULTS / study.recipe / "records")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache", help="of the models")
     parser.add_argument("--table", action="store_true", help="run nothing")
     options, options.more = parser.parse_known_args()
@@ -92,30 +99,64 @@ def is_finished(folder: Path) -> bool:
 
 
 def run_missing(study: Study, options: argparse.Namespace) -> None:
-    """Every run and evaluation that is missing, seed by seed."""
+    """Every run and evaluation that is missing, seed by seed; the greedy evaluations come last."""
     options.runs.mkdir(parents=True, exist_ok=True)
-    for seed, arm in itertools.product(options.seeds, options.arms):
-        command = [study.commands[arm]] if arm in study.commands else []
-        changed = ["--seed", str(seed), *study.arms[arm]]
-        with alone(options, f"{arm}-{seed}") as folder:
-            if not is_finished(folder):
-                begun = (folder / "config.json").exists()
-                line = [*command, *changed, *study.in_run, *options.more, *["--resume"] * begun]
-                carry_out(study, options, line, folder.name)
-        made = json.loads((folder / "config.json").read_text())
-        models = {f"{arm}-{seed}": [str(folder)], f"{study.start(arm)}-{seed}": None}
-        for (name, model), decoding in itertools.product(models.items(), DECODING):
-            with alone(options, f"{name}-{decoding}") as target:
-                if (target / "table.json").exists():
-                    continue
-                shutil.rmtree(target, ignore_errors=True)  # the beginning of one that was cut
-                if model is None:  # the start, which reads as its arm does
-                    model = [made["model"], "--seed", str(seed), "--preset", made["preset"]]
-                    model += as_options(made, study.reads) if arm in study.starts else []
-                temperature = str(made["temperature"]) if decoding == "sampled" else "0"
-                line = [*command, "eval", *model, "--temperature", temperature]
-                line += ["--eval_questions", options.eval_questions]
-                carry_out(study, options, line, target.name)
+    options.records.mkdir(parents=True, exist_ok=True)
+    for decoding, seed, arm in itertools.product(DECODING, options.seeds, options.arms):
+        for model in (arm, study.start(arm)):
+            name = f"{model}-{seed}-{decoding}"
+            if not record_of(options, name).exists():
+                run = finished_run(study, options, arm, seed)
+                evaluate(study, options, arm, run, name)
+
+
+def finished_run(study: Study, options: argparse.Namespace, arm: str, seed: int) -> Path:
+    """The folder of an arm's run, which is made or resumed where it is not at its end."""
+    with alone(options, f"{arm}-{seed}") as folder:
+        if not is_finished(folder):
+            begun = (folder / "config.json").exists()
+            line = [*study.commands.get(arm, []), "--seed", str(seed), *study.arms[arm]]
+            line += [*study.in_run, *options.more, *["--resume"] * begun]
+            carry_out(study, options, line, folder.name)
+    return folder
+
+
+def evaluate(study: Study, options: argparse.Namespace, arm: str, run: Path, name: str) -> None:
+    """Asks an arm's last weights or its first ones, as `name` says, and keeps the record."""
+    made = json.loads((run / "config.json").read_text())
+    line = [*study.commands.get(arm, []), "eval"]
+    trained = name.startswith(f"{arm}-")
+    if trained:
+        line += [str(run)]
+    else:  # the start, which reads as its arm does
+        line += [made["model"], "--seed", str(made["seed"]), "--preset", made["preset"]]
+        line += as_options(made, study.reads) if arm in study.starts else []
+    temperature = "0" if name.endswith("greedy") else str(made["temperature"])
+    line += ["--temperature", temperature, "--eval_questions", options.eval_questions]
+    with alone(options, name) as folder:
+        if not (folder / "table.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # the beginning of one that was cut
+            carry_out(study, options, line, name)
+        sums = study.cells(folder)
+        record = {
+            "made": {key: provenance()[key] for key in ("date", "cpu", "commit")},
+            "settings": {key: made[key] for key in ("bf16", "steps", "questions", "group")},
+            "cells": {
+                cell: [sums[cell, "right"], asked]
+                for (cell, counted), asked in sums.items()
+                if counted == "asked"
+            },
+            "right": [one["question_id"] for one in rollouts(folder) if one["reward"] == 1],
+            "of a step": costs(run) if trained else {},
+        }
+        unfinished = folder.with_name(f"{name}.unfinished")
+        unfinished.write_text(json.dumps(record) + "\n")
+        shutil.move(unfinished, record_of(options, name))
+
+
+def record_of(options: argparse.Namespace, name: str) -> Path:
+    """The file that keeps what the table needs of an evaluation."""
+    return options.records / f"{name}.json"
 
 
 def as_options(settings: dict, names: tuple[str, ...]) -> list[str]:
@@ -130,57 +171,15 @@ def as_options(settings: dict, names: tuple[str, ...]) -> list[str]:
     return line
 
 
-def records(folder: Path) -> list[dict]:
+def rollouts(folder: Path) -> list[dict]:
     """An evaluation's trajectories."""
     lines = (folder / "rollouts" / "step_0.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
-def answers(folder: Path) -> dict[str, bool]:
-    """Of an evaluation: question id -> whether its answer is right."""
-    return {record["question_id"]: record["reward"] == 1 for record in records(folder)}
-
-
-def summarise(study: Study, options: argparse.Namespace) -> list[dict]:
-    """A row for each start and arm, and decoding, over all seeds that have it."""
-    rows = []
-    names = [*dict.fromkeys(["start", *study.starts.values()]), *study.arms]
-    for name, decoding in itertools.product(names, DECODING):
-        folders = {s: options.runs / f"{name}-{s}-{decoding}" for s in options.seeds}
-        folders = {s: folder for s, folder in folders.items() if (folder / "table.json").exists()}
-        if not folders:
-            continue
-        sums = sum((study.cells(folder) for folder in folders.values()), Counter())
-        row = {"arm": name, "decoding": decoding, "seeds": len(folders)}
-        for cell in dict.fromkeys(cell for cell, _ in sums):
-            right, asked = sums[cell, "right"], sums[cell, "asked"]
-            row[cell] = [right / asked, *wilson_interval(right, asked)]
-        if name in study.arms:
-            row |= costs(options.runs, name, list(folders))
-            first, *_ = study.arms
-            others = {study.start(name), study.against.get(name, first)} - {name}
-            for other in sorted(others):
-                row |= compared(folders, name, other)
-        rows.append(row)
-    return rows
-
-
-def compared(folders: dict[int, Path], name: str, other: str) -> dict:
-    """Questions that an arm has right and `other` has not, the reverse, and p, over the seeds."""
-    gained = lost = 0
-    for folder in folders.values():
-        against = folder.with_name(other + folder.name.removeprefix(name))
-        if not (against / "table.json").exists():
-            return {}
-        mine, theirs = answers(folder), answers(against)
-        gained += sum(mine[question] > theirs[question] for question in mine)
-        lost += sum(mine[question] < theirs[question] for question in mine)
-    return {f"against {other}": f"+{gained} −{lost}", f"p {other}": sign_test(gained, lost)}
-
-
-def costs(runs: Path, arm: str, seeds: list[int]) -> dict:
-    """Of a step of training, as a mean over its steps and seeds."""
-    steps = [line for seed in seeds for line in read_metrics(runs / f"{arm}-{seed}")]
+def costs(run: Path) -> dict:
+    """Of a step of training, as a mean over the run's steps."""
+    steps = read_metrics(run)
     columns = {
         "calls": ("calls_per_question",),
         "read tokens an attempt": ("tokens_read",),
@@ -190,8 +189,48 @@ def costs(runs: Path, arm: str, seeds: list[int]) -> dict:
     return {
         name: sum(line.get(key, 0) for line in steps for key in keys) / len(steps)
         for name, keys in columns.items()
-        if steps
     }
+
+
+def summarise(study: Study, options: argparse.Namespace) -> list[dict]:
+    """A row for each start and arm, and decoding, over all seeds that have it."""
+    made = {path.stem: json.loads(path.read_text()) for path in options.records.glob("*.json")}
+    rows = []
+    names = [*dict.fromkeys(["start", *study.starts.values()]), *study.arms]
+    for name, decoding in itertools.product(names, DECODING):
+        places = [f"-{seed}-{decoding}" for seed in options.seeds]
+        places = [place for place in places if name + place in made]
+        if not places:
+            continue
+        records = [made[name + place] for place in places]
+        row = {"arm": name, "decoding": decoding, "seeds": len(records)}
+        for cell in dict.fromkeys(cell for record in records for cell in record["cells"]):
+            counts = [record["cells"].get(cell, (0, 0)) for record in records]
+            right, asked = map(sum, zip(*counts))
+            row[cell] = [right / asked, *wilson_interval(right, asked)]
+        for cost in records[0]["of a step"]:
+            row[cost] = statistics.mean(record["of a step"][cost] for record in records)
+        if name in study.arms:
+            first, *_ = study.arms
+            others = {study.start(name), study.against.get(name, first)} - {name}
+            for other in sorted(others):
+                theirs = [made.get(other + place) for place in places]
+                row |= compared(records, theirs, other)
+        rows.append(row)
+    return rows
+
+
+def compared(mine: list[dict], theirs: list[dict | None], other: str) -> dict:
+    """Questions that an arm has right and `other` has not, the reverse, and p, over the seeds.
+
+    Nothing where `other` lacks a seed.
+    """
+    if None in theirs:
+        return {}
+    pairs = [(set(a["right"]), set(b["right"])) for a, b in zip(mine, theirs)]
+    gained = sum(len(a - b) for a, b in pairs)
+    lost = sum(len(b - a) for a, b in pairs)
+    return {f"against {other}": f"+{gained} −{lost}", f"p {other}": sign_test(gained, lost)}
 
 
 def report(rows: list[dict]) -> str:

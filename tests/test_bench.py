@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -166,25 +167,41 @@ def test_complete_runs_are_skipped_half_ones_resumed_failed_ones_named(tmp_path,
 # ---------------------------------------------------------------- the atlas
 
 
-def ask(runs: Path, name: str, right: str) -> None:
-    """An invented evaluation of questions 0, 1, …: `right` has a 1 for each right answer."""
-    folder = runs / name / "rollouts"
-    folder.mkdir(parents=True)
-    records = [{"question_id": i, "reward": int(mark)} for i, mark in enumerate(right)]
-    (folder / "step_0.jsonl").write_text("\n".join(map(json.dumps, records)))
-    share = right.count("1") / len(right)
-    table = [{"set": "all", "questions": len(right), "accuracy": share}]
-    (runs / name / "table.json").write_text(json.dumps(table))
+def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, monkeypatch):
+    """Of each evaluation a small record stays, which is all that the table needs."""
+    marks = {  # questions 0, 1, …: a 1 for each right answer
+        "start-0-sampled": "1100",
+        "start-1-sampled": "0000",
+        "rl-0-sampled": "0111",
+        "rl-1-sampled": "1111",
+        "frozen-0-sampled": "0011",
+    }
 
+    def carry_out(study, options, line, name):
+        assert line[:1] == ["eval"] and line[line.index("--temperature") + 1] == "1.0"
+        folder = options.runs / name
+        (folder / "rollouts").mkdir(parents=True)
+        lines = [{"question_id": str(i), "reward": int(m)} for i, m in enumerate(marks[name])]
+        (folder / "rollouts" / "step_0.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        share = marks[name].count("1") / len(marks[name])
+        made = [{"set": "all", "questions": len(marks[name]), "accuracy": share}]
+        (folder / "table.json").write_text(json.dumps(made))
 
-def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path):
-    ask(tmp_path, "start-0-sampled", "1100")
-    ask(tmp_path, "start-1-sampled", "0000")
-    ask(tmp_path, "rl-0-sampled", "0111")
-    ask(tmp_path, "rl-1-sampled", "1111")
-    ask(tmp_path, "frozen-0-sampled", "0011")
-    options = argparse.Namespace(runs=tmp_path, seeds=[0, 1])
+    monkeypatch.setattr(arms, "carry_out", carry_out)
+    runs, kept = tmp_path / "runs", tmp_path / "records"
+    options = argparse.Namespace(runs=runs, records=kept, seeds=[0, 1], eval_questions="4")
+    kept.mkdir()
+    for name in marks:
+        arm, seed, _ = name.split("-")
+        run = runs / f"{arm}-{seed}"
+        run.mkdir(parents=True)
+        made = vars(mars.MarsConfig(seed=int(seed), model="START"))
+        (run / "config.json").write_text(json.dumps(made))
+        (run / "metrics.jsonl").write_text('{"calls_per_question": 2, "seconds_train": 5}\n')
+        arms.evaluate(atlas.STUDY, options, "rl" if arm == "start" else arm, run, name)
+    shutil.rmtree(runs)
     start, run, frozen = arms.summarise(atlas.STUDY, options)
+    assert run["calls"] == 2 and run["seconds"] == 5 and "calls" not in start
     assert start["all"][0] == 2 / 8 and run["all"][0] == 7 / 8 and "against rl" not in run
     assert run["against start"] == "+6 −1"
     assert run["p start"] == pytest.approx(2 * 8 / 2**7)
