@@ -86,3 +86,20 @@ def test_other_products_are_pytorchs_own(counted):
         assert products.linear(torch.ones(2, 3), torch.ones(4, 3)).dtype == torch.bfloat16
     assert not counted
     assert products.onednn_is_faster() is True  # the fixture's
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    "cpu, faster",
+    [
+        ("vendor_id: AuthenticAMD\nflags: avx2 avx512f", True),
+        ("vendor_id: AuthenticAMD\nflags: avx2", False),
+        ("vendor_id: GenuineIntel\nflags: avx2 avx512f", False),
+        ("Features: asimd", False),
+    ],
+)
+def test_onednn_is_taken_where_mkl_stops_at_avx2_and_the_processor_does_not(
+    cpu, faster, monkeypatch
+):
+    monkeypatch.setattr(products.Path, "read_text", lambda self: cpu)
+    assert products.onednn_is_faster.__wrapped__() is faster
