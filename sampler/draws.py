@@ -9,12 +9,14 @@ that number.
 Shapes: B rows, V vocabulary. Test: pytest tests/test_sampler.py -k "draw or uniform or top_p"
 """
 
+import math
+
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 MASK = (1 << 64) - 1
+LAST = 1 - 2.0**-48  # the largest uniform number
 
 
 def hashed(*numbers: int) -> int:
@@ -51,14 +53,13 @@ class Buffers:
     """Memory of the last draw for the next one: fresh pages cost more than the sums in them."""
 
     def __init__(self):
-        self.kept: dict[torch.dtype, Tensor] = {}
+        self.kept = torch.empty(0)
 
-    def like(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory of x's shape that the last tensor of this type from here may still be in."""
-        kept = self.kept.get(dtype)
-        if kept is None or kept.numel() < x.numel():
-            kept = self.kept[dtype] = torch.empty(x.numel(), dtype=dtype, device=x.device)
-        return kept[: x.numel()].view(x.shape)
+    def like(self, x: Tensor) -> Tensor:
+        """fp32 memory of x's shape that the last tensor from here may still be in."""
+        if self.kept.numel() < x.numel() or self.kept.device != x.device:
+            self.kept = torch.empty(x.numel(), device=x.device)
+        return self.kept[: x.numel()].view(x.shape)
 
 
 def sample_token(
@@ -78,18 +79,33 @@ def sample_token(
     if temperature is not None:
         is_greedy = temperature == 0
         logits = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
-    logprobs = F.log_softmax(logits, -1)
-    probs = torch.exp(logprobs, out=buffers.like(logits, torch.float32))
-    if top_p is not None:
-        probs = keep_likeliest(probs, top_p)
-    cumulative = buffers.like(logits, torch.float64)
-    torch.cumsum(probs, -1, dtype=torch.float64, out=cumulative)
-    threshold = uniforms[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
-    tokens = tokens.clamp_(max=logits.shape[1] - 1)  # a row of NaN gives V
+    probs = torch.softmax(logits, -1, out=buffers.like(logits))
+    drawn_from = probs if top_p is None else keep_likeliest(probs, top_p)
+    # First a block of the vocabulary, then a token in it: a running sum of all tokens takes longer
+    # than the softmax.
+    blocks = drawn_from.unflatten(1, (-1, math.gcd(logits.shape[1], 256)))
+    block, uniforms = draw(blocks.sum(-1), uniforms)
+    rows = torch.arange(len(blocks), device=blocks.device)
+    token, _ = draw(blocks[rows, block], uniforms)
+    tokens = block * blocks.shape[2] + token
     if temperature is not None:
         tokens = torch.where(is_greedy, logits.max(-1).indices, tokens)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    return tokens, probs.gather(1, tokens[:, None])[:, 0].log()
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row the index where the running sum of weights [B, n] passes u times its total.
+
+    Returns the indices [B], never one of weight 0, and how far into its weight u fell [B], which is
+    a uniform number of [0, 1) again.
+    """
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    threshold = uniforms[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, threshold, right=True)
+    index = index.clamp_(max=weights.shape[1] - 1)  # a row of NaN gives n
+    weight = weights.gather(1, index)
+    into = (threshold - cumulative.gather(1, index)) / weight + 1
+    return index[:, 0], into[:, 0].clamp_(0, LAST)
 
 
 def keep_likeliest(probs: Tensor, top_p: Tensor) -> Tensor:

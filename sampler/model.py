@@ -28,7 +28,6 @@ FAMILY = ("qwen2", "qwen3", "llama", "mistral", "smollm3")  # a config's model_t
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 # On a CPU, packed weights are faster from about so many rows on.
 PACKED_ROWS = 8
-PACKED_TYPES = (torch.float32, torch.bfloat16)
 
 
 def unsupported(config) -> str | None:
@@ -50,6 +49,15 @@ def unsupported(config) -> str | None:
     if getattr(config, "quantization_config", None):
         return "quantised weights"
     return None
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of this type on this processor."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()  # not with AVX2 alone
+    return dtype == torch.float32
 
 
 def head_size(config) -> int:
@@ -251,7 +259,7 @@ class Model:
     def pack(self, name: str) -> None:
         """A copy of a matrix in the layout that oneDNN likes best for this processor."""
         weight = self.weights[name]
-        if torch.backends.mkldnn.is_available() and weight.dtype in PACKED_TYPES:
+        if packs(weight.dtype):
             rows_out = weight.t().contiguous()  # [out, in]
             self.packed[name] = torch.ops.mkldnn._reorder_linear_weight(rows_out)
 

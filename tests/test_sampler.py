@@ -264,13 +264,23 @@ def test_edges_of_the_draw():
     assert torch.allclose(logprobs, F.log_softmax(torch.tensor([0.0, 1.0]), -1))
 
 
+@pytest.mark.parametrize("size", [1024, 1000, 997])  # blocks of 256, 8 and 1 tokens
+def test_each_token_is_drawn_by_the_uniforms_of_its_part_of_the_running_sum(size):
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(1, size)
+    ends = logits[0].double().softmax(-1).cumsum(0)
+    middles = ends - logits[0].double().softmax(-1) / 2
+    tokens, logprobs = sample_token(logits.expand(size, -1), middles, None, None)
+    assert torch.equal(tokens, torch.arange(size))
+    torch.testing.assert_close(logprobs, logits[0].log_softmax(-1), rtol=0, atol=1e-6)
+
+
 def test_top_p_of_a_neighbour_changes_nothing():
     """A row without top-p draws the same tokens beside a row that has one, the rarest ones too."""
     torch.manual_seed(0)
-    logits = (4 * torch.randn(1, 20_000)).expand(64, -1)
+    logits = (4 * torch.randn(1, 20_000)).sort().values.expand(64, -1)
     cumulative = logits[0].log_softmax(-1).exp().cumsum(0, dtype=torch.float64)
-    rarest = logits[0].argsort()[:64]
-    assert rarest.min() > 0
+    rarest = torch.arange(1, 65)
     uniforms = (cumulative[rarest] + cumulative[rarest - 1]) / 2 / cumulative[-1]
     alone, _ = sample_token(logits, uniforms, None, None)
     assert torch.equal(alone, rarest)
