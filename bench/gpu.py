@@ -1,8 +1,7 @@
 """The day a GPU is there: everything that only one can show, part by part, the most wanted first.
 
     python -m bench.gpu --part 1 --out FOLDER     one part, under nine minutes; rows in FOLDER
-    python -m bench.gpu --list                    the parts, their steps and limits
-    python -m bench.gpu --step NAME               one step alone; `card` is what the card does
+    python -m bench.gpu --step NAME               one step alone, of those in PARTS
     python -m bench.gpu --rehearse                every part on a CPU, tiny, by the same lines
 
 A step is a process of its own with a limit; what it leaves of its time goes to the next one. Each
@@ -35,7 +34,6 @@ Tests: pytest tests/test_bench_gpu.py
 """
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -61,23 +59,6 @@ GPU_TESTS = [
 ]
 
 # --- steps that are no bench's part ---------------------------------------------------------------
-
-
-def card(bench: Bench) -> None:
-    """Copy, product, decode's share of the first, loss's share of the second: one JSON line."""
-    kernels.speed(bench, peers=False)
-    sampler.decode(bench, cases=1)
-    forward, gradients, decode = bench.rows
-    line = {
-        "gpu": common.provenance()["gpu"],
-        "copy TB/s": common.rates()["copy"] / 1e12,
-        "product TFLOP/s": common.rates()["product"] / 1e12,
-        "decode, share of copy": decode.get("share of ceiling"),
-        "loss forward, share of product": forward.get("share of a product"),
-        "loss with gradients": gradients.get("share of a product"),
-    }
-    print(json.dumps(line), flush=True)
-    bench.rows.append(line)
 
 
 def one_run(bench: Bench, command: list[str], predicted: dict) -> None:
@@ -131,15 +112,15 @@ def smollm2(bench: Bench, changed: tuple[str, ...] = ()) -> None:
 
 # --- the parts ------------------------------------------------------------------------------------
 
-GOAL_FORMS = kernels.FORMS | kernels.CONFIGURED
 # part -> step -> (seconds, a function of a Bench or what `python -m` runs). The machine may be gone
 # after any of them.
 PARTS = {
     1: {
-        "card": (110, card),
-        "gpu_tests": (150, ["pytest", "-m", "gpu", "-rs", *GPU_TESTS]),
-        "kernel_tests": (150, ["pytest", "-m", "not gpu", *GPU_TESTS[:2]]),
-        "attention_goal": (60, partial(kernels.attention, shapes=kernels.GOALS, forms=GOAL_FORMS)),
+        "loss": (110, kernels.speed),
+        "gpu_tests": (140, ["pytest", "-m", "gpu", "-rs", *GPU_TESTS]),
+        "kernel_tests": (140, ["pytest", "-m", "not gpu", *GPU_TESTS[:2]]),
+        "accuracy": (20, kernels.accuracy),
+        "attention": (60, kernels.attention),
         "toy": (60, toy),
     },
     2: {
@@ -150,14 +131,6 @@ PARTS = {
     3: {
         "smollm2": (300, smollm2),
         "smollm2_frozen": (220, partial(smollm2, changed=("--system1", "frozen"))),
-    },
-    4: {
-        "accuracy": (60, kernels.accuracy),
-        "loss_peers": (180, kernels.speed),
-        "attention_all": (
-            220,
-            partial(kernels.attention, shapes=kernels.MORE, forms=kernels.FORMS),
-        ),
     },
 }
 STEPS = {name: what for steps in PARTS.values() for name, (_, what) in steps.items()}
@@ -231,16 +204,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--part", type=int, nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=common.RESULTS / "gpu", help="of the rows")
-    parser.add_argument("--list", action="store_true", help="show the parts and end")
     parser.add_argument("--rehearse", action="store_true", help="all parts, tiny, on a CPU")
     measured = [name for name, what in STEPS.items() if callable(what)]
     parser.add_argument("--step", choices=measured, help="measure this alone")
     options = parser.parse_args()
-    if options.list:
-        for part in options.part:
-            for name, (seconds, _) in PARTS[part].items():
-                print(f"{part}  {seconds:4} s  {name}")
-        return 0
     if options.rehearse:
         with tempfile.TemporaryDirectory() as folder:
             rehearse(Path(folder))

@@ -1,9 +1,8 @@
 """The kernels: the loss beside the forms that people use, decode attention beside the memory.
 
     python -m bench.kernels                             accuracy and speed of the loss, on a CPU
-    python -m bench.kernels --only speed --tiny         the same lines in seconds; writes no file
-    python -m bench.gpu --step loss_peers               the same on a GPU
-    python -m bench.gpu --step attention_goal           and attention_all
+    python -m bench.kernels --tiny                      the same lines in seconds; writes no file
+    python -m bench.gpu --step loss                     on a GPU; accuracy, attention
 
 accuracy  bf16 hidden states and head; log-probs and gradients against float64.
 speed     N = 4,096, D = 256, V = 32,000 in fp32; on a GPU N = 16,384, D = 4,096, V = 151,936 in
@@ -162,7 +161,7 @@ def accuracy(bench: common.Bench) -> None:
         bench.measure({"form": name}, partial(errors, *forms))
 
 
-def speed(bench: common.Bench, peers: bool = True) -> None:
+def speed(bench: common.Bench) -> None:
     """Time and extra memory of each form; a product is one pass over head and states."""
     cuda = common.device().type == "cuda"
     N, D, V = SHAPES["tiny" if bench.tiny else common.device().type]
@@ -191,8 +190,6 @@ def speed(bench: common.Bench, peers: bool = True) -> None:
         if share:
             ms = 1e3 * flops / rates["product"] / share
             predicted = {"ms": ms, "share of a product": share}
-        elif not peers:
-            continue
         bench.measure({"pass": kind, "form": name}, partial(one, call, flops), predicted)
 
 
@@ -205,18 +202,15 @@ COLD = 512 << 20  # bytes that a graph reads before it comes back to a page: ten
 CALLS = 32  # launches in a captured graph
 # Model, rows, context, and what the rows hold: pages of their own, lengths from 1/8 to 15/8 of the
 # context, or eight at a time 7/8 of their pages in common. Then the predicted share of the copy.
-GOALS = [
+ATTENTION = [
     ("Qwen3-8B", 64, 4096, "own", 0.88),
     ("Qwen3-8B", 64, 4096, "shared", 0.7),
     ("Qwen3-8B", 1, 4096, "own", 0.3),
-]
-MORE = [
     ("Qwen3-8B", 64, 4096, "mixed", 0.88),
     ("Qwen3-8B", 256, 1024, "own", 0.88),
     ("Qwen3-8B", 1, 32768, "own", 0.88),
     ("Qwen2.5-7B", 64, 4096, "own", 0.88),
 ]
-TINY = [("tiny", 2, 24, "mixed", 0.88)]
 
 
 def attention_case(model: str, rows: int, context: int, pages: str, calls: int = CALLS) -> tuple:
@@ -264,7 +258,7 @@ def gather_all(q, k_pages, v_pages, table, lengths, runs):
 
 
 FORMS = {"MARS": mars_attention, "gather + SDPA": gather_all}
-CONFIGURED = {
+CONFIGURED = {  # beside the first shape
     # Five stages leave two buffers of keys and values, three leave one.
     "block 32, stages 5": configured(32, 4, 5),
     "block 64, stages 5": configured(64, 4, 5),
@@ -285,9 +279,10 @@ def captured(function):
     return graph.replay
 
 
-def attention(bench: common.Bench, shapes: list[tuple], forms: dict) -> None:
+def attention(bench: common.Bench) -> None:
     """A row for each form of each shape, whose keys and values exist for as long as it runs."""
-    calls = 1 if bench.tiny else CALLS
+    calls, rounds = (1, 1) if bench.tiny else (CALLS, 7)
+    copy = common.rates()["copy"]
 
     def one(shape, form) -> dict:
         size, given = attention_case(*shape, calls)
@@ -296,17 +291,18 @@ def attention(bench: common.Bench, shapes: list[tuple], forms: dict) -> None:
             for i in range(calls):
                 form(*given[i % len(given)])
 
-        times = common.timed(captured(all_calls), 1 if bench.tiny else 7)
+        times = common.timed(captured(all_calls), rounds)
         row = common.spread("µs", [1e6 * seconds / calls for seconds in times])
         rate = size / row["µs, median"] * 1e6
-        return row | {"TB/s": rate / 1e12, "share of copy": rate / rates["copy"]}
+        return row | {"TB/s": rate / 1e12, "share of copy": rate / copy}
 
-    rates = common.rates()
-    for *shape, share in TINY if bench.tiny else shapes:
+    forms = FORMS | CONFIGURED
+    for *shape, share in [("tiny", 2, 24, "mixed", 0.88)] if bench.tiny else ATTENTION:
         for name, form in forms.items():
             row = dict(zip(("model", "rows", "context", "pages"), shape)) | {"form": name}
             predicted = {"share of copy": share} if name == "MARS" else {}
             bench.measure(row, partial(one, shape, form), predicted)
+        forms = FORMS
 
 
 if __name__ == "__main__":

@@ -38,35 +38,20 @@ from bench import common, peers  # noqa: E402
 from plumbing import models  # noqa: E402
 from sampler import Sampler  # noqa: E402
 
-SMALL = {
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-}
-QWEN3_0_6B = SMALL | {
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
-QWEN3_8B = QWEN3_0_6B | {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "tie_word_embeddings": False,
-}
-TINY = SMALL | {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
+TINY = dict(zip(SIZES, (128, 32, 48, 4, 8, 4, 16, False)))
+SMALL = dict(zip(SIZES, (4096, 256, 768, 4, 8, 4, 32, False)))
+QWEN3_0_6B = dict(zip(SIZES, (151_936, 1024, 3072, 28, 16, 8, 128, True)))
+QWEN3_8B = dict(zip(SIZES, (151_936, 4096, 12_288, 36, 32, 8, 128, False)))
 ENGINES = ["generate, left-padded", "OpenVINO GenAI", "vLLM"]
 
 
@@ -203,11 +188,11 @@ def decode_steps(shape: dict, rows: int, context: int, steps: int, rounds: int =
     return row | {"tokens/s": rows / seconds}
 
 
-def decode(bench: common.Bench, cases: int = 4) -> None:
-    """The goal's case first; `cases` of all."""
+def decode(bench: common.Bench) -> None:
+    """The goal's case first."""
     shape, steps = (TINY, 2) if bench.tiny else (QWEN3_8B, 64)
     sizes = ((2, 24),) if bench.tiny else ((64, 4096), (64, 1024), (1, 4096), (128, 4096))
-    for rows, context in sizes[:cases]:
+    for rows, context in sizes:
         size = weight_bytes(shape) + rows * context * token_bytes(shape)
         ms = 1e3 * size / common.rates()["copy"] / 0.8
         predicted = {"GB a step": size / 1e9, "ms a step": ms, "share of ceiling": 0.8}

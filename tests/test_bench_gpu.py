@@ -38,9 +38,7 @@ def test_a_step_is_rehearsed_by_the_lines_of_the_day(name, tmp_path, monkeypatch
     assert gpu.run_step(name, tmp_path, tiny=True) == []
     rows = json.loads((tmp_path / f"gpu_{name}.json").read_text())["rows"]
     predicted = [key for row in rows for key in row if key.startswith("predicted")]
-    if name == "card":
-        assert {"copy TB/s", "product TFLOP/s", "decode, share of copy"} <= rows[-1].keys()
-    elif name == "toy":
+    if name == "toy":
         assert rows[0]["mismatch_kl"] < 1e-10
         assert len((tmp_path / "gpu_toy.jsonl").read_text().splitlines()) == 1
     elif name.startswith("smollm2"):  # a rehearsal resolves its options only
