@@ -86,7 +86,7 @@ def toy(bench: Bench) -> None:
         from toy import base_model
 
         model = base_model.build(tempfile.mkdtemp(), threads=1, steps=(1, 1))
-        command += ["--model", str(model), "--steps", "1", "--questions", "1", "--group", "2"]
+        command += ["--model", str(model), "--steps", "2", "--questions", "1", "--group", "2"]
         command += ["--inner_steps", "1", "--eval_questions", "1", "--threads", "1"]
     one_run(bench, command, {"seconds_rollout": 2.0, "seconds_train": 0.5})
 
