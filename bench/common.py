@@ -142,11 +142,16 @@ def table(rows: list[dict]) -> str:
 
 
 @functools.cache
+def versions() -> dict:
+    """Of the packages that matter, if they are there."""
+    found = {each.name.replace("-", "_"): each.version for each in metadata.distributions()}
+    return {name: found[name] for name in PACKAGES if name in found}
+
+
 def provenance() -> dict:
     """Date, machine, library versions and commit: what a reader needs to judge a figure."""
     cpus = Path("/proc/cpuinfo")
     found = cpus.exists() and re.search(r"model name\s*: (.*)", cpus.read_text())
-    versions = {each.name.replace("-", "_"): each.version for each in metadata.distributions()}
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": found[1] if found else platform.machine(),
@@ -155,7 +160,7 @@ def provenance() -> dict:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "commit": commit(),
-        "versions": {name: versions[name] for name in PACKAGES if name in versions},
+        "versions": versions(),
     }
 
 
