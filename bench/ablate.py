@@ -2,7 +2,7 @@
 
     python -m bench.ablate mars                        every arm with seeds 0 1 2: hours
     python -m bench.ablate matpo --arms matpo single --seeds 0
-    python -m bench.ablate marsrl --table              tabulates and plots what is there
+    python -m bench.ablate marsrl --table              tabulates what is there
 
 A seed names a world, its questions and a base model. Within a seed all arms start from the same
 weights and meet the same questions in the same order, so an arm is compared with the first one seed
@@ -10,21 +10,20 @@ by seed. `replica` changes nothing that should matter; its draws soon differ, an
 far two runs of one setting lie apart.
 
 A run is RUNS/ARM-SEED, with its log beside it. The same command goes on where it stopped: a
-complete run is skipped, half a run is resumed.
+complete run is skipped, half a run is resumed. Commands with other seeds or arms may run beside it.
 
-Results: bench/results/ablate_METHOD.json and .png. Tests: pytest tests/test_bench.py
+Results: bench/results/ablate_METHOD.json. Tests: pytest tests/test_bench.py
 """
 
 import argparse
-import json
+import itertools
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
 
-from bench.common import RESULTS, ROOT, save, table
+from bench.common import ROOT, read_metrics, save, table
 
 WHOLE = ["--rollouts", "linear", "--group", "16", "--credit"]
 # method -> arm -> what it changes; the first arm changes nothing
@@ -81,7 +80,7 @@ COMMANDS = {
     "marsrl": ["-m", "siblings.marsrl"],
 }
 STEPS = {"mars": 40, "matpo": 60, "marsrl": 60}
-# Evaluations by column, the one that is plotted and compared first.
+# Evaluations by column, the one that is compared first.
 SCORES = {
     "mars": {"sampled": "eval_accuracy", "greedy": "eval_greedy"},
     "matpo": {"sampled": "eval_accuracy", "greedy": "eval_greedy"},
@@ -95,15 +94,6 @@ SCORES = {
 }
 
 
-def read_metrics(folder: Path) -> list[dict]:
-    """A run's metrics, a line a step; a last line that was cut off does not count."""
-    path = folder / "metrics.jsonl"
-    if not path.exists():
-        return []
-    whole, _, _ = path.read_text().rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
-
-
 def evaluations(lines: list[dict], method: str) -> dict[int, dict[str, float]]:
     """Steps done -> scores then. The last line holds two: before its step, and after."""
     found = {}
@@ -115,33 +105,23 @@ def evaluations(lines: list[dict], method: str) -> dict[int, dict[str, float]]:
     return found
 
 
-def run_missing(method: str, options: argparse.Namespace) -> list[str]:
-    """Runs what is not complete, `--jobs` at a time; returns the names of runs that failed."""
+def run_missing(method: str, options: argparse.Namespace) -> None:
+    """Runs what is not complete. subprocess.CalledProcessError where a run fails."""
     options.runs.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-    def run(name: str, changed: list[str], seed: int) -> str | None:
-        folder = options.runs / name
+    for seed, arm in itertools.product(options.seeds, options.arms):
+        folder = options.runs / f"{arm}-{seed}"
         if options.steps in evaluations(read_metrics(folder), method):
-            return None
-        line = [*COMMANDS[method], "--name", name, "--runs", str(options.runs)]
+            continue
+        line = [*COMMANDS[method], "--name", folder.name, "--runs", str(options.runs)]
         line += ["--cache", str(options.cache), "--seed", str(seed), "--threads", "1"]
-        line += ["--steps", str(options.steps), *changed]
+        line += ["--steps", str(options.steps), *ARMS[method][arm]]
         if (folder / "config.json").exists():
             line.append("--resume")
-        print(f"{name}: python {' '.join(line)}", flush=True)
-        with open(options.runs / f"{name}.log", "a") as log:
-            streams = {"stdout": log, "stderr": subprocess.STDOUT}
-            done = subprocess.run([sys.executable, *line], cwd=ROOT, env=environment, **streams)
-        return name if done.returncode else None
-
-    with ThreadPoolExecutor(options.jobs) as pool:
-        runs = [
-            pool.submit(run, f"{arm}-{seed}", ARMS[method][arm], seed)
-            for seed in options.seeds
-            for arm in options.arms
-        ]
-    return [run.result() for run in runs if run.result()]
+        print(f"python {' '.join(line)}", flush=True)
+        with open(f"{folder}.log", "a") as log:
+            streams = {"stdout": log, "stderr": log, "check": True}
+            subprocess.run([sys.executable, *line], cwd=ROOT, env=environment, **streams)
 
 
 def summarise(method: str, runs: Path, steps: int) -> list[dict]:
@@ -192,65 +172,35 @@ def report(rows: list[dict], method: str, steps: int) -> str:
     return f"{head}averaged over the evaluations after step 0\n{table(shown)}"
 
 
-def plot(rows: list[dict], method: str, path: Path) -> None:
-    """A panel an arm, over the steps: mean of the seeds, worst to best; the first arm in grey."""
-    from matplotlib.figure import Figure  # slow to load
-
-    score, *_ = SCORES[method]
-    lines = -(-len(rows) // 4)
-    figure = Figure(figsize=(11, 0.5 + 2.2 * lines), dpi=120, layout="constrained")
-    axes = figure.subplots(lines, 4, sharex=True, sharey=True, squeeze=False)
-    for ax, row in zip(axes.flat, rows):
-        ax.set_title(row["options"] or row["arm"], fontsize=9, loc="left")
-        ax.set_ylim(0, 1)
-        ax.grid(axis="y", alpha=0.25)
-        for shown, colour in ((rows[0], "#777777"), (row, "#0072b2")):
-            seeds = list(shown["seeds"].values())
-            steps = [step for step in seeds[0] if all(step in seed for seed in seeds)]
-            values = [[seed[step][score] for seed in seeds] for step in steps]
-            ax.fill_between(
-                steps, *zip(*[(min(v), max(v)) for v in values]), color=colour, alpha=0.2
-            )
-            ax.plot(steps, [mean(v) for v in values], color=colour, marker="o", markersize=3)
-    for ax in axes.flat[len(rows) :]:
-        ax.set_axis_off()
-    figure.supxlabel("RL steps")
-    figure.supylabel(f"held out, {score}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-
-
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("method", choices=ARMS)
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="all, unless named")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="of RL, when other than the published ones")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
     parser.add_argument("--runs", type=Path, help="folder of the runs")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache", help="of the base models")
     parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args()
     method = options.method
     options.arms = options.arms or list(ARMS[method])
-    unknown = set(options.arms) - set(ARMS[method])
-    if unknown:
+    if unknown := set(options.arms) - set(ARMS[method]):
         parser.error(f"{method} has no arm {min(unknown)}: choose from {', '.join(ARMS[method])}")
     options.steps = options.steps or STEPS[method]
     options.runs = (options.runs or ROOT / "runs" / f"ablate-{method}").resolve()
     options.cache = options.cache.resolve()
-    failed = [] if options.table else run_missing(method, options)
+    try:
+        if not options.table:
+            run_missing(method, options)
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"{' '.join(error.cmd)} failed: see its log in {options.runs}")
     rows = summarise(method, options.runs, options.steps)
     if not rows:
-        parser.exit(1, f"no complete run in {options.runs}: see the logs there\n")
+        sys.exit(f"no complete run in {options.runs}")
     print(report(rows, method, options.steps))
     command = " ".join(["python -m bench.ablate", *sys.argv[1:]])
     print(save(f"ablate_{method}", command, rows, steps=options.steps))
-    plot(rows, method, RESULTS / f"ablate_{method}.png")
-    for name in failed:
-        print(f"{name} failed: see {options.runs / name}.log", file=sys.stderr)
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

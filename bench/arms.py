@@ -32,8 +32,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.ablate import read_metrics
-from bench.common import RESULTS, ROOT, provenance, save, table
+from bench.common import RESULTS, ROOT, provenance, read_metrics, save, table
 from plumbing.metrics import sign_test, wilson_interval
 
 DECODING = ("sampled", "greedy")

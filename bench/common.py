@@ -1,119 +1,72 @@
-"""Shared by every bench: who measured, time, rates of the machine, predictions, tables, files.
+"""Shared by every bench: time, what the machine can do, rows, tables, files.
 
-Results go to bench/results/NAME.json. A row is written as soon as it is measured, and its
-prediction before: whoever reads it sees who was right, and a run that is cut keeps what it had.
-Tests: pytest tests/test_bench.py
+A part of a bench is a function of a `Bench`, which takes its rows. A row is written as soon as it
+is measured, and its prediction before: whoever reads it sees who was right, and a run that is cut
+keeps what it had. Tests: pytest tests/test_bench.py
 """
 
+import argparse
 import datetime
-import json
+import functools
 import math
 import os
 import platform
+import re
 import statistics
-import subprocess
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from plumbing.folders import read_lines, write_json
+from plumbing.report import commit
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
-SMALL_RATES = {"size": 1 << 20, "n": 64, "rounds": 1}  # of `rates`, in a rehearsal
-PACKAGES = ("torch", "triton", "transformers", "numpy", "liger_kernel", "flash_attn")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "liger_kernel")
 
-# --- who measured ---------------------------------------------------------------------------------
-
-
-def version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def commit() -> str | None:
-    """The checked-out commit; None outside a repository and on a machine without git."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    except FileNotFoundError:
-        return None
-    return result.stdout.strip() or None
-
-
-def processor() -> str:
-    """The CPU's name."""
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":")[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def provenance() -> dict:
-    """Date, machine, library versions and commit: what a reader needs to judge a figure."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "cpu": processor(),
-        "cores": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "commit": commit(),
-        "versions": {package: version(package) for package in PACKAGES},
-    }
-
-
-# --- time and memory, on a GPU and in a rehearsal on a CPU ----------------------------------------
+# --- time and memory, on a GPU and on a CPU -------------------------------------------------------
 
 
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def dtype() -> torch.dtype:
+    """What products are in; a CPU need not have units for bf16."""
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+
 def clock() -> float:
-    """Wall seconds, when all that was launched on the GPU has ended."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    """CPU seconds; on a GPU wall seconds, when all that was launched there has ended."""
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def interleaved(functions: dict, rounds: int = 5, clock=time.process_time) -> dict:
-    """Times each function once a round, in turn, so that a machine that drifts drifts for all.
-
-    Returns name -> list of `rounds` durations in seconds of `clock` (CPU time by default). One
-    uncounted warm-up round.
-    """
-    times = {name: [] for name in functions}
-    for turn in range(rounds + 1):
-        for name, function in functions.items():
-            start = clock()
-            function()
-            if turn:
-                times[name].append(clock() - start)
-    return times
+def timed(function: Callable, rounds: int = 5) -> list[float]:
+    """Seconds of `rounds` calls, after one that warms up."""
+    times = []
+    for _ in range(rounds + 1):
+        start = clock()
+        function()
+        times.append(clock() - start)
+    return times[1:]
 
 
-def spread(values) -> dict:
-    """Median, smallest and largest of some measurements."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+def spread(unit: str, values: list[float]) -> dict:
+    """Three columns: median, smallest and largest of some measurements."""
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {f"{unit}, {key}": value for key, value in found.items()}
 
 
-def free_bytes() -> float:
-    """Free memory of the GPU; a CPU's is not looked at."""
-    if not torch.cuda.is_available():
-        return math.inf
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
-
-
-def peak_bytes(function) -> float:
+def added_bytes(function: Callable) -> float:
     """What a call adds to the GPU memory that is allocated, at its peak; NaN on a CPU."""
     if not torch.cuda.is_available():
-        function()
         return math.nan
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -122,47 +75,55 @@ def peak_bytes(function) -> float:
     return torch.cuda.max_memory_allocated() - before
 
 
-def rates(size: int = 4 << 30, n: int = 8192, rounds: int = 7) -> dict:
-    """What the machine can do: bytes a second of a copy, FLOP/s of a bf16 matrix product.
+@functools.cache
+def rates() -> dict:
+    """What the machine can do: bytes a second of a copy, FLOP/s of a matrix product.
 
-    size: bytes of the copy, each of which is read and written; n: of the n × n matrices.
+    The copy counts each byte as read and written. On a CPU both are small.
     """
-    where = device()
-    source = torch.empty(size, dtype=torch.uint8, device=where)
+    size, n, rounds = (4 << 30, 8192, 7) if torch.cuda.is_available() else (64 << 20, 1024, 3)
+    source = torch.empty(size, dtype=torch.uint8, device=device())
     target = torch.empty_like(source)
-    a, b = torch.randn(2, n, n, device=where, dtype=torch.bfloat16)
-    calls = {"copy": lambda: target.copy_(source), "product": lambda: a @ b}
-    times = interleaved(calls, rounds, clock)
-    return {
-        "copy": 2 * size / statistics.median(times["copy"]),
-        "product": 2 * n**3 / statistics.median(times["product"]),
-    }
+    a, b = torch.randn(2, n, n, device=device(), dtype=dtype())
+    copy = statistics.median(timed(lambda: target.copy_(source), rounds))
+    product = statistics.median(timed(lambda: a @ b, rounds))
+    return {"copy": 2 * size / copy, "product": 2 * n**3 / product}
 
 
 # --- rows, tables, files --------------------------------------------------------------------------
 
 
-def why(error: Exception) -> str:
-    """An error as a cell of a table."""
-    lines = f"{type(error).__name__}: {error}".splitlines()
-    return lines[0][:100]
+@dataclass
+class Bench:
+    """The rows of one part, and how it is measured."""
 
+    name: str = ""  # of the file
+    command: str = ""
+    folder: Path | None = None  # where NAME.json is written; None: nowhere
+    tiny: bool = False  # sizes that take seconds on any CPU
+    peers: list[str] = field(default_factory=list)  # Pythons: see bench/peers.py
+    rows: list[dict] = field(default_factory=list)
 
-def measure(rows: list[dict], write, name: dict, predicted: dict, function) -> dict:
-    """One row: `name`, its prediction, and what `function` returns (a dict) or why it failed.
+    def measure(self, name: dict, function: Callable, predicted: dict | None = None) -> dict:
+        """One row: `name`, its prediction, and what `function` returns (a dict) or why it failed.
 
-    The row is in `rows` and written before it is measured, and again after. A failure is a cell,
-    not the end: the next row may be the one that was wanted.
-    """
-    row = name | {f"predicted {key}": value for key, value in predicted.items()}
-    rows.append(row)
-    write(rows)
-    try:
-        row |= function()
-    except Exception as error:
-        row["failed"] = why(error)
-    write(rows)
-    return row
+        A failure is a cell, not the end: the next row may be the one that was wanted.
+        """
+        row = name | {f"predicted {key}": value for key, value in (predicted or {}).items()}
+        self.rows.append(row)
+        self.write()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # of the row before
+        try:
+            row |= function()
+        except Exception as error:
+            row["failed"] = f"{type(error).__name__}: {error}".partition("\n")[0][:100]
+        self.write()
+        return row
+
+    def write(self) -> None:
+        if self.folder:
+            save(self.name, self.command, self.rows, self.folder, rates=rates())
 
 
 def table(rows: list[dict]) -> str:
@@ -175,16 +136,61 @@ def table(rows: list[dict]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     text = []
     for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        cells = [cell.ljust(width) for cell, width in zip(line, widths)]
         text.append("  ".join(cells).rstrip())
     return "\n".join(text)
 
 
-def save(name: str, command: str, rows: list[dict], folder: Path | None = None, **more) -> Path:
+@functools.cache
+def versions() -> dict:
+    """Of the packages that matter, if they are there."""
+    found = {each.name.replace("-", "_"): each.version for each in metadata.distributions()}
+    return {name: found[name] for name in PACKAGES if name in found}
+
+
+def provenance() -> dict:
+    """Date, machine, library versions and commit: what a reader needs to judge a figure."""
+    cpus = Path("/proc/cpuinfo")
+    found = cpus.exists() and re.search(r"model name\s*: (.*)", cpus.read_text())
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": found[1] if found else platform.machine(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "commit": commit(),
+        "versions": versions(),
+    }
+
+
+def save(name: str, command: str, rows: list[dict], folder: Path = RESULTS, **more) -> Path:
     """Writes NAME.json in one go: the rows with their command and provenance."""
-    folder = folder or RESULTS
-    folder.mkdir(parents=True, exist_ok=True)
-    record = {"command": command, **provenance(), **more, "rows": rows}
-    unfinished = folder / f"{name}.json.unfinished"
-    unfinished.write_text(json.dumps(record, indent=1) + "\n")
-    return unfinished.rename(folder / f"{name}.json")
+    path = folder / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_json(path, {"command": command, **provenance(), **more, "rows": rows})
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """A run's metrics, a line a step; none before its first."""
+    path = folder / "metrics.jsonl"
+    return read_lines(path) if path.exists() else []
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def main(name: str, description: str, parts: dict[str, Callable[[Bench], None]]) -> None:
+    """`python -m bench.NAME`: measures the parts on a CPU, prints and writes their rows."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--tiny", action="store_true", help="small sizes; writes no file")
+    parser.add_argument("--peers", nargs="+", default=[], metavar="PYTHON", help="bench/peers.py")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for part in options.only:
+        bench = Bench(f"{name}_{part}", f"python -m bench.{name} --only {part}")
+        bench.folder = None if options.tiny else RESULTS
+        bench.tiny, bench.peers = options.tiny, options.peers
+        parts[part](bench)
+        print(f"\n{part}\n{table(bench.rows)}", flush=True)

@@ -1,70 +1,70 @@
-"""The loss kernels: accuracy and cost beside the implementations that people use.
+"""The kernels: the loss beside the forms that people use, decode attention beside the memory.
 
-    python -m bench.kernels                      accuracy, and time on a CPU (about 3 minutes)
-    python -m bench.kernels --tiny               the same lines in seconds; writes no file
-    python -m bench.gpu --step loss_peers        on a GPU
+    python -m bench.kernels                             accuracy and speed of the loss, on a CPU
+    python -m bench.kernels --tiny                      the same lines in seconds; writes no file
+    python -m bench.gpu --step loss                     on a GPU; accuracy, attention
 
-accuracy  bf16 hidden states and head; log-probs and gradients against float64. Every gradient ends
-          in bf16: the row "all in fp32" is what that alone costs.
-cpu       N = 4,096, D = 256, V = 32,000 in fp32: the chunked form against whole logits in plain
-          PyTorch.
-gpu       N = 16,384, D = 4,096, V = 151,936 in bf16; useful operations against a large product on
-          the card at hand. Goals on an H200: forward ≤ 30 ms, forward + backward ≤ 92 ms, ≤ 5 GB of
-          extra memory, twice as fast as Liger.
+accuracy  bf16 hidden states and head; log-probs and gradients against float64.
+speed     N = 4,096, D = 256, V = 32,000 in fp32; on a GPU N = 16,384, D = 4,096, V = 151,936 in
+          bf16. Useful operations against a large product. Goals on an H200: forward ≤ 30 ms,
+          forward + backward ≤ 92 ms, ≤ 5 GB of extra memory, twice as fast as Liger. Predicted:
+          85 % of a large product's rate forward, 82 % with gradients.
+attention A call's bytes of keys and values over its time, as a share of a large copy. It is a
+          captured graph of calls, page tables in turn, so that no call finds its pages in the L2
+          cache. Goal: 85 % with 64 rows of 4k. Predicted: 88 %; 30 % for one row (128 programs of
+          four steps each); 70 % where eight rows at a time share 7/8 of their pages, which are
+          then read once (two launches in place of one). Beside it: other launch configurations,
+          and gathering all pages for PyTorch's attention.
 
-Predictions, made before any GPU was seen: 85 % of a large product's rate forward, 82 % with
-gradients; the memory of one chunk of logits and of the head's gradient in fp32.
-
-Results: bench/results/kernels_PART.json. Tests: pytest tests/test_bench.py
+Predictions were made before any GPU was seen. Results: bench/results/kernels_PART.json.
+Tests: pytest tests/test_bench.py tests/test_bench_gpu.py
 """
 
-import argparse
-import os
+import math
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 import grpo
 import kernels
 from bench import common
+from kernels.paged_attention import rows_of_a_run, triton_paged_attention
+from sampler.plan import kernel_runs
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
-SHAPES = {  # part -> N, D, V
-    "full": {
-        "gpu": (16_384, 4096, 151_936),
-        "accuracy": (512, 512, 32_000),
-        "cpu": (4096, 256, 32_000),
-    },
-    "tiny": {"gpu": (40, 16, 300), "accuracy": (24, 16, 300), "cpu": (64, 16, 300)},
+SHAPES = {  # N, D, V
+    "cuda": (16_384, 4096, 151_936),
+    "cpu": (4096, 256, 32_000),
+    "accuracy": (512, 512, 32_000),
+    "tiny": (40, 16, 300),
 }
-LIGER_ROWS = 1024  # tokens of a chunk
-PRODUCTS = {"forward": 1, "forward + backward": 3}
-SHARES = {"forward": 0.85, "forward + backward": 0.82}  # predicted, of a large product's rate
+CHUNK = 1024  # tokens at a time on a GPU, whose memory does not hold all logits
+
+# --- the loss: a case, and the implementations ----------------------------------------------------
 
 
 def make_case(N, D, V, dtype, where) -> tuple:
     """Hidden states, head, targets, old log-probs, advantages, token weights.
 
-    Logits have a standard deviation of 4.5 and targets are drawn from their softmax, a few rows at
-    a time: the peak of memory is to be the measured call's.
+    Logits have a standard deviation of 4.5 and targets are drawn from their softmax.
     """
     generator = torch.Generator(where).manual_seed(0)
     new = partial(torch.randn, generator=generator, device=where)
     hidden = new(N, D).to(dtype)
     weight = new(V, D).mul_(4.5 / D**0.5).to(dtype)
-    target = torch.empty(N, dtype=torch.int64, device=where)
-    logprob = torch.empty(N, device=where)
-    head = weight.float()
-    for start in range(0, N, 32):
-        part = slice(start, start + 32)
-        logp = (hidden[part].float() @ head.T).log_softmax(-1)
-        target[part] = torch.multinomial(logp.exp(), 1, generator=generator)[:, 0]
-        logprob[part] = logp.gather(-1, target[part, None])[:, 0]
-    old = logprob + 0.2 * new(N)
-    return hidden, weight, target, old, new(N), torch.full((N,), 1 / N, device=where)
+    logp = (hidden.float() @ weight.float().T).log_softmax(-1)
+    target = torch.multinomial(logp.exp(), 1, generator=generator)
+    old = logp.gather(-1, target)[:, 0] + 0.2 * new(N)
+    return hidden, weight, target[:, 0], old, new(N), torch.full((N,), 1 / N, device=where)
 
 
-# --- the implementations --------------------------------------------------------------------------
+def mars_logprob(*case):
+    return kernels.linear_logprob(*case)[0]
+
+
+def mars_loss(*case):
+    return kernels.linear_grpo_loss(*case, **CLIP)[0]
 
 
 def whole_logits(hidden, weight, target):
@@ -72,22 +72,17 @@ def whole_logits(hidden, weight, target):
     return (hidden @ weight.T).log_softmax(-1).gather(-1, target[:, None])[:, 0]
 
 
-def bf16_logits(hidden, weight, target):
+def fp32_softmax(hidden, weight, target):
     """As a model's forward pass has it: logits in the model's type, softmax in fp32."""
     return (hidden @ weight.T).float().log_softmax(-1).gather(-1, target[:, None])[:, 0]
 
 
-def bf16_softmax(hidden, weight, target):
+def trl_logprob(hidden, weight, target):
     """TRL's selective_log_softmax for bf16 logits (no autocast): log-softmax row by row in bf16."""
     rows = []
     for row, y in zip(hidden @ weight.T, target, strict=True):
         rows.append(row.log_softmax(-1).gather(-1, y[None])[0])
     return torch.stack(rows).float()
-
-
-def fp32_logits(hidden, weight, target):
-    """Everything in fp32, the products too: slow, and nothing is rounded before the gradients."""
-    return whole_logits(hidden.float(), weight.float(), target)
 
 
 def liger_logprob(hidden, weight, target):
@@ -101,7 +96,7 @@ def liger_loss(hidden, weight, target, old, advantage, token_weight, *, compiled
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     options = {"beta": 0.0, "use_ref_model": False, "loss_type": "bnpo", "compiled": compiled}
-    loss = LigerFusedLinearGRPOLoss(chunk_size=LIGER_ROWS, **options)
+    loss = LigerFusedLinearGRPOLoss(chunk_size=CHUNK, **options)
     y = target[:, None]
     mask = torch.ones_like(y)
     return loss(hidden[:, None], weight, y, mask, advantage, old_per_token_logps=old[:, None])[0]
@@ -116,61 +111,31 @@ def loss_of(logprob_function):
     return loss
 
 
-def mars_logprob(*case):
-    return kernels.linear_logprob(*case)[0]
-
-
-def mars_loss(*case):
-    return kernels.linear_grpo_loss(*case, **CLIP)[0]
-
-
-def forced(form, function):
-    """function with MARS_KERNELS set to form."""
-
-    def run(*arguments):
-        before = os.environ.get("MARS_KERNELS", "")
-        os.environ["MARS_KERNELS"] = form
-        try:
-            return function(*arguments)
-        finally:
-            os.environ["MARS_KERNELS"] = before
-
-    return run
-
-
-def gradients(loss_function, case):
+def gradients(loss_function, case, size: int | None = None):
+    """Of hidden states and head; with `size` one chunk of so many tokens after the other."""
     hidden, weight = (x.detach().requires_grad_() for x in case[:2])
-    loss_function(hidden, weight, *case[2:]).backward()
-    return hidden.grad, weight.grad
-
-
-def chunked_gradients(case, size=1024):
-    """PyTorch's forward and backward of one chunk after the other, whose logits fit in memory."""
-    hidden, weight = (x.detach().requires_grad_() for x in case[:2])
-    loss = loss_of(bf16_logits)
+    size = size or len(hidden)
     for start in range(0, len(hidden), size):
         part, *tokens = (x[start : start + size] for x in (hidden, *case[2:]))
-        loss(part, weight, *tokens).backward()
+        loss_function(part, weight, *tokens).backward()
     return hidden.grad, weight.grad
 
 
-# --- accuracy -------------------------------------------------------------------------------------
+# --- the loss: accuracy and speed -----------------------------------------------------------------
 
 # name -> (gives log-probs, gives the loss)
 ACCURACY = {
-    "MARS, PyTorch form": (forced("reference", mars_logprob), forced("reference", mars_loss)),
-    "MARS, Triton form": (forced("triton", mars_logprob), forced("triton", mars_loss)),
-    "plain PyTorch, bf16 logits": (bf16_logits, loss_of(bf16_logits)),
-    "plain PyTorch, all in fp32": (fp32_logits, loss_of(fp32_logits)),
-    "TRL's formula on bf16 logits": (bf16_softmax, loss_of(bf16_softmax)),
+    "MARS": (mars_logprob, mars_loss),
+    "PyTorch, softmax in fp32": (fp32_softmax, loss_of(fp32_softmax)),
+    "TRL's formula": (trl_logprob, loss_of(trl_logprob)),
     "Liger fused linear GRPO": (liger_logprob, liger_loss),
 }
 
 
-def accuracy(tiny: bool, rows: list[dict], write) -> None:
+def accuracy(bench: common.Bench) -> None:
     """Errors of each form against float64."""
-    N, D, V = SHAPES["tiny" if tiny else "full"]["accuracy"]
-    case = make_case(N, D, V, torch.bfloat16, common.device())
+    shape = SHAPES["tiny" if bench.tiny else "accuracy"]
+    case = make_case(*shape, torch.bfloat16, common.device())
     exact = [x.double() if x.is_floating_point() else x for x in case]
     true_logprob = whole_logits(*exact[:3])
     true_gradients = gradients(loss_of(whole_logits), exact)
@@ -186,97 +151,152 @@ def accuracy(tiny: bool, rows: list[dict], write) -> None:
         return row
 
     for name, forms in ACCURACY.items():
-        common.measure(rows, write, {"form": name}, {}, partial(errors, *forms))
+        bench.measure({"form": name}, partial(errors, *forms))
 
 
-# --- CPU ------------------------------------------------------------------------------------------
+def speed(bench: common.Bench) -> None:
+    """Time and extra memory of each form; a product is one pass over head and states."""
+    cuda = common.device().type == "cuda"
+    N, D, V = SHAPES["tiny" if bench.tiny else common.device().type]
+    case = make_case(N, D, V, common.dtype(), common.device())
+    plain, liger = loss_of(fp32_softmax), partial(liger_loss, compiled=cuda)
+    size = CHUNK if cuda else N
+    # pass, form, predicted share of a large product's rate, products, call
+    forms = [
+        ("forward", "MARS", 0.85, 1, lambda: mars_logprob(*case[:3])),
+        ("forward + backward", "MARS", 0.82, 3, lambda: gradients(mars_loss, case)),
+        ("forward + backward", "PyTorch", None, 3, lambda: gradients(plain, case, size)),
+        ("forward + backward", "Liger", None, 3, lambda: gradients(liger, case)),
+    ]
 
+    def one(call, flops) -> dict:
+        call()  # compiles
+        row = {"extra GB": common.added_bytes(call) / 1e9}
+        row |= common.spread("ms", [1e3 * seconds for seconds in common.timed(call)])
+        rate = flops / row["ms, median"] * 1e3
+        return row | {"TFLOP/s": rate / 1e12, "share of a product": rate / rates["product"]}
 
-def cpu(tiny: bool, rows: list[dict], write) -> None:
-    """CPU seconds of forward and backward."""
-    N, D, V = SHAPES["tiny" if tiny else "full"]["cpu"]
-    case = make_case(N, D, V, torch.float32, "cpu")
-    forms = {
-        "MARS": lambda: gradients(mars_loss, case),
-        "whole logits": lambda: gradients(loss_of(whole_logits), case),
-    }
-    for name, seconds in common.interleaved(forms, 1 if tiny else 5).items():
-        columns = {f"CPU s, {key}": value for key, value in common.spread(seconds).items()}
-        rows.append({"form": name} | columns)
-    write(rows)
-
-
-# --- GPU ------------------------------------------------------------------------------------------
-
-
-def gpu_forms(case) -> dict:
-    """(pass, form) -> function; ours first."""
-    liger = partial(liger_loss, compiled=common.device().type == "cuda")
-    return {
-        ("forward", "MARS"): lambda: kernels.linear_logprob(*case[:3]),
-        ("forward + backward", "MARS"): lambda: gradients(mars_loss, case),
-        ("forward + backward", "PyTorch, chunked"): lambda: chunked_gradients(case),
-        ("forward + backward", "Liger"): lambda: gradients(liger, case),
-    }
-
-
-def peers_too(tiny: bool, rows: list[dict], write, rate: dict) -> None:
-    accuracy(tiny, rows, write)
-    gpu(tiny, rows, write, rate)
-
-
-def case_bytes(N, D, V) -> float:
-    """Memory of the GPU part: case, a float copy of the head, gradients, and 5 GB for a form."""
-    return 3 * 2 * (N * D + V * D) + 2 * 4 * V * D + 5e9
-
-
-def gpu(tiny: bool, rows: list[dict], write, rate: dict, peers: bool = True) -> None:
-    """Time and extra memory of each form; rate: see bench.common.rates."""
-    N, D, V = SHAPES["tiny" if tiny else "full"]["gpu"]
-    product = rate["product"]
-    if case_bytes(N, D, V) > common.free_bytes():
-        raise MemoryError(f"needs {case_bytes(N, D, V) / 1e9:.0f} GB of free GPU memory")
-    case = make_case(N, D, V, torch.bfloat16, common.device())
-
-    def one(form, flops):
-        form()  # compiles
-        row = {"extra GB": common.peak_bytes(form) / 1e9}
-        seconds = common.spread(
-            common.interleaved({"form": form}, 1 if tiny else 5, common.clock)["form"]
-        )
-        row |= {f"ms, {key}": 1e3 * value for key, value in seconds.items()}
-        speed = flops / seconds["median"]
-        return row | {"TFLOP/s": speed / 1e12, "share of a product": speed / product}
-
-    for (kind, name), form in gpu_forms(case).items():
-        flops = 2 * N * D * V * PRODUCTS[kind]
+    rates = common.rates()
+    for kind, name, share, products, call in forms:
+        flops = 2 * N * D * V * products
         predicted = {}
-        if name == "MARS":
-            share = SHARES[kind]
-            extra = 0.6 if kind == "forward" else 0.6 + (4 + 2) * V * D / 1e9 + 2 * N * D / 1e9
-            ms = 1e3 * flops / product / share
-            predicted = {"ms": ms, "share of a product": share, "extra GB": extra}
-        elif not peers:
-            continue
-        common.measure(
-            rows, write, {"pass": kind, "form": name}, predicted, partial(one, form, flops)
-        )
+        if share:
+            ms = 1e3 * flops / rates["product"] / share
+            predicted = {"ms": ms, "share of a product": share}
+        bench.measure({"pass": kind, "form": name}, partial(one, call, flops), predicted)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="small shapes, no files")
-    tiny = parser.parse_args().tiny
-    for name, part in (("accuracy", accuracy), ("cpu", cpu)):
+# --- decode attention -----------------------------------------------------------------------------
 
-        def write(rows, name=name):
-            if not tiny:
-                common.save(f"kernels_{name}", "python -m bench.kernels", rows)
+# Heads of queries, heads of keys, their size.
+HEADS = {"Qwen3-8B": (32, 8, 128), "Qwen2.5-7B": (28, 4, 128), "tiny": (4, 2, 16)}
+PAGE = 64  # tokens, as the sampler has them on a GPU
+COLD = 512 << 20  # bytes that a graph reads before it comes back to a page: ten L2 caches
+CALLS = 32  # launches in a captured graph
+# Model, rows, context, and what the rows hold: pages of their own, lengths from 1/8 to 15/8 of the
+# context, or eight at a time 7/8 of their pages in common. Then the predicted share of the copy.
+ATTENTION = [
+    ("Qwen3-8B", 64, 4096, "own", 0.88),
+    ("Qwen3-8B", 64, 4096, "shared", 0.7),
+    ("Qwen3-8B", 1, 4096, "own", 0.3),
+    ("Qwen3-8B", 64, 4096, "mixed", 0.88),
+    ("Qwen3-8B", 256, 1024, "own", 0.88),
+    ("Qwen3-8B", 1, 32768, "own", 0.88),
+    ("Qwen2.5-7B", 64, 4096, "own", 0.88),
+]
 
-        rows = []
-        part(tiny, rows, write)
-        print(f"\n{name}\n{common.table(rows)}", flush=True)
+
+def attention_case(model: str, rows: int, context: int, pages: str, calls: int = CALLS) -> tuple:
+    """(bytes that a call reads, arguments of each call): page tables of different random pages."""
+    Hq, Hkv, Dh = HEADS[model]
+    lengths = torch.full((rows,), context)
+    if pages == "mixed":
+        lengths = context * torch.linspace(2, 30, rows).int() // 16
+    token = 2 * Hkv * Dh * 2
+    sets = min(calls, math.ceil(COLD / (int(lengths.sum()) * token)))
+    pages_a_row = math.ceil(int(lengths.max()) / PAGE)
+    count = sets * rows * pages_a_row
+    tables = torch.randperm(count).int().view(sets, rows, pages_a_row)
+    shared = pages_a_row * 7 // 8 if pages == "shared" else 0
+    for first in range(0, rows, 8):
+        tables[:, first : first + 8, :shared] = tables[:, first : first + 1, :shared]
+    saved = (rows - math.ceil(rows / 8)) * shared * PAGE
+    new = partial(torch.randn, device=common.device(), dtype=common.dtype())
+    q, k_pages, v_pages = new(rows, Hq, Dh), *new(2, count, PAGE, Hkv, Dh)
+    given = []
+    for table in tables:
+        runs = kernel_runs(table.numpy(), lengths.numpy(), PAGE, rows_of_a_run(Hq // Hkv))
+        planned = (table, lengths.int(), torch.from_numpy(runs))
+        given.append((q, k_pages, v_pages, *(x.to(common.device()) for x in planned)))
+    return (int(lengths.sum()) - saved) * token, given
+
+
+def mars_attention(q, k_pages, v_pages, table, lengths, runs, config=None):
+    options = {"scale": q.shape[2] ** -0.5, "runs": runs, "config": config}
+    return triton_paged_attention(q, k_pages, v_pages, table, lengths, **options)
+
+
+def configured(block: int, warps: int, stages: int):
+    config = {"block": block, "num_warps": warps, "num_stages": stages}
+    return partial(mars_attention, config=config)
+
+
+def gather_all(q, k_pages, v_pages, table, lengths, runs):
+    """Plain PyTorch as one would write it: every row padded to the longest, one SDPA."""
+    k = k_pages[table].flatten(1, 2).transpose(1, 2)  # [B, Hkv, T, Dh]
+    v = v_pages[table].flatten(1, 2).transpose(1, 2)
+    valid = torch.arange(k.shape[2], device=q.device) < lengths[:, None]
+    query = q.unflatten(1, (k.shape[1], -1))
+    return F.scaled_dot_product_attention(query, k, v, attn_mask=valid[:, None, None]).flatten(1, 2)
+
+
+FORMS = {"MARS": mars_attention, "gather + SDPA": gather_all}
+CONFIGURED = {  # beside the first shape
+    # Five stages leave two buffers of keys and values, three leave one.
+    "block 32, stages 5": configured(32, 4, 5),
+    "block 64, stages 5": configured(64, 4, 5),
+    "block 64, stages 3": configured(64, 4, 3),
+    "block 32, warps 8": configured(32, 8, 5),
+}
+
+
+def captured(function):
+    """A CUDA graph of what `function` launches, after it ran once; on a CPU itself."""
+    function()
+    if not torch.cuda.is_available():
+        return function
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def attention(bench: common.Bench) -> None:
+    """A row for each form of each shape, whose keys and values exist for as long as it runs."""
+    calls, rounds = (1, 1) if bench.tiny else (CALLS, 7)
+    copy = common.rates()["copy"]
+
+    def one(shape, form) -> dict:
+        size, given = attention_case(*shape, calls)
+
+        def all_calls():
+            for i in range(calls):
+                form(*given[i % len(given)])
+
+        times = common.timed(captured(all_calls), rounds)
+        row = common.spread("µs", [1e6 * seconds / calls for seconds in times])
+        rate = size / row["µs, median"] * 1e6
+        return row | {"TB/s": rate / 1e12, "share of copy": rate / copy}
+
+    forms = FORMS | CONFIGURED
+    for *shape, share in [("tiny", 2, 24, "mixed", 0.88)] if bench.tiny else ATTENTION:
+        for name, form in forms.items():
+            row = dict(zip(("model", "rows", "context", "pages"), shape)) | {"form": name}
+            predicted = {"share of copy": share} if name == "MARS" else {}
+            bench.measure(row, partial(one, shape, form), predicted)
+        forms = FORMS
 
 
 if __name__ == "__main__":
-    main()
+    common.main("kernels", __doc__, {"accuracy": accuracy, "speed": speed})

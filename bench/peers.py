@@ -5,7 +5,7 @@ bench.train_step run this file with the Python of another environment, and pass 
 it lacks:
 
     python -m bench.sampler --peers FOLDER/bin/python [more of them]
-    python -m bench.train_step --trl FOLDER/bin/python
+    python -m bench.train_step --only trl --peers FOLDER/bin/python
 
 Environments that were tried, on Python 3.11 without a GPU:
 
@@ -14,15 +14,13 @@ Environments that were tried, on Python 3.11 without a GPU:
     pip install trl==1.16.0
 
 The process gets its work as JSON, does all of it `rounds` times after a warm-up, and replies as
-JSON: {"missing": "vllm"} if a package is not there, else version, CPU seconds of each round, and
-the answers of the last.
+JSON: version, CPU seconds of each round, and the answers of the last.
 
 Work of an engine: `folder` of the model, `precision` ("float32" or "bfloat16"), `prompts` (token
 ids), `copies` of each prompt that are sampled, `wanted` new tokens of each, `temperature` (0:
 greedy). Work of TRL: see `trl`. Tests: pytest tests/test_bench.py
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -34,7 +32,7 @@ import time
 
 
 def generate(folder, precision, prompts, copies, wanted, temperature):
-    """transformers' `generate` on one left-padded batch; all rows run to the longest length."""
+    """transformers' `generate`, greedy, one left-padded batch; all rows run to the longest."""
     import torch
     import transformers
 
@@ -48,13 +46,11 @@ def generate(folder, precision, prompts, copies, wanted, temperature):
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
     most = max(wanted)
-    options = {"max_new_tokens": most, "min_new_tokens": most, "pad_token_id": 0, "top_k": 0}
-    if temperature:
-        options |= {"do_sample": True, "temperature": temperature, "num_return_sequences": copies}
+    options = {"max_new_tokens": most, "min_new_tokens": most, "pad_token_id": 0}
 
     def run():
         out = model.generate(ids, attention_mask=mask, **options)[:, longest:].tolist()
-        return [answer[: wanted[i // copies]] for i, answer in enumerate(out)]
+        return [answer[:count] for answer, count in zip(out, wanted)]
 
     return transformers.__version__, run
 
@@ -152,13 +148,7 @@ def trl(folder, prompts, group, new):
     return trl.__version__, run
 
 
-# Name of a row -> modules that it needs, and what makes it ready.
-PEERS = {
-    "generate, left-padded": (["transformers"], generate),
-    "OpenVINO GenAI": (["openvino_genai", "optimum"], openvino),
-    "vLLM": (["vllm"], vllm),
-    "TRL": (["trl", "datasets"], trl),
-}
+PEERS = {"generate, left-padded": generate, "OpenVINO GenAI": openvino, "vLLM": vllm, "TRL": trl}
 
 
 def serve() -> None:
@@ -167,50 +157,37 @@ def serve() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     work = json.load(sys.stdin)
-    modules, prepare = PEERS[work.pop("peer")]
-    rounds = work.pop("rounds")
-    for module in modules:
-        if importlib.util.find_spec(module) is None:
-            json.dump({"missing": module}, replies)
-            return
+    prepare, rounds = PEERS[work.pop("peer")], work.pop("rounds")
     version, run = prepare(**work)
     seconds = []
-    for turn in range(rounds + 1):
+    for _ in range(rounds + 1):
         start = time.process_time()
         answers = run()
-        if turn:
-            seconds.append(time.process_time() - start)
-    json.dump({"version": version, "seconds": seconds, "answers": answers}, replies)
+        seconds.append(time.process_time() - start)
+    json.dump({"version": version, "seconds": seconds[1:], "answers": answers}, replies)
 
 
 # --- in the bench's process -----------------------------------------------------------------------
 
 
 def first(name: str, pythons: list[str], rounds: int, **work) -> dict:
-    """What a peer replies in the first environment that has it; {"failed": why} if none does.
+    """What a peer replies in the first environment that has it. RuntimeError where none does.
 
     pythons: interpreters of environments.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     given = json.dumps({"peer": name, "rounds": rounds, **work})
-    why = "not installed"
+    why = "no environment was named"
     for python in pythons:
         # -P keeps this folder, whose names are common words, out of the peer's imports.
         line = [python, "-P", __file__]
-        try:
-            done = subprocess.run(
-                line, input=given, capture_output=True, text=True, env=environment
-            )
-        except OSError as error:
-            why = str(error)
-            continue
-        if not done.stdout:
-            why = done.stderr.strip().rpartition("\n")[2][:100] or "it ended without a word"
-            continue
-        reply = json.loads(done.stdout)
-        if "missing" not in reply:
-            return reply
-    return {"failed": why}
+        done = subprocess.run(line, input=given, capture_output=True, text=True, env=environment)
+        if done.stdout:
+            return json.loads(done.stdout)
+        why = done.stderr.strip().rpartition("\n")[2][:100] or "it ended without a word"
+        if "No module named" not in why:
+            break  # this environment has it
+    raise RuntimeError(why)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The training step: packed against padded, and a GRPO step beside TRL's.
 
-    python -m bench.train_step                            packed against padded on a CPU
+    python -m bench.train_step --only cpu                 packed against padded, on a CPU
     python -m bench.gpu --step training_step              the same on a GPU
-    python -m bench.train_step --trl FOLDER/bin/python    a whole step of SmolLM2 beside GRPOTrainer
-    python -m bench.train_step --tiny                     the first in seconds; writes no file
+    python -m bench.train_step --only trl --peers FOLDER/bin/python      a step beside GRPOTrainer
+    python -m bench.train_step --only cpu --tiny          in seconds; writes no file
 
 Packed is the trainer (micro_batches, backward); padded is the step that code around Hugging Face
 models takes: batches of 4 samples, right-padded, with an attention mask, in random order or sorted
@@ -12,36 +12,36 @@ CPU's model is a small Qwen3 in fp32 with one thread (2 minutes); a GPU's has Qw
 bf16, with AdamW's step and activations recomputed or kept. Operations are the model's, forward and
 backward: 6·(weights of the layers·T + D·V·N), and for causal attention 6·layers·Hq·Dh·Σ length²;
 recomputing counts as nothing. Predicted for a GPU: 35 % of a large product's rate with
-recomputation, 45 % without, 20 % padded; 18 bytes a parameter, and what the layers keep.
+recomputation, 45 % without, 20 % padded; the peak of memory is the plan's (trainer/memory.py).
 
 Samples: as many of System 2 as of System 1. Lengths are log-normal: System 2 with median 6,400
 tokens and σ 0.6, a third of it sampled, in five steps; System 1 with median 1,920 and σ 0.7, its
 last fifth sampled; 31,744 at most. The paper gives the limits only, so medians and spreads are our
 assumption. On a CPU 1/16 of these lengths, on a GPU a half.
 
-Beside TRL: 4 prompts × G = 8, 64 new tokens that cannot end early, fp32, one thread, CPU seconds.
-Not the same: draws and rewards; TRL also computes entropies, and pads.
+Beside TRL, SmolLM2-135M: 4 prompts × G = 8, 64 new tokens that cannot end early, fp32, one thread,
+CPU seconds. Not the same: draws and rewards; TRL also computes entropies, and pads.
 
 Results: bench/results/train_step_PART.json. Tests: pytest tests/test_bench.py
 """
 
-import argparse
 import math
 import random
-import time
 from functools import partial
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 import kernels
 import trainer
 from bench import common, peers
 from bench.sampler import QWEN3_0_6B, SMALL, TINY, pieces_of_text, random_model, weight_bytes
+from config import Config
 from grpo import token_weights
 from plumbing import models
 from rollout import Sample
-from sampler import Sampler
+from sampler import Completion, Sampler
+from trainer.memory import memory_parts
 
 OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
 PADDED_ROWS = 4
@@ -63,17 +63,18 @@ def draw_samples(count: int, scale: float, vocabulary: int) -> list[Sample]:
             given = max(2, int(length) - sampled)
             for _ in range(steps):
                 sample.append_given([rng.randrange(vocabulary) for _ in range(given)])
-                sample.tokens += [rng.randrange(vocabulary) for _ in range(sampled)]
-                sample.mask += [True] * sampled
-                sample.logprobs += [rng.gauss(-math.log(vocabulary), 0.1) for _ in range(sampled)]
+                tokens = [rng.randrange(vocabulary) for _ in range(sampled)]
+                logprobs = [rng.gauss(-math.log(vocabulary), 0.1) for _ in tokens]
+                sample.append_sampled(Completion(tokens, logprobs, "length"))
             samples.append(sample)
     rng.shuffle(samples)
     return samples
 
 
-def weigh(samples: list[Sample]) -> list[torch.Tensor]:
-    """grpo.token_weights of all samples of a step; there are as many of either role."""
-    return token_weights([torch.tensor(sample.mask) for sample in samples], len(samples) // 2)
+def make_batches(samples: list[Sample], capacity: int, where) -> list:
+    """Micro-batches of a step's samples, all of which have the same weight."""
+    weights = token_weights([torch.tensor(sample.mask) for sample in samples], len(samples))
+    return trainer.micro_batches(samples, weights, capacity, where)
 
 
 # --- packed and padded ----------------------------------------------------------------------------
@@ -116,11 +117,12 @@ def padded_step(model, batches, *, by_length: bool = False) -> tuple[float, int]
     return total, computed
 
 
+# form -> its options, and the predicted share of a product's rate
 FORMS = {
-    "packed": {"packed": True},
-    "packed, activations kept": {"packed": True, "recompute": False},
-    "padded, random order": {},
-    "padded, sorted by length": {"by_length": True},
+    "packed": ({"packed": True}, 0.35),
+    "packed, activations kept": ({"packed": True, "recompute": False}, 0.45),
+    "padded, random order": ({}, 0.2),
+    "padded, sorted by length": ({"by_length": True}, 0.2),
 }
 
 
@@ -136,33 +138,29 @@ def operations(shape: dict, batches) -> float:
     return 6 * total
 
 
-def predict(shape: dict, samples, capacity: int, name: str, product: float) -> dict:
-    """By arithmetic: see the head of this file. 75 · D bytes a token and layer are kept."""
-    D, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    share = {"packed": 0.35, "packed, activations kept": 0.45}.get(name, 0.2)
-    batches = trainer.micro_batches(samples, weigh(samples), capacity, "cpu")
-    kept = 75 * D + layers * (4 if name == "packed" else 75) * D
-    tokens = max(batch.tokens.numel() for batch in batches)
-    seconds = operations(shape, batches) / product / share
-    size = 18 * weight_bytes(shape) / 2 + tokens * kept
-    return {"s": seconds, "share of a product": share, "peak GB": size / 1e9}
+def planned_bytes(shape: dict, capacity: int, recompute: bool) -> float:
+    """The trainer's part of the memory plan of a GPU."""
+    config = Config(bf16="on", micro_tokens=capacity, recompute_activations=recompute)
+    parts = memory_parts(Qwen3Config(**shape), config, capacity, 1, "cuda", True)
+    return sum(parts[name] for name in ("weights", "gradients", "optimizer", "micro-batch"))
 
 
-def steps(tiny: bool, rows: list[dict], write, rate: dict) -> None:
-    """A row for each form; on a GPU with an optimizer step. rate: see bench.common.rates."""
+def steps(bench: common.Bench) -> None:
+    """A row for each form; on a GPU with an optimizer step."""
     where = common.device()
     cuda = where.type == "cuda"
     shape = QWEN3_0_6B if cuda else SMALL | {"tie_word_embeddings": True}
     count, scale, capacity = (16, 1 / 2, 16_384) if cuda else (16, 1 / 16, 2048)
-    if tiny:
+    if bench.tiny:
         shape, count, scale, capacity = TINY, 2, 1 / 64, 256
     samples = draw_samples(count, scale, shape["vocab_size"])
+    work = operations(shape, make_batches(samples, capacity, "cpu"))
+    product = common.rates()["product"]
     expected = []  # the loss and the gradient's norm of the first form
 
-    def result(packed=False, recompute=True, by_length=False):
-        common.free_bytes()  # what the form before has left goes
-        model = random_model(shape, where=where)
-        batches = trainer.micro_batches(samples, weigh(samples), capacity if packed else 1, where)
+    def result(packed=False, recompute=True, by_length=False) -> dict:
+        model = random_model(shape, where)
+        batches = make_batches(samples, capacity if packed else 1, where)
         run = partial(padded_step, model, batches, by_length=by_length)
         if cuda and not packed:
             model.train()  # it has no dropout
@@ -185,106 +183,68 @@ def steps(tiny: bool, rows: list[dict], write, rate: dict) -> None:
         for ours, first in zip((loss, norm), expected):
             if abs(ours - first) > (0.02 if cuda else 1e-5) * max(1.0, abs(first)):
                 raise ValueError(f"another loss or gradient: {loss}, {norm}; first {expected}")
-        held = torch.cuda.memory_allocated() if cuda else math.nan
-        peak = held + common.peak_bytes(step)
-        taken = common.interleaved(
-            {"": step}, 1 if tiny else 3, common.clock if cuda else time.process_time
-        )[""]
-        row = {f"s, {key}": value for key, value in common.spread(taken).items()}
-        seconds = row["s, median"]
-        speed = operations(shape, batches) / seconds
-        row |= {
-            "tokens computed": computed,
-            "tokens/s": sum(len(s.tokens) for s in samples) / seconds,
-        }
-        row |= {"TFLOP/s": speed / 1e12, "share of a product": speed / rate["product"]}
-        return row | {"peak GB": peak / 1e9}
+        held = torch.cuda.memory_allocated() if cuda else 0
+        row = {"peak GB": (held + common.added_bytes(step)) / 1e9, "tokens computed": computed}
+        row |= common.spread("s", common.timed(step, 1 if bench.tiny else 3))
+        rate = work / row["s, median"]
+        return row | {"TFLOP/s": rate / 1e12, "share of a product": rate / product}
 
-    for name, form in FORMS.items():
+    for name, (form, share) in FORMS.items():
         if not cuda and "recompute" in form:
             continue  # on a CPU nothing is recomputed
-        predicted = predict(shape, samples, capacity, name, rate["product"])
-        common.measure(rows, write, {"form": name}, predicted, partial(result, **form))
+        predicted = {"s": work / product / share, "share of a product": share}
+        if form.get("packed"):
+            planned = planned_bytes(shape, capacity, form.get("recompute", True))
+            predicted["peak GB"] = planned / 1e9
+        bench.measure({"form": name}, partial(result, **form), predicted)
 
 
 # --- a GRPO step beside TRL's ---------------------------------------------------------------------
 
 
-def rollout(sampler, prompts: list[list[int]], group: int, new: int) -> list[Sample]:
-    """`group` samples of each prompt, of `new` tokens each; their rewards are draws."""
+def our_step(model, prompts: list[list[int]], group: int, new: int) -> dict:
+    """CPU seconds of the parts of one GRPO step; the rewards are draws."""
     rng = random.Random(0)
     copies = [prompt for prompt in prompts for _ in range(group)]
+    sampler = Sampler(model, max_tokens=sum(map(len, copies)) + len(copies) * (new + 16))
+    policy = trainer.Policy(model, bf16=False)
+    optimizer = trainer.make_optimizer(policy, 1e-6, 0.0)
+    start = common.clock()
     samples = []
     for i, done in enumerate(sampler.generate(copies, max_new_tokens=new)):
         advantage = rng.choice((-1.0, 1.0))
-        sample = Sample("sys2", question_index=i, attempt=i, advantage=advantage, copies=1)
-        sample.append_given(copies[i])
-        sample.tokens += done.tokens
-        sample.mask += [True] * len(done.tokens)
-        sample.logprobs += done.logprobs
-        samples.append(sample)
-    return samples
-
-
-def our_step(model, prompts, group: int, new: int, apart: bool) -> dict:
-    """CPU seconds of the parts of one GRPO step; with `apart` no sample shares a prefix."""
-    tokens = sum(map(len, prompts)) * group + len(prompts) * group * (new + 16)
-    sampler = Sampler(model, max_tokens=tokens)
-    policy = trainer.Policy(model, bf16=False)
-    optimizer = trainer.make_optimizer(policy, 1e-6, 0.0)
-    start = time.process_time()
-    samples = rollout(sampler, prompts, group, new)
-    sampled = time.process_time()
-    weights = token_weights([torch.tensor(sample.mask) for sample in samples], len(samples))
-    batches = trainer.micro_batches(samples, weights, 4096, torch.device("cpu"), pack=not apart)
+        samples.append(Sample("sys2", question_index=i, attempt=i, advantage=advantage, copies=1))
+        samples[i].append_given(copies[i])
+        samples[i].append_sampled(done)
+    sampled = common.clock()
+    batches = make_batches(samples, 4096, torch.device("cpu"))
     optimizer.zero_grad()
     trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
     trainer.gradient_norm(policy, 1.0)
     optimizer.step()
     sampler.load_weights(model)
-    end = time.process_time()
+    end = common.clock()
     row = {"CPU s, rollout": sampled - start, "CPU s, update": end - sampled}
-    trained = sum(batch.tokens.numel() for batch in batches)
+    trained = sum(len(batch.target) for batch in batches)
     return row | {"CPU s, step": end - start, "tokens trained": trained}
 
 
-def beside_trl(python: str, rows: list[dict], write) -> None:
-    """SmolLM2-135M; a step of ours with shared prefixes and without, and one of TRL's."""
+def beside_trl(bench: common.Bench) -> None:
+    """A step of ours and one of TRL's."""
     folder = str(models.smollm2(common.ROOT / ".cache"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = pieces_of_text(tokenizer, 4)
-    for apart in (False, True):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        name = {"form": "MARS, samples apart" if apart else "MARS, shared prefixes"}
-        common.measure(rows, write, name, {}, partial(our_step, model, prompts, 8, 64, apart))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    bench.measure({"form": "MARS"}, partial(our_step, model, prompts, 8, 64))
     texts = [tokenizer.decode(prompt) for prompt in prompts]
 
-    work = {"folder": folder, "prompts": texts, "group": 8, "new": 64}
-    reply = peers.first("TRL", [python], rounds=1, **work)
-    rows.append({"form": "TRL's GRPOTrainer"})
-    rows[-1] |= reply if "failed" in reply else {"CPU s, step": reply["answers"]}
-    write(rows)
+    def theirs() -> dict:
+        work = {"folder": folder, "prompts": texts, "group": 8, "new": 64}
+        reply = peers.first("TRL", bench.peers, rounds=1, **work)
+        return {"CPU s, step": reply["answers"], "version": reply["version"]}
 
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, no file")
-    parser.add_argument("--trl", metavar="PYTHON", help="of an environment that has TRL")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    part = "trl" if options.trl else "cpu"
-
-    def write(rows):
-        if not options.tiny:
-            common.save(f"train_step_{part}", "python -m bench.train_step", rows)
-
-    rows = []
-    if options.trl:
-        beside_trl(options.trl, rows, write)
-    else:
-        steps(options.tiny, rows, write, common.rates(**common.SMALL_RATES))
-    print(common.table(rows))
+    bench.measure({"form": "TRL's GRPOTrainer"}, theirs)
 
 
 if __name__ == "__main__":
-    main()
+    common.main("train_step", __doc__, {"cpu": steps, "trl": beside_trl})

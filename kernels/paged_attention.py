@@ -28,7 +28,7 @@ keep the memory busy:
 Exponentials are base 2 (scale carries log₂ e): one instruction on the GPU. Sums are fp32.
 `reference()` is the plain PyTorch form that the kernel is tested against.
 Tests: `pytest tests/test_kernels_decode.py tests/test_kernels_compile.py`.
-Speed: `python -m bench.gpu --step attention_goal`.
+Speed: `python -m bench.gpu --step attention`.
 """
 
 # Annotations stay text, so that the file can be read where there is no Triton.

@@ -17,8 +17,8 @@ asked for) is asked again, of the next server. Then `Lost` ends this trajectory 
 Departures from `Sampler`: draws are the engine's own; with top_p below 1 the log-probs are those of
 the nucleus; how requests share batches depends on when they arrive.
 
-How servers are started: docs/engines.md. Tests: pytest tests/test_vllm.py, with a stand-in. With a
-real server on a CPU: python -m bench.engine_loop
+How servers are started, on a CPU too: docs/engines.md. Tests, with a stand-in: pytest
+tests/test_vllm.py
 """
 
 import concurrent.futures
