@@ -147,18 +147,16 @@ PREFILL = re.compile(r"<think>(\s*</think>)?\s*\Z")
 class ChatFormat:
     """The format of a chat model. `tokenizer`: a transformers tokenizer with a chat template.
 
-    `thinking` is the template's `enable_thinking`, where it knows that. UserError when the template
-    or the tokenizer cannot carry a context that only grows.
+    UserError when the template or the tokenizer cannot carry a context that only grows.
     """
 
-    def __init__(self, tokenizer, words: Words, tools: Sequence[Tool], *, thinking: bool = True):
+    def __init__(self, tokenizer, words: Words, tools: Sequence[Tool]):
         fast = hasattr(tokenizer, "backend_tokenizer")  # of the tokenizers library
         if not fast or not getattr(tokenizer, "chat_template", None):
             raise UserError("the model has no fast tokenizer with a chat template: choose another")
         self.tokenizer = tokenizer
         self.words = words
         self.tools = tuple(tools)
-        self.thinking = thinking
         self._find_control_tokens()
         self._find_roles()
         self._find_turns(next(iter(words.prompts.values())))
@@ -246,10 +244,7 @@ class ChatFormat:
     def _apply(self, messages) -> str:
         try:  # the template is a program from outside
             return self.tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=True,
-                enable_thinking=self.thinking,
+                list(messages), tokenize=False, add_generation_prompt=True
             )
         except Exception as error:
             raise UserError(f"the model's chat template failed: {error}") from error

@@ -55,24 +55,20 @@ HOSTILE = {
 {% endif %}""",
 }
 
+LLAMAS = {"marks": LLAMA_MARKS, "tags": (), "eos": "<|eot_id|>", "bos": "<|begin|>"}
 KINDS = {
-    "qwen2.5": (QWEN25, {}, {}),
-    "qwen3": (QWEN3, {"eos": "<|im_end|>"}, {}),
-    "qwen3, not thinking": (QWEN3, {}, {"thinking": False}),
-    "always thinking": (ALWAYS_THINKING, {}, {}),
-    "llama": (
-        LLAMA,
-        {"marks": LLAMA_MARKS, "tags": (), "eos": "<|eot_id|>", "bos": "<|begin|>"},
-        {},
-    ),
-    "strict": (STRICT, {}, {}),
+    "qwen2.5": (QWEN25, {}),
+    "qwen3": (QWEN3, {"eos": "<|im_end|>"}),
+    "always thinking": (ALWAYS_THINKING, {}),
+    "llama": (LLAMA, LLAMAS),
+    "strict": (STRICT, {}),
 }
 
 
 @functools.cache
 def formats(kind):
-    template, of_tokenizer, of_format = KINDS[kind]
-    return chat_format(tokenizer(template, **of_tokenizer), **of_format)
+    template, options = KINDS[kind]
+    return chat_format(tokenizer(template, **options))
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -156,9 +152,8 @@ def test_what_rewrites_or_loses_something_is_refused(given, says):
         chat_format(given)
 
 
-def test_thinking_switch_reaches_the_step():
-    tails = {"qwen3": "assistant\n", "always thinking": "<think>\n"}
-    for kind, tail in {**tails, "qwen3, not thinking": "<think>\n\n</think>\n\n"}.items():
+def test_a_thought_that_the_template_opens_stands_before_every_step():
+    for kind, tail in {"qwen3": "assistant\n", "always thinking": "<think>\n"}.items():
         format = formats(kind)
         note = format.observation([format.message("m")])
         asked = format.prompt("sys1", chunk=[], purpose="p", question="q")
@@ -353,7 +348,7 @@ def test_parse_reads_ids_with_and_without_the_stop_token(kind, end):
     thought = ""
     if kind == "always thinking":
         thought = "<tool_call>not this</tool_call></think>"
-    elif "qwen3" in kind:
+    elif kind == "qwen3":
         thought = "<think><answer>not this</answer></think>"
     if kind == "always thinking":  # the template opened a thought, and it was never closed
         assert format.parse(as_ids(format, "<answer>1968</answer>")).error

@@ -291,7 +291,7 @@ def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
     assert read.pop("in.md") == read.pop("a.md") == "# A\nplain"
     assert read == {"b.rst": "rest", "latin.txt": "café"}
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "2 files (x.docx, y.png): of a kind that is not read" in said
+    assert said.count("\n") == 1 and "2 (x.docx, y.png): of a kind that is not read" in said
     for part in (
         "out.md): a link out of",
         "pipe.md): not a file",

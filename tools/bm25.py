@@ -17,6 +17,7 @@ import re
 import threading
 import unicodedata
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -34,15 +35,6 @@ UNHEARD = [c for c in map(chr, range(0xD800)) if unicodedata.category(c) in ("Mn
 UNHEARD = re.compile(f"[{re.escape(''.join(UNHEARD))}]+")
 LAYOUT = 5  # of the index on disk, and of what readers make of a file; another one is not used
 Search = Callable[[str], list[Document]]
-
-
-def library():
-    """The package bm25s. It is imported here, so that a run without search does not need it."""
-    try:
-        import bm25s
-    except ImportError:
-        raise UserError("searching documents needs bm25s: pip install bm25s") from None
-    return bm25s
 
 
 def words(text: str) -> list[str]:
@@ -78,7 +70,9 @@ def _index(documents: list[Document]):
         tokens.append([vocabulary.setdefault(word, len(vocabulary)) for word in words(text)])
     if not vocabulary:
         raise UserError("the documents hold no word to search for: give a document with text")
-    index = library().BM25()
+    import bm25s  # here, so that a run without search does not need it
+
+    index = bm25s.BM25()
     index.index((tokens, vocabulary), create_empty_token=False, show_progress=False)
     return index
 
@@ -125,7 +119,9 @@ def build(path: Path, folder: Path, passage_words: int, made_of: str) -> None:
 
 
 def _load(folder: Path, k: int) -> Search:
-    index = library().BM25.load(folder, mmap=True, load_corpus=True, show_progress=False)
+    import bm25s
+
+    index = bm25s.BM25.load(folder, mmap=True, load_corpus=True, show_progress=False)
     lock = threading.Lock()  # the corpus has one place where it reads
 
     def document(i: int) -> Document:
@@ -140,5 +136,5 @@ def _fingerprint(path: Path) -> str:
     files = files_below(path) if path.is_dir() else [path]
     states = [(str(file), file.lstat().st_size, file.lstat().st_mtime_ns) for file in files]
     readers = [reader.missing(kind) for kind in ("html", "pdf")]
-    shape = repr((LAYOUT, library().__version__, readers, states))
+    shape = repr((LAYOUT, version("bm25s"), readers, states))
     return hashlib.sha256(shape.encode("utf-8", "surrogateescape")).hexdigest()

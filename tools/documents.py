@@ -101,14 +101,11 @@ def read_documents(path: Path) -> list[Document]:
 
 
 def _list(skipped: dict[str, list[str]]) -> str:
-    """ "3 files (a.doc, b.doc, …): why; 1 file (c.md): why" """
+    """ "4 (a.doc, b.doc, c.doc, …): why; 1 (d.md): why" """
     parts = []
     for reason, names in skipped.items():
-        shown = [one_line(name, 60) for name in sorted(names)[:3]]
-        if len(names) > len(shown):
-            shown.append("…")
-        count = "1 file" if len(names) == 1 else f"{len(names)} files"
-        parts.append(f"{count} ({', '.join(shown)}): {reason}")
+        shown = [one_line(name, 60) for name in sorted(names)[:3]] + ["…"] * (len(names) > 3)
+        parts.append(f"{len(names)} ({', '.join(shown)}): {reason}")
     return "; ".join(parts)
 
 
