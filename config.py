@@ -103,10 +103,6 @@ class Config:
         "tool_seconds kv_tokens max_sequences server recompute_activations max_mismatch_kl".split()
     )
 
-    def reading(self) -> int:
-        """Tokens that a role's prompt takes at once: a page need not be longer."""
-        return self.longest()
-
     def frozen(self) -> set[str]:
         """Roles that the start's weights play."""
         return set()

@@ -90,10 +90,6 @@ class MarsConfig(Config):
         """Tokens of the longest sample."""
         return max(self.sys2_context, self.sys1_prompt + self.sys1_response)
 
-    def reading(self) -> int:
-        """Tokens that a role's prompt takes at once: a page need not be longer."""
-        return self.sys1_prompt
-
     def frozen(self) -> set[str]:
         """Roles that the start's weights play."""
         return {"sys1"} if self.system1 == "frozen" else set()

@@ -267,8 +267,6 @@ def make_call(config: Config, split: str, name: str) -> Callable:
         cache=config.cache,
         pages=config.pages,
         passage_words=config.passage_words,
-        # A page may fill what is read at once, at about 0.6 words a token.
-        page_words=max(1, int(0.6 * config.reading())),
         block=config.block.split(","),
     )
 

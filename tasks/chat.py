@@ -24,7 +24,6 @@ Tests: pytest tests/test_chat.py
 
 import json
 import re
-import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -51,15 +50,12 @@ class Template:
 
 @dataclass(frozen=True)
 class Words:
-    """A method's wording.
-
-    The first role of `prompts` acts in turns; `purpose`: its calls must state one.
-    """
+    """A method's wording. The first role of `prompts` acts in turns."""
 
     prompts: dict[str, Template]
     final: str  # the demand to answer now
     no_note: str  # stands where the readers wrote nothing
-    purpose: bool = True
+    purpose: bool = True  # whether its calls must state one
 
 
 # --------------------------------------------------------------------------- from text to an action
@@ -71,10 +67,7 @@ ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 def read_action(
     text: str, tools: Sequence[Tool], *, purpose: bool = True, final: bool = False
 ) -> Action:
-    """One step from its text, thoughts already taken out.
-
-    Whatever is wrong becomes Action.error.
-    """
+    """One step from its text, without thoughts. Whatever is wrong becomes Action.error."""
     calls = list(CALL.finditer(text))
     answers = ANSWER.findall(CALL.sub("", text))
     if calls and answers:
@@ -103,10 +96,7 @@ def read_action(
 
 
 def read_call(body: str, tools: Sequence[Tool], purpose: bool) -> Action:
-    """The JSON between the call tags.
-
-    Raw line breaks in its strings are accepted: models write code that way.
-    """
+    """The JSON between the call tags. Its strings may hold raw line breaks: code often does."""
     try:
         call = json.loads(body, strict=False)
     except (ValueError, RecursionError) as error:
@@ -145,7 +135,7 @@ def is_text(value) -> bool:
 # A line before each document of a chunk, and one after the last. No document can write them.
 DOCUMENT = "[document]"
 END = "[end of the documents]"
-FORGED = re.compile(r"\W*\[\s*(document|end\s+of\s+the\s+documents)\b", re.IGNORECASE)
+FORGED = re.compile(r"[\[［](?=\s*(document|end\s+of\s+the\s+documents)\b)", re.IGNORECASE)
 
 # Contents of probe messages. They are cut out of the rendered template again.
 QUESTION, STEP_A, RESULT_A, STEP_B, RESULT_B = (f"slot-{n}-of-the-template" for n in range(1, 6))
@@ -157,19 +147,16 @@ PREFILL = re.compile(r"<think>(\s*</think>)?\s*\Z")
 class ChatFormat:
     """The format of a chat model. `tokenizer`: a transformers tokenizer with a chat template.
 
-    `thinking` is given to the template as `enable_thinking`; templates that do not know it
-    ignore it. UserError when the template or the tokenizer cannot carry a context that only
-    grows.
+    UserError when the template or the tokenizer cannot carry a context that only grows.
     """
 
-    def __init__(self, tokenizer, words: Words, tools: Sequence[Tool], *, thinking: bool = True):
+    def __init__(self, tokenizer, words: Words, tools: Sequence[Tool]):
         fast = hasattr(tokenizer, "backend_tokenizer")  # of the tokenizers library
         if not fast or not getattr(tokenizer, "chat_template", None):
             raise UserError("the model has no fast tokenizer with a chat template: choose another")
         self.tokenizer = tokenizer
         self.words = words
         self.tools = tuple(tools)
-        self.thinking = thinking
         self._find_control_tokens()
         self._find_roles()
         self._find_turns(next(iter(words.prompts.values())))
@@ -257,10 +244,7 @@ class ChatFormat:
     def _apply(self, messages) -> str:
         try:  # the template is a program from outside
             return self.tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=True,
-                enable_thinking=self.thinking,
+                list(messages), tokenize=False, add_generation_prompt=True
             )
         except Exception as error:
             raise UserError(f"the model's chat template failed: {error}") from error
@@ -300,10 +284,7 @@ class ChatFormat:
         )
 
     def _without_thoughts(self, tokens: list[int], opened: list[int]) -> list[int]:
-        """`tokens` without <think> … </think>.
-
-        `opened`: the ids just before them may leave a thought open.
-        """
+        """`tokens` without <think> … </think>. The ids before them may leave one `opened`."""
         kept = []
         thinking = False
         for position, token in enumerate([*opened, *tokens], -len(opened)):
@@ -364,15 +345,13 @@ class ChatFormat:
     def document(self, document: Document) -> list[int]:
         """One document as it stands in a chunk: a header, the text, a blank line.
 
-        Text that looks like a header of ours, or like the end of the documents, is defused, so that
-        no page can pass for two or speak in the researcher's name.
+        Text that looks like a header of ours, or like the end of the documents, gets other
+        brackets, so that no page can pass for two or speak in the researcher's name.
         """
-        header = f"{DOCUMENT} {document.title}"
-        if document.url:
-            header = f"{header} ({document.url})"
-        header = " ".join(header.split())
+        url = f"({document.url})" if document.url else ""
+        header = " ".join(f"{DOCUMENT} {document.title} {url}".split())
         lines = document.text.strip().splitlines()  # at every kind of line break
-        text = "\n".join(defused(line) for line in lines)
+        text = FORGED.sub("(", "\n".join(lines))
         return self.encode(f"{header}\n{text}\n\n")
 
     def note(self, tokens: list[int]) -> list[int]:
@@ -388,10 +367,3 @@ class ChatFormat:
         while note and not self.text(note[-1:]).strip():
             note.pop()
         return note
-
-
-def defused(line: str) -> str:
-    """A document's line without a mark of ours, also one that a tokenizer would make of it."""
-    if not FORGED.match(unicodedata.normalize("NFKC", line)):
-        return line
-    return line.replace("[", "(", 1).replace("［", "(", 1)

@@ -1,6 +1,5 @@
 """A loopback server that does what it is told, and the fixtures of the tests that talk to it."""
 
-import contextlib
 import json
 import socket
 import threading
@@ -58,7 +57,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def says(body, status=200, headers=(), kind="application/json", promise=None):
+def says(body, status=200, headers=(), promise=None):
     """A reply. body: bytes, text, or what JSON can hold. promise: another Content-Length."""
     if not isinstance(body, (str, bytes)):
         body = json.dumps(body)
@@ -67,11 +66,7 @@ def says(body, status=200, headers=(), kind="application/json", promise=None):
 
     def reply(handler):
         handler.send_response(status)
-        for name, value in (
-            ("Content-Type", kind),
-            ("Content-Length", promise or len(body)),
-            *dict(headers).items(),
-        ):
+        for name, value in {"Content-Length": promise or len(body), **dict(headers)}.items():
             handler.send_header(name, str(value))
         handler.end_headers()
         handler.wfile.write(body)
@@ -91,16 +86,6 @@ def cut_chunks(handler):
     handler.wfile.write(b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n6\r\n{"org\r\n')
 
 
-def drips(beginning):
-    def reply(handler):
-        with contextlib.suppress(OSError):
-            handler.wfile.write(beginning)
-            while not handler.server.released.wait(0.05):
-                handler.wfile.write(b"x")
-
-    return reply
-
-
 def routes(pages):
     """A reply chosen by path; 404 for a path without one."""
     return lambda handler: pages.get(handler.path, says("no such page", 404))(handler)
@@ -109,9 +94,8 @@ def routes(pages):
 @pytest.fixture
 def server(monkeypatch):
     server = Loopback()
-    threading.Thread(
-        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-    ).start()
+    serve = {"target": server.serve_forever, "kwargs": {"poll_interval": 0.01}}
+    threading.Thread(**serve, daemon=True).start()
     for variable in search.URLS:
         monkeypatch.setenv(variable, server.url)
     for variable in ("SERPER_API_KEY", "JINA_API_KEY"):

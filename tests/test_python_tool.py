@@ -23,13 +23,14 @@ from hypothesis import strategies as st
 from tools import ToolError, python
 
 ROOT = Path(__file__).parent.parent
+OURSELVES = os.getuid()
 NOBODY = 65534
 SYSTEM_PYTHON = "/usr/bin/python3"
 PROGRAMS = (ROOT / "tests" / "attacks" / "programs.txt").read_text()
 UNAVAILABLE = python.available()
 pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 run = functools.partial(python.run, timeout=300)  # the machine may be busy
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+needs_root = pytest.mark.skipif(OURSELVES != 0, reason="only root can become another user")
 
 
 # The attack suite ---------------------------------------------------------------------------------
@@ -68,25 +69,15 @@ def identity(user: int) -> dict:
     """Options of a process that is started as this user; root has groups for the jail to drop."""
     if user == 0:
         return {"extra_groups": [4, 27]}
-    return {"user": user, "group": user, "extra_groups": []} if user != os.getuid() else {}
+    return {"user": user, "group": user, "extra_groups": []} if user != OURSELVES else {}
 
 
-def start_harness(
-    mode: str,
-    programs: tuple[str, ...] = (),
-    without: str = "",
-    user: int | None = None,
-    executable: str = sys.executable,
-):
-    user = os.getuid() if user is None else user
+def start_harness(mode: str, *programs: str, without="", user=OURSELVES, executable=sys.executable):
     folder = copy_tool(without)
-    if user != os.getuid():
+    if user != OURSELVES:
         subprocess.run(["chown", "-R", f"{user}:{user}", folder], check=True)
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HOME": os.environ.get("HOME", "/"),
-        "SERPER_API_KEY": secrets.token_hex(8),
-    }
+    environment = {name: os.environ.get(name, "/") for name in ("PATH", "HOME")}
+    environment["SERPER_API_KEY"] = secrets.token_hex(8)
     with open(folder / "report", "wb") as report:
         process = subprocess.Popen(
             [executable, "-B", "harness.py", mode, *programs],
@@ -114,10 +105,9 @@ def reports():
     As root there are three identities; ATTACK_AS_EVERYONE=1 in the environment asks for all.
     """
     running = {"own user": start_harness("locked"), "no lock": start_harness("unlocked")}
-    if os.getuid() == 0 and "ATTACK_AS_EVERYONE" in os.environ:
+    if OURSELVES == 0 and "ATTACK_AS_EVERYONE" in os.environ:
         if executable := python_of_everybody():
-            everybody = {"ordinary user": NOBODY, "unused user": 0}
-            for name, user in everybody.items():
+            for name, user in {"ordinary user": NOBODY, "unused user": 0}.items():
                 running[name] = start_harness("locked", user=user, executable=executable)
     return {name: read_report(*harness) for name, harness in running.items()}
 
@@ -126,10 +116,10 @@ def reports():
 def test_no_program_reaches_a_witness(reports, who):
     if who not in reports:
         pytest.skip("needs root, ATTACK_AS_EVERYONE=1 and a Python that everybody can read")
-    report = reports[who]
-    assert report["unavailable"] is None
-    assert len(report["reached"]) == PROGRAMS.count("\n### ") >= 60
-    assert {name: hits for name, hits in report["reached"].items() if hits} == {}
+    assert reports[who]["unavailable"] is None
+    reached = reports[who]["reached"]
+    assert len(reached) == PROGRAMS.count("\n### ") >= 60
+    assert {name: hits for name, hits in reached.items() if hits} == {}
 
 
 @needs_root
@@ -150,9 +140,8 @@ def test_the_witnesses_see_the_same_programs_when_nothing_holds_them(reports):
     assert {name for name in missed if f"### {name} unlocked?" not in PROGRAMS} == set()
 
 
-LANDLOCK_LINE = (
-    'check(libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0), "Landlock could not be switched on")'
-)
+LANDLOCK_LINE = """check(libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0), "Landlock could not \
+be switched on")"""
 
 
 @pytest.mark.parametrize(
@@ -166,15 +155,13 @@ LANDLOCK_LINE = (
     ],
 )
 def test_each_layer_holds_something_that_the_others_do_not(layer, program):
-    reached = []
     # A storm of threads races against the parent's next look, so it has several tries.
     for _ in range(30):
-        report = read_report(*start_harness("locked", (program,), layer))
+        report = read_report(*start_harness("locked", program, without=layer))
         assert report["unavailable"] is None
-        reached += report["reached"][program]
-        if reached:
-            break
-    assert reached != []
+        if report["reached"][program]:
+            return
+    pytest.fail("the other layers hold it, too")
 
 
 # Threads and memory -------------------------------------------------------------------------------
@@ -197,14 +184,9 @@ def test_a_tool_that_cannot_start_a_process_has_failed(monkeypatch):
     def no_process(*arguments, **options):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", no_process)
-        with pytest.raises(ToolError, match="process"):
-            run("1")
-    assert run("1") == "1"
-
-
-# What can be read ---------------------------------------------------------------------------------
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    with pytest.raises(ToolError, match="process"):
+        run("1")
 
 
 def test_a_folder_is_public_when_everybody_can_read_it(tmp_path):
@@ -268,8 +250,6 @@ NO_LIBRARY = python.JAIL.read_text().replace('CDLL("libseccomp.so.2")', 'CDLL("n
         ("import sys; exec(sys.stdin.read())", "refuses"),
         ("print('unlocked')\nprint('locked')", "refuses"),
         ("", "refuses"),
-        ("1 / 0", "refuses"),
-        ("print('lock', end='')", "refuses"),
     ],
 )
 def test_a_child_that_is_not_locked_is_not_believed(tmp_path, monkeypatch, child, reason):
@@ -288,15 +268,14 @@ def test_elsewhere_than_on_linux_it_says_so(monkeypatch):
 # Nothing is left behind ---------------------------------------------------------------------------
 
 
-def children(parent: int) -> set[int]:
+def children(parent: int, named: str = "") -> set[int]:
+    """The children of a process whose command line holds this text."""
     found = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
+        with contextlib.suppress(OSError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == parent:
-            found.add(int(pid))
+            if int(fields[1]) == parent and named in Path(f"/proc/{pid}/cmdline").read_text():
+                found.add(int(pid))
     return found
 
 
@@ -322,7 +301,6 @@ MIXED = {
 
 def test_many_runs_from_many_threads_leave_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
     programs = list(MIXED) * 8
     before = possessions()
     with ThreadPoolExecutor(32) as pool:
@@ -330,11 +308,8 @@ def test_many_runs_from_many_threads_leave_nothing(tmp_path, monkeypatch):
     assert possessions() == before
     assert os.listdir(tmp_path) == []
     assert not os.path.exists("/tmp/mars-leftover")
-    assert len(outputs) == len(programs)
-    wrong = [
-        code for code, output in zip(programs, outputs, strict=True) if MIXED[code] not in output
-    ]
-    assert wrong == []
+    for code, output in zip(programs, outputs, strict=True):
+        assert MIXED[code] in output
 
 
 @pytest.mark.parametrize("timeout", [0, 1e-9, 0.001, 0.01, 0.03])
@@ -349,10 +324,6 @@ def test_a_tiny_time_limit_is_kept(timeout):
     assert possessions() == before
 
 
-def send_interrupt():
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-
 def test_a_caller_that_is_interrupted_ends_its_program(monkeypatch):
     before = possessions()
     waits = threading.Event()
@@ -364,7 +335,7 @@ def test_a_caller_that_is_interrupted_ends_its_program(monkeypatch):
 
     def interrupt():
         waits.wait()
-        send_interrupt()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     monkeypatch.setattr(python, "_wait", wait)
     thread = threading.Thread(target=interrupt)
@@ -375,39 +346,17 @@ def test_a_caller_that_is_interrupted_ends_its_program(monkeypatch):
     assert possessions() == before
 
 
-def jailed(parent: int) -> set[int]:
-    """The children that are the jail's."""
-    found = set()
-    for pid in children(parent):
-        try:
-            line = Path(f"/proc/{pid}/cmdline").read_text()
-        except OSError:
-            continue
-        if "jail.py" in line:
-            found.add(pid)
-    return found
-
-
 @pytest.mark.parametrize(
-    "end, after",
-    [
-        (signal.SIGKILL, 0.0),
-        (signal.SIGINT, 0.003),
-        (signal.SIGKILL, 0.01),
-        (signal.SIGINT, 0.2),
-    ],
+    "end, after", [(signal.SIGKILL, 0.0), (signal.SIGKILL, 0.01), (signal.SIGINT, 0.2)]
 )
 def test_the_program_ends_with_its_parent(end, after):
     """Seconds `after` the child was seen: it may be before or past its parent-death signal."""
     program = "from tools import python; python.run('import time; time.sleep(900)', timeout=900)"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        stderr=subprocess.DEVNULL,
-    )
+    command = [sys.executable, "-c", program]
+    parent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     running = set()
     while not running:
-        running = jailed(parent.pid)
+        running = children(parent.pid, "jail.py")
         assert parent.poll() is None
     time.sleep(after)
     parent.send_signal(end)
@@ -433,16 +382,11 @@ def test_a_program_outlives_other_threads_than_its_own():
 
 SHOWN = [
     ("print(1)\n2 + 3", "1\n5"),
-    ("1980 - 1968", "12"),
     ("x = 4\nx", "4"),
     ("None", ""),
     ("x = 1", ""),
     ("", ""),
-    ("'text'", "'text'"),
-    (
-        "import sys\nprint('to stderr', file=sys.stderr)\nprint('to stdout')",
-        "to stderr\nto stdout",
-    ),
+    ("import sys\nprint(1, file=sys.stderr)\nprint('to stdout')", "1\nto stdout"),
     (
         "def f():\n    return 1 / 0\n\nf()",
         'Traceback (most recent call last):\n  File "<code>", line 4, in <module>\n    f()\n',
@@ -457,16 +401,7 @@ SHOWN = [
     ("import os\nos.write(1, b'\\xff\\xfe') and None", "\ufffd\ufffd"),
     ("import os, sys\nos.getcwd(), sys.argv, __name__", "('/', [''], '__main__')"),
     ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nA(1)", "A(x=1)"),
-    (
-        "import json, re, math, decimal, fractions, statistics, itertools, collections, random\n"
-        "import sqlite3, csv\n7",
-        "7",
-    ),
-    (
-        "from concurrent.futures import ThreadPoolExecutor\n"
-        "list(ThreadPoolExecutor(2).map(abs, [-1, -2]))",
-        "[1, 2]",
-    ),
+    ("import json, re, math, decimal, fractions, statistics, random, sqlite3, csv\n7", "7"),
     ("import numpy as np\nnp.linalg.det(np.eye(3) * 2).round(3).item()", "8.0"),
     ("from datetime import datetime as d\n(d(2020, 3, 1) - d(2020, 2, 1)).days", "29"),
 ]

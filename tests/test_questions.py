@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -28,8 +27,6 @@ from tasks.questions import (
     overlap,
     split,
 )
-
-ROOT = Path(__file__).parent.parent
 
 
 def line(number, **more):
@@ -63,14 +60,7 @@ GOOD = line(1).encode()
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        b"\xef\xbb\xbf" + GOOD + b"\n",  # the mark that some editors put first
-        GOOD,  # no line feed at the end
-        b"\r\n \r\n" + GOOD + b"\r\n\n\t\n",
-        line(1, notes=float("nan")).encode(),  # NaN where nobody looks
-        line(1, golden_answers=["a1", ""]).encode(),
-    ],
+    "content", [b"\xef\xbb\xbf" + GOOD + b"\n", GOOD, b"\r\n \r\n" + GOOD + b"\r\n\n\t\n"]
 )
 def test_a_file_of_one_question_as_programs_write_it(tmp_path, content):
     (tmp_path / "q.jsonl").write_bytes(content)
@@ -79,30 +69,18 @@ def test_a_file_of_one_question_as_programs_write_it(tmp_path, content):
 
 
 BAD = {
-    "{": "not JSON",
-    line(2) + line(3): "not JSON",
-    "\ufeff" + line(2): "not JSON",
     "[" * 100_000: "not JSON",
     "NaN": "not a JSON object",
-    line(2, question=5): '"question"',
     line(2, question=" "): '"question"',
-    line(2, question=float("nan")): '"question"',
     '{"golden_answers": ["a"]}': '"question"',
-    line(2, golden_answers=[]): "no golden answer",
     line(2, golden_answers=["", " "]): "no golden answer",
-    line(2, golden_answers="a"): "not a list of texts",
     line(2, golden_answers=["a", 5]): "not a list of texts",
     '{"question": "q"}': "not a list of texts",
-    '{"question": "q", "answer": NaN}': "not a list of texts",
-    line(2, id=None): '"id"',
     line(2, id=True): '"id"',
-    line(2, id=float("nan")): '"id"',
     line(2, id="1"): "an earlier line has the id '1'",  # the number 1 and the text are the same id
     line(2, question="\ud800"): "surrogates not allowed",
     line(2, golden_answers=["\udfff"]): "surrogates not allowed",
-    line(2, id="\ud800"): "surrogates not allowed",
     line(2, set="all"): '"set" is',
-    line(2, set="a\x1b[2Jb"): '"set" is',
 }
 
 
@@ -115,60 +93,20 @@ def test_a_malformed_line_is_named(tmp_path, bad):
     assert "\n" not in str(error.value)
 
 
-FRENCH = '{"question": "Où?", "answer": "là"}\n'
-
-
-@pytest.mark.parametrize(
-    "content, says",
-    [(FRENCH.encode(encoding), "line 1: not JSON") for encoding in ("utf-16", "utf-32", "latin-1")]
-    + [(empty, "holds no question") for empty in (b"", b"\n\n", b"\xef\xbb\xbf")],
-)
-def test_a_file_without_questions_that_can_be_read_is_one_sentence(tmp_path, content, says):
-    (tmp_path / "q.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=says):
-        load_questions(str(tmp_path / "q.jsonl"))
-
-
 @pytest.mark.parametrize(
     "spec",
-    ["", ".", "nothere.jsonl", "nq/validation", "x:0", "nq:1,nq:2", "x" * 5000, "x\0y"]
+    ["", ".", "pipe", "empty", "latin", "nq/validation", "x:0", "nq:1,nq:2", "x" * 5000, "x\0y"]
     + ["hub:", "hub:only/two", "hub:me/mi..ne/q.jsonl"],
 )
-def test_a_bad_spec_is_one_sentence(spec):
+def test_a_bad_spec_is_one_sentence(tmp_path, monkeypatch, spec):
+    """From a pipe into which nobody writes one would read for ever."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("empty").write_text("\n\n")
+    Path("latin").write_bytes(b'{"question": "O\xf9?", "answer": "l\xe0"}')
     with pytest.raises(UserError) as error:
         load_questions(spec)
     assert len(str(error.value)) < 400
-
-
-def test_a_pipe_is_no_file_of_questions(tmp_path):
-    """Nobody writes into it, so that who reads it waits for ever."""
-    os.mkfifo(tmp_path / "q.jsonl")
-    program = (
-        "import sys; from config import UserError; from tasks.questions import load_questions\n"
-        "try: load_questions(sys.argv[1])\n"
-        "except UserError as error: print(error)"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "q.jsonl")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert "(not a file)" in done.stdout
-
-
-said = st.text(min_size=1, max_size=20).filter(str.strip)
-
-
-@given(
-    st.lists(st.tuples(said, st.lists(said, min_size=1, max_size=3)), min_size=1, max_size=4),
-    st.booleans(),
-    st.sampled_from(["\n", "\r\n"]),
-)
-def test_whatever_json_can_hold_comes_back(tmp_path_factory, rows, ascii_only, end):
-    lines = [
-        json.dumps({"question": question, "golden_answers": golds}, ensure_ascii=ascii_only)
-        for question, golds in rows
-    ]
-    path = write(tmp_path_factory.mktemp("any") / "q.jsonl", *lines, end=end)
-    loaded = load_questions(path)
-    assert [(q.text, list(q.golden_answers)) for q in loaded] == rows
 
 
 # --------------------------------------------------------------------------------- limits and mixes
@@ -206,12 +144,10 @@ def test_a_mix_keeps_its_proportions_and_no_question_comes_twice(tmp_path):
     assert [q.source for q in load_questions(f"{b}, {a}")] == [b] * 30 + [a] * 100
 
 
-@pytest.mark.parametrize("weight", ["0.0", "1000001", "9" * 400])
-def test_a_weight_that_no_share_follows_from_is_refused(tmp_path, weight):
-    """The last one is infinite."""
-    a, b = files(tmp_path, a=3, b=3)
+@pytest.mark.parametrize("weight", ["0.0", "9" * 400])  # which is infinite
+def test_a_weight_that_no_share_follows_from_is_refused(weight):
     with pytest.raises(UserError, match="has no share in the mix"):
-        load_questions(f"{a}:{weight},{b}:1")
+        load_questions(f"a.jsonl:{weight},b.jsonl:1")
 
 
 @given(
@@ -248,13 +184,10 @@ def test_no_question_is_in_both_parts(tmp_path):
     assert not overlap(train, held_out)
     asked = {question.text.strip(" ?").lower() for question in held_out}
     assert len(train) == 40 - 2 * len(asked)
-
-
-def test_a_held_out_set_of_its_own_is_not_trained_on(tmp_path):
-    path, other = files(tmp_path, a=10, b=4)
+    other = write(tmp_path / "other.jsonl", *map(line, range(4)))
     train, held_out = split(path, other, held_out=None, seed=0)
     assert [question.text for question in held_out] == ["q0?", "q1?", "q2?", "q3?"]
-    assert [question.text for question in train] == [f"q{n}?" for n in range(4, 10)]
+    assert len(train) == 32 and not overlap(train, held_out)
 
 
 # ------------------------------------------------------------------------------------------ the hub
@@ -279,12 +212,6 @@ def hub(monkeypatch, tmp_path):
     return held
 
 
-def test_hub_file(hub):
-    hub["me/mine/deep/er/q.jsonl"] = line(1) + "\n" + line(2)
-    spec = "hub:me/mine/deep/er/q.jsonl"
-    assert [q.source for q in load_questions(spec)] == [spec] * 2
-
-
 def test_short_names_and_their_splits(hub):
     evaluated = "nq/test triviaqa/test popqa/test hotpotqa/dev 2wikimultihopqa/dev musique/dev"
     for file in f"{evaluated} bamboogle/test nq/train 2wikimultihopqa/train".split():
@@ -293,8 +220,8 @@ def test_short_names_and_their_splits(hub):
     assert [q.id.split("/", 1)[1] for q in seven] == [
         f"test_{file}" for file in f"{evaluated} bamboogle/test".split()
     ]
-    train = load_questions("nq/train,2wiki/train")
-    assert [q.source for q in train] == ["nq/train", "2wiki/train"]
+    train = load_questions(f"nq/train,hub:{FLASHRAG}/2wikimultihopqa/train.jsonl")
+    assert [q.id.rpartition("_")[2] for q in train] == ["nq/train", "2wikimultihopqa/train"]
 
 
 # --------------------------------------------------------------------------------- benchmarks
@@ -328,19 +255,17 @@ WEBWALKERQA = {
 PARQUET = {
     "hle": [
         {"id": "a", "question": "What is drawn?", "answer": "x", "image": "data:image/png,AA"},
-        {"id": "b", "question": "6 × 7?", "answer": "42", "image": "", "canary": "HLE"},
-        {"id": "c", "question": "Who?", "answer": "Ada", "image": None, "canary": "HLE"},
+        {"id": "b", "question": "6 × 7?", "answer": "42", "image": ""},
     ],
     "gaia": [
         {"task_id": "a", "Question": "Sum?", "Final answer": "3", "file_name": "a.xlsx"},
-        {"task_id": "b", "Question": "6 × 7?", "Final answer": "42", "file_name": ""},
-        {"task_id": "c", "Question": "Who?", "Final answer": "Ada", "file_name": None},
+        {"task_id": "b", "Question": "6 × 7?", "Final answer": "42", "file_name": None},
     ],
     "browsecomp": [secret_row(LONG, "Ada", "a GUID"), secret_row("Who?", "東京", "another")],
 }
 ASKED = {
-    "hle": [("b", "6 × 7?", "42"), ("c", "Who?", "Ada")],
-    "gaia": [("b", "6 × 7?", "42"), ("c", "Who?", "Ada")],
+    "hle": [("b", "6 × 7?", "42")],
+    "gaia": [("b", "6 × 7?", "42")],
     "browsecomp": [("1", LONG, "Ada"), ("2", "Who?", "東京")],
 }
 
@@ -367,19 +292,15 @@ def test_benchmarks_in_parquet(hub, name, tmp_path):
     found = load_questions(name)
     assert [(q.id, q.text, *q.golden_answers) for q in found] == ASKED[name]
     hub[BENCHMARKS[name][0]] = b"not parquet at all"
-    with pytest.raises(UserError, match=f"{name} is no whole .parquet file"):
+    with pytest.raises(UserError, match=f"the questions in {name} cannot be read"):
         load_questions(name)
 
 
 REFUSED = {
-    "hub:me/mine/bad.jsonl": (
-        "me/mine/bad.jsonl",
-        "{\n",
-        "hub:me/mine/bad.jsonl, line 1: not JSON",
-    ),
+    "hub:me/mine/bad.jsonl": ("me/mine/bad.jsonl", "{", "hub:me/mine/bad.jsonl, line 1: not JSON"),
     "hub:me/mine/q.jsonl": ("another", "", "cannot get me/mine/q.jsonl from the hub .404.:"),
     "hotpotqa/test": ("another", "", "hotpotqa has no split 'test': choose from dev, train"),
-    "frames": (BENCHMARKS["frames"][0], b"q\xff\tAnswer\n", "frames is no whole .tsv file"),
+    "frames": (BENCHMARKS["frames"][0], b"q\xff\tAnswer\n", "questions in frames cannot be read"),
     "hle": (
         BENCHMARKS["hle"][0],
         GatedRepoError("gated", response=Mock()),

@@ -13,53 +13,34 @@ Tests: pytest tests/test_search.py
 import fcntl
 import functools
 import hashlib
-import json
-import mmap
-import os
 import re
-import shutil
-import tempfile
+import threading
 import unicodedata
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
 from config import UserError
-from tools import Document, ToolError, one_line, reader
+from tools import Document, one_line, reader
 from tools.documents import UNSPACED, files_below, passages, read_documents
+from whole import write_folder
 
 # Each character is a word: Korean has spaces, but its endings grow onto the words.
 ALONE = UNSPACED + "\uac00-\ud7a3"
-LETTER = rf"[^\W_{ALONE}]"
-# Vowel signs, of Indic scripts for instance, belong to their word; for Python they are no letters.
-SIGNS = "".join(c for c in map(chr, range(0x370, 0x1DC0)) if unicodedata.category(c)[0] == "M")
-WORD = re.compile(rf"[{ALONE}]|{LETTER}+(?:[{SIGNS}]+{LETTER}*)*")
-# Accents (Latin, Greek, Cyrillic), points (Hebrew, Arabic) and what lengthens an Arabic word.
-DROPPED = "\u0300-\u036f\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f"
-DROPPED += "\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u0640\u064b-\u065f\u0670"
-# Marks of where a word may break, of direction, and other unseen ones; U+200B parts words.
-DROPPED += "\u00ad\u200c-\u200f\u202a-\u202e\u2060-\u206f\ufeff"
-DROPPED = re.compile(f"[{DROPPED}]+")
-TRADE_MARKS = re.compile("[\u2120\u2122]")  # ℠ and ™, which normalisation makes letters of
-LAYOUT = 4  # of the index on disk; an index of another layout is not used
+WORD = re.compile(rf"[{ALONE}]|[^\W_{ALONE}]+")
+# Accents, vowel signs and points of any script, and unseen marks (soft hyphens, directions).
+UNHEARD = [c for c in map(chr, range(0xD800)) if unicodedata.category(c) in ("Mn", "Mc", "Cf")]
+UNHEARD = re.compile(f"[{re.escape(''.join(UNHEARD))}]+")
+LAYOUT = 5  # of the index on disk, and of what readers make of a file; another one is not used
 Search = Callable[[str], list[Document]]
-
-
-def library():
-    """The package bm25s. It is imported here, so that a run without search does not need it."""
-    try:
-        import bm25s
-    except ImportError:
-        raise UserError("searching documents needs bm25s: pip install bm25s") from None
-    return bm25s
 
 
 def words(text: str) -> list[str]:
     """The words BM25 counts: runs of letters and digits, case folded, without accents."""
-    letters = unicodedata.normalize("NFKD", TRADE_MARKS.sub(" ", text)).casefold()
-    letters = DROPPED.sub("", unicodedata.normalize("NFKD", letters))
-    return WORD.findall(unicodedata.normalize("NFC", letters))
+    letters = unicodedata.normalize("NFKD", text).casefold()
+    return WORD.findall(unicodedata.normalize("NFC", UNHEARD.sub("", letters)))
 
 
 def in_memory(documents: list[Document], k: int) -> Search:
@@ -89,7 +70,9 @@ def _index(documents: list[Document]):
         tokens.append([vocabulary.setdefault(word, len(vocabulary)) for word in words(text)])
     if not vocabulary:
         raise UserError("the documents hold no word to search for: give a document with text")
-    index = library().BM25()
+    import bm25s  # here, so that a run without search does not need it
+
+    index = bm25s.BM25()
     index.index((tokens, vocabulary), create_empty_token=False, show_progress=False)
     return index
 
@@ -103,85 +86,55 @@ def on_disk(path: Path, k: int, cache: Path, passage_words: int) -> Search:
     One process builds, the others wait and load. When the documents change, the new index takes the
     place of the old one, so that what was deleted does not live on in the cache.
     """
-    library()
-    which = repr((str(path.resolve()), passage_words)).encode("utf-8", "replace")
-    prefix = f"index-{hashlib.sha256(which).hexdigest()[:16]}"
-    folder = cache / f"{prefix}-{_fingerprint(path)}"
+    path = path.resolve()
+    which = repr((str(path), passage_words)).encode("utf-8", "replace")
+    folder = cache / f"index-{hashlib.sha256(which).hexdigest()[:16]}"
+    made_of = _fingerprint(path)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        lock = open(cache / f"{prefix}.lock", "a")
-    except OSError as error:
-        shown = one_line(str(cache), 80)
-        raise UserError(
-            f"the cache folder {shown} cannot be written ({error.strerror}): name another one"
-        ) from None
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
+        with open(folder.with_suffix(".lock"), "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            kept = folder / "made_of"
+            if not kept.exists() or kept.read_text() != made_of:
+                build(path, folder, passage_words, made_of)
             return _load(folder, k)
-        except Exception:  # there is none, or it is damaged
-            shutil.rmtree(folder, ignore_errors=True)
-        build(path, folder, passage_words)
-        for other in cache.glob(f"{prefix}-*"):
-            if other != folder:
-                shutil.rmtree(other, ignore_errors=True)
-        return _load(folder, k)
-
-
-def _load(folder: Path, k: int) -> Search:
-    """The index in a folder. Any exception if it is not whole."""
-    index = library().BM25.load(folder, mmap=True, show_progress=False)
-    ends = np.load(folder / "ends.npy", mmap_mode="r")  # [documents]: where each one's line ends
-    with open(folder / "documents.jsonl", "rb") as file:
-        lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if len(lines) != ends[-1] or index.scores["num_docs"] != len(ends):
-        raise ValueError("the files do not belong together")
-
-    def document(i: int) -> Document:
-        begin = ends[i - 1] if i else 0
-        try:
-            return Document(**json.loads(lines[begin : ends[i]]))
-        except (ValueError, TypeError):
-            raise ToolError("the search index is damaged: remove it from the cache") from None
-
-    return functools.partial(_search, index, document, min(k, len(ends)))
-
-
-def build(path: Path, folder: Path, passage_words: int) -> None:
-    """Writes the index of a path's documents into `folder`, whole or not at all."""
-    cut = [part for document in read_documents(path) for part in passages(document, passage_words)]
-    cut.sort(key=lambda document: document.id)
-    index = _index(cut)
-    try:
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as unfinished:
-            unfinished = Path(unfinished, "index")
-            index.save(unfinished, show_progress=False)
-            lengths = []
-            with open(unfinished / "documents.jsonl", "wb") as file:
-                for document in cut:
-                    line = json.dumps(vars(document), ensure_ascii=False)
-                    lengths.append(file.write(line.encode() + b"\n"))
-            np.save(unfinished / "ends.npy", np.cumsum(lengths))
-            os.rename(unfinished, folder)
     except OSError as error:
         raise UserError(
-            f"the index cannot be written to {one_line(str(folder.parent), 80)} "
+            f"the search index cannot be kept in {one_line(str(cache), 80)} "
             f"({error.strerror or error}): make room, or name another cache folder"
         ) from None
 
 
+def build(path: Path, folder: Path, passage_words: int, made_of: str) -> None:
+    """Writes the index of a path's documents into `folder`, whole or not at all."""
+    cut = [part for document in read_documents(path) for part in passages(document, passage_words)]
+    cut.sort(key=lambda document: document.id)
+    index = _index(cut)
+
+    def fill(empty: Path) -> None:
+        index.save(empty, corpus=[vars(document) for document in cut], show_progress=False)
+        (empty / "made_of").write_text(made_of)
+
+    write_folder(folder, fill)
+
+
+def _load(folder: Path, k: int) -> Search:
+    import bm25s
+
+    index = bm25s.BM25.load(folder, mmap=True, load_corpus=True, show_progress=False)
+    lock = threading.Lock()  # the corpus has one place where it reads
+
+    def document(i: int) -> Document:
+        with lock:
+            return Document(**index.corpus[i])
+
+    return functools.partial(_search, index, document, min(k, len(index.corpus)))
+
+
 def _fingerprint(path: Path) -> str:
-    """A hash of the documents' bytes, and of everything else that shapes an index made of them."""
-    readers = [reader.missing(kind) for kind in ("html", "pdf")]
-    shape = (LAYOUT, WORD.pattern, DROPPED.pattern, library().__version__, path.is_dir(), readers)
-    digest = hashlib.sha256(repr(shape).encode() + Path(reader.__file__).read_bytes())
+    """What shapes an index: the files' names, sizes and times, and what can be read here."""
     files = files_below(path) if path.is_dir() else [path]
-    for file in files:
-        try:
-            with open(file, "rb") as opened:
-                content = hashlib.file_digest(opened, "sha256").hexdigest()
-        except OSError:
-            content = "unreadable"
-        name = file.relative_to(path).as_posix()
-        digest.update(repr((name, content)).encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()[:16]
+    states = [(str(file), file.lstat().st_size, file.lstat().st_mtime_ns) for file in files]
+    readers = [reader.missing(kind) for kind in ("html", "pdf")]
+    shape = repr((LAYOUT, version("bm25s"), readers, states))
+    return hashlib.sha256(shape.encode("utf-8", "surrogateescape")).hexdigest()

@@ -224,28 +224,24 @@ def _death(returncode: int, timeout: float) -> str:
     """
     if returncode >= 0:
         return ""
-    number = -returncode
+    number = signal.Signals(-returncode)
     if number == signal.SIGKILL:
         return "killed: memory"
     if number == signal.SIGXCPU:
         return f"timed out after {timeout:g} s"
-    try:
-        return f"killed: {signal.Signals(number).name}"
-    except ValueError:
-        return f"killed: signal {number}"
+    return f"killed: {number.name}"
 
 
 def _read(printed: bytes, ended: str) -> str:
-    """The child's output as the model sees it; ToolError if the child did not lock itself in."""
+    """The child's output as the model sees it; ToolError if the child did not lock itself in.
+
+    At most OUTPUT bytes, and a line each for what cut them and what ended the child.
+    """
     if not printed.startswith(LOCKED):
         last_line = printed.decode("utf-8", "replace").strip().rpartition("\n")[2]
         reason = last_line[:300] or ended or "its jail did not start"
         raise ToolError(f"the Python tool refuses to run here: {reason}")
-    return _shown(printed[len(LOCKED) :], ended)
-
-
-def _shown(output: bytes, ended: str) -> str:
-    """At most OUTPUT bytes of output, and a line each for what cut it and what ended the child."""
+    output = printed[len(LOCKED) :]
     lines = [output[:OUTPUT].decode("utf-8", "replace").rstrip("\n")]
     if len(output) >= OUTPUT:
         lines.append(f"output cut after {OUTPUT} bytes")

@@ -15,7 +15,6 @@ its snippet and says so in the text. Only when no page at all could be read has 
 Tests: pytest tests/test_search.py
 """
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -34,7 +33,6 @@ from tools.bm25 import Search
 from tools.documents import (
     PASSAGE_WORDS,
     WHAT_IS_READ,
-    best_passages,
     make_document,
     passages,
     read_documents,
@@ -49,7 +47,6 @@ URLS = {
     "MARS_RETRIEVER_URL": "http://127.0.0.1:8000",
 }
 UNREAD = "[This page could not be read; what follows is the search engine's snippet.]"
-PAGE_WORDS = 2000
 
 
 def make(
@@ -61,7 +58,6 @@ def make(
     cache: str | Path | None = ".cache",
     pages: str = "none",
     passage_words: int = PASSAGE_WORDS,
-    page_words: int = PAGE_WORDS,
     block: Iterable[str] = (),
     **client_options,
 ) -> Search:
@@ -70,62 +66,41 @@ def make(
     An empty query finds nothing. UserError for what is missing or makes no sense, before any
     search.
 
-    docs: the local backend's files. cache: folder for the index and for answers; None keeps
-    neither. passage_words: local documents are cut into passages of so many words, and a page of
-    more than page_words words is shortened to those of its passages that match the query. With 0
-    all documents stay whole, and System 1 reads their beginning, as in the paper. block: hosts from
-    which nothing is taken, nor from below them, such as those that publish a benchmark's answers.
-    client_options: see web.Client; a page gets at most 2 tries.
+    docs: the local backend's files, cut into passages of so many words (0: not at all). cache:
+    folder for the index and for answers; None keeps neither. block: hosts from which nothing is
+    taken, nor from below them, such as those that publish a benchmark's answers. client_options:
+    see web.Client.
     """
-    _check(backend, scholar, k, docs, pages)
     block = blocked_hosts(block)
     if backend == "local":
+        if docs is None:
+            raise UserError(
+                f"the local backend searches your documents: name {WHAT_IS_READ} by --docs"
+            )
         return local(docs, k, cache, passage_words)
     client = web.Client(None if cache is None else Path(cache) / "web", **client_options)
     if backend == "retriever":
+        if scholar:
+            raise UserError(
+                "the retriever has no scholar search: leave it out with --tools search,python"
+            )
         base = base_url("MARS_RETRIEVER_URL").removesuffix("/retrieve")
         search = functools.partial(_retriever, client, base, k)
     else:
-        key = {"X-API-KEY": _key("SERPER_API_KEY")}
-        path = "scholar" if scholar else "search"
-        search = functools.partial(_serper, client, f"{base_url('MARS_SERPER_URL')}/{path}", key, k)
+        headers = {"X-API-KEY": _key("SERPER_API_KEY")}
+        url = f"{base_url('MARS_SERPER_URL')}/{'scholar' if scholar else 'search'}"
+        search = functools.partial(_serper, client, url, headers, k)
     if block:
         search = functools.partial(_allowed, search, block)
     if pages == "none":
         return search
     # Dead pages are common, and their results have a snippet.
     client = replace(client, tries=min(client.tries, 2))
-    key = {}
+    headers = {"Accept": "application/json"}
     if os.environ.get("JINA_API_KEY", "").strip():
-        key = {"Authorization": f"Bearer {_key('JINA_API_KEY')}"}
-    read = functools.partial(_read_by_jina, client, base_url("MARS_JINA_URL"), key, block)
-    bm25.library()
-    return functools.partial(_with_pages, search, read, passage_words, page_words)
-
-
-def _check(backend: str, scholar: bool, k: int, docs, pages: str) -> None:
-    refusals = [
-        (k < 1, f"k is {k}: ask for at least 1 document"),
-        (
-            backend == "local" and docs is None,
-            f"the local backend searches your documents: name {WHAT_IS_READ} by --docs",
-        ),
-        (
-            backend != "local" and docs is not None,
-            f"--docs is for the local backend: leave it out with {backend}, or choose local",
-        ),
-        (
-            backend != "serper" and pages != "none",
-            f"--pages is for serper: the {backend} backend has its documents' text already",
-        ),
-        (
-            backend == "retriever" and scholar,
-            "the retriever has no scholar search: leave it out with --tools search,python",
-        ),
-    ]
-    for wrong, sentence in refusals:
-        if wrong:
-            raise UserError(sentence)
+        headers["Authorization"] = f"Bearer {_key('JINA_API_KEY')}"
+    read = functools.partial(_read_by_jina, client, base_url("MARS_JINA_URL"), headers)
+    return functools.partial(_with_pages, search, read)
 
 
 def base_url(variable: str) -> str:
@@ -155,14 +130,10 @@ def local(
     other processes load it by mmap; None builds in memory. UserError for a path that is missing,
     malformed (file and line are named) or without a document.
     """
-    if passage_words < 0:
-        raise UserError(f"passage_words is {passage_words}: give a number of words, or 0")
     if not isinstance(documents, (str, Path)):
         return bm25.in_memory(documents, k)
     path = Path(documents)
-    if not os.path.lexists(path):
-        raise UserError(f"there is no {one_line(str(path), 200)}: give {WHAT_IS_READ} as documents")
-    if cache is not None and (path.is_dir() or path.is_file()):
+    if cache is not None and os.path.exists(path):
         return bm25.on_disk(path, k, Path(cache), passage_words)
     whole = read_documents(path)
     return bm25.in_memory([p for document in whole for p in passages(document, passage_words)], k)
@@ -171,34 +142,23 @@ def local(
 # Services ----------------------------------------------------------------------------------------
 
 
-def _decode_json(raw: bytes, _headers):
-    return json.loads(raw)
-
-
 def _serper(client, url, headers, k, query: str) -> list[Document]:
     if not query.strip():
         return []
-    body = {"q": query, "num": k}
-    answer = client.call(url, _decode_json, body=body, headers=headers, check=serper_documents)
-    return serper_documents(answer)[:k]
+    return client.call(url, serper_documents, body={"q": query, "num": k}, headers=headers)[:k]
 
 
-def serper_documents(answer) -> list[Document]:
-    """The results of a Serper answer; ValueError if it is none.
+def serper_documents(raw: bytes) -> list[Document]:
+    """The results of a Serper answer; an exception if it is none.
 
     An answer without `organic` found nothing if it echoes the search and reports no error.
     """
-    if not isinstance(answer, dict):
-        raise ValueError("the answer is not that of a search")
+    answer = json.loads(raw)
     if "organic" not in answer:
-        echo = isinstance(answer.get("searchParameters"), dict)
-        if not echo or answer.get("message") or answer.get("error"):
-            said = answer.get("message") or answer.get("error") or "no results in it"
-            raise ValueError(f"the answer is not that of a search: {said}")
-    rows = answer.get("organic", [])
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError("the answer's results are not a list of objects")
-    return [_serper_document(row, rank) for rank, row in enumerate(rows, 1)]
+        said = answer.get("message") or answer.get("error")
+        if said or not isinstance(answer.get("searchParameters"), dict):
+            raise ValueError(f"the answer is not that of a search: {said or 'no results in it'}")
+    return [_serper_document(row, rank) for rank, row in enumerate(answer.get("organic", []), 1)]
 
 
 def _serper_document(row: dict, rank: int) -> Document:
@@ -219,44 +179,34 @@ def _serper_document(row: dict, rank: int) -> Document:
 
 
 def _text(value) -> str:
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        return ""
-    return str(value)
+    return str(value) if isinstance(value, (str, int, float)) else ""
 
 
 def _retriever(client, base, k, query: str) -> list[Document]:
     if not query.strip():
         return []
     body = {"queries": [query], "topk": k, "return_scores": True}
-    url = f"{base}/retrieve"
-    answer = client.call(url, _decode_json, body=body, check=retriever_documents)
-    return retriever_documents(answer)[:k]
+    return client.call(f"{base}/retrieve", retriever_documents, body=body)[:k]
 
 
-def retriever_documents(answer) -> list[Document]:
-    """The results of a /retrieve answer to one query; ValueError if it is none.
+def retriever_documents(raw: bytes) -> list[Document]:
+    """The results of a /retrieve answer to one query; an exception if it is none.
 
-    The answer is [[…]] of {"document": {"contents", …}, "score"?}, or of bare documents.
+    The answer is {"result": [[{"document": {"contents", "id"?, "title"?, "url"?}, "score"}, …]]}.
     """
-    try:
-        (rows,) = answer["result"]
-        return [_retrieved_document(row.get("document", row)) for row in rows]
-    except (TypeError, LookupError, AttributeError):
-        raise ValueError("the answer holds no list of documents for the query") from None
+    (rows,) = json.loads(raw)["result"]
+    return [_retrieved_document(row["document"]) for row in rows]
 
 
 def _retrieved_document(found: dict) -> Document:
-    contents = found.get("contents", found.get("text"))
-    if not isinstance(contents, str):
-        raise ValueError("a result has no contents")
+    text = found["contents"]
     title = _text(found.get("title"))
-    text = contents
     if not title:
-        title, text = split_title(contents)
+        title, text = split_title(text)
     name = _text(found.get("id"))
     if not name:
-        name = hashlib.sha256(contents.encode("utf-8", "replace")).hexdigest()[:12]
-    return make_document(name, title, _text(found.get("url")) or _text(found.get("link")), text)
+        name = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
+    return make_document(name, title, _text(found.get("url")), text)
 
 
 # Hosts that are not asked ------------------------------------------------------------------------
@@ -274,8 +224,8 @@ def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
     """
     hosts = []
     for name in filter(str.strip, names):
-        host = _plain_host(name.strip()).removeprefix("www.").removeprefix(".")
-        if not re.fullmatch(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", host):
+        host = name.strip().lower().removeprefix("www.")
+        if not re.fullmatch(r"[\w-]+(\.[\w-]+)*", host):
             raise UserError(
                 f"--block {one_line(name, 80)}: give hosts by commas, such as "
                 "huggingface.co,hf.co, without https://, port or path"
@@ -286,86 +236,53 @@ def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
 
 def is_blocked(url: str, block: tuple[str, ...]) -> bool:
     """Whether a URL's host is one of `block` (blocked_hosts), or below one of them."""
-    # A retriever may leave the scheme out.
-    url = re.sub(r"^([a-z][a-z0-9+.-]*:)?/*(?=[^/:]*[.])", "//", url.strip(), flags=re.IGNORECASE)
+    if "//" not in url.partition("?")[0]:  # a retriever may leave the scheme out
+        url = f"//{url}"
     try:
-        host = _plain_host(urllib.parse.urlsplit(url).hostname or "")
+        host = (urllib.parse.urlsplit(url.strip()).hostname or "").rstrip(".")
     except ValueError:
-        return bool(block)
+        return True
     return any(host == name or host.endswith(f".{name}") for name in block)
-
-
-def _plain_host(host: str) -> str:
-    """A host as name servers know it: in ASCII and lower case, without the last dot."""
-    with contextlib.suppress(UnicodeError):  # no name server knows it
-        host = host.encode("idna").decode()
-    return host.lower().rstrip(".")
 
 
 # The pages behind the results --------------------------------------------------------------------
 
 
-def _with_pages(search, read, passage_words: int, page_words: int, query: str) -> list[Document]:
+def _with_pages(search: Search, read, query: str) -> list[Document]:
     """Each result with the text of its page.
 
     ToolError when there were pages to read and none could be.
     """
     found = search(query)
-    linked = [document for document in found if document.url]
-    if not linked:
-        return found
+    errors = []
 
-    def attempt(document: Document) -> Document | ToolError:
+    def attempt(document: Document) -> Document:
+        if not document.url:
+            return document
         try:
-            page = replace(document, text=read(document.url))
-            return best_passages(
-                page,
-                functools.partial(_rank, query),
-                words=passage_words,
-                longest=page_words,
-            )
+            return replace(document, text=read(document.url))
         except ToolError as error:
-            return error
+            errors.append(error)
+            return replace(document, text=f"{UNREAD}\n{document.text}")
 
-    results = web.in_threads(attempt, linked)
-    errors = [result for result in results if isinstance(result, ToolError)]
-    if len(errors) == len(results):
-        why = f"none of the {len(results)} pages found could be read: {errors[0]}"
+    documents = web.in_threads(attempt, found)
+    linked = sum(bool(document.url) for document in found)
+    if linked and len(errors) == linked:
+        why = f"none of the {linked} pages found could be read: {errors[0]}"
         raise ToolError(one_line(why, web.LONGEST_MESSAGE))
-    texts = dict(zip((id(document) for document in linked), results, strict=True))
-    documents = []
-    for document in found:
-        result = texts.get(id(document), document)
-        if isinstance(result, ToolError):
-            result = replace(document, text=f"{UNREAD}\n{document.text}")
-        documents.append(result)
     return documents
 
 
-def _rank(query: str, parts: list[Document]) -> list[Document]:
-    try:
-        return bm25.in_memory(parts, len(parts))(query)
-    except UserError:  # no word in any of them
-        return []
-
-
-def _read_by_jina(client, base, headers, block, url: str) -> str:
+def _read_by_jina(client, base, headers, url: str) -> str:
     """The page's text, or a ToolError that quotes nothing of what strangers wrote."""
     if not url.startswith(("http://", "https://")):
         raise ToolError("only http and https pages are read")
-
-    def check(page: dict) -> None:
-        if is_blocked(page["url"], block):  # the reader follows redirects itself
-            raise ToolError("the page redirects to a blocked host")
-
-    headers = headers | {"Accept": "application/json"}
     address = f"{base}/{urllib.parse.quote(url, safe=string.punctuation)}"  # as it is, but in ASCII
-    page = client.call(address, jina_page, headers=headers, check=check, quote=False)
-    return page["text"]
+    return client.call(address, jina_page, headers=headers, quote=False)
 
 
-def jina_page(raw: bytes, _headers) -> dict:
-    """{"url": where the page was found in the end, "text"} of a reader's answer.
+def jina_page(raw: bytes) -> str:
+    """The text of a reader's answer.
 
     The reader answers 200 also when it could not read the page, or read an error in its place.
     """
@@ -376,7 +293,7 @@ def jina_page(raw: bytes, _headers) -> dict:
     text = page["content"].encode("utf-8", "replace").decode()
     if not text.strip():
         raise ValueError("the reader found no text on the page")
-    return {"url": str(page.get("url") or ""), "text": text}
+    return text
 
 
 # The command -------------------------------------------------------------------------------------
@@ -393,16 +310,12 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("query")
     add("--backend", required=True, choices=BACKENDS)
-    add("--scholar", action="store_true", help="search papers (serper)")
     add("--k", type=int, default=5, help="how many documents (default 5)")
     add("--docs", help=f"{WHAT_IS_READ} (local)")
-    add("--passage_words", type=int, default=PASSAGE_WORDS, help="0: documents are not cut")
     add("--pages", default="none", choices=PAGES, help="how to read the pages (serper)")
-    add("--block", default="", help="hosts whose results are left out, separated by commas")
     add("--cache", default=".cache", help="folder of the index and of past answers (.cache)")
     options = vars(parser.parse_args(arguments))
     query = options.pop("query")
-    options["block"] = options["block"].split(",")
     try:
         if not query.strip():
             raise UserError("the query is empty: say what to search for")

@@ -34,8 +34,7 @@ You are a helpful assistant.<|im_end|>
 {% endif %}"""
 
 # Thoughts of the steps before the last user message are dropped; a step's own thoughts stay
-# while its tool calls go on; the last step gets an empty thought; enable_thinking=False opens a
-# step behind an empty thought.
+# while its tool calls go on; the last step gets an empty thought.
 QWEN3 = """{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}
 {%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}{%- for m in messages %}
 {%- if m.role == 'tool' %}<|im_start|>user
@@ -54,11 +53,7 @@ QWEN3 = """{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.rol
 {% else %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
 {% endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is defined and not enable_thinking %}<think>
-
-</think>
-
-{% endif %}{%- endif %}"""
+{% endif %}"""
 
 ALWAYS_THINKING = QWEN25.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
 
@@ -108,7 +103,7 @@ def tokenizer(template, marks=tuple(CHATML_MARKS), tags=tuple(TAGS), eos="<|endo
     return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=template, eos_token=eos)
 
 
-def chat_format(tokenizer, tools=TOOLS, *, thinking=True, **options):
+def chat_format(tokenizer, tools=TOOLS, **options):
     """The format as MARS words it; options are MARS's."""
     config = mars.MarsConfig(**{"question_in_system1": True, **options})
-    return ChatFormat(tokenizer, mars.words(config, tools), tools, thinking=thinking)
+    return ChatFormat(tokenizer, mars.words(config, tools), tools)
