@@ -199,12 +199,12 @@ def parse(made: OneLineParser, arguments: list[str]) -> dict:
 # An option's line: its name, its type, its default, its reason. A heading is a comment line.
 FIELD = re.compile(r"    (\w+): (.+?) = (.+?)  # (.*)")
 HEADING = re.compile(r"    # (.*)")
-KINDS = {"str": "TEXT", "int": "N", "float": "X"}
+KINDS = {"str": "TEXT", "int": "N", "float": "X", "bool": ""}
 
 
 def help_text(description: str, *sources: str) -> str:
     """The help of a command, read from the source of the classes that hold its options."""
-    lines = [description.strip()]
+    lines = [description.strip(), "", "A switch is turned on by --NAME and off by --no-NAME."]
     for number, source in enumerate(sources):
         heading = "options"
         for line in source.splitlines():
@@ -223,17 +223,10 @@ def help_text(description: str, *sources: str) -> str:
 
 
 def option_line(name: str, kind: str, default: str, reason: str) -> str:
-    """An option in the help: `  --steps N               rollout batches; … [120]`."""
-    shown = f"  --{name} {KINDS.get(kind, '')}".rstrip()
-    if kind == "bool":
-        shown += f", --no-{name}"
-    if kind.startswith("Literal"):
-        shown += " " + "|".join(re.findall(r'"(.*?)"', kind))
-    if len(shown) > 25:
-        shown += "\n" + 26 * " "
-    if default != '""':
-        reason += f" [{default}]"
-    return f"{shown:<26}{reason}"
+    """An option in the help: `  --steps N                          rollout batches; … [40]`."""
+    choices = "|".join(re.findall(r'"(.*?)"', kind))
+    shown = f"--{name} {choices or KINDS[kind]}"
+    return f"  {shown:<35}{reason}" + ("" if default == '""' else f" [{default}]")
 
 
 def help_at_once(description: str, path: str) -> None:

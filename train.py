@@ -15,7 +15,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,8 @@ from tqdm import tqdm
 import grpo
 import processes
 import trainer
-from config import Config, UserError, drop_output, fail, parse, parser, resolve
-from plumbing import evaluation, folders, logbook
+from config import UserError, drop_output, fail, parse, parser, resolve
+from plumbing import evaluation, logbook
 from plumbing.logbook import record
 from plumbing.metrics import (
     batch_sums,
@@ -231,8 +230,8 @@ def train(run: Run) -> None:
     config = run.config
     first = logbook.open_folder(run)
     quiet = run.rank > 0 or not sys.stderr.isatty()
-    bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=quiet)
-    for step in bar:
+    steps = range(first, config.steps)
+    for step in tqdm(steps, initial=first, total=config.steps, disable=quiet):
         scores = {}
         if step % config.eval_every == 0:
             scores = evaluate(run, step)
@@ -244,7 +243,7 @@ def train(run: Run) -> None:
         metrics = {"step": step, **metrics, **scores}
         records = [record(trajectory, run.chat, step, "train") for trajectory in trajectories]
         logbook.write(run, records, metrics)
-        logbook.report(run, bar, metrics)
+        logbook.report(run, metrics)
         logbook.stop_if_blind(metrics, f"step {step}")
         if (step + 1) % min(SAVE_EVERY, config.eval_every) == 0 or step == config.steps - 1:
             trainer.save(run.folder, step + 1, run.policy, run.optimizer, run.tokenizer)
@@ -282,10 +281,11 @@ def evaluate(run: Run, updates: int) -> dict:
 
 # --------------------------------------------------------------------------------- the command line
 
+GO_ON = "a run that has begun goes on with --resume and its --name"
 OUT_OF_MEMORY = (
     "out of memory within a step: lower --micro_tokens (activations), then --kv_tokens (the "
     "sampler's pool), or train adapters (--lora_rank 16); on GPUs try --recompute_activations "
-    "and --fsdp first; then go on with --resume and the run's --name"
+    f"and --fsdp first; {GO_ON}"
 )
 
 # Standard output on a full disk or behind a limit, a pipe that nobody reads, a terminal that is
@@ -298,13 +298,6 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return "can't allocate memory" in str(error)
-
-
-def how_to_go_on(config: Config | None) -> str:
-    """How a run that has begun goes on; nothing of one that has not, or where there is none."""
-    if config and config.name and folders.resumable(Path(config.runs) / config.name):
-        return f"; go on with --resume --name {config.name}"
-    return ""
 
 
 def main(
@@ -323,7 +316,6 @@ def main(
     of one's own.
     """
     command = arguments[0] if arguments[:1] in (["eval"], ["ask"]) else "train"
-    config = None
     try:
         if command == "train":
             given = complete(command, parse(parser(method.config, description), arguments))
@@ -343,9 +335,9 @@ def main(
         if error.errno not in OUTPUT_LOST:
             raise
         drop_output()
-        code = fail(f"what is printed cannot be written ({error.strerror}){how_to_go_on(config)}")
+        code = fail(f"what is printed cannot be written ({error.strerror}); {GO_ON}")
     except KeyboardInterrupt:
-        fail(f"interrupted{how_to_go_on(config)}")
+        fail(f"interrupted; {GO_ON}")
         code = 130
     processes.leave(code)
     return code

@@ -1,13 +1,12 @@
 """Warm start: supervised training on demonstrations, before RL has anything to choose from.
 
-The paper starts from 7B models, which speak a call format when they are told of it. A model of
-135M does not: untaught, nearly every step is malformed and every group of attempts earns 0. A few
-minutes of demonstrations give it the form.
+An untaught model of 135M does not speak a call format: nearly every step is malformed, and every
+group of attempts earns 0. A few minutes of demonstrations give it the form.
 
-RL's own loss does the supervised training. With advantage 1 and ratio 1 the gradient of
-grpo.grpo_loss is that of the negative log-likelihood, so packing, kernels and optimizer are RL's as
-well. Each role's loss is a mean over its tokens. A mean per sequence would let a short answer weigh
-as much as a long call, and the model would learn to answer at once.
+RL's own loss does the training. With advantage 1 and ratio 1 the gradient of grpo.grpo_loss is that
+of the negative log-likelihood, so packing, kernels and optimizer are RL's as well. Each role's loss
+is a mean over its tokens: a mean per sequence would let a short answer weigh as much as a long
+call, and the model would learn to answer at once.
 
     python warm_start.py --model smollm2 --data demonstrations.jsonl --out warm
     python mars.py --model warm …
@@ -60,7 +59,7 @@ class WarmStart:
     data: str = ""  # JSON lines of {"messages": […]}
     out: str = "warm"  # the folder to write, as transformers loads it
     steps: int = 64  # optimizer steps
-    demonstrations: int = 6  # per step
+    demonstrations: int = 6  # per step: messages of the assistant, or episodes that are played
     lr: float = 2e-4  # of a 135M model; a larger one wants less
     warmup: int = 5  # steps of linear warm-up, then linear decay to 0
     seed: int = 0  # of the demonstrations' order
@@ -93,7 +92,6 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
         torch.set_num_threads(min(options.threads, os.cpu_count() or 1))
     tokenizer = models.load_tokenizer(start)
     model = trainer.load_model(start, device)
-    models.check_vocabulary(tokenizer, model, start)
     policy = trainer.Policy(model, bf16=uses_bf16(options, cuda))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
     for step, batch in zip(range(options.steps), batches(tokenizer)):
@@ -217,13 +215,16 @@ def from_file(options: WarmStart) -> Batches:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"--data: cannot read JSON lines in {path} ({error})") from None
-    places = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
-    talks = [(messages_of(line, at), at) for line, at in zip(lines, places) if line.strip()]
+    talks = [
+        messages_of(line, f"{path}, line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not talks:
         raise UserError(f"{path} holds no demonstration")
 
     def batches(tokenizer) -> Iterator[Batch]:
-        samples = [sample_of(messages, tokenizer, place) for messages, place in talks]
+        samples = [sample for messages in talks for sample in samples_of(messages, tokenizer)]
         rng = random.Random(f"warm start {options.seed}")
         orders = (rng.sample(samples, len(samples)) for _ in itertools.count())
         stream = itertools.chain.from_iterable(orders)
@@ -256,37 +257,30 @@ def messages_of(line: str, place: str) -> list[dict]:
     return messages
 
 
-def sample_of(messages: list[dict], tokenizer, place: str) -> Sample:
-    """A conversation as one sample: the assistant's messages carry loss, each with its end mark.
+def samples_of(messages: list[dict], tokenizer) -> list[Sample]:
+    """A sample of each of the assistant's messages: what stands before it, and what carries loss.
 
-    The model's template writes everything. UserError if it rewrites earlier messages when later
-    ones are added.
+    The model's template writes everything. It may rewrite earlier messages when later ones are
+    added, as Qwen3's drops their thoughts: each message follows what stood before it in its time.
     """
     marks = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-    sample = Sample("assistant", 0, 0)
-    written = ""
+    samples = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before = rendered(messages[:number], tokenizer, True)
         through = rendered(messages[: number + 1], tokenizer, False)
-        if not (through.startswith(before) and before.startswith(written)):
-            raise UserError(
-                f"{place}: the model's chat template rewrites earlier messages when later ones are "
-                "added: give lines with one message of the assistant each"
-            )
-        said = tokenizer.encode(through[len(before) :], add_special_tokens=False)
+        said = tokenizer.encode(through.removeprefix(before), add_special_tokens=False)
         ends = [i for i, token in enumerate(said) if token in marks]
-        if not ends:
-            raise UserError("the model's chat template does not close a message with a mark")
+        if not ends or not through.startswith(before):
+            raise UserError("the model's chat template does not end a message with a mark")
         # Templates write a line break after the mark. RL never samples it, so it is not learned.
         said = said[: ends[-1] + 1]
-        given = before[len(written) :]
-        sample.append_given(tokenizer.encode(given, add_special_tokens=False))
+        sample = Sample("assistant", 0, 0)
+        sample.append_given(tokenizer.encode(before, add_special_tokens=False))
         sample.append_sampled(Completion(said, [0.0] * len(said), "stop"))
-        end = tokenizer.decode(said[-1])
-        written = through[: through.rindex(end) + len(end)]
-    return sample
+        samples.append(sample)
+    return samples
 
 
 def rendered(messages: list[dict], tokenizer, prompt: bool) -> str:

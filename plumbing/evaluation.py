@@ -23,7 +23,6 @@ from config import Config, UserError, parse, parser, resolve
 from plumbing import folders, logbook, models, pages
 from plumbing.logbook import record
 from plumbing.metrics import failures, ratio, rollout_sums, wilson_interval, with_interval
-from plumbing.outside import fingerprints
 from plumbing.start import Run, build, new_folder
 from rollout import Method, Trajectory
 from tasks.questions import Question
@@ -95,6 +94,9 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
         saved["eval_data"] = ""
         if given["data"] != "toy":
             saved["eval_questions"] = 0  # all of them, unless told otherwise
+    elif saved.get("data", "toy") != "toy" and not saved.get("eval_data"):
+        for name in {"eval_questions", "seed"}.intersection(given):
+            raise UserError(f"--{name} draws other questions than those held out: leave it out")
     config = resolve(method.config, given, presets=method.presets, saved=saved, training=False)
     if not asking and config.data == "toy":
         config.at_least(1, "eval_questions")
@@ -120,7 +122,6 @@ def evaluate(method: Method, config: Config, **additions) -> int:
     made = models.run_of(Path(config.model)) or Path(config.model)
     folders.refuse_run(Path(config.runs), config.name)
     run = build(method, config, training=False, **additions)
-    refuse_trained_on(made, run.eval_questions)
     start = time.perf_counter()
     trajectories = run.rollouts(
         list(enumerate(run.eval_questions)),
@@ -144,19 +145,6 @@ def evaluate(method: Method, config: Config, **additions) -> int:
     for line in rows:
         logbook.stop_if_blind(line, f"set {line['set']}")
     return 0
-
-
-def refuse_trained_on(made: Path, asked: list[Question]) -> None:
-    """UserError if a run, the one that made the checkpoint, was trained on one of the questions."""
-    if not (made / "questions.json").exists():
-        return
-    trained = set(folders.read_json(made / "questions.json")["trained"])
-    known = sum(mark in trained for mark in fingerprints(asked))
-    if known:
-        raise UserError(
-            f"{made} was trained on {known} of these {len(asked)} questions: name others with "
-            "--data, or the file that it was trained with, unchanged, by leaving --data out"
-        )
 
 
 def by_set(trajectories: list[Trajectory]) -> list[tuple[str, list[Trajectory]]]:

@@ -25,7 +25,7 @@ from config import UserError
 from plumbing import folders, pages
 from plumbing.folders import on_disk, read_lines, rollout_files, write_json, write_whole
 from plumbing.metrics import gap_sum, live_tokens, ratio, reduced, wilson_interval, with_interval
-from plumbing.outside import Questions, fingerprints, tracker_init
+from plumbing.outside import tracker_init
 from plumbing.start import Run
 from rollout import Context, Sample, Trajectory, Turn
 from tasks.format import Format
@@ -53,14 +53,9 @@ def open_folder(run: Run) -> int:
 
 
 def settings(run: Run) -> None:
-    """Writes the run's options, how its roles are called, and what it is trained on."""
+    """Writes the run's options, and how its roles are called."""
     write_json(run.folder / "config.json", dataclasses.asdict(run.config))
-    method = {"name": run.method.name, "roles": run.method.roles}
-    write_json(run.folder / "method.json", method)
-    if isinstance(run.question, Questions):
-        # So that no evaluation asks what it was trained on.
-        trained = fingerprints(run.question.loaded)
-        write_json(run.folder / "questions.json", {"trained": trained})
+    write_json(run.folder / "method.json", {"name": run.method.name, "roles": run.method.roles})
 
 
 def take_back(run: Run, first: int) -> None:
@@ -179,22 +174,16 @@ def reader_record(reader: Context, chat: Format) -> dict:
 # ------------------------------------------------------------------------------ lines on the screen
 
 
-def report(run: Run, bar: tqdm, metrics: dict) -> None:
-    """One line a step, or the end of the progress bar."""
-    if run.rank:
-        return
+def report(run: Run, metrics: dict) -> None:
+    """One line a step."""
     entropies = [shown(metrics[f"{role}_entropy"], 2) for role in run.method.roles]
-    line = (
-        f"reward {shown(metrics['reward'], 3)}  calls {metrics['calls_per_question']:.2f}  "
-        f"malformed {metrics['malformed_share']:.3f}  entropy {'/'.join(entropies)}  "
-        f"{metrics['seconds_rollout']:.1f}+{metrics['seconds_train']:.1f} s"
+    tell(
+        run,
+        f"step {metrics['step']}/{run.config.steps}  reward {shown(metrics['reward'], 3)}  "
+        f"calls {metrics['calls_per_question']:.2f}  malformed {metrics['malformed_share']:.3f}  "
+        f"entropy {'/'.join(entropies)}  "
+        f"{metrics['seconds_rollout']:.1f}+{metrics['seconds_train']:.1f} s",
     )
-    if metrics["judge_failures"]:
-        line += f"  not judged {metrics['judge_failures']}"
-    if bar.disable:
-        print(f"step {metrics['step']}/{run.config.steps}  {line}", flush=True)
-    else:
-        bar.set_postfix_str(line)
 
 
 def shown(value: float | None, digits: int) -> str:
@@ -204,16 +193,19 @@ def shown(value: float | None, digits: int) -> str:
 
 def report_scores(run: Run, scores: dict) -> None:
     """One line an evaluation."""
-    if run.rank:
-        return
-    line = (
+    tell(
+        run,
         f"after {scores['eval_step']} steps: held-out accuracy {scores['eval_accuracy']:.3f} at "
         f"temperature {run.config.temperature:g}, {scores['eval_greedy']:.3f} greedy "
-        f"({len(run.eval_questions)} questions)"
+        f"({len(run.eval_questions)} questions)",
     )
-    if scores["eval_judge_failures"]:
-        line += f"; {scores['eval_judge_failures']} answers could not be judged"
-    tqdm.write(line)
+
+
+def tell(run: Run, line: str) -> None:
+    """Prints a line on rank 0, above the progress bar if there is one."""
+    if run.rank == 0:
+        with tqdm.external_write_mode():
+            print(line, flush=True)
 
 
 # ------------------------------------------------------------------------- what ends a run at once
@@ -288,10 +280,8 @@ def start_tracker(run: Run) -> None:
     try:
         run.tracker = tracker_init(config.track)(config=dataclasses.asdict(config), **options)
     except (Exception, SystemExit) as error:
-        raise UserError(
-            f"--track {config.track} cannot start ({folders.reason(error)}): mend that, or leave "
-            "--track out, and go on with --resume"
-        ) from error
+        said = f"--track {config.track} cannot start ({folders.reason(error)})"
+        raise UserError(f"{said}; mend that, then --resume") from error
 
 
 def track(run: Run, metrics: dict) -> None:
@@ -303,10 +293,7 @@ def track(run: Run, metrics: dict) -> None:
         run.tracker.log(numbers, step=numbers.pop("step"))
     except (Exception, SystemExit) as error:
         run.tracker = None
-        tqdm.write(
-            f"--track {run.config.track} failed ({folders.reason(error)}): the run goes on "
-            "without it, and metrics.jsonl holds everything"
-        )
+        tell(run, f"--track {run.config.track} failed ({folders.reason(error)}): going on without")
 
 
 # ------------------------------------------------------------------------------------- at the end

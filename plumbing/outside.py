@@ -8,7 +8,6 @@ Tests: pytest tests/test_mars.py tests/test_credit.py
 
 import datetime
 import functools
-import hashlib
 import importlib
 import os
 import random
@@ -28,7 +27,7 @@ from processes import on_first_rank
 from sampler import vllm
 from tasks import grading, questions
 from tasks.format import Format
-from tasks.questions import Question, same_question
+from tasks.questions import Question
 from tools import KNOWN, Tool, python, search
 from toy import base_model, world
 from toy.language import ToyFormat
@@ -179,11 +178,6 @@ def check_machine(config: Config, machine: Machine) -> None:
     if config.bf16 == "off" and cuda:
         raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
     kernels.use_triton(torch.zeros(0, device=machine.device))  # UserError for a bad MARS_KERNELS
-    if config.preset == "paper" and not cuda:
-        raise UserError(
-            "--preset paper needs CUDA GPUs and PyTorch finds none; 8 of 80 GB train Qwen3-8B, one "
-            "trains a 0.6B model (--model Qwen/Qwen3-0.6B --no-fsdp)"
-        )
     if config.fsdp and machine.ranks == 1:
         raise UserError(
             "--fsdp shards over processes; start them with torchrun --nproc_per_node=N mars.py "
@@ -336,12 +330,6 @@ class Questions:
             return (drawn[source] - first[source]) / self.sizes[source]
 
         return sorted(epoch_order(len(self.loaded), self.seed, epoch), key=position)
-
-
-def fingerprints(questions: list[Question]) -> list[str]:
-    """A short hash of each question's text, as tasks.questions compares texts."""
-    texts = [same_question(question.text) for question in questions]
-    return [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts]
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> list[int]:

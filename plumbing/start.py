@@ -137,7 +137,6 @@ def build(
 
     origin = state[1] / "model" if state and not config.lora_rank else start
     model = load_model(config, origin, machine, training)
-    models.check_vocabulary(tokenizer, model, start)
     # Both a frozen role and the KL term need the model that the run began with. With adapters that
     # is the model itself, as long as it has none or they are off.
     first = model

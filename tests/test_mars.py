@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import types
 import zlib
@@ -91,8 +90,6 @@ def test_a_run_leaves_what_it_promises(trained):
     assert [line["step"] for line in lines if "eval_accuracy" in line] == [0, 2, 3]
     assert lines[3]["eval_step"] == 4
     assert all(line["mismatch_kl"] < 1e-8 for line in lines)
-    for key in ("reward", "sys1_samples", "sys2_entropy", "grad_norm", "masked_share"):
-        assert all(key in line for line in lines), key
     assert {path.name for path in folder.iterdir()} == {
         *("config.json", "method.json", "metrics.jsonl", "report.md", "rollouts", "state"),
         *("curves.png", "diagnostics.png", "trajectories.html", "checkpoint", ".lock"),
@@ -101,15 +98,11 @@ def test_a_run_leaves_what_it_promises(trained):
     model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
     assert model.generate(tokens["input_ids"], max_new_tokens=3).shape[1] > 3
     assert all((folder / f"{name}.png").stat().st_size for name in ("curves", "diagnostics"))
-
-
-def test_the_report_tells_how_it_was_made_what_it_took_and_what_came_of_it(trained):
-    said = (trained / "whole" / "report.md").read_text()
+    said = (folder / "report.md").read_text()
     cells = [line.strip("| ").split(" | ", 1) for line in said.splitlines()]
     rows = dict(cell for cell in cells if len(cell) == 2)
-    for name in ("command", "commit", "machine", "versions", "seconds", "tokens", "peak memory"):
-        assert rows[name], name
-    first, *_, last = [json.loads(line) for line in open(trained / "whole" / "metrics.jsonl")]
+    assert {"command", "commit", "machine", "seconds", "tokens", "peak memory"} <= rows.keys()
+    first, last = lines[0], lines[-1]
     for draw, key in (("temperature 1", "eval_accuracy"), ("greedy", "eval_greedy")):
         before, after = rows[draw].split(" | ")
         assert before.startswith(f"{first[key]:.1%} (") and after.startswith(f"{last[key]:.1%} (")
@@ -177,35 +170,16 @@ def test_ctrl_c_ends_a_run_with_advice(base, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "train_step", interrupted)
     line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
     assert run(*line, "--eval_questions", 1) == 130
-    assert "--resume --name x" in capsys.readouterr().err
-    # While the base model is made there is no run yet.
-    line = ["--cache", tmp_path, "--runs", tmp_path, "--name", "y", *SMALL]
-    assert run(*line, base_model=lambda *given: interrupted(None, 0)) == 130
-    assert "--resume" not in capsys.readouterr().err and not (tmp_path / "y").exists()
+    assert "--resume" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("where", ["a full disk", "a pipe that nobody reads on"])
-def test_an_output_that_takes_no_more_ends_a_run_in_a_sentence(
-    base, tmp_path, monkeypatch, capsys, where
-):
-    def read_a_line(end):
-        with open(end) as lines:
-            lines.readline()
-
-    if where == "a full disk":
-        out = open("/dev/full", "w")
-    else:
-        end, begin = os.pipe()
-        out = open(begin, "w")
-        threading.Thread(target=read_a_line, args=[end]).start()
-    monkeypatch.setattr(sys, "stdout", out)
+def test_an_output_that_takes_no_more_ends_a_run_in_a_sentence(base, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
     line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
     assert run(*line, "--eval_questions", 1) == 2
-    out.close()  # as Python does at its end, which must not fail once more
+    sys.stdout.close()  # as Python does at its end, which must not fail once more
     said = capsys.readouterr().err
-    assert said.count("\n") == 1, said
-    begun = (tmp_path / "x" / "config.json").exists()
-    assert "cannot be written" in said and ("--resume" in said) == begun
+    assert said.count("\n") == 1 and "cannot be written" in said
 
 
 def too_large(run, step) -> None:
@@ -361,6 +335,7 @@ def test_eval_and_ask(copied, capsys):
         *kinds, row = json.loads((copied / "eval" / "table.json").read_text())
         assert row["questions"] == 6 and row["accuracy"] == last["eval_accuracy"]
         assert sum(kind["questions"] for kind in kinds) == 6
+        assert (copied / "eval/trajectories.html").exists()
         shutil.rmtree(copied / "eval")
     # A kill before the link was renewed leaves it at an older model.
     (copied / "whole/checkpoint").unlink()
@@ -368,7 +343,6 @@ def test_eval_and_ask(copied, capsys):
     assert run("eval", copied / "whole", *options, grade=half) == 0
     row = json.loads((copied / "eval-whole/table.json").read_text())[-1]
     assert row["accuracy"] == last["eval_accuracy"]
-    assert (copied / "eval-whole/trajectories.html").exists()
     capsys.readouterr()
     assert run("ask", copied / "whole", "when was ada baker born ?") == 0
     said = capsys.readouterr().out
@@ -408,25 +382,15 @@ def test_ones_own_questions_and_documents(base, tmp_path, monkeypatch, capsys):
     assert run("eval", "runs/own") == 0
     asked = {r["question_id"] for r in records_of(tmp_path / "runs/eval-own", 0)}
     assert len(asked) == 6 and not trained_on & asked
-    capsys.readouterr()
-
-    def refused(*more) -> None:
-        assert run("eval", "runs/own", *more) == 2
-        assert "was trained on" in capsys.readouterr().err
-        assert not (tmp_path / "runs" / "eval-own-2").exists()
-
-    refused("--eval_questions", 7)  # another draw of those that it held out
-    refused("--seed", 1)
-    refused("--data", "own.jsonl")
-    (tmp_path / "own.jsonl").write_text("\n".join(reversed(lines)))
-    refused()
+    assert run("eval", "runs/own", "--eval_questions", 7) == 2
+    assert "those held out" in capsys.readouterr().err
 
 
-def save_chat_model(folder, words, size: int) -> None:
-    """A random model of so many tokens, and a tokenizer beside it."""
+def save_chat_model(folder, words) -> None:
+    """A random model and its tokenizer."""
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": size}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(words)}
     config = Qwen3Config(**shape, max_position_embeddings=8192)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     words.save_pretrained(folder)
@@ -435,8 +399,7 @@ def save_chat_model(folder, words, size: int) -> None:
 def test_a_chat_model_trains_answers_and_is_evaluated(tmp_path, monkeypatch, capsys):
     """Random weights: every step is malformed, and nothing breaks."""
     monkeypatch.chdir(tmp_path)
-    words = tokenizer(QWEN3)
-    save_chat_model("chat", words, len(words))
+    save_chat_model("chat", tokenizer(QWEN3))
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.md").write_text("Ada Baker was born in 1968.")
     lines = [json.dumps({"question": f"Who is {i}?", "answer": "Ada"}) for i in range(12)]
@@ -455,20 +418,15 @@ def test_a_chat_model_trains_answers_and_is_evaluated(tmp_path, monkeypatch, cap
     assert "nothing to search" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", ["chat template", "belong together"])
-def test_a_model_that_cannot_be_spoken_to_is_refused(base, tmp_path, capsys, damage):
-    """No chat template and not the toy's language; a tokenizer that is larger than its model."""
+def test_a_model_without_a_chat_template_is_refused(tmp_path, capsys):
+    """It does not speak the toy's language either."""
     words = tokenizer(QWEN3)
     words.chat_template = None
-    size = len(words)
-    if damage == "belong together":
-        words = AutoTokenizer.from_pretrained(base)
-        size = 50
-    save_chat_model(tmp_path / "model", words, size)
+    save_chat_model(tmp_path / "model", words)
     out = tmp_path / "out"
     asked = ["--data", "toy", "--eval_questions", 2, "--runs", out]
     assert run("eval", tmp_path / "model", *asked) == 2
-    assert damage in capsys.readouterr().err and not out.exists()
+    assert "chat template" in capsys.readouterr().err and not out.exists()
 
 
 # ------------------------------------------------------------------------- what ends a run early
@@ -486,36 +444,26 @@ def away_in_evaluation(config, split, name, real=outside.make_call):
     return real(config, split, name) if split == "train" else broken
 
 
-# What is put in place of what, what is said, what failed by metrics.jsonl and what did not.
-AWAY = {
-    "tools": (outside.search, "local", away, "tool calls", "tool_error_share", "empty_share"),
+# What is put in place of what, what is said, and what failed by metrics.jsonl.
+AWAY = [
+    (outside.search, "local", away, "tool calls", "tool_error_share"),
     # Else an expired key would look like a low held-out accuracy.
-    "tools of the evaluation": (
-        *(outside, "make_call", away_in_evaluation),
-        *("tool calls", "eval_tool_error_share", "tool_error_share"),
-    ),
+    (outside, "make_call", away_in_evaluation, "tool calls", "eval_tool_error_share"),
     # Else it would train on nothing, and failures would look like wrong answers.
-    "a judge": (
-        *(outside.grading, "grader", away),
-        *("judgements", "judge_failures eval_judge_failures", "empty_share"),
-    ),
-}
+    (outside.grading, "grader", away, "judgements", "eval_judge_failure_share"),
+]
 
 
-@pytest.mark.parametrize("name", AWAY)
+@pytest.mark.parametrize("place, attribute, instead, what, failed", AWAY)
 def test_a_service_that_is_away_stops_the_run_with_its_state_whole(
-    copied, base, monkeypatch, capsys, name
+    copied, base, monkeypatch, capsys, place, attribute, instead, what, failed
 ):
-    place, attribute, instead, what, failed, fine = AWAY[name]
     monkeypatch.setattr(place, attribute, instead)
     line = ["--model", base, "--runs", copied, "--name", "whole", "--steps", 6, *SMALL]
     assert run(*line, "--resume") == 2
-    said = capsys.readouterr()
-    assert f"of the {what} of step 4 failed" in said.err
-    assert ("could not be judged" in said.out) == (name == "a judge")
+    assert f"of the {what} of step 4 failed" in capsys.readouterr().err
     told = metrics(copied / "whole")[-1]
-    assert told["step"] == 4 and told[fine] < 0.5
-    assert all(told[key] > 0.5 for key in failed.split())
+    assert told["step"] == 4 and told[failed] > 0.5 and told["empty_share"] < 0.5
     assert trainer.newest(copied / "whole")[0] == 4
 
 
@@ -556,7 +504,7 @@ def tracker(monkeypatch):
 
 
 def test_a_tracked_run_goes_on_without_its_tracker(trained, base, copied, tracker, capsys):
-    """Resumed in the same tracker run, and the tracker changes no number of the run."""
+    """The tracker changes no number of the run, resumed or not."""
     shutil.rmtree(copied / "whole/state/step_000004")
     options = ["--model", base, "--runs", copied, "--name", "whole", *SMALL, "--track", "trackio"]
     assert run(*options, "--steps", 3, "--resume", grade=half) == 0

@@ -115,19 +115,21 @@ def test_the_assistant_is_learned_and_nobody_else(template):
     marks = LLAMA_MARKS if template == LLAMA else ("<|im_start|>", "<|im_end|>")
     end = marks[-1]
     tok = tokenizer(template, marks=marks, eos=end)
-    sample = warm_start.sample_of(TALK, tok, "here")
-    assert learned(sample, tok) == [f"a search{end}", f"ada{end}"]
-    whole = tok.apply_chat_template(TALK, tokenize=False)
-    assert whole.startswith(tok.decode(sample.tokens))
-    assert len(whole) - len(tok.decode(sample.tokens)) <= 1  # the line break after the last mark
-    assert len(sample.tokens) == len(sample.mask) == len(sample.logprobs)
+    for number, sample in zip((3, 5), warm_start.samples_of(TALK, tok), strict=True):
+        assert learned(sample, tok) == [TALK[number - 1]["content"] + end]
+        whole = tok.apply_chat_template(TALK[:number], tokenize=False)
+        # The line break after the last mark is not learned.
+        assert whole in (tok.decode(sample.tokens), tok.decode(sample.tokens) + "\n")
+        assert len(sample.tokens) == len(sample.mask) == len(sample.logprobs)
 
 
-def test_a_template_that_rewrites_is_refused():
+def test_a_template_may_rewrite_what_came_before():
+    """Qwen3's drops the thoughts of earlier messages; they are learned where they were the last."""
     talk = [dict(message) for message in TALK]
     talk[2]["content"] = "<think>\nwell\n</think>\n\na search"
-    with pytest.raises(UserError, match="rewrites earlier"):
-        warm_start.sample_of(talk, tokenizer(QWEN3, eos="<|im_end|>"), "here")
+    tok = tokenizer(QWEN3, eos="<|im_end|>")
+    first, second = [tok.decode(sample.tokens) for sample in warm_start.samples_of(talk, tok)]
+    assert "well" in first and "well" not in second and "a search" in second
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def command(start, tmp_path):
 
 
 def test_the_command_writes_a_model_that_has_learned(command, tmp_path, capsys):
-    options = {"steps": 60, "lr": 0.01, "demonstrations": 1}
+    options = {"steps": 60, "lr": 0.01, "demonstrations": 2}
     assert command(**options) == 0
     assert "nats a token: assistant" in capsys.readouterr().out
     tok = AutoTokenizer.from_pretrained(tmp_path / "warm")
