@@ -95,13 +95,13 @@ def test_a_run_without_its_frozen_model_says_what_to_do(run, command, capsys):
     assert f"{run}/frozen is missing" in capsys.readouterr().err
 
 
-def resume(run: Path, begin: Path, *options: str) -> int:
+def resume(run: Path, begin: Path) -> int:
     """One more step, from a start that lies elsewhere by now; the exit code."""
     saved = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(saved | {"model": str(begin)}))
     small = SMALL.replace("--steps 2", "--steps 3").split()
     line = ["--model", str(begin), "--runs", str(run.parent), "--name", "x", *small]
-    return mars.main([*line, "--system1", "frozen", "--resume", *options])
+    return mars.main([*line, "--system1", "frozen", "--resume"])
 
 
 @pytest.mark.parametrize("begin", ["checkpoint", "nowhere"])
@@ -110,28 +110,6 @@ def test_a_resumed_run_goes_on_with_its_own_frozen_model(run, base, played, begi
     assert resume(run, run / begin) == 0
     _, system1 = played
     assert same(system1, base)
-
-
-@pytest.fixture(scope="module")
-def adapted(base, tmp_path_factory):
-    """A run with adapters, System 1 frozen."""
-    folder = tmp_path_factory.mktemp("adapted")
-    line = ["--model", str(base), "--runs", str(folder), "--name", "x", *SMALL.split()]
-    assert mars.main([*line, "--system1", "frozen", "--lora_rank", "4"]) == 0
-    return folder / "x"
-
-
-def test_with_adapters_too_a_resumed_run_goes_on_from_its_own_start(
-    adapted, trained, base, tmp_path
-):
-    run = shutil.copytree(adapted, tmp_path / "x", symlinks=True)
-    assert resume(run, trained / "checkpoint", "--lora_rank", "4") == 0
-    # Adapters leave the embeddings alone, so these tell of which model they are.
-    kept, own, other = (
-        load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-        for folder in (run / "checkpoint", base, trained / "checkpoint")
-    )
-    assert torch.equal(kept, own) and not torch.equal(kept, other)
 
 
 def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(

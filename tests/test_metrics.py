@@ -21,9 +21,7 @@ from sampler import Sampler
 from tasks.questions import Question
 
 ROLES = ("sys2", "sys1")
-SMALL = (
-    "--questions 4 --inner_steps 1 --group 4 --eval_questions 2 --eval_every 2 --kv_tokens 16384"
-).split()
+SMALL = "--questions 4 --inner_steps 1 --group 4 --eval_questions 2 --kv_tokens 16384".split()
 
 
 def grade(question, answer) -> float:
@@ -38,8 +36,7 @@ def run(base, folder, *options, method=mars.METHOD) -> int:
 
 
 def lines_of(folder) -> list[dict]:
-    path = folder / "x" / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in open(folder / "x" / "metrics.jsonl")]
 
 
 # ------------------------------------------------------------------------------------ live tokens
@@ -128,14 +125,14 @@ def test_a_sampler_that_is_mismatched_stops_the_run(
     base, tmp_path, monkeypatch, capsys, mutate, options
 ):
     mutate(monkeypatch)
-    assert run(base, tmp_path, "--steps", "4", *options) == 2
+    assert run(base, tmp_path, "--steps", "2", *options) == 2
     assert "does not sample what is trained: mismatch_kl" in capsys.readouterr().err
     assert len(lines_of(tmp_path)) == (1 if mutate is stale else 0)
 
 
 def test_the_limit_may_be_raised(base, tmp_path, monkeypatch):
     stale(monkeypatch)
-    assert run(base, tmp_path, "--steps", "3", "--max_mismatch_kl", "9") == 0
+    assert run(base, tmp_path, "--steps", "2", "--max_mismatch_kl", "9") == 0
     lines = lines_of(tmp_path)
     assert lines[0]["mismatch_kl"] < 1e-9 < lines[-1]["mismatch_kl"]
 

@@ -133,45 +133,19 @@ def fake_run(path: Path, *, steps: int = 40) -> Path:
 
 # --------------------------------------------------------------- reading a page back
 
-KNOWN = """
-    html head title style body h1 h2 summary span b bdi p pre code dl dt dd ol li div i details
-""".split()
-TAGS = {tag: {"class"} for tag in KNOWN}
-TAGS |= {
-    "html": {"lang"},
-    "meta": {"charset", "http-equiv", "content", "name"},
-    "details": {"class", "open"},
-    "span": {"class", "title"},
-    "div": {"class", "aria-hidden"},
-    "i": {"style"},
-}
-CLASS = re.compile("[a-z0-9 ]*")
-WIDTH = re.compile(r"width:(\d+\.\d\d)%|width:\d\d%")
-
 
 class Reader(html.parser.HTMLParser):
-    """Collects the text of a page.
-
-    It fails at tags, attributes, comments and nesting that the page never has.
-    """
+    """Collects the text of a page and its tags. It fails at comments and at wrong nesting."""
 
     def __init__(self, page: bytes):
         super().__init__(convert_charrefs=True)
-        self.open, self.text, self.tags = [], [], []
+        self.open, self.text, self.tags = [], [], set()
         self.feed(page.decode("utf-8"))
         self.close()
         assert not self.open, f"never closed: {self.open}"
 
     def handle_starttag(self, tag, attributes):
-        assert tag in TAGS, f"unexpected <{tag}>"
-        for name, value in attributes:
-            assert name in TAGS[tag], f"unexpected {name}= on <{tag}>"
-            if name == "style":
-                width = WIDTH.fullmatch(value)
-                assert width and float(width[1] or 0) < 100.01, value
-            assert name != "class" or CLASS.fullmatch(value), value
-            assert name != "http-equiv" or value == "Content-Security-Policy"
-        self.tags.append((tag, dict(attributes)))
+        self.tags.add((tag, *attributes))
         if tag != "meta":
             self.open.append(tag)
 
@@ -222,20 +196,18 @@ TEXT = st.lists(PIECE, min_size=1, max_size=4).map("".join)
 def test_hostile_text_stays_text(tmp_path, text):
     right = fake_record(0, 1.0)
     wrong = fake_record(1, 0.0)
-    for record in (right, wrong):
-        del record["split"]
     reader = Reader(page_of(tmp_path, poison(right, text), poison(wrong, text)))
     said = reader.said()
     assert not any(0xD800 <= ord(c) < 0xE000 or c in "\x00\x1b\u202e\u2066" for c in said)
     clean = Reader(page_of(tmp_path, right, wrong))
-    assert {tag for tag, _ in reader.tags} == {tag for tag, _ in clean.tags}
+    assert reader.tags <= clean.tags, "no tag, no attribute and no value of its making"
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-def test_each_hostile_text_is_shown_escaped(tmp_path, text):
-    spelt = "\x00\x1b\u202e\u202c\ud800\udfff\u200f"
-    expected = "".join(f"⟦U+{ord(c):04X}⟧" if c in spelt else c for c in text)
-    assert "acro corp" + expected in said_of(tmp_path, poison(fake_record(0, 1.0), text))
+def test_each_hostile_text_is_shown_escaped(tmp_path):
+    for text in HOSTILE:
+        spelt = "\x00\x1b\u202e\u202c\ud800\udfff\u200f"
+        expected = "".join(f"⟦U+{ord(c):04X}⟧" if c in spelt else c for c in text)
+        assert "acro corp" + expected in said_of(tmp_path, poison(fake_record(0, 1.0), text))
 
 
 PACKED = '<i style="width:59.38%">2</i><i style="width:31.25%">3</i>'  # 38 and 20 of 64 tokens
