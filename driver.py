@@ -117,7 +117,6 @@ class Driver:
         self._clear()
 
     def _clear(self) -> None:
-        self.ending = False
         self.waiting: dict[int, Waiting] = {}  # by the id of the request
         self.queued: collections.deque[ToolCall] = collections.deque()
         self.running: list[ToolCall] = []  # started, and not handed over yet
@@ -127,22 +126,17 @@ class Driver:
         self, sampler: Sampler, conversation: Conversation, tokens: list[int], **options
     ) -> Completion:
         """Appends `tokens` to the conversation and samples; see Sampler.submit."""
-        future = self._new_future()
+        future = asyncio.get_running_loop().create_future()
         request = sampler.submit(conversation, tokens, **options)
         self.waiting[id(request)] = Waiting(sampler, request, future)
         return await future
 
     async def call(self, function: Callable[[], Any], seconds: float) -> Any:
         """The result of a blocking function of the outside world; ToolError after `seconds`."""
-        future = self._new_future()
+        future = asyncio.get_running_loop().create_future()
         self.queued.append(ToolCall(function, seconds, future))
         self._start_calls()
         return await future
-
-    def _new_future(self) -> asyncio.Future:
-        if self.ending:
-            raise asyncio.CancelledError("the run is ending: nobody would answer")
-        return asyncio.get_running_loop().create_future()
 
     def run(
         self, episodes: list[Coroutine], on_progress: Callable[[int], None] | None = None
@@ -154,13 +148,7 @@ class Driver:
         tasks: list[asyncio.Task] = []
 
         def on_idle() -> None:
-            if self.ending:  # the cancelled episodes are closing their contexts
-                return
-            try:
-                self._advance()
-            except BaseException:
-                self.ending = True
-                raise
+            self._advance()
             if on_progress:
                 on_progress(sum(task.done() for task in tasks))
 
@@ -169,7 +157,6 @@ class Driver:
             try:
                 return await asyncio.gather(*tasks)
             finally:
-                self.ending = True
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,14 +10,11 @@ Run by a method's file: python mars.py. Tests: pytest tests/test_credit.py tests
 
 import dataclasses
 import errno
-import io
-import itertools
 import math
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,11 +23,12 @@ from tqdm import tqdm
 import grpo
 import processes
 import trainer
-from config import Config, UserError, drop_output, fail, parse, parser, resolve
-from plumbing import evaluation, folders, logbook, report
+from config import UserError, drop_output, fail, parse, parser, resolve
+from plumbing import evaluation, logbook
 from plumbing.logbook import record
 from plumbing.metrics import (
     batch_sums,
+    failures,
     method_metrics,
     ratio,
     reduced,
@@ -95,16 +93,14 @@ def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
     its own.
     """
     count = run.config.questions
-    batch = [run.question(step * count + index) for index in range(count)]
-    taken = {question.id for question in batch}
-    seen = set()
-    for index, question in enumerate(batch):
-        name = question.id
-        if name in seen:
-            name = next(f"{name}#{n}" for n in itertools.count(2) if f"{name}#{n}" not in taken)
-            batch[index] = dataclasses.replace(question, id=name)
-        seen.add(name)
-        taken.add(name)
+    batch = []
+    times = Counter()
+    for index in range(count):
+        question = run.question(step * count + index)
+        times[question.id] += 1
+        if times[question.id] > 1:
+            question = dataclasses.replace(question, id=f"{question.id}#{times[question.id]}")
+        batch.append(question)
     first = count * run.rank // run.ranks
     end = count * (run.rank + 1) // run.ranks
     return list(enumerate(batch))[first:end]
@@ -234,8 +230,8 @@ def train(run: Run) -> None:
     config = run.config
     first = logbook.open_folder(run)
     quiet = run.rank > 0 or not sys.stderr.isatty()
-    bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=quiet)
-    for step in bar:
+    steps = range(first, config.steps)
+    for step in tqdm(steps, initial=first, total=config.steps, disable=quiet):
         scores = {}
         if step % config.eval_every == 0:
             scores = evaluate(run, step)
@@ -247,11 +243,11 @@ def train(run: Run) -> None:
         metrics = {"step": step, **metrics, **scores}
         records = [record(trajectory, run.chat, step, "train") for trajectory in trajectories]
         logbook.write(run, records, metrics)
-        logbook.report(run, bar, metrics)
-        logbook.stop_if_blind(run, metrics)
+        logbook.report(run, metrics)
+        logbook.stop_if_blind(metrics, f"step {step}")
         if (step + 1) % min(SAVE_EVERY, config.eval_every) == 0 or step == config.steps - 1:
             trainer.save(run.folder, step + 1, run.policy, run.optimizer, run.tokenizer)
-    report.summary(run)
+    logbook.summary(run)
 
 
 def evaluate(run: Run, updates: int) -> dict:
@@ -261,30 +257,23 @@ def evaluate(run: Run, updates: int) -> dict:
     batch = list(enumerate(run.eval_questions))[run.rank :: run.ranks]
     draws = {"accuracy": (config.temperature, config.top_p), "greedy": (0.0, 1.0)}
     scores = {"eval_step": updates}
-    worst = Counter()  # of the two evaluations
+    total = Counter()  # of both evaluations
     for name, (temperature, top_p) in draws.items():
         trajectories = run.rollouts(
             batch, 1, step="eval", tools=run.eval_tools, temperature=temperature, top_p=top_p
         )
         sums = rollout_sums(trajectories, run.method.roles)
+        total.update(sums)
         # An answer that nobody could grade is not right; how many there were stands beside it.
         scores[f"eval_{name}"] = ratio(sums["reward"], sums["trajectories"])
         kinds = right_by_kind(trajectories, run.eval_questions)
         if kinds:
             scores[f"eval_{name}_by_kind"] = kinds
-        troubles = {
-            "eval_tool_error_share": ratio(sums["failed"], sums["calls"]),
-            "eval_judge_failures": int(sums["unjudged"]),
-            "eval_judge_failure_share": ratio(sums["unjudged"], sums["answered"]),
-            "eval_lost_share": ratio(sums["lost"], sums["trajectories"]),
-        }
-        for key, value in troubles.items():
-            worst[key] = max(worst[key], value)
         if name == "accuracy":
             own = method_metrics(trajectories, run.method)
             scores |= {f"eval_{key}": value for key, value in own.items()}
             logbook.write(run, [record(t, run.chat, updates, "eval") for t in trajectories[:8]])
-    scores |= worst
+    scores |= {f"eval_{key}": value for key, value in failures(total).items()}
     scores["seconds_eval"] = time.perf_counter() - start
     logbook.report_scores(run, scores)
     return scores
@@ -292,10 +281,11 @@ def evaluate(run: Run, updates: int) -> dict:
 
 # --------------------------------------------------------------------------------- the command line
 
+GO_ON = "a run that has begun goes on with --resume and its --name"
 OUT_OF_MEMORY = (
     "out of memory within a step: lower --micro_tokens (activations), then --kv_tokens (the "
     "sampler's pool), or train adapters (--lora_rank 16); on GPUs try --recompute_activations "
-    "and --fsdp first; then go on with --resume and the run's --name"
+    f"and --fsdp first; {GO_ON}"
 )
 
 # Standard output on a full disk or behind a limit, a pipe that nobody reads, a terminal that is
@@ -310,24 +300,12 @@ def out_of_memory(error: BaseException) -> bool:
     return "can't allocate memory" in str(error)
 
 
-def how_to_go_on(config: Config | None) -> str:
-    """How a run that has begun goes on; nothing of one that has not, or where there is none."""
-    if config and config.name and folders.resumable(Path(config.runs) / config.name):
-        return f"; go on with --resume --name {config.name}"
-    return ""
-
-
-def as_given(command: str, given: dict) -> dict:
-    """Nothing is added to what was given."""
-    return given
-
-
 def main(
     method: Method,
     arguments: list[str],
     description: str,
     *,
-    complete: Callable[[str, dict], dict] = as_given,
+    complete: Callable[[str, dict], dict] = lambda command, given: given,
     **additions,
 ) -> int:
     """Trains, or evaluates or asks what was trained; returns the exit code, or ends a rank with it.
@@ -337,13 +315,7 @@ def main(
     name. `additions` are those of `build`: tools, questions, a grader, a base model or a language
     of one's own.
     """
-    command = "train"
-    config = None
-    if arguments[:1] in (["eval"], ["ask"]):
-        command = arguments[0]
-    if isinstance(sys.stdout, io.TextIOWrapper):  # neither closed nor a notebook's
-        # A terminal that lacks a letter is no reason to end a run.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    command = arguments[0] if arguments[:1] in (["eval"], ["ask"]) else "train"
     try:
         if command == "train":
             given = complete(command, parse(parser(method.config, description), arguments))
@@ -363,9 +335,9 @@ def main(
         if error.errno not in OUTPUT_LOST:
             raise
         drop_output()
-        code = fail(f"what is printed cannot be written ({error.strerror}){how_to_go_on(config)}")
+        code = fail(f"what is printed cannot be written ({error.strerror}); {GO_ON}")
     except KeyboardInterrupt:
-        fail(f"interrupted{how_to_go_on(config)}")
+        fail(f"interrupted; {GO_ON}")
         code = 130
     processes.leave(code)
     return code

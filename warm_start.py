@@ -1,20 +1,18 @@
 """Warm start: supervised training on demonstrations, before RL has anything to choose from.
 
-The paper starts from 7B models, which speak a call format when they are told of it. A model of
-135M does not: untaught, nearly every step is malformed and every group of attempts earns 0. A few
-minutes of demonstrations give it the form.
+An untaught model of 135M does not speak a call format: nearly every step is malformed, and every
+group of attempts earns 0. A few minutes of demonstrations give it the form.
 
-RL's own loss does the supervised training. With advantage 1 and ratio 1 the gradient of
-grpo.grpo_loss is that of the negative log-likelihood, so packing, kernels and optimizer are RL's as
-well. Each role's loss is a mean over its tokens. A mean per sequence would let a short answer weigh
-as much as a long call, and the model would learn to answer at once.
+RL's own loss does the training. With advantage 1 and ratio 1 the gradient of grpo.grpo_loss is that
+of the negative log-likelihood, so packing, kernels and optimizer are RL's as well. Each role's loss
+is a mean over its tokens: a mean per sequence would let a short answer weigh as much as a long
+call, and the model would learn to answer at once.
 
     python warm_start.py --model smollm2 --data demonstrations.jsonl --out warm
     python mars.py --model warm …
 
 A line of the file is {"messages": [{"role": …, "content": …}, …]}; the assistant's messages are
-learned. A line is refused if the model could not learn just what it says: for a field that a
-template may not read, or a mark such as <|im_end|> within a text.
+learned. A line with any other field, which a template may not read, is refused.
 
 Instead of a file, `play` makes demonstrations of any method, as recipes/atlas.py does: it runs the
 method's own episode, with given texts where a role would sample. So the contexts are those of RL to
@@ -61,7 +59,7 @@ class WarmStart:
     data: str = ""  # JSON lines of {"messages": […]}
     out: str = "warm"  # the folder to write, as transformers loads it
     steps: int = 64  # optimizer steps
-    demonstrations: int = 6  # per step
+    demonstrations: int = 6  # per step: messages of the assistant, or episodes that are played
     lr: float = 2e-4  # of a 135M model; a larger one wants less
     warmup: int = 5  # steps of linear warm-up, then linear decay to 0
     seed: int = 0  # of the demonstrations' order
@@ -94,7 +92,6 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
         torch.set_num_threads(min(options.threads, os.cpu_count() or 1))
     tokenizer = models.load_tokenizer(start)
     model = trainer.load_model(start, device)
-    models.check_vocabulary(tokenizer, model, start)
     policy = trainer.Policy(model, bf16=uses_bf16(options, cuda))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
     for step, batch in zip(range(options.steps), batches(tokenizer)):
@@ -218,13 +215,16 @@ def from_file(options: WarmStart) -> Batches:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"--data: cannot read JSON lines in {path} ({error})") from None
-    places = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
-    talks = [(messages_of(line, at), at) for line, at in zip(lines, places) if line.strip()]
+    talks = [
+        messages_of(line, f"{path}, line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not talks:
         raise UserError(f"{path} holds no demonstration")
 
     def batches(tokenizer) -> Iterator[Batch]:
-        samples = [sample_of(messages, tokenizer, place) for messages, place in talks]
+        samples = [sample for messages in talks for sample in samples_of(messages, tokenizer)]
         rng = random.Random(f"warm start {options.seed}")
         orders = (rng.sample(samples, len(samples)) for _ in itertools.count())
         stream = itertools.chain.from_iterable(orders)
@@ -239,61 +239,48 @@ def messages_of(line: str, place: str) -> list[dict]:
     try:
         record = json.loads(line)
         messages = record["messages"]
-        roles = [message["role"] for message in messages]
         # A template might leave out whatever else a message holds.
-        whole = all(message.keys() == {"role", "content"} for message in messages)
-        whole = whole and all(isinstance(message["content"], str) for message in messages)
-        whole = whole and all(role in ROLES for role in roles)
-        # Half a surrogate pair raises UnicodeEncodeError, a ValueError.
-        json.dumps(messages, ensure_ascii=False).encode()
-    except (ValueError, KeyError, TypeError, RecursionError):
+        whole = record.keys() == {"messages"} and all(
+            message.keys() == {"role", "content"}
+            and message["role"] in ROLES
+            and isinstance(message["content"], str)
+            for message in messages
+        )
+        whole = whole and messages[-1]["role"] == "assistant"
+    except (ValueError, LookupError, TypeError, AttributeError):
         whole = False
-    if not whole or "tools" in record:
+    if not whole:
         raise UserError(
             f'{place}: it is not {{"messages": [{{"role": …, "content": …}}, …]}} and nothing '
-            f"else, with the roles {', '.join(ROLES)}"
+            f"else, with the roles {', '.join(ROLES)}, and with the assistant's words at the end"
         )
-    if roles[-1:] != ["assistant"]:
-        raise UserError(f"{place}: the assistant says nothing after the last message")
     return messages
 
 
-def sample_of(messages: list[dict], tokenizer, place: str) -> Sample:
-    """A conversation as one sample: the assistant's messages carry loss, each with its end mark.
+def samples_of(messages: list[dict], tokenizer) -> list[Sample]:
+    """A sample of each of the assistant's messages: what stands before it, and what carries loss.
 
-    The model's template writes everything. UserError if it rewrites earlier messages when later
-    ones are added, or if a text holds a mark of the model's own, with which it could forge a turn.
+    The model's template writes everything. It may rewrite earlier messages when later ones are
+    added, as Qwen3's drops their thoughts: each message follows what stood before it in its time.
     """
     marks = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-    for message in messages:
-        found = marks.intersection(tokenizer.encode(message["content"], add_special_tokens=False))
-        if found:
-            mark = tokenizer.decode(min(found))
-            raise UserError(f"{place}: a text holds the model's mark {mark}: write it otherwise")
-    sample = Sample("assistant", 0, 0)
-    written = ""
+    samples = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before = rendered(messages[:number], tokenizer, True)
         through = rendered(messages[: number + 1], tokenizer, False)
-        if not (through.startswith(before) and before.startswith(written)):
-            raise UserError(
-                f"{place}: the model's chat template rewrites earlier messages when later ones are "
-                "added: give lines with one message of the assistant each"
-            )
-        said = tokenizer.encode(through[len(before) :], add_special_tokens=False)
+        said = tokenizer.encode(through.removeprefix(before), add_special_tokens=False)
         ends = [i for i, token in enumerate(said) if token in marks]
-        if not ends:
-            raise UserError("the model's chat template does not close a message with a mark")
+        if not ends or not through.startswith(before):
+            raise UserError("the model's chat template does not end a message with a mark")
         # Templates write a line break after the mark. RL never samples it, so it is not learned.
         said = said[: ends[-1] + 1]
-        given = before[len(written) :]
-        sample.append_given(tokenizer.encode(given, add_special_tokens=False))
+        sample = Sample("assistant", 0, 0)
+        sample.append_given(tokenizer.encode(before, add_special_tokens=False))
         sample.append_sampled(Completion(said, [0.0] * len(said), "stop"))
-        end = tokenizer.decode(said[-1])
-        written = through[: through.rindex(end) + len(end)]
-    return sample
+        samples.append(sample)
+    return samples
 
 
 def rendered(messages: list[dict], tokenizer, prompt: bool) -> str:
@@ -316,7 +303,7 @@ def main(arguments: list[str]) -> int:
         if os.path.lexists(folder):
             raise UserError(f"{folder} exists: choose another --out")
         batches = from_file(options)
-        made_once(folder, lambda unfinished: train(options, batches, unfinished), option="--out")
+        made_once(folder, lambda unfinished: train(options, batches, unfinished))
     except UserError as error:
         return fail(error)
     except KeyboardInterrupt:

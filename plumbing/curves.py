@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -24,14 +25,9 @@ from plumbing.folders import read_lines, write_whole
 from plumbing.pages import count, roles_of, shorten
 
 # What tells lines apart: colours of Okabe and Ito, which colour-blind readers distinguish.
-STYLES = [
-    ("#0072b2", "-"),
-    ("#d55e00", "--"),
-    ("#009e73", ":"),
-    ("#777777", "-."),
-    ("#cc79a7", "-"),
-]
-GREY = "#777777"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#777777", "#cc79a7")
+STYLES = [*zip(COLOURS, ("-", "--", ":", "-.", "-"))]
+matplotlib.rcParams["text.parse_math"] = False  # a "$" in a name is no formula
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ def diagnostics(roles: dict[str, str]) -> list[Panel]:
     """The other panels. `roles`: a method's roles and what each is called."""
 
     def by_role(quantity: str) -> dict[str, str]:
-        return {f"{role}_{quantity}": literal(name) for role, name in roles.items()}
+        return {f"{role}_{quantity}": name for role, name in roles.items()}
 
     return [
         Panel("Tool calls per trajectory", {"calls_per_question": ""}),
@@ -81,19 +77,12 @@ def diagnostics(roles: dict[str, str]) -> list[Panel]:
     ]
 
 
-def literal(text: str) -> str:
-    """Text in which matplotlib sees no formula."""
-    return text.replace("$", r"\$")
-
-
 def of_run(run: Path) -> Path:
     """Draws RUN/metrics.jsonl into RUN/curves.png and RUN/diagnostics.png; returns the first.
 
-    UserError when there is nothing to draw or no place to write. Of a repeated step (a resumed run)
-    the later line counts.
+    UserError when there is nothing to draw.
     """
-    lines = read_lines(run / "metrics.jsonl")
-    rows = {line["step"]: line for line in lines if "step" in line}
+    rows = {line["step"]: line for line in read_lines(run / "metrics.jsonl")}
     if not rows:
         raise UserError(f"{run} holds no finished step: name a run that has trained at least one")
     title = f"Run {shorten(run.resolve().name, 60)}: {count(len(rows), 'step')}"
@@ -109,7 +98,7 @@ def draw(title: str, rows: dict[float, dict], panels: list[Panel], columns: int)
     size = (4.2 * columns, 0.6 + 2.7 * height)
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     figure.get_layout_engine().set(h_pad=0.1, w_pad=0.08)
-    figure.suptitle(literal(title), fontsize=12)
+    figure.suptitle(title, fontsize=12)
     grid = figure.subplots(height, columns, squeeze=False).flat
     for ax in grid[len(panels) :]:
         ax.set_axis_off()
@@ -176,7 +165,7 @@ def draw_panel(ax: Axes, panel: Panel, steps: np.ndarray, values: dict[str, np.n
 
 def say(ax: Axes, words: str) -> None:
     """Words in the middle of a panel."""
-    ax.text(0.5, 0.5, words, transform=ax.transAxes, ha="center", va="center", color=GREY)
+    ax.text(0.5, 0.5, words, transform=ax.transAxes, ha="center", va="center", color=COLOURS[3])
 
 
 def draw_line(ax: Axes, steps, values, label: str, colour: str, style: str, smooth: bool) -> None:

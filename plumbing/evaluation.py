@@ -5,13 +5,12 @@ brings its own settings, held-out questions and frozen model. Any other model ta
 a preset's limits; `eval` then needs `--data`, and `ask` something to search. `--docs FOLDER`
 searches your own documents. One process.
 
-    python mars.py eval runs/toy
     python mars.py eval runs/toy --temperature 0 --eval_questions 500
     python mars.py eval Qwen/Qwen3-8B --preset paper --data bamboogle
     python mars.py ask runs/toy "when was ada baker born ?" --docs my_notes/
 
-Written: runs/eval-CKPT/, or what --name says, with table.json, rollouts/ and trajectories.html;
-`ask` writes one page. Tests: pytest tests/test_mars.py tests/test_frozen.py
+`eval` writes runs/eval-CKPT/, or what --name says, with table.json, rollouts/ and
+trajectories.html. Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
 
 import os
@@ -22,12 +21,10 @@ from pathlib import Path
 import trainer
 from config import Config, UserError, parse, parser, resolve
 from plumbing import folders, logbook, models, pages
-from plumbing.logbook import MOST_FAILED, record
-from plumbing.metrics import ratio, rollout_sums, wilson_interval, with_interval
-from plumbing.outside import fingerprints, training_and_held_out
-from plumbing.start import Run, build
+from plumbing.logbook import record
+from plumbing.metrics import failures, ratio, rollout_sums, wilson_interval, with_interval
+from plumbing.start import Run, build, new_folder
 from rollout import Method, Trajectory
-from tasks import grading
 from tasks.questions import Question
 
 # What ask does not read, beside what only training does.
@@ -49,14 +46,11 @@ def main(
     checkpoint = Path(given["checkpoint"])
     refuse_ignored(method.config, given, asking)
     given = complete(arguments[0], given)
-    try:
-        config = settings(method, given, asking)
-        if config.frozen():  # else every role is played by the checkpoint
-            additions["frozen"] = frozen_model(config, checkpoint)
-    except PermissionError as error:
-        raise UserError(f"cannot read {error.filename} ({error.strerror})") from None
+    config = settings(method, given, asking)
+    if config.frozen():  # else every role is played by the checkpoint
+        additions["frozen"] = frozen_model(checkpoint)
     if asking:
-        return ask(method, config, given["question"], checkpoint, **additions)
+        return ask(method, config, given["question"], **additions)
     return evaluate(method, config, **additions)
 
 
@@ -67,8 +61,6 @@ def refuse_ignored(config: type[Config], given: dict, asking: bool) -> None:
         raise UserError(f"{'ask' if asking else 'eval'} does not read --{name}; leave it out")
     if asking and not given["question"].strip():
         raise UserError("the question is empty")
-    if asking and given["question"] != given["question"].encode("utf-8", "ignore").decode():
-        raise UserError("the question is not text in UTF-8")
 
 
 def settings(method: Method, given: dict, asking: bool) -> Config:
@@ -102,26 +94,24 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
         saved["eval_data"] = ""
         if given["data"] != "toy":
             saved["eval_questions"] = 0  # all of them, unless told otherwise
+    elif saved.get("data", "toy") != "toy" and not saved.get("eval_data"):
+        for name in {"eval_questions", "seed"}.intersection(given):
+            raise UserError(f"--{name} draws other questions than those held out: leave it out")
     config = resolve(method.config, given, presets=method.presets, saved=saved, training=False)
-    if not asking and config.data == "toy" and config.eval_questions < 1:
-        raise UserError("--eval_questions must be at least 1")
+    if not asking and config.data == "toy":
+        config.at_least(1, "eval_questions")
     return config
 
 
-def frozen_model(config: Config, checkpoint: Path) -> Path:
+def frozen_model(checkpoint: Path) -> Path:
     """The model that plays the checkpoint's frozen roles; UserError if it is not there."""
     run = models.run_of(checkpoint)
-    saved = folders.read_json(run / "config.json") if run else {}
-    known = {name: value for name, value in saved.items() if name in vars(config)}
-    if not type(config)(**known).frozen():
-        raise UserError(f"{checkpoint} was not trained with a frozen role: leave that option out")
-    frozen = run / trainer.FROZEN
-    if not frozen.exists():
+    if run is None or not (run / trainer.FROZEN).exists():
         raise UserError(
-            f"{frozen} is missing, the frozen model: copy the one there that the run began with "
-            f"({saved.get('model')}), or let the trained one play all roles"
+            f"{run or checkpoint}/{trainer.FROZEN} is missing, the model that plays the frozen "
+            f"role: copy the one there that the run began with, or let {checkpoint} play all roles"
         )
-    return frozen
+    return run / trainer.FROZEN
 
 
 # --------------------------------------------------------------------------------------------- eval
@@ -130,61 +120,31 @@ def frozen_model(config: Config, checkpoint: Path) -> Path:
 def evaluate(method: Method, config: Config, **additions) -> int:
     """Answers every held-out question; prints and writes the table and the page."""
     made = models.run_of(Path(config.model)) or Path(config.model)
-    ask_for = additions.pop("questions", training_and_held_out)
-
-    def questions(*options) -> tuple:
-        """The questions as else, none of which the checkpoint was trained on."""
-        question, held_out = ask_for(*options)
-        refuse_trained_on(made, held_out)
-        return question, held_out
-
-    base = f"eval-{made.resolve().name}"
-    run = build(method, config, training=False, base=base, questions=questions, **additions)
+    folders.refuse_run(Path(config.runs), config.name)
+    run = build(method, config, training=False, **additions)
     start = time.perf_counter()
-    try:
-        trajectories = run.rollouts(
-            list(enumerate(run.eval_questions)),
-            1,
-            step="eval",
-            tools=run.eval_tools,
-            temperature=config.temperature,
-            top_p=config.top_p,
-        )
-    except BaseException:  # Ctrl-C too: there is nothing to keep, so the name is free again
-        folders.give_back(run.folder)
-        raise
+    trajectories = run.rollouts(
+        list(enumerate(run.eval_questions)),
+        1,
+        step="eval",
+        tools=run.eval_tools,
+        temperature=config.temperature,
+        top_p=config.top_p,
+    )
     seconds = (time.perf_counter() - start) / len(trajectories)
     rows = [row(run, name, members, seconds) for name, members in by_set(trajectories)]
-    try:
-        logbook.settings(run)
-        folders.write_json(run.folder / "table.json", rows)
-        records = [record(trajectory, run.chat, 0, "eval") for trajectory in trajectories]
-        folders.append_lines(run.folder / "rollouts" / "step_0.jsonl", records)
-    finally:  # where the disk takes nothing, the result of hours is seen at least
-        print(table(run, rows), flush=True)
+    print(table(run, rows), flush=True)  # first: the disk may take nothing
+    run.lock = new_folder(config, f"eval-{made.resolve().name}")
+    run.folder = Path(config.runs) / config.name
+    logbook.settings(run)
+    folders.write_json(run.folder / "table.json", rows)
+    records = [record(trajectory, run.chat, 0, "eval") for trajectory in trajectories]
+    folders.append_lines(run.folder / "rollouts" / "step_0.jsonl", records)
     print(f"{'table':<14}{run.folder / 'table.json'}")
     print(f"{'trajectories':<14}{pages.of_run(run.folder, questions=12)}")
-    for kind in ("tool_error_share", "judge_failure_share", "lost_share"):
-        failed = max(line[kind] for line in rows)
-        if failed > MOST_FAILED:
-            raise UserError(
-                f"{kind} is {failed:.0%}, so the table says little about the model; see the page "
-                "for the reasons"
-            )
+    for line in rows:
+        logbook.stop_if_blind(line, f"set {line['set']}")
     return 0
-
-
-def refuse_trained_on(made: Path, asked: list[Question]) -> None:
-    """UserError if a run, the one that made the checkpoint, was trained on one of the questions."""
-    if not (made / "questions.json").exists():
-        return
-    trained = set(folders.read_json(made / "questions.json")["trained"])
-    known = sum(mark in trained for mark in fingerprints(asked))
-    if known:
-        raise UserError(
-            f"{made} was trained on {known} of these {len(asked)} questions: name others with "
-            "--data, or the file that it was trained with, unchanged, by leaving --data out"
-        )
 
 
 def by_set(trajectories: list[Trajectory]) -> list[tuple[str, list[Trajectory]]]:
@@ -206,66 +166,56 @@ def row(run: Run, name: str, trajectories: list[Trajectory], seconds: float) -> 
     sums = rollout_sums(trajectories, run.method.roles)
     n = len(trajectories)
     low, high = wilson_interval(int(sums["reward"]), n)
-    golds = [(t.answer, t.question.golden_answers) for t in trajectories]
-    made = {
+    return {
         "set": name,
         "questions": n,
         "accuracy": sums["reward"] / n,
         "low": low,
         "high": high,
-        "em": sum(grading.exact_match(*gold) for gold in golds) / n,
-        "f1": sum(grading.f1(*gold) for gold in golds) / n,
-        "judge_failures": int(sums["unjudged"]),
-        "judge_failure_share": ratio(sums["unjudged"], sums["answered"]),
-        "lost_share": sums["lost"] / n,
+        **failures(sums),
         "calls": sums["calls"] / n,
         "malformed": ratio(sums["malformed"], sums["steps"]),
         "tool_errors": int(sums["failed"]),
-        "tool_error_share": ratio(sums["failed"], sums["calls"]),
         "truncated_chunks": int(sums["cut"]),
         "seconds": seconds * n,
+        **{f"{role}_tokens": sums[f"{role}_tokens"] / n for role in run.method.roles},
     }
-    for role in run.method.roles:
-        made[f"{role}_tokens"] = sums[f"{role}_tokens"] / n
-    return made
 
 
 def table(run: Run, rows: list[dict]) -> str:
     """The rows as text: shares in percent, the accuracy's interval; calls and tokens an attempt."""
     roles = list(run.method.roles)
-    head = f"{'set':<14}{'n':>6}  {'accuracy (95 %)':<22}{'EM':>6}{'F1':>7}{'calls':>7}"
-    head += "".join(f"{role + ' tok':>10}" for role in roles) + f"{'malformed':>11}{'seconds':>9}"
-    lines = [head]
+    lines = [["set", "n", "accuracy (95 %)", "calls"]]
+    lines[0] += [*(f"{role} tok" for role in roles), "malformed", "seconds"]
     notes = []
     for r in rows:
         accuracy = with_interval(r["accuracy"], r["low"], r["high"])
-        line = f"{r['set']:<14}{r['questions']:>6}  {accuracy:<22}"
-        line += f"{r['em']:>6.1%}{r['f1']:>7.1%}{r['calls']:>7.2f}"
-        line += "".join(f"{r[f'{role}_tokens']:>10.0f}" for role in roles)
-        lines.append(line + f"{r['malformed']:>11.1%}{r['seconds']:>9.1f}")
+        cells = [r["set"], r["questions"], accuracy, f"{r['calls']:.2f}"]
+        cells += [f"{r[f'{role}_tokens']:.0f}" for role in roles]
+        lines.append([*cells, f"{r['malformed']:.1%}", f"{r['seconds']:.1f}"])
         troubles = {
             "answers could not be judged, counted as not right": r["judge_failures"],
             "tool calls failed, see the page for the reasons": r["tool_errors"],
             "chunks held a document that was cut off at their end": r["truncated_chunks"],
         }
         notes += [f"{r['set']}: {count} {text}" for text, count in troubles.items() if count]
-    return "\n".join(lines + notes)
+    padded = [
+        f"{name:<14}{n:>6}  {accuracy:<22}" + "".join(f"{cell:>11}" for cell in cells)
+        for name, n, accuracy, *cells in lines
+    ]
+    return "\n".join(padded + notes)
 
 
 # ---------------------------------------------------------------------------------------------- ask
 
 
-def ask(method: Method, config: Config, text: str, checkpoint: Path, **additions) -> int:
-    """Answers one question, showing how as it happens; writes the trajectory's page at the end."""
-    run = build(method, config, training=False, folder=checkpoint, **additions)
+def ask(method: Method, config: Config, text: str, **additions) -> int:
+    """Answers one question, showing how as it happens."""
+    run = build(method, config, training=False, **additions)
     run.grade = lambda question, answer: 0.0  # nobody knows the right answer here
     question = Question("asked", text, (), "asked")
     method.fits(config, run.chat, question)
-    folder = Path(config.runs)
-    if (checkpoint / "rollouts").is_dir():
-        folder = checkpoint
-    folders.make(folder)
-    (trajectory,) = run.rollouts(
+    run.rollouts(
         [(0, question)],
         1,
         step="ask",
@@ -274,10 +224,6 @@ def ask(method: Method, config: Config, text: str, checkpoint: Path, **additions
         top_p=config.top_p,
         on_event=lambda kind, text: say(method.roles.get(kind, kind).lower(), text),
     )
-    trajectory.reward = None
-    line = record(trajectory, run.chat, 0, "eval")
-    page = pages.write(folder / "ask.html", "One trajectory", [("", [[line]])], method.roles)
-    say("page", str(page))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What a run writes as it goes: its folder's files, a line a step, trajectories, a live view.
+"""What a run writes, as it goes and at its end: its folder's files, lines on the screen, a report.
 
 Rank 0 writes for all ranks. Tests: pytest tests/test_mars.py tests/test_metrics.py
 """
@@ -6,19 +6,27 @@ Rank 0 writes for all ranks. Tests: pytest tests/test_mars.py tests/test_metrics
 import dataclasses
 import json
 import math
-import secrets
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 from tqdm import tqdm
 
 import trainer
-from config import UserError, uses_bf16
-from plumbing import folders
-from plumbing.folders import read_lines, write_json, write_whole
-from plumbing.metrics import ratio, reduced
+from config import UserError
+from plumbing import folders, pages
+from plumbing.folders import on_disk, read_lines, rollout_files, write_json, write_whole
+from plumbing.metrics import gap_sum, live_tokens, ratio, reduced, wilson_interval, with_interval
 from plumbing.outside import tracker_init
-from plumbing.start import Questions, Run
+from plumbing.start import Run
 from rollout import Context, Sample, Trajectory, Turn
 from tasks.format import Format
 
@@ -31,17 +39,13 @@ def open_folder(run: Run) -> int:
     """Fills the run's folder, or takes up its newest whole state; returns the first step to do."""
     state = trainer.newest(run.folder) if run.config.resume else None
     first = state[0] if state else 0
-    finished = first >= run.config.steps
-    frozen = bool(run.config.frozen())
-    if frozen and run.config.resume:  # before anything of the run is changed
-        trainer.keep_frozen(run.folder, run.start, run.tokenizer)
     if run.rank == 0 and state:
         trainer.link_checkpoint(run.folder)  # a kill may have left it one state behind
-    if run.rank == 0 and not finished:
+    if run.rank == 0 and first < run.config.steps:
         settings(run)
         start_tracker(run)
         take_back(run, first)
-    if frozen and not run.config.resume:  # a run has its options first: else none could go on
+    if run.config.frozen():  # after the options, without which no run could go on
         trainer.keep_frozen(run.folder, run.start, run.tokenizer)
     if run.ranks > 1:
         dist.barrier()
@@ -49,32 +53,25 @@ def open_folder(run: Run) -> int:
 
 
 def settings(run: Run) -> None:
-    """Writes the run's options, how its roles are called, and what it is trained on."""
+    """Writes the run's options, and how its roles are called."""
     write_json(run.folder / "config.json", dataclasses.asdict(run.config))
-    method = {"name": run.method.name, "roles": run.method.roles}
-    write_json(run.folder / "method.json", method)
-    if isinstance(run.question, Questions):
-        write_json(run.folder / "questions.json", run.question.fingerprints(run.eval_questions))
+    write_json(run.folder / "method.json", {"name": run.method.name, "roles": run.method.roles})
 
 
 def take_back(run: Run, first: int) -> None:
     """Removes what was written by steps that will be done again, and the report."""
-    folders.remove(run.folder / "report.md")
     path = run.folder / "metrics.jsonl"
-    kept = [line for line in metric_lines(run) if line.get("step", first) < first]
+    kept = [line for line in metric_lines(run) if line["step"] < first]
     write_whole(path, as_lines(kept))
-    for file in (run.folder / "rollouts").glob("step_*.jsonl"):
-        number = file.stem.removeprefix("step_")
-        if not number.isdecimal() or int(number) < first:
-            continue
-        kept = []
-        if int(number) == first and first % run.config.eval_every:
-            # The last evaluation of a run that goes on stays, for it will not be made again.
-            kept = [one for one in read_lines(file) if one.get("split") == "eval"]
+    files = {step: file for step, file in rollout_files(run.folder).items() if step >= first}
+    # The last evaluation of a run that goes on stays, for it will not be made again.
+    if first in files and first % run.config.eval_every:
+        kept = [one for one in read_lines(files[first]) if one["split"] == "eval"]
         if kept:
-            write_whole(file, as_lines(kept))
-        else:
-            folders.remove(file)
+            write_whole(files.pop(first), as_lines(kept))
+    for file in (run.folder / "report.md", *files.values()):
+        with on_disk(f"remove {file}"):
+            file.unlink(missing_ok=True)
 
 
 def metric_lines(run: Run) -> list[dict]:
@@ -99,6 +96,9 @@ def write(run: Run, records: list[dict], metrics: dict | None = None) -> None:
         name = f"step_{records[0]['step']}.jsonl"
         folders.append_lines(run.folder / "rollouts" / name, records)
     if metrics is not None:
+        for name, value in metrics.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                metrics[name] = None  # JSON has no NaN
         folders.append_lines(run.folder / "metrics.jsonl", [metrics])
         track(run, metrics)
 
@@ -174,22 +174,16 @@ def reader_record(reader: Context, chat: Format) -> dict:
 # ------------------------------------------------------------------------------ lines on the screen
 
 
-def report(run: Run, bar: tqdm, metrics: dict) -> None:
-    """One line a step, or the end of the progress bar."""
-    if run.rank:
-        return
+def report(run: Run, metrics: dict) -> None:
+    """One line a step."""
     entropies = [shown(metrics[f"{role}_entropy"], 2) for role in run.method.roles]
-    line = (
-        f"reward {shown(metrics['reward'], 3)}  calls {metrics['calls_per_question']:.2f}  "
-        f"malformed {metrics['malformed_share']:.3f}  entropy {'/'.join(entropies)}  "
-        f"{metrics['seconds_rollout']:.1f}+{metrics['seconds_train']:.1f} s"
+    tell(
+        run,
+        f"step {metrics['step']}/{run.config.steps}  reward {shown(metrics['reward'], 3)}  "
+        f"calls {metrics['calls_per_question']:.2f}  malformed {metrics['malformed_share']:.3f}  "
+        f"entropy {'/'.join(entropies)}  "
+        f"{metrics['seconds_rollout']:.1f}+{metrics['seconds_train']:.1f} s",
     )
-    if metrics["judge_failures"]:
-        line += f"  not judged {metrics['judge_failures']}"
-    if bar.disable:
-        print(f"step {metrics['step']}/{run.config.steps}  {line}", flush=True)
-    else:
-        bar.set_postfix_str(line)
 
 
 def shown(value: float | None, digits: int) -> str:
@@ -199,37 +193,39 @@ def shown(value: float | None, digits: int) -> str:
 
 def report_scores(run: Run, scores: dict) -> None:
     """One line an evaluation."""
-    if run.rank:
-        return
-    line = (
+    tell(
+        run,
         f"after {scores['eval_step']} steps: held-out accuracy {scores['eval_accuracy']:.3f} at "
         f"temperature {run.config.temperature:g}, {scores['eval_greedy']:.3f} greedy "
-        f"({len(run.eval_questions)} questions)"
+        f"({len(run.eval_questions)} questions)",
     )
-    if scores["eval_judge_failures"]:
-        line += f"; {scores['eval_judge_failures']} answers could not be judged"
-    tqdm.write(line)
+
+
+def tell(run: Run, line: str) -> None:
+    """Prints a line on rank 0, above the progress bar if there is one."""
+    if run.rank == 0:
+        with tqdm.external_write_mode():
+            print(line, flush=True)
 
 
 # ------------------------------------------------------------------------- what ends a run at once
 
 
-def stop_if_blind(run: Run, metrics: dict) -> None:
-    """UserError when too many tool calls, judgements or rollouts of a step failed.
+def stop_if_blind(told: dict, what: str) -> None:
+    """UserError when too many tool calls, judgements or rollouts of `what` failed.
 
-    Those of its evaluation count as well.
+    `told`: its metrics. Those of a step's evaluation count as well.
     """
     kinds = {
-        "tool calls": "tool_error_share",
-        "judgements": "judge_failure_share",
-        "trajectories": "lost_share",
+        "tool_error_share": "tool calls",
+        "judge_failure_share": "judgements",
+        "lost_share": "trajectories",
     }
-    for kind, name in kinds.items():
-        failed = max(metrics[name], metrics.get(f"eval_{name}", 0.0))
+    for name, kind in kinds.items():
+        failed = max(told[name], told.get(f"eval_{name}", 0.0))
         if failed > MOST_FAILED:
             raise UserError(
-                f"{failed:.0%} of the {kind} of step {metrics['step']} failed; see the run's "
-                "rollouts for the reasons, then --resume"
+                f"{failed:.0%} of the {kind} of {what} failed; the reasons stand in rollouts/"
             )
 
 
@@ -242,22 +238,19 @@ def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list
     """
     # Every rank brings the same keys.
     sources = [server.url for server in getattr(run.sampler, "servers", ())] or [""]
-    sums = {}
+    gaps = {}
+    counts = {}
     for source in sources:
         own = [index for index, sample in enumerate(samples) if sample.server == source]
-        sums |= {f"kl {source}": 0.0, f"tokens {source}": 0.0}
-        for batch, numbers in zip(batches, stats):
-            live = torch.isin(batch.owner, torch.tensor(own, device=batch.owner.device))  # [N]
-            live &= batch.weight != 0
-            gap = (numbers["logprob"] - batch.behaviour_logprob)[live]
-            sums[f"kl {source}"] += float((torch.expm1(gap) - gap).sum())
-            sums[f"tokens {source}"] += len(gap)
-    totals = reduced(sums)
+        live = [live_tokens(batch, own) for batch in batches]
+        gaps[source] = sum(map(gap_sum, batches, stats, live))
+        counts[source] = sum(int(one.sum()) for one in live)
+    gaps = reduced(gaps)
+    counts = reduced(counts)
     # What rounding makes: below 1e-12 in fp32, and 1e-4 to 1e-3 where either side rounds to bf16.
-    rounding = 0.01 if uses_bf16(run.config, run.device.type == "cuda") else 1e-6
-    most = run.config.max_mismatch_kl or rounding
+    most = run.config.max_mismatch_kl or (0.01 if run.bf16 else 1e-6)
     for source in sources:
-        kl = ratio(totals[f"kl {source}"], totals[f"tokens {source}"])
+        kl = ratio(gaps[source], counts[source])
         if not kl <= most:  # NaN included
             advice = "use another model, or report this: sampler and trainer compute it differently"
             if source:
@@ -276,50 +269,134 @@ def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list
 
 
 def start_tracker(run: Run) -> None:
-    """Opens the tracker's run, in the project that is called after the method.
+    """Opens a run of the tracker, in the project that is called after the method.
 
-    Its name is the folder's and a random suffix, so that an earlier folder of the same name stays
-    apart; a resumed run goes on with its own. UserError if it cannot be opened.
+    A resumed run opens another one, whose steps go on. UserError if it cannot be opened.
     """
     config = run.config
     if config.track == "none":
         return
-    kept = run.folder / "tracker.json"
-    name = f"{config.name}-{secrets.token_hex(4)}"
-    if kept.exists():
-        name = folders.read_json(kept)["name"]
-        run.tracked = max((line.get("step", -1) for line in metric_lines(run)), default=-1)
-    options = {"project": run.method.name, "name": name, "resume": "allow"}
-    if config.track == "wandb":
-        # wandb writes files, and must accept what a resumed run may change, such as --steps.
-        options |= {"id": name, "dir": config.cache, "allow_val_change": True}
+    options = {"project": run.method.name, "name": config.name}
     try:
         run.tracker = tracker_init(config.track)(config=dataclasses.asdict(config), **options)
     except (Exception, SystemExit) as error:
-        raise UserError(
-            f"--track {config.track} cannot start ({folders.reason(error)}): mend that, or leave "
-            "--track out, and go on with --resume"
-        ) from error
-    write_json(kept, {"name": name})
+        said = f"--track {config.track} cannot start ({folders.reason(error)})"
+        raise UserError(f"{said}; mend that, then --resume") from error
 
 
 def track(run: Run, metrics: dict) -> None:
-    """Sends the numbers of a line that the tracker has not got yet.
-
-    A tracker that fails is given up, since metrics.jsonl holds everything.
-    """
-    if run.tracker is None or metrics["step"] <= run.tracked:
+    """Sends a line's numbers. A tracker that fails is given up: metrics.jsonl holds everything."""
+    if run.tracker is None:
         return
-    numbers = {
-        key: value
-        for key, value in metrics.items()
-        if isinstance(value, (int, float)) and math.isfinite(value) and key != "step"
-    }
+    numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
     try:
-        run.tracker.log(numbers, step=metrics["step"])
+        run.tracker.log(numbers, step=numbers.pop("step"))
     except (Exception, SystemExit) as error:
         run.tracker = None
-        tqdm.write(
-            f"--track {run.config.track} failed ({folders.reason(error)}): the run goes on "
-            "without it, and metrics.jsonl holds everything"
+        tell(run, f"--track {run.config.track} failed ({folders.reason(error)}): going on without")
+
+
+# ------------------------------------------------------------------------------------- at the end
+
+
+def summary(run: Run) -> None:
+    """The last lines: held-out accuracy before and after, and where to look."""
+    if run.rank:
+        return
+    lines = metric_lines(run)
+    for draw, (before, after) in accuracies(run, lines).items():
+        print(
+            f"held-out accuracy, {draw}: {before:.3f} before, {after:.3f} after "
+            f"{run.config.steps} steps"
         )
+    if lines:
+        if not (run.folder / "report.md").exists():  # not where a finished run is only looked at
+            write_whole(run.folder / "report.md", report_card(run, lines).encode())
+        print(f"{'report':<14}{run.folder / 'report.md'}")
+        from plumbing import curves  # loads matplotlib
+
+        print(f"{'curves':<14}{curves.of_run(run.folder)}")
+    print(f"{'trajectories':<14}{pages.of_run(run.folder)}")
+    print(f"{'checkpoint':<14}{run.folder / 'checkpoint'}")
+    if run.tracker:
+        run.tracker.finish()
+
+
+def accuracies(run: Run, lines: list[dict], suffix: str = "") -> dict[str, tuple]:
+    """draw -> its held-out scores (before, after); empty if metrics.jsonl lacks the last one."""
+    ends = [line for line in lines if "eval_accuracy" in line]
+    if not ends or ends[-1].get("eval_step") != run.config.steps:
+        return {}
+    draws = {"accuracy": f"temperature {run.config.temperature:g}", "greedy": "greedy"}
+    found = {}
+    for name, draw in draws.items():
+        key = f"eval_{name}{suffix}"
+        if key in ends[0]:
+            # A run of one step has both evaluations in one line.
+            found[draw] = ends[0].get(f"{key}_before", ends[0][key]), ends[-1][key]
+    return found
+
+
+def report_card(run: Run, lines: list[dict]) -> str:
+    """A page on the run, in Markdown: how it was made, what it took, what came of it."""
+    config = run.config
+    sums = Counter()
+    for line in lines:
+        sums.update({key: value for key, value in line.items() if isinstance(value, (int, float))})
+    evaluated = sums["seconds_eval"] + sums["seconds_eval_before"]
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; macOS counts bytes
+    held *= 1 if sys.platform == "darwin" else 1024
+    memory = f"{held / 2**30:.1f} GiB"
+    if run.device.type == "cuda":
+        machine = torch.cuda.get_device_name(run.device)
+        memory += f", {torch.cuda.max_memory_allocated(run.device) / 2**30:.1f} GiB on the GPU"
+    sampled = [f"{sums[f'{role}_tokens']:,.0f} by {role}" for role in run.method.roles]
+    facts = {
+        "command": f"`{cell(shlex.join(['python', *sys.orig_argv[1:]]))}`",
+        "commit": commit(),
+        "machine": f"{machine}, {run.ranks} process(es)",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+        "model": cell(str(run.start)),
+        "steps": f"{len(lines)}, each {config.questions} questions × {config.group} attempts",
+        "seconds": f"{sums['seconds_rollout']:,.0f} rollouts, {sums['seconds_train']:,.0f} "
+        f"training (of it {sums['seconds_sync']:,.0f} new weights for the sampler), "
+        f"{evaluated:,.0f} evaluations",
+        "tokens": f"sampled in training {', '.join(sampled)}; trained "
+        f"{sums['trained_tokens']:,.0f}",
+        "peak memory": f"{memory} (first process, since it last started)",
+    }
+    rows = [f"# Run {cell(config.name)}", "", "| | |", "|---|---|"]
+    rows += [f"| {name} | {value} |" for name, value in facts.items()]
+    asked = len(run.eval_questions)
+    rows += ["", f"Held-out accuracy on {asked} questions, with its 95 % interval:", ""]
+    rows += ["| | before | after |", "|---|---|---|"]
+    for draw, ends in accuracies(run, lines).items():
+        before, after = (sure(value * asked, asked) for value in ends)
+        rows.append(f"| {draw} | {before} | {after} |")
+    for draw, (before, after) in accuracies(run, lines, "_by_kind").items():
+        for kind in after:
+            cells = (sure(*before[kind]), sure(*after[kind]))
+            rows.append(f"| {draw}, {cell(kind)} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def cell(text: str) -> str:
+    """Foreign text in a cell of a table, on its line and unable to speak to a terminal."""
+    return pages.plain(" ".join(text.split())).replace("|", r"\|")
+
+
+def sure(right: float, asked: int) -> str:
+    """A share in percent with its interval."""
+    return with_interval(ratio(right, asked), *wilson_interval(right, asked))
+
+
+def commit() -> str:
+    """The commit of these files, with "-dirty" behind it if they have been changed since."""
+    line = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(line, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:  # there is no git
+        return "unknown"
+    return done.stdout.strip() or "unknown"

@@ -38,10 +38,11 @@ def ratio(part: float, whole: float) -> float:
 def rollout_sums(trajectories: list[Trajectory], roles: Iterable[str]) -> dict[str, float]:
     """What a batch of trajectories adds up to, over all ranks."""
     names = "trajectories graded unjudged lost reward steps calls demanded malformed empty failed"
-    names = [*names.split(), "cut", "answered", "unaided", "repeated", "groups", "flat"]
+    names = f"{names} cut answered unaided repeated groups flat".split()
     whats = "samples tokens right_tokens right_logprob wrong_tokens wrong_logprob".split()
     names += [f"{role}_{what}" for role in roles for what in whats]
     sums = Counter(dict.fromkeys(names, 0))
+    rewards: dict[str, set[float]] = {}  # of each question's graded attempts
     for trajectory in trajectories:
         sums["trajectories"] += 1
         sums["demanded"] += trajectory.ended != "answer"
@@ -50,6 +51,7 @@ def rollout_sums(trajectories: list[Trajectory], roles: Iterable[str]) -> dict[s
         if trajectory.reward is not None:
             sums["graded"] += 1
             sums["reward"] += trajectory.reward
+            rewards.setdefault(trajectory.question.id, set()).add(trajectory.reward)
         called = any(turn.action.call for context in trajectory.contexts for turn in context.turns)
         sums["unaided"] += trajectory.answer is not None and not called
         for context in trajectory.contexts:
@@ -72,18 +74,19 @@ def rollout_sums(trajectories: list[Trajectory], roles: Iterable[str]) -> dict[s
                 sums["empty"] += problem == "no results"
                 sums["failed"] += problem.startswith("tool failed")
     sums["unjudged"] = sums["trajectories"] - sums["graded"] - sums["lost"]
-    sums["groups"] = len({t.question.id for t in trajectories if t.reward is not None})
-    sums["flat"] = len(flat_questions(trajectories))
+    sums["groups"] = len(rewards)
+    sums["flat"] = sum(len(seen) == 1 for seen in rewards.values())  # nothing is learned there
     return reduced(dict(sums))
 
 
-def flat_questions(trajectories: list[Trajectory]) -> set[str]:
-    """The ids of questions whose attempts all earned the same, so that nothing is learned."""
-    rewards: dict[str, set[float]] = {}
-    for trajectory in trajectories:
-        if trajectory.reward is not None:
-            rewards.setdefault(trajectory.question.id, set()).add(trajectory.reward)
-    return {question for question, seen in rewards.items() if len(seen) == 1}
+def failures(s: dict[str, float]) -> dict[str, float]:
+    """What the outside world did not do, from the sums of some trajectories."""
+    return {
+        "tool_error_share": ratio(s["failed"], s["calls"]),
+        "judge_failures": int(s["unjudged"]),
+        "judge_failure_share": ratio(s["unjudged"], s["answered"]),
+        "lost_share": ratio(s["lost"], s["trajectories"]),
+    }
 
 
 def rollout_metrics(trajectories: list[Trajectory], method: Method, seconds: float) -> dict:
@@ -94,17 +97,14 @@ def rollout_metrics(trajectories: list[Trajectory], method: Method, seconds: flo
         "reward": s["reward"] / s["graded"] if s["graded"] else None,
         "calls_per_question": ratio(s["calls"], s["trajectories"]),
         "malformed_share": ratio(s["malformed"], s["steps"]),
-        "tool_error_share": ratio(s["failed"], s["calls"]),
         "empty_share": ratio(s["empty"], s["calls"]),
         "demanded_share": ratio(s["demanded"], s["trajectories"]),
-        "judge_failures": int(s["unjudged"]),
-        "judge_failure_share": ratio(s["unjudged"], s["answered"]),
-        "lost_share": ratio(s["lost"], s["trajectories"]),
         "unaided_share": ratio(s["unaided"], s["answered"]),
         "repeated_share": ratio(s["repeated"], s["calls"]),
         "truncated_chunks": int(s["cut"]),
         "zero_variance_share": ratio(s["flat"], s["groups"]),
         "tokens_per_second": sum(s[f"{role}_tokens"] for role in roles) / seconds,
+        **failures(s),
     }
     for role in roles:
         for kind in ("right", "wrong"):
@@ -154,7 +154,7 @@ def batch_sums(
     `numbers` are the loss's stats, `samples` those that `batch.owner` points into. With `mismatch`
     the gap between the trainer's and the sampler's log-probs counts.
     """
-    live = batch.weight != 0  # [N]
+    live = live_tokens(batch, range(len(samples)))
     count = int(live.sum())
     sums = {
         "loss": float(numbers["loss"]),
@@ -162,19 +162,26 @@ def batch_sums(
         "live": count,
         "clipped": float(numbers["clip_share"]) * count,
         "kl": float(numbers["kl"]) * count,
-        "drift": 0.0,
-        "drifted": 0,
+        "drift": gap_sum(batch, numbers, live) if mismatch else 0.0,
+        "drifted": count if mismatch else 0,
     }
-    if mismatch:
-        drift = (numbers["logprob"] - batch.behaviour_logprob)[live]
-        sums["drift"] = float((torch.expm1(drift) - drift).sum())
-        sums["drifted"] = count
     for role in roles:
-        owners = [index for index, sample in enumerate(samples) if sample.role == role]
-        owned = torch.isin(batch.owner, torch.tensor(owners, device=batch.owner.device))  # [N]
-        sums[f"{role}_entropy"] = float(numbers["entropy"][owned & live].sum())
-        sums[f"{role}_live"] = int((owned & live).sum())
+        owned = live_tokens(batch, [i for i, sample in enumerate(samples) if sample.role == role])
+        sums[f"{role}_entropy"] = float(numbers["entropy"][owned].sum())
+        sums[f"{role}_live"] = int(owned.sum())
     return sums
+
+
+def live_tokens(batch: MicroBatch, owners: Iterable[int]) -> torch.Tensor:
+    """[N]: which loss tokens have a weight and belong to one of the samples `owners`."""
+    owned = torch.isin(batch.owner, torch.tensor([*owners], device=batch.owner.device))
+    return owned & (batch.weight != 0)
+
+
+def gap_sum(batch: MicroBatch, numbers: dict, live: torch.Tensor) -> float:
+    """k3 estimate of the KL between sampler and trainer, summed over the live tokens."""
+    gap = (numbers["logprob"] - batch.behaviour_logprob)[live]
+    return float((torch.expm1(gap) - gap).sum())
 
 
 def update_metrics(sums: dict[str, float], roles: Iterable[str]) -> dict:

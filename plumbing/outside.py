@@ -8,7 +8,6 @@ Tests: pytest tests/test_mars.py tests/test_credit.py
 
 import datetime
 import functools
-import hashlib
 import importlib
 import os
 import random
@@ -28,7 +27,7 @@ from processes import on_first_rank
 from sampler import vllm
 from tasks import grading, questions
 from tasks.format import Format
-from tasks.questions import Question, same_question
+from tasks.questions import Question
 from tools import KNOWN, Tool, python, search
 from toy import base_model, world
 from toy.language import ToyFormat
@@ -54,10 +53,7 @@ class Additions:
     """What a fork brings of its own; what is left out comes from the options."""
 
     more_tools: Sequence[Tool] = ()
-    question: Callable[[int], Question] | None = None
-    eval_questions: list[Question] | None = None
-    # Instead of the two above, where they follow from the options: (options, names of the tools,
-    # whether to train) -> both.
+    # Options, names of the tools, whether to train -> as training_and_held_out.
     questions: Callable[[Config, list[str], bool], tuple] | None = None
     grade: Callable[[Question, str], float] | None = None
     base_model: Callable[[str, int], Path] = base_model.build  # cache, seed -> --model toy
@@ -90,19 +86,14 @@ def environment(
         attempt(tracker_init, config.track)
     grade = additions.grade or attempt(grading.grader, config.grader)
     names = attempt(usable_tools, config, machine.rank, additions.more_tools) or []
-    question = additions.question
-    held_out = additions.eval_questions
-    if held_out is None:
-        make = additions.questions or training_and_held_out
-        question, held_out = attempt(make, config, names, training) or (None, [])
+    make = additions.questions or training_and_held_out
+    question, held_out = attempt(make, config, names, training) or (None, [])
     tools = attempt(make_tools, config, "train", names) or []
     eval_tools = attempt(make_tools, config, "eval", names) or []
     found = []
     if config.server:
         urls = [url for url in config.server.split(",") if url]
-        adapters = config.lora_rank > 0
-        seconds = config.tool_seconds
-        found = attempt(vllm.connect, urls, seconds, adapters=adapters)
+        found = attempt(vllm.connect, urls, config.tool_seconds, adapters=config.lora_rank > 0)
     # The toy's model takes two minutes to make: not for a run that cannot start.
     if start is None and (not problems or config.model != "toy"):
         start = attempt(start_model, config, machine, additions.base_model)
@@ -117,12 +108,7 @@ def environment(
             device=machine.device,
             training=training,
         )
-    problems = list(dict.fromkeys(problems))  # both splits miss the same
-    if len(problems) == 1:
-        raise UserError(problems[0])
-    if problems:
-        listed = "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1))
-        raise UserError(f"cannot start, {len(problems)} things are missing: {listed}")
+    refuse_all(list(dict.fromkeys(problems)))  # both splits miss the same
     return {
         "start": start,
         "memory": memory,
@@ -133,6 +119,15 @@ def environment(
         "tools": tools + list(additions.more_tools),
         "eval_tools": eval_tools + list(additions.more_tools),
     }
+
+
+def refuse_all(problems: list[str]) -> None:
+    """UserError with all the problems in one sentence, if there are any."""
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        listed = "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1))
+        raise UserError(f"cannot start, {len(problems)} things are missing: {listed}")
 
 
 def tracker_init(name: str) -> Callable:
@@ -171,13 +166,7 @@ def join(config: Config) -> Machine:
     if machine.ranks > 1 and not dist.is_initialized():
         # Ranks wait for the slowest one's rollouts, and while rank 0 writes a state.
         patience = datetime.timedelta(hours=2)
-        try:
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)
-        except ValueError as error:  # a part of what torchrun sets is not there
-            raise UserError(
-                f"WORLD_SIZE is {machine.ranks} in the environment, but no group of processes can "
-                f"be joined ({error}): start them with torchrun, or unset it"
-            ) from None
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)
     elif machine.ranks == 1 and not cuda:
         torch.set_num_threads(min(config.threads, os.cpu_count() or 1))
     return machine
@@ -189,11 +178,6 @@ def check_machine(config: Config, machine: Machine) -> None:
     if config.bf16 == "off" and cuda:
         raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
     kernels.use_triton(torch.zeros(0, device=machine.device))  # UserError for a bad MARS_KERNELS
-    if config.preset == "paper" and not cuda:
-        raise UserError(
-            "--preset paper needs CUDA GPUs and PyTorch finds none; 8 of 80 GB train Qwen3-8B, one "
-            "trains a 0.6B model (--model Qwen/Qwen3-0.6B --no-fsdp)"
-        )
     if config.fsdp and machine.ranks == 1:
         raise UserError(
             "--fsdp shards over processes; start them with torchrun --nproc_per_node=N mars.py "
@@ -219,25 +203,25 @@ def usable_tools(config: Config, rank: int, more_tools: Sequence[Tool] = ()) -> 
     """
     added = [tool.name for tool in more_tools]
     given = [name.removesuffix(":raw") for name in config.tools.split(",") if name]
-    names = list(dict.fromkeys(given))
     known = [*KNOWN, *added]
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in given if name not in known]
     if unknown:
         raise UserError(
             f"--tools: unknown tool '{unknown[0]}'; choose from {', '.join(known)}, separated by "
             "commas"
         )
-    names = [name for name in names if name not in added]
+    names = [name for name in dict.fromkeys(given) if name not in added]
     if not names and not added:
         raise UserError("--tools is empty: at least one of search, scholar, python is needed")
     reason = python.available() if "python" in names else None
-    others = ",".join(name for name in names if name != "python")
-    if reason and (config.data != "toy" or not others):
-        advice = f"leave it out with --tools {others}" if others else "name others with --tools"
-        raise UserError(f"{reason}; {advice}")
-    if reason and rank == 0:
+    if not reason:
+        return names
+    names.remove("python")
+    if config.data != "toy" or not names:
+        raise UserError(f"{reason}; leave python out of --tools")
+    if rank == 0:
         print(f"{reason}; going on without Python and its questions", flush=True)
-    return [name for name in names if name != "python" or not reason]
+    return names
 
 
 def searches_toy(config: Config) -> bool:
@@ -344,16 +328,6 @@ class Questions:
             return (drawn[source] - first[source]) / self.sizes[source]
 
         return sorted(epoch_order(len(self.loaded), self.seed, epoch), key=position)
-
-    def fingerprints(self, held_out: list[Question]) -> dict[str, list[str]]:
-        """What a run's questions.json holds, so that nobody is asked what it was trained on."""
-        return {"trained": fingerprints(self.loaded), "held_out": fingerprints(held_out)}
-
-
-def fingerprints(questions: list[Question]) -> list[str]:
-    """A short hash of each question's text, as tasks.questions compares texts."""
-    texts = [same_question(question.text) for question in questions]
-    return [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts]
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> list[int]:

@@ -19,15 +19,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from config import UserError
-from plumbing.folders import read_json, read_lines, write_whole
+from plumbing.folders import read_json, read_lines, rollout_files, write_whole
 
 MAX_BYTES = 2_900_000  # of a page, so that a phone opens it at once
-LIMITS = {
-    "WRITTEN": 6000,  # characters of a text that the model wrote
-    "GIVEN": 1500,  # characters of a text that it was given
-    "ENTRIES": 40,  # entries of a list
-    "TOLD": 8,  # attempts of a group that are told in full, beside the pair
-}
+# Characters of a text that the model wrote, and of one that it was given.
+LIMITS = {"WRITTEN": 6000, "GIVEN": 1500}
 SIGNS = {"up": "▲", "down": "▼", "flat": "●"}
 
 
@@ -35,7 +31,7 @@ def of_run(run: Path, *, steps: list[int] | None = None, questions: int = 3) -> 
     """Writes RUN/trajectories.html: `questions` groups of each of `steps`.
 
     The default are the first, the middle and the last step recorded. UserError when there is
-    nothing to show or no place to write.
+    nothing to show.
     """
     title = f"Trajectories of run {shorten(run.resolve().name, 60)}"
     return write(run / "trajectories.html", title, choose(run, steps, questions), roles_of(run))
@@ -74,21 +70,9 @@ def choose(run: Path, steps: list[int] | None, questions: int) -> list[tuple[str
     In a step, training stands before held-out questions, then mixed rewards, then the most
     samples of the inner roles.
     """
-    files = {}
-    for path in (run / "rollouts").glob("step_*.jsonl"):
-        if path.stem[5:].isdecimal():
-            files[int(path.stem[5:])] = path
-    known = sorted(files)
-    if not known:
-        raise UserError(
-            f"{run} has no rollouts/step_N.jsonl: give the folder of a run that has trained a step"
-        )
-    missing = sorted(set(steps or ()) - set(known))
-    if missing:
-        raise UserError(
-            f"{run} recorded no step {missing[0]}: choose from {known[0]} to {known[-1]}"
-        )
-    if not steps:
+    files = rollout_files(run)
+    known = list(files)
+    if known and not steps:
         steps = [known[0], known[len(known) // 2], known[-1]]
 
     def dullness(records: list[dict]) -> tuple:
@@ -97,26 +81,25 @@ def choose(run: Path, steps: list[int] | None, questions: int) -> list[tuple[str
         return records[0]["split"] != "train", len(graded) < 2, -samples
 
     chosen = []
-    for step in dict.fromkeys(steps):
+    for step in dict.fromkeys(steps or ()):
+        if step not in files:
+            raise UserError(f"{run} recorded no step {step}, but {known}")
         groups = sorted(group_records(read_lines(files[step])), key=dullness)[:questions]
         if groups:
             held_out = groups[0][0]["split"] == "eval"
             heading = f"Step {step}, held-out questions" if held_out else f"Step {step}"
             chosen.append((heading, groups))
     if not chosen:
-        raise UserError(
-            f"{run}/rollouts holds no whole trajectory yet: wait until the first step has ended"
-        )
+        raise UserError(f"{run}/rollouts holds no trajectory: name a run that has trained a step")
     return chosen
 
 
 def group_records(records: list[dict]) -> list[list[dict]]:
-    """The attempts at each question. Of a repeated one (a resumed run) the later counts."""
+    """The attempts at each question."""
     groups: dict = {}
     for record in records:
-        key = record["split"], record["question_id"]
-        groups.setdefault(key, {})[record["trajectory"]] = record
-    return [list(group.values()) for group in groups.values()]
+        groups.setdefault((record["split"], record["question_id"]), []).append(record)
+    return list(groups.values())
 
 
 def chunks_of(record: dict) -> list[dict]:
@@ -147,34 +130,17 @@ def ordered(records: list[dict]) -> tuple[list[dict], list[dict]]:
 
 # ---------------------------------------------------------------------- foreign text
 
-# Blanks that pass for letters, and marks that nobody sees.
-BLANKS = "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0"
 # Control characters, invisible and direction-turning ones, lone surrogates, code points of nothing.
 UNSEEN = {"Cc", "Cf", "Cs", "Cn", "Zl", "Zp"}
-
-
-def is_hidden(character: str, before: str) -> bool:
-    """Whether a reader does not see a character, or it changes how the others are shown.
-
-    Variation selectors can carry a hidden text, but one behind a character is left alone, for emoji
-    have it. So are tab, line feed, and the joiners U+200C and U+200D, which several scripts need.
-    """
-    if character in "\t\n\u200c\u200d":
-        return False
-    if "\ufe00" <= character <= "\ufe0f":
-        return "\ufe00" <= before <= "\ufe0f"
-    blank = character in BLANKS or "\U000e0000" <= character <= "\U000e0fff"
-    return blank or unicodedata.category(character) in UNSEEN
+LEFT_ALONE = "\t\n\u200c\u200d"  # the joiners, which several scripts and emoji need
 
 
 def plain(text) -> str:
     """Foreign text made safe for a terminal: hidden and control characters are spelt out."""
     spelt = []
-    before = ""
     for character in str(text).replace("\r\n", "\n"):
-        hidden = is_hidden(character, before)
+        hidden = unicodedata.category(character) in UNSEEN and character not in LEFT_ALONE
         spelt.append(f"⟦U+{ord(character):04X}⟧" if hidden else character)
-        before = character
     return "".join(spelt)
 
 
@@ -241,7 +207,7 @@ def parts_of(context: dict) -> list[dict]:
     left = iter(turns)
     parts = []
     number = 0
-    for segment in segments[: 2 * LIMITS["ENTRIES"]]:
+    for segment in segments:
         turn = next(left, None) if segment["trained"] else None
         number += turn is not None
         if turn or not segment["trained"]:

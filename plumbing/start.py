@@ -6,13 +6,11 @@ missing any more.
 Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
 
-import contextlib
 import functools
 import itertools
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -42,7 +40,7 @@ class Run(Machine):
 
     method: Method
     config: Config
-    folder: Path
+    folder: Path  # runs/NAME; an evaluation makes it at its end
     # What comes from outside, as `environment` finds it.
     start: Path | str  # the model that it begins with
     memory: str  # the plan, in one line
@@ -65,7 +63,6 @@ class Run(Machine):
     reference: Callable | None = None  # what trainer.logprob takes
     skipped: int = 0  # updates in a row without a finite gradient
     tracker: object = None  # on rank 0 of a run with --track
-    tracked: int = -1  # the last step that it had before this process
     lock: IO | None = None  # keeps other processes out of the folder, to the end
 
     def rollouts(
@@ -97,25 +94,10 @@ class Run(Machine):
             for index, question in batch
             for attempt in range(attempts)
         ]
-        if self.rank or on_event is not ignore or not sys.stderr.isatty():
-            return self.driver.run(episodes)
-        bar = tqdm(total=len(episodes), desc=f"rollouts {step}", unit="trajectory", leave=False)
-        with bar:
-            return self.driver.run(episodes, self.show_progress(bar))
-
-    def show_progress(self, bar: tqdm) -> Callable[[int], None]:
-        """A function that shows on the bar how many episodes are done and what the sampler does."""
-        stats = self.sampler.stats
-        start = time.perf_counter()
-        before = stats["decoded_tokens"]
-
-        def show(done: int) -> None:
-            rate = (stats["decoded_tokens"] - before) / (time.perf_counter() - start)
-            shown = {name: stats[name] for name in ("running", "waiting", "pages_in_use")}
-            bar.set_postfix({"tokens/s": f"{rate:.0f}", **shown}, refresh=False)
-            bar.update(done - bar.n)
-
-        return show
+        quiet = self.rank > 0 or on_event is not ignore or not sys.stderr.isatty()
+        words = {"desc": f"rollouts {step}", "unit": "trajectory"}
+        with tqdm(total=len(episodes), leave=False, disable=quiet, **words) as bar:
+            return self.driver.run(episodes, lambda done: bar.update(done - bar.n))
 
 
 def build(
@@ -123,67 +105,46 @@ def build(
     config: Config,
     *,
     training: bool,
-    folder: Path | None = None,
-    base: str = "",
     frozen: Path | None = None,
     **additions,
 ) -> Run:
-    """A Run; with `training` also policy, optimizer and, if there is a KL term, the reference.
+    """A Run; with `training` also its folder, policy, optimizer and reference (for a KL term).
 
-    The run's folder is made when all else is there; without --name it is called after `base`, else
-    after the model. `folder`: none is made, for a caller that writes no run. `frozen`: the model
-    that plays frozen roles in an evaluation. `additions` are the fields of Additions. UserError
-    lists everything that is missing.
+    The folder is made when all else is there; without --name it is called after the model.
+    `frozen`: the model that plays frozen roles in an evaluation. `additions` are the fields of
+    Additions. UserError lists everything that is missing.
     """
     machine = join(config)
     more = Additions(**additions)
-    is_new = folder is None and not config.resume
-    lock = None
+    folder = Path(config.runs) / config.name
+    lock = state = None
     if config.resume:
         lock = on_first_rank(lambda: go_on(config, method.name))
-        folder = Path(config.runs) / config.name
-    elif is_new:
+        state = trainer.newest(folder)
+        if os.path.lexists(folder / trainer.FROZEN):
+            frozen = folder / trainer.FROZEN
+    elif training:
         on_first_rank(lambda: folders.refuse_run(Path(config.runs), config.name))
-    kept = None
-    if config.resume and os.path.lexists(folder / trainer.FROZEN):
-        kept = folder / trainer.FROZEN  # its --model may have changed since, or be gone
-    outside = environment(config, machine, training=training, additions=more, start=kept)
-
+    # A resumed run's --model may have changed since, or be gone.
+    outside = environment(
+        config, machine, training=training, additions=more, start=frozen if training else None
+    )
     start = outside["start"]
     tokenizer = models.load_tokenizer(start)
     chat = make_format(method, config, tokenizer, outside["tools"], more.language)
-    asked = list(outside["eval_questions"])
-    if isinstance(outside["question"], Questions):
-        asked += outside["question"].loaded
-    elif more.question:
-        asked += [more.question(i) for i in range(config.questions)]
-    for question in asked:
+    for question in first_questions(config, outside["question"]) + outside["eval_questions"]:
         method.fits(config, chat, question)
 
-    state = trainer.newest(folder) if config.resume else None
-    origin = start
-    if state and not config.lora_rank:
-        origin = state[1] / "model"
-    with advice(None if origin == start else trainer.ONE_BEFORE):
-        model = load_model(config, origin, machine, training)
-    models.check_vocabulary(tokenizer, model, start)
+    origin = state[1] / "model" if state and not config.lora_rank else start
+    model = load_model(config, origin, machine, training)
     # Both a frozen role and the KL term need the model that the run began with. With adapters that
     # is the model itself, as long as it has none or they are off.
     first = model
     if not config.lora_rank and (config.frozen() or (training and config.kl_beta)):
         device = machine.device if config.kl_beta else "cpu"
         first = trainer.load_model(frozen or start, device, dtype=machine.dtype)
-        sizes = [models.vocabulary(one) for one in (first, model)]
-        if sizes[0] != sizes[1]:
-            raise UserError(
-                f"{frozen or start} has {sizes[0]} tokens and {origin} {sizes[1]}, so the one did "
-                "not begin with the other: put back the model that the run began with"
-            )
     if config.server:
-        sampler = make_remote(config, outside["servers"], model, machine)
-        if not config.lora_rank:  # else it gets adapters below, beside the model of its start
-            path = Path(origin)
-            sampler.load_folder(str(path.resolve()) if path.exists() else str(origin))
+        sampler = make_remote(config, outside["servers"], origin, model, machine)
     else:
         sampler = make_sampler(config, model, machine)
     samplers = dict.fromkeys(method.roles, sampler)
@@ -191,17 +152,15 @@ def build(
         samplers |= dict.fromkeys(config.frozen(), make_sampler(config, first, machine))
     # Bit-equal reruns, however slow a tool is, where the arithmetic allows them.
     deterministic = machine.device.type == "cpu" and not config.server
-    if is_new:  # nothing can be missing any more
-        base = base or Path(config.model).resolve().name
-        lock = on_first_rank(lambda: new_folder(config, base))
+    if training and not config.resume:  # nothing can be missing any more
+        lock = on_first_rank(lambda: new_folder(config, Path(config.model).resolve().name))
         config.name = from_first_rank(config.name)
-        folder = Path(config.runs) / config.name
     run = Run(
         **vars(machine),
         **outside,
         method=method,
         config=config,
-        folder=folder,
+        folder=Path(config.runs) / config.name,
         tokenizer=tokenizer,
         chat=chat,
         driver=Driver(list(dict.fromkeys(samplers.values())), deterministic=deterministic),
@@ -213,6 +172,13 @@ def build(
     if training:
         make_trainer(run, model, first, state)
     return run
+
+
+def first_questions(config: Config, question: Callable[[int], Question] | None) -> list[Question]:
+    """All training questions where they are loaded, else those of the first step."""
+    if isinstance(question, Questions):
+        return question.loaded
+    return [question(i) for i in range(config.questions)] if question else []
 
 
 def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None:
@@ -227,8 +193,7 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
                 run.samplers[role].alias_weights(model)
         trainer.add_adapters(model, config.lora_rank, config.seed)
         if state:
-            with advice(trainer.ONE_BEFORE):
-                trainer.read_adapters(state[1] / "adapter", model)
+            trainer.read_adapters(state[1] / "adapter", model)
         if state or config.server:
             run.sampler.load_weights(model)
     policy = trainer.Policy(
@@ -251,11 +216,7 @@ def introduce(run: Run) -> None:
     if run.rank:
         return
     config = run.config
-    where = f"{config.search} {config.docs}".strip()
-    if searches_toy(config):
-        where = "the toy's world"
-    if config.eval_docs:
-        where += f", for held-out questions {config.eval_docs}"
+    where = "the toy's world" if searches_toy(config) else f"{config.search} {config.docs}".strip()
     tools = ", ".join(tool.name for tool in run.tools)
     print(
         f"model {run.start} on {run.device}, {run.ranks} process(es), sampler: {run.sampler.path}; "
@@ -269,28 +230,24 @@ def introduce(run: Run) -> None:
 
 def new_folder(config: Config, base: str) -> IO:
     """Makes runs/NAME; without --name the first free one of base, base-2, base-3, …"""
-    if config.name:
-        lock = folders.claim(Path(config.runs) / config.name)
-        if lock is None:
-            raise UserError(
-                f"{config.runs}/{config.name} exists by now: another process has just begun it; "
-                "choose another --name"
-            )
-        return lock
-    for number in itertools.count(1):
-        config.name = base if number == 1 else f"{base}-{number}"
-        lock = folders.claim(Path(config.runs) / config.name)
+    numbered = (f"{base}-{number}" for number in itertools.count(2))
+    names = [config.name] if config.name else itertools.chain([base], numbered)
+    for name in names:
+        lock = folders.claim(Path(config.runs) / name)
         if lock:
+            config.name = name
             return lock
+    raise UserError(f"{config.runs}/{config.name} exists by now: choose another --name")
 
 
 def go_on(config: Config, method: str) -> IO:
     """The lock of the run that is resumed. UserError if it cannot go on with these settings."""
-    if not config.name:
-        raise UserError("--resume needs the run's --name")
     folder = Path(config.runs) / config.name
-    if not (folder / "config.json").exists():
-        raise UserError(f"nothing to resume: there is no run at {folder}")
+    if not config.name or not folders.resumable(folder):
+        raise UserError(f"nothing to resume: there is no run at {folder}; give its --name")
+    lock = folders.lock(folder)
+    if lock is None:
+        raise UserError(f"another process works on {folder}; wait until it has ended")
     # An option that the older version did not have counts as its default.
     saved = vars(type(config)()) | folders.read_json(folder / "config.json")
     changed = [
@@ -303,14 +260,9 @@ def go_on(config: Config, method: str) -> IO:
             f"the run at {folder} was started with other settings: {', '.join(changed)}; "
             "resume with the same ones"
         )
-    made_by = folders.read_json(folder / "method.json").get("name")
+    made_by = folders.read_json(folder / "method.json")["name"]
     if made_by != method:
         raise UserError(f"{folder} was made by the method {made_by}: resume it with its own file")
-    if (folder / "table.json").exists():
-        raise UserError(f"{folder} is an evaluation, not a run to resume")
-    lock = folders.lock(folder)
-    if lock is None:
-        raise UserError(f"another process works on {folder}; wait until it has ended")
     state = trainer.newest(folder)
     # `checkpoint` is linked with the first saved state and never removed.
     if state is None and os.path.lexists(folder / "checkpoint"):
@@ -327,17 +279,6 @@ def go_on(config: Config, method: str) -> IO:
 
 
 # ------------------------------------------------------------------------------- the models
-
-
-@contextlib.contextmanager
-def advice(words: str | None) -> Iterator[None]:
-    """Adds `words`, if any, to a UserError."""
-    try:
-        yield
-    except UserError as error:
-        if not words:
-            raise
-        raise UserError(f"{error}; {words}") from None
 
 
 def load_model(config: Config, origin: Path | str, machine: Machine, training: bool):
@@ -374,7 +315,9 @@ def make_sampler(config: Config, model, machine: Machine) -> Sampler:
     return sampler
 
 
-def make_remote(config: Config, found: list[vllm.Server], model, machine: Machine) -> vllm.Remote:
+def make_remote(
+    config: Config, found: list[vllm.Server], origin: Path | str, model, machine: Machine
+) -> vllm.Remote:
     """The servers as a sampler. They must take the longest context, and read the run's folder."""
 
     def write(model) -> str:
@@ -396,6 +339,9 @@ def make_remote(config: Config, found: list[vllm.Server], model, machine: Machin
             f"a server takes contexts of {sampler.positions} tokens, fewer than one of "
             f"{config.longest()}; raise its limit (vLLM: --max-model-len)"
         )
+    if not config.lora_rank:  # else it gets adapters, beside the model of its start
+        path = Path(origin)
+        sampler.load_folder(str(path.resolve() if path.exists() else origin))
     return sampler
 
 

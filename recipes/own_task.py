@@ -25,14 +25,17 @@ def about(year: int) -> Question:
     return Question(f"year-{year}", text, (str(year - 1970),), "own")
 
 
+def questions(config, tools, training):
+    """The stream to train on, and the held-out ones: years that nobody is trained on."""
+    return question, [about(year) for year in range(1995, 2010)]
+
+
 def grade(question: Question, answer: str) -> float:
     """1 if the answer is a golden one, else 0."""
     return float(answer in question.golden_answers)
 
 
 if __name__ == "__main__":
-    held_out = [about(year) for year in range(1995, 2010)]  # years that nobody is trained on
-    task = {"question": question, "eval_questions": held_out, "grade": grade}
     # A name of its own, so that nobody goes on with such a run on other questions.
     method = dataclasses.replace(mars.METHOD, name="own-task")
-    sys.exit(train.main(method, sys.argv[1:], __doc__, **task))
+    sys.exit(train.main(method, sys.argv[1:], __doc__, questions=questions, grade=grade))

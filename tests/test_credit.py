@@ -242,7 +242,6 @@ def test_a_credit_of_ones_own_can_train_each_turn_by_itself():
         {"balance": "none", "system1": "frozen"},
         {"purpose": False, "system1": "none"},
         {"warmup": -1},
-        {"block": " , ", "search": "serper"},
     ],
 )
 def test_options_that_contradict_each_other_are_refused(given):
@@ -320,7 +319,3 @@ def test_a_question_that_comes_twice_in_a_step_is_drawn_anew():
     )
     ids = [question.id for _, question in train.questions_of(run, 0)]
     assert ids == ["q0", "q1", "q2", "q3", "q0#2", "q1#2"]
-    run.question = lambda i: Question(["a", "a", "a#2", "a"][i % 4], "?", ("x",), "own")
-    run.config.questions = 4
-    ids = [question.id for _, question in train.questions_of(run, 0)]
-    assert len(set(ids)) == 4 and ids[2] == "a#2"

@@ -87,11 +87,8 @@ def program_of(command: str):
         return (lambda given: train.main(mars.METHOD, given, "")), words[2:]
     if words[1] == "warm_start.py":
         return warm_start.main, words[2:]
-    assert words[1] == "-m", command
-    if words[2] == "recipes.atlas":
-        return atlas.main, words[3:]
-    assert words[2] == "warm_start", command
-    return warm_start.main, words[3:]
+    assert words[1:3] == ["-m", "recipes.atlas"], command
+    return atlas.main, words[3:]
 
 
 @pytest.mark.parametrize("command", commands(PAGE))
@@ -103,15 +100,12 @@ def test_the_page_shows_every_program():
     shown = " ".join(commands(PAGE))
     for words in ("recipes.atlas eval", "recipes.atlas closed", "warm_start", "--preset"):
         assert words in shown
-    assert len(commands(PAGE)) > 12
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        "python mars.py --nonsense 1",
         "python -m recipes.atlas --group 1",
-        "python warm_start.py --steps 0",
         "python mars.py eval Qwen/Qwen3-8B",
     ],
 )

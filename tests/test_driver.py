@@ -34,6 +34,17 @@ async def say(driver, sampler, conversation, tokens, count, seed):
     )
 
 
+async def speak(driver, sampler, times=1):
+    """An episode of some turns, or without an end."""
+    conversation = sampler.open()
+    try:
+        while times:
+            await say(driver, sampler, conversation, [5], 2, 0)
+            times -= 1
+    finally:
+        sampler.close(conversation)
+
+
 def test_a_slow_tool_delays_no_other_episode(sampler):
     """Its call returns only when the other episode has come to its end."""
     driver = Driver([sampler], deterministic=False)
@@ -43,11 +54,8 @@ def test_a_slow_tool_delays_no_other_episode(sampler):
         return await driver.call(lambda: ended.wait(60), 60)
 
     async def quick():
-        conversation = sampler.open()
-        for turn in range(3):
-            await say(driver, sampler, conversation, [5, 6], 4, turn)
-            await driver.call(lambda: None, 60)
-        sampler.close(conversation)
+        await speak(driver, sampler, 3)
+        await driver.call(lambda: None, 60)
         ended.set()
 
     assert driver.run([slow(), quick()])[0]
@@ -77,64 +85,55 @@ def test_deterministic_batches_do_not_depend_on_the_tools_speed(sampler):
 def test_more_calls_than_threads_are_handed_over_together(sampler):
     """Of 80 calls, at most 8 at once, none is lost; a deterministic driver waits for all."""
     driver = Driver([sampler], deterministic=True, max_calls=8)
-    most = 0
-    running = 0
-    lock = threading.Lock()
+    running = []
+    most = []
 
     def tool():
-        nonlocal most, running
-        with lock:
-            running += 1
-            most = max(most, running)
+        running.append(1)
+        most.append(len(running))
         time.sleep(0.005)
-        with lock:
-            running -= 1
-        return threading.get_ident()
+        running.pop()
+        return "done"
 
-    results = driver.run([driver.call(tool, 10) for _ in range(80)])
-    assert len(results) == 80 and 1 < most <= 8
+    assert driver.run([driver.call(tool, 10) for _ in range(80)]) == ["done"] * 80
+    assert 1 < max(most) <= 8
 
 
-def test_however_deep_an_episode_waits_it_is_in_the_first_batch(sampler):
+def test_however_deep_an_episode_waits_it_is_in_the_first_batch(sampler, monkeypatch):
     """Awaits that are nested deeply delay nobody: all requests are open before the first step."""
     driver = Driver([sampler], deterministic=True)
     seen = []
     step = sampler.step
 
-    async def nested(level, k):
+    async def nested(level):
         if level:
-            (result,) = await asyncio.gather(nested(level - 1, k))
-            return result
-        conversation = sampler.open()
-        completion = await say(driver, sampler, conversation, [7, k], 3, k)
-        sampler.close(conversation)
-        return completion.tokens
+            await asyncio.gather(nested(level - 1))
+        else:
+            await speak(driver, sampler)
 
-    sampler.step = lambda: seen.append(len(driver.waiting)) or step()
-    try:
-        driver.run([nested(12 * (k % 2), 5 + k) for k in range(6)])
-    finally:
-        del sampler.step
+    monkeypatch.setattr(sampler, "step", lambda: seen.append(len(driver.waiting)) or step())
+    driver.run([nested(12 * (k % 2)) for k in range(6)])
     assert seen[0] == 6
 
 
 def test_an_error_in_one_episode_ends_the_run_and_leaves_nothing_open(sampler):
     driver = Driver([sampler], deterministic=False)
-
-    async def bad():
-        await driver.call(lambda: 1 / 0, 10)
-
-    async def good():
-        conversation = sampler.open()
-        try:
-            while True:
-                await say(driver, sampler, conversation, [5], 2, 0)
-        finally:
-            sampler.close(conversation)
-
     with pytest.raises(ZeroDivisionError):
-        driver.run([good(), bad()])
+        driver.run([speak(driver, sampler, -1), driver.call(lambda: 1 / 0, 10)])
     assert not sampler.busy and sampler.step() == [] and sampler.pages_in_use == 0
+
+
+def test_a_failing_sampler_ends_the_run_at_once(sampler, monkeypatch):
+    """An error inside a step, such as a GPU out of memory, is not waited for a second time."""
+    driver = Driver([sampler], deterministic=True)
+
+    def broken():
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(sampler, "step", broken)
+    with pytest.raises(MemoryError):
+        driver.run([speak(driver, sampler), speak(driver, sampler)])
+    assert sampler.pages_in_use == 0
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -153,69 +152,19 @@ def test_a_call_that_never_returns_has_failed_at_its_deadline(sampler, determini
     never.set()
 
 
-def test_a_failing_sampler_ends_the_run_at_once(sampler):
-    """An error inside a step, such as a GPU out of memory, is not waited for a second time."""
-    driver = Driver([sampler], deterministic=True)
-
-    async def episode():
-        conversation = sampler.open()
-        try:
-            await say(driver, sampler, conversation, [5], 2, 0)
-        finally:
-            sampler.close(conversation)
-
-    def broken():
-        raise MemoryError("no room")
-
-    sampler.step = broken
-    with pytest.raises(MemoryError):
-        driver.run([episode(), episode()])
-    assert sampler.pages_in_use == 0
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("what", ["call", "sample"])
-def test_an_episode_that_tidies_up_through_the_driver_does_not_hold_the_end(
-    sampler, deterministic, what
-):
-    """Another episode's error ends the run; what is asked for after that is refused at once."""
-    driver = Driver([sampler], deterministic=deterministic)
-
-    async def tidying():
-        conversation = sampler.open()
-        try:
-            await say(driver, sampler, conversation, [5], 200, 0)
-        finally:
-            sampler.close(conversation)
-            if what == "call":
-                await driver.call(lambda: "tidied up", 1)
-            else:
-                await say(driver, sampler, sampler.open(), [5], 1, 0)
-
-    async def failing():
-        await driver.call(lambda: 1 / 0, 10)
-
-    with pytest.raises(ZeroDivisionError):
-        driver.run([tidying(), failing()])
-    assert not sampler.busy
-
-
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_late_answer_is_a_failure_however_busy_the_others_are(sampler, deterministic):
     """The neighbour decodes all the while, so that nobody looks at the deadline in time."""
     driver = Driver([sampler], deterministic=deterministic)
-    slow = threading.Event()
 
     async def late():
         with pytest.raises(ToolError, match="no answer within 0.1 seconds"):
-            await driver.call(lambda: slow.wait(0.3), 0.1)
+            await driver.call(lambda: time.sleep(0.3), 0.1)
 
     async def neighbour():
-        conversation = sampler.open()
         start = time.perf_counter()
         while time.perf_counter() - start < 0.6:
-            await say(driver, sampler, conversation, [5], 2, 0)
-        sampler.close(conversation)
+            await speak(driver, sampler)
 
     driver.run([late(), neighbour()])
 

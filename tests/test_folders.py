@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors import SafetensorError
 
 from config import UserError
 from plumbing import folders
@@ -52,36 +51,23 @@ def names(folder: Path) -> set[str]:
 # ---------------------------------------------------------------------------- folders of the cache
 
 
-def test_it_is_made_once(tmp_path):
-    folder = tmp_path / "deep" / "thing"
-    assert made_once(folder, fill) == folder
-    assert made_once(folder, lambda unfinished: pytest.fail("made again")) == folder
-    assert names(folder) == {"file"}
-
-
-@pytest.mark.parametrize("error", [UserError("no words"), SafetensorError("no room"), OSError(28)])
-def test_what_fails_leaves_nothing(tmp_path, error):
+def test_what_fails_or_is_killed_is_not_there_and_is_made_anew_once(tmp_path):
     def fail(folder):
         fill(folder)
-        raise error
+        raise OSError(28, "No space left on device")
 
-    with pytest.raises(UserError):
-        made_once(tmp_path / "thing", fail)
-    assert names(tmp_path) == {"thing.lock"}
-    made_once(tmp_path / "thing", fill)
-    assert names(tmp_path / "thing") == {"file"}
-
-
-def test_what_was_killed_is_not_there_and_is_made_anew(tmp_path):
-    folder = tmp_path / "thing"
+    folder = tmp_path / "deep" / "thing"
+    with pytest.raises(UserError, match="No space left"):
+        made_once(folder, fail)
+    assert names(folder.parent) == {"thing.lock"}
     killed = maker(folder, 60)
     assert killed.stdout.readline() == "half\n"
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
     assert not folder.exists()
-    made_once(folder, fill)
-    assert names(folder) == {"file"}
-    assert names(tmp_path) == {"thing", "thing.lock"}
+    assert made_once(folder, fill) == folder
+    assert made_once(folder, lambda unfinished: pytest.fail("made again")) == folder
+    assert names(folder) == {"file"} and names(folder.parent) == {"thing", "thing.lock"}
 
 
 def test_of_two_processes_one_makes_it_and_the_other_waits(tmp_path):
@@ -99,13 +85,6 @@ def test_of_two_processes_one_makes_it_and_the_other_waits(tmp_path):
     assert sum("made" in output for output in outputs) == 1
     assert all("there ['first', 'last']" in output for output in outputs)
     assert seen <= {frozenset({"first", "last"})}
-
-
-@pytest.mark.parametrize("name", ["file/thing", "x" * 5000])
-def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path, name):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="--out$"):
-        made_once(tmp_path / name, fill, option="--out")
 
 
 # ------------------------------------------------------------------------------ a run's own folder
@@ -140,27 +119,18 @@ def test_only_a_run_that_has_begun_is_said_to_go_on(tmp_path, files, go_on):
     assert ("--resume" in str(told.value)) == go_on
 
 
-@pytest.mark.parametrize("name", ["there", "x" * 5000])
-def test_a_folder_that_cannot_be_had_is_one_sentence(tmp_path, name):
-    (tmp_path / "there").mkdir()
-    with pytest.raises(UserError):
-        folders.refuse_run(tmp_path, name)
-    folders.refuse_run(tmp_path / "deep", "free")
-    assert names(tmp_path) == {"there"}
-
-
-def test_a_file_where_the_folder_of_runs_should_be_is_one_sentence(tmp_path):
-    """Before any work, and where a run without a name looks for one that is free."""
+def test_a_folder_that_cannot_be_had_is_one_sentence(tmp_path):
+    """A file where the folder of runs should be, a name that is too long."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--runs"):
         folders.refuse_run(tmp_path / "file", "")
-    with pytest.raises(UserError, match="too long"):
-        folders.refuse_run(tmp_path / ("x" * 5000), "")
-    with pytest.raises(UserError, match="--runs"):
-        folders.claim(tmp_path / "file" / "toy")
+    for name in ("file/toy", "x" * 5000):
+        with pytest.raises(UserError, match="cannot make"):
+            folders.claim(tmp_path / name)
+        with pytest.raises(UserError, match="cannot write"):
+            made_once(tmp_path / name, fill)
     assert folders.claim(tmp_path / "file") is None
-    folders.refuse_run(tmp_path, "")
-    folders.refuse_run(tmp_path / "deep" / "free", "")
+    folders.refuse_run(tmp_path / "deep", "free")
     assert names(tmp_path) == {"file"}
 
 
@@ -181,14 +151,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_a_line_cut_by_a_kill_is_skipped_and_told(tmp_path, capsys):
     path = tmp_path / "lines.jsonl"
-    folders.append_lines(path, [{"a": float("nan"), "b": [1.0, float("inf")]}])
-    with open(path, "a") as file:
-        file.write('[1]\n{"c": 2}\n{"cut')
-    assert folders.read_lines(path) == [{"a": None, "b": [1.0, None]}, {"c": 2}]
-    assert capsys.readouterr().err.count("is not a whole record, skipped") == 2
+    folders.append_lines(path, [{"a": 1}, {"b": 2}])
+    path.write_text(path.read_text() + '{"cut')
+    assert folders.read_lines(path) == [{"a": 1}, {"b": 2}]
+    assert capsys.readouterr().err.count("is not a whole record, skipped") == 1
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"seed": ', "\xff", "[" * 5000])
+@pytest.mark.parametrize("content", ["", '{"seed": ', "\xff"])
 def test_a_damaged_file_is_one_sentence(tmp_path, content):
     (tmp_path / "x.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(UserError, match="cannot read"):

@@ -4,14 +4,11 @@ A small, briefly trained base model. Runs are in this process, where it need not
 """
 
 import dataclasses
-import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import types
 import zlib
@@ -26,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 import mars
 import train
 import trainer
-from plumbing import curves, folders, outside, pages, report, start
+from plumbing import curves, folders, outside, start
 from tools import ToolError
 
 REPO = Path(__file__).parent.parent
@@ -93,8 +90,6 @@ def test_a_run_leaves_what_it_promises(trained):
     assert [line["step"] for line in lines if "eval_accuracy" in line] == [0, 2, 3]
     assert lines[3]["eval_step"] == 4
     assert all(line["mismatch_kl"] < 1e-8 for line in lines)
-    for key in ("reward", "sys1_samples", "sys2_entropy", "grad_norm", "masked_share"):
-        assert all(key in line for line in lines), key
     assert {path.name for path in folder.iterdir()} == {
         *("config.json", "method.json", "metrics.jsonl", "report.md", "rollouts", "state"),
         *("curves.png", "diagnostics.png", "trajectories.html", "checkpoint", ".lock"),
@@ -103,56 +98,17 @@ def test_a_run_leaves_what_it_promises(trained):
     model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
     assert model.generate(tokens["input_ids"], max_new_tokens=3).shape[1] > 3
     assert all((folder / f"{name}.png").stat().st_size for name in ("curves", "diagnostics"))
-
-
-def test_the_report_tells_how_it_was_made_what_it_took_and_what_came_of_it(trained):
-    said = (trained / "whole" / "report.md").read_text()
-    cells = [line.strip("| ").split(" | ", 1) for line in said.splitlines() if "|" in line]
+    said = (folder / "report.md").read_text()
+    cells = [line.strip("| ").split(" | ", 1) for line in said.splitlines()]
     rows = dict(cell for cell in cells if len(cell) == 2)
-    for name in ("command", "commit", "machine", "versions", "seconds", "tokens", "peak memory"):
-        assert rows[name], name
-    first, *_, last = [json.loads(line) for line in open(trained / "whole" / "metrics.jsonl")]
+    assert {"command", "commit", "machine", "seconds", "tokens", "peak memory"} <= rows.keys()
+    first, last = lines[0], lines[-1]
     for draw, key in (("temperature 1", "eval_accuracy"), ("greedy", "eval_greedy")):
         before, after = rows[draw].split(" | ")
         assert before.startswith(f"{first[key]:.1%} (") and after.startswith(f"{last[key]:.1%} (")
     kinds = last["eval_greedy_by_kind"]
     assert sum(asked for _, asked in kinds.values()) == 6
     assert all(f"greedy, {kind}" in rows for kind in kinds)
-
-
-@pytest.mark.parametrize(
-    "text", ["a | b", "`x` ``y``", "<script>alert(1)</script>", "[a](http://b) *c*", "a\nb\x1b[2J"]
-)
-def test_foreign_text_in_the_report_makes_no_markup(text):
-    """It stays in its cell and on its line, and what is code ends where it should."""
-    literal = report.literal(text)
-    assert not re.search(r"(?<!\\)[|`*<\[]", literal) and literal.isprintable()
-    assert re.sub(r"\\(.)", r"\1", literal) == pages.plain(" ".join(text.split()))
-    code = report.code(text)
-    assert not re.search(r"(?<!\\)\|", code) and code.isprintable()
-    fence = re.match("`+", code)[0]
-    inside = code.removeprefix(fence).removesuffix(fence)
-    assert fence not in re.findall("`+", inside)
-    assert inside.strip().replace(r"\|", "|") == pages.plain(" ".join(text.split()))
-
-
-def test_a_terminal_that_lacks_a_letter_ends_no_run(copied, base, monkeypatch):
-    """The run has been done; its name is printed at the end."""
-    (copied / "whole").rename(copied / "whöle")
-    lines = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", lines)
-    options = ["--model", base, "--runs", copied, "--name", "whöle", "--steps", 4, *SMALL]
-    assert run(*options, "--resume", grade=half) == 0
-    lines.flush()
-    assert rb"wh\xf6le/checkpoint" in lines.buffer.getvalue()
-
-
-def test_a_notebook_may_call_the_program(monkeypatch, capsys):
-    """What stands there for standard output is no file."""
-    printed = []
-    monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(write=printed.append, flush=list))
-    assert run("ask", "runs/never", "who ?") == 2
-    assert "runs/never" in capsys.readouterr().err
 
 
 def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained, base, tmp_path):
@@ -214,35 +170,36 @@ def test_ctrl_c_ends_a_run_with_advice(base, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "train_step", interrupted)
     line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
     assert run(*line, "--eval_questions", 1) == 130
-    assert "--resume --name x" in capsys.readouterr().err
-    # While the base model is made there is no run yet.
-    line = ["--cache", tmp_path, "--runs", tmp_path, "--name", "y", *SMALL]
-    assert run(*line, base_model=lambda *given: interrupted(None, 0)) == 130
-    assert "--resume" not in capsys.readouterr().err and not (tmp_path / "y").exists()
+    assert "--resume" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("where", ["a full disk", "a pipe that nobody reads on"])
-def test_an_output_that_takes_no_more_ends_a_run_in_a_sentence(
-    base, tmp_path, monkeypatch, capsys, where
-):
-    def read_a_line(end):
-        with open(end) as lines:
-            lines.readline()
-
-    if where == "a full disk":
-        out = open("/dev/full", "w")
-    else:
-        end, begin = os.pipe()
-        out = open(begin, "w")
-        threading.Thread(target=read_a_line, args=[end]).start()
-    monkeypatch.setattr(sys, "stdout", out)
+def test_an_output_that_takes_no_more_ends_a_run_in_a_sentence(base, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
     line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
     assert run(*line, "--eval_questions", 1) == 2
-    out.close()  # as Python does at its end, which must not fail once more
+    sys.stdout.close()  # as Python does at its end, which must not fail once more
     said = capsys.readouterr().err
-    assert said.count("\n") == 1, said
-    begun = (tmp_path / "x" / "config.json").exists()
-    assert "cannot be written" in said and ("--resume" in said) == begun
+    assert said.count("\n") == 1 and "cannot be written" in said
+
+
+def too_large(run, step) -> None:
+    """What PyTorch raises on a CPU, from PyTorch itself."""
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def too_large_for_a_gpu(run, step) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+@pytest.mark.parametrize("fault", [too_large, too_large_for_a_gpu])
+def test_out_of_memory_within_a_step_names_what_to_lower(
+    base, tmp_path, monkeypatch, capsys, fault
+):
+    monkeypatch.setattr(train, "train_step", fault)
+    assert run("--model", base, "--runs", tmp_path, "--name", "x", *SMALL) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("mars: out of memory") and said.count("\n") == 1
+    assert said.index("--micro_tokens") < said.index("--kv_tokens") < said.index("--resume")
 
 
 # --------------------------------------------------------------------------------------------- arms
@@ -281,67 +238,56 @@ def test_arms(base, tmp_path, arm):
 
 # ---------------------------------------------------------------------------- what cannot start
 
-PAPER = ["SERPER_API_KEY", "MARS_JUDGE_URL", "--data", "(1)"]
-if not torch.cuda.is_available():
-    PAPER.append("GPU")
-BAD = {
-    "runs in a file": (["--runs", "file/below"], "file"),
-    "runs in a file, without a name": (["--runs", "file"], "file"),
-    "a tracker that is not installed": (["--track", "wandb"], "pip install wandb"),
-    "an unknown tool": (["--tools", "search,fax"], "fax"),
-    "no whole page": (["--kv_tokens", "95", "--sys2_context", "95"], "--kv_tokens"),
-    "no room for documents": (["--sys1_prompt", "17"], "--sys1_prompt"),
-    "missing questions": (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
-    "missing model": (["--model", "no/such/model"], "no/such/model"),
-    "missing documents": (["--docs", "nowhere"], "nowhere"),
-    "nothing to resume": (["--resume", "--name", "never"], "never"),
-    "no such checkpoint": (["eval", "runs/never"], "runs/never"),
-    "a training option": (["ask", "runs/x", "who ?", "--lr", "1"], "--lr"),
-    "another model": (["eval", "runs/x", "--model", "y"], "--model"),
-    "ask without a question": (["ask", "runs/never"], "question"),
-    "a question that is no text": (["ask", "runs/never", "who \udcff ?"], "UTF-8"),
-    "shards of one process": (["--fsdp"], "torchrun"),
-    "no key": (["--data", "some.jsonl", "--search", "serper"], "SERPER_API_KEY"),
-    "no judge": (["--data", "some.jsonl", "--grader", "judge"], "MARS_JUDGE_URL"),
-    "all that is missing at once": (["--preset", "paper", "--tools", "search,scholar"], *PAPER),
-    "one of many processes without torchrun": (["--steps", "1"], "torchrun"),
-}
+# A command line, and words of the sentence that refuses it.
+BAD = [
+    ("--runs file/below --name x", "file"),
+    ("--runs file", "file"),
+    ("--track wandb", "pip install wandb"),
+    ("--tools search,fax", "fax"),
+    ("--kv_tokens 95 --sys2_context 95", "--kv_tokens"),  # no whole page
+    ("--sys1_prompt 17", "--sys1_prompt"),  # no room for documents
+    ("--data nowhere.jsonl", "nowhere.jsonl"),
+    ("--model no/such/model", "no/such/model"),
+    ("--docs nowhere", "nowhere"),
+    ("--resume --name never", "never"),
+    ("eval runs/never", "runs/never"),
+    ("eval runs/x --model y", "--model"),
+    ("ask runs/x who --lr 1", "--lr"),
+    ("ask runs/never", "question"),
+    ("--fsdp", "torchrun"),  # shards of one process
+    ("--data some.jsonl --search serper", "SERPER_API_KEY"),
+    ("--data some.jsonl --grader judge", "MARS_JUDGE_URL"),
+    # All that is missing, at once.
+    ("--preset paper --tools search", "SERPER_API_KEY MARS_JUDGE_URL --data (1)"),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("line, words", BAD)
 def test_bad_input_is_one_sentence_exit_2_and_nothing_written(
-    base, tmp_path, monkeypatch, capsys, name
+    base, tmp_path, monkeypatch, capsys, line, words
 ):
-    arguments, *words = BAD[name]
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.chdir(tmp_path)
-    for variable in (
-        *("SERPER_API_KEY", "JINA_API_KEY", "MARS_JUDGE_URL", "MARS_JUDGE_MODEL"),
-        *("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    ):
+    for variable in ("SERPER_API_KEY", "JINA_API_KEY", "MARS_JUDGE_URL", "MARS_JUDGE_MODEL"):
         monkeypatch.delenv(variable, raising=False)
-    if name.startswith("one of many processes"):
-        monkeypatch.setenv("WORLD_SIZE", "2")  # some clusters set it for every job
     (tmp_path / "file").write_text("")
     lines = [json.dumps({"question": f"who is {i} ?", "answer": str(i)}) for i in range(40)]
     (tmp_path / "some.jsonl").write_text("\n".join(lines))
     before = sorted(p for p in tmp_path.rglob("*") if ".cache" not in p.parts)
-    if arguments[0] not in ("eval", "ask"):
+    arguments = line.split()
+    if arguments[0].startswith("--"):
         arguments = ["--model", str(base), "--steps", "1", "--eval_questions", "2", *arguments]
     assert run(*arguments) == 2
     said = capsys.readouterr().err.strip()
     assert len(said.splitlines()) == 1 and len(said) < 1000
-    assert all(word in said for word in words)
+    assert all(word in said for word in words.split())
     assert sorted(p for p in tmp_path.rglob("*") if ".cache" not in p.parts) == before
 
 
-def test_resume_refuses_what_is_not_the_same_run(copied, base, monkeypatch, capsys):
+def test_resume_refuses_what_is_not_the_same_run(copied, base, capsys):
     options = ["--model", base, "--runs", copied, "--name", "whole", *SMALL]
     folder = copied / "whole"
     before = (folder / "metrics.jsonl").read_bytes()
-
-    def kept(path, **options):
-        raise PermissionError(13, "Permission denied")
 
     def refused(word: str, *more) -> None:
         assert run(*options, *more) == 2
@@ -351,9 +297,6 @@ def test_resume_refuses_what_is_not_the_same_run(copied, base, monkeypatch, caps
     refused("add --resume", "--steps", 5)
     refused("lr (0.0005 -> 0.5)", "--steps", 5, "--resume", "--lr", 0.5)
     refused("has done 4 steps", "--steps", 3, "--resume")
-    with monkeypatch.context() as patch:  # rollouts of steps that are done again must go first
-        patch.setattr(Path, "unlink", kept)
-        refused("cannot remove", "--steps", 5, "--resume")
     held = folders.lock(folder)
     refused("another process", "--steps", 5, "--resume")
     held.close()
@@ -363,30 +306,8 @@ def test_resume_refuses_what_is_not_the_same_run(copied, base, monkeypatch, caps
     folders.write_json(folder / "method.json", method)
     shutil.rmtree(folder / "state")
     refused("no whole state", "--steps", 5, "--resume")
-    (folder / "config.json").write_text("[1]")
+    (folder / "config.json").write_text("{")
     refused("config.json", "--steps", 5, "--resume")
-
-
-@pytest.mark.parametrize("rank", [0, 2], ids=["whole", "adapters"])
-def test_a_state_whose_weights_are_damaged_is_one_sentence_with_advice(
-    base, tmp_path, capsys, rank
-):
-    """The run goes on from the state before it."""
-    line = ["--model", base, "--runs", tmp_path, "--name", "x", *SMALL, "--eval_every", 1]
-    line += ["--group", 2, "--eval_questions", 1, "--lora_rank", rank, "--steps"]
-    assert run(*line, 2, grade=half) == 0
-    _, state = trainer.newest(tmp_path / "x")
-    (weights,) = state.rglob("*.safetensors")
-    os.truncate(weights, 100)
-    before = (tmp_path / "x" / "metrics.jsonl").read_bytes()
-    capsys.readouterr()
-    assert run(*line, 3, "--resume", grade=half) == 2
-    said = capsys.readouterr().err
-    assert state.name in said and "remove that state" in said and len(said.splitlines()) == 1
-    assert (tmp_path / "x" / "metrics.jsonl").read_bytes() == before
-    shutil.rmtree(state)
-    assert run(*line, 2, "--resume", grade=half) == 0
-    assert [told["step"] for told in metrics(tmp_path / "x")] == [0, 1]
 
 
 def test_a_finished_run_is_left_as_it_is(copied, base, capsys):
@@ -414,6 +335,7 @@ def test_eval_and_ask(copied, capsys):
         *kinds, row = json.loads((copied / "eval" / "table.json").read_text())
         assert row["questions"] == 6 and row["accuracy"] == last["eval_accuracy"]
         assert sum(kind["questions"] for kind in kinds) == 6
+        assert (copied / "eval/trajectories.html").exists()
         shutil.rmtree(copied / "eval")
     # A kill before the link was renewed leaves it at an older model.
     (copied / "whole/checkpoint").unlink()
@@ -421,17 +343,10 @@ def test_eval_and_ask(copied, capsys):
     assert run("eval", copied / "whole", *options, grade=half) == 0
     row = json.loads((copied / "eval-whole/table.json").read_text())[-1]
     assert row["accuracy"] == last["eval_accuracy"]
-    assert (copied / "eval-whole/trajectories.html").exists()
     capsys.readouterr()
     assert run("ask", copied / "whole", "when was ada baker born ?") == 0
     said = capsys.readouterr().out
     assert "system 2 |" in said and "answer |" in said
-    assert (copied / "whole/ask.html").exists()
-    (copied / "file").write_text("")
-    question = "when was ada baker born ?"
-    for place in ("file", "file/below"):
-        assert run("ask", copied / "whole/checkpoint", question, "--runs", copied / place) == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1
     assert run("ask", copied / "whole", "where is ada ? " * 60) == 2
     assert "leaves no room in --sys2_context" in capsys.readouterr().err
 
@@ -445,19 +360,6 @@ def test_an_evaluation_that_the_disk_does_not_take_is_shown(copied, monkeypatch,
     out, err = capsys.readouterr()
     assert "accuracy (95 %)" in out and "\nall  " in out
     assert len(err.splitlines()) == 1 and "make room" in err
-
-
-def test_an_evaluation_that_is_interrupted_leaves_its_name_free(copied, monkeypatch, capsys):
-    line = ["eval", copied / "whole", "--runs", copied, "--eval_questions", 2, "--name", "table"]
-
-    def interrupted(*given, **options):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(start.Run, "rollouts", interrupted)
-        assert run(*line, grade=half) == 130
-    assert capsys.readouterr().err == "mars: interrupted\n" and not (copied / "table").exists()
-    assert run(*line, grade=half) == 0
 
 
 def test_ones_own_questions_and_documents(base, tmp_path, monkeypatch, capsys):
@@ -480,25 +382,15 @@ def test_ones_own_questions_and_documents(base, tmp_path, monkeypatch, capsys):
     assert run("eval", "runs/own") == 0
     asked = {r["question_id"] for r in records_of(tmp_path / "runs/eval-own", 0)}
     assert len(asked) == 6 and not trained_on & asked
-    capsys.readouterr()
-
-    def refused(*more) -> None:
-        assert run("eval", "runs/own", *more) == 2
-        assert "was trained on" in capsys.readouterr().err
-        assert not (tmp_path / "runs" / "eval-own-2").exists()
-
-    refused("--eval_questions", 7)  # another draw of those that it held out
-    refused("--seed", 1)
-    refused("--data", "own.jsonl")
-    (tmp_path / "own.jsonl").write_text("\n".join(reversed(lines)))
-    refused()
+    assert run("eval", "runs/own", "--eval_questions", 7) == 2
+    assert "those held out" in capsys.readouterr().err
 
 
-def save_chat_model(folder, words, size: int) -> None:
-    """A random model of so many tokens, and a tokenizer beside it."""
+def save_chat_model(folder, words) -> None:
+    """A random model and its tokenizer."""
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": size}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(words)}
     config = Qwen3Config(**shape, max_position_embeddings=8192)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     words.save_pretrained(folder)
@@ -507,8 +399,7 @@ def save_chat_model(folder, words, size: int) -> None:
 def test_a_chat_model_trains_answers_and_is_evaluated(tmp_path, monkeypatch, capsys):
     """Random weights: every step is malformed, and nothing breaks."""
     monkeypatch.chdir(tmp_path)
-    words = tokenizer(QWEN3)
-    save_chat_model("chat", words, len(words))
+    save_chat_model("chat", tokenizer(QWEN3))
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.md").write_text("Ada Baker was born in 1968.")
     lines = [json.dumps({"question": f"Who is {i}?", "answer": "Ada"}) for i in range(12)]
@@ -523,25 +414,19 @@ def test_a_chat_model_trains_answers_and_is_evaluated(tmp_path, monkeypatch, cap
     assert run("eval", "chat", *own, method=method) == 0
     assert len(records_of(tmp_path / "runs/eval-chat", 0)) == 12
     assert run("ask", "chat", "Who is Ada Baker?", "--preset", "chat", method=method) == 0
-    assert "page |" in capsys.readouterr().out
     assert run("ask", "chat", "Who is Ada Baker?", method=method) == 2
     assert "nothing to search" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", ["chat template", "belong together"])
-def test_a_model_that_cannot_be_spoken_to_is_refused(base, tmp_path, capsys, damage):
-    """No chat template and not the toy's language; a tokenizer that is larger than its model."""
+def test_a_model_without_a_chat_template_is_refused(tmp_path, capsys):
+    """It does not speak the toy's language either."""
     words = tokenizer(QWEN3)
     words.chat_template = None
-    size = len(words)
-    if damage == "belong together":
-        words = AutoTokenizer.from_pretrained(base)
-        size = 50
-    save_chat_model(tmp_path / "model", words, size)
+    save_chat_model(tmp_path / "model", words)
     out = tmp_path / "out"
     asked = ["--data", "toy", "--eval_questions", 2, "--runs", out]
     assert run("eval", tmp_path / "model", *asked) == 2
-    assert damage in capsys.readouterr().err and not out.exists()
+    assert "chat template" in capsys.readouterr().err and not out.exists()
 
 
 # ------------------------------------------------------------------------- what ends a run early
@@ -559,36 +444,26 @@ def away_in_evaluation(config, split, name, real=outside.make_call):
     return real(config, split, name) if split == "train" else broken
 
 
-# What is put in place of what, what is said, what failed by metrics.jsonl and what did not.
-AWAY = {
-    "tools": (outside.search, "local", away, "tool calls", "tool_error_share", "empty_share"),
+# What is put in place of what, what is said, and what failed by metrics.jsonl.
+AWAY = [
+    (outside.search, "local", away, "tool calls", "tool_error_share"),
     # Else an expired key would look like a low held-out accuracy.
-    "tools of the evaluation": (
-        *(outside, "make_call", away_in_evaluation),
-        *("tool calls", "eval_tool_error_share", "tool_error_share"),
-    ),
+    (outside, "make_call", away_in_evaluation, "tool calls", "eval_tool_error_share"),
     # Else it would train on nothing, and failures would look like wrong answers.
-    "a judge": (
-        *(outside.grading, "grader", away),
-        *("judgements", "judge_failures eval_judge_failures", "empty_share"),
-    ),
-}
+    (outside.grading, "grader", away, "judgements", "eval_judge_failure_share"),
+]
 
 
-@pytest.mark.parametrize("name", AWAY)
+@pytest.mark.parametrize("place, attribute, instead, what, failed", AWAY)
 def test_a_service_that_is_away_stops_the_run_with_its_state_whole(
-    copied, base, monkeypatch, capsys, name
+    copied, base, monkeypatch, capsys, place, attribute, instead, what, failed
 ):
-    place, attribute, instead, what, failed, fine = AWAY[name]
     monkeypatch.setattr(place, attribute, instead)
     line = ["--model", base, "--runs", copied, "--name", "whole", "--steps", 6, *SMALL]
     assert run(*line, "--resume") == 2
-    said = capsys.readouterr()
-    assert f"of the {what} of step 4 failed" in said.err
-    assert ("could not be judged" in said.out) == (name == "a judge")
+    assert f"of the {what} of step 4 failed" in capsys.readouterr().err
     told = metrics(copied / "whole")[-1]
-    assert told["step"] == 4 and told[fine] < 0.5
-    assert all(told[key] > 0.5 for key in failed.split())
+    assert told["step"] == 4 and told[failed] > 0.5 and told["empty_share"] < 0.5
     assert trainer.newest(copied / "whole")[0] == 4
 
 
@@ -629,14 +504,14 @@ def tracker(monkeypatch):
 
 
 def test_a_tracked_run_goes_on_without_its_tracker(trained, base, copied, tracker, capsys):
-    """Resumed in the same tracker run, and the tracker changes no number of the run."""
+    """The tracker changes no number of the run, resumed or not."""
     shutil.rmtree(copied / "whole/state/step_000004")
     options = ["--model", base, "--runs", copied, "--name", "whole", *SMALL, "--track", "trackio"]
     assert run(*options, "--steps", 3, "--resume", grade=half) == 0
     assert run(*options, "--steps", 4, "--resume", grade=half) == 0
     assert capsys.readouterr().out.count("--track trackio failed (the network is away)") == 1
     first, (step, numbers), end, again = tracker
-    assert end == "finish" and first["name"] == again["name"] and first["project"] == "mars"
+    assert end == "finish" and first["name"] == again["name"] == "whole"
     line = [json.loads(line) for line in open(copied / "whole/metrics.jsonl")][2]
     sent = {key: value for key, value in line.items() if isinstance(value, (int, float))}
     assert numbers | {"step": step} == sent

@@ -21,9 +21,7 @@ from sampler import Sampler
 from tasks.questions import Question
 
 ROLES = ("sys2", "sys1")
-SMALL = (
-    "--questions 4 --inner_steps 1 --group 4 --eval_questions 2 --eval_every 2 --kv_tokens 16384"
-).split()
+SMALL = "--questions 4 --inner_steps 1 --group 4 --eval_questions 2 --kv_tokens 16384".split()
 
 
 def grade(question, answer) -> float:
@@ -38,8 +36,7 @@ def run(base, folder, *options, method=mars.METHOD) -> int:
 
 
 def lines_of(folder) -> list[dict]:
-    path = folder / "x" / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in open(folder / "x" / "metrics.jsonl")]
 
 
 # ------------------------------------------------------------------------------------ live tokens
@@ -128,14 +125,14 @@ def test_a_sampler_that_is_mismatched_stops_the_run(
     base, tmp_path, monkeypatch, capsys, mutate, options
 ):
     mutate(monkeypatch)
-    assert run(base, tmp_path, "--steps", "4", *options) == 2
+    assert run(base, tmp_path, "--steps", "2", *options) == 2
     assert "does not sample what is trained: mismatch_kl" in capsys.readouterr().err
     assert len(lines_of(tmp_path)) == (1 if mutate is stale else 0)
 
 
 def test_the_limit_may_be_raised(base, tmp_path, monkeypatch):
     stale(monkeypatch)
-    assert run(base, tmp_path, "--steps", "3", "--max_mismatch_kl", "9") == 0
+    assert run(base, tmp_path, "--steps", "2", "--max_mismatch_kl", "9") == 0
     lines = lines_of(tmp_path)
     assert lines[0]["mismatch_kl"] < 1e-9 < lines[-1]["mismatch_kl"]
 
@@ -163,27 +160,15 @@ def test_kinds_of_questions_are_counted_where_there_are_several():
     assert metrics.right_by_kind(attempts[:2], asked[:2]) == {}
 
 
-@pytest.mark.parametrize(
-    "correct, total, low, high",
-    [
-        (0, 10, 0.0, 0.2775),
-        (5, 10, 0.2366, 0.7634),
-        (10, 10, 0.7225, 1.0),
-        (9, 200, 0.0239, 0.0833),
-    ],
-)
-def test_intervals_are_those_of_the_tables(correct, total, low, high):
-    assert wilson_interval(correct, total) == pytest.approx((low, high), abs=1e-4)
-    assert wilson_interval(0, 0) == (0.0, 1.0)
-
-
 @given(st.integers(1, 300), st.data())
 def test_an_interval_holds_its_share_and_mirrors(total, data):
     correct = data.draw(st.integers(0, total))
     low, high = wilson_interval(correct, total)
     assert 0 <= low <= correct / total <= high <= 1
-    mirrored = wilson_interval(total - correct, total)
-    assert mirrored == pytest.approx((1 - high, 1 - low), abs=1e-12)
+    for end in (low, high):  # the normal's 95 % quantile, by Wilson's equation
+        if 0 < end < 1:
+            distance = abs(correct / total - end) / math.sqrt(end * (1 - end) / total)
+            assert distance == pytest.approx(1.959964)
 
 
 @given(st.integers(0, 30), st.integers(0, 30))

@@ -113,9 +113,8 @@ class Memory(RuleBasedStateMachine):
     def counts_are_right(self):
         used = [page for table in self.tables.values() for page in table]
         assert self.pages.references == [used.count(page) for page in range(COUNT)]
-        assert sorted(self.pages.free + sorted(set(used))) == list(
-            range(COUNT)
-        )  # none twice, none leaked
+        every = sorted([*self.pages.free, *set(used)])
+        assert every == list(range(COUNT)), "none twice, none leaked"
 
 
 TestMemory = Memory.TestCase

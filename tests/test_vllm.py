@@ -492,7 +492,7 @@ def server(toy, tmp_path, monkeypatch):
 
 
 def test_a_run_on_a_server_ends_with_the_weights_of_a_run_in_the_process(toy, own, server):
-    options = ["--name", "served", "--is", "off", "--server"]
+    options = ["--name", "served", "--importance", "off", "--server"]
     assert play(toy, *options, server.url, "--steps", "1") == 0
     # The start's weights, and those after the step from the run's folder.
     assert [Path(path).name for path in server.loaded[1:]] == ["000001"]
@@ -511,7 +511,7 @@ def test_a_run_on_a_server_ends_with_the_weights_of_a_run_in_the_process(toy, ow
 
 
 def test_with_lora_a_server_gets_adapters_beside_the_model_of_its_start(toy, server):
-    options = ["--is", "off", "--lora_rank", "4", "--lr", "0.005"]
+    options = ["--importance", "off", "--lora_rank", "4", "--lr", "0.005"]
     server.faults += [None] * 90 + [started_anew]  # in the second step
     assert play(toy, "--name", "served", "--server", server.url, *options) == 0
     assert play(toy, "--name", "own", *options) == 0
