@@ -100,9 +100,7 @@ def environment(
     found = []
     if config.server:
         urls = [url for url in config.server.split(",") if url]
-        adapters = config.lora_rank > 0
-        seconds = config.tool_seconds
-        found = attempt(vllm.connect, urls, seconds, adapters=adapters)
+        found = attempt(vllm.connect, urls, config.tool_seconds)
     # The toy's model takes two minutes to make: not for a run that cannot start.
     if start is None and (not problems or config.model != "toy"):
         start = attempt(start_model, config, machine, additions.base_model)

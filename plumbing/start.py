@@ -181,9 +181,8 @@ def build(
             )
     if config.server:
         sampler = make_remote(config, outside["servers"], model, machine)
-        if not config.lora_rank:  # else it gets adapters below, beside the model of its start
-            path = Path(origin)
-            sampler.load_folder(str(path.resolve()) if path.exists() else str(origin))
+        path = Path(origin)
+        sampler.load_folder(str(path.resolve()) if path.exists() else str(origin))
     else:
         sampler = make_sampler(config, model, machine)
     samplers = dict.fromkeys(method.roles, sampler)
@@ -222,14 +221,10 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
     """
     config = run.config
     if config.lora_rank:
-        for role in config.frozen():
-            if not config.fsdp:  # which would cut the sampler's copy up
-                run.samplers[role].alias_weights(model)
         trainer.add_adapters(model, config.lora_rank, config.seed)
         if state:
             with advice(trainer.ONE_BEFORE):
-                trainer.read_adapters(state[1] / "adapter", model)
-        if state or config.server:
+                trainer.read_adapters(state[1], model)
             run.sampler.load_weights(model)
     policy = trainer.Policy(
         model, bf16=run.bf16, recompute_activations=config.recompute_activations

@@ -39,7 +39,7 @@ from sampler.draws import Buffers, greedy, hashed, sample_token, uniform
 from sampler.graphs import Graphs
 from sampler.model import Model
 from sampler.plan import Batch, Copies, Decode, Plan, kernel_runs, to_device
-from sampler.request import Completion, Conversation, Request, make_request
+from sampler.request import Completion, Conversation, Request, check
 from sampler.scheduler import Scheduler
 
 
@@ -95,11 +95,6 @@ class Sampler:
             prefill_chunk = 8192 if cuda else 512
         if dtype is None:
             dtype = torch.bfloat16 if cuda else parameter.dtype
-        if max_tokens < page_size:
-            raise ValueError(
-                f"max_tokens ({max_tokens}) is smaller than one page of {page_size}; "
-                "raise max_tokens"
-            )
         self.model = Model(model, dtype, self.device)
         self.scheduler = Scheduler(
             pages=max_tokens // page_size,
@@ -160,17 +155,9 @@ class Sampler:
         temperature 0 is greedy. The t-th new token's draw depends on (seed, t) only. ValueError
         for what cannot be done; nothing has changed then.
         """
-        request = make_request(
-            conversation,
-            tokens,
-            vocabulary=self.model.vocabulary,
-            pool=self.pages.count * self.pages.size,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            stop_ids=stop_ids,
-            seed=seed,
-        )
+        given, stops = list(tokens), frozenset(stop_ids)
+        request = Request(conversation, given, max_new_tokens, temperature, top_p, stops, seed)
+        check(request, self.model.vocabulary, self.pages.count * self.pages.size)
         self.scheduler.submit(request)
         return request
 
@@ -208,13 +195,6 @@ class Sampler:
         self._postprocess()
         self.scheduler.release_all()
         self.model.load(model)
-
-    def alias_weights(self, model) -> None:
-        """Frees the memory of the model's matrices: they become views of the sampler's copy.
-
-        For a model of the same weights, which nobody may change from now on.
-        """
-        self.model.alias_weights(model)
 
     # ---- one step
 
@@ -299,30 +279,21 @@ class Sampler:
         prompts: list[list[int]],
         *,
         max_new_tokens: int | list[int],
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        stop_ids=(),
         seed: int = 0,
+        **options,
     ) -> list[Completion]:
         """Answers to `prompts`, in order. max_new_tokens: one number, or a list of one per prompt.
 
-        Row i draws from (seed, i). For a sampler that nobody else uses meanwhile.
+        options: temperature, top_p and stop_ids, as in `submit`. Row i draws from (seed, i). For a
+        sampler that nobody else uses meanwhile.
         """
         wanted = max_new_tokens
         if isinstance(wanted, int):
             wanted = [wanted] * len(prompts)
         requests = []
         for i, (prompt, new) in enumerate(zip(prompts, wanted, strict=True)):
-            request = self.submit(
-                self.open(),
-                prompt,
-                max_new_tokens=new,
-                temperature=temperature,
-                top_p=top_p,
-                stop_ids=stop_ids,
-                seed=hashed(seed, i),
-            )
-            requests.append(request)
+            given = {"max_new_tokens": new, "seed": hashed(seed, i), **options}
+            requests.append(self.submit(self.open(), prompt, **given))
         while self.busy:
             for request in self.step():
                 self.close(request.conversation)

@@ -24,8 +24,8 @@ from sampler.attention import attention, cache_dtype, store
 from sampler.plan import Batch
 
 FAMILY = ("qwen2", "qwen3", "llama", "mistral", "smollm3")  # a config's model_type
-# The rotations whose inverse frequencies do not depend on a row's length.
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+# The rotations whose inverse frequencies depend on a row's length.
+STRETCHED_ROPE = ("dynamic", "longrope")
 # On a CPU, packed weights are faster from about so many rows on.
 PACKED_ROWS = 8
 PACKED_TYPES = (torch.float32, torch.bfloat16)
@@ -33,23 +33,24 @@ PACKED_TYPES = (torch.float32, torch.bfloat16)
 
 def unsupported(config) -> str | None:
     """Why `Model` would be wrong for models of this transformers config; None where it is right."""
+    size = head_size(config)
+    if not size & (size - 1):
+        return stranger(config)
+    return f"head size {size}, no power of two"
+
+
+def stranger(config) -> str | None:
+    """What sets a model apart from the family; None for one of it.
+
+    A window of attention, or rotary angles that depend on how long a row is, would tell a sample
+    that is packed beside others, or resumed from pages, from one alone.
+    """
     if config.model_type not in FAMILY:
         return f"architecture {config.model_type}"
-    if config.hidden_act not in ("silu", "swish"):
-        return f"activation {config.hidden_act}"
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None and getattr(config, "sliding_window", None):
+    if getattr(config, "sliding_window", None) is not None:
         return "a sliding window"
-    if any(kind != "full_attention" for kind in kinds or ()):
-        return "a sliding window"
-    rope = config.rope_parameters.get("rope_type", "default")
-    if rope not in STATIC_ROPE:
-        return f"rope type {rope}"
-    if head_size(config) & (head_size(config) - 1):
-        return f"head size {head_size(config)}, no power of two"
-    if getattr(config, "quantization_config", None):
-        return "quantised weights"
-    return None
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    return f"rope type {rope}" if rope in STRETCHED_ROPE else None
 
 
 def head_size(config) -> int:
@@ -74,13 +75,6 @@ def whole(module: nn.Module, kind: str) -> Tensor:
     if kind == "weight" and hasattr(module, "merged_weight"):  # trainer/lora.py
         return module.merged_weight()
     return gather_full(getattr(module, kind))
-
-
-def alias(module: nn.Module, copied: Tensor) -> None:
-    """A module's weight becomes its copy, unless that is of another type or device."""
-    weight = module.weight
-    if (weight.dtype, weight.device) == (copied.dtype, copied.device):
-        weight.data = copied
 
 
 def concat_weights(modules: list[nn.Linear], kind: str) -> Tensor | None:
@@ -226,18 +220,6 @@ class Model:
             self.weights[name].copy_(value)
             if matrix and not cuda:
                 self.pack(name)
-
-    def alias_weights(self, model) -> None:
-        """Makes the model's matrices views of this copy's, so that they are in memory once."""
-        alias(model.model.embed_tokens, self.weights["embed"])
-        if not self.tied:
-            alias(model.lm_head, self.weights["head"].t())
-        for i, layer in enumerate(model.model.layers):
-            for name, modules in products(layer).items():
-                rows = self.weights[f"{i}.{name}"].t()  # [out, in]
-                parts = rows.split([module.out_features for module in modules])
-                for module, part in zip(modules, parts, strict=True):
-                    alias(module, part)
 
     def type_of(self, name: str) -> torch.dtype:
         """The type in which a weight is kept."""

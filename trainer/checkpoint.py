@@ -1,13 +1,11 @@
 """A run's states on disk: written whole or not at all, and the newest one is taken up again.
 
-A state is the folder state/step_N: `model/` as Hugging Face writes it, `optimizer.pt`, and at last
-`state.json` with the step. It gets its name when all of it is on the disk (whole.py). Whenever the
-process dies, the former states are still there, and old ones go only when the new one stands.
-checkpoint/ is a link to the newest state's model. A kill just before it is set leaves it one state
-behind; `link_checkpoint` on the next resume mends that.
-
-With adapters (lora.py) a state holds `adapter/` instead of `model/`, a few MB. The model with the
-adapters merged in is written beside the states, to merged/step_N, of which only the newest stays.
+A state is the folder state/step_N: `model/` as Hugging Face writes it, with adapters (lora.py)
+merged in and beside it, `optimizer.pt`, and at last `state.json` with the step. It gets its name
+when all of it is on the disk (whole.py). Whenever the process dies, the former states are still
+there, and old ones go only when the new one stands. checkpoint/ is a link to the newest state's
+model. A kill just before it is set leaves it one state behind; `link_checkpoint` on the next resume
+mends that.
 
 A copy of the model that plays frozen roles lies in frozen/. A resumed run takes it for its start,
 and evaluations read it: what --model named may have changed by then, or be gone.
@@ -17,7 +15,6 @@ Tests: `pytest tests/test_checkpoint.py tests/test_frozen.py tests/test_lora.py`
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -38,15 +35,16 @@ from trainer.lora import adapter_weights, merged_weights, write_adapters
 from trainer.policy import unwrap
 from whole import point, write_folder
 
-STATE_NAME = re.compile(r"step_(\d{6,})")
+STATE_FILES = "step_" + 6 * "[0-9]" + "/state.json"  # of whole states
+STATES = 2  # so many stay, the newest
 FROZEN = "frozen"  # the model that plays the frozen roles
 ONE_BEFORE = "remove that state to go on from the one before it"
 
 # ------------------------------------------------------------------------------------------- states
 
 
-def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer, keep: int = 2) -> None:
-    """Writes state/step_N, points checkpoint/ at its model, keeps the `keep` newest states.
+def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> None:
+    """Writes state/step_N, points checkpoint/ at its model, removes old states.
 
     Every rank must call it; rank 0 writes. UserError on all ranks, with the former states left
     whole, if weights or moments are not finite or if the disk does not take the state.
@@ -63,33 +61,22 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer, keep:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     moments = get_optimizer_state_dict(policy, optimizer, options=options)
 
-    def fill_model(path: Path) -> None:
-        model.save_pretrained(path, state_dict=weights)
-        tokenizer.save_pretrained(path)
-
-    def fill_state(path: Path) -> None:
+    def fill(path: Path) -> None:
+        model.save_pretrained(path / "model", state_dict=weights)
+        tokenizer.save_pretrained(path / "model")
         if adapters:
-            write_adapters(path / "adapter", model, adapters)
-        else:
-            fill_model(path / "model")
+            write_adapters(path, adapters)
         with open(path / "optimizer.pt", "wb") as file:
             torch.save(moments, file)
         (path / "state.json").write_text(json.dumps({"step": step}), encoding="utf-8")
 
     def write() -> None:
-        name = f"step_{step:06d}"
-        if adapters:
-            write_folder(folder / "merged" / name, fill_model)
-        write_folder(folder / "state" / name, fill_state)
+        write_folder(folder / "state" / f"step_{step:06d}", fill)
         link_checkpoint(folder)
-        for _, path in whole_states(folder)[:-keep]:
+        for _, path in whole_states(folder)[:-STATES]:
             shutil.rmtree(path, ignore_errors=True)
-        for path in (folder / "merged").glob("step_*"):
-            if path.name != name:
-                shutil.rmtree(path, ignore_errors=True)
 
-    what = f"write the state of step {step} to {folder}"
-    write_once(write, what, "the former states are whole, so ")
+    write_once(write, f"write the state of step {step} to {folder}")
 
 
 def all_finite(policy: nn.Module, optimizer) -> bool:
@@ -108,13 +95,8 @@ def all_finite(policy: nn.Module, optimizer) -> bool:
 
 def whole_states(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of a run's whole states, the newest last."""
-    states = folder / "state"
-    found = []
-    for path in states.iterdir() if states.is_dir() else ():
-        match = STATE_NAME.fullmatch(path.name)
-        if match and (path / "state.json").exists():
-            found.append((int(match[1]), path))
-    return sorted(found)
+    paths = [file.parent for file in (folder / "state").glob(STATE_FILES)]
+    return sorted((int(path.name.removeprefix("step_")), path) for path in paths)
 
 
 def newest(folder: Path) -> tuple[int, Path] | None:
@@ -124,13 +106,9 @@ def newest(folder: Path) -> tuple[int, Path] | None:
 
 
 def newest_model(folder: Path) -> Path | None:
-    """The model of a run's newest whole state, with its adapters merged in if it has some."""
+    """The model of a run's newest whole state."""
     state = newest(folder)
-    if state is None:
-        return None
-    _, path = state
-    merged = folder / "merged" / path.name
-    return merged if merged.exists() else path / "model"
+    return state and state[1] / "model"
 
 
 def link_checkpoint(folder: Path) -> None:
@@ -144,8 +122,7 @@ def link_checkpoint(folder: Path) -> None:
 def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
     """Puts a saved optimizer state back, sharded or not. UserError if the file does not fit.
 
-    The same UserError if a weight of the policy or a moment is no number. Every rank must call it.
-    The ranks of a machine share the file's pages.
+    Every rank must call it. The ranks of a machine share the file's pages.
     """
     try:
         moments = torch.load(
@@ -153,18 +130,9 @@ def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
         )
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(policy, optimizer, moments, options=options)
-        for parameter, kept in optimizer.state.items():
-            for name, value in kept.items():  # a step's number has no dimension
-                if value.dim() and value.shape != parameter.shape:
-                    raise ValueError(
-                        f"it keeps {name} in the shape {tuple(value.shape)} for a weight of "
-                        f"{tuple(parameter.shape)}"
-                    )
     except Exception as error:  # torch raises many kinds for a file of another run
         problem = f"cannot take up the optimizer of {state}: {first_line(error)}"
         raise UserError(f"{problem}; {ONE_BEFORE}") from None
-    if not all_finite(policy, optimizer):
-        raise UserError(f"{state} is damaged: it holds numbers that are not finite; {ONE_BEFORE}")
 
 
 # ------------------------------------------------------------------------------------------- models
@@ -191,26 +159,17 @@ def keep_frozen(folder: Path, start: Path | str, tokenizer) -> None:
 def write_model(folder: Path, model, dtype: torch.dtype) -> str:
     """Writes the weights as a new folder below `folder`, for servers; returns its full path.
 
-    It holds a model, or adapters where there are some. Every rank must call it; rank 0 writes. The
-    newest two stay, since a server may still be reading the former one. UserError on all ranks if
-    the disk does not take it.
+    Every rank must call it; rank 0 writes. The newest two stay, since a server may still be reading
+    the former one. UserError on all ranks if the disk does not take it.
     """
-    adapters = adapter_weights(model)
-    weights = {} if adapters else merged_weights(model)
-
-    def fill(path: Path) -> None:
-        if adapters:
-            write_adapters(path, model, adapters)
-        else:
-            cast = {name: weight.to(dtype) for name, weight in weights.items()}
-            model.save_pretrained(path, state_dict=cast)
+    weights = {name: weight.to(dtype) for name, weight in merged_weights(model).items()}
 
     def write() -> str:
         folder.mkdir(parents=True, exist_ok=True)
         older = sorted(path for path in folder.iterdir() if path.name.isdecimal())
         number = int(older[-1].name) + 1 if older else 1
         final = folder / f"{number:06d}"
-        write_folder(final, fill)
+        write_folder(final, lambda path: model.save_pretrained(path, state_dict=weights))
         for path in older[:-1]:
             shutil.rmtree(path, ignore_errors=True)
         return str(final.resolve())
@@ -218,11 +177,10 @@ def write_model(folder: Path, model, dtype: torch.dtype) -> str:
     return write_once(write, f"write the weights to {folder}")
 
 
-def write_once(write: Callable, what: str, comfort: str = ""):
+def write_once(write: Callable, what: str):
     """What `write` returns on rank 0, which alone calls it, on every rank.
 
-    UserError on all of them if the disk does not take it. `what` says what was to be done,
-    `comfort` what is safe.
+    UserError on all of them if the disk does not take it. `what` says what was to be done.
     """
 
     def attempt():
@@ -235,7 +193,7 @@ def write_once(write: Callable, what: str, comfort: str = ""):
             if "inline_container" in reason:  # torch.save on a full disk
                 reason = "the disk did not take all of it"
             raise UserError(
-                f"cannot {what} ({reason}): {comfort}make room and go on with --resume"
+                f"cannot {what} ({reason}): make room and go on with --resume"
             ) from None
 
     return from_first_rank(on_first_rank(attempt))

@@ -22,21 +22,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config import UserError
-from sampler.model import FAMILY
+from sampler.model import stranger
 
 transformers.logging.disable_progress_bar()
 
 
 def packs(shape) -> bool:
-    """Whether samples may lie end to end in one row of this model's tokens.
-
-    `shape` is its transformers config. A window of attention, or rotary angles that depend on how
-    long a row is, would tell a packed sample from one alone.
-    """
-    windowed = getattr(shape, "sliding_window", None) is not None
-    rope = (getattr(shape, "rope_parameters", None) or {}).get("rope_type")
-    stretched = rope in ("dynamic", "longrope")
-    return shape.model_type in FAMILY and not windowed and not stretched
+    """Whether samples may lie end to end in one row; `shape` is a model's transformers config."""
+    return stranger(shape) is None
 
 
 def load_model(path: str | Path, device, *, dtype=torch.float32) -> nn.Module:
