@@ -117,8 +117,7 @@ class Sampler:
         self.overlap = cuda if overlap is None else overlap
         self.graphs = None
         if buckets or (buckets is None and cuda):
-            with self._full_precision():
-                self.graphs = Graphs(self.model, self.pool, max_sequences)
+            self.graphs = Graphs(self.model, self.pool, max_sequences)
         self.buffers = Buffers()
         self.steps = 0
         self.unread: Unread | None = None
@@ -171,8 +170,7 @@ class Sampler:
         if self.unread is not None and self.scheduler.lacks_slots():
             self._postprocess()  # who gives way must have all its tokens on the host
         plan = self.scheduler.schedule(unread=self.unread is not None)
-        with self._full_precision():
-            unread = self._run(plan)
+        unread = self._run(plan)
         self._postprocess()  # of the step before, while the device computes this one
         self.unread = unread
         if not self.overlap:
@@ -197,10 +195,6 @@ class Sampler:
         self.model.load(model)
 
     # ---- one step
-
-    def _full_precision(self) -> torch.autocast:
-        """A caller's autocast would round the model's products."""
-        return torch.autocast(self.device.type, enabled=False)
 
     def _run(self, plan: Plan) -> Unread | None:
         self._copy_pages(plan.copies)

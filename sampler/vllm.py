@@ -118,12 +118,10 @@ def connect(urls: list[str], seconds: float) -> list[Server]:
 
     Exchanges obey the environment's proxies.
     """
-    if not urls:
-        raise UserError("--server names no URL: give http://host:port, or several by commas")
     import httpx2  # here, so that a run without servers does not need it
 
     client = httpx2.Client(timeout=seconds, limits=httpx2.Limits())  # no limit: see Remote.parallel
-    servers = {}  # by URL, each once
+    servers = []
     for url in urls:
         url = url.strip().rstrip("/").removesuffix("/v1")
         try:
@@ -132,8 +130,8 @@ def connect(urls: list[str], seconds: float) -> list[Server]:
             server.model, server.positions = card["id"], int(card["max_model_len"])
         except Exception as error:  # whatever listens there may answer anything
             raise UserError(f"--server {url} is no vLLM server: {reason(error)}") from None
-        servers[url] = server
-    return list(servers.values())
+        servers.append(server)
+    return servers
 
 
 @dataclass(eq=False)
@@ -188,7 +186,6 @@ class Remote:
 
     def close(self, conversation: Conversation) -> None:
         """Ends a conversation; its open request, if any, ends with an error."""
-        conversation.closed = True
         self.conversations.discard(conversation)
         if request := conversation.request:
             request.error = "the conversation was closed"

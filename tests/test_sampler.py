@@ -329,14 +329,6 @@ def test_bad_requests_are_refused_and_leave_no_trace():
         sampler.submit(conversation, prompt, max_new_tokens=3)
 
 
-def test_a_caller_s_autocast_rounds_nothing():
-    kind = "qwen3 grouped tied"
-    prompts = prompts_of()
-    expected = make(kind).generate(prompts, max_new_tokens=4, seed=3)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert make(kind).generate(prompts, max_new_tokens=4, seed=3) == expected
-
-
 # ---------------------------------------------------------------- what goes wrong
 
 

@@ -307,7 +307,7 @@ def test_a_server_that_dies_after_some_calls_and_comes_back_loses_nothing(
     assert engine.loaded[2:] == [str(other)]
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "ftp://x", "127.0.0.1", "http://[::"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "ftp://x", "127.0.0.1", "http://[::", ""])
 def test_what_is_no_server_is_one_sentence(url):
     with pytest.raises(UserError, match="--server"):
         vllm.connect([url], 2.0)

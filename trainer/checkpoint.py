@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 from config import UserError
 from processes import from_first_rank, on_first_rank
 from trainer.loading import first_line, load_model
-from trainer.lora import adapter_weights, merged_weights, write_adapters
+from trainer.lora import ADAPTERS, adapter_weights, merged_weights
 from trainer.policy import unwrap
 from whole import point, write_folder
 
@@ -65,7 +66,7 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> No
         model.save_pretrained(path / "model", state_dict=weights)
         tokenizer.save_pretrained(path / "model")
         if adapters:
-            write_adapters(path, adapters)
+            save_file(adapters, path / ADAPTERS)
         with open(path / "optimizer.pt", "wb") as file:
             torch.save(moments, file)
         (path / "state.json").write_text(json.dumps({"step": step}), encoding="utf-8")

@@ -12,8 +12,6 @@ engines leave out, this leaves out too: a router's auxiliary loss is no part of 
 Tests: `pytest tests/test_loading.py`.
 """
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,6 +23,7 @@ from config import UserError
 from sampler.model import stranger
 
 transformers.logging.disable_progress_bar()
+transformers.logging.set_verbosity_error()  # `load_model` looks itself what became of its request
 
 
 def packs(shape) -> bool:
@@ -39,10 +38,9 @@ def load_model(path: str | Path, device, *, dtype=torch.float32) -> nn.Module:
     own, which is never run.
     """
     try:
-        with silence():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, trust_remote_code=False, output_loading_info=True
-            )
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
     except Exception as error:  # transformers and safetensors raise many kinds for a bad folder
         raise UserError(f"cannot load a model from {path}: {first_line(error)}") from None
     missing = sorted(report["missing_keys"])
@@ -52,17 +50,6 @@ def load_model(path: str | Path, device, *, dtype=torch.float32) -> nn.Module:
             f"{missing[0]} among them"
         )
     return model.to(device)
-
-
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """No warnings of transformers: the caller looks what became of its request, and says so."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
 
 
 def load_shape(path: str | Path):

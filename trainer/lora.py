@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import kernels
@@ -33,7 +33,7 @@ from sampler.model import gather_full
 from trainer.policy import layers
 
 ALPHA = 32
-ADAPTERS = "adapters.safetensors"  # in a state's folder
+ADAPTERS = "adapters.safetensors"  # what a state calls `adapter_weights`
 
 
 class LoRALinear(nn.Linear):
@@ -145,10 +145,6 @@ def adapters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     """The adapters on the CPU, by name. Every rank must call it."""
     return {name: gather_full(p).cpu() for name, p in adapters_of(model).items()}
-
-
-def write_adapters(folder: Path, weights: dict[str, Tensor]) -> None:
-    save_file(weights, folder / ADAPTERS)
 
 
 @torch.no_grad()
