@@ -60,10 +60,10 @@ class Request:
     conversation: Conversation
     given: list[int]
     max_new_tokens: int
-    temperature: float
-    top_p: float
-    stop_ids: frozenset[int]
-    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop_ids: frozenset[int] = frozenset()
+    seed: int = 0
     number: int = -1
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -192,27 +192,16 @@ class Remote:
             self.requests.discard(request)
             conversation.request = None
 
-    def submit(
-        self,
-        conversation: Conversation,
-        tokens: list[int],
-        *,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        stop_ids=(),
-        seed: int = 0,
-    ) -> Request:
+    def submit(self, conversation: Conversation, tokens: list[int], **options) -> Request:
         """Appends `tokens` to the conversation and asks for an answer; see Sampler.submit."""
-        context = conversation.tokens + list(tokens)
+        request = Request(conversation, list(tokens), **options)
+        context = conversation.tokens + request.given
         # Unlike our own sampler's pool, a server's limit counts the last token too.
-        if len(context) + max_new_tokens > self.positions:
+        if len(context) + request.max_new_tokens > self.positions:
             raise ValueError(
-                f"{len(context)} tokens and {max_new_tokens} new ones pass the servers' limit of "
-                f"{self.positions} (vLLM: --max-model-len)"
+                f"{len(context)} tokens and {request.max_new_tokens} new ones pass the servers' "
+                f"limit of {self.positions} (vLLM: --max-model-len)"
             )
-        given, stops = list(tokens), frozenset(stop_ids)
-        request = Request(conversation, given, max_new_tokens, temperature, top_p, stops, seed)
         conversation.tokens = context
         conversation.request = request
         self.requests.add(request)

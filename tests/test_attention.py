@@ -223,23 +223,13 @@ def test_mutants_of_the_runs_are_caught(name, tmp_path, monkeypatch):
 
 @needs_triton
 def test_a_sampler_on_the_kernels_chooses_the_same_tokens(monkeypatch):
-    """Groups of a shared prompt, a second turn, and padded batches; all kernels are Triton's."""
+    """Groups of a shared prompt, and padded batches; all kernels are Triton's."""
     model = tiny.model("qwen3")
     prompts = [[i, *range(12)] for i in (1, 1, 2, 2)]
 
     def answers():
         sampler = Sampler(model, max_tokens=400, page_size=4, buckets=True, max_sequences=6)
-        talks = [sampler.open() for _ in prompts]
-        given = prompts
-        for _ in range(2):
-            requests = [
-                sampler.submit(talk, tokens, max_new_tokens=2, seed=seed)
-                for seed, (talk, tokens) in enumerate(zip(talks, given, strict=True))
-            ]
-            while sampler.busy:
-                sampler.step()
-            given = [[5, 6]] * len(prompts)
-        return [request.completion for request in requests]
+        return sampler.generate(prompts, max_new_tokens=2)
 
     plain = answers()
     monkeypatch.setenv("MARS_KERNELS", "triton")

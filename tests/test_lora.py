@@ -1,11 +1,11 @@
-"""Adapters beside the dense model: gradients, merging, the reference, states, ranks."""
+"""Adapters beside the dense model: gradients, merging, the reference, states.
+
+Ranks and shards: tests/test_policy.py.
+"""
 
 import pytest
 import torch
-from helpers import ranks
-from helpers.launch import launch
 from helpers.tiny import CPU, OBJECTIVE, Tokenizer, make_samples, model, saved, weigh
-from safetensors.torch import load_file
 
 import trainer
 from config import UserError
@@ -191,37 +191,3 @@ def test_a_state_brings_the_adapters_back_beside_the_merged_model(tmp_path):
     with pytest.raises(UserError, match="does not fit the model") as refusal:
         trainer.read_adapters(state, wider)
     assert "\n" not in str(refusal.value)
-
-
-# ---------------------------------------------------------------- ranks and shards
-
-
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory):
-    """The folders of one step with adapters: by one process, and by two in either mode."""
-    out = tmp_path_factory.mktemp("steps")
-    start = saved("qwen3", out / "start")
-    (out / "single lora").mkdir()
-    ranks.step(str(start), out / "single lora", "single lora")
-    modes = ["ddp lora", "fsdp lora recomputing"]
-    assert launch(ranks.__file__, start, out, *modes, log=out / "log") == 0
-    return out
-
-
-@pytest.mark.parametrize("mode", ["ddp lora", "fsdp lora recomputing"])
-def test_two_ranks_are_one_process(steps, mode):
-    """Loss, norm, gradients, the sampler's weights, the reference, and what lies on disk."""
-    one, two = (torch.load(steps / name / "numbers.pt") for name in ("single lora", mode))
-    for name in ("loss", "norm"):
-        assert abs(one[name] - two[name]) < 1e-5
-    assert one["norm"] > 0.01
-    for kind, tolerance in (("gradients", 1e-7), ("sampler", 2e-5)):
-        assert one[kind].keys() == two[kind].keys()
-        for name, value in one[kind].items():
-            assert (value - two[kind][name]).abs().max() < tolerance, name
-    assert all("lora" in name for name in one["gradients"])
-    for path in ("state/step_000001/adapters.safetensors", "checkpoint/model.safetensors"):
-        first, second = (load_file(steps / name / path) for name in ("single lora", mode))
-        assert first.keys() == second.keys()
-        for name, value in first.items():
-            assert (value - second[name]).abs().max() < 2e-5, name

@@ -376,8 +376,7 @@ def test_a_state_whose_weights_are_damaged_is_one_sentence_with_advice(
     line += ["--group", 2, "--eval_questions", 1, "--lora_rank", rank, "--steps"]
     assert run(*line, 2, grade=half) == 0
     _, state = trainer.newest(tmp_path / "x")
-    (weights,) = state.rglob("*.safetensors")
-    os.truncate(weights, 100)
+    os.truncate(state / ("adapters.safetensors" if rank else "model/model.safetensors"), 100)
     before = (tmp_path / "x" / "metrics.jsonl").read_bytes()
     capsys.readouterr()
     assert run(*line, 3, "--resume", grade=half) == 2

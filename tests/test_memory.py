@@ -1,6 +1,5 @@
 """The memory plan beside the tensors of a real step, and what it lets through."""
 
-import json
 import os
 import re
 import weakref
@@ -159,23 +158,11 @@ def test_shared_prefixes_keep_no_more_than_the_plan_says():
 
 # ---------------------------------------------------------------- Qwen3 on GPUs
 
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "head_dim": 128,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
-QWEN3 = {
-    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
-    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28},
-    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
-    "8B": {},
+QWEN3 = {  # hidden size, intermediate size, layers, heads
+    "0.6B": (1024, 3072, 28, 16),
+    "1.7B": (2048, 6144, 28, 16),
+    "4B": (2560, 9728, 36, 32),
+    "8B": (4096, 12288, 36, 32),
 }
 DOCS = (Path(__file__).parent.parent / "docs" / "real_models.md").read_text()
 LINES_24_GB = re.findall(r"\| `(--model Qwen/Qwen3-.*)` \|", DOCS)
@@ -187,9 +174,9 @@ def plan_of(options: str, gib: int, world: int, monkeypatch, folder) -> str:
     given = parse(parser(mars.MarsConfig, ""), options.split())
     config = resolve(mars.MarsConfig, given, presets=mars.METHOD.presets)
     name = config.model.removeprefix("Qwen/Qwen3-")
-    heads = {} if name in ("4B", "8B") else {"num_attention_heads": 16}
-    shape = QWEN3_8B | QWEN3[name] | heads | {"tie_word_embeddings": name != "8B"}
-    (folder / "config.json").write_text(json.dumps(shape))
+    sizes = "hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
+    shape = dict(zip(sizes, QWEN3[name], strict=True)) | {"tie_word_embeddings": name != "8B"}
+    Qwen3Config(num_key_value_heads=8, **shape).save_pretrained(folder)
     properties = SimpleNamespace(total_memory=gib * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     device = SimpleNamespace(type="cuda")

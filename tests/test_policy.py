@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import trainer
 from trainer import policy as policy_module
 
-MODES = ("ddp", "fsdp recomputing")
+MODES = ("ddp", "fsdp recomputing", "ddp lora", "fsdp lora recomputing")
 WORLD = 4
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -139,8 +139,9 @@ def test_the_rate_rises_stays_or_falls_and_never_is_nothing():
 def steps(qwen3, tmp_path_factory):
     """The folders of one optimizer step: by one process, and by four in every mode."""
     out = tmp_path_factory.mktemp("steps")
-    (out / "single").mkdir()
-    ranks.step(str(qwen3), out / "single", "single")
+    for mode in ("single", "single lora"):
+        (out / mode).mkdir()
+        ranks.step(str(qwen3), out / mode, mode)
     assert launch(ranks.__file__, qwen3, out, *MODES, log=out / "log", world=WORLD) == 0
     return out
 
@@ -151,7 +152,8 @@ def test_ranks_are_one_process(steps, mode):
 
     The ranks' shares are uneven, and one has no sample at all.
     """
-    one, two = (torch.load(steps / name / "numbers.pt") for name in ("single", mode))
+    modes = "single lora" if "lora" in mode else "single", mode
+    one, two = (torch.load(steps / name / "numbers.pt") for name in modes)
     assert abs(one["loss"] - two["loss"]) < 1e-5
     assert abs(one["norm"] - two["norm"]) < 1e-5
     assert one["norm"] > 0.01
@@ -160,11 +162,11 @@ def test_ranks_are_one_process(steps, mode):
     states = [Path("state/step_000001") / name for name in ("model", "optimizer.pt")]
     first, second = (
         AutoModelForCausalLM.from_pretrained(steps / name / states[0]).state_dict()
-        for name in ("single", mode)
+        for name in modes
     )
     assert close(first, second, 2e-5)
     assert torch.equal(two["sampler"]["embed"], second["model.embed_tokens.weight"])
-    first, second = (torch.load(steps / name / states[1])["state"] for name in ("single", mode))
+    first, second = (torch.load(steps / name / states[1])["state"] for name in modes)
     assert first.keys() == second.keys()
     assert all(
         (first[name]["exp_avg"] - second[name]["exp_avg"]).abs().max() < 1e-5 for name in first

@@ -1,8 +1,10 @@
 """Shared prefixes: fewer tokens through the model, the same loss and gradient."""
 
+import copy
+
 import pytest
 import torch
-from helpers.tiny import CPU, KINDS, OBJECTIVE, saved, weigh
+from helpers.tiny import CPU, KINDS, OBJECTIVE, make_samples, saved, weigh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,37 +18,18 @@ def folder(request, tmp_path_factory):
     return saved(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def draw(count: int, length: int, seed: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 61, (count, length), generator=generator).tolist()
-
-
 def family() -> list[Sample]:
-    """As attempts leave them: two prompts, calls in common, notes and answers of their own.
-
-    The first two samples are the same, and the third is how they begin.
-    """
+    """Of each sample a twin, one that is shorter, and one that ends otherwise."""
     samples = []
-    calls = draw(2, 6, 1)
-    for prompt_number, prompt in enumerate(draw(2, 17, 2)):
-        for attempt, note in enumerate(draw(6, 9, 3 + prompt_number)):
-            sample = Sample("sys2", question_index=prompt_number, attempt=attempt)
-            sample.advantage = 1.0 - 0.3 * attempt
-            sample.copies = 1
-            sample.append_given(prompt)
-            parts = [(calls[attempt % 2], True), (note[:6], False), (note[6:], True)]
-            for tokens, own in parts[: 1 if attempt == 5 else 3]:
-                sample.tokens += tokens
-                sample.mask += [own] * len(tokens)
-                sample.logprobs += [-4.0 - 0.01 * attempt if own else 0.0] * len(tokens)
-            samples.append(sample)
-    twin = Sample("sys2", question_index=0, attempt=9)
-    twin.tokens, twin.mask = list(samples[0].tokens), list(samples[0].mask)
-    twin.logprobs, twin.advantage, twin.copies = list(samples[0].logprobs), -2.0, 1
-    start = Sample("sys2", question_index=0, attempt=10)
-    start.tokens, start.mask = samples[0].tokens[:23], samples[0].mask[:23]
-    start.logprobs, start.advantage, start.copies = samples[0].logprobs[:23], 0.7, 1
-    return [samples[0], twin, start, *samples[1:]]
+    for sample in make_samples(5):
+        last = max(i for i, own in enumerate(sample.mask) if own)
+        twin, shorter, other = (copy.deepcopy(sample) for _ in range(3))
+        twin.advantage = -2.0
+        for name in ("tokens", "mask", "logprobs"):
+            setattr(shorter, name, getattr(shorter, name)[:last])
+        other.tokens[last - 1] = (other.tokens[last - 1] + 1) % 61
+        samples += [sample, twin, shorter, other]
+    return samples
 
 
 def pack(samples, capacity=10_000, device=CPU, **options):
@@ -89,7 +72,7 @@ def test_shared_prefixes_leave_loss_gradient_and_log_probs_as_they_are(folder, c
 def test_a_shared_prefix_is_input_once():
     samples = family()
     (batch,) = pack(samples)
-    ends = [max(i for i, own in enumerate(sample.mask) if own) for sample in samples]
+    ends = [max((i for i, own in enumerate(s.mask) if own), default=0) for s in samples]
     beginnings = {
         tuple(sample.tokens[:n])
         for sample, end in zip(samples, ends, strict=True)
@@ -104,7 +87,8 @@ def test_a_change_in_one_sample_moves_no_other_samples_log_probs(folder):
     policy = trainer.Policy(trainer.load_model(folder, CPU), bf16=False)
     (batch,) = pack(samples)
     before = trainer.logprob(policy, batch, 1.0)
-    samples[5].tokens[-2] = (samples[5].tokens[-2] + 1) % 61
+    place = samples[5].mask.index(True)
+    samples[5].tokens[place] = (samples[5].tokens[place] + 1) % 61
     (changed,) = pack(samples)
     after = trainer.logprob(policy, changed, 1.0)
     for index in range(len(samples)):
