@@ -162,10 +162,7 @@ class Sampler:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Some prefill, then one new token for every ready row. Returns the finished requests.
-
-        FloatingPointError if the model's logits are no numbers.
-        """
+        """Some prefill, then one new token for every ready row. Returns the finished requests."""
         self.steps += 1
         if self.unread is not None and self.scheduler.lacks_slots():
             self._postprocess()  # who gives way must have all its tokens on the host
@@ -179,10 +176,7 @@ class Sampler:
         return self.scheduler.hand_out()
 
     def close(self, conversation: Conversation) -> None:
-        """Gives a conversation's pages back; its open request, if any, ends with an error.
-
-        Closing twice is allowed.
-        """
+        """Gives a conversation's pages back; its open request, if any, ends with an error."""
         self.scheduler.close(conversation)
 
     def load_weights(self, model) -> None:
@@ -278,8 +272,7 @@ class Sampler:
     ) -> list[Completion]:
         """Answers to `prompts`, in order. max_new_tokens: one number, or a list of one per prompt.
 
-        options: temperature, top_p and stop_ids, as in `submit`. Row i draws from (seed, i). For a
-        sampler that nobody else uses meanwhile.
+        options: temperature, top_p and stop_ids, as in `submit`. Row i draws from (seed, i).
         """
         wanted = max_new_tokens
         if isinstance(wanted, int):

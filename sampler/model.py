@@ -61,10 +61,7 @@ def head_size(config) -> int:
 
 
 def gather_full(parameter: Tensor) -> Tensor:
-    """A parameter's values, gathered from all ranks where it is sharded.
-
-    Under FSDP2 every rank must call this.
-    """
+    """A parameter's values; where it is sharded (FSDP2) every rank must call this."""
     if hasattr(parameter, "full_tensor"):
         parameter = parameter.full_tensor()
     return parameter.detach()

@@ -184,8 +184,7 @@ class Scheduler:
     def lacks_slots(self) -> bool:
         """Whether a row would have to give way for another row's next token.
 
-        On CUDA the host is one step behind, and a row can only give way when the host knows all
-        its tokens. So the caller then reads the step that is under way before it plans the next.
+        A row can only do so when the host knows all its tokens.
         """
         return len(self._at_page_end()) > len(self.pages.free)
 

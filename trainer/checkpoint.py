@@ -10,6 +10,9 @@ mends that.
 A copy of the model that plays frozen roles lies in frozen/. A resumed run takes it for its start,
 and evaluations read it: what --model named may have changed by then, or be gone.
 
+Every rank must call what writes here, for shards are gathered; rank 0 writes. UserError on all
+ranks if the disk does not take it.
+
 Tests: `pytest tests/test_checkpoint.py tests/test_frozen.py tests/test_lora.py`.
 """
 
@@ -47,8 +50,7 @@ ONE_BEFORE = "remove that state to go on from the one before it"
 def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> None:
     """Writes state/step_N, points checkpoint/ at its model, removes old states.
 
-    Every rank must call it; rank 0 writes. UserError on all ranks, with the former states left
-    whole, if weights or moments are not finite or if the disk does not take the state.
+    UserError, with the former states left whole, if weights or moments are not finite.
     """
     if not all_finite(policy, optimizer):
         raise UserError(
@@ -121,9 +123,9 @@ def link_checkpoint(folder: Path) -> None:
 
 
 def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
-    """Puts a saved optimizer state back, sharded or not. UserError if the file does not fit.
+    """Puts a saved optimizer state back, sharded or not, on every rank. UserError if none fits.
 
-    Every rank must call it. The ranks of a machine share the file's pages.
+    The ranks of a machine share the file's pages.
     """
     try:
         moments = torch.load(
@@ -140,11 +142,7 @@ def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
 
 
 def keep_frozen(folder: Path, start: Path | str, tokenizer) -> None:
-    """Writes frozen/, a copy of the model that a run begins with. One that is there stays.
-
-    Every rank must call it; rank 0 writes. UserError on all ranks if the disk does not take it, or
-    if the start cannot be read.
-    """
+    """Writes frozen/, a copy of the model that a run begins with. One that is there stays."""
 
     def copy(path: Path) -> None:
         load_model(start, "cpu", dtype="auto").save_pretrained(path)
@@ -160,8 +158,7 @@ def keep_frozen(folder: Path, start: Path | str, tokenizer) -> None:
 def write_model(folder: Path, model, dtype: torch.dtype) -> str:
     """Writes the weights as a new folder below `folder`, for servers; returns its full path.
 
-    Every rank must call it; rank 0 writes. The newest two stay, since a server may still be reading
-    the former one. UserError on all ranks if the disk does not take it.
+    The newest two stay, since a server may still be reading the former one.
     """
     weights = {name: weight.to(dtype) for name, weight in merged_weights(model).items()}
 
@@ -179,10 +176,7 @@ def write_model(folder: Path, model, dtype: torch.dtype) -> str:
 
 
 def write_once(write: Callable, what: str):
-    """What `write` returns on rank 0, which alone calls it, on every rank.
-
-    UserError on all of them if the disk does not take it. `what` says what was to be done.
-    """
+    """What `write` returns on rank 0, which alone calls it; `what` says what was to be done."""
 
     def attempt():
         try:

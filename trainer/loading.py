@@ -3,11 +3,9 @@
 Packed training lays samples end to end and keeps them apart by attention alone (attention.py). That
 is exact where attention over all earlier tokens is the only thing that mixes tokens, and where the
 logits are plainly hidden states times LM head: Qwen2, Qwen3, Llama, and what is the same
-computation. A window, a recurrent or convolution layer, and capped or scaled logits are not.
-
-Any other causal model trains too: one sample a micro-batch, through its own forward and its own
-logits (policy.py). That needs no list of architectures, and is exact for each of them. What other
-engines leave out, this leaves out too: a router's auxiliary loss is no part of the objective.
+computation. Any other causal model trains too: one sample a micro-batch, through its own forward
+and its own logits (policy.py), which is exact for each of them. What other engines leave out, this
+leaves out too: a router's auxiliary loss is no part of the objective.
 
 Tests: `pytest tests/test_loading.py`.
 """

@@ -75,7 +75,7 @@ def step(model: str, out: Path, mode: str) -> None:
     after = [state["exp_avg"] for state in optimizer.state.values()]
     for one, other in zip(before, after, strict=True):
         assert torch.equal(part(one), part(other))
-    assert part(before[0]).any()
+    assert part(before[0]).any() or not part(before[0]).numel(), "some ranks hold nothing of it"
     numbers = {"loss": loss, "norm": norm, "gradients": gradients}
     weights = sampler.model.weights.items()
     numbers["sampler"] = {name: weight for name, weight in weights if weight is not None}
