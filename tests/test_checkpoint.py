@@ -125,9 +125,8 @@ def before_each_touch(patch, act):
         patch.setattr(holder, name, watched(getattr(holder, name)))
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["new step", "damaged step"])
 def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
-    again, run, tmp_path, monkeypatch
+    run, tmp_path, monkeypatch
 ):
     """The save is killed before its first touch, before its second, and so on.
 
@@ -137,9 +136,6 @@ def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
     def prepare(folder):
         save(folder, 0, run)
         save(folder, 1, run)
-        if again:
-            save(folder, 2, run)
-            (folder / "state" / "step_000002" / "state.json").unlink()
 
     prepare(tmp_path / "whole")
     touches = []
@@ -165,8 +161,7 @@ def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
                 save(folder, 2, run)
         step, _ = trainer.newest(folder)
         ends.append(step)
-        if not again:  # else checkpoint/ points at the damaged one until the new one stands
-            AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
+        AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
         newest = trainer.newest_model(folder).resolve()
         stale += (folder / "checkpoint").resolve() != newest
         trainer.link_checkpoint(folder)
@@ -177,7 +172,7 @@ def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
         assert [name for name in names(folder) if name[0] != "."] == ["step_000001", "step_000002"]
         shutil.rmtree(folder)
     assert ends == sorted(ends) and set(ends) == {1, 2}
-    assert stale or again, "a kill between the last rename and the link"
+    assert stale, "a kill between the last rename and the link"
 
 
 def test_everything_is_fsynced_before_the_state_gets_its_name(run, tmp_path, monkeypatch):

@@ -75,19 +75,15 @@ def test_only_adapters_are_trained_and_the_head_has_none():
     adapted = model("qwen2")
     before = {name: p.clone() for name, p in adapted.named_parameters()}
     trainer.add_adapters(adapted, RANK, seed=0)
-    policy = trainer.Policy(adapted, bf16=False)
-    optimizer = learn(policy)
-    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
-    assert {name.rpartition(".")[2] for name in trained} == {"lora_A", "lora_B"}
-    assert not any("head" in name or "embed" in name for name in trained)
+    optimizer = learn(trainer.Policy(adapted, bf16=False))
+    trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
     assert len(optimizer.param_groups[0]["params"]) == len(trained) == 2 * 2 * 7
+    assert all(".layers." in name for name in trained)
     for name, parameter in adapted.named_parameters():
         if name in before:
             assert torch.equal(parameter, before[name])
-            assert parameter.grad is None
         else:
-            assert parameter.dtype == torch.float32
-            assert parameter.any()
+            assert parameter.dtype == torch.float32 and parameter.any()
 
 
 def test_training_begins_at_the_model_itself():

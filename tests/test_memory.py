@@ -120,40 +120,23 @@ def peak_of_a_step(model, batch, **options) -> int:
     return live.peak
 
 
-def batch_of(count: int, given: int, sampled: int, capacity: int):
-    """One micro-batch of samples that are alike in their first `given` tokens."""
-    samples = []
-    for k in range(count):
-        sample = Sample("sys2", question_index=0, attempt=k, advantage=1.0)
-        sample.append_given([1] * given)
-        sample.append_sampled(Completion([k + 2] * sampled, [-6.0] * sampled, "stop"))
-        samples.append(sample)
-    weights = weigh(samples, {"sys2": count})
-    (batch,) = trainer.micro_batches(samples, weights, capacity, CPU)
-    return batch
-
-
 @pytest.mark.parametrize("kind, recompute", [("qwen3", False), ("qwen2", True)])
 def test_a_micro_batchs_peak_is_at_most_the_plans_and_not_far_below(kind, recompute):
     """2,000 tokens in samples of 100, of which all but the first carry loss."""
     model = new(kind)
-    batch = batch_of(20, given=1, sampled=100, capacity=2000)
+    samples = []
+    for k in range(20):
+        sample = Sample("sys2", question_index=0, attempt=k, advantage=1.0)
+        sample.append_given([1])
+        sample.append_sampled(Completion([k + 2] * 100, [-6.0] * 100, "stop"))
+        samples.append(sample)
+    (batch,) = trainer.micro_batches(samples, weigh(samples, {"sys2": 20}), 2000, CPU)
     peak = peak_of_a_step(model, batch, recompute_activations=recompute)
     options = {"recompute_activations": recompute}
     planned = parts_of(model, **options)["micro-batch"]
     assert 0.6 * planned < peak < planned
     longer = parts_of(model, 4000, **options)["micro-batch"]
     assert longer > 1.8 * planned, "the longest sample counts, not only the packed ones"
-
-
-def test_shared_prefixes_keep_no_more_than_the_plan_says():
-    """Seven samples of which 900 tokens are the same: 7,259 keys to 1,859 tokens."""
-    batch = batch_of(7, given=900, sampled=138, capacity=1860)
-    assert (batch.tokens.numel(), len(batch.keys.indices)) == (1859, 7259)
-    model = new("qwen3")
-    peak = peak_of_a_step(model, batch)
-    planned = parts_of(model, 1038, micro_tokens=1860)["micro-batch"]
-    assert 0.65 * planned < peak < planned
 
 
 # ---------------------------------------------------------------- Qwen3 on GPUs

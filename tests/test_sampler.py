@@ -342,19 +342,6 @@ def test_nan_raises_at_once(temperature):
         sampler.generate([[1, 2, 7, 4], [5, 6]], max_new_tokens=6, temperature=temperature)
 
 
-def test_what_a_page_held_before_reaches_nobody():
-    kind = "qwen3 grouped tied"
-    prompts = prompts_of()
-    expected = make(kind).generate(prompts, max_new_tokens=8, seed=3)
-    sampler = make(kind, prefill_chunk=5)
-    sampler.pool.fill_(math.nan)
-    for completion, other in zip(
-        sampler.generate(prompts, max_new_tokens=8, seed=3), expected, strict=True
-    ):
-        assert completion.tokens == other.tokens
-        assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-
-
 def test_who_gives_way_when_pages_run_out(monkeypatch):
     """Idle conversations first, then the newest request, and never the oldest one."""
     kind = "llama grouped"
