@@ -28,7 +28,6 @@ FAMILY = ("qwen2", "qwen3", "llama", "mistral", "smollm3")  # a config's model_t
 STRETCHED_ROPE = ("dynamic", "longrope")
 # On a CPU, packed weights are faster from about so many rows on.
 PACKED_ROWS = 8
-PACKED_TYPES = (torch.float32, torch.bfloat16)
 
 
 def unsupported(config) -> str | None:
@@ -108,6 +107,14 @@ def named_weights(model) -> Iterator[tuple[str, Tensor | None]]:
         for name, modules in products(layer).items():
             yield f"{i}.{name}", concat_weights(modules, "weight")
             yield f"{i}.{name}.bias", concat_weights(modules, "bias")
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has packed products of this type: of bf16 not on every processor."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bf16 or dtype == torch.float32
 
 
 # ---------------------------------------------------------------- the small operations on a CPU
@@ -230,7 +237,7 @@ class Model:
     def pack(self, name: str) -> None:
         """A copy of a matrix in the layout that oneDNN likes best for this processor."""
         weight = self.weights[name]
-        if torch.backends.mkldnn.is_available() and weight.dtype in PACKED_TYPES:
+        if can_pack(weight.dtype):
             rows_out = weight.t().contiguous()  # [out, in]
             self.packed[name] = torch.ops.mkldnn._reorder_linear_weight(rows_out)
 
