@@ -144,7 +144,13 @@ def build(
         device = machine.device if config.kl_beta else "cpu"
         first = trainer.load_model(frozen or start, device, dtype=machine.dtype)
     if config.server:
+<<<<<<< HEAD
         sampler = make_remote(config, outside["servers"], origin, model, machine)
+=======
+        sampler = make_remote(config, outside["servers"], model, machine)
+        path = Path(origin)
+        sampler.load_folder(str(path.resolve()) if path.exists() else str(origin))
+>>>>>>> e_samp
     else:
         sampler = make_sampler(config, model, machine)
     samplers = dict.fromkeys(method.roles, sampler)
@@ -188,13 +194,15 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
     """
     config = run.config
     if config.lora_rank:
-        for role in config.frozen():
-            if not config.fsdp:  # which would cut the sampler's copy up
-                run.samplers[role].alias_weights(model)
         trainer.add_adapters(model, config.lora_rank, config.seed)
         if state:
+<<<<<<< HEAD
             trainer.read_adapters(state[1] / "adapter", model)
         if state or config.server:
+=======
+            with advice(trainer.ONE_BEFORE):
+                trainer.read_adapters(state[1], model)
+>>>>>>> e_samp
             run.sampler.load_weights(model)
     policy = trainer.Policy(
         model, bf16=run.bf16, recompute_activations=config.recompute_activations

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 import kernels
 from sampler.plan import Batch, Run, shared_runs
@@ -37,6 +38,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor([0, 0], [], [], (1, 1))
 
+# torch 2.11 lacks this option. There keys and values are repeated for each head of the queries.
+VARLEN_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 # What F.scaled_dot_product_attention calls; this one also tells the logarithm of the softmax's sum.
 sdpa_with_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -275,29 +278,24 @@ def packed_plan(batch: Batch, page_size: int) -> tuple[Tensor, Tensor, Tensor, i
 
 def packed_attention(q, k_pages, v_pages, batch, scale):
     """One variable-length launch over the rows' gathered keys and values."""
-    from torch.nn.attention.varlen import varlen_attn
-
     if "packed" not in batch.cache:
         batch.cache["packed"] = packed_plan(batch, k_pages.shape[1])
-    slots, cu_queries, cu_keys, longest = batch.cache["packed"]
+    slots, *cu_seqlens, longest = batch.cache["packed"]
     keys = k_pages.flatten(0, 1)[slots]  # [keys, Hkv, Dh]
     values = v_pages.flatten(0, 1)[slots]
-    options = {"enable_gqa": True}
-    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
-        # torch 2.11 has no grouped heads here: the key heads are repeated.
-        repeats = q.shape[1] // keys.shape[1]
-        keys = keys.repeat_interleave(repeats, 1)
-        values = values.repeat_interleave(repeats, 1)
-        options = {}
-    return varlen_attn(
-        q,
-        keys,
-        values,
-        cu_queries,
-        cu_keys,
-        longest,
-        max(batch.spans),
-        scale=scale,
-        window_size=(-1, 0),  # every token before, and none after
-        **options,
-    )
+    return varlen(q, keys, values, (*cu_seqlens, longest, max(batch.spans)), scale)
+
+
+def varlen(q, k, v, bounds: tuple[Tensor, Tensor, int, int], scale) -> Tensor:
+    """Causal attention within sequences that lie end to end, on CUDA; q [T, Hq, Dh].
+
+    A sequence's last query sees all its keys. bounds: cu_seqlens of the queries and of the keys,
+    most queries in a sequence, most keys in a sequence.
+    """
+    options = {"scale": scale, "window_size": (-1, 0)}  # every token before, and none after
+    if VARLEN_GROUPS_HEADS:
+        return varlen_attn(q, k, v, *bounds, enable_gqa=True, **options)
+    heads_per_key = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(heads_per_key, 1)
+    v = v.repeat_interleave(heads_per_key, 1)
+    return varlen_attn(q, k, v, *bounds, **options)

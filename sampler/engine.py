@@ -39,7 +39,7 @@ from sampler.draws import Buffers, greedy, hashed, sample_token, uniform
 from sampler.graphs import Graphs
 from sampler.model import Model
 from sampler.plan import Batch, Copies, Decode, Plan, kernel_runs, to_device
-from sampler.request import Completion, Conversation, Request, make_request
+from sampler.request import Completion, Conversation, Request, check
 from sampler.scheduler import Scheduler
 
 
@@ -95,11 +95,6 @@ class Sampler:
             prefill_chunk = 8192 if cuda else 512
         if dtype is None:
             dtype = torch.bfloat16 if cuda else parameter.dtype
-        if max_tokens < page_size:
-            raise ValueError(
-                f"max_tokens ({max_tokens}) is smaller than one page of {page_size}; "
-                "raise max_tokens"
-            )
         self.model = Model(model, dtype, self.device)
         self.scheduler = Scheduler(
             pages=max_tokens // page_size,
@@ -122,8 +117,7 @@ class Sampler:
         self.overlap = cuda if overlap is None else overlap
         self.graphs = None
         if buckets or (buckets is None and cuda):
-            with self._full_precision():
-                self.graphs = Graphs(self.model, self.pool, max_sequences)
+            self.graphs = Graphs(self.model, self.pool, max_sequences)
         self.buffers = Buffers()
         self.steps = 0
         self.unread: Unread | None = None
@@ -160,32 +154,20 @@ class Sampler:
         temperature 0 is greedy. The t-th new token's draw depends on (seed, t) only. ValueError
         for what cannot be done; nothing has changed then.
         """
-        request = make_request(
-            conversation,
-            tokens,
-            vocabulary=self.model.vocabulary,
-            pool=self.pages.count * self.pages.size,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            stop_ids=stop_ids,
-            seed=seed,
-        )
+        given, stops = list(tokens), frozenset(stop_ids)
+        request = Request(conversation, given, max_new_tokens, temperature, top_p, stops, seed)
+        check(request, self.model.vocabulary, self.pages.count * self.pages.size)
         self.scheduler.submit(request)
         return request
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Some prefill, then one new token for every ready row. Returns the finished requests.
-
-        FloatingPointError if the model's logits are no numbers.
-        """
+        """Some prefill, then one new token for every ready row. Returns the finished requests."""
         self.steps += 1
         if self.unread is not None and self.scheduler.lacks_slots():
             self._postprocess()  # who gives way must have all its tokens on the host
         plan = self.scheduler.schedule(unread=self.unread is not None)
-        with self._full_precision():
-            unread = self._run(plan)
+        unread = self._run(plan)
         self._postprocess()  # of the step before, while the device computes this one
         self.unread = unread
         if not self.overlap:
@@ -194,10 +176,7 @@ class Sampler:
         return self.scheduler.hand_out()
 
     def close(self, conversation: Conversation) -> None:
-        """Gives a conversation's pages back; its open request, if any, ends with an error.
-
-        Closing twice is allowed.
-        """
+        """Gives a conversation's pages back; its open request, if any, ends with an error."""
         self.scheduler.close(conversation)
 
     def load_weights(self, model) -> None:
@@ -209,18 +188,7 @@ class Sampler:
         self.scheduler.release_all()
         self.model.load(model)
 
-    def alias_weights(self, model) -> None:
-        """Frees the memory of the model's matrices: they become views of the sampler's copy.
-
-        For a model of the same weights, which nobody may change from now on.
-        """
-        self.model.alias_weights(model)
-
     # ---- one step
-
-    def _full_precision(self) -> torch.autocast:
-        """A caller's autocast would round the model's products."""
-        return torch.autocast(self.device.type, enabled=False)
 
     def _run(self, plan: Plan) -> Unread | None:
         self._copy_pages(plan.copies)
@@ -299,30 +267,20 @@ class Sampler:
         prompts: list[list[int]],
         *,
         max_new_tokens: int | list[int],
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        stop_ids=(),
         seed: int = 0,
+        **options,
     ) -> list[Completion]:
         """Answers to `prompts`, in order. max_new_tokens: one number, or a list of one per prompt.
 
-        Row i draws from (seed, i). For a sampler that nobody else uses meanwhile.
+        options: temperature, top_p and stop_ids, as in `submit`. Row i draws from (seed, i).
         """
         wanted = max_new_tokens
         if isinstance(wanted, int):
             wanted = [wanted] * len(prompts)
         requests = []
         for i, (prompt, new) in enumerate(zip(prompts, wanted, strict=True)):
-            request = self.submit(
-                self.open(),
-                prompt,
-                max_new_tokens=new,
-                temperature=temperature,
-                top_p=top_p,
-                stop_ids=stop_ids,
-                seed=hashed(seed, i),
-            )
-            requests.append(request)
+            given = {"max_new_tokens": new, "seed": hashed(seed, i), **options}
+            requests.append(self.submit(self.open(), prompt, **given))
         while self.busy:
             for request in self.step():
                 self.close(request.conversation)

@@ -24,40 +24,32 @@ from sampler.attention import attention, cache_dtype, store
 from sampler.plan import Batch
 
 FAMILY = ("qwen2", "qwen3", "llama", "mistral", "smollm3")  # a config's model_type
-# The rotations whose inverse frequencies do not depend on a row's length.
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+# The rotations whose inverse frequencies depend on a row's length.
+STRETCHED_ROPE = ("dynamic", "longrope")
 # On a CPU, packed weights are faster from about so many rows on.
 PACKED_ROWS = 8
 
 
 def unsupported(config) -> str | None:
     """Why `Model` would be wrong for models of this transformers config; None where it is right."""
+    size = head_size(config)
+    if not size & (size - 1):
+        return stranger(config)
+    return f"head size {size}, no power of two"
+
+
+def stranger(config) -> str | None:
+    """What sets a model apart from the family; None for one of it.
+
+    A window of attention, or rotary angles that depend on how long a row is, would tell a sample
+    that is packed beside others, or resumed from pages, from one alone.
+    """
     if config.model_type not in FAMILY:
         return f"architecture {config.model_type}"
-    if config.hidden_act not in ("silu", "swish"):
-        return f"activation {config.hidden_act}"
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None and getattr(config, "sliding_window", None):
+    if getattr(config, "sliding_window", None) is not None:
         return "a sliding window"
-    if any(kind != "full_attention" for kind in kinds or ()):
-        return "a sliding window"
-    rope = config.rope_parameters.get("rope_type", "default")
-    if rope not in STATIC_ROPE:
-        return f"rope type {rope}"
-    if head_size(config) & (head_size(config) - 1):
-        return f"head size {head_size(config)}, no power of two"
-    if getattr(config, "quantization_config", None):
-        return "quantised weights"
-    return None
-
-
-def packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs weights of this type on this processor."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()  # not with AVX2 alone
-    return dtype == torch.float32
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    return f"rope type {rope}" if rope in STRETCHED_ROPE else None
 
 
 def head_size(config) -> int:
@@ -68,10 +60,7 @@ def head_size(config) -> int:
 
 
 def gather_full(parameter: Tensor) -> Tensor:
-    """A parameter's values, gathered from all ranks where it is sharded.
-
-    Under FSDP2 every rank must call this.
-    """
+    """A parameter's values; where it is sharded (FSDP2) every rank must call this."""
     if hasattr(parameter, "full_tensor"):
         parameter = parameter.full_tensor()
     return parameter.detach()
@@ -82,13 +71,6 @@ def whole(module: nn.Module, kind: str) -> Tensor:
     if kind == "weight" and hasattr(module, "merged_weight"):  # trainer/lora.py
         return module.merged_weight()
     return gather_full(getattr(module, kind))
-
-
-def alias(module: nn.Module, copied: Tensor) -> None:
-    """A module's weight becomes its copy, unless that is of another type or device."""
-    weight = module.weight
-    if (weight.dtype, weight.device) == (copied.dtype, copied.device):
-        weight.data = copied
 
 
 def concat_weights(modules: list[nn.Linear], kind: str) -> Tensor | None:
@@ -125,6 +107,14 @@ def named_weights(model) -> Iterator[tuple[str, Tensor | None]]:
         for name, modules in products(layer).items():
             yield f"{i}.{name}", concat_weights(modules, "weight")
             yield f"{i}.{name}.bias", concat_weights(modules, "bias")
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has packed products of this type: of bf16 not on every processor."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bf16 or dtype == torch.float32
 
 
 # ---------------------------------------------------------------- the small operations on a CPU
@@ -235,18 +225,6 @@ class Model:
             if matrix and not cuda:
                 self.pack(name)
 
-    def alias_weights(self, model) -> None:
-        """Makes the model's matrices views of this copy's, so that they are in memory once."""
-        alias(model.model.embed_tokens, self.weights["embed"])
-        if not self.tied:
-            alias(model.lm_head, self.weights["head"].t())
-        for i, layer in enumerate(model.model.layers):
-            for name, modules in products(layer).items():
-                rows = self.weights[f"{i}.{name}"].t()  # [out, in]
-                parts = rows.split([module.out_features for module in modules])
-                for module, part in zip(modules, parts, strict=True):
-                    alias(module, part)
-
     def type_of(self, name: str) -> torch.dtype:
         """The type in which a weight is kept."""
         if name == "inv_freq":
@@ -259,7 +237,7 @@ class Model:
     def pack(self, name: str) -> None:
         """A copy of a matrix in the layout that oneDNN likes best for this processor."""
         weight = self.weights[name]
-        if packs(weight.dtype):
+        if can_pack(weight.dtype):
             rows_out = weight.t().contiguous()  # [out, in]
             self.packed[name] = torch.ops.mkldnn._reorder_linear_weight(rows_out)
 

@@ -1,4 +1,4 @@
-"""What the sampler is asked and what it answers. Test: pytest tests/test_sampler.py -k refused"""
+"""What the sampler is asked, and what it answers. Test: pytest tests/test_sampler.py -k refused"""
 
 import itertools
 from dataclasses import dataclass, field
@@ -60,10 +60,10 @@ class Request:
     conversation: Conversation
     given: list[int]
     max_new_tokens: int
-    temperature: float
-    top_p: float
-    stop_ids: frozenset[int]
-    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop_ids: frozenset[int] = frozenset()
+    seed: int = 0
     number: int = -1
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -85,45 +85,26 @@ class Request:
         return ""
 
 
-def make_request(
-    conversation: Conversation,
-    tokens: list[int],
-    *,
-    vocabulary: int,
-    pool: int,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    stop_ids,
-    seed: int,
-) -> Request:
-    """A checked request; the conversation is only looked at. ValueError for what cannot be done.
+def check(request: Request, vocabulary: int, pool: int) -> None:
+    """ValueError for what cannot be done.
 
     vocabulary: tokens that the model knows. pool: tokens that a conversation may have.
     """
-    if conversation.closed:
-        raise ValueError("the conversation is closed")
-    if conversation.request is not None:
-        raise ValueError("the conversation has an open request")
-    if not tokens:
-        raise ValueError("tokens is empty; a request needs at least one token")
-    for token in (min(tokens), max(tokens)):
-        if not 0 <= token < vocabulary:
-            raise ValueError(f"token id {token} is outside the model's vocabulary of {vocabulary}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-    context = len(conversation.tokens) + len(tokens)
-    if context + max_new_tokens - 1 > pool:  # the newest token needs no slot
+    conversation = request.conversation
+    if conversation.closed or conversation.request:
+        raise ValueError("the conversation is closed, or has an open request")
+    if not request.given or not 0 <= min(request.given) <= max(request.given) < vocabulary:
+        raise ValueError(f"tokens must be at least one id, each from 0 to {vocabulary - 1}")
+    cold = request.temperature != 0 and not COLDEST <= request.temperature <= HOTTEST
+    if cold or request.max_new_tokens < 1 or not SMALLEST_TOP_P <= request.top_p <= 1:
         raise ValueError(
-            f"{context} tokens and {max_new_tokens} new ones can never fit the KV pool of {pool} "
-            "tokens; raise max_tokens or ask for less"
+            f"max_new_tokens {request.max_new_tokens}, temperature {request.temperature} and top_p "
+            f"{request.top_p} must be at least 1, 0 (greedy) or {COLDEST:g} to {HOTTEST:g}, and "
+            f"{SMALLEST_TOP_P:g} to 1"
         )
-    if temperature != 0 and not COLDEST <= temperature <= HOTTEST:
+    context = len(conversation.tokens) + len(request.given)
+    if context + request.max_new_tokens - 1 > pool:  # the newest token needs no slot
         raise ValueError(
-            f"temperature must be 0 (greedy) or from {COLDEST:g} to {HOTTEST:g}, not {temperature}"
+            f"{context} tokens and {request.max_new_tokens} new ones can never fit the KV pool of "
+            f"{pool} tokens; raise max_tokens or ask for less"
         )
-    if not SMALLEST_TOP_P <= top_p <= 1:
-        raise ValueError(f"top_p must be from {SMALLEST_TOP_P:g} to 1, not {top_p}")
-    return Request(
-        conversation, list(tokens), max_new_tokens, temperature, top_p, frozenset(stop_ids), seed
-    )

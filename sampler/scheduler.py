@@ -39,11 +39,7 @@ age_of = attrgetter("age")
 
 
 class Scheduler:
-    """Hands out rows and pages; see the head of this file.
-
-    prefill_chunk: tokens prefilled in one step at most, so that a long prompt does not starve the
-    rows that decode.
-    """
+    """Hands out rows and pages; see the head of this file."""
 
     def __init__(self, *, pages: int, page_size: int, max_sequences: int, prefill_chunk: int):
         self.pages = Pages(pages, page_size)
@@ -76,7 +72,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def close(self, conversation: Conversation) -> None:
-        """Gives its pages back; its open request ends with an error. Closing twice is allowed."""
+        """See Sampler.close."""
         conversation.closed = True
         if conversation not in self.live:
             return
@@ -156,8 +152,7 @@ class Scheduler:
     def _make_room(self, conversation: Conversation, unread: bool) -> bool:
         """Preempts the youngest idle conversation other than this one.
 
-        False, and this one must wait, if there is none or tokens under way may free pages first:
-        on CUDA the host reads a step's tokens only after it has planned the next one.
+        False, and this one must wait, if there is none or tokens under way may free pages first.
         """
         if unread and not self.prefilling and not self.decoding:
             return False  # the tokens that are under way may end their requests
@@ -189,8 +184,7 @@ class Scheduler:
     def lacks_slots(self) -> bool:
         """Whether a row would have to give way for another row's next token.
 
-        On CUDA the host is one step behind, and a row can only give way when the host knows all
-        its tokens. So the caller then reads the step that is under way before it plans the next.
+        A row can only do so when the host knows all its tokens.
         """
         return len(self._at_page_end()) > len(self.pages.free)
 
@@ -279,21 +273,12 @@ class Scheduler:
         rows = decode.rows
         state.length[rows] += 1
         state.drawn[rows] += 1
-        if (state.drawn[rows] == state.wanted[rows]).any():
-            self._move_ending()
+        last = np.flatnonzero(state.drawn[rows] == state.wanted[rows])
+        if len(last):
+            self.ending += [decode.requests[i] for i in last]
+            self.decoding = [r for r in self.decoding if state.drawn[r.row] < r.max_new_tokens]
         self.stats["decoded_tokens"] += len(rows)
         return decode
-
-    def _move_ending(self) -> None:
-        """Rows that have drawn all their tokens leave the decoding ones."""
-        drawn = self.rows.drawn
-        decoding = self.decoding
-        self.decoding = []
-        for request in decoding:
-            if drawn[request.row] == request.max_new_tokens:
-                self.ending.append(request)
-            else:
-                self.decoding.append(request)
 
     # ---- postprocess
 

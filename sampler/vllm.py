@@ -3,13 +3,12 @@
 A conversation lives here as token ids. Each request sends all of them and gets ids and log-probs
 back, never text, so a server holds nothing that could be lost: its prefix cache only spares work.
 
-New weights go by way of a folder that the servers can read: a model, or LoRA adapters beside the
-model that the server was started with. vLLM's answer to a reload is not enough: it takes a model of
-another shape without a word. So a load counts when the version that we give it last reads back, and
-the server's log-probs of a fixed prompt, the probe, are those of our own weights. An answer counts
-only if its server held one and the same load throughout: one that was started anew, with the
-weights of its start, is noticed at its first answer and loads again. All else that can be wrong
-with a distribution is found in each step's batch (--max_mismatch_kl).
+New weights go by way of a folder that the servers can read. vLLM takes a model of another shape
+without a word. So a load counts when the server's log-probs of a fixed prompt, the probe, are those
+of our own weights. A server is told a version of its own for each load, and an answer counts only
+if it holds that version afterwards: one that was started anew, with the weights of its start, is
+noticed at its first answer and loads again. All else that can be wrong with a distribution is found
+in each step's batch (--max_mismatch_kl).
 
 Whatever goes wrong (a server that is lost or slow, 429, 5xx, an answer that does not hold what was
 asked for) is asked again, of the next server. Then `Lost` ends this trajectory and no other.
@@ -27,7 +26,6 @@ import itertools
 import queue
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +36,6 @@ from sampler.request import Completion, Conversation, Lost, Request
 
 PAUSE = 0.5  # seconds before what has failed is asked again
 LEAST, SLACK = -1e6, 1e-3  # a log-prob lies between them: bf16 rounds, also to above 0
-PREFIX = "mars-"  # of the versions of all runs' weights
 
 
 @dataclass
@@ -48,21 +45,21 @@ class Refused(Exception):
     status: int
     text: str
 
+    @property
+    def final(self) -> bool:
+        """Whether the server has understood what was asked, and refused it for good."""
+        return 400 <= self.status < 500 and self.status not in (408, 429)
+
 
 @dataclass(eq=False)
 class Server:
-    """`vllm serve` with VLLM_SERVER_DEV_MODE=1 (run here: 0.32). Exceptions: see `reason`.
-
-    adapters: new weights are LoRA adapters, each of which has its version as its name.
-    """
+    """`vllm serve` with VLLM_SERVER_DEV_MODE=1 (run here: 0.32). Exceptions: see `reason`."""
 
     url: str
     client: Any  # an httpx2.Client
-    adapters: bool = False
     model: str = ""  # what it calls its model
     positions: int = 0  # tokens of its longest context, the answer included
     version: str = ""  # of the weights that it held when it was last asked; empty: ask
-    ours: bool = False  # it has held weights of this run
     loading: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, path: str, body: dict | None = None):
@@ -77,10 +74,25 @@ class Server:
         """The version of the weights that it holds now."""
         return str(self.send("/weight_info").json()["weight_version"])
 
-    def complete(self, version: str, prompt: list[int], **options) -> dict:
+    def load(self, folder: str) -> None:
+        """Loads the weights in a folder."""
+        self.send("/pause?mode=wait", {})
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        results = self.send("/collective_rpc", reload).json()["results"]
+        if not isinstance(results, list):
+            raise ValueError(f"it answers a reload with {results!r}")
+        self.send("/reset_prefix_cache", {})
+        self.send("/resume", {})
+        # Last, so that a load which was cut short is not taken for whole. Each load has a version
+        # of its own, so what was sampled before it is told from what was sampled after it.
+        version = f"{folder}@{time.time_ns()}"
+        self.send("/update_weight_version", {"new_version": version})
+        self.version = version
+
+    def complete(self, prompt: list[int], **options) -> dict:
         """What follows a prompt. The model's generation_config fills all that a request omits."""
         fixed = {
-            "model": version if self.adapters else self.model,
+            "model": self.model,
             "prompt": prompt,
             "top_k": -1,
             "min_p": 0.0,
@@ -94,53 +106,32 @@ class Server:
             raise ValueError("the answer is one to another request")
         return choice
 
-    def score(self, version: str, tokens: list[int]) -> list[float]:
+    def score(self, tokens: list[int]) -> list[float]:
         """Log-probs of tokens[1:], each given those before it."""
-        choice = self.complete(version, tokens, max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        choice = self.complete(tokens, max_tokens=1, temperature=0.0, prompt_logprobs=0)
         told = choice["prompt_logprobs"]  # [None, {"17": {"logprob": -1.5, …}}, …]
         return [at[str(token)]["logprob"] for at, token in zip(told[1:], tokens[1:], strict=True)]
 
-    def load(self, folder: str, version: str) -> None:
-        """Loads the weights in `folder`, and calls them `version`."""
-        self.send("/pause?mode=wait", {})
-        if self.adapters:
-            self.send("/v1/load_lora_adapter", {"lora_name": version, "lora_path": folder})
-            with contextlib.suppress(Refused):  # one that was just started has none
-                self.send("/v1/unload_lora_adapter", {"lora_name": self.version})
-        else:
-            reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-            results = self.send("/collective_rpc", reload).json()["results"]
-            if not isinstance(results, list):
-                raise ValueError(f"it answers a reload with {results!r}")
-        self.send("/reset_prefix_cache", {})
-        self.send("/resume", {})
-        # Last, so that a load which was cut short, also before it resumed, is not taken for whole.
-        self.send("/update_weight_version", {"new_version": version})
-        if (after := self.held()) != version:
-            raise ValueError(f"it holds {after!r} after loading {version!r}")
 
-
-def connect(urls: list[str], seconds: float, *, adapters: bool = False) -> list[Server]:
+def connect(urls: list[str], seconds: float) -> list[Server]:
     """The servers at these URLs. UserError for what is none. seconds: the limit of one exchange.
 
     Exchanges obey the environment's proxies.
     """
-    if not urls:
-        raise UserError("--server names no URL: give http://host:port, or several by commas")
     import httpx2  # here, so that a run without servers does not need it
 
     client = httpx2.Client(timeout=seconds, limits=httpx2.Limits())  # no limit: see Remote.parallel
-    servers = {}  # by URL, each once
+    servers = []
     for url in urls:
         url = url.strip().rstrip("/").removesuffix("/v1")
         try:
-            server = Server(url, client, adapters)
+            server = Server(url, client)
             card = server.send("/v1/models").json()["data"][0]
             server.model, server.positions = card["id"], int(card["max_model_len"])
         except Exception as error:  # whatever listens there may answer anything
             raise UserError(f"--server {url} is no vLLM server: {reason(error)}") from None
-        servers[url] = server
-    return list(servers.values())
+        servers.append(server)
+    return servers
 
 
 @dataclass(eq=False)
@@ -157,10 +148,8 @@ class Remote:
     score: Callable[[list[int]], list[float]]
     tolerance: float  # nats between the two sides' log-probs of the probe, in the mean, at most
 
-    name: str = ""  # of this run, in the versions of its weights
     folder: str = ""  # the weights that are to be sampled with
     expected: list[float] = field(default_factory=list)  # their log-probs of the probe
-    rounds: int = 0  # of new weights so far
     stats: dict[str, int] = field(default_factory=dict)
     conversations: set[Conversation] = field(default_factory=set)  # open ones
     requests: set[Request] = field(default_factory=set)  # open ones
@@ -197,34 +186,22 @@ class Remote:
 
     def close(self, conversation: Conversation) -> None:
         """Ends a conversation; its open request, if any, ends with an error."""
-        conversation.closed = True
         self.conversations.discard(conversation)
         if request := conversation.request:
             request.error = "the conversation was closed"
             self.requests.discard(request)
             conversation.request = None
 
-    def submit(
-        self,
-        conversation: Conversation,
-        tokens: list[int],
-        *,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        stop_ids=(),
-        seed: int = 0,
-    ) -> Request:
+    def submit(self, conversation: Conversation, tokens: list[int], **options) -> Request:
         """Appends `tokens` to the conversation and asks for an answer; see Sampler.submit."""
-        context = conversation.tokens + list(tokens)
+        request = Request(conversation, list(tokens), **options)
+        context = conversation.tokens + request.given
         # Unlike our own sampler's pool, a server's limit counts the last token too.
-        if len(context) + max_new_tokens > self.positions:
+        if len(context) + request.max_new_tokens > self.positions:
             raise ValueError(
-                f"{len(context)} tokens and {max_new_tokens} new ones pass the servers' limit of "
-                f"{self.positions} (vLLM: --max-model-len)"
+                f"{len(context)} tokens and {request.max_new_tokens} new ones pass the servers' "
+                f"limit of {self.positions} (vLLM: --max-model-len)"
             )
-        given, stops = list(tokens), frozenset(stop_ids)
-        request = Request(conversation, given, max_new_tokens, temperature, top_p, stops, seed)
         conversation.tokens = context
         conversation.request = request
         self.requests.add(request)
@@ -274,9 +251,7 @@ class Remote:
         UserError, on all ranks, if a server refuses it, or holds something else afterwards, or if
         none has loaded it in time.
         """
-        self.name = self.name or from_first_rank(f"{PREFIX}{uuid.uuid4().hex}")
         self.folder = folder
-        self.rounds += 1
         self.expected = self.score(self.probe)
         problem = from_first_rank(self._load_all() if is_first() else None)
         if problem:
@@ -287,12 +262,12 @@ class Remote:
         end = time.monotonic() + self.seconds
         while True:
             with concurrent.futures.ThreadPoolExecutor(len(self.servers)) as threads:
-                loads = [threads.submit(self._bring, server) for server in self.servers]
+                loads = [threads.submit(self._bring, server, True) for server in self.servers]
             errors = [load.exception() for load in loads]
             for error in errors:
                 if isinstance(error, UserError):
                     return str(error)
-            refused = any(map(is_refusal, errors))
+            refused = any(isinstance(error, Refused) and error.final for error in errors)
             if None in errors and not refused:
                 return None
             if refused or time.monotonic() > end:
@@ -305,34 +280,19 @@ class Remote:
             "(docs/engines.md says how they are started), then --resume"
         )
 
-    def _bring(self, server: Server) -> str:
-        """The version that a server holds, once it is one of the current weights.
-
-        Every load has a version of its own. So a sample that was drawn before a load is told from
-        one that was drawn after it, also when both loads were of the same weights.
-        """
-        current = f"{self.name}.{self.rounds}."
+    def _bring(self, server: Server, anew: bool = False) -> str:
+        """The version of the current weights that a server holds; loads them if it has others."""
         with server.loading:
-            if not server.version.startswith(current):
+            if not anew and not server.version.startswith(f"{self.folder}@"):
                 server.version = server.held()
-            if not server.version.startswith(current):
-                # Each of two runs would undo the other's loads, for as long as both try.
-                others = server.version.startswith(PREFIX) and self.name not in server.version
-                if server.ours and others:
-                    raise UserError(
-                        f"another run loads its weights into {server.url}: give each run servers "
-                        "of its own, then --resume"
-                    )
-                version = f"{current}{uuid.uuid4().hex}"
-                server.load(self.folder, version)
-                self._check(server, version)
-                server.version = version
-            server.ours = True
+            if anew or not server.version.startswith(f"{self.folder}@"):
+                server.load(self.folder)
+                self._check(server)
             return server.version
 
-    def _check(self, server: Server, version: str) -> None:
+    def _check(self, server: Server) -> None:
         """UserError unless a server that has loaded gives the probe our own weights' log-probs."""
-        pairs = zip(server.score(version, self.probe), self.expected, strict=True)
+        pairs = zip(server.score(self.probe), self.expected, strict=True)
         mean = sum(abs(theirs - ours) for theirs, ours in pairs) / len(self.expected)
         if not mean <= self.tolerance:
             raise UserError(
@@ -361,10 +321,12 @@ class Remote:
             server = self.servers[(request.conversation.age + attempt) % len(self.servers)]
             try:
                 return self._ask(server, request, context)
-            except (Lost, UserError):
+            except UserError:
                 raise
             except Exception as error:  # whatever a server sends reaches the parsers
                 why = f"{server.url}: {reason(error)}"
+                if isinstance(error, Refused) and error.final:
+                    raise Lost(why) from None
             server.version = ""  # it may have been started anew
             if request.done or attempt and time.monotonic() > end:
                 raise Lost(f"no answer within {self.seconds:g} seconds ({why})")
@@ -373,22 +335,16 @@ class Remote:
     def _ask(self, server: Server, request: Request, context: list[int]) -> Completion:
         """One try, which counts only if the server held the same current weights throughout."""
         version = self._bring(server)
-        options = {
-            "max_tokens": request.max_new_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "seed": request.seed,
-            "stop_token_ids": sorted(request.stop_ids),
-        }
-        try:
-            choice = server.complete(version, context, **options)
-        except Refused as error:
-            # A server that was started anew has no adapters yet, and refuses. Its version tells.
-            if is_refusal(error) and server.held() == version:
-                raise Lost(f"{server.url}: {reason(error)}") from None
-            raise
-        if (after := server.held()) != version:
-            raise ValueError(f"it sampled with the weights {after!r} and not {version!r}")
+        choice = server.complete(
+            context,
+            max_tokens=request.max_new_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            seed=request.seed,
+            stop_token_ids=sorted(request.stop_ids),
+        )
+        if server.held() != version:
+            raise ValueError("it sampled with other weights than the run's")
         return read_answer(choice, request, self.vocabulary, server.url)
 
 
@@ -404,12 +360,6 @@ def read_answer(choice: dict, request: Request, vocabulary: int, url: str) -> Co
     if not stops and len(tokens) == request.max_new_tokens:
         return Completion(tokens, logprobs, "length", url)
     raise ValueError(f"{len(tokens)} tokens, which end at no stop token of ours nor at the limit")
-
-
-def is_refusal(error: BaseException | None) -> bool:
-    """Whether a server has understood what was asked, and refused it for good."""
-    refused = isinstance(error, Refused) and 400 <= error.status < 500
-    return refused and error.status not in (408, 429)
 
 
 def reason(error: BaseException) -> str:

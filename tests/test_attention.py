@@ -16,7 +16,7 @@ from mutants import load_mutant
 import kernels
 from kernels.paged_attention import LEVELS, reference, triton_paged_attention
 from sampler import Sampler, attention, plan
-from sampler.plan import Batch, kernel_runs, shared_runs
+from sampler.plan import Batch, kernel_runs
 
 # The package `kernels` exports a function under the name of this module.
 paged_attention = importlib.import_module("kernels.paged_attention")
@@ -87,36 +87,6 @@ def test_the_cascade_is_plain_attention(seed, count, page_size, heads, worth, pa
         assert error_of(again) < 1e-12
 
 
-@given(seed=st.integers(0, 10**6), count=st.integers(1, 20), least=st.sampled_from([1, 3, 9]))
-@settings(max_examples=100)
-def test_runs_are_a_tree_and_save_what_they_promise(seed, count, least):
-    """A row's runs follow one another from its first page; equal pages only are shared."""
-    table, lengths = random_tree(seed, count, PAGE)
-    runs = shared_runs(table, least)
-    for run in runs:
-        shared = table[run.begin : run.end, run.first : run.last]
-        assert (shared == shared[0]).all()
-        assert (len(shared) - 1) * shared.shape[1] >= least
-    for row, length in enumerate(lengths):
-        own = [run for run in runs if run.begin <= row < run.end]
-        assert [run.level for run in own] == list(range(len(own)))
-        bounds = [0] + [run.last for run in own]
-        assert [run.first for run in own] == bounds[:-1]
-        assert bounds[-1] * PAGE < length, "the newest token is the row's own"
-
-
-def test_nested_prefixes_are_read_once():
-    """A prompt of eight rows and a turn of three of them: two runs, and the reads that are left."""
-    prompt = list(range(10))
-    turn = [20, 21, 22]
-    table = [prompt + turn + [30 + i] for i in range(3)] + [
-        prompt + [40 + i, 0, 0, 0] for i in range(5)
-    ]
-    outer, inner = shared_runs(np.array(table), 1)
-    assert (outer.begin, outer.end, outer.first, outer.last, outer.level) == (0, 8, 0, 10, 0)
-    assert (inner.begin, inner.end, inner.first, inner.last, inner.level) == (0, 3, 10, 13, 1)
-
-
 def test_large_scores():
     """Scores of ±10⁴: without the maximum the exponentials overflow."""
     *case, _ = decode_case(5, 8, PAGE, 4, 2)
@@ -126,13 +96,14 @@ def test_large_scores():
 @pytest.mark.parametrize("gqa", [True, False], ids=["torch 2.13", "torch 2.11"])
 def test_varlen_prefill_passes_the_right_bounds(monkeypatch, gqa):
     """The CUDA prefill, with a loop in place of varlen_attn, against the row-wise form."""
-    import torch.nn.attention.varlen as varlen
 
-    def attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size):
+    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+        assert window_size == (-1, 0) and enable_gqa == gqa
+        assert gqa or k.shape == v.shape == (len(k), *q.shape[1:])
         out = []
         for i in range(len(cu_q) - 1):
             (a, b), (c, d) = cu_q[i : i + 2].tolist(), cu_k[i : i + 2].tolist()
-            assert b - a <= max_q and d - c <= max_k and window_size == (-1, 0)
+            assert b - a <= max_q and d - c <= max_k
             mask = torch.arange(d - c) <= torch.arange(d - c - (b - a), d - c)[:, None]
             row = F.scaled_dot_product_attention(
                 *(x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])),
@@ -143,27 +114,8 @@ def test_varlen_prefill_passes_the_right_bounds(monkeypatch, gqa):
             out.append(row[0].transpose(0, 1))
         return torch.cat(out)
 
-    def new(
-        query,
-        key,
-        value,
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
-        *,
-        scale=None,
-        window_size=(-1, -1),
-        enable_gqa=False,
-    ):
-        assert enable_gqa
-        return attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
-
-    def old(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-        assert key.shape[1] == query.shape[1]
-        return attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
-
-    monkeypatch.setattr(varlen, "varlen_attn", new if gqa else old)
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(attention, "VARLEN_GROUPS_HEADS", gqa)
     k_pages, v_pages = torch.randn(2, 24, PAGE, 2, 16)
     table = torch.stack([torch.randperm(24)[:5] for _ in range(3)]).int()
     lengths = torch.tensor([17, 9, 4], dtype=torch.int32)
@@ -271,23 +223,13 @@ def test_mutants_of_the_runs_are_caught(name, tmp_path, monkeypatch):
 
 @needs_triton
 def test_a_sampler_on_the_kernels_chooses_the_same_tokens(monkeypatch):
-    """Groups of a shared prompt, a second turn, and padded batches; all kernels are Triton's."""
+    """Groups of a shared prompt, and padded batches; all kernels are Triton's."""
     model = tiny.model("qwen3")
     prompts = [[i, *range(12)] for i in (1, 1, 2, 2)]
 
     def answers():
         sampler = Sampler(model, max_tokens=400, page_size=4, buckets=True, max_sequences=6)
-        talks = [sampler.open() for _ in prompts]
-        given = prompts
-        for _ in range(2):
-            requests = [
-                sampler.submit(talk, tokens, max_new_tokens=2, seed=seed)
-                for seed, (talk, tokens) in enumerate(zip(talks, given, strict=True))
-            ]
-            while sampler.busy:
-                sampler.step()
-            given = [[5, 6]] * len(prompts)
-        return [request.completion for request in requests]
+        return sampler.generate(prompts, max_new_tokens=2)
 
     plain = answers()
     monkeypatch.setenv("MARS_KERNELS", "triton")

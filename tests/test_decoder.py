@@ -10,7 +10,6 @@ from helpers.tiny import CPU, SHAPE, config_of, lively
 import kernels
 from sampler import Sampler, graphs
 from sampler import model as own
-from sampler.attention import packed_plan
 from sampler.graphs import Graphs
 from sampler.model import PACKED_ROWS, Model, unsupported
 from sampler.plan import Batch
@@ -21,14 +20,11 @@ DYNAMIC = dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "fact
 WINDOWS = dict(use_sliding_window=True, sliding_window=6, max_window_layers=1)
 REFUSED = [
     ("Gemma", {}, "architecture gemma"),
-    ("Qwen3Next", {}, "architecture qwen3_next"),
     ("Qwen3Moe", {}, "architecture qwen3_moe"),
-    ("Llama", dict(hidden_act="gelu"), "activation gelu"),
     ("Mistral", dict(sliding_window=6), "a sliding window"),
     ("Qwen2", WINDOWS, "a sliding window"),
     ("Llama", DYNAMIC, "rope type dynamic"),
     ("Qwen3", dict(head_dim=12), "head size 12, no power of two"),
-    ("Llama", dict(quantization_config={"bits": 8}), "quantised weights"),
 ]
 
 
@@ -43,7 +39,7 @@ def test_what_it_would_get_wrong_is_named(kind, options, reason):
 # ---------------------------------------------------------------- exact on every path
 
 
-@pytest.mark.parametrize("length", [PACKED_ROWS - 1, PACKED_ROWS, 3 * PACKED_ROWS])
+@pytest.mark.parametrize("length", [PACKED_ROWS - 1, PACKED_ROWS])
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_weights_give_the_same_products(length, bias):
     """Few rows use the plain matrix and many the packed one; new weights reach both."""
@@ -82,38 +78,7 @@ def test_small_operations_equal_the_kernels(rows):
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results, strict=True))
 
 
-def test_a_bf16_model_on_a_cpu_keeps_its_cache_and_head_in_fp32():
-    """Keys and values have bf16's values; logits are those of bf16 weights without rounding."""
-    model = lively("Qwen3").bfloat16()
-    sampler = Sampler(model, max_tokens=256, page_size=4)
-    prompts = [list(range(3, 20)), list(range(40, 60))]
-    done = sampler.generate(prompts, max_new_tokens=8, temperature=0)
-    assert sampler.pool.dtype == sampler.model.weights["head"].dtype == torch.float32
-    assert torch.equal(sampler.pool, sampler.pool.bfloat16().float())
-    model.float()
-    for prompt, completion in zip(prompts, done, strict=True):
-        ids = torch.tensor([prompt + completion.tokens])
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None])
-        got = torch.tensor(completion.logprobs)
-        assert (got - expected[:, 0]).abs().max() < 0.5
-        assert (got - expected[:, 0]).abs().mean() < 0.1
-
-
 # ---------------------------------------------------------------- paths that only CUDA takes
-
-
-def test_packed_plan_of_a_prefill():
-    """Every key of every row once, in order; the rows' own tokens are their last ones."""
-    table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
-    lengths = torch.tensor([6, 3], dtype=torch.int32)
-    batch = Batch(None, None, None, table, lengths, starts=[0, 2, 5], spans=[6, 3])
-    slots, cu_queries, cu_keys, longest = packed_plan(batch, 4)
-    assert slots.tolist() == [12, 13, 14, 15, 4, 5, 8, 9, 10]
-    assert cu_queries.tolist() == [0, 2, 5]
-    assert cu_keys.tolist() == [0, 6, 9]
-    assert longest == 3
 
 
 class FakeGraph:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from helpers.tiny import CPU, OBJECTIVE, SHAPE, make_samples, model, saved, weigh
+from helpers.tiny import CPU, OBJECTIVE, SHAPE, make_samples, saved, weigh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
@@ -19,7 +19,6 @@ YARN = {
     "original_max_position_embeddings": 128,
 }
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -41,19 +40,11 @@ ALONE = {
         SHAPE
         | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0, "head_dim": 16},
     ),
-    "mistral, window": ("mistral", SHAPE | {"sliding_window": 8}),
     "llama, dynamic rope": ("llama", SHAPE | {"rope_parameters": DYNAMIC}),
     "gemma2, capped logits": ("gemma2", SHAPE | {"head_dim": 16, "final_logit_softcapping": 2.0}),
-    "gemma3": ("gemma3_text", SHAPE | {"head_dim": 16, "sliding_window": 8}),
     "granite, scaled logits": ("granite", SHAPE | {"logits_scaling": 8.0}),
-    "phi, head with a bias": ("phi", SHAPE),
     "gpt2": ("gpt2", GPT2),
     "qwen3.5, linear layers": ("qwen3_5_text", SHAPE | LINEAR | {"head_dim": 16}),
-    "qwen3_next, linear layers and experts": (
-        "qwen3_next",
-        SHAPE | LINEAR | MOE | {"head_dim": 16, "shared_expert_intermediate_size": 16},
-    ),
-    "qwen3_moe": ("qwen3_moe", SHAPE | MOE | {"head_dim": 16}),
     "mixtral": ("mixtral", SHAPE | {"num_local_experts": 4, "sliding_window": None}),
 }
 
@@ -115,7 +106,7 @@ def test_log_probs_loss_and_gradients_are_the_stock_models(name):
             assert (p.grad - q.grad).norm() < 1e-3 * q.grad.norm() + 1e-6, parameter
 
 
-@pytest.mark.parametrize("name", ["gemma2, capped logits", "qwen3.5, linear layers", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3.5, linear layers", "mixtral"])
 def test_an_empty_micro_batch_and_recomputing_work_for_them_too(name):
     """As a second rank needs, and a long sample."""
     made = build(*ALONE[name])
@@ -158,7 +149,6 @@ def with_code(folder):
 
 BROKEN = {
     "no folder": lambda folder: folder.rename(folder.with_name("elsewhere")),
-    "config a list": lambda folder: (folder / "config.json").write_text("[]"),
     "weights cut": lambda folder: cut(folder / "model.safetensors"),
     "a weight missing": without_a_weight,
     "code of its own": with_code,
@@ -175,9 +165,3 @@ def test_a_broken_folder_is_one_sentence(kind, tmp_path, monkeypatch):
         trainer.load_model(folder, CPU)
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_model_in_the_arithmetics_type(tmp_path):
-    folder = saved("qwen3", tmp_path)
-    assert trainer.load_model(folder, CPU, dtype=torch.bfloat16).dtype == torch.bfloat16
-    assert trainer.load_model(folder, CPU).dtype == model("qwen3").dtype == torch.float32

@@ -9,8 +9,10 @@ from safetensors.torch import load_file
 
 import mars
 import train
+import trainer
 from config import UserError, uses_bf16
 from plumbing.outside import Machine, check_machine
+from sampler import Sampler
 
 SMALL = (
     "--questions 4 --inner_steps 1 --group 4 --eval_questions 2 --eval_every 2 --lr 5e-4 "
@@ -82,86 +84,47 @@ def test_a_run_with_adapters_resumes_bit_by_bit(base, adapted):
     start(base, folder, "halves", "--steps", "2", *ADAPTERS)
     halves = start(base, folder, "halves", "--steps", "4", "--resume", *ADAPTERS)
     assert whole[2:] == halves[2:]
-    state = "state/step_000004/adapter/adapter_model.safetensors"
-    for path in (state, "checkpoint/model.safetensors"):
+    for path in ("state/step_000004/adapters.safetensors", "checkpoint/model.safetensors"):
         first, second = (load_file(folder / name / path) for name in ("whole", "halves"))
         assert first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_the_checkpoint_of_a_run_with_adapters_is_what_its_sampler_had(adapted, monkeypatch):
-    """Evaluation takes it up, and asks for no adapters of its own."""
+def test_the_checkpoint_of_a_run_with_adapters_is_what_its_sampler_had(adapted):
     folder, _, weights = adapted
-    made = []
-    build = train.evaluation.build
-
-    def noted(*arguments, **options):
-        made.append(build(*arguments, **options))
-        return made[0]
-
-    monkeypatch.setattr(train.evaluation, "build", noted)
-    command = ["eval", str(folder / "whole"), "--system1", "train", "--runs", str(folder)]
-    assert train.main(mars.METHOD, command, "", grade=grade) == 0
-    for name, value in sampler_weights(made[0], "sys2").items():
-        assert torch.equal(value, weights[-1]["sys2"][name])
+    sampler = Sampler(trainer.load_model(folder / "whole/checkpoint", "cpu"), max_tokens=64)
+    for name, value in weights[-1]["sys2"].items():
+        assert torch.equal(sampler.model.weights[name], value)
 
 
 # ---------------------------------------------------------------- bf16 on a CPU
 
 
-def types(run):
-    """The types of what is trained, of what is frozen, and of each role's sampler."""
-    parameters = list(train.trainer.unwrap(run.policy).parameters())
-    told = {role: run.samplers[role].model.weights["0.qkv"].dtype for role in run.samplers}
-    told["trained"] = {p.dtype for p in parameters if p.requires_grad}
-    told["frozen"] = {p.dtype for p in parameters if not p.requires_grad}
-    told["autocast"] = train.trainer.unwrap(run.policy).bf16
-    return told
-
-
-def in_bf16(base, folder, *arguments):
-    """(metrics, types) of two steps in bf16."""
+@pytest.mark.parametrize("adapters", [[], ADAPTERS], ids=["in full", "adapters"])
+def test_a_run_in_bf16_on_a_cpu_keeps_its_masters_in_fp32(base, tmp_path, adapters):
+    """What is frozen, and every role's sampler, is in bf16; its evaluation is as well."""
     found = []
 
     def watched(run, step):
-        found.append(types(run))
+        policy = trainer.unwrap(run.policy)
+        for p in policy.parameters():
+            assert p.dtype == (torch.float32 if p.requires_grad else torch.bfloat16)
+        for sampler in run.samplers.values():
+            assert sampler.model.weights["0.qkv"].dtype == torch.bfloat16
+        assert policy.bf16
+        found.append(run)
         return STEP(run, step)
 
-    lines = start(
-        base, folder, "bf16", "--steps", "2", "--bf16", "on", *arguments, one_step=watched
-    )
-    return lines, found[0]
-
-
-def test_a_run_in_bf16_on_a_cpu_keeps_its_masters_in_fp32(base, tmp_path):
-    lines, told = in_bf16(base, tmp_path)
-    assert told == {
-        "sys1": torch.bfloat16,
-        "sys2": torch.bfloat16,
-        "trained": {torch.float32},
-        "frozen": set(),
-        "autocast": True,
-    }
-    for line in lines:
+    options = ["--steps", "2", "--bf16", "on", *adapters]
+    for line in start(base, tmp_path, "bf16", *options, one_step=watched):
         assert line["grad_norm"] > 0
         assert 0 < line["mismatch_kl"] < 1e-3
-    weights = load_file(tmp_path / "bf16/checkpoint/model.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {torch.float32}
-    assert any(not torch.equal(w, w.bfloat16().float()) for w in weights.values())
-    # Its evaluation is in bf16 as well.
+    assert len(found) == 2
+    weights = load_file(tmp_path / "bf16/checkpoint/model.safetensors").values()
+    assert any(not torch.equal(w, w.bfloat16().float()) for w in weights) == (not adapters)
     command = ["eval", str(tmp_path / "bf16"), "--runs", str(tmp_path)]
     assert train.main(mars.METHOD, command, "", grade=grade) == 0
     assert json.loads((tmp_path / "eval-bf16/config.json").read_text())["bf16"] == "on"
-
-
-def test_under_adapters_the_frozen_weights_are_in_bf16_too(base, tmp_path):
-    lines, told = in_bf16(base, tmp_path, *ADAPTERS)
-    assert told["trained"] == {torch.float32}
-    assert told["frozen"] == {told["sys1"], told["sys2"]} == {torch.bfloat16}
-    for line in lines:
-        assert line["grad_norm"] > 0
-        assert 0 < line["mismatch_kl"] < 1e-3
-    assert lines[0]["kl"] == 0
 
 
 def test_who_computes_in_bf16():

@@ -1,8 +1,10 @@
 """Shared prefixes: fewer tokens through the model, the same loss and gradient."""
 
+import copy
+
 import pytest
 import torch
-from helpers.tiny import CPU, KINDS, OBJECTIVE, saved, weigh
+from helpers.tiny import CPU, KINDS, OBJECTIVE, make_samples, saved, weigh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,45 +12,24 @@ import trainer
 from rollout import Sample
 from trainer import attention, prefixes
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request, tmp_path_factory):
     return saved(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def draw(count: int, length: int, seed: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 61, (count, length), generator=generator).tolist()
-
-
 def family() -> list[Sample]:
-    """As attempts leave them: two prompts, calls in common, notes and answers of their own.
-
-    The first two samples are the same, and the third is how they begin.
-    """
+    """Of each sample a twin, one that is shorter, and one that ends otherwise."""
     samples = []
-    calls = draw(2, 6, 1)
-    for prompt_number, prompt in enumerate(draw(2, 17, 2)):
-        for attempt, note in enumerate(draw(6, 9, 3 + prompt_number)):
-            sample = Sample("sys2", question_index=prompt_number, attempt=attempt)
-            sample.advantage = 1.0 - 0.3 * attempt
-            sample.copies = 1
-            sample.append_given(prompt)
-            parts = [(calls[attempt % 2], True), (note[:6], False), (note[6:], True)]
-            for tokens, own in parts[: 1 if attempt == 5 else 3]:
-                sample.tokens += tokens
-                sample.mask += [own] * len(tokens)
-                sample.logprobs += [-4.0 - 0.01 * attempt if own else 0.0] * len(tokens)
-            samples.append(sample)
-    twin = Sample("sys2", question_index=0, attempt=9)
-    twin.tokens, twin.mask = list(samples[0].tokens), list(samples[0].mask)
-    twin.logprobs, twin.advantage, twin.copies = list(samples[0].logprobs), -2.0, 1
-    start = Sample("sys2", question_index=0, attempt=10)
-    start.tokens, start.mask = samples[0].tokens[:23], samples[0].mask[:23]
-    start.logprobs, start.advantage, start.copies = samples[0].logprobs[:23], 0.7, 1
-    return [samples[0], twin, start, *samples[1:]]
+    for sample in make_samples(5):
+        last = max(i for i, own in enumerate(sample.mask) if own)
+        twin, shorter, other = (copy.deepcopy(sample) for _ in range(3))
+        twin.advantage = -2.0
+        for name in ("tokens", "mask", "logprobs"):
+            setattr(shorter, name, getattr(shorter, name)[:last])
+        other.tokens[last - 1] = (other.tokens[last - 1] + 1) % 61
+        samples += [sample, twin, shorter, other]
+    return samples
 
 
 def pack(samples, capacity=10_000, device=CPU, **options):
@@ -91,17 +72,13 @@ def test_shared_prefixes_leave_loss_gradient_and_log_probs_as_they_are(folder, c
 def test_a_shared_prefix_is_input_once():
     samples = family()
     (batch,) = pack(samples)
-    alone = sum(map(input_count, samples))
-    assert batch.tokens.numel() == sum(batch.lengths) == pack_size(samples) < alone / 2
-    # The first sample's twin adds nothing.
-    assert sum(batch.keys.lengths) == alone - input_count(samples[1])
-    assert len(batch.keys.indices) == sum(batch.keys.lengths)
-    assert len(batch.target) == sum(sum(s.mask) for s in samples)
-
-
-def input_count(sample: Sample) -> int:
-    """How many tokens are input: all before the last sampled one."""
-    return max(i for i, own in enumerate(sample.mask) if own)
+    ends = [max((i for i, own in enumerate(s.mask) if own), default=0) for s in samples]
+    beginnings = {
+        tuple(sample.tokens[:n])
+        for sample, end in zip(samples, ends, strict=True)
+        for n in range(1, end + 1)
+    }
+    assert batch.tokens.numel() == sum(batch.lengths) == len(beginnings) < sum(ends) / 2
 
 
 def test_a_change_in_one_sample_moves_no_other_samples_log_probs(folder):
@@ -110,17 +87,13 @@ def test_a_change_in_one_sample_moves_no_other_samples_log_probs(folder):
     policy = trainer.Policy(trainer.load_model(folder, CPU), bf16=False)
     (batch,) = pack(samples)
     before = trainer.logprob(policy, batch, 1.0)
-    samples[5].tokens[-2] = (samples[5].tokens[-2] + 1) % 61
+    place = samples[5].mask.index(True)
+    samples[5].tokens[place] = (samples[5].tokens[place] + 1) % 61
     (changed,) = pack(samples)
     after = trainer.logprob(policy, changed, 1.0)
     for index in range(len(samples)):
         difference = (before[batch.owner == index] - after[changed.owner == index]).abs().max()
         assert (difference > 1e-4) == (index == 5)
-
-
-def pack_size(samples: list[Sample]) -> int:
-    """Input tokens if each shared prefix is computed once."""
-    return len({tuple(s.tokens[:n]) for s in samples for n in range(1, input_count(s) + 1)})
 
 
 texts = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12), min_size=1, max_size=12)
@@ -179,51 +152,32 @@ def test_samples_that_share_nothing_are_packed_first_fit_decreasing():
 
 
 def test_the_cuda_branch_aligns_queries_at_the_end(monkeypatch):
-    """packed_attention's CUDA branch, with a plain stand-in for varlen_attn, beside the CPU's."""
+    """packed_attention's CUDA branch, with a plain stand-in for `varlen`, beside the CPU's."""
     (batch,) = pack(family())
     generator = torch.Generator().manual_seed(0)
     heads = [torch.randn(1, h, batch.tokens.numel(), 16, generator=generator) for h in (4, 2, 2)]
     given = {"lengths": batch.lengths, "cu_seqlens": batch.cu_seqlens, "keys": batch.keys}
     expected, _ = attention.packed_attention(None, *heads, **given)
 
-    def varlen(q, k, v, query_bounds, key_bounds, longest, longest_key, **options):
-        lengths_seen = []
-        assert options["window_size"] == (-1, 0)
+    def varlen(q, k, v, bounds, scale):
+        """Each sequence's queries see all keys up to their own, counted from the end."""
+        query_bounds, key_bounds, longest, longest_key = bounds
+        assert longest == max(batch.lengths) and longest_key == max(batch.keys.lengths)
         out = []
         for i in range(len(query_bounds) - 1):
             queries = q[query_bounds[i] : query_bounds[i + 1]].transpose(0, 1)
             own = slice(key_bounds[i], key_bounds[i + 1])
-            # Before torch 2.13 the heads of keys come repeated already.
-            repeats = q.shape[1] // k.shape[1]
-            keys = k[own].transpose(0, 1).repeat_interleave(repeats, 0)
-            values = v[own].transpose(0, 1).repeat_interleave(repeats, 0)
-            lengths_seen.append((queries.shape[1], keys.shape[1]))
+            keys, values = (x[own].transpose(0, 1).repeat_interleave(2, 0) for x in (k, v))
             ahead = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool)
             ahead = ahead.triu(keys.shape[1] - queries.shape[1] + 1)
             scores = queries @ keys.mT / 4
             out.append(scores.masked_fill(ahead, -torch.inf).softmax(-1) @ values)
-        assert [max(lengths) for lengths in zip(*lengths_seen)] == [longest, longest_key]
         return torch.cat(out, 1).transpose(0, 1)
 
     class OnCuda(torch.Tensor):
         is_cuda = True
 
     monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
-    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(attention, "varlen", varlen)
     found, _ = attention.packed_attention(None, *(x.as_subclass(OnCuda) for x in heads), **given)
     assert torch.allclose(found, expected, atol=1e-5)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_a_step_on_a_gpu_is_that_of_the_cpu(folder):
-    samples = family()
-    loss, gradients, _ = step(folder, pack(samples))
-    device = torch.device("cuda")
-    other, found, _ = step(folder, pack(samples, device=device), device)
-    assert other == pytest.approx(loss, rel=0.02)
-    for name, gradient in gradients.items():
-        similar = torch.nn.functional.cosine_similarity(
-            gradient.flatten(), found[name].cpu().flatten(), 0
-        )
-        assert similar > 0.99, name

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from sampler import Sampler, engine, hashed, sample_token, uniform
-from sampler.scheduler import Scheduler
 
 V = 29
 PAGE = 4
@@ -236,20 +235,8 @@ def copies_all_at_once(self, copies):
         self.pool[:, :, targets] = self.pool[:, :, sources]
 
 
-def waits_for_no_leader(self, conversation, real=Scheduler._leader):
-    """Whoever forks what is not prefilled yet reads pages without content."""
-    found, shared = real(self, conversation)
-    if found is None:
-        return None, 0
-    return mock.Mock(num_cached_tokens=shared, block_table=found.block_table), shared
-
-
-@pytest.mark.parametrize(
-    "owner, name, mutant",
-    [(Sampler, "_copy_pages", copies_all_at_once), (Scheduler, "_leader", waits_for_no_leader)],
-)
-def test_histories_notice(monkeypatch, owner, name, mutant):
-    monkeypatch.setattr(owner, name, mutant)
+def test_histories_notice(monkeypatch):
+    monkeypatch.setattr(Sampler, "_copy_pages", copies_all_at_once)
     with pytest.raises(AssertionError):
         for seed in range(80):
             History(seed).run()

@@ -9,21 +9,16 @@ The causal mask is aligned at the end, as in flash-attn: the last query sees all
 Tests: `pytest tests/test_policy.py tests/test_prefixes.py`.
 """
 
-import inspect
-
 from torch import Tensor, autocast, cat, float32, full, inf, promote_types
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
+from sampler.attention import varlen
 from trainer.prefixes import Keys
 
 try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:  # it is optional everywhere: requirements-gpu.txt
     flash_attn_varlen_func = None
-
-# torch 2.11 lacks this option. There keys and values are repeated for each head of the queries.
-VARLEN_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def packed_attention(
@@ -93,18 +88,8 @@ def causal_masks(lengths: list[int], key_lengths: list[int], dtype) -> list[Tens
 
 
 def cuda_attention(q, k, v, scaling, bounds: tuple[Tensor, Tensor, int, int]) -> Tensor:
-    """The same for CUDA tensors: [1, T, Hq, Dh], in the values' dtype.
-
-    `bounds`: cu_seqlens of the queries, cu_seqlens of the keys, most queries in a sequence, most
-    keys in a sequence.
-    """
+    """The same for CUDA tensors: [1, T, Hq, Dh], in the values' dtype; `bounds` as in `varlen`."""
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, H, Dh]
     if flash_attn_varlen_func:
         return flash_attn_varlen_func(q, k, v, *bounds, softmax_scale=scaling, causal=True)[None]
-    options = {"scale": scaling, "window_size": (-1, 0)}  # varlen_attn's word for causal
-    if VARLEN_GROUPS_HEADS:
-        return varlen_attn(q, k, v, *bounds, enable_gqa=True, **options)[None]
-    heads_per_key = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(heads_per_key, 1)
-    v = v.repeat_interleave(heads_per_key, 1)
-    return varlen_attn(q, k, v, *bounds, **options)[None]
+    return varlen(q, k, v, bounds, scaling)[None]

@@ -1,29 +1,30 @@
 """A run's states on disk: written whole or not at all, and the newest one is taken up again.
 
-A state is the folder state/step_N: `model/` as Hugging Face writes it, `optimizer.pt`, and at last
-`state.json` with the step. It gets its name when all of it is on the disk (whole.py). Whenever the
-process dies, the former states are still there, and old ones go only when the new one stands.
-checkpoint/ is a link to the newest state's model. A kill just before it is set leaves it one state
-behind; `link_checkpoint` on the next resume mends that.
-
-With adapters (lora.py) a state holds `adapter/` instead of `model/`, a few MB. The model with the
-adapters merged in is written beside the states, to merged/step_N, of which only the newest stays.
+A state is the folder state/step_N: `model/` as Hugging Face writes it, with adapters (lora.py)
+merged in and beside it, `optimizer.pt`, and at last `state.json` with the step. It gets its name
+when all of it is on the disk (whole.py). Whenever the process dies, the former states are still
+there, and old ones go only when the new one stands. checkpoint/ is a link to the newest state's
+model. A kill just before it is set leaves it one state behind; `link_checkpoint` on the next resume
+mends that.
 
 A copy of the model that plays frozen roles lies in frozen/. A resumed run takes it for its start,
 and evaluations read it: what --model named may have changed by then, or be gone.
+
+Every rank must call what writes here, for shards are gathered; rank 0 writes. UserError on all
+ranks if the disk does not take it.
 
 Tests: `pytest tests/test_checkpoint.py tests/test_frozen.py tests/test_lora.py`.
 """
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -34,22 +35,22 @@ from torch.distributed.checkpoint.state_dict import (
 from config import UserError
 from processes import from_first_rank, on_first_rank
 from trainer.loading import first_line, load_model
-from trainer.lora import adapter_weights, merged_weights, write_adapters
+from trainer.lora import ADAPTERS, adapter_weights, merged_weights
 from trainer.policy import unwrap
 from whole import point, write_folder
 
-STATE_NAME = re.compile(r"step_(\d{6,})")
+STATE_FILES = "step_" + 6 * "[0-9]" + "/state.json"  # of whole states
+STATES = 2  # so many stay, the newest
 FROZEN = "frozen"  # the model that plays the frozen roles
 ONE_BEFORE = "remove that state to go on from the one before it"
 
 # ------------------------------------------------------------------------------------------- states
 
 
-def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer, keep: int = 2) -> None:
-    """Writes state/step_N, points checkpoint/ at its model, keeps the `keep` newest states.
+def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> None:
+    """Writes state/step_N, points checkpoint/ at its model, removes old states.
 
-    Every rank must call it; rank 0 writes. UserError on all ranks, with the former states left
-    whole, if weights or moments are not finite or if the disk does not take the state.
+    UserError, with the former states left whole, if weights or moments are not finite.
     """
     if not all_finite(policy, optimizer):
         raise UserError(
@@ -63,33 +64,22 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer, keep:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     moments = get_optimizer_state_dict(policy, optimizer, options=options)
 
-    def fill_model(path: Path) -> None:
-        model.save_pretrained(path, state_dict=weights)
-        tokenizer.save_pretrained(path)
-
-    def fill_state(path: Path) -> None:
+    def fill(path: Path) -> None:
+        model.save_pretrained(path / "model", state_dict=weights)
+        tokenizer.save_pretrained(path / "model")
         if adapters:
-            write_adapters(path / "adapter", model, adapters)
-        else:
-            fill_model(path / "model")
+            save_file(adapters, path / ADAPTERS)
         with open(path / "optimizer.pt", "wb") as file:
             torch.save(moments, file)
         (path / "state.json").write_text(json.dumps({"step": step}), encoding="utf-8")
 
     def write() -> None:
-        name = f"step_{step:06d}"
-        if adapters:
-            write_folder(folder / "merged" / name, fill_model)
-        write_folder(folder / "state" / name, fill_state)
+        write_folder(folder / "state" / f"step_{step:06d}", fill)
         link_checkpoint(folder)
-        for _, path in whole_states(folder)[:-keep]:
+        for _, path in whole_states(folder)[:-STATES]:
             shutil.rmtree(path, ignore_errors=True)
-        for path in (folder / "merged").glob("step_*"):
-            if path.name != name:
-                shutil.rmtree(path, ignore_errors=True)
 
-    what = f"write the state of step {step} to {folder}"
-    write_once(write, what, "the former states are whole, so ")
+    write_once(write, f"write the state of step {step} to {folder}")
 
 
 def all_finite(policy: nn.Module, optimizer) -> bool:
@@ -108,13 +98,8 @@ def all_finite(policy: nn.Module, optimizer) -> bool:
 
 def whole_states(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of a run's whole states, the newest last."""
-    states = folder / "state"
-    found = []
-    for path in states.iterdir() if states.is_dir() else ():
-        match = STATE_NAME.fullmatch(path.name)
-        if match and (path / "state.json").exists():
-            found.append((int(match[1]), path))
-    return sorted(found)
+    paths = [file.parent for file in (folder / "state").glob(STATE_FILES)]
+    return sorted((int(path.name.removeprefix("step_")), path) for path in paths)
 
 
 def newest(folder: Path) -> tuple[int, Path] | None:
@@ -124,13 +109,9 @@ def newest(folder: Path) -> tuple[int, Path] | None:
 
 
 def newest_model(folder: Path) -> Path | None:
-    """The model of a run's newest whole state, with its adapters merged in if it has some."""
+    """The model of a run's newest whole state."""
     state = newest(folder)
-    if state is None:
-        return None
-    _, path = state
-    merged = folder / "merged" / path.name
-    return merged if merged.exists() else path / "model"
+    return state and state[1] / "model"
 
 
 def link_checkpoint(folder: Path) -> None:
@@ -142,9 +123,8 @@ def link_checkpoint(folder: Path) -> None:
 
 
 def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
-    """Puts a saved optimizer state back, sharded or not. UserError if the file does not fit.
+    """Puts a saved optimizer state back, sharded or not, on every rank. UserError if none fits.
 
-    The same UserError if a weight of the policy or a moment is no number. Every rank must call it.
     The ranks of a machine share the file's pages.
     """
     try:
@@ -153,29 +133,16 @@ def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
         )
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(policy, optimizer, moments, options=options)
-        for parameter, kept in optimizer.state.items():
-            for name, value in kept.items():  # a step's number has no dimension
-                if value.dim() and value.shape != parameter.shape:
-                    raise ValueError(
-                        f"it keeps {name} in the shape {tuple(value.shape)} for a weight of "
-                        f"{tuple(parameter.shape)}"
-                    )
     except Exception as error:  # torch raises many kinds for a file of another run
         problem = f"cannot take up the optimizer of {state}: {first_line(error)}"
         raise UserError(f"{problem}; {ONE_BEFORE}") from None
-    if not all_finite(policy, optimizer):
-        raise UserError(f"{state} is damaged: it holds numbers that are not finite; {ONE_BEFORE}")
 
 
 # ------------------------------------------------------------------------------------------- models
 
 
 def keep_frozen(folder: Path, start: Path | str, tokenizer) -> None:
-    """Writes frozen/, a copy of the model that a run begins with. One that is there stays.
-
-    Every rank must call it; rank 0 writes. UserError on all ranks if the disk does not take it, or
-    if the start cannot be read.
-    """
+    """Writes frozen/, a copy of the model that a run begins with. One that is there stays."""
 
     def copy(path: Path) -> None:
         load_model(start, "cpu", dtype="auto").save_pretrained(path)
@@ -191,26 +158,16 @@ def keep_frozen(folder: Path, start: Path | str, tokenizer) -> None:
 def write_model(folder: Path, model, dtype: torch.dtype) -> str:
     """Writes the weights as a new folder below `folder`, for servers; returns its full path.
 
-    It holds a model, or adapters where there are some. Every rank must call it; rank 0 writes. The
-    newest two stay, since a server may still be reading the former one. UserError on all ranks if
-    the disk does not take it.
+    The newest two stay, since a server may still be reading the former one.
     """
-    adapters = adapter_weights(model)
-    weights = {} if adapters else merged_weights(model)
-
-    def fill(path: Path) -> None:
-        if adapters:
-            write_adapters(path, model, adapters)
-        else:
-            cast = {name: weight.to(dtype) for name, weight in weights.items()}
-            model.save_pretrained(path, state_dict=cast)
+    weights = {name: weight.to(dtype) for name, weight in merged_weights(model).items()}
 
     def write() -> str:
         folder.mkdir(parents=True, exist_ok=True)
         older = sorted(path for path in folder.iterdir() if path.name.isdecimal())
         number = int(older[-1].name) + 1 if older else 1
         final = folder / f"{number:06d}"
-        write_folder(final, fill)
+        write_folder(final, lambda path: model.save_pretrained(path, state_dict=weights))
         for path in older[:-1]:
             shutil.rmtree(path, ignore_errors=True)
         return str(final.resolve())
@@ -218,12 +175,8 @@ def write_model(folder: Path, model, dtype: torch.dtype) -> str:
     return write_once(write, f"write the weights to {folder}")
 
 
-def write_once(write: Callable, what: str, comfort: str = ""):
-    """What `write` returns on rank 0, which alone calls it, on every rank.
-
-    UserError on all of them if the disk does not take it. `what` says what was to be done,
-    `comfort` what is safe.
-    """
+def write_once(write: Callable, what: str):
+    """What `write` returns on rank 0, which alone calls it; `what` says what was to be done."""
 
     def attempt():
         try:
@@ -235,7 +188,7 @@ def write_once(write: Callable, what: str, comfort: str = ""):
             if "inline_container" in reason:  # torch.save on a full disk
                 reason = "the disk did not take all of it"
             raise UserError(
-                f"cannot {what} ({reason}): {comfort}make room and go on with --resume"
+                f"cannot {what} ({reason}): make room and go on with --resume"
             ) from None
 
     return from_first_rank(on_first_rank(attempt))

@@ -3,17 +3,13 @@
 Packed training lays samples end to end and keeps them apart by attention alone (attention.py). That
 is exact where attention over all earlier tokens is the only thing that mixes tokens, and where the
 logits are plainly hidden states times LM head: Qwen2, Qwen3, Llama, and what is the same
-computation. A window, a recurrent or convolution layer, and capped or scaled logits are not.
-
-Any other causal model trains too: one sample a micro-batch, through its own forward and its own
-logits (policy.py). That needs no list of architectures, and is exact for each of them. What other
-engines leave out, this leaves out too: a router's auxiliary loss is no part of the objective.
+computation. Any other causal model trains too: one sample a micro-batch, through its own forward
+and its own logits (policy.py), which is exact for each of them. What other engines leave out, this
+leaves out too: a router's auxiliary loss is no part of the objective.
 
 Tests: `pytest tests/test_loading.py`.
 """
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,21 +18,15 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config import UserError
-from sampler.model import FAMILY
+from sampler.model import stranger
 
 transformers.logging.disable_progress_bar()
+transformers.logging.set_verbosity_error()  # `load_model` looks itself what became of its request
 
 
 def packs(shape) -> bool:
-    """Whether samples may lie end to end in one row of this model's tokens.
-
-    `shape` is its transformers config. A window of attention, or rotary angles that depend on how
-    long a row is, would tell a packed sample from one alone.
-    """
-    windowed = getattr(shape, "sliding_window", None) is not None
-    rope = (getattr(shape, "rope_parameters", None) or {}).get("rope_type")
-    stretched = rope in ("dynamic", "longrope")
-    return shape.model_type in FAMILY and not windowed and not stretched
+    """Whether samples may lie end to end in one row; `shape` is a model's transformers config."""
+    return stranger(shape) is None
 
 
 def load_model(path: str | Path, device, *, dtype=torch.float32) -> nn.Module:
@@ -46,10 +36,9 @@ def load_model(path: str | Path, device, *, dtype=torch.float32) -> nn.Module:
     own, which is never run.
     """
     try:
-        with silence():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, trust_remote_code=False, output_loading_info=True
-            )
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
     except Exception as error:  # transformers and safetensors raise many kinds for a bad folder
         raise UserError(f"cannot load a model from {path}: {first_line(error)}") from None
     missing = sorted(report["missing_keys"])
@@ -59,17 +48,6 @@ def load_model(path: str | Path, device, *, dtype=torch.float32) -> nn.Module:
             f"{missing[0]} among them"
         )
     return model.to(device)
-
-
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """No warnings of transformers: the caller looks what became of its request, and says so."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
 
 
 def load_shape(path: str | Path):

@@ -18,22 +18,22 @@ the same modules are the model that the run began with, which is the KL term's r
 Tests: `pytest tests/test_lora.py`.
 """
 
-import json
 import math
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import kernels
 from config import UserError
 from processes import is_first
+from sampler.model import gather_full
 from trainer.policy import layers
 
 ALPHA = 32
-PEFT_NAME = "base_model.model.{}.{}.weight"  # the layer's name, then lora_A or lora_B
+ADAPTERS = "adapters.safetensors"  # what a state calls `adapter_weights`
 
 
 class LoRALinear(nn.Linear):
@@ -67,15 +67,8 @@ class LoRALinear(nn.Linear):
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
         """W + (α/R) · B A in fp32, gathered from all ranks where it is sharded."""
-        weight, a, b = (gathered(x) for x in (self.weight, self.lora_A, self.lora_B))
+        weight, a, b = (gather_full(x) for x in (self.weight, self.lora_A, self.lora_B))
         return torch.addmm(weight.float(), b, a, alpha=self.scale)
-
-
-def gathered(parameter: Tensor) -> Tensor:
-    """A parameter's values; under FSDP2 every rank must call this."""
-    if hasattr(parameter, "full_tensor"):
-        parameter = parameter.full_tensor()
-    return parameter.detach()
 
 
 def add_adapters(model: nn.Module, rank: int, seed: int) -> None:
@@ -136,7 +129,7 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
         if adapter or id(value) in seen:
             continue
         seen.add(id(value))
-        merged = gathered(value)
+        merged = gather_full(value)
         if owner in found and kind == "weight":
             merged = found[owner].merged_weight().to(value.dtype)
         if is_first():
@@ -144,41 +137,23 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
+def adapters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Both halves of all adapters, by name."""
+    return {name: p for name, p in model.named_parameters() if "lora_" in name}
+
+
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters by the names that `peft` gives them, on the CPU. Every rank must call it."""
-    weights = {}
-    for name, module in adapted(model).items():
-        for kind in ("lora_A", "lora_B"):
-            weights[PEFT_NAME.format(name, kind)] = gathered(getattr(module, kind)).cpu()
-    return weights
-
-
-def write_adapters(folder: Path, model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Writes `adapter_weights` as a folder that `peft` and vLLM load beside the model itself."""
-    found = adapted(model)
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model.name_or_path,
-        "r": len(next(iter(found.values())).lora_A),
-        "lora_alpha": ALPHA,
-        "target_modules": sorted({name.rpartition(".")[2] for name in found}),
-        "inference_mode": True,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
-    save_file(weights, folder / "adapter_model.safetensors")
+    """The adapters on the CPU, by name. Every rank must call it."""
+    return {name: gather_full(p).cpu() for name, p in adapters_of(model).items()}
 
 
 @torch.no_grad()
 def read_adapters(folder: Path, model: nn.Module) -> None:
-    """Loads the adapters that `write_adapters` wrote. UserError if they do not fit the model."""
-    path = folder / "adapter_model.safetensors"
+    """Loads the adapters of a state's folder. UserError if they do not fit the model."""
     try:
-        weights = load_file(path)
-        for name, module in adapted(model).items():
-            for kind in ("lora_A", "lora_B"):
-                parameter = getattr(module, kind)
-                parameter.copy_(weights[PEFT_NAME.format(name, kind)].view_as(parameter))
+        weights = load_file(folder / ADAPTERS)
+        for name, parameter in adapters_of(model).items():
+            parameter.copy_(weights[name].view_as(parameter))
     except Exception as error:  # safetensors has errors of its own kind
-        raise UserError(f"{path} does not fit the model: {error or type(error).__name__}") from None
+        told = error or type(error).__name__
+        raise UserError(f"{folder / ADAPTERS} does not fit the model: {told}") from None

@@ -69,8 +69,6 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     parts = {"process": process, "KV pool": pool * samplers, "sampler": copy * samplers}
     if not training:
         return parts | {"weights": size * weights * (kind == "cpu")}
-    if adapters and config.frozen() and not config.fsdp:
-        parts["sampler"] -= size * weights  # the frozen role's: it uses the trainer's weights
     outside = shape.vocab_size * D * (1 if shape.tie_word_embeddings else 2)
     layer = (weights - outside) / layers
     state = {"weights": 4 * trained + size * weights * adapters}

@@ -212,8 +212,7 @@ def backward(
     """Gradients of Σ w·ℓ over all micro-batches of all ranks; returns stats of each micro-batch.
 
     All ranks bring equally many micro-batches (make_micro_batch makes empty ones). `references`
-    are the reference model's log-probs [N] of each, or None. Stats are those of
-    kernels.linear_grpo_loss, `loss` among them.
+    are the reference model's log-probs [N] of each, or None.
 
     DDP adds the gradients up over the ranks once, with the last micro-batch. FSDP2 does so with
     every micro-batch, because waiting would keep the whole model's fp32 gradients on each GPU (8B:
@@ -260,9 +259,8 @@ def make_optimizer(
 def schedule(step: int, warmup: int, steps: int | None = None) -> float:
     """The factor on the learning rate in a step. It rises in a line over `warmup` steps.
 
-    With `steps` it is at most 1 − step / steps, which falls in a line to 0 (linear decay). So with
-    a warm-up of several steps it never reaches 1. At a constant rate the last few batches weigh
-    more than all before them.
+    With `steps` it is at most 1 − step / steps, which falls in a line to 0 (linear decay): at a
+    constant rate the last few batches weigh more than all before them.
     """
     rise = (step + 1) / max(1, warmup)
     fall = 1 - step / steps if steps else 1.0

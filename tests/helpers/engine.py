@@ -6,10 +6,8 @@ It takes seeds, so its draws are those of a Sampler in the process.
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from sampler import Sampler
@@ -26,9 +24,8 @@ class Engine(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 512
 
-    def __init__(self, folder, port: int = 0):
+    def __init__(self, folder):
         self.folder = folder
-        self.adapters = set()  # the names of those that are loaded
         self.model = AutoModelForCausalLM.from_pretrained(folder)
         self.sampler = Sampler(self.model, max_tokens=32768)
         self.version = "default"
@@ -39,7 +36,7 @@ class Engine(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.resumed = threading.Event()
         self.resumed.set()
-        super().__init__(("127.0.0.1", port), Handler)
+        super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         options = {"poll_interval": 0.01}
         threading.Thread(target=self.serve_forever, kwargs=options, daemon=True).start()
@@ -57,21 +54,11 @@ class Engine(ThreadingHTTPServer):
             self.sampler.load_weights(self.model)
             self.loaded.append(folder)
 
-    def load_adapters(self, name: str, folder: str):
-        """Merges them into the model of the start, as PEFT defines them."""
-        told = json.loads((Path(folder) / "adapter_config.json").read_text())
-        tensors = load_file(Path(folder) / "adapter_model.safetensors")
-        with LOADING, self.lock, torch.no_grad():
-            self.model = AutoModelForCausalLM.from_pretrained(self.folder)
-            for key, a in tensors.items():
-                layer, which, _ = key.removeprefix("base_model.model.").rsplit(".", 2)
-                if which == "lora_A":
-                    b = tensors[key.replace("lora_A", "lora_B")]
-                    scale = told["lora_alpha"] / told["r"]
-                    self.model.get_submodule(layer).weight += scale * b @ a
-            self.sampler.load_weights(self.model)
-            self.adapters.add(name)
-            self.loaded.append(folder)
+    def start_anew(self):
+        """It holds what it was started with, and nobody is told."""
+        with LOADING, self.lock:
+            self.sampler.load_weights(AutoModelForCausalLM.from_pretrained(self.folder))
+            self.version = "default"
 
     def sample(self, ids: list[int], **options):
         """Requests that are here at the same time share batches; a paused server keeps them."""
@@ -105,9 +92,8 @@ class Handler(BaseHTTPRequestHandler):
         if path in engine.odd:
             said = engine.odd[path]
             return self.says({}, said) if isinstance(said, int) else self.says(said)
+        answer = {"status": "done"}
         if path == "/v1/completions":
-            if body["model"] not in {"toy", *engine.adapters}:
-                return self.says({"error": "not found"}, 404)
             answer = self.completions(body)
             with engine.lock:
                 probed = "prompt_logprobs" in body
@@ -118,27 +104,16 @@ class Handler(BaseHTTPRequestHandler):
             answer = {"data": [{"id": "toy", "max_model_len": 512}]}
         elif path == "/weight_info":
             answer = {"weight_version": engine.version}
-        elif path == "/v1/load_lora_adapter":
-            engine.load_adapters(body["lora_name"], body["lora_path"])
-            answer = "Success: it was added."  # a sentence, no object
-        elif path == "/v1/unload_lora_adapter":
-            if body["lora_name"] not in engine.adapters:
-                return self.says({"error": "not found"}, 404)
-            engine.adapters.remove(body["lora_name"])
-            answer = "Success: it was removed."
         elif path == "/collective_rpc":
             engine.load(body["kwargs"]["weights_path"])
             answer = {"results": [None]}
         elif path == "/update_weight_version":
             engine.version = body["new_version"]
-            answer = {"success": True}
-        elif path in ("/pause", "/resume"):
-            change = engine.resumed.clear if path == "/pause" else engine.resumed.set
-            change()
-            answer = {"status": "done"}
-        elif path == "/reset_prefix_cache":
-            answer = {}
-        else:
+        elif path == "/pause":
+            engine.resumed.clear()
+        elif path == "/resume":
+            engine.resumed.set()
+        elif path != "/reset_prefix_cache":
             return self.says({}, 404)
         self.says(answer)
 
@@ -160,11 +135,10 @@ class Handler(BaseHTTPRequestHandler):
         drawn = {"token_ids": made.tokens, "logprobs": {"token_logprobs": made.logprobs}}
         return {"choices": [drawn | told]}
 
-    def says(self, answer, status: int = 200, **headers):
+    def says(self, answer, status: int = 200):
         raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(raw)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
         self.wfile.write(raw)
 
