@@ -137,11 +137,10 @@ class Config:
             "eval_data": self.data != "toy",
         }
         for name, read in of_use.items():
-            if getattr(self, name) not in ("", "none") and not read:
-                raise UserError(
-                    f"--{name} has no use with --search {self.search} and --data {self.data}: "
-                    "leave it out"
-                )
+            value = getattr(self, name)
+            if value not in ("", "none") and not read:
+                others = f"--search {self.search} and --data {self.data}"
+                raise UserError(f"--{name} {value} has no use with {others}")
         if training:
             self.at_least(1, "eval_questions")  # a run measures itself on them
             self.at_least(2, "group")  # attempts at one question are compared
