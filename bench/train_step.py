@@ -142,7 +142,9 @@ def planned_bytes(shape: dict, capacity: int, recompute: bool) -> float:
     """The trainer's part of the memory plan of a GPU."""
     config = Config(bf16="on", micro_tokens=capacity, recompute_activations=recompute)
     parts = memory_parts(Qwen3Config(**shape), config, capacity, 1, "cuda", True)
-    return sum(parts[name] for name in ("weights", "gradients", "optimizer", "micro-batch"))
+    return sum(
+        parts[name] for name in ("weights", "gradients", "optimizer", "copies", "micro-batch")
+    )
 
 
 def steps(bench: common.Bench) -> None:
