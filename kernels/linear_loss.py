@@ -65,36 +65,18 @@ def logits_logprob(z, target, *, temperature=1.0):
 
 
 def logits_grpo_loss(
-    z,
-    target,
-    old_logprob,
-    advantage,
-    token_weight,
-    *,
-    ref_logprob=None,
-    clip_low=0.2,
-    clip_high=0.2,
-    kl_beta=0.0,
-    temperature=1.0,
+    z, target, old_logprob, advantage, token_weight, *, temperature=1.0, **options
 ):
     """`linear_grpo_loss` on logits z [N, V] that are in memory, gradients by autograd.
 
-    It trains models whose logits are more than hidden states times LM head (trainer/loading.py).
+    `options` are those of `grpo.grpo_loss`. It trains models whose logits are more than hidden
+    states times LM head (trainer/loading.py).
     """
     live = token_weight != 0
     z = torch.where(live[:, None], z, 0)
     target = torch.where(live, target, 0)
     logprob, entropy = logits_logprob(z, target, temperature=temperature)
-    loss, stats = grpo.grpo_loss(
-        logprob,
-        old_logprob,
-        advantage,
-        token_weight,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        kl_beta=kl_beta,
-        ref_logprob=ref_logprob,
-    )
+    loss, stats = grpo.grpo_loss(logprob, old_logprob, advantage, token_weight, **options)
     stats["loss"] = loss.detach()
     stats["logprob"] = logprob.detach() * live
     stats["entropy"] = entropy.detach() * live

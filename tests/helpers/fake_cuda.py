@@ -221,7 +221,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(Graphs, "capture", capture)
-    monkeypatch.setattr(paged_attention, "programs_at_once", lambda device, shared: 132)
+    monkeypatch.setattr(paged_attention, "programs_at_once", lambda device: 132)
     monkeypatch.setattr(type(paged_attention.split_kernel), "run", launch)
     # A fake parameter cannot be moved: models are made where they are needed.
     monkeypatch.setattr(nn.Module, "to", lambda module, *target: module)
