@@ -19,8 +19,6 @@ from bench import arms
 from bench.common import RESULTS
 from recipes import almanac, almanac_world
 
-WHOLE_GROUP = ["--balance", "none", "--credit"]
-
 
 @functools.cache
 def held_out() -> dict[str, almanac_world.Asked]:
@@ -69,10 +67,6 @@ STUDY = arms.Study(
         "passages": [],
         "balanced": ["--balance", "uniform"],  # the paper's: as many notes as steps of System 2
         "inherited": ["--shared_group"],
-        "pooled": [*WHOLE_GROUP, "pooled"],
-        "own": [*WHOLE_GROUP, "own"],
-        "even": [*WHOLE_GROUP, "even"],
-        "twins": [*WHOLE_GROUP, "twins"],
         "group-16": ["--group", "16"],
         "no-purpose": ["--no-purpose"],
         "no-packing": ["--no-packing"],

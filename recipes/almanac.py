@@ -32,21 +32,18 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
-import grpo
 import mars
 import train
 import warm_start
 from config import Config, UserError, fail, no_option, resolve, uses_bf16
 from mars import MarsConfig
 from plumbing import folders, models
-from plumbing.metrics import reduced
 from recipes import almanac_world, atlas
 from recipes.almanac_world import GROUPS, Asked, Fact
-from rollout import Env, Sample, Trajectory
+from rollout import Env, Trajectory
 from tasks import chat, grading
 from tasks.chat import ChatFormat
 from tools import Tool
@@ -56,26 +53,19 @@ IDLE = "Nothing here."
 
 @dataclass
 class AlmanacConfig(MarsConfig):
-    """MARS's options, those of the warm start, and the rule of credit."""
+    """MARS's options, and those of the warm start."""
 
     warm_steps: int = 16  # optimizer steps on demonstrations; 0: RL starts from --model itself
     read_every: int = 2  # of these steps one in so many teaches System 1 as well
     idle: float = 0.6  # demonstrated notes on chunks without the fact, for each that tells one
-    credit: Literal["mars", "pooled", "own", "even", "twins"] = "mars"  # see recipes/almanac.py
     edition: str = no_option("short")  # of the pages
 
-    for_training = MarsConfig.for_training | {"warm_steps", "read_every", "idle", "credit"}
+    for_training = MarsConfig.for_training | {"warm_steps", "read_every", "idle"}
 
     def check(self, training: bool) -> None:
-        """Refuses what makes no warm start, and a rule of credit for notes that are left out."""
+        """Refuses what makes no warm start."""
         self.at_least(0, "warm_steps")
         self.at_least(1, "read_every")
-        if self.credit != "mars" and (self.balance != "none" or self.system1 != "train"):
-            raise UserError("--credit is about all notes of a System 1 that learns: --balance none")
-        if self.credit != "mars" and self.shared_group:
-            raise UserError(
-                f"--credit {self.credit} and --shared_group are two rules: leave one out"
-            )
         super().check(training)
 
 
@@ -192,7 +182,7 @@ def warm_model(config: AlmanacConfig, tools: list[Tool]) -> Path | str:
     """The warm-started model's folder in the cache; with --warm_steps 0 the model itself.
 
     An arm that reads in another way, without purposes, without a reader, in another context, has a
-    warm start of its own. Arms that differ in credit or balance begin with the same weights.
+    warm start of its own. Arms that differ in balance begin with the same weights.
     """
     if config.warm_steps == 0:
         return config.model
@@ -218,7 +208,6 @@ class Note:
     text: str
     fact: Fact
     holds: bool  # the chunk tells the fact
-    sample: Sample | None = None
 
     @property
     def silent(self) -> bool:
@@ -243,7 +232,7 @@ async def episode(env: Env, trajectory: Trajectory) -> None:
         text = env.chat.text(env.chat.note(sample.tokens[start:]))
         read = env.chat.text(sample.tokens[:start])
         holds = fact.line in read and f"{fact.title}\n" in read
-        trajectory.notes.append(Note(text, fact, holds, sample))
+        trajectory.notes.append(Note(text, fact, holds))
 
 
 def metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
@@ -263,49 +252,6 @@ def metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
     return {name: (float(part[name]), float(whole[name])) for name in names}
 
 
-# ------------------------------------------------------------------------------------------- credit
-
-
-def credit(
-    config: AlmanacConfig, trajectories: list[Trajectory], step: int
-) -> dict[str, list[Sample]]:
-    """MARS's credit, or another rule for System 1's notes (--credit).
-
-    mars      a note takes its attempt's reward; all notes of a question are a group
-    pooled    the same, and both roles are one group and one term of the loss
-    own       a note's reward is its own, 1 if it is right, and is compared with those of the notes
-              on the same chunk for the same purpose
-    even      the same, but all notes on chunks with the fact weigh as much as all on chunks without
-    twins     the attempt's reward, but equal notes on a chunk for a purpose share the mean of
-              theirs, and are compared with the others on that chunk for that purpose
-    """
-    terms = mars.credit(config, trajectories, step)
-    if config.credit == "mars":
-        return terms
-    if config.credit == "pooled":
-        samples = terms["sys2"] + terms["sys1"]
-        mars.set_advantages(config, samples)
-        return {"all": samples}
-    notes = [note for t in trajectories for note in t.notes]
-    rewards = [float(note.right) for note in notes]
-    if config.credit == "twins":
-        earned = {}  # what was read and written -> rewards
-        for note in notes:
-            earned.setdefault(tuple(note.sample.tokens), []).append(note.sample.reward)
-        equal = [earned[tuple(note.sample.tokens)] for note in notes]
-        rewards = [sum(shared) / len(shared) for shared in equal]
-    prompts = [tuple(n.sample.tokens[: n.sample.mask.index(True)]) for n in notes]
-    divide = config.advantage == "std"
-    advantages = grpo.group_advantages(torch.tensor(rewards), prompts, divide=divide)
-    # Of all ranks: a rank's share of the questions must not change what a note weighs.
-    kinds = reduced({holds: sum(n.holds == holds for n in notes) for holds in (True, False)})
-    for note, advantage in zip(notes, advantages.tolist()):
-        note.sample.advantage = advantage
-        if config.credit == "even":
-            note.sample.copies = sum(kinds.values()) / 2 / kinds[note.holds]
-    return terms
-
-
 # ------------------------------------------------------------------------------------- the command
 
 METHOD = dataclasses.replace(
@@ -314,7 +260,6 @@ METHOD = dataclasses.replace(
     config=AlmanacConfig,
     presets=PRESETS,
     episode=episode,
-    credit=credit,
     metrics=metrics,
 )
 

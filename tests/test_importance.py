@@ -36,7 +36,6 @@ def test_what_is_trained_is_weighed_by_the_gap_to_the_sampler(kind):
         known.append((scored, drawn))
     terms = {role: [s for s in samples if s.role == role] for role in ("sys2", "sys1")}
     kept, batches, _ = train.prepare(run, terms)
-    plain = {role: 1 / len(members) for role, members in terms.items()}
     masked = 0
     for batch in batches:
         for owner in set(batch.owner.tolist()):
@@ -50,7 +49,7 @@ def test_what_is_trained_is_weighed_by_the_gap_to_the_sampler(kind):
                 "off": torch.ones_like(gap),
             }[kind]
             masked += float(factor.sum()) == 0
-            want = factor * plain[kept[owner].role] / len(gap)
+            want = factor / len(terms[kept[owner].role]) / len(gap)
             assert torch.allclose(batch.weight[mine], want, rtol=1e-4)
             old = drawn if kind == "off" else scored
             assert torch.allclose(batch.old_logprob[mine], old, atol=1e-5)

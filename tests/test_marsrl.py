@@ -39,29 +39,20 @@ def scripted(say, **options) -> Run:
     script = Script(CHAT, spoken)
     script.pages_in_use = 0
     script.load_weights = lambda model: None
-    run = Run(
+    run = Run.__new__(Run)
+    vars(run).update(
         method=METHOD,
         config=config,
-        folder=None,
-        device=None,
         rank=0,
         ranks=1,
-        bf16=False,
-        start="nothing",
-        memory="",
-        servers=[],
-        tokenizer=CHAT.tokenizer,
         chat=CHAT,
         driver=Driver([script], deterministic=True),
         sampler=script,
         samplers=dict.fromkeys(METHOD.roles, script),
         grade=grader("em"),
-        tools=[],
-        eval_tools=[],
         question=lambda i: Question(f"q{i}", QUESTION.text, ("chess",), "own"),
-        eval_questions=[],
+        say=say,
     )
-    run.say = say
     return run
 
 
@@ -101,10 +92,12 @@ def test_each_agent_earns_its_own_reward(said):
     trajectory = system(*said)
     assert [context.turns[0].own for context in trajectory.contexts] == own
     assert trajectory.reward == outcome
-    METHOD.credit(MarsrlConfig(), [trajectory], 0)
-    assert [sample.reward for sample in trajectory.samples()] == own
-    METHOD.credit(MarsrlConfig(rollouts="linear", credit="role"), [trajectory], 0)
-    assert [sample.reward for sample in trajectory.samples()] == [outcome] * len(own)
+    for options, rewards in (
+        ({}, own),
+        ({"rollouts": "linear", "credit": "role"}, [outcome] * len(own)),
+    ):
+        METHOD.credit(MarsrlConfig(**options), [trajectory], 0)
+        assert [sample.reward for sample in trajectory.samples()] == rewards
 
 
 def test_agents_read_what_the_paper_lets_them_read():
@@ -163,6 +156,7 @@ def test_a_group_is_one_input(choice):
     """Its members were given the same tokens, other groups of its stage other ones."""
     run = scripted(careless, questions=3, group=8, choice=choice)
     played = marsrl.grouped(run, 0)
+    METHOD.credit(run.config, played, 0)
     groups = groups_of(played)
     assert {key[1] for key in groups} == set(STAGES)
     prompts = set()
@@ -173,16 +167,12 @@ def test_a_group_is_one_input(choice):
         prompts.add((key[0], key[1], prompt))
         if "corrector" in key[1]:  # it is given alarms only
             assert prompt.endswith("wrong <eot>")
+        advantages = [member.contexts[0].sample.advantage for member in members]
+        assert sum(advantages) == pytest.approx(0, abs=1e-5)
+        assert any(advantages) == (len({member.reward for member in members}) == 2)
     assert len(prompts) == len(groups)
     assert max(Counter(key[0] for key in groups).values()) <= 1 + 4 * run.config.inputs
     assert len({members[0].question_index for members in groups.values()}) == len(groups)
-
-    METHOD.credit(run.config, played, 0)
-    for members in groups.values():
-        advantages = [member.contexts[0].sample.advantage for member in members]
-        assert sum(advantages) == pytest.approx(0, abs=1e-5)
-        rewards = {member.reward for member in members}
-        assert any(advantages) == (len(rewards) == 2)
 
 
 # ------------------------------------------------------------------- the choice of inputs
@@ -207,7 +197,7 @@ def chosen(
     return [CHAT.text(CHAT.note(output.turns[0].sampled)) for output in picked]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_choice_of_inputs(seed):
     """Adaptive takes every wrong solution before any right one; correctors get true alarms only."""
     said = ["chess", "lamps", "chess", "1968", "dover", "chess", "lamps"]
@@ -273,15 +263,12 @@ def test_a_chat_model_is_shown_the_solution_and_the_report():
         prompt = chat.text(chat.prompt(role, question="Who is it?", **shown))
         assert "Who is it?" in prompt
         assert [name for name in ("Ada", "Bob") if f"It is {name}." in prompt] == seen
-    said = chat.encode("It is Bob. <answer>wrong</answer>")
-    assert chat.parse(said, final=True).answer == "wrong"
 
 
 # -------------------------------------------------------------------------------- the toy
 
 
 def test_pages_tell_what_their_questions_ask():
-    usual = 0
     for seed in range(400):
         page = marsrl_toy.draw_page(random.Random(seed))
         right, *others = page.answers
@@ -293,8 +280,6 @@ def test_pages_tell_what_their_questions_ask():
         assert f"{name} {world.VERBS[attribute]} {right} ." in page.text
         assert all(f" {other} ." in page.text for other in others)
         assert f"{name} enjoys {page.usual} ." in page.text
-        usual += page.usual == right
-    assert 0.6 < usual / 400 < 0.8
 
 
 @pytest.mark.parametrize("role", marsrl_toy.MARKS)

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.launch import launch
-from safetensors.torch import load_file
 
 import grpo
 import trainer
@@ -26,7 +24,7 @@ def run():
     torch.manual_seed(0)
     policy = trainer.Policy(mifo_toy.base_model.new_model(len(TOKENIZER)), bf16=False)
     config = MifoConfig(questions=8)
-    return SimpleNamespace(policy=policy, config=config, chat=CHAT, rank=0, ranks=1)
+    return SimpleNamespace(policy=policy, config=config, chat=CHAT)
 
 
 # --------------------------------------------------------------------------- what SFT learns from
@@ -35,19 +33,19 @@ def run():
 def test_scores_are_those_of_the_model(run):
     samples = [solo.written(CHAT, t, 0, 0, t.solution, 1.0).samples()[0] for t in TASKS]
     logprobs, entropies = solo.score(run.policy, samples)
+    run.policy.model.set_attn_implementation("eager")
     for sample, logprob, entropy in zip(samples, logprobs, entropies, strict=True):
-        run.policy.model.set_attn_implementation("eager")
-        logits = run.policy.model(torch.tensor([sample.tokens])).logits[0].double()
-        run.policy.model.set_attn_implementation("mars_packed")
-        wanted = logits.log_softmax(-1)[[i - 1 for i, own in enumerate(sample.mask) if own]]
-        said = torch.tensor(sample.tokens[sample.mask.index(True) :])
-        told = wanted.gather(1, said[:, None])[:, 0]
-        torch.testing.assert_close(logprob.double(), told, rtol=0, atol=1e-4)
+        start = sample.mask.index(True)
+        logits = run.policy.model(torch.tensor([sample.tokens])).logits[0, start - 1 : -1]
+        wanted = logits.log_softmax(-1)
+        told = wanted.gather(1, torch.tensor(sample.tokens[start:])[:, None])[:, 0]
+        torch.testing.assert_close(logprob, told, rtol=0, atol=1e-4)
         of_all = -(wanted.exp() * wanted).sum(-1)
-        torch.testing.assert_close(entropy.double(), of_all, rtol=0, atol=1e-4)
+        torch.testing.assert_close(entropy, of_all, rtol=0, atol=1e-4)
 
 
 def test_sft_is_the_mean_log_likelihood_of_the_hard_tokens(run):
+    assert mifo.taught(run, 3, []) == []
     trajectories = mifo.taught(run, 3, TASKS)
     (samples,) = mifo.credit(run.config, trajectories, step=run.config.rl_steps).values()
     masks = [torch.tensor(sample.mask) for sample in samples]
@@ -74,24 +72,13 @@ def test_sft_is_the_mean_log_likelihood_of_the_hard_tokens(run):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_ranks_share_the_batch_of_one_process(run):
-    run.config.questions = 5
-    whole = mifo.taught(run, 1, TASKS)
-    run.ranks = 2
-    for run.rank in (0, 1):
-        own = mifo.taught(run, 1, TASKS)
-        assert [one.samples() for one in own] == [one.samples() for one in whole[run.rank :: 2]]
-    assert mifo.taught(run, 1, []) == []
-
-
 def test_the_hardest_tokens():
     entropy = torch.tensor([0.1, 3.0, 0.2, 2.0, 0.0])
     assert mifo.hardest(entropy, 0.4).tolist() == [False, True, False, True, False]
     assert mifo.hardest(entropy, 0.41).sum() == 3
-    assert mifo.hardest(entropy, 1.0).all()
 
 
-@pytest.mark.parametrize("threshold, places", [(0.0, [1]), (0.5, [0, 1]), (1.0, [0, 1, 2])])
+@pytest.mark.parametrize("threshold, places", [(0.0, [1]), (0.5, [0, 1])])
 def test_shown_are_questions_that_rollouts_missed(threshold, places):
     rewards = {0: [0, 1], 1: [0, 0], 2: [1, 1]}
     played = [
@@ -119,7 +106,7 @@ def test_tasks_have_one_answer_on_their_page_and_the_teacher_gives_it():
 # ------------------------------------------------------------------------------- what SFT may move
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.37, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.37, 1.0])
 def test_as_many_as_asked_and_those_that_moved_most(share):
     importance = torch.rand(1001, generator=torch.Generator().manual_seed(0))
     count = math.ceil(share * 1001)
@@ -206,34 +193,9 @@ def test_a_run_leaves_its_folder_and_arms_are_equal_up_to_sft(played, capsys):
     assert capsys.readouterr().out.count("→") == 2 * 2
 
 
-RUN = """
-import sys
-from siblings import mifo, mifo_toy
-mifo_toy.build.keywords["steps"] = (4, 4)
-sys.exit(mifo.main(sys.argv[1:]))
-"""
-
-
-def test_two_ranks_show_and_score_what_one_process_does(played, tmp_path):
-    """Nothing is right, so RL moves nothing, and all that was missed by any rank is shown."""
-    folder, _ = played["moved"]
-    script = tmp_path / "script.py"
-    script.write_text(RUN)
-    line = [*SMALL.split(), "--steps", 5, "--sft_steps", 3, "--eval_questions", 2]
-    line += ["--cache", folder.parent.parent, "--runs", tmp_path]
-    weights = []
-    for world in (1, 2):
-        assert launch(script, *line, "--name", world, log=tmp_path / "log", world=world) == 0
-        weights.append(load_file(tmp_path / str(world) / "checkpoint" / "model.safetensors"))
-    for name, one in weights[0].items():
-        torch.testing.assert_close(weights[1][name], one, rtol=0, atol=2e-4)
-
-
-REFUSED = ["--resume --name x", "--data nq", "--hard 0", "--threshold 7", "--answer_tokens 0"]
-REFUSED += ["--loss_mean token", "--temperature 2", "--inner_steps 2", "--lora_rank 1"]
-
-
-@pytest.mark.parametrize("line", [*REFUSED, "table nowhere"])
+@pytest.mark.parametrize(
+    "line", ["--data nq", "--hard 0", "--threshold 7", "--inner_steps 2", "table nowhere"]
+)
 def test_what_it_cannot_do_is_one_sentence(line, capsys, tmp_path):
     runs = [] if line.startswith("table") else ["--runs", str(tmp_path)]
     assert mifo.main([*line.split(), *runs]) == 2
