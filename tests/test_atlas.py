@@ -360,7 +360,6 @@ def test_a_resumed_run_has_its_own_model_and_files(options_of):
 @pytest.mark.parametrize(
     "line, reason",
     [
-        ("--preset paper", "--preset paper: choose from atlas"),
         ("--warm_steps -1", "--warm_steps"),
         ("--name taken", "runs/taken exists"),
         ("--search serper", "SERPER_API_KEY is not set"),

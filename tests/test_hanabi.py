@@ -19,7 +19,6 @@ from siblings.hanabi_game import (
     LIVES,
     Card,
     Game,
-    advise,
     deck,
 )
 from siblings.hanabi_toy import play_script, scripted_score
@@ -109,24 +108,12 @@ def test_nobody_reads_its_own_cards(seed, skill):
             card.name = name
 
 
-def test_every_word_of_the_game_is_one_token():
-    for game, seat, said, move in games(3, 0.5):
-        text = f"{hanabi_toy.describe(game, seat, said)} {move}"
-        assert CHAT.text(CHAT.encode(text)) == text
-        assert len(CHAT.encode(text)) == len(text.split())
-        assert CHAT.parse(CHAT.encode(move) + [CHAT.eot]).answer == move
-
-
-def test_the_script_is_better_than_chance_and_hints_are_orders():
-    scores = {
-        skill: sum(scripted_score(deck("t", 0, i), random.Random(i), skill) for i in range(200))
+def test_the_script_is_better_than_chance():
+    scores = [
+        sum(scripted_score(deck("t", 0, i), random.Random(i), skill) for i in range(100))
         for skill in (0.0, 0.7, 1.0)
-    }
-    assert 4 * scores[0.0] < scores[0.7] < 0.7 * scores[1.0]
-    game = position("red2 blue3 | red1 blue2")
-    assert advise(game, 0, "") == "hint 1"
-    game.move(0, "hint 1")
-    assert advise(game, 1, "hint 1") == "play first"
+    ]
+    assert 4 * scores[0] < scores[1] < 0.7 * scores[2]
 
 
 # -------------------------------------------------------------------------------- a whole small run
@@ -183,21 +170,21 @@ def test_credit_compares_games_of_one_deck_and_trains_no_empty_seat():
     assert all(sample.copies == 1 for samples in terms.values() for sample in samples)
 
 
-READ_OUTS = {  # hands and hint -> the card that the hint is about
-    "one touched card can be played": ("blue3 blue2 | red1 blue1", "hint red", "first"),
-    "the second of two touched ones": ("blue3 blue2 | red2 red1", "hint red", "second"),
-    "both can be played": ("blue3 blue2 | red1 blue1", "hint 1", None),
-    "none can be played": ("blue3 blue2 | red2 blue3", "hint red", None),
-}
-
-
-@pytest.mark.parametrize("name", READ_OUTS)
-@pytest.mark.parametrize("said", ["first", "second"])
-def test_what_a_hint_is_about(name, said):
-    hands, hint, meant = READ_OUTS[name]
+@pytest.mark.parametrize(
+    "hands, hint, meant",
+    [
+        ("blue3 blue2 | red1 blue1", "hint red", "first"),  # one touched card can be played
+        ("blue3 blue2 | red2 red1", "hint red", "second"),
+        ("blue3 blue2 | red1 blue1", "hint 1", None),  # both can
+        ("blue3 blue2 | red2 blue3", "hint red", None),  # none can
+    ],
+)
+def test_what_a_hint_is_about(hands, hint, meant):
     game = position(hands)
     game.move(0, hint)
-    assert hanabi.is_about(game, 1, hint, said) == (None if meant is None else said == meant)
+    for said in ("first", "second"):
+        told = None if meant is None else said == meant
+        assert hanabi.is_about(game, 1, hint, said) == told
 
 
 def test_questions_that_are_no_decks_are_refused():

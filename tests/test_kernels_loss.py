@@ -9,6 +9,8 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from kernel_forms import DEVICE, FORMS, needs_triton, without_triton
 from mutants import load_mutant, read_mutants
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,7 +37,6 @@ def use_small_chunks(module, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_TOKENS_CUDA", 16)
     monkeypatch.setattr(module, "CHUNK_TOKENS_CPU", 16)
     monkeypatch.setattr(module, "CHUNK_BYTES_CPU", 0)
-    monkeypatch.setattr(module, "CUDA_TILE", 8)
 
 
 @pytest.fixture
@@ -278,15 +279,13 @@ def test_bitwise_reproducible(form, small_chunks):
     assert loss == same_loss
 
 
-@pytest.mark.parametrize("N", [0, 1, 128, 129, 3584, 3585, 16384])
-@pytest.mark.parametrize("on_cuda", [False, True])
-def test_chunks_cover_each_token_once(N, on_cuda):
-    parts = LL.cut_into_chunks(N, 151_936, on_cuda)
+@given(st.integers(0, 20_000), st.sampled_from([300, 151_936]), st.booleans())
+def test_chunks_cover_each_token_once(N, V, on_cuda):
+    parts = LL.cut_into_chunks(N, V, on_cuda)
     assert [i for part in parts for i in range(N)[part]] == list(range(N))
-    limit = LL.CHUNK_TOKENS_CUDA if on_cuda else LL.CHUNK_TOKENS_CPU
     sizes = [part.stop - part.start for part in parts]
-    assert all(size <= limit for size in sizes) and len(parts) == math.ceil(N / limit)
-    assert not on_cuda or all(size % LL.CUDA_TILE == 0 for size in sizes[:-1])
+    limit = LL.CHUNK_TOKENS_CUDA if on_cuda else max(LL.CHUNK_TOKENS_CPU, 2**22 // V)
+    assert all(0 < size <= limit for size in sizes) and len(parts) == math.ceil(N / limit)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -65,14 +65,12 @@ def test_the_fused_loss_by_onednn(name, counted, monkeypatch):
 
 
 @needs_onednn
-@pytest.mark.parametrize("adapters", [False, True])
-def test_a_policy_by_onednn(adapters, counted, monkeypatch):
+def test_a_policy_with_adapters_by_onednn(counted, monkeypatch):
     found = []
     for faster in (True, False):
         monkeypatch.setattr(products, "onednn_is_faster", lambda faster=faster: faster)
         plain = model("qwen2")
-        if adapters:
-            trainer.add_adapters(plain, 3, seed=0)
+        trainer.add_adapters(plain, 3, seed=0)
         policy = trainer.Policy(plain, bf16=False, recompute_activations=True)
         (batch,) = trainer.micro_batches(make_samples(), weigh(make_samples()), 10_000, CPU)
         trainer.backward(policy, [batch], [None], **OBJECTIVE)

@@ -4,6 +4,8 @@ import json
 import math
 import random
 from collections import Counter, defaultdict
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from helpers.script import Script
@@ -18,14 +20,13 @@ from siblings.marsrl import METHOD, STAGES, MarsrlConfig
 from tasks.chat import ChatFormat
 from tasks.grading import grader
 from tasks.questions import Question
-from toy import world
 
 CHAT = marsrl_toy.Language(marsrl_toy.make_tokenizer())
 PAGE = "ada enjoys chess . ada born 1968 . ada makes lamps . "
 QUESTION = Question("q0", f"{PAGE}hobby of ada", ("chess",), "own")
 
 
-def scripted(say, **options) -> Run:
+def scripted(say, **options) -> SimpleNamespace:
     """A run whose sampler is a script: `say(role, prompt, seed)` is what an agent writes.
 
     It can roll out and cannot update.
@@ -39,8 +40,7 @@ def scripted(say, **options) -> Run:
     script = Script(CHAT, spoken)
     script.pages_in_use = 0
     script.load_weights = lambda model: None
-    run = Run.__new__(Run)
-    vars(run).update(
+    run = SimpleNamespace(
         method=METHOD,
         config=config,
         rank=0,
@@ -53,6 +53,7 @@ def scripted(say, **options) -> Run:
         question=lambda i: Question(f"q{i}", QUESTION.text, ("chess",), "own"),
         say=say,
     )
+    run.rollouts = partial(Run.rollouts, run)
     return run
 
 
@@ -178,7 +179,7 @@ def test_a_group_is_one_input(choice):
 # ------------------------------------------------------------------- the choice of inputs
 
 
-def outputs(run: Run, stage: str, said: list[str], verdict: str = "wrong") -> list[Trajectory]:
+def outputs(run, stage: str, said: list[str], verdict: str = "wrong") -> list[Trajectory]:
     """Outputs of a stage, in this order. Its task shows the solution "lamps", which is wrong."""
     shown = {"answer": tuple(CHAT.encode("lamps")), "report": tuple(CHAT.encode("chess wrong"))}
     golden = (verdict,) if "verifier" in stage else QUESTION.golden_answers
@@ -188,9 +189,7 @@ def outputs(run: Run, stage: str, said: list[str], verdict: str = "wrong") -> li
     return run.rollouts([(0, task)], len(said), step=0, tools=[])
 
 
-def chosen(
-    choice: str, follower: str, said: list[str], inputs: int = 2, seed: int = 0
-) -> list[str]:
+def chosen(choice, follower: str, said: list[str], inputs: int, seed: int) -> list[str]:
     run = scripted(None, choice=choice, inputs=inputs)
     stage = STAGES[STAGES.index(follower) - 1]
     picked = marsrl.choose(run.config, outputs(run, stage, said), follower, random.Random(seed))
@@ -266,20 +265,6 @@ def test_a_chat_model_is_shown_the_solution_and_the_report():
 
 
 # -------------------------------------------------------------------------------- the toy
-
-
-def test_pages_tell_what_their_questions_ask():
-    for seed in range(400):
-        page = marsrl_toy.draw_page(random.Random(seed))
-        right, *others = page.answers
-        assert len({right, *others}) == 4
-        name = page.question.split()[-1]
-        firm, attribute, _ = page.paths[0].split()
-        assert f"{name} joined {firm} ." in page.text
-        assert attribute == marsrl_toy.CARES[firm]
-        assert f"{name} {world.VERBS[attribute]} {right} ." in page.text
-        assert all(f" {other} ." in page.text for other in others)
-        assert f"{name} enjoys {page.usual} ." in page.text
 
 
 @pytest.mark.parametrize("role", marsrl_toy.MARKS)

@@ -124,10 +124,8 @@ def test_a_single_agent_reads_everything_itself():
     said = ["<call> search ada baker <eot>", "ada baker joined acro corp . <answer> dover <eot>"]
     trajectory, _ = play(said, [], delegate=False)
     (context,) = trajectory.contexts
-    assert text(context.sample, False) == (
-        f"<s2> <s1> {QUESTION.text} <eot> <resp> {DOCUMENTS} <eot>"
-    )
-    assert trajectory.answer == "dover"
+    given = f"<s2> <s1> {QUESTION.text} <eot> <resp> {DOCUMENTS} <eot>"
+    assert text(context.sample, False) == given and trajectory.answer == "dover"
 
 
 def test_nobody_calls_a_tool_that_is_not_its_own():
@@ -258,24 +256,19 @@ def test_form_by_hand():
     good = [None, None]
     bad = [None, "malformed"]
     assert score(1.0, good, []) == pytest.approx(0.9 + 0.05)  # nobody was asked: half is missing
-    assert score(1.0, good, [good]) == pytest.approx(1.0)
     assert score(0.0, bad, [good, bad, bad]) == pytest.approx(0.1 * 0.5 / 3)
     assert score(0.0, good, [bad]) == pytest.approx(0.05)
-    assert score(1.0, bad, [bad], format_share=0.0) == 1.0
     assert score(0.0, good, [], delegate=False) == pytest.approx(0.1)
 
 
 def test_mars_groups_compare_workers_with_workers():
-    trajectories, terms, config = credited(own_groups=True)
+    trajectories, terms, config = credited(own_groups=True, balance="uniform")
     workers = [made for t in trajectories[:3] for made in t.samples("worker")]
     half = 1 / math.sqrt(2)
     assert [made.advantage for made in workers] == pytest.approx([half, half, -2 * half])
     assert list(terms) == ["planner", "worker"]
-    _, balanced, _ = credited(own_groups=True, balance="uniform")
-    copies = [
-        [s.copies for s in balanced["worker"] if s.question_index == place] for place in (0, 1)
-    ]
-    assert [sum(drawn) for drawn in copies] == [3, 2]
+    copies = [sum(s.copies for s in terms["worker"] if s.question_index == q) for q in (0, 1)]
+    assert copies == [3, 2]
 
 
 # ------------------------------------------------------------------------------------------ the toy
@@ -343,15 +336,12 @@ def test_a_chat_model_is_told_who_it_is():
     assert action.call == Call("work", "find her")
 
 
-@pytest.mark.parametrize(
-    "given, word",
-    [
+def test_options_that_contradict_each_other_are_refused():
+    for given, word in (
         ({"balance": "uniform"}, "--own_groups"),
         ({"workers": "frozen", "own_groups": True}, "--workers train"),
         ({"worker_turns": 9}, "--max_turns"),
         ({"delegate": False, "recap": False}, "--no-delegate"),
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(given, word):
-    with pytest.raises(UserError, match=word):
-        resolve(matpo.MatpoConfig, given, presets={})
+    ):
+        with pytest.raises(UserError, match=word):
+            resolve(matpo.MatpoConfig, given, presets={})

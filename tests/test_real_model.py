@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mars
-import trainer
 from config import UserError
 from plumbing import models
-from rollout import Sample
 from sampler import Sampler
 from tasks.chat import ChatFormat
 from tools import KNOWN, Tool
@@ -68,32 +66,6 @@ def sampler(stock):
     return Sampler(stock, max_tokens=4096)
 
 
-@pytest.fixture(scope="module")
-def drawn(sampler, prompts, tokenizer) -> list[Sample]:
-    """Samples at temperature 1, as a rollout leaves them."""
-    options = {"max_new_tokens": 16, "temperature": 1.0, "stop_ids": (tokenizer.eos_token_id,)}
-    samples = []
-    for place, completion in enumerate(sampler.generate(prompts, seed=1, **options)):
-        sample = Sample("sys2", place, 0, advantage=1.0, copies=1)
-        sample.append_given(prompts[place])
-        sample.append_sampled(completion)
-        samples.append(sample)
-    return samples
-
-
-@pytest.fixture(scope="module")
-def batch(drawn):
-    weights = [torch.tensor(sample.mask).float() for sample in drawn]
-    (made,) = trainer.micro_batches(drawn, weights, 4096, torch.device("cpu"))
-    return made
-
-
-@pytest.fixture(scope="module")
-def policy(folder):
-    model = trainer.load_model(folder, torch.device("cpu"))
-    return trainer.Policy(model, bf16=False)
-
-
 # ---------------------------------------------------------------- from the package to a folder
 
 
@@ -127,20 +99,6 @@ def test_greedy_tokens_are_those_of_transformers(sampler, stock, prompts, tokeni
             torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=stop
         )
         assert completion.tokens == made[0, len(prompt) :].tolist()
-
-
-# ---------------------------------------------------------------- the trainer
-
-
-@needs_model
-def test_packed_log_probs_are_those_of_the_stock_model(policy, stock, drawn, batch):
-    got = trainer.logprob(policy, batch, 1.0)
-    for index, sample in enumerate(drawn):
-        with torch.no_grad():
-            logprobs = stock(torch.tensor([sample.tokens])).logits[0].log_softmax(-1)
-        sampled = [i for i, mask in enumerate(sample.mask) if mask]
-        expected = [logprobs[i - 1, sample.tokens[i]].item() for i in sampled]
-        assert got[batch.owner == index].tolist() == pytest.approx(expected, abs=2e-4)
 
 
 # ---------------------------------------------------------------- the chat format

@@ -188,7 +188,6 @@ def test_what_the_roles_read(form):
     assert form.text(demanded) == "<resp> ada baker born 1968 . none . <eot> <answer>"
     assert form.text(form.message("no results")) == "none ."
     assert form.text(form.message("error: the tool failed (x)")) == "error"
-    assert form.close_step() == [form.eot] and form.eot in form.stop_ids
     chunk = form.document(Document("1", "unsaid", "", "ada baker born 1968 ."))
     told = form.prompt("sys1", chunk=chunk, purpose="birth of ada baker", question="unsaid")
     said = "<s1> <doc> ada baker born 1968 . <purpose> birth of ada baker <eot>"
