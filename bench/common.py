@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from plumbing.folders import read_lines, write_json
-from plumbing.report import commit
+from plumbing.logbook import commit
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"

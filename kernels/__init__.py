@@ -10,8 +10,7 @@ token_loss is the first one to read: it is short, and has all the parts that the
 trains is linear_loss.) `backend` tells which form runs.
 
 The package imports torch, triton, grpo and config.UserError only. It has the name of the hub's
-package `kernels`, which transformers uses where it is installed. From this folder transformers
-finds ours and goes without, unless the hub's is installed too.
+package `kernels`, which must not be installed: transformers would ask this folder for its names.
 """
 
 from kernels.backend import triton, use_triton
@@ -40,13 +39,3 @@ __all__ = [
     "triton",
     "use_triton",
 ]
-
-
-def __getattr__(name):
-    """Says what to do when transformers takes this folder for the hub's package."""
-    if name.startswith("_"):
-        raise AttributeError(f"module 'kernels' has no attribute {name!r}")
-    raise ImportError(
-        f"{name} is not of this folder's kernels/, which hides the hub's package of that name: "
-        "transformers needs no such package here, so run pip uninstall kernels"
-    )

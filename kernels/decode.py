@@ -9,7 +9,7 @@
 The stock modules need about thirty launches for the same. All three round where transformers'
 Llama, Qwen2 and Qwen3 modules round (fp32 inside a norm and inside silu, the model's dtype after
 each other operation): in bf16 a sampler that rounds elsewhere than the trainer widens the mismatch
-between their log-probs. `.to(dtype).to(tl.float32)` in a kernel is such a rounding.
+between their log-probs.
 Tests: `pytest tests/test_kernels_decode.py`.
 """
 
@@ -25,6 +25,12 @@ NORM_WARPS = 8
 ROPE_WARPS = 1
 SILU_WARPS = 4
 SILU_BLOCK = 1024
+
+
+@jit
+def rounded(x, dtype: tl.constexpr):
+    """x in fp32, rounded to `dtype`."""
+    return x.to(dtype).to(tl.float32)
 
 
 def one_layout(dtype, *tensors) -> bool:
@@ -67,11 +73,9 @@ def add_rms_norm_kernel(
     row = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        row = (row + residual).to(dtype)
-        tl.store(new_residual_ptr + at, row, mask=inside)
-        row = row.to(tl.float32)
-    unit = row * tl.rsqrt(tl.sum(row * row, 0) / D + eps)
-    unit = unit.to(dtype).to(tl.float32)
+        row = rounded(row + residual, dtype)
+        tl.store(new_residual_ptr + at, row.to(dtype), mask=inside)
+    unit = rounded(row * tl.rsqrt(tl.sum(row * row, 0) / D + eps), dtype)
     weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed_ptr + at, (unit * weight).to(dtype), mask=inside)
 
@@ -179,27 +183,22 @@ def qk_norm_rope_store_kernel(
         if NORM:
             squares = tl.sum(first * first, 0) + tl.sum(second * second, 0)
             shrink = tl.rsqrt(squares / DH + eps)
-            first = (first * shrink).to(dtype).to(tl.float32)
-            second = (second * shrink).to(dtype).to(tl.float32)
-            q_first = tl.load(q_weight_ptr + d)
-            q_second = tl.load(q_weight_ptr + HALF + d)
-            k_first = tl.load(k_weight_ptr + d)
-            k_second = tl.load(k_weight_ptr + HALF + d)
-            w_first = tl.where(head < HQ, q_first, k_first).to(tl.float32)
-            w_second = tl.where(head < HQ, q_second, k_second).to(tl.float32)
-            first = (first * w_first).to(dtype).to(tl.float32)
-            second = (second * w_second).to(dtype).to(tl.float32)
+            weight_ptr = q_weight_ptr
+            if head >= HQ:
+                weight_ptr = k_weight_ptr
+            w_first = tl.load(weight_ptr + d).to(tl.float32)
+            w_second = tl.load(weight_ptr + HALF + d).to(tl.float32)
+            first = rounded(rounded(first * shrink, dtype) * w_first, dtype)
+            second = rounded(rounded(second * shrink, dtype) * w_second, dtype)
         turn = row * DH + d
         cos_first = tl.load(cos_ptr + turn).to(tl.float32)
         cos_second = tl.load(cos_ptr + turn + HALF).to(tl.float32)
         sin_first = tl.load(sin_ptr + turn).to(tl.float32)
         sin_second = tl.load(sin_ptr + turn + HALF).to(tl.float32)
-        kept_first = (first * cos_first).to(turn_dtype).to(tl.float32)
-        kept_second = (second * cos_second).to(turn_dtype).to(tl.float32)
-        crossed_first = (second * sin_first).to(turn_dtype).to(tl.float32)
-        crossed_second = (first * sin_second).to(turn_dtype).to(tl.float32)
-        first = (kept_first - crossed_first).to(dtype)
-        second = (kept_second + crossed_second).to(dtype)
+        kept = rounded(first * cos_first, turn_dtype)
+        crossed = rounded(first * sin_second, turn_dtype)
+        first = (kept - rounded(second * sin_first, turn_dtype)).to(dtype)
+        second = (rounded(second * cos_second, turn_dtype) + crossed).to(dtype)
         if head < HQ:
             to = q_ptr + (row * HQ + head) * DH + d
             tl.store(to, first)
@@ -291,7 +290,7 @@ def silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constex
     gate_ptr = gate_up_ptr + row * 2 * WIDTH
     gate = tl.load(gate_ptr + f, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + WIDTH + f, mask=inside, other=0.0).to(tl.float32)
-    act = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    act = rounded(gate / (1.0 + tl.exp(-gate)), dtype)
     tl.store(out_ptr + row * WIDTH + f, (act * up).to(dtype), mask=inside)
 
 

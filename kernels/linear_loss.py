@@ -20,9 +20,6 @@ the logits or make them a second time: a fourth product.
 Precision. Logits leave the tensor cores as fp32: rounded to bf16 they would put an error of 1e-2 on
 a log-prob, enough to flip clip decisions. dz is rounded to hidden's type, as the products need it;
 ∂L/∂W is summed over chunks in fp32.
-Where the KL term alone makes a gradient (no advantage in the batch), that gradient's relative error
-is about 1e-7/|d|, d = ref − logp: log-probs are fp32 numbers, and d is their small difference. The
-stock model's fp32 autograd errs as much (d = 7e-5: 1.7e-3 each), and with an advantage it is 4e-7.
 Memory. One chunk's logits in fp32 (dz takes their place) and ∂L/∂W in fp32 are held. Only ∂L/∂h and
 a few numbers per token grow with N.
 Reproducible bit by bit: a row belongs to one program, and nothing is added atomically.
@@ -52,7 +49,6 @@ CHUNK_TOKENS_CUDA = 3584
 # chunk has as many tokens as make this many bytes of logits, but at least CHUNK_TOKENS_CPU.
 CHUNK_BYTES_CPU = 16 << 20
 CHUNK_TOKENS_CPU = 128
-CUDA_TILE = 128  # rows of a tile of the products
 STATS_CONFIG = {"BLOCK": 4096, "num_warps": 16}
 GRADIENT_CONFIG = {"BLOCK": 4096, "num_warps": 8}
 
@@ -65,36 +61,18 @@ def logits_logprob(z, target, *, temperature=1.0):
 
 
 def logits_grpo_loss(
-    z,
-    target,
-    old_logprob,
-    advantage,
-    token_weight,
-    *,
-    ref_logprob=None,
-    clip_low=0.2,
-    clip_high=0.2,
-    kl_beta=0.0,
-    temperature=1.0,
+    z, target, old_logprob, advantage, token_weight, *, temperature=1.0, **options
 ):
     """`linear_grpo_loss` on logits z [N, V] that are in memory, gradients by autograd.
 
-    It trains models whose logits are more than hidden states times LM head (trainer/loading.py).
+    `options` are those of `grpo.grpo_loss`. It trains models whose logits are more than hidden
+    states times LM head (trainer/loading.py).
     """
     live = token_weight != 0
     z = torch.where(live[:, None], z, 0)
     target = torch.where(live, target, 0)
     logprob, entropy = logits_logprob(z, target, temperature=temperature)
-    loss, stats = grpo.grpo_loss(
-        logprob,
-        old_logprob,
-        advantage,
-        token_weight,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        kl_beta=kl_beta,
-        ref_logprob=ref_logprob,
-    )
+    loss, stats = grpo.grpo_loss(logprob, old_logprob, advantage, token_weight, **options)
     stats["loss"] = loss.detach()
     stats["logprob"] = logprob.detach() * live
     stats["entropy"] = entropy.detach() * live
@@ -140,15 +118,12 @@ def add_matmul_fp32(total, a, b):
 
 
 def cut_into_chunks(N, V, on_cuda):
-    """Cuts N tokens into slices of nearly equal length, on CUDA a multiple of the tile."""
-    limit = CHUNK_TOKENS_CUDA
-    tile = CUDA_TILE
-    if not on_cuda:
-        limit = max(CHUNK_TOKENS_CPU, CHUNK_BYTES_CPU // (4 * max(V, 1)))
-        tile = 1
+    """Cuts N tokens into slices of nearly equal length."""
+    limit = max(CHUNK_TOKENS_CPU, CHUNK_BYTES_CPU // (4 * V))
+    if on_cuda:
+        limit = CHUNK_TOKENS_CUDA
     count = max(1, math.ceil(N / limit))
-    tiles = max(1, math.ceil(math.ceil(N / count) / tile))  # of one chunk; one where N is 0
-    size = tiles * tile
+    size = max(1, math.ceil(N / count))
     return [slice(start, min(start + size, N)) for start in range(0, N, size)]
 
 

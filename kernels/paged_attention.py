@@ -42,8 +42,6 @@ import torch.nn.functional as F
 
 from kernels.backend import jit, misfit, tl, triton, use_triton
 
-# The reference takes this many rows at a time: a copy of their keys and values stays in the cache.
-REFERENCE_ROWS = 16
 # One buffer of keys, and one of values. Two of each are 32 KB, so that a Hopper processor runs five
 # programs at a time: about 80 KB are on their way in each, where 32 KB already hide the latency of
 # a 4.3 TB/s memory (by arithmetic, at 1 µs).
@@ -58,45 +56,26 @@ TOKENS_PER_START = 32
 LEVELS = 2
 RUN_FIELDS = 5  # A run is (begin, end, first, last, level); see `paged_attention`.
 RUN_QUERIES = 32  # A run has about so many: eight rows of a model with four query heads a key.
-# Programs that run at once where there is no GPU to ask: five on each of an H200's processors.
-PROGRAMS_WITHOUT_GPU = 132 * 5
+# Shared memory of one program at most: its buffers, what queries and scores need, CUDA's own 1 KB.
+PROGRAM_BYTES = 45 * 1024
 
 
 def reference(q, k_pages, v_pages, block_table, lengths, *, scale):
-    """Paged decode attention in plain PyTorch; shapes as in `paged_attention`.
-
-    Rows of similar length are taken together, so that little is computed for padding. A position
-    past a row's end reads the row's own first token instead and is masked: whatever an earlier
-    owner left in the page (NaN too) stays out.
-    """
+    """Paged decode attention in plain PyTorch, row by row; shapes as in `paged_attention`."""
     Hq = q.shape[1]
     page_size, Hkv = k_pages.shape[1:3]
-    k_pages = k_pages.flatten(0, 1).flatten(1)  # [pages · page_size, Hkv · Dh]
-    v_pages = v_pages.flatten(0, 1).flatten(1)
-    offset = torch.arange(page_size, device=q.device)
     out = torch.zeros_like(q)
-    order = lengths.argsort()
-    order = order[lengths[order] > 0]  # Rows of length 0 stay zero.
-    for begin in range(0, len(order), REFERENCE_ROWS):
-        rows = order[begin : begin + REFERENCE_ROWS]
-        longest = int(lengths[rows[-1]])  # T
-        num_pages = -(-longest // page_size)
-        valid = torch.arange(longest, device=q.device) < lengths[rows, None]  # [rows, T]
-        pages = block_table[rows, :num_pages, None].long()  # [rows, pages, 1]
-        slots = (pages * page_size + offset).flatten(1)[:, :longest]  # [rows, T]
-        slots = torch.where(valid, slots, slots[:, :1]).flatten()
-        k = k_pages.index_select(0, slots).view(-1, longest, Hkv, q.shape[2])
-        v = v_pages.index_select(0, slots).view(-1, longest, Hkv, q.shape[2])
+    for row, length in enumerate(lengths.tolist()):
+        if length == 0:
+            continue
+        pages = block_table[row, : -(-length // page_size)].long()
+        k = k_pages[pages].flatten(0, 1)[:length]  # [T, Hkv, Dh]
+        v = v_pages[pages].flatten(0, 1)[:length]
         # Heads that share a key stand where the tokens of the query would.
-        query = q[rows].unflatten(1, (Hkv, Hq // Hkv))
-        mixed = F.scaled_dot_product_attention(
-            query,
-            k.transpose(1, 2),  # [rows, Hkv, T, Dh]
-            v.transpose(1, 2),
-            attn_mask=valid[:, None, None],
-            scale=scale,
-        )
-        out[rows] = mixed.flatten(1, 2)
+        query = q[row].unflatten(0, (Hkv, Hq // Hkv))
+        k = k.transpose(0, 1)
+        v = v.transpose(0, 1)
+        out[row] = F.scaled_dot_product_attention(query, k, v, scale=scale).flatten(0, 1)
     return out
 
 
@@ -109,21 +88,14 @@ def choose_config(head_bytes):
     return {"block": block, "num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
 
 
-def shared_memory(config, head_bytes, queries=16):
-    """Bytes of shared memory of one program: buffers, and what queries and scores need."""
-    buffers = 2 * 2 * config["block"] * head_bytes
-    return buffers + queries * head_bytes + 80 * config["block"]
-
-
 @functools.cache
-def programs_at_once(device, shared):
-    """Programs of `shared` bytes that the GPU runs at a time."""
+def programs_at_once(device):
+    """Programs that the GPU runs at a time; without one, five on each processor of an H200."""
     if device.type != "cuda":
-        return PROGRAMS_WITHOUT_GPU
+        return 132 * 5
     gpu = torch.cuda.get_device_properties(device)
-    reserved = 1024  # CUDA takes this much for itself, of each program's share.
-    programs = gpu.shared_memory_per_multiprocessor // (shared + reserved)
-    return gpu.multi_processor_count * max(1, programs)
+    programs = max(1, gpu.shared_memory_per_multiprocessor // PROGRAM_BYTES)
+    return gpu.multi_processor_count * programs
 
 
 def split_length(length, splits, block):
@@ -148,6 +120,19 @@ def split_count(rows, kv_heads, capacity, block, at_once, most=MAX_PARTS):
             best = splits
             least = cost
     return best
+
+
+@jit
+def slots_of_block(table_ptr, page_stride, start, valid, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the tokens from `start` on of a row lie in the pool, [BLOCK] int64."""
+    j = tl.arange(0, BLOCK)
+    if PAGE % BLOCK == 0:  # The block lies in one page: one look-up.
+        page = tl.load(table_ptr + start // PAGE * page_stride)
+        slot = page.to(tl.int64) * PAGE + (start % PAGE + j)
+    else:
+        page = tl.load(table_ptr + (start + j) // PAGE * page_stride, mask=valid, other=0)
+        slot = page.to(tl.int64) * PAGE + (start + j) % PAGE
+    return slot
 
 
 @jit
@@ -208,13 +193,7 @@ def split_kernel(
     # A block's first token is always valid, so running_max is finite after it.
     for start in range(first, last, BLOCK):
         valid = start + j < last
-        if PAGE % BLOCK == 0:  # The block lies in one page: one look-up.
-            page = tl.load(table_ptr + start // PAGE * page_stride)
-            slot = page.to(tl.int64) * PAGE + (start % PAGE + j)
-        else:
-            page_ptr = table_ptr + (start + j) // PAGE * page_stride
-            page = tl.load(page_ptr, mask=valid, other=0)
-            slot = page.to(tl.int64) * PAGE + (start + j) % PAGE
+        slot = slots_of_block(table_ptr, page_stride, start, valid, PAGE, BLOCK)
         at = (slot * HKV + kv_head)[:, None] * DH + d[None, :]
         key = tl.load(k_pages_ptr + at, mask=valid[:, None], other=0.0)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
@@ -281,43 +260,38 @@ def triton_paged_attention(
     """The Triton form of `paged_attention`; `splits` and `config` are for tests and tuning."""
     B, Hq, Dh = q.shape
     _, page_size, Hkv, _ = k_pages.shape
-    head_bytes = Dh * q.element_size()
-    config = dict(config or choose_config(head_bytes))
+    config = dict(config or choose_config(Dh * q.element_size()))
+    block = config.pop("block")
     sharing = Hq // Hkv
     if runs is None:
         runs = own_runs(lengths)
     shared = len(runs) - B
     most = MAX_PARTS // (LEVELS + 2) if shared else MAX_PARTS
-
-    def choose_splits(rows, queries):
-        at_once = programs_at_once(q.device, shared_memory(config, head_bytes, queries))
-        capacity = block_table.shape[1] * page_size
-        return split_count(rows, Hkv, capacity, config["block"], at_once, most)
-
-    own_splits = splits or choose_splits(B, 16)
+    layout = Hkv, block_table.shape[1] * page_size, block, programs_at_once(q.device), most
+    own_splits = splits or split_count(B, *layout)
     shared_splits = 0
+    launches = [(runs[shared:], own_splits, 1)]
     if shared:
         # Only the host knows how many runs there are; a group has about eight rows.
-        shared_splits = splits or choose_splits(-(-B // 8), RUN_QUERIES)
+        shared_splits = splits or split_count(-(-B // 8), *layout)
+        launches.append((runs[:shared], shared_splits, rows_of_a_run(sharing)))
     parts = LEVELS * shared_splits + own_splits
     part_acc = torch.empty(B, Hq, parts, Dh, dtype=torch.float32, device=q.device)
     part_max = torch.empty(B, Hq, parts, dtype=torch.float32, device=q.device)
     part_sum = torch.zeros_like(part_max)  # 0: a row has no such part
     out = torch.empty_like(q)
-    block = config.pop("block")
-
-    def split(runs, splits, rows):
-        split_kernel[(len(runs) * Hkv, splits)](
+    for some, pieces, rows in launches:
+        split_kernel[(len(some) * Hkv, pieces)](
             q,
             k_pages,
             v_pages,
             block_table,
-            runs,
+            some,
             part_acc,
             part_max,
             part_sum,
             scale * math.log2(math.e),
-            splits,
+            pieces,
             shared_splits,
             parts,
             *block_table.stride(),
@@ -331,10 +305,6 @@ def triton_paged_attention(
             BLOCK=block,
             **config,
         )
-
-    if shared:
-        split(runs[:shared], shared_splits, rows_of_a_run(sharing))
-    split(runs[shared:], own_splits, 1)
     merge_kernel[(B * Hq,)](
         part_acc,
         part_max,
@@ -351,8 +321,8 @@ def triton_paged_attention(
 # --- the entry point ------------------------------------------------------------------------------
 
 
-def check(q, k_pages, v_pages, block_table, lengths, runs):
-    """ValueError for any shape or type that neither form takes."""
+def check(q, k_pages, v_pages, block_table, lengths, runs, by_triton):
+    """ValueError for shapes and types that neither form takes, or that the kernels do not."""
     B, Hq, Dh = q.shape
     fits = (
         k_pages.dim() == 4
@@ -367,19 +337,15 @@ def check(q, k_pages, v_pages, block_table, lengths, runs):
     )
     if runs is not None:  # The rows themselves are the last B of them.
         fits &= runs.dtype == torch.int32 and runs.shape == (max(B, len(runs)), RUN_FIELDS)
+    if by_triton:
+        types = [torch.float32, torch.float16]
+        if q.is_cuda:  # Triton's interpreter gets bf16 wrong.
+            types.append(torch.bfloat16)
+        fits &= Dh in (16, 32, 64, 128, 256) and q.dtype in types
+        fits &= all(x.is_contiguous() for x in (q, k_pages, v_pages, lengths))
     if not fits:
         inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "runs": runs}
         raise misfit("paged_attention", **inputs, block_table=block_table, lengths=lengths)
-
-
-def check_triton(q, k_pages, v_pages, lengths):
-    """ValueError for what the kernels do not take beyond `check`."""
-    types = [torch.float32, torch.float16]
-    if q.is_cuda:  # Triton's interpreter gets bf16 wrong.
-        types.append(torch.bfloat16)
-    fits = q.shape[2] in (16, 32, 64, 128, 256) and q.dtype in types
-    if not fits or not all(x.is_contiguous() for x in (q, k_pages, v_pages, lengths)):
-        raise misfit("paged_attention", q=q, k_pages=k_pages, v_pages=v_pages, lengths=lengths)
 
 
 def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, runs=None):
@@ -396,8 +362,8 @@ def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, runs=No
     their tokens first:last, whole pages, and `level` < LEVELS other runs before it. The last B are
     the rows themselves, each with what no run reads for it, at level LEVELS. Zeros are no run.
     """
-    check(q, k_pages, v_pages, block_table, lengths, runs)
-    if not use_triton(q):
+    by_triton = use_triton(q)
+    check(q, k_pages, v_pages, block_table, lengths, runs, by_triton)
+    if not by_triton:
         return reference(q, k_pages, v_pages, block_table, lengths, scale=scale)
-    check_triton(q, k_pages, v_pages, lengths)
     return triton_paged_attention(q, k_pages, v_pages, block_table, lengths, scale=scale, runs=runs)

@@ -92,12 +92,8 @@ def environment(
     eval_tools = attempt(make_tools, config, "eval", names) or []
     found = []
     if config.server:
-<<<<<<< HEAD
         urls = [url for url in config.server.split(",") if url]
-        found = attempt(vllm.connect, urls, config.tool_seconds, adapters=config.lora_rank > 0)
-=======
-        found = attempt(vllm.connect, config.server.split(","), config.tool_seconds)
->>>>>>> e_samp
+        found = attempt(vllm.connect, urls, config.tool_seconds)
     # The toy's model takes two minutes to make: not for a run that cannot start.
     if start is None and (not problems or config.model != "toy"):
         start = attempt(start_model, config, machine, additions.base_model)

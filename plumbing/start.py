@@ -144,13 +144,7 @@ def build(
         device = machine.device if config.kl_beta else "cpu"
         first = trainer.load_model(frozen or start, device, dtype=machine.dtype)
     if config.server:
-<<<<<<< HEAD
         sampler = make_remote(config, outside["servers"], origin, model, machine)
-=======
-        sampler = make_remote(config, outside["servers"], model, machine)
-        path = Path(origin)
-        sampler.load_folder(str(path.resolve()) if path.exists() else str(origin))
->>>>>>> e_samp
     else:
         sampler = make_sampler(config, model, machine)
     samplers = dict.fromkeys(method.roles, sampler)
@@ -196,13 +190,7 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
     if config.lora_rank:
         trainer.add_adapters(model, config.lora_rank, config.seed)
         if state:
-<<<<<<< HEAD
-            trainer.read_adapters(state[1] / "adapter", model)
-        if state or config.server:
-=======
-            with advice(trainer.ONE_BEFORE):
-                trainer.read_adapters(state[1], model)
->>>>>>> e_samp
+            trainer.read_adapters(state[1], model)
             run.sampler.load_weights(model)
     policy = trainer.Policy(
         model, bf16=run.bf16, recompute_activations=config.recompute_activations
@@ -347,9 +335,8 @@ def make_remote(
             f"a server takes contexts of {sampler.positions} tokens, fewer than one of "
             f"{config.longest()}; raise its limit (vLLM: --max-model-len)"
         )
-    if not config.lora_rank:  # else it gets adapters, beside the model of its start
-        path = Path(origin)
-        sampler.load_folder(str(path.resolve() if path.exists() else origin))
+    path = Path(origin)
+    sampler.load_folder(str(path.resolve() if path.exists() else origin))
     return sampler
 
 

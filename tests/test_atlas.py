@@ -136,15 +136,12 @@ def test_usual_spellings_count():
 @needs_facts
 def test_a_world_follows_from_its_seed():
     """In another process as well, whose hashes of texts are other ones."""
-    code = "from recipes import atlas_world as w; print(w.make_world({}).searched('train'))"
-
-    def made(seed, hashes):
-        environment = {**os.environ, "PYTHONHASHSEED": hashes}
-        command = [sys.executable, "-c", code.format(seed)]
-        done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, check=True)
-        return done.stdout
-
-    assert made(1, "7") == made(1, "8") != made(0, "7")
+    code = "from recipes import atlas_world as w; print(w.make_world(1).searched('train'))"
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    said = subprocess.check_output(command, cwd=REPO, env=environment, text=True)
+    here = str(atlas_world.make_world(1).searched("train"))
+    assert said.strip() == here != str(atlas_world.make_world(0).searched("train"))
 
 
 # ---------------------------------------------------------------- demonstrations
@@ -208,12 +205,9 @@ def test_demonstrations_are_flawless_and_true(world, purpose):
 
 
 def test_what_was_found_takes_its_place_in_what_is_wanted():
-    facts = {
-        ("Peru", "capital"): "Lima",
-        ("Peru", "most populous neighbour"): "Brazil",
-        ("Peru", "area"): "1,285,216",
-        ("Brazil", "area"): "8,515,767",
-    }
+    known = {"capital": "Lima", "most populous neighbour": "Brazil", "area": "1,285,216"}
+    facts = {("Peru", name): text for name, text in known.items()}
+    facts["Brazil", "area"] = "8,515,767"
     facts = {fact: atlas_world.Value(text, (text,)) for fact, text in facts.items()}
     world = atlas_world.World(SHORT, 0, facts=facts)
     lima = Hop("capital Lima", "the country with the capital Lima", ("Peru", "capital"), True)
@@ -233,8 +227,7 @@ def test_what_was_found_takes_its_place_in_what_is_wanted():
         "Found: the most populous neighbour of Peru is Brazil.\nWanted: the area of Brazil.",
         "Found: the area of Brazil is 8,515,767.",
     ]
-    assert said(brazil, peru, gold="7230551", code="8515767 - 1285216") == [
-        "Wanted: the area of Brazil - the area of Peru.",
+    assert said(brazil, peru, gold="7230551", code="8515767 - 1285216")[1:] == [
         "Found: the area of Brazil is 8,515,767.\nWanted: 8,515,767 - the area of Peru.",
         "Found: the area of Peru is 1,285,216.\nWanted: 8,515,767 - 1,285,216.",
         "Found: 8,515,767 - 1,285,216 is 7230551.",
@@ -261,21 +254,21 @@ def test_a_note_tells_the_wanted_fact_or_whose_the_other_one_is():
         if wanted[1] in atlas_world.KEYS and rng.random() < 0.5:
             hop = atlas_world.hop_to_country(world, *wanted)
         fact, said = atlas.note(hop, world, read)
-        seen["idle" if fact is None else "wanted" if fact == wanted else "other"] += 1
-        there = [
-            (title, known)
+        there = {
+            known: title
             for known, told in world.told.items()
             for title, sentence in told
             if known[1] == wanted[1]
             and any(page.title == title and sentence in page.text for page in chunk)
-        ]
-        assert (fact == wanted) == (wanted in [known for _, known in there])
-        assert (said == atlas.IDLE) == (not there) == (fact is None)
-        if fact is not None:
-            title = said.partition(" says: ")[0].removeprefix("The page ")
-            assert (title, fact) in there
-            assert said == f"The page {title} says: {atlas.clause(world, hop, fact[0])}."
-            assert word(fact[0], said) and word(world.facts[fact].text, said)
+        }
+        kind = "wanted" if wanted in there else "other" if there else "idle"
+        seen[kind] += 1
+        if kind == "idle":
+            assert (fact, said) == (None, atlas.IDLE)
+            continue
+        assert fact in there and (fact == wanted) == (kind == "wanted")
+        assert said.endswith(f" says: {atlas.clause(world, hop, fact[0])}.")
+        assert word(fact[0], said) and word(world.facts[fact].text, said)
     assert min(seen["idle"], seen["wanted"], seen["other"]) > 20, seen
 
 
@@ -348,11 +341,9 @@ def test_a_plain_model_is_asked_as_a_run_would_be(options_of):
     config = options_of("eval smollm2 --preset atlas-long --max_turns 3")
     assert (config.max_turns, config.sys1_prompt) == (3, atlas.ATLAS_LONG["sys1_prompt"])
     assert config.data.endswith("held_out.jsonl") and config.eval_questions == 200
-    assert config.docs.endswith("held_out_pages.jsonl") and config.model == "smollm2"
-    assert "atlas-long" in config.docs
+    assert config.docs.endswith("held_out_pages.jsonl") and "atlas-long" in config.docs
     assert options_of("closed smollm2").data == options_of("eval smollm2").data
     assert options_of("eval smollm2 --data own.jsonl --docs own").data == "own.jsonl"
-    assert options_of("eval smollm2 --search serper").docs == ""
 
 
 def test_a_resumed_run_has_its_own_model_and_files(options_of):
@@ -369,7 +360,6 @@ def test_a_resumed_run_has_its_own_model_and_files(options_of):
 @pytest.mark.parametrize(
     "line, reason",
     [
-        ("--preset paper", "--preset paper: choose from atlas"),
         ("--warm_steps -1", "--warm_steps"),
         ("--name taken", "runs/taken exists"),
         ("--search serper", "SERPER_API_KEY is not set"),
@@ -392,25 +382,15 @@ def test_what_is_refused_is_refused_before_the_warm_start(
 
 def test_a_warm_start_belongs_to_the_model_and_not_to_its_folders_name(monkeypatch, tmp_path):
     made = []
-    taught = []  # whether with purposes
-
-    def train(options, batches, folder):
-        made.append(Path(options.model, "weights").read_text())
-
-    monkeypatch.setattr(atlas.warm_start, "train", train)
-    monkeypatch.setattr(atlas, "demonstrations", lambda *given: taught.append(given[-1]))
-    config = atlas.AtlasConfig(preset="atlas", cache=str(tmp_path / "cache"), model="model")
-
-    def put(place, content):
-        Path(place, "model").mkdir(parents=True, exist_ok=True)
-        Path(place, "model", "weights").write_text(content)
-        monkeypatch.chdir(place)
-        return atlas.warm_model(config)
-
-    first = put(tmp_path / "here", "one")
-    assert atlas.warm_model(config) == first and made == ["one"]
-    assert put(tmp_path / "here", "three") != first
-    assert put(tmp_path / "elsewhere", "one") != first
-    untold = dataclasses.replace(config, purpose=False)
-    assert atlas.warm_model(untold) != atlas.warm_model(config)
-    assert made == ["one", "three", "one", "one"] and taught == [True] * 3 + [False]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(atlas.warm_start, "train", lambda *given: made.append(given[-1]))
+    monkeypatch.setattr(atlas, "demonstrations", lambda *given: None)
+    weights = tmp_path / "model" / "weights"
+    weights.parent.mkdir()
+    weights.write_text("one")
+    config = atlas.AtlasConfig(preset="atlas", cache="cache", model="model")
+    first = atlas.warm_model(config)
+    assert atlas.warm_model(config) == first and len(made) == 1
+    assert atlas.warm_model(dataclasses.replace(config, purpose=False)) != first
+    weights.write_text("three")
+    assert atlas.warm_model(config) != first and len(made) == 3

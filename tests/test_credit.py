@@ -6,89 +6,75 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import tiny
+from helpers.tiny import CPU
 
 import mars
 import train
+import trainer
 from config import UserError, resolve
 from plumbing import folders, logbook
-from plumbing.outside import Questions, epoch_order
+from plumbing.outside import Questions
 from rollout import Sample, Trajectory
 from sampler import Completion
 from tasks.questions import Question
 
-CPU = torch.device("cpu")
 # question: (reward, System 1 samples) of each attempt
 PLAN = {
-    0: [(1.0, 3), (0.0, 1), (0.0, 0), (None, 2)],
+    0: [(1.0, 3), (0.0, 1), (0.0, 0)],
     1: [(1.0, 1), (1.0, 0), (1.0, 0), (1.0, 0)],  # all alike: nothing to learn
     2: [(1.0, 1), (0.0, 0), (1.0, 0), (0.0, 1)],  # fewer System 1 samples than attempts
 }
 
 
-def sample(role: str, question: int, attempt: int, reward, length: int) -> Sample:
-    made = Sample(role, question, attempt, reward=reward)
-    made.append_given([1, 2, 3])
-    made.append_sampled(Completion([4] * length, [-1.0] * length, "stop"))
+def question(name: str) -> Question:
+    return Question(name, "?", ("x",), "own")
+
+
+def trajectory(place: int, attempt: int, reward: float, readers: int) -> Trajectory:
+    made = Trajectory(question(f"q{place}"), place, attempt, ended="answer", reward=reward)
+    lengths = [("sys2", 5), *(("sys1", 2 + j) for j in range(readers))]
+    for role, length in lengths:
+        sample = Sample(role, place, attempt, reward=reward)
+        sample.append_given([1, 2, 3])
+        sample.append_sampled(Completion([4] * length, [-1.0] * length, "stop"))
+        made.contexts.append(SimpleNamespace(sample=sample))
     return made
 
 
-def trajectory(place: int, attempt: int, reward, readers: int) -> Trajectory:
-    question = Question(f"q{place}", "?", ("x",), "own")
-    made = Trajectory(question, place, attempt, ended="answer", reward=reward)
-    samples = [sample("sys2", place, attempt, reward, 5)]
-    samples += [sample("sys1", place, attempt, reward, 2 + j) for j in range(readers)]
-    made.contexts = [
-        SimpleNamespace(role=one.role, sample=one, chunk=None, turns=[]) for one in samples
-    ]
-    return made
-
-
-def play(**options) -> tuple[SimpleNamespace, list[Trajectory], list[Sample], list[Sample]]:
-    """train_step over PLAN without the update: run, trajectories, both roles' samples."""
-    trajectories = [
+def credited(**options) -> tuple[mars.MarsConfig, list[Sample], list[Sample]]:
+    """The config, and both roles' samples after credit for PLAN."""
+    config = mars.MarsConfig(questions=3, group=4, **options)
+    played = [
         trajectory(place, k, *attempt)
         for place, attempts in PLAN.items()
         for k, attempt in enumerate(attempts)
     ]
-    seen = {}
-
-    def update(run, terms, step):
-        seen.update(terms)
-        return {}
-
-    config = mars.MarsConfig(questions=3, group=4, **options)
-    run = SimpleNamespace(
-        config=config,
-        method=mars.METHOD,
-        rank=0,
-        ranks=1,
-        device=CPU,
-        reference=None,
-        policy=SimpleNamespace(packs=True, model=None),
-        tools=[],
-        question=lambda i: Question(f"q{i}", "?", ("x",), "own"),
-        rollouts=lambda *a, **k: trajectories,
-        driver=SimpleNamespace(samplers=[]),
-        sampler=SimpleNamespace(load_weights=lambda model: None),
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "update", update)
-        patch.setattr(train.trainer, "unwrap", lambda policy: SimpleNamespace(model=None))
-        train.train_step(run, 0)
-    return run, trajectories, seen["sys2"], seen["sys1"]
+    terms = mars.credit(config, played, 0)
+    assert list(terms) == ["sys2", "sys1"]
+    return config, *terms.values()
 
 
-@pytest.fixture
-def update(monkeypatch):
-    """train.update without a model; it keeps what the optimizer and the trainer were told."""
-    told = SimpleNamespace(rates=[], parts=[], temperatures=[])
+def prepared(config, terms, policy=None) -> tuple:
+    """What train.prepare makes of them: samples, micro-batches, references."""
+    policy = policy or SimpleNamespace(packs=True)
+    run = SimpleNamespace(config=config, ranks=1, device=CPU, reference=None, policy=policy)
+    return train.prepare(run, terms)
+
+
+@pytest.mark.parametrize("decay, rates", [(False, [0.4, 0.8, 0.8]), (True, [0.4, 0.6, 0.4])])
+def test_an_update_has_its_rate_and_temperature_and_parts_of_whole_questions(
+    decay, rates, monkeypatch
+):
+    """train.update without a model: what the optimizer and the trainer are told."""
+    parts, temperatures, seen = [], [], []
 
     def prepare(run, terms):
-        told.parts.append({s.question_index for samples in terms.values() for s in samples})
+        parts.append({s.question_index for samples in terms.values() for s in samples})
         return [], [], []
 
     def backward(policy, batches, references, **objective):
-        told.temperatures.append(objective["temperature"])
+        temperatures.append(objective["temperature"])
         return []
 
     monkeypatch.setattr(train, "prepare", prepare)
@@ -100,125 +86,91 @@ def update(monkeypatch):
     optimizer = SimpleNamespace(
         param_groups=[group],
         zero_grad=lambda set_to_none: None,
-        step=lambda: told.rates.append(group["lr"]),
+        step=lambda: seen.append(group["lr"]),
     )
-
-    def update(config, terms, step):
-        run = SimpleNamespace(config=config, method=mars.METHOD, policy=None, optimizer=optimizer)
-        train.update(run, terms, step)
-        return told
-
-    return update
-
-
-@pytest.mark.parametrize(
-    "decay, rates", [(False, [0.4, 0.8, 0.8, 0.8]), (True, [0.4, 0.6, 0.4, 0.2])]
-)
-def test_the_learning_rate_rises_and_falls_if_told_to(update, decay, rates):
-    config = mars.MarsConfig(steps=4, lr=0.8, warmup=2, decay=decay, inner_steps=1)
-    told = [update(config, {}, step) for step in range(4)]
-    assert told[-1].rates == pytest.approx(rates)
-
-
-def test_an_update_differentiates_at_the_temperature_and_its_parts_hold_whole_questions(update):
-    config = mars.MarsConfig(temperature=0.7, inner_steps=2, questions=4)
+    limits = {"steps": 4, "lr": 0.8, "warmup": 2, "decay": decay}
+    config = mars.MarsConfig(temperature=0.7, inner_steps=2, questions=4, **limits)
+    run = SimpleNamespace(config=config, method=mars.METHOD, policy=None, optimizer=optimizer)
     attempts = [Sample("sys2", index, k) for index in range(4) for k in range(3)]
-    told = update(config, {"sys2": attempts}, 0)
-    assert told.temperatures == [0.7, 0.7]
-    assert told.parts == [{0, 2}, {1, 3}]
+    for step in range(3):
+        train.update(run, {"sys2": attempts}, step)
+    assert seen[::2] == seen[1::2] == pytest.approx(rates)
+    assert temperatures == [0.7] * 6
+    assert parts == [{0, 2}, {1, 3}] * 3
 
 
 def of(samples: list[Sample], group: int) -> list[Sample]:
     return [s for s in samples if s.question_index == group]
 
 
-def test_each_role_has_its_own_group_and_an_unjudged_trajectory_none():
-    _, trajectories, sys2, sys1 = play()
-    assert [s.advantage for s in of(sys2, 0)] == pytest.approx(
-        [math.sqrt(2), -1 / math.sqrt(2), -1 / math.sqrt(2)]
-    )  # G = 3
-    assert [s.advantage for s in of(sys1, 0)] == pytest.approx(
-        [1 / math.sqrt(3)] * 3 + [-math.sqrt(3)]
-    )  # M = 4
-    assert all(s.advantage == 0 for s in of(sys2, 1) + of(sys1, 1))
-    unjudged = trajectories[3]
-    assert all(s.copies == 0 and s.advantage == 0 for s in unjudged.samples())
+def test_each_role_has_its_own_group():
+    """Of question 0 there are G = 3 attempts and M = 4 notes."""
+    _, sys2, sys1 = credited()
+    for samples, wanted in (
+        (sys2, [math.sqrt(2), -1 / math.sqrt(2), -1 / math.sqrt(2)]),
+        (sys1, [1 / math.sqrt(3)] * 3 + [-math.sqrt(3)]),
+    ):
+        assert [s.advantage for s in of(samples, 0)] == pytest.approx(wanted)
+        assert all(s.advantage == 0 for s in of(samples, 1))
+    _, sys2, sys1 = credited(advantage="mean")
+    assert [s.advantage for s in of(sys2, 0)] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    assert [s.advantage for s in of(sys1, 0)] == pytest.approx([0.25] * 3 + [-0.75])
 
 
 def test_shared_group_inherits():
-    _, trajectories, _, _ = play(shared_group=True)
-    assert all(
-        s.advantage == t.samples("sys2")[0].advantage
-        for t in trajectories
-        if t.reward is not None
-        for s in t.samples("sys1")
-    )
+    _, sys2, sys1 = credited(shared_group=True)
+    earned = {(s.question_index, s.attempt): s.advantage for s in sys2}
+    assert all(s.advantage == earned[s.question_index, s.attempt] for s in sys1)
 
 
 def test_system1_is_balanced_to_system2s_number_a_question():
-    _, _, sys2, sys1 = play()
+    _, sys2, sys1 = credited()
     assert all(s.copies == 1 for s in sys2)
     assert [sum(s.copies for s in of(sys1, g)) for g in PLAN] == [3, 4, 4]
     assert max(s.copies for s in of(sys1, 0)) == 1 and min(s.copies for s in of(sys1, 2)) >= 1
-    assert all(s.copies == 1 for s in play(balance="none")[3])
-    assert not any(s.copies for s in play(system1="frozen")[3])
+    assert all(s.copies == 1 for s in credited(balance="none")[2])
+    assert credited(system1="frozen")[2] == []
 
 
-def test_a_sample_weighs_its_copies_over_those_of_its_term():
-    """1/|y| a token, once for each copy, over the copies of the role: also those of advantage 0."""
-    run, _, sys2, sys1 = play()
+@pytest.mark.parametrize("mean", ["sample", "token"])
+def test_a_sample_weighs_its_copies_over_those_of_its_term(mean):
+    """1/|y| a token, once for each copy, over the copies of the role, or over its tokens."""
+    config, sys2, sys1 = credited(loss_mean=mean)
     for terms in (
         {"sys2": sys2, "sys1": sys1},
         {"sys2": sys2, "sys1": []},
         {"sys2": [], "sys1": sys1},
     ):
-        samples, batches, references = train.prepare(run, terms)
+        samples, batches, references = prepared(config, terms)
         assert references == [None] * len(batches)
-        expected = []
-        for role in terms.values():
-            copies = sum(s.copies for s in role)
-            for s in role:
-                if s.copies and s.advantage:
-                    expected += [s.copies / (sum(s.mask) * copies)] * sum(s.mask)
-        got = [weight for batch in batches for weight in batch.weight.tolist()]
-        assert sorted(got) == pytest.approx(sorted(expected))
+        # Also those of advantage 0, of which no token is in the batches.
+        total = {
+            role: sum(s.copies * (sum(s.mask) if mean == "token" else 1) for s in own)
+            for role, own in terms.items()
+        }
         for batch in batches:
             owners = [samples[i] for i in batch.owner.tolist()]
+            sizes = [sum(s.mask) if mean == "sample" else 1 for s in owners]
+            wanted = [s.copies / (n * total[s.role]) for s, n in zip(owners, sizes)]
+            assert batch.weight.tolist() == pytest.approx(wanted)
             assert batch.advantage.tolist() == pytest.approx([s.advantage for s in owners])
-
-
-def test_a_mean_over_tokens_weighs_every_token_of_a_role_alike():
-    run, _, sys2, sys1 = play(loss_mean="token")
-    samples, batches, _ = train.prepare(run, {"sys2": sys2, "sys1": sys1})
-    tokens = {"sys2": sum(5 * s.copies for s in sys2)}
-    tokens["sys1"] = sum(sum(s.mask) * s.copies for s in sys1)
-    for batch in batches:
-        owners = [samples[i] for i in batch.owner.tolist()]
-        expected = [owner.copies / tokens[owner.role] for owner in owners]
-        assert batch.weight.tolist() == pytest.approx(expected)
+        live = [s for own in terms.values() for s in own if s.copies and s.advantage]
+        assert sum(len(batch.weight) for batch in batches) == sum(sum(s.mask) for s in live)
 
 
 def test_drawn_by_advantage_system1_has_as_many_and_the_sign_of_its_advantage():
-    _, _, sys2, sys1 = play(balance="advantage")
-    uniform = play()[3]
-    assert [sum(s.copies for s in of(sys1, g)) for g in PLAN] == [3, 4, 4]
-    sizes = {abs(s.advantage) for s in of(sys1, 0)}
-    assert len(sizes) == 1
-    mean = sum(abs(s.advantage) for s in of(uniform, 0)) / len(of(uniform, 0))
-    assert sizes.pop() == pytest.approx(mean)
-    for mine, theirs in zip(sys1, uniform):
-        assert math.copysign(1, mine.advantage) == math.copysign(1, theirs.advantage)
-
-
-def test_advantages_without_the_division():
-    _, _, sys2, sys1 = play(advantage="mean")
-    assert [s.advantage for s in of(sys2, 0)] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
-    assert [s.advantage for s in of(sys1, 0)] == pytest.approx([0.25] * 3 + [-0.75])
+    _, _, drawn = credited(balance="advantage")
+    _, _, uniform = credited()
+    assert [sum(s.copies for s in of(drawn, g)) for g in PLAN] == [3, 4, 4]
+    for g in PLAN:
+        size = sum(abs(s.advantage) for s in of(uniform, g)) / len(of(uniform, g))
+        for mine, theirs in zip(of(drawn, g), of(uniform, g)):
+            wanted = math.copysign(size, theirs.advantage)
+            assert mine.advantage == pytest.approx(wanted)
 
 
 def test_a_credit_of_ones_own_can_train_each_turn_by_itself():
     """It returns a sample for each turn: the same tokens, the turn's mask, an advantage."""
-    run, *_ = play()
     whole = Sample("sys2", 0, 0)
     for length in (3, 2):
         whole.append_given([1, 2])
@@ -227,7 +179,7 @@ def test_a_credit_of_ones_own_can_train_each_turn_by_itself():
     for span, advantage in ((range(2, 5), 1.0), (range(7, 9), -0.5)):
         mask = [i in span for i in range(len(whole.tokens))]
         turns.append(dataclasses.replace(whole, mask=mask, advantage=advantage, copies=1))
-    _, (batch,), _ = train.prepare(run, {"sys2": turns, "sys1": []})
+    _, (batch,), _ = prepared(mars.MarsConfig(), {"sys2": turns, "sys1": []})
     trained = zip(batch.target.tolist(), batch.old_logprob.tolist(), batch.advantage.tolist())
     assert sorted(trained) == [(6, -2.0, -0.5)] * 2 + [(7, -3.0, 1.0)] * 3
     assert sorted(batch.lengths) == [4, 4]  # the second adds what the first does not have
@@ -273,49 +225,75 @@ def test_every_step_asks_of_every_set():
     """Two thirds of one kind and a third of another: so in each step of six, in every epoch."""
     sets = ["one"] * 40 + ["two"] * 20
     loaded = [Question(f"q{i}", f"who {i} ?", ("x",), name) for i, name in enumerate(sets)]
-    question = Questions(loaded, seed=0)
+    stream = Questions(loaded, seed=0)
     for epoch in range(3):
-        asked = [question(60 * epoch + place) for place in range(60)]
-        assert {q.id for q in asked} == {q.id for q in loaded}
+        drawn = [stream(60 * epoch + place) for place in range(60)]
+        assert {q.id for q in drawn} == {q.id for q in loaded}
         for step in range(10):
-            kinds = [q.source for q in asked[6 * step : 6 * step + 6]]
+            kinds = [q.source for q in drawn[6 * step : 6 * step + 6]]
             assert (kinds.count("one"), kinds.count("two")) == (4, 2)
-    assert question.order(0) != question.order(1)
-
-
-def test_one_set_alone_comes_in_the_order_drawn():
-    loaded = [Question(f"q{i}", f"who {i} ?", ("x",), "own") for i in range(50)]
-    question = Questions(loaded, seed=3)
-    drawn = [loaded[index] for index in epoch_order(50, 3, 0)]
-    assert [question(place) for place in range(50)] == drawn
+    assert stream.order(0) != stream.order(1)
 
 
 def test_a_step_without_any_graded_trajectory_has_an_empty_update():
-    run, *_ = play()
-    samples, batches, _ = train.prepare(run, {"sys2": [], "sys1": []})
+    samples, batches, _ = prepared(mars.MarsConfig(), {"sys2": [], "sys1": []})
     assert samples == [] and len(batches) == 1 and len(batches[0].target) == 0
+
+
+def asked(count: int, stream, rank: int = 0, ranks: int = 1) -> list[tuple[int, str]]:
+    """What train.questions_of gives a rank in step 3 of `stream`: places and ids."""
+    config = mars.MarsConfig(questions=count)
+    run = SimpleNamespace(config=config, rank=rank, ranks=ranks)
+    run.question = lambda i: question(stream(i))
+    return [(place, one.id) for place, one in train.questions_of(run, 3)]
 
 
 def test_ranks_share_out_the_questions_in_runs_so_that_inner_steps_stay_even():
     for rank, places in ((0, [0, 1]), (1, [2, 3, 4])):
-        run = SimpleNamespace(
-            config=mars.MarsConfig(questions=5),
-            rank=rank,
-            ranks=2,
-            question=lambda i: Question(f"q{i}", "?", ("x",), "own"),
-        )
-        batch = train.questions_of(run, 3)
-        assert [place for place, _ in batch] == places
-        assert [question.id for _, question in batch] == [f"q{15 + place}" for place in places]
+        told = [(place, f"q{15 + place}") for place in places]
+        assert asked(5, lambda i: f"q{i}", rank, 2) == told
 
 
 def test_a_question_that_comes_twice_in_a_step_is_drawn_anew():
     """Across the end of an epoch; the same id would name the same draws, token for token."""
-    run = SimpleNamespace(
-        config=mars.MarsConfig(questions=6),
-        rank=0,
-        ranks=1,
-        question=lambda i: Question(f"q{i % 4}", "?", ("x",), "own"),
-    )
-    ids = [question.id for _, question in train.questions_of(run, 0)]
-    assert ids == ["q0", "q1", "q2", "q3", "q0#2", "q1#2"]
+    ids = [name for _, name in asked(6, lambda i: f"q{i % 4}")]
+    assert ids == ["q2", "q3", "q0", "q1", "q2#2", "q3#2"]
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence", "off"])
+def test_what_is_trained_is_weighed_by_the_gap_to_the_sampler(kind):
+    """`prepare`, beside each sample scored by itself with the stock model."""
+    model = tiny.model("qwen3")
+    samples = tiny.make_samples()
+    config = mars.MarsConfig(importance=kind, importance_cap=1.5, micro_tokens=60)
+    known = []
+    for sample in samples:
+        with torch.no_grad():
+            logits = model(torch.tensor([sample.tokens])).logits[0].log_softmax(-1)
+        sampled = [i for i, own in enumerate(sample.mask) if own]
+        scored = torch.tensor([float(logits[i - 1, sample.tokens[i]]) for i in sampled])
+        drawn = scored - 0.3 * torch.randn(len(sampled))  # what a sampler that is off would say
+        for i, logprob in zip(sampled, drawn.tolist()):
+            sample.logprobs[i] = logprob
+        known.append((scored, drawn))
+    terms = {role: [s for s in samples if s.role == role] for role in ("sys2", "sys1")}
+    policy = trainer.Policy(tiny.model("qwen3"), bf16=False)
+    kept, batches, _ = prepared(config, terms, policy)
+    masked = 0
+    for batch in batches:
+        for owner in set(batch.owner.tolist()):
+            mine = batch.owner == owner
+            scored, drawn = known[samples.index(kept[owner])]
+            gap = scored - drawn
+            ratio = float(gap.sum().exp())
+            factor = {
+                "token": gap.exp().clamp(max=1.5),
+                "sequence": torch.full_like(gap, ratio if ratio <= 1.5 else 0.0),
+                "off": torch.ones_like(gap),
+            }[kind]
+            masked += float(factor.sum()) == 0
+            want = factor / len(terms[kept[owner].role]) / len(gap)
+            assert torch.allclose(batch.weight[mine], want, rtol=1e-4)
+            old = drawn if kind == "off" else scored
+            assert torch.allclose(batch.old_logprob[mine], old, atol=1e-5)
+    assert bool(masked) == (kind == "sequence"), "some sample leaves the bound"

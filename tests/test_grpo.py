@@ -45,12 +45,6 @@ def test_shift_positive_scale_and_order_of_rewards_change_nothing(pairs, scale, 
     assert torch.allclose(other, advantages(pairs)[order], atol=1e-5)
 
 
-def test_the_two_roles_have_their_own_normalisers():
-    """The mean reward over the M = 4 System 1 samples is 3/4, over the G = 2 trajectories 1/2."""
-    sys1 = grpo.group_advantages(torch.tensor([1.0, 1.0, 1.0, 0.0]), ["q"] * 4)
-    assert sys1.tolist() == pytest.approx([1 / math.sqrt(3)] * 3 + [-math.sqrt(3)])
-
-
 def test_bad_rewards_are_refused_and_none_are_none():
     with pytest.raises(ValueError, match="not finite"):
         grpo.group_advantages(torch.tensor([1.0, float("nan")]), [0, 0])
@@ -91,16 +85,15 @@ advantage_lists = st.lists(
 
 @given(advantage_lists, st.integers(1, 16), st.integers(0, 2**32))
 def test_a_sample_is_drawn_its_share_of_times_up_or_down(advantages, target, seed):
+    """Where all advantages are 0 `balance` draws."""
     advantages = torch.tensor(advantages)
     generator = torch.Generator().manual_seed(seed)
     copies, size = grpo.balance_by_advantage(advantages, target, generator)
     again = grpo.balance_by_advantage(advantages, target, generator.manual_seed(seed))
     assert (copies, size) == again
     assert sum(copies) == target and size == pytest.approx(advantages.abs().mean().item())
-    if not size:
-        return
     share = target * advantages.abs() / advantages.abs().sum()
-    for number, wanted in zip(copies, share.tolist()):
+    for number, wanted in zip(copies, share.tolist()) if size else ():
         assert math.floor(wanted - 1e-5) <= number <= math.ceil(wanted + 1e-5)
 
 
@@ -127,13 +120,6 @@ def test_with_right_and_wrong_half_of_the_drawn_are_right(right, wrong, half, se
     generator = torch.Generator().manual_seed(seed)
     copies, _ = grpo.balance_by_advantage(advantages, 2 * half, generator)
     assert sum(copies[:right]) == half
-
-
-def test_groups_that_teach_nothing_are_drawn_uniformly():
-    """So that they count in the mean as they do without this drawing."""
-    copies, size = grpo.balance_by_advantage(torch.zeros(5), 3, torch.Generator().manual_seed(0))
-    assert sum(copies) == 3 and max(copies) == 1 and size == 0.0
-    assert grpo.balance_by_advantage(torch.zeros(0), 3, None) == ([], 0.0)
 
 
 masks_of_samples = st.lists(
@@ -181,24 +167,18 @@ def by_hand(logprob, old, advantage, weight, ref, low=0.2, high=0.3, beta=0.05):
 
 def agrees(loss_function) -> bool:
     """Whether a loss equals the hand computation in value and gradient. Mutants must not."""
+    results = []
     for seed in range(3):
         logprob, old, advantage, weight, ref = batch(seed=seed)
-        hidden = weight == 0
         expected, gradient = by_hand(logprob, old, advantage, weight, ref)
-        old, advantage, ref = (
-            torch.where(hidden, bad, x)
-            for x, bad in ((old, math.nan), (advantage, math.inf), (ref, math.nan))
-        )
+        masked = weight == 0
+        old[masked], advantage[masked], ref[masked] = math.nan, math.inf, math.nan
         logprob.requires_grad_()
         bounds = {"clip_low": 0.2, "clip_high": 0.3, "kl_beta": 0.05}
         loss, _ = loss_function(logprob, old, advantage, weight, **bounds, ref_logprob=ref)
         (got,) = torch.autograd.grad(loss, logprob)
-        if not (
-            abs(loss.item() - expected) < 1e-9
-            and torch.allclose(got, torch.tensor(gradient, dtype=torch.float64), atol=1e-9)
-        ):
-            return False
-    return True
+        results += [loss.item() == pytest.approx(expected), got.tolist() == pytest.approx(gradient)]
+    return all(results)
 
 
 @given(st.floats(-0.5, 0.5), st.booleans())
@@ -285,19 +265,3 @@ def test_a_mutant_is_caught(name, tmp_path):
     function = name.partition(":")[0]
     mutant = load_mutant("grpo.py", *MUTANTS[name], tmp_path)
     assert not CHECKS[function](getattr(mutant, function))
-
-
-@given(st.integers(0, 10**6))
-def test_below_the_cap_a_weighted_mean_over_the_samplers_draws_is_the_trainers(seed):
-    """Of all sequences of three tokens, Σ p_sampler · weight · f = Σ p_trainer · f, whatever f."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
-    trainer, sampler = logits.log_softmax(-1)  # [3, 4] each
-    sequences = torch.cartesian_prod(*[torch.arange(4)] * 3)  # [64, 3]
-    places = torch.arange(3).expand(64, 3)
-    gap = (trainer - sampler)[places, sequences].flatten()
-    owner = torch.arange(64).repeat_interleave(3)
-    weight = grpo.importance_weights(gap, 1e30, owner)[::3].double()
-    drawn = sampler[places, sequences].sum(1).exp()
-    wanted = trainer[places, sequences].sum(1).exp()
-    assert torch.allclose(drawn * weight, wanted, rtol=1e-5)

@@ -5,7 +5,6 @@ launches nothing: Triton binds, specialises and compiles each call as a GPU woul
 """
 
 import importlib
-import itertools
 import json
 import os
 import re
@@ -45,27 +44,14 @@ def install_driver(architecture):
         def __init__(self):
             pass
 
-        @classmethod
-        def is_active(cls):
-            return True
-
-        def map_python_to_cpp_type(self, type):
-            return type
-
-        def get_current_target(self):
-            return GPUTarget("cuda", architecture, 32)
-
-        def get_active_torch_device(self):
-            return torch.device("cuda", 0)
-
-        def get_current_device(self):
-            return architecture  # Triton keeps what it compiled by the device's number.
-
-        def get_current_stream(self, device):
-            return 0
-
-        def get_benchmarker(self):
-            return None  # nothing is timed
+        is_active = classmethod(lambda cls: True)
+        map_python_to_cpp_type = staticmethod(lambda kind: kind)
+        get_active_torch_device = staticmethod(lambda: torch.device("cuda", 0))
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", architecture, 32))
+        # Triton keeps what it compiled by the device's number.
+        get_current_device = staticmethod(lambda: architecture)
+        get_current_stream = staticmethod(lambda device: 0)
+        get_benchmarker = staticmethod(lambda: None)  # nothing is timed
 
     driver.set_active(NamedTarget())
 
@@ -114,10 +100,9 @@ def launch_decode():
 
 
 def launch_loss(V):
-    C = 2
-    z = torch.zeros(C, V)
-    target = torch.zeros(C, dtype=torch.int64)
-    number = torch.zeros(C)
+    z = torch.zeros(2, V)
+    target = torch.zeros(2, dtype=torch.int64)
+    number = torch.zeros(2)
     linear_loss.triton_stats(z, target, 0.8)
     linear_loss.triton_gradient(z, target, number, number, 0.8, BF16)
 
@@ -135,15 +120,8 @@ LAUNCHES = {
     "loss, odd vocabulary": partial(launch_loss, 151_937),
     "loss on log-probs": launch_tokens,
 }
-# Query heads, key heads, head size and page size: Qwen3-8B and Llama twice, Qwen2.5-7B, a small
-# Qwen, the toy.
-for shape in [
-    (32, 8, 128, 16),
-    (32, 8, 128, 256),
-    (28, 4, 128, 16),
-    (12, 12, 64, 256),
-    (8, 4, 32, 32),
-]:
+# Query heads, key heads, head size and page size: Qwen3-8B and Llama twice, a small Qwen, the toy.
+for shape in [(32, 8, 128, 16), (32, 8, 128, 256), (12, 12, 64, 256), (8, 4, 32, 32)]:
     name = "attention {}/{} heads of {}, pages of {}".format(*shape)
     LAUNCHES[name] = partial(launch_attention, *shape, BF16)
 
@@ -223,12 +201,9 @@ def test_no_register_spills_and_shared_memory_fits(records):
 
 
 def test_shared_memory_is_what_the_waves_are_planned_with(records):
-    launches = bf16_attention(records)  # of runs, and then of the rows' own tokens
-    for record, queries in zip(launches, itertools.cycle((attention.RUN_QUERIES, 16))):
-        head_bytes = 2 * int(re.search(r"heads of (\d+)", record["launch"])[1])
-        config = attention.choose_config(head_bytes)
-        planned = attention.shared_memory(config, head_bytes, queries)
-        assert record["shared"] <= planned <= 1.4 * record["shared"], label(record)
+    """CUDA takes 1 KB of each program's share for itself."""
+    for record in bf16_attention(records):
+        assert record["shared"] + 1024 <= attention.PROGRAM_BYTES, label(record)
 
 
 def test_keys_and_values_are_double_buffered(records):
@@ -240,18 +215,12 @@ def test_keys_and_values_are_double_buffered(records):
         Dh = re.search(r"heads of (\d+)", record["launch"])[1]
         allocation = rf"ttg\.local_alloc .*memdesc<(\d+)x\d+x{Dh}xbf16"
         buffers = re.findall(allocation, record["ttgir"])
-        assert len(buffers) == 2, label(record)
-        assert min(map(int, buffers)) >= 2, label(record)
+        assert len(buffers) == 2 and min(map(int, buffers)) >= 2, label(record)
         # In the loop something stays under way at each wait; 0 would be waiting for all of it.
         waits = re.findall(r"async_wait.*\{num = (\d+)", record["ttgir"])
         assert sum(int(left) > 0 for left in waits) >= 2, (label(record), waits)
-
-
-def test_keys_and_values_are_copied_in_16_byte_pieces(records):
-    """… asynchronously, and multiplied on the tensor cores."""
-    for record in bf16_attention(records):
         copy = r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10"
-        assert re.search(copy, record["ptx"]), label(record)
+        assert re.search(copy, record["ptx"]), f"{label(record)}: not copied in 16-byte pieces"
         assert "mma.sync" in record["ptx"] or "wgmma" in record["ptx"], label(record)
 
 
@@ -274,23 +243,16 @@ def test_row_offsets_of_the_loss_are_64_bits(records):
         assert offsets and set(offsets) == {"i64"}, label(record)
 
 
-def test_rows_are_read_in_16_byte_pieces(records):
-    for record in of(records, "stats_kernel", "gradient_kernel"):
-        if record["launch"] != "loss":
-            continue
-        assert "ld.global.v4" in record["ptx"], label(record)
-        if record["kernel"] == "gradient_kernel":
-            assert "st.global.v4" in record["ptx"], label(record)
-
-
 def test_block_is_read_before_any_thread_writes(records):
-    """dz takes the place of z: in the loop all loads come first, then the barrier, then stores."""
+    """dz takes the place of z: in the loop all loads come first, then the barrier, then stores.
+
+    Loads are of 16 bytes, where the length of a row allows it.
+    """
     for record in of(records, "gradient_kernel"):
-        if record["launch"] != "loss":
-            continue
-        order = re.findall(r"ld\.global\.v4|bar\.sync|st\.global", record["ptx"])
-        shape = r"(ld\.global\.v4 )+bar\.sync (st\.global )+"
-        assert re.fullmatch(shape, " ".join(order) + " "), label(record)
+        if record["launch"] == "loss":
+            order = re.findall(r"ld\.global\.v4|bar\.sync|st\.global", record["ptx"])
+            shape = r"(ld\.global\.v4 )+bar\.sync (st\.global )+"
+            assert re.fullmatch(shape, " ".join(order) + " "), label(record)
 
 
 if __name__ == "__main__":

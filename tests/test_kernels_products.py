@@ -49,26 +49,28 @@ def test_linear_and_its_gradients_are_those_of_fp64(bias, counted):
     for value, truth in zip(found, gradients(F.linear, torch.float64, bias), strict=True):
         assert value.dtype == torch.float32
         assert (value - truth).norm() < 1e-6 * truth.norm()  # bf16 would be off by 4e-3
+    gradients(products.linear, torch.float64, bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        products.linear(torch.ones(2, 3), torch.ones(4, 3))
+    assert len(counted) == 3, "other types and autocast are PyTorch's"
 
 
 @needs_onednn
-@pytest.mark.parametrize("name", ["usual", "peaked", "one token", "all masked", "no token"])
+@pytest.mark.parametrize("name", ["usual", "all masked"])
 def test_the_fused_loss_by_onednn(name, counted, monkeypatch):
     monkeypatch.setenv("MARS_KERNELS", "reference")
     case = {n: x.cpu() if torch.is_tensor(x) else x for n, x in make_case(**CASES[name]).items()}
     check(kernels.linear_grpo_loss, case)
-    assert bool(counted) == (name not in ("all masked", "no token"))
+    assert bool(counted) == (name == "usual")
 
 
 @needs_onednn
-@pytest.mark.parametrize("adapters", [False, True])
-def test_a_policy_by_onednn(adapters, counted, monkeypatch):
+def test_a_policy_with_adapters_by_onednn(counted, monkeypatch):
     found = []
     for faster in (True, False):
         monkeypatch.setattr(products, "onednn_is_faster", lambda faster=faster: faster)
         plain = model("qwen2")
-        if adapters:
-            trainer.add_adapters(plain, 3, seed=0)
+        trainer.add_adapters(plain, 3, seed=0)
         policy = trainer.Policy(plain, bf16=False, recompute_activations=True)
         (batch,) = trainer.micro_batches(make_samples(), weigh(make_samples()), 10_000, CPU)
         trainer.backward(policy, [batch], [None], **OBJECTIVE)
@@ -76,16 +78,6 @@ def test_a_policy_by_onednn(adapters, counted, monkeypatch):
         assert len(counted) > 2 * 7 * 2
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
-def test_other_products_are_pytorchs_own(counted):
-    """Other types, autocast, and a machine on which oneDNN is no faster."""
-    for dtype in (torch.float64, torch.bfloat16):
-        products.linear(torch.ones(2, 3, dtype=dtype), torch.ones(4, 3, dtype=dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert products.linear(torch.ones(2, 3), torch.ones(4, 3)).dtype == torch.bfloat16
-    assert not counted
-    assert products.onednn_is_faster() is True  # the fixture's
 
 
 @needs_onednn

@@ -310,30 +310,6 @@ def test_resume_refuses_what_is_not_the_same_run(copied, base, capsys):
     refused("config.json", "--steps", 5, "--resume")
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.parametrize("rank", [0, 2], ids=["whole", "adapters"])
-def test_a_state_whose_weights_are_damaged_is_one_sentence_with_advice(
-    base, tmp_path, capsys, rank
-):
-    """The run goes on from the state before it."""
-    line = ["--model", base, "--runs", tmp_path, "--name", "x", *SMALL, "--eval_every", 1]
-    line += ["--group", 2, "--eval_questions", 1, "--lora_rank", rank, "--steps"]
-    assert run(*line, 2, grade=half) == 0
-    _, state = trainer.newest(tmp_path / "x")
-    os.truncate(state / ("adapters.safetensors" if rank else "model/model.safetensors"), 100)
-    before = (tmp_path / "x" / "metrics.jsonl").read_bytes()
-    capsys.readouterr()
-    assert run(*line, 3, "--resume", grade=half) == 2
-    said = capsys.readouterr().err
-    assert state.name in said and "remove that state" in said and len(said.splitlines()) == 1
-    assert (tmp_path / "x" / "metrics.jsonl").read_bytes() == before
-    shutil.rmtree(state)
-    assert run(*line, 2, "--resume", grade=half) == 0
-    assert [told["step"] for told in metrics(tmp_path / "x")] == [0, 1]
-
-
->>>>>>> e_samp
 def test_a_finished_run_is_left_as_it_is(copied, base, capsys):
     """Also with other settings that change no number; a link that a kill left behind is renewed."""
     folder = copied / "whole"

@@ -4,6 +4,8 @@ import json
 import math
 import random
 from collections import Counter, defaultdict
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from helpers.script import Script
@@ -18,14 +20,13 @@ from siblings.marsrl import METHOD, STAGES, MarsrlConfig
 from tasks.chat import ChatFormat
 from tasks.grading import grader
 from tasks.questions import Question
-from toy import world
 
 CHAT = marsrl_toy.Language(marsrl_toy.make_tokenizer())
 PAGE = "ada enjoys chess . ada born 1968 . ada makes lamps . "
 QUESTION = Question("q0", f"{PAGE}hobby of ada", ("chess",), "own")
 
 
-def scripted(say, **options) -> Run:
+def scripted(say, **options) -> SimpleNamespace:
     """A run whose sampler is a script: `say(role, prompt, seed)` is what an agent writes.
 
     It can roll out and cannot update.
@@ -39,29 +40,20 @@ def scripted(say, **options) -> Run:
     script = Script(CHAT, spoken)
     script.pages_in_use = 0
     script.load_weights = lambda model: None
-    run = Run(
+    run = SimpleNamespace(
         method=METHOD,
         config=config,
-        folder=None,
-        device=None,
         rank=0,
         ranks=1,
-        bf16=False,
-        start="nothing",
-        memory="",
-        servers=[],
-        tokenizer=CHAT.tokenizer,
         chat=CHAT,
         driver=Driver([script], deterministic=True),
         sampler=script,
         samplers=dict.fromkeys(METHOD.roles, script),
         grade=grader("em"),
-        tools=[],
-        eval_tools=[],
         question=lambda i: Question(f"q{i}", QUESTION.text, ("chess",), "own"),
-        eval_questions=[],
+        say=say,
     )
-    run.say = say
+    run.rollouts = partial(Run.rollouts, run)
     return run
 
 
@@ -101,10 +93,12 @@ def test_each_agent_earns_its_own_reward(said):
     trajectory = system(*said)
     assert [context.turns[0].own for context in trajectory.contexts] == own
     assert trajectory.reward == outcome
-    METHOD.credit(MarsrlConfig(), [trajectory], 0)
-    assert [sample.reward for sample in trajectory.samples()] == own
-    METHOD.credit(MarsrlConfig(rollouts="linear", credit="role"), [trajectory], 0)
-    assert [sample.reward for sample in trajectory.samples()] == [outcome] * len(own)
+    for options, rewards in (
+        ({}, own),
+        ({"rollouts": "linear", "credit": "role"}, [outcome] * len(own)),
+    ):
+        METHOD.credit(MarsrlConfig(**options), [trajectory], 0)
+        assert [sample.reward for sample in trajectory.samples()] == rewards
 
 
 def test_agents_read_what_the_paper_lets_them_read():
@@ -163,6 +157,7 @@ def test_a_group_is_one_input(choice):
     """Its members were given the same tokens, other groups of its stage other ones."""
     run = scripted(careless, questions=3, group=8, choice=choice)
     played = marsrl.grouped(run, 0)
+    METHOD.credit(run.config, played, 0)
     groups = groups_of(played)
     assert {key[1] for key in groups} == set(STAGES)
     prompts = set()
@@ -173,22 +168,18 @@ def test_a_group_is_one_input(choice):
         prompts.add((key[0], key[1], prompt))
         if "corrector" in key[1]:  # it is given alarms only
             assert prompt.endswith("wrong <eot>")
+        advantages = [member.contexts[0].sample.advantage for member in members]
+        assert sum(advantages) == pytest.approx(0, abs=1e-5)
+        assert any(advantages) == (len({member.reward for member in members}) == 2)
     assert len(prompts) == len(groups)
     assert max(Counter(key[0] for key in groups).values()) <= 1 + 4 * run.config.inputs
     assert len({members[0].question_index for members in groups.values()}) == len(groups)
-
-    METHOD.credit(run.config, played, 0)
-    for members in groups.values():
-        advantages = [member.contexts[0].sample.advantage for member in members]
-        assert sum(advantages) == pytest.approx(0, abs=1e-5)
-        rewards = {member.reward for member in members}
-        assert any(advantages) == (len(rewards) == 2)
 
 
 # ------------------------------------------------------------------- the choice of inputs
 
 
-def outputs(run: Run, stage: str, said: list[str], verdict: str = "wrong") -> list[Trajectory]:
+def outputs(run, stage: str, said: list[str], verdict: str = "wrong") -> list[Trajectory]:
     """Outputs of a stage, in this order. Its task shows the solution "lamps", which is wrong."""
     shown = {"answer": tuple(CHAT.encode("lamps")), "report": tuple(CHAT.encode("chess wrong"))}
     golden = (verdict,) if "verifier" in stage else QUESTION.golden_answers
@@ -198,16 +189,14 @@ def outputs(run: Run, stage: str, said: list[str], verdict: str = "wrong") -> li
     return run.rollouts([(0, task)], len(said), step=0, tools=[])
 
 
-def chosen(
-    choice: str, follower: str, said: list[str], inputs: int = 2, seed: int = 0
-) -> list[str]:
+def chosen(choice, follower: str, said: list[str], inputs: int, seed: int) -> list[str]:
     run = scripted(None, choice=choice, inputs=inputs)
     stage = STAGES[STAGES.index(follower) - 1]
     picked = marsrl.choose(run.config, outputs(run, stage, said), follower, random.Random(seed))
     return [CHAT.text(CHAT.note(output.turns[0].sampled)) for output in picked]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_choice_of_inputs(seed):
     """Adaptive takes every wrong solution before any right one; correctors get true alarms only."""
     said = ["chess", "lamps", "chess", "1968", "dover", "chess", "lamps"]
@@ -273,28 +262,9 @@ def test_a_chat_model_is_shown_the_solution_and_the_report():
         prompt = chat.text(chat.prompt(role, question="Who is it?", **shown))
         assert "Who is it?" in prompt
         assert [name for name in ("Ada", "Bob") if f"It is {name}." in prompt] == seen
-    said = chat.encode("It is Bob. <answer>wrong</answer>")
-    assert chat.parse(said, final=True).answer == "wrong"
 
 
 # -------------------------------------------------------------------------------- the toy
-
-
-def test_pages_tell_what_their_questions_ask():
-    usual = 0
-    for seed in range(400):
-        page = marsrl_toy.draw_page(random.Random(seed))
-        right, *others = page.answers
-        assert len({right, *others}) == 4
-        name = page.question.split()[-1]
-        firm, attribute, _ = page.paths[0].split()
-        assert f"{name} joined {firm} ." in page.text
-        assert attribute == marsrl_toy.CARES[firm]
-        assert f"{name} {world.VERBS[attribute]} {right} ." in page.text
-        assert all(f" {other} ." in page.text for other in others)
-        assert f"{name} enjoys {page.usual} ." in page.text
-        usual += page.usual == right
-    assert 0.6 < usual / 400 < 0.8
 
 
 @pytest.mark.parametrize("role", marsrl_toy.MARKS)

@@ -103,7 +103,8 @@ def test_the_planner_sees_summaries_only_and_nothing_of_a_worker_is_its_own():
     turns = record(trajectory, FORMAT, 0, "train")["turns"]
     workers = [chunk for turn in turns for chunk in turn["chunks"]]
     assert [(worker["role"], len(worker["turns"])) for worker in workers] == [("worker", 3)] * 2
-    assert len(set(script.seeds)) == len(script.seeds) == 9, "every draw has a name of its own"
+    seeds = [seed for *_, seed in script.asked]
+    assert len(set(seeds)) == len(seeds) == 9, "every draw has a name of its own"
 
 
 def test_without_a_summary_the_last_message_goes_up_and_without_recap_no_question_goes_down():
@@ -123,10 +124,8 @@ def test_a_single_agent_reads_everything_itself():
     said = ["<call> search ada baker <eot>", "ada baker joined acro corp . <answer> dover <eot>"]
     trajectory, _ = play(said, [], delegate=False)
     (context,) = trajectory.contexts
-    assert text(context.sample, False) == (
-        f"<s2> <s1> {QUESTION.text} <eot> <resp> {DOCUMENTS} <eot>"
-    )
-    assert trajectory.answer == "dover"
+    given = f"<s2> <s1> {QUESTION.text} <eot> <resp> {DOCUMENTS} <eot>"
+    assert text(context.sample, False) == given and trajectory.answer == "dover"
 
 
 def test_nobody_calls_a_tool_that_is_not_its_own():
@@ -138,8 +137,6 @@ def test_nobody_calls_a_tool_that_is_not_its_own():
     turns = second.readers[0].turns
     assert "yours: search, scholar, python" in turns[0].problem
     assert [turn.problem for turn in turns[1:]] == [None, None]
-    single, _ = play([PLANNER[0], "<answer> dover <eot>"], [], delegate=False)
-    assert "work is not your tool" in single.turns[0].problem
 
 
 def test_what_goes_wrong_stays_within_the_worker():
@@ -209,8 +206,7 @@ def credited(**options) -> tuple[list[Trajectory], dict[str, list[Sample]], matp
 def prepared(config, terms) -> tuple[list[Sample], list]:
     policy = SimpleNamespace(packs=True)
     run = SimpleNamespace(config=config, ranks=1, device=CPU, reference=None, policy=policy)
-    samples, batches, _ = train.prepare(run, terms)
-    return samples, batches
+    return train.prepare(run, terms)[:2]
 
 
 def gradient_by_hand(trajectories: list[Trajectory]) -> dict:
@@ -250,23 +246,6 @@ def test_the_gradient_is_that_of_the_papers_objective_also_beyond_the_planners_e
         assert float((found[name] - wanted).abs().max()) < 1e-5
 
 
-def test_each_of_two_updates_weighs_its_rollouts_alike():
-    """And within a rollout every token."""
-    trajectories, terms, config = credited(inner_steps=2)
-    for part in range(2):
-        mine = [t for t in trajectories if t.question_index == part]
-        chosen = [s for s in terms["rollout"] if s.question_index == part]
-        samples, batches = prepared(config, {"rollout": chosen})
-        weights = torch.zeros(len(samples))
-        for made in batches:
-            weights.index_add_(0, made.owner, made.weight)
-        for trajectory in mine:
-            of = [i for i, s in enumerate(samples) if s.attempt == trajectory.attempt]
-            lengths = [sum(samples[i].mask) for i in of]
-            shares = [length / sum(lengths) / len(mine) for length in lengths]
-            assert weights[of].tolist() == pytest.approx(shares)
-
-
 def test_form_by_hand():
     def score(accuracy, planner, workers, **options):
         made = attempt(0, 0, accuracy, [])
@@ -277,35 +256,26 @@ def test_form_by_hand():
     good = [None, None]
     bad = [None, "malformed"]
     assert score(1.0, good, []) == pytest.approx(0.9 + 0.05)  # nobody was asked: half is missing
-    assert score(1.0, good, [good]) == pytest.approx(1.0)
     assert score(0.0, bad, [good, bad, bad]) == pytest.approx(0.1 * 0.5 / 3)
     assert score(0.0, good, [bad]) == pytest.approx(0.05)
-    assert score(1.0, bad, [bad], format_share=0.0) == 1.0
     assert score(0.0, good, [], delegate=False) == pytest.approx(0.1)
 
 
 def test_mars_groups_compare_workers_with_workers():
-    trajectories, terms, config = credited(own_groups=True)
+    trajectories, terms, config = credited(own_groups=True, balance="uniform")
     workers = [made for t in trajectories[:3] for made in t.samples("worker")]
     half = 1 / math.sqrt(2)
     assert [made.advantage for made in workers] == pytest.approx([half, half, -2 * half])
     assert list(terms) == ["planner", "worker"]
-    _, balanced, _ = credited(own_groups=True, balance="uniform")
-    copies = [
-        [s.copies for s in balanced["worker"] if s.question_index == place] for place in (0, 1)
-    ]
-    assert [sum(drawn) for drawn in copies] == [3, 2]
+    copies = [sum(s.copies for s in terms["worker"] if s.question_index == q) for q in (0, 1)]
+    assert copies == [3, 2]
 
 
 # ------------------------------------------------------------------------------------------ the toy
 
 
-def test_questions_take_two_steps_and_every_role_is_shown_how():
-    asked = [matpo_toy.question("eval", 0, i) for i in range(60)]
-    assert {question.source for question in asked} == {"toy-two", "toy-age"}
-    assert matpo_toy.question("eval", 0, 7) == asked[7]
-    no_python = [matpo_toy.question("eval", 0, i, ["search"]) for i in range(60)]
-    assert {question.source for question in no_python} == {"toy-two"}
+def test_every_role_is_shown_how():
+    assert {matpo_toy.question("eval", 0, i).source for i in range(60)} == {"toy-two", "toy-age"}
     library = matpo_toy.Library("test")
     rng = random.Random(0)
     ids = FORMAT.tokenizer.get_vocab()
@@ -319,15 +289,6 @@ def test_questions_take_two_steps_and_every_role_is_shown_how():
                 final = "<" not in said.split("<eot>")[0]
                 action = FORMAT.parse([ids[word] for word in said.split()], final=final)
                 assert action.error is None, said
-
-
-def test_a_flawless_planner_answers_rightly():
-    library = matpo_toy.Library("test")
-    for seed in range(20):
-        pieces = matpo_toy.planner(library, random.Random(seed), matpo_toy.FLAWLESS)
-        plan = matpo_toy.draw_plan(library.world, random.Random(seed))
-        assert pieces[0][0] == f"<s2> {plan.text} <eot>"
-        assert pieces[-1][0] == f"<answer> {plan.answer} <eot>"
 
 
 # -------------------------------------------------------------------------------------- the program
@@ -360,32 +321,27 @@ def test_a_chat_model_is_told_who_it_is():
 
     tools = [Tool(name, *KNOWN[name], call=None) for name in KNOWN] + [matpo.WORKER_TOOL]
     chat = ChatFormat(tokenizer(QWEN3), matpo.words(matpo.MatpoConfig(), tools), tools)
-    asked = {"question": "Who was it?"}
-    for role, own, other, more in (
-        ("planner", "- work", "- search", {}),
-        ("worker", "- search", "- work", {"task": "find her"}),
-        ("agent", "- search", "- work", {}),
+    for role, own, other in (
+        ("planner", "- work", "- search"),
+        ("worker", "- search", "- work"),
+        ("agent", "- search", "- work"),
     ):
-        prompt = chat.text(chat.prompt(role, **asked, **more))
+        more = {"task": "find her"} if role == "worker" else {}
+        prompt = chat.text(chat.prompt(role, question="Who was it?", **more))
         assert own in prompt and other not in prompt
-        assert all(word in prompt for word in (asked | more).values())
-    alone = chat.text(chat.prompt("worker", question="", task="find her"))
-    assert "larger question" not in alone
+        assert all(word in prompt for word in ("Who was it?", *more.values()))
     call = {"name": "work", "arguments": {"subtask": "find her"}}
     said = f"<tool_call>{json.dumps(call)}</tool_call>"
     action = chat.parse(chat.tokenizer.encode(said, add_special_tokens=False))
     assert action.call == Call("work", "find her")
 
 
-@pytest.mark.parametrize(
-    "given, word",
-    [
+def test_options_that_contradict_each_other_are_refused():
+    for given, word in (
         ({"balance": "uniform"}, "--own_groups"),
         ({"workers": "frozen", "own_groups": True}, "--workers train"),
         ({"worker_turns": 9}, "--max_turns"),
         ({"delegate": False, "recap": False}, "--no-delegate"),
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(given, word):
-    with pytest.raises(UserError, match=word):
-        resolve(matpo.MatpoConfig, given, presets={})
+    ):
+        with pytest.raises(UserError, match=word):
+            resolve(matpo.MatpoConfig, given, presets={})

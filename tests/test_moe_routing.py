@@ -1,11 +1,9 @@
 """Routing in a mixture of experts: the divergence by hand, the hook's place, parallel texts."""
 
 import math
-import random
 
 import pytest
 import torch
-from mutants import load_mutant
 
 from siblings import moe_routing
 from toy import language
@@ -28,40 +26,24 @@ def one_hot(place, size):
     return torch.eye(size)[place]
 
 
-def divergence_by_hand(module) -> bool:
+def test_the_divergence_is_symmetric_and_normalised():
     """Two distributions worked out on paper, and the ends of the scale."""
     p, q = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])
     # H(p) = 0 and H(q) = log 2; the mean is (¾, ¼), with H = log 4 − ¾ log 3.
     by_hand = (1.5 * math.log(2) - 0.75 * math.log(3)) / (0.5 * math.log(2))
     apart = math.log(2) / math.log(8)  # 1 only for two experts
-    found = [module.divergence(p, q), module.divergence(q, p)]
-    found += [module.divergence(one_hot(0, 8), one_hot(5, 8)), module.divergence(p, p)]
-    found += [module.divergence(one_hot(0, 2), one_hot(1, 2))]
-    return [float(x) for x in found] == pytest.approx([by_hand, by_hand, apart, 0, 1], abs=1e-6)
+    pairs = [(p, q), (q, p), (one_hot(0, 8), one_hot(5, 8)), (p, p), (one_hot(0, 2), one_hot(1, 2))]
+    found = [float(moe_routing.divergence(*pair)) for pair in pairs]
+    assert found == pytest.approx([by_hand, by_hand, apart, 0, 1], abs=1e-6)
 
 
-def test_the_divergence_is_symmetric_and_normalised():
-    assert divergence_by_hand(moe_routing)
-
-
-@pytest.mark.parametrize(
-    "stands, becomes",
-    [
-        ("entropy((one + other) / 2) - apart", "entropy((one + other) / 2) - entropy(one)"),
-        ("(torch.tensor(one.shape[-1]).log() - apart)", "torch.tensor(one.shape[-1]).log()"),
-    ],
-)
-def test_mutants_of_the_divergence_are_noticed(stands, becomes, tmp_path):
-    assert not divergence_by_hand(load_mutant("siblings/moe_routing.py", stands, becomes, tmp_path))
-
-
-def steering_is_local(module, model) -> bool:
+def test_steering_changes_the_chosen_logits_of_the_chosen_layers(model):
     """λ = 0 changes nothing. Else the chosen logits of the chosen layer rise by λ std(z).
 
     What layers before it do is unchanged, and the raised expert is chosen more often: the hook sits
     before softmax and top-k.
     """
-    texts = module.held_out(0, 3, weak=False)
+    texts = moe_routing.held_out(0, 3, weak=False)
     tokens = torch.tensor([texts[0].tokens])
 
     def run():
@@ -77,43 +59,19 @@ def steering_is_local(module, model) -> bool:
         return logits, seen
 
     plain, before = run()
-    with module.steered(model, {1: [3], 2: [0, 5]}, 0.0):
+    with moe_routing.steered(model, {1: [3], 2: [0, 5]}, 0.0):
         same, _ = run()
-    with module.steered(model, {1: [3]}, 8.0):
+    with moe_routing.steered(model, {1: [3]}, 8.0):
         _, after = run()
     again, _ = run()
-    raised = after[1][0] - before[1][0]  # [T, E]
-    wanted = torch.zeros_like(raised)
+    wanted = torch.zeros_like(after[1][0])  # [T, E]
     wanted[:, 3] = 8.0 * before[1][0].std(-1)
-    mine = (after[1][2] == 3).any(-1).float().mean()
-    return (
-        torch.equal(plain, again)
-        and torch.allclose(plain, same, atol=1e-6)
-        and torch.allclose(raised, wanted, atol=1e-5)
-        and torch.equal(after[0][0], before[0][0])
-        and float(mine) == 1.0
-        and torch.allclose(after[1][1].sum(-1), torch.ones(len(wanted)))
-    )
-
-
-def test_steering_changes_the_chosen_logits_of_the_chosen_layers(model):
-    assert steering_is_local(moe_routing, model)
-
-
-@pytest.mark.parametrize(
-    "stands, becomes",
-    [
-        ("logits.softmax(-1, dtype=torch.float)", "made[0].softmax(-1, dtype=torch.float)"),
-        ("logits[:, chosen] += strength", "logits += strength"),
-        ("made[0].std(-1, keepdim=True)", "1"),
-        ("    yield\n    for hook in hooks:\n        hook.remove()\n", "    yield\n"),
-    ],
-)
-def test_mutants_of_the_steering_are_noticed(stands, becomes, model, tmp_path):
-    mutant = load_mutant("siblings/moe_routing.py", stands, becomes, tmp_path)
-    assert not steering_is_local(mutant, model)
-    for layer in model.model.layers:
-        layer.mlp.gate._forward_hooks.clear()
+    assert torch.equal(plain, again)
+    torch.testing.assert_close(same, plain, atol=1e-6, rtol=0)
+    torch.testing.assert_close(after[1][0] - before[1][0], wanted, atol=1e-5, rtol=0)
+    assert torch.equal(after[0][0], before[0][0])
+    assert (after[1][2] == 3).any(-1).all()
+    torch.testing.assert_close(after[1][1].sum(-1), torch.ones(len(wanted)))
 
 
 def test_texts_are_parallel():
@@ -124,7 +82,6 @@ def test_texts_are_parallel():
         assert one.task == other.task
         for a, b in zip(one.tokens, other.tokens, strict=True):
             assert b == (a if a < shared else a + len(IDS))
-    assert moe_routing.divergence(one_hot(0, 8), one_hot(0, 8)) == 0
 
 
 def test_what_is_read_is_what_the_model_says(model):
@@ -156,12 +113,4 @@ def test_the_command(tmp_path, capsys):
     assert moe_routing.main(line) == 0
     assert "middle, random experts" in capsys.readouterr().out
     assert (tmp_path / "moe_routing" / "seed-0.json").exists()
-    for bad in (["--pages", "0"], ["--tau", "nan"], ["--runs", "/dev/null"]):
-        assert moe_routing.main(bad) == 2
-
-
-def test_the_model_learns_answers_only():
-    text = moe_routing.draw_text(random.Random(0), IDS, weak=False)
-    words = {token: word for word, token in IDS.items()}
-    said = [words[token] for token in text.tokens]
-    assert said[-2] in said[: text.task] and said[-1] == "<eot>"
+    assert moe_routing.main(["--pages", "0"]) == moe_routing.main(["--tau", "nan"]) == 2

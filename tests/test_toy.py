@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.disk import files_no_longer_than
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,11 +39,11 @@ def test_worlds_and_questions_do_not_depend_on_the_process():
         "said = repr((world.world('eval', 3), world.question('train', 3, 7))); "
         "print(zlib.crc32(said.encode()))"
     )
-    results = set()
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", program]
-        results.add(subprocess.check_output(command, cwd=REPOSITORY, env=environment))
+    command = [sys.executable, "-c", program]
+    results = {
+        subprocess.check_output(command, cwd=REPOSITORY, env={**os.environ, "PYTHONHASHSEED": seed})
+        for seed in ("1", "2")
+    }
     assert len(results) == 1
 
 
@@ -153,9 +152,8 @@ def test_a_call_round_trips(form, tool, argument, purpose, stop):
 
 
 def test_answers(form):
-    assert form.parse(spoken(form, "<answer> acro corp <eot>")).answer == "acro corp"
-    for text in ("acro corp <eot>", "acro corp"):
-        assert form.parse(spoken(form, text), final=True).answer == "acro corp"
+    for text, final in (("<answer> acro corp <eot>", False), ("acro corp", True)):
+        assert form.parse(spoken(form, text), final=final).answer == "acro corp"
     for text in ("", "<eot>", "<call> search ada <purpose> birth <eot>"):
         assert form.parse(spoken(form, text), final=True).error
 
@@ -163,13 +161,11 @@ def test_answers(form):
 @pytest.mark.parametrize(
     "text, complaint",
     [
-        ("", "starts with"),
         ("ada baker <eot>", "starts with"),
         ("<answer> <eot>", "answer is empty"),
         ("<answer> 12 <call> <eot>", "control word"),
         ("<call> baker ada <eot>", "unknown tool"),
         ("<call> search <purpose> birth of ada <eot>", "query is empty"),
-        ("<call> search <doc> ada <purpose> birth <eot>", "control word"),
         ("<call> search ada baker <eot>", "purpose is missing"),
         ("<call> search ada <purpose> birth <purpose> birth <eot>", "control word"),
     ],
@@ -192,7 +188,6 @@ def test_what_the_roles_read(form):
     assert form.text(demanded) == "<resp> ada baker born 1968 . none . <eot> <answer>"
     assert form.text(form.message("no results")) == "none ."
     assert form.text(form.message("error: the tool failed (x)")) == "error"
-    assert form.close_step() == [form.eot] and form.eot in form.stop_ids
     chunk = form.document(Document("1", "unsaid", "", "ada baker born 1968 ."))
     told = form.prompt("sys1", chunk=chunk, purpose="birth of ada baker", question="unsaid")
     said = "<s1> <doc> ada baker born 1968 . <purpose> birth of ada baker <eot>"
@@ -238,31 +233,11 @@ def test_a_flawless_demonstration_is_right(library):
         pieces = base_model.trajectory(library, random.Random(i), base_model.FLAWLESS)
         plan = world.draw_plan(library.world, random.Random(i))
         assert pieces[0][0] == f"<s2> {plan.text} <eot>"
-        found = True
-        for _, *fact in plan.hops:
-            texts = [text for chunk in library.chunks(*fact) for text in chunk]
-            found = found and any(library.world.sentence(*fact) in text for text in texts)
+        found = all(
+            any(library.world.sentence(*fact) in " ".join(chunk) for chunk in library.chunks(*fact))
+            for _, *fact in plan.hops
+        )
         assert pieces[-1][0] == f"<answer> {plan.answer} <eot>" or not found
-
-
-def test_skill_chunks_tell_the_truth(library):
-    rng = random.Random(1)
-    absent = []
-    for _ in range(200):
-        (prompt, _), *requests = base_model.skill_chunk(library, rng)
-        pairs = zip(requests[::2], requests[1::2], strict=True)
-        for (purpose, purpose_trained), (note, note_trained) in pairs:
-            assert note_trained and not purpose_trained
-            bare = purpose.removeprefix("<purpose> ").removesuffix(" <eot>")
-            attribute, _, name = bare.split(" ", 2)
-            if attribute == "anything":
-                assert prompt.startswith(f"<s1> <doc> {note.removesuffix(' <eot>')}")
-                continue
-            fact = library.world.sentence(name, attribute)
-            told = f" {fact} " in f"{prompt} "
-            assert note == (f"{fact} <eot>" if told else "none . <eot>")
-            absent.append(not told)
-    assert 0.3 < sum(absent) / len(absent) < 0.7
 
 
 # -------------------------------------------------------------------- the base model
@@ -311,31 +286,20 @@ def test_an_interrupted_build_leaves_nothing_and_a_bad_cache_is_one_sentence(tmp
         base_model.build(tmp_path, **TINY)
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
-    for cache in ("file", "x" * 5000):
-        with pytest.raises(UserError, match="cannot be written"):
-            base_model.build(tmp_path / cache, **TINY)
-
-
-@pytest.mark.parametrize("limit", [10, 40_000], ids=["config", "weights"])
-def test_a_disk_that_takes_no_more_is_one_sentence(tmp_path, monkeypatch, limit):
-    monkeypatch.setattr(base_model, "train", lambda *arguments, **options: None)
-    said = "cannot be written .*File too large.*: make room"
-    with files_no_longer_than(limit), pytest.raises(UserError, match=said):
-        base_model.build(tmp_path, **TINY)
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="cannot be written"):
+        base_model.build(tmp_path / "file", **TINY)
 
 
 def test_another_recipe_is_another_name(tmp_path, monkeypatch):
+    """Another seed, other steps, and a change of any of the files that the model follows from."""
     made = {base_model.recipe(seed, steps) for seed in (0, 1) for steps in ((1, 1), (2, 1))}
-    assert len(made) == 4
-    # So is a change of any of the three files that the model follows from.
     for module in (world, language, base_model):
         changed = tmp_path / f"{module.__name__}.py"
         changed.write_text(Path(module.__file__).read_text() + "# changed\n")
         with monkeypatch.context() as patch:
             patch.setattr(module, "__file__", str(changed))
             made.add(base_model.recipe(0, (1, 1)))
-    assert len(made) == 7
+    assert len(made) == 4 + 3
 
 
 def test_the_loss_sees_trained_tokens_only(library, form, monkeypatch):

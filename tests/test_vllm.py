@@ -414,26 +414,6 @@ def test_a_run_on_a_server_ends_with_the_weights_of_a_run_in_the_process(toy, ow
         assert line["trained_tokens"] > 0 < line["seconds_sync"]
 
 
-<<<<<<< HEAD
-def test_with_lora_a_server_gets_adapters_beside_the_model_of_its_start(toy, server):
-    options = ["--importance", "off", "--lora_rank", "4", "--lr", "0.005"]
-    server.faults += [None] * 90 + [started_anew]  # in the second step
-    assert play(toy, "--name", "served", "--server", server.url, *options) == 0
-    assert play(toy, "--name", "own", *options) == 0
-    for step in range(2):
-        assert segments_of("runs/served", step) == segments_of("runs/own", step), "the same draws"
-    assert all(line["mismatch_kl"] < 1e-10 for line in lines_of("runs/served"))
-    assert len(server.loaded) == 4 and len(server.adapters) == 1, "former ones are dropped"
-    for folder in sorted(Path("runs/served/weights").iterdir()):
-        files = sorted(path.name for path in folder.iterdir())
-        assert files == ["adapter_config.json", "adapter_model.safetensors"]
-    # It goes on with the adapters of the state, on a server that knows nothing of them.
-    again = Engine(toy)
-    options += ["--resume", "--steps", "3"]
-    assert play(toy, "--name", "served", "--server", again.url, *options) == 0
-    assert lines_of("runs/served")[2]["mismatch_kl"] < 1e-10 and len(again.loaded) == 2
-    again.stop()
-=======
 def test_a_server_gets_the_trained_model_with_its_adapters_merged_in(toy, server):
     """A frozen role stays with our own sampler."""
     options = ["--name", "served", "--lora_rank", "4", "--system1", "frozen", "--server"]
@@ -445,7 +425,6 @@ def test_a_server_gets_the_trained_model_with_its_adapters_merged_in(toy, server
     prompts = [body["prompt"] for body in asked(server)]
     readers = [prompt for prompt in prompts if prompt[1] == 12 and len(prompt) == 2]
     assert prompts and not readers
->>>>>>> e_samp
 
 
 def test_eval_and_ask_play_on_a_server(toy, own, server, capsys):

@@ -16,7 +16,7 @@ class Script:
         self.chat = chat
         self.say = say
         self.queue = []
-        self.seeds = []
+        self.asked = []  # (the tokens that were given, limit, seed)
         self.opened = 0
 
     def open(self):
@@ -28,12 +28,13 @@ class Script:
 
     def submit(self, conversation, tokens, *, max_new_tokens, seed, **options):
         conversation.tokens += tokens
-        self.seeds.append(seed)
+        self.asked.append((list(tokens), max_new_tokens, seed))
         said = self.say(conversation.tokens, seed)
         new = self.chat.tokenizer.encode(said, add_special_tokens=False)[:max_new_tokens]
         conversation.tokens += new
         finish = "stop" if new[-1] in self.chat.stop_ids else "length"
-        completion = Completion(new, [-0.5] * len(new), finish)
+        logprobs = [-(index + 1) / 10 for index in range(len(new))]
+        completion = Completion(new, logprobs, finish)
         self.queue.append(SimpleNamespace(error=None, completion=completion))
         return self.queue[-1]
 
