@@ -27,7 +27,8 @@ def family() -> list[Sample]:
         twin.advantage = -2.0
         for name in ("tokens", "mask", "logprobs"):
             setattr(shorter, name, getattr(shorter, name)[:last])
-        other.tokens[last - 1] = (other.tokens[last - 1] + 1) % 61
+        place = 2 * last // 3
+        other.tokens[place] = (other.tokens[place] + 1) % 61
         samples += [sample, twin, shorter, other]
     return samples
 
