@@ -16,7 +16,6 @@ Tests: pytest tests/test_search.py
 """
 
 import functools
-import hashlib
 import json
 import os
 import re
@@ -195,17 +194,15 @@ def retriever_documents(raw: bytes) -> list[Document]:
     The answer is {"result": [[{"document": {"contents", "id"?, "title"?, "url"?}, "score"}, …]]}.
     """
     (rows,) = json.loads(raw)["result"]
-    return [_retrieved_document(row["document"]) for row in rows]
+    return [_retrieved_document(row["document"], rank) for rank, row in enumerate(rows, 1)]
 
 
-def _retrieved_document(found: dict) -> Document:
+def _retrieved_document(found: dict, rank: int) -> Document:
     text = found["contents"]
     title = _text(found.get("title"))
     if not title:
         title, text = split_title(text)
-    name = _text(found.get("id"))
-    if not name:
-        name = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
+    name = _text(found.get("id")) or f"result-{rank}"
     return make_document(name, title, _text(found.get("url")), text)
 
 
@@ -254,23 +251,22 @@ def _with_pages(search: Search, read, query: str) -> list[Document]:
     ToolError when there were pages to read and none could be.
     """
     found = search(query)
-    errors = []
 
-    def attempt(document: Document) -> Document:
-        if not document.url:
-            return document
+    def attempt(document: Document) -> Document | ToolError:
         try:
-            return replace(document, text=read(document.url))
+            return replace(document, text=read(document.url)) if document.url else document
         except ToolError as error:
-            errors.append(error)
-            return replace(document, text=f"{UNREAD}\n{document.text}")
+            return error
 
-    documents = web.in_threads(attempt, found)
-    linked = sum(bool(document.url) for document in found)
-    if linked and len(errors) == linked:
-        why = f"none of the {linked} pages found could be read: {errors[0]}"
+    pages = web.in_threads(attempt, found)
+    errors = [page for page in pages if isinstance(page, ToolError)]
+    if errors and len(errors) == sum(bool(document.url) for document in found):
+        why = f"none of the {len(errors)} pages found could be read: {errors[0]}"
         raise ToolError(one_line(why, web.LONGEST_MESSAGE))
-    return documents
+    for place, document in enumerate(found):
+        if isinstance(pages[place], ToolError):
+            pages[place] = replace(document, text=f"{UNREAD}\n{document.text}")
+    return pages
 
 
 def _read_by_jina(client, base, headers, url: str) -> str:
