@@ -128,6 +128,8 @@ class Config:
             value = getattr(self, field.name)
             if field.type is float and not 0 <= value < math.inf:  # NaN included
                 raise UserError(f"--{field.name} must be finite and at least 0, got {value}")
+        if self.temperature and not 1e-3 <= self.temperature <= 1e4:  # what the sampler takes
+            raise UserError(f"--temperature {self.temperature}: give 0, or 0.001 to 10000")
         if self.name == ".." or Path(self.name).name != self.name:
             raise UserError("--name is one plain folder name; --runs says where the folder lies")
         of_use = {

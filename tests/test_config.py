@@ -66,6 +66,7 @@ REFUSED = [
     ("--max_turns 1", "--max_turns"),
     ("--eval_questions 0", "--eval_questions"),
     ("--temperature inf", "--temperature"),
+    ("--temperature 1e-9", "--temperature"),
     ("--temperature 0", "--temperature"),
     ("--questions 3", "--questions"),
     ("--balance advantage --kl_beta 0.1", "--balance"),
