@@ -1,4 +1,4 @@
-"""When an answer counts as right: exact match, and F1 beside it.
+"""When an answer counts as right: exact match.
 
 Exact match compares two texts after the usual normalisation of open-domain QA (SQuAD, FlashRAG):
 lower-case, no ASCII punctuation, no articles, single spaces. It takes 3.5 for 35, 9/11 for 911 and
@@ -15,7 +15,6 @@ Test: pytest tests/test_grading.py
 
 import re
 import string
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tasks.judge import Judge
@@ -43,30 +42,6 @@ def exact_match(answer: str | None, golds: Sequence[str]) -> bool:
         return False
     said = normalise(answer)
     return said != "" and any(said == normalise(gold) for gold in golds)
-
-
-def f1(answer: str | None, golds: Sequence[str]) -> float:
-    """The harmonic mean of precision and recall over words, for the best gold answer; in [0, 1].
-
-    Words are counted as multisets after normalisation. As in HotpotQA and FlashRAG, "yes", "no" and
-    "noanswer" are answers of their own: beside any other text they score 0.
-    """
-    if answer is None:
-        return 0.0
-    said = normalise(answer)
-    return max((f1_of_normalised(said, normalise(gold)) for gold in golds), default=0.0)
-
-
-def f1_of_normalised(said: str, right: str) -> float:
-    closed = ("yes", "no", "noanswer")
-    if said != right and (said in closed or right in closed):
-        return 0.0
-    said_words = Counter(said.split())
-    right_words = Counter(right.split())
-    common = said_words & right_words
-    if not common:
-        return 0.0
-    return 2 * common.total() / (said_words.total() + right_words.total())
 
 
 def grader(name: str) -> Callable[[Question, str], float]:
