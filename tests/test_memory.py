@@ -156,6 +156,11 @@ def plan_of(options: str, gib: int, world: int, monkeypatch, folder) -> str:
     """The plan of a run of a Qwen3 on cards that show `gib` GiB."""
     given = parse(parser(mars.MarsConfig, ""), options.split())
     config = resolve(mars.MarsConfig, given, presets=mars.METHOD.presets)
+    return plan_with(config, gib, world, monkeypatch, folder)
+
+
+def plan_with(config, gib: int, world: int, monkeypatch, folder) -> str:
+    """The same for settings that are there."""
     name = config.model.removeprefix("Qwen/Qwen3-")
     sizes = "hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
     shape = dict(zip(sizes, QWEN3[name], strict=True)) | {"tie_word_embeddings": name != "8B"}
