@@ -126,6 +126,8 @@ class Config:
         self.at_least(0, "eval_questions", "passage_words", "seed", "lora_rank", "warmup")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if field.type is int and value >= 1 << 31:  # PyTorch's own numbers are of fixed size
+                raise UserError(f"--{field.name} must be below {1 << 31}, got {value}")
             if field.type is float and not 0 <= value < math.inf:  # NaN included
                 raise UserError(f"--{field.name} must be finite and at least 0, got {value}")
         if self.temperature and not 1e-3 <= self.temperature <= 1e4:  # what the sampler takes

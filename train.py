@@ -10,6 +10,7 @@ Run by a method's file: python mars.py. Tests: pytest tests/test_credit.py tests
 
 import dataclasses
 import errno
+import io
 import math
 import sys
 import time
@@ -316,6 +317,9 @@ def main(
     of one's own.
     """
     command = arguments[0] if arguments[:1] in (["eval"], ["ask"]) else "train"
+    if isinstance(sys.stdout, io.TextIOWrapper):  # neither closed nor a notebook's
+        # A terminal that lacks a letter is no reason to end a run.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if command == "train":
             given = complete(command, parse(parser(method.config, description), arguments))

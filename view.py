@@ -24,6 +24,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--questions", type=int, default=3, help="a step's, on the page (3)")
     given = parser.parse_args(arguments)
     try:
+        if given.questions < 1:
+            raise UserError("--questions must be at least 1")
         show(str(curves.of_run(given.run)))
         show(str(pages.of_run(given.run, steps=given.steps, questions=given.questions)))
     except UserError as error:

@@ -239,6 +239,7 @@ def messages_of(line: str, place: str) -> list[dict]:
     try:
         record = json.loads(line)
         messages = record["messages"]
+        json.dumps(messages, ensure_ascii=False).encode()  # half a surrogate pair: a ValueError
         # A template might leave out whatever else a message holds.
         whole = record.keys() == {"messages"} and all(
             message.keys() == {"role", "content"}
@@ -265,6 +266,9 @@ def samples_of(messages: list[dict], tokenizer) -> list[Sample]:
     """
     marks = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     samples = []
+    for message in messages:  # with a mark of the model's own a text could forge a turn
+        if marks.intersection(tokenizer.encode(message["content"], add_special_tokens=False)):
+            raise UserError(f"a text holds a mark of the model's own: {message['content']:.80}")
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue

@@ -170,7 +170,8 @@ def run_part(part: int, out: Path) -> bool:
         left -= rows[-1]["seconds"]
         common.save(f"part_{part}", f"python -m bench.gpu --part {part}", rows, out)
         print(common.table(rows[-1:]), flush=True)
-    print((out / f"part_{part}.log").read_text(), f"\n{common.table(rows)}", sep="", flush=True)
+    log = (out / f"part_{part}.log").read_text(errors="replace")
+    print(log, f"\n{common.table(rows)}", sep="", flush=True)
     return all(row["outcome"] == "ok" for row in rows)
 
 

@@ -1,4 +1,7 @@
-"""Imported by a vLLM 0.32 server on a CPU, which would else keep an old head: docs/engines.md."""
+"""Imported by a vLLM 0.32 server on a CPU, which would otherwise keep its first LM head.
+
+See docs/engines.md.
+"""
 
 from vllm import _custom_ops
 

@@ -28,7 +28,7 @@ from rollout import Method, Trajectory
 from tasks.questions import Question
 
 # What ask does not read, beside what only training does.
-NOT_FOR_ASK = {"name", "data", "grader", "eval_questions"}
+NOT_FOR_ASK = {"name", "runs", "data", "grader", "eval_questions"}
 
 
 def main(
@@ -61,6 +61,8 @@ def refuse_ignored(config: type[Config], given: dict, asking: bool) -> None:
         raise UserError(f"{'ask' if asking else 'eval'} does not read --{name}; leave it out")
     if asking and not given["question"].strip():
         raise UserError("the question is empty")
+    if asking and given["question"] != given["question"].encode("utf-8", "ignore").decode():
+        raise UserError("the question is not text in UTF-8")
 
 
 def settings(method: Method, given: dict, asking: bool) -> Config:
@@ -133,13 +135,15 @@ def evaluate(method: Method, config: Config, **additions) -> int:
     )
     seconds = (time.perf_counter() - start) / len(trajectories)
     rows = [row(run, name, members, seconds) for name, members in by_set(trajectories)]
-    print(table(run, rows), flush=True)  # first: the disk may take nothing
-    run.lock = new_folder(config, f"eval-{made.resolve().name}")
-    run.folder = Path(config.runs) / config.name
-    logbook.settings(run)
-    folders.write_json(run.folder / "table.json", rows)
-    records = [record(trajectory, run.chat, 0, "eval") for trajectory in trajectories]
-    folders.append_lines(run.folder / "rollouts" / "step_0.jsonl", records)
+    try:
+        run.lock = new_folder(config, f"eval-{made.resolve().name}")
+        run.folder = Path(config.runs) / config.name
+        logbook.settings(run)
+        folders.write_json(run.folder / "table.json", rows)
+        records = [record(trajectory, run.chat, 0, "eval") for trajectory in trajectories]
+        folders.append_lines(run.folder / "rollouts" / "step_0.jsonl", records)
+    finally:  # where the disk takes nothing, the result of hours is seen at least
+        print(table(run, rows), flush=True)
     print(f"{'table':<14}{run.folder / 'table.json'}")
     print(f"{'trajectories':<14}{pages.of_run(run.folder, questions=12)}")
     for line in rows:

@@ -65,7 +65,10 @@ def read_lines(path: Path) -> list[dict]:
 def read_json(path: Path) -> dict:
     """The object in a JSON file, such as a run's config.json."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        made = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(made, dict):
+            raise ValueError("it holds no object")
+        return made
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path} ({reason(error)}): it is missing or damaged") from None
 
@@ -104,7 +107,8 @@ def append_lines(path: Path, records: list[dict]) -> None:
 
 def rollout_files(run: Path) -> dict[int, Path]:
     """step -> the file of its trajectories, in the order of the steps."""
-    files = {int(path.stem[5:]): path for path in (run / "rollouts").glob("step_*.jsonl")}
+    found = (run / "rollouts").glob("step_*.jsonl")
+    files = {int(path.stem[5:]): path for path in found if path.stem[5:].isdecimal()}
     return dict(sorted(files.items()))
 
 
@@ -133,7 +137,8 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
 
 def resumable(folder: Path) -> bool:
     """Whether a run has begun there: its options are written. An evaluation has a table."""
-    return (folder / "config.json").exists() and not (folder / "table.json").exists()
+    made = [os.path.exists(folder / name) for name in ("config.json", "table.json")]
+    return made == [True, False]
 
 
 def refuse_run(runs: Path, name: str) -> None:

@@ -96,11 +96,11 @@ def find_checkpoint(method: str, name: str) -> tuple[Path | str, dict | None]:
             return name, None  # a name on the hub
         raise UserError(f"there is no checkpoint at {name}")
     model = path = Path(name)
-    if (path / "method.json").exists():
+    if os.path.exists(path / "method.json"):
         # A kill may have left the link checkpoint/ one state behind.
         model = trainer.newest_model(path) or path / "checkpoint"
     described = model / "config.json"
-    if not described.exists() or "model_type" not in read_json(described):
+    if not os.path.exists(described) or "model_type" not in read_json(described):
         raise UserError(
             f"{name} holds no checkpoint: name a run that has written one (after --eval_every "
             "steps), its checkpoint folder, or a model's folder"
@@ -122,7 +122,7 @@ def run_of(path: Path) -> Path | None:
     path = path.resolve()  # its name alone would not say where a link or ".." leads
     above = [path, *path.parents][:4]  # runs/x/state/step_1/model lies three below the run
     for folder in above[:1] if path.name == trainer.FROZEN else above:
-        if (folder / "config.json").exists() and (folder / "method.json").exists():
+        if all(os.path.exists(folder / name) for name in ("config.json", "method.json")):
             return folder
     return None
 

@@ -166,7 +166,13 @@ def join(config: Config) -> Machine:
     if machine.ranks > 1 and not dist.is_initialized():
         # Ranks wait for the slowest one's rollouts, and while rank 0 writes a state.
         patience = datetime.timedelta(hours=2)
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)
+        try:
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)
+        except ValueError as error:
+            raise UserError(
+                f"WORLD_SIZE is {machine.ranks}, but this is none of torchrun's processes "
+                f"({error}): start with torchrun, or unset WORLD_SIZE"
+            ) from None
     elif machine.ranks == 1 and not cuda:
         torch.set_num_threads(min(config.threads, os.cpu_count() or 1))
     return machine

@@ -125,7 +125,7 @@ def build(
             frozen = folder / trainer.FROZEN
     elif training:
         on_first_rank(lambda: folders.refuse_run(Path(config.runs), config.name))
-    # A resumed run's --model may have changed since, or be gone.
+    # A resumed run starts from its frozen/, if it has one: --model may be gone by now.
     outside = environment(
         config, machine, training=training, additions=more, start=frozen if training else None
     )
@@ -137,6 +137,8 @@ def build(
 
     origin = state[1] / "model" if state and not config.lora_rank else start
     model = load_model(config, origin, machine, training)
+    if len(tokenizer) > models.vocabulary(model):
+        raise UserError(f"{start}: its tokenizer has more tokens than its model knows")
     # Both a frozen role and the KL term need the model that the run began with. With adapters that
     # is the model itself, as long as it has none or they are off.
     first = model

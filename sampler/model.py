@@ -33,9 +33,14 @@ PACKED_ROWS = 8
 def unsupported(config) -> str | None:
     """Why `Model` would be wrong for models of this transformers config; None where it is right."""
     size = head_size(config)
-    if not size & (size - 1):
-        return stranger(config)
-    return f"head size {size}, no power of two"
+    apart = stranger(config)
+    if apart:
+        return apart
+    if size & (size - 1):
+        return f"head size {size}, no power of two"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"activation {config.hidden_act}"
+    return "quantised weights" if getattr(config, "quantization_config", None) else None
 
 
 def stranger(config) -> str | None:

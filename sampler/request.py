@@ -95,8 +95,8 @@ def check(request: Request, vocabulary: int, pool: int) -> None:
         raise ValueError("the conversation is closed, or has an open request")
     if not request.given or not 0 <= min(request.given) <= max(request.given) < vocabulary:
         raise ValueError(f"tokens must be at least one id, each from 0 to {vocabulary - 1}")
-    cold = request.temperature != 0 and not COLDEST <= request.temperature <= HOTTEST
-    if cold or request.max_new_tokens < 1 or not SMALLEST_TOP_P <= request.top_p <= 1:
+    outside = request.temperature != 0 and not COLDEST <= request.temperature <= HOTTEST
+    if outside or request.max_new_tokens < 1 or not SMALLEST_TOP_P <= request.top_p <= 1:
         raise ValueError(
             f"max_new_tokens {request.max_new_tokens}, temperature {request.temperature} and top_p "
             f"{request.top_p} must be at least 1, 0 (greedy) or {COLDEST:g} to {HOTTEST:g}, and "

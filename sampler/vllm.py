@@ -120,10 +120,11 @@ def connect(urls: list[str], seconds: float) -> list[Server]:
     """
     import httpx2  # here, so that a run without servers does not need it
 
+    if not urls:
+        raise UserError("--server names no URL: give http://host:port, or several by commas")
     client = httpx2.Client(timeout=seconds, limits=httpx2.Limits())  # no limit: see Remote.parallel
     servers = []
-    for url in urls:
-        url = url.strip().rstrip("/").removesuffix("/v1")
+    for url in dict.fromkeys(one.strip().rstrip("/").removesuffix("/v1") for one in urls):
         try:
             server = Server(url, client)
             card = server.send("/v1/models").json()["data"][0]

@@ -24,6 +24,7 @@ Tests: pytest tests/test_chat.py
 
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -351,7 +352,11 @@ class ChatFormat:
         url = f"({document.url})" if document.url else ""
         header = " ".join(f"{DOCUMENT} {document.title} {url}".split())
         lines = document.text.strip().splitlines()  # at every kind of line break
-        text = FORGED.sub("(", "\n".join(lines))
+        for number, line in enumerate(lines):
+            normal = unicodedata.normalize("NFKC", line)  # as some tokenizers read it
+            if FORGED.search(normal):
+                lines[number] = FORGED.sub("(", normal)
+        text = "\n".join(lines)
         return self.encode(f"{header}\n{text}\n\n")
 
     def note(self, tokens: list[int]) -> list[int]:

@@ -6,8 +6,9 @@ scripts the reply comes by schema (`response_format`).
 
 A policy that is trained against a judge learns to talk to it. So its answer stands within a fence
 that no answer can write, and a verdict is the field of one JSON object, which the schema makes.
-Whatever is no verdict (other words, a reply that was cut) is asked for again and then raises
-ToolError, as a judge that is away does: no reward is made up, and the failure counts.
+Whatever is no verdict (other words, a reply that was cut) is asked for again, in case the server
+had a bad moment, and then raises ToolError, as a judge that is away does: no reward is made up, and
+the failure counts.
 
 A policy also learns to answer so that it cannot be wrong: with several candidates, with a hedge, or
 with "this cannot be determined". The prompt says that none of these is right.

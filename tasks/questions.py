@@ -219,7 +219,7 @@ def read_rows(path: Path, name: str) -> Iterator[tuple[int, dict]]:
             yield from enumerate(read_table(content, name, path.suffix), 1)
             return
         lines = content.decode("utf-8-sig").split("\n")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"the questions in {name:.100} cannot be read ({error})") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -278,8 +278,8 @@ def read_row(row: dict, source: str, number: int, question: str, answer: str) ->
         text, *golds = [decrypt(part, row["canary"]) for part in (text, *golds)]
     if not "".join(golds).strip():
         raise ValueError("there is no golden answer")
-    if not isinstance(named, str) or named in ("", "all"):
-        raise ValueError('"set" is the name of a set, and not "all"')
+    if not isinstance(named, str) or not named.isprintable() or named.strip() in ("", "all"):
+        raise ValueError('"set" is the printable name of a set, and not "all"')
     "".join([str(name), text, named, *golds]).encode()  # not with half a surrogate pair
     return Question(str(name), text, tuple(golds), named)
 

@@ -10,6 +10,7 @@ and "the who" can be found (common words weigh little in BM25 anyway). Accents a
 Tests: pytest tests/test_search.py
 """
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -33,7 +34,7 @@ WORD = re.compile(rf"[{ALONE}]|[^\W_{ALONE}]+")
 # Accents, vowel signs and points of any script, and unseen marks (soft hyphens, directions).
 UNHEARD = [c for c in map(chr, range(0xD800)) if unicodedata.category(c) in ("Mn", "Mc", "Cf")]
 UNHEARD = re.compile(f"[{re.escape(''.join(UNHEARD))}]+")
-LAYOUT = 5  # of the index on disk, and of what readers make of a file; another one is not used
+LAYOUT = 5  # to be raised when the index or reader.py changes: older indexes are built anew then
 Search = Callable[[str], list[Document]]
 
 
@@ -98,6 +99,10 @@ def on_disk(path: Path, k: int, cache: Path, passage_words: int) -> Search:
             if not kept.exists() or kept.read_text() != made_of:
                 build(path, folder, passage_words, made_of)
             return _load(folder, k)
+    except ValueError:
+        raise UserError(
+            f"the search index {one_line(str(folder), 80)} is damaged: remove that folder"
+        ) from None
     except OSError as error:
         raise UserError(
             f"the search index cannot be kept in {one_line(str(cache), 80)} "
@@ -122,7 +127,7 @@ def _load(folder: Path, k: int) -> Search:
     import bm25s
 
     index = bm25s.BM25.load(folder, mmap=True, load_corpus=True, show_progress=False)
-    lock = threading.Lock()  # the corpus has one place where it reads
+    lock = threading.Lock()  # the corpus is one file with one position
 
     def document(i: int) -> Document:
         with lock:
@@ -134,7 +139,11 @@ def _load(folder: Path, k: int) -> Search:
 def _fingerprint(path: Path) -> str:
     """What shapes an index: the files' names, sizes and times, and what can be read here."""
     files = files_below(path) if path.is_dir() else [path]
-    states = [(str(file), file.lstat().st_size, file.lstat().st_mtime_ns) for file in files]
+    states = []
+    for file in files:
+        with contextlib.suppress(OSError):  # it is gone, or its folder is closed
+            for state in (file.lstat(), file.stat()):
+                states.append((str(file), state.st_size, state.st_mtime_ns, state.st_ctime_ns))
     readers = [reader.missing(kind) for kind in ("html", "pdf")]
     shape = repr((LAYOUT, version("bm25s"), readers, states))
     return hashlib.sha256(shape.encode("utf-8", "surrogateescape")).hexdigest()

@@ -110,9 +110,16 @@ def _list(skipped: dict[str, list[str]]) -> str:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """The files below a folder, sorted, without hidden ones and what lies in hidden folders."""
+    """The files below a folder, sorted, without hidden ones and what lies in hidden folders.
+
+    A folder that cannot be opened is one of them, so that it will be listed as skipped.
+    """
     files = []
-    for parent, folders, names in os.walk(folder):
+
+    def closed(error: OSError) -> None:
+        files.append(Path(error.filename))
+
+    for parent, folders, names in os.walk(folder, onerror=closed):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     return sorted(files)
@@ -144,9 +151,11 @@ def _read_files(files: list[Path], folder: Path, skipped: dict[str, list[str]]) 
 def _read_file(file: Path, home: Path) -> str:
     """A file's text; NotText says why there is none."""
     kind = KINDS.get(file.suffix.lower())
-    if kind is None:
-        raise NotText("of a kind that is not read")
     try:
+        if file.is_dir():
+            raise NotText("a folder that cannot be opened")
+        if kind is None:
+            raise NotText("of a kind that is not read")
         if not file.resolve().is_relative_to(home):
             raise NotText("a link out of the folder")
         if not file.is_file():
@@ -154,8 +163,8 @@ def _read_file(file: Path, home: Path) -> str:
         if file.stat().st_size > LARGEST_FILE:
             raise NotText(f"more than {LARGEST_FILE >> 20} MiB")
         return reader.read(file.read_bytes(), kind)
-    except OSError as error:
-        raise NotText(f"cannot be opened ({error.strerror})") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
+        raise NotText(f"cannot be opened ({getattr(error, 'strerror', error)})") from None
 
 
 def _read_jsonl(path: Path) -> Iterator[Document]:

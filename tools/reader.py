@@ -11,8 +11,8 @@ pip install -r requirements-documents.txt
 Facts must survive: "10<sup>28</sup>" becomes 10^28 and not 1028, an empty table cell leaves a bar,
 struck text is marked, <pre> keeps its indentation, a formula is its source. Dropped is what a
 reader of the page would not see (hidden elements, scripts, templates), for there instructions to
-language models are hidden. Only attributes and inline styles are looked at, no style sheets.
-Navigation and banners stay.
+language models are hidden; a formula's source is an exception. Only attributes and inline styles
+are looked at, no style sheets. Navigation and banners stay.
 
     python tools/reader.py html|pdf SECONDS < FILE
 
@@ -98,10 +98,12 @@ def decode(raw: bytes, declared: str | None = None) -> str:
         return raw.decode("utf-16", "replace")
     if BINARY.search(raw[:4096]):
         raise NotText("it is binary, not text")
-    if declared and not raw.startswith(codecs.BOM_UTF8):
+    if raw.startswith(codecs.BOM_UTF8):
+        return raw.decode("utf-8-sig", "replace")
+    if declared:
         return raw.decode(declared, "replace")
     try:
-        return raw.decode("utf-8-sig")
+        return raw.decode()
     except UnicodeDecodeError:
         return raw.decode("cp1252", "replace")
 
@@ -168,6 +170,8 @@ def declared_codec(raw: bytes) -> str | None:
 
     declared = DECLARED.search(raw[:4096])
     encoding = declared and webencodings.lookup(declared[1].decode("ascii", "replace"))
+    if encoding and encoding.name.startswith("utf-16"):
+        return "utf-8"  # bytes that declare themselves in ASCII cannot be UTF-16
     return encoding.codec_info.name if encoding else None
 
 
@@ -256,12 +260,13 @@ class _Page:
             return "", ""
         text = "".join(itertools.islice(element.itertext(), 20)).strip()
         before = "".join(self.line[-3:])[-1:]
-        footnote = text[:1] in ("", "[", "*", "†", "‡") or text.lower() in ORDINALS
-        formula_of_atoms = element.tag == "sub" and text.isdigit() and not before.isdigit()
-        if footnote or formula_of_atoms:
+        follows = (element.tail or "")[:1]
+        footnote = not text or text[0] in "[*†‡" or text.lower() in ORDINALS
+        atoms = element.tag == "sub" and text.isdigit() and not before.isdigit()
+        if footnote or (atoms and not follows.isdigit()):
             return "", ""
         sign = "^" if element.tag == "sup" else "_"
-        if ONE_TERM.fullmatch(text):
+        if ONE_TERM.fullmatch(text) and not follows.isalnum():
             return sign, ""
         return f"{sign}(", ")"
 

@@ -15,6 +15,7 @@ its snippet and says so in the text. Only when no page at all could be read has 
 Tests: pytest tests/test_search.py
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -70,6 +71,8 @@ def make(
     taken, nor from below them, such as those that publish a benchmark's answers. client_options:
     see web.Client.
     """
+    if k < 1:
+        raise UserError(f"k is {k}: ask for at least 1 document")
     block = blocked_hosts(block)
     if backend == "local":
         if docs is None:
@@ -98,7 +101,8 @@ def make(
     headers = {"Accept": "application/json"}
     if os.environ.get("JINA_API_KEY", "").strip():
         headers["Authorization"] = f"Bearer {_key('JINA_API_KEY')}"
-    read = functools.partial(_read_by_jina, client, base_url("MARS_JINA_URL"), headers)
+    page = functools.partial(jina_page, block=block)
+    read = functools.partial(_read_by_jina, client, base_url("MARS_JINA_URL"), headers, page)
     return functools.partial(_with_pages, search, read)
 
 
@@ -211,7 +215,7 @@ def _retrieved_document(found: dict, rank: int) -> Document:
 
 def _allowed(search: Search, block: tuple[str, ...], query: str) -> list[Document]:
     found = search(query)
-    return [d for d in found if not is_blocked(d.url, block) and not is_blocked(d.id, block)]
+    return [d for d in found if not is_blocked(d.url or d.id, block)]
 
 
 def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
@@ -221,8 +225,8 @@ def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
     """
     hosts = []
     for name in filter(str.strip, names):
-        host = name.strip().lower().removeprefix("www.")
-        if not re.fullmatch(r"[\w-]+(\.[\w-]+)*", host):
+        host = plain_host(name.strip()).removeprefix("www.")
+        if not re.fullmatch(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", host):
             raise UserError(
                 f"--block {one_line(name, 80)}: give hosts by commas, such as "
                 "huggingface.co,hf.co, without https://, port or path"
@@ -233,13 +237,20 @@ def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
 
 def is_blocked(url: str, block: tuple[str, ...]) -> bool:
     """Whether a URL's host is one of `block` (blocked_hosts), or below one of them."""
-    if "//" not in url.partition("?")[0]:  # a retriever may leave the scheme out
-        url = f"//{url}"
+    # A retriever may leave the scheme out.
+    plain = re.sub(r"^([a-z][a-z0-9+.-]*:)?/*(?=[^/:]*[.])", "//", url.strip(), flags=re.IGNORECASE)
     try:
-        host = (urllib.parse.urlsplit(url.strip()).hostname or "").rstrip(".")
+        host = plain_host(urllib.parse.urlsplit(plain).hostname or "")
     except ValueError:
-        return True
+        return "://" in url  # else it is a name with brackets
     return any(host == name or host.endswith(f".{name}") for name in block)
+
+
+def plain_host(host: str) -> str:
+    """A host as name servers know it: in ASCII and lower case, without the last dot."""
+    with contextlib.suppress(UnicodeError):  # no name server knows it
+        host = host.encode("idna").decode()
+    return host.lower().rstrip(".")
 
 
 # The pages behind the results --------------------------------------------------------------------
@@ -269,15 +280,15 @@ def _with_pages(search: Search, read, query: str) -> list[Document]:
     return pages
 
 
-def _read_by_jina(client, base, headers, url: str) -> str:
+def _read_by_jina(client, base, headers, page, url: str) -> str:
     """The page's text, or a ToolError that quotes nothing of what strangers wrote."""
     if not url.startswith(("http://", "https://")):
         raise ToolError("only http and https pages are read")
     address = f"{base}/{urllib.parse.quote(url, safe=string.punctuation)}"  # as it is, but in ASCII
-    return client.call(address, jina_page, headers=headers, quote=False)
+    return client.call(address, page, headers=headers, quote=False)
 
 
-def jina_page(raw: bytes) -> str:
+def jina_page(raw: bytes, block: tuple[str, ...] = ()) -> str:
     """The text of a reader's answer.
 
     The reader answers 200 also when it could not read the page, or read an error in its place.
@@ -286,6 +297,8 @@ def jina_page(raw: bytes) -> str:
     refused = re.search(r"returned error (\d{3})", str(page.get("warning")))
     if refused:
         raise ToolError(f"the page answered HTTP {refused[1]}")
+    if is_blocked(str(page.get("url") or ""), block):  # the reader follows redirects itself
+        raise ToolError("the page redirects to a blocked host")
     text = page["content"].encode("utf-8", "replace").decode()
     if not text.strip():
         raise ValueError("the reader found no text on the page")

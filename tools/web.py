@@ -6,15 +6,15 @@ connection, 408, 429, 5xx, an answer of another shape) is tried again after a gr
 pause, no sooner than Retry-After asks. Other refusals are final.
 
 Good answers are kept on disk under sha256(url, body), without any key; failures are not kept. Equal
-requests that are under way at the same time (a group's first searches) wait for the first one.
+requests that are under way at the same time (a group's first searches) are one: they share its
+outcome.
 
 What a ToolError says reaches System 2, the rollout records and the operator's terminal. It is one
 line of at most 200 characters, without our keys. About strangers' pages it says nothing that they
 or a service wrote, for a stranger must not speak to System 2 past System 1.
 
 One exchange is httpx2's (huggingface_hub brings it): the machine's certificates, the environment's
-proxies, and no redirects, for our key would go along. Its time-out holds for every single wait; an
-answer that drips in is ended by the thread of the tool call (driver.ToolCall).
+proxies, and no redirects, for our key would go along.
 
 Tests: pytest tests/test_web.py (a loopback server that misbehaves)
 """
@@ -39,6 +39,7 @@ from tools import ToolError, one_line
 
 LONGEST_WAIT = 60.0  # seconds; a larger Retry-After is cut to this
 LONGEST_MESSAGE = 200  # characters of a ToolError
+ANSWER_BYTES = 8 << 20  # of one answer, unpacked
 AT_ONCE = 16  # exchanges of one client
 Answer = TypeVar("Answer")
 
@@ -57,13 +58,16 @@ def in_threads(function: Callable, items: list) -> list:
             outcome.set_exception(error)
 
     for item, outcome in zip(items, outcomes, strict=True):
-        threading.Thread(target=work, args=(item, outcome), daemon=True).start()
+        try:
+            threading.Thread(target=work, args=(item, outcome), daemon=True).start()
+        except RuntimeError:
+            raise ToolError("this machine has no thread left for the call") from None
     return [outcome.result() for outcome in outcomes]
 
 
 @dataclass
 class Client:
-    """Thread-safe. cache: a folder, or None. timeout: seconds for one wait of an exchange.
+    """Thread-safe. cache: a folder, or None. timeout: seconds for one exchange.
 
     tries, pause: how often, and seconds before the second try (doubled for each further one).
     """
@@ -79,10 +83,10 @@ class Client:
         self.http = httpx2.Client(
             headers={"User-Agent": "mars", "Content-Type": "application/json"},
             timeout=httpx2.Timeout(self.timeout, pool=None),
-            # None is kept: a server may close it at the moment that it is used again.
+            # No connection is kept: a server may close it just when it is used again.
             limits=httpx2.Limits(max_connections=AT_ONCE, max_keepalive_connections=0),
         )
-        self.locks: dict[str, threading.Lock] = {}  # of each request
+        self.under_way: dict[str, Future] = {}  # name of a request -> its outcome
         if self.cache is None:
             return
         try:
@@ -109,13 +113,26 @@ class Client:
         """
         request = json.dumps([url, body], sort_keys=True)
         name = hashlib.sha256(request.encode()).hexdigest()
-        with self.locks.setdefault(name, threading.Lock()):
-            if self.cache is not None:
-                with contextlib.suppress(Exception):  # there is none, or none as we would write it
-                    return read((self.cache / name).read_bytes())
-            raw, answer = self._persist(url, read, body, headers or {}, quote)
-            self._keep(name, raw)
-            return answer
+        mine = Future()
+        outcome = self.under_way.setdefault(name, mine)
+        if outcome is not mine:
+            return outcome.result()
+        try:
+            mine.set_result(self._answer(name, url, read, body, headers or {}, quote))
+        except BaseException as error:
+            mine.set_exception(error)
+        finally:
+            del self.under_way[name]
+        return mine.result()
+
+    def _answer(self, name: str, url: str, read: Callable, *request) -> Answer:
+        """The answer that is kept under a name, or else a new one, which is kept."""
+        if self.cache is not None:
+            with contextlib.suppress(Exception):  # there is none, or none as we would write it
+                return read((self.cache / name).read_bytes())
+        raw, answer = self._persist(url, read, *request)
+        self._keep(name, raw)
+        return answer
 
     def _persist(
         self, url: str, read: Callable, body: dict | None, headers: dict, quote: bool
@@ -128,13 +145,15 @@ class Client:
             wait = self.pause * 2 ** (number - 1) * random.uniform(0.5, 1)
             may_pass = True
             try:
-                response = self.http.request(method, url, content=content, headers=headers)
+                with self.http.stream(method, url, content=content, headers=headers) as response:
+                    raw = read_within(response, self.timeout)
+                status = response.status_code
                 if response.is_success:
-                    return response.content, read(response.content)
-                why = f"HTTP {response.status_code}"
+                    return raw, read(raw)
+                why = f"HTTP {status}"
                 if quote:
-                    why += f" {response.text}"
-                may_pass = response.status_code in (408, 429) or response.status_code >= 500
+                    why += f" {raw.decode('utf-8', 'replace')}"
+                may_pass = status in (408, 429) or status >= 500
                 wait = max(wait, retry_after(response.headers))
             except ToolError as error:
                 why = str(error)
@@ -144,7 +163,10 @@ class Client:
                 # them mean the same: there is no answer.
                 why = f"{type(error).__name__}: {error}" if quote else type(error).__name__
             for secret in headers.values():  # hidden first and cut afterwards, or a part is left
-                why = why.replace(secret.removeprefix("Bearer "), "***")
+                key = r"\\*".join(
+                    map(re.escape, secret.removeprefix("Bearer "))
+                )  # or as JSON has it
+                why = re.sub(key, "***", why, flags=re.IGNORECASE)
             why = one_line(f"{site}: {why[:1000]}", LONGEST_MESSAGE - 10)
             if not may_pass:
                 raise ToolError(why)
@@ -163,6 +185,17 @@ class Client:
             unfinished = Path(folder, "answer")
             unfinished.write_bytes(raw)
             os.replace(unfinished, self.cache / name)
+
+
+def read_within(response, seconds: float) -> bytes:
+    """An answer's bytes; TimeoutError if they are too many, or drip in for longer."""
+    deadline = time.monotonic() + seconds
+    raw = bytearray()
+    for piece in response.iter_bytes():
+        raw += piece
+        if len(raw) > ANSWER_BYTES or time.monotonic() > deadline:
+            raise TimeoutError("the answer is too long, or takes too long")
+    return bytes(raw)
 
 
 def retry_after(headers: Mapping[str, str]) -> float:
