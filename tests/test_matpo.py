@@ -311,7 +311,7 @@ def test_a_run_ask_and_eval(trained, tmp_path, capsys):
     assert first["mismatch_kl"] < 1e-8
     line = ["eval", str(trained), "--eval_questions", "3", "--runs", str(tmp_path)]
     assert matpo.main(line) == 0
-    assert matpo.main(["ask", str(trained), QUESTION.text, "--runs", str(tmp_path)]) == 0
+    assert matpo.main(["ask", str(trained), QUESTION.text]) == 0
     said = capsys.readouterr().out
     assert "planner tok" in said and "answer |" in said
 

@@ -42,6 +42,7 @@ def copy_tool(without: str) -> Path:
     `without`: a line of the jail that the copy leaves out.
     """
     folder = Path(tempfile.mkdtemp(prefix="attacks-"))
+    folder.chmod(0o755)
     shutil.copytree(ROOT / "tests" / "attacks", folder, dirs_exist_ok=True)
     (folder / "tools").mkdir()
     for name in ("__init__.py", "python.py", "jail.py"):

@@ -112,6 +112,7 @@ class Witnesses:
         self.memory = secrets.token_hex(8)
         self.marker = "mars-attack-" + self.token
         self.folder = tempfile.mkdtemp(prefix="witness-", dir=HERE)
+        os.chmod(self.folder, 0o755)  # that it is another user's must not be what guards it
         self.file = Path(self.folder, "secret.py")
         self.file.write_text(f"text = '{self.secret}'\n")
         self.fd = os.open(self.file, os.O_RDONLY)
