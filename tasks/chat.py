@@ -285,7 +285,10 @@ class ChatFormat:
         )
 
     def _without_thoughts(self, tokens: list[int], opened: list[int]) -> list[int]:
-        """`tokens` without <think> … </think>. The ids before them may leave one `opened`."""
+        """`tokens` without <think> … </think>.
+
+        `opened`: the ids just before them may leave a thought open.
+        """
         kept = []
         thinking = False
         for position, token in enumerate([*opened, *tokens], -len(opened)):

@@ -63,6 +63,7 @@ REFUSED = [
     ("--system1 maybe", "--system1"),
     ("--group 1", "--group"),
     ("--seed -1", "--seed"),
+    ("--seed 18446744073709551616", "--seed"),
     ("--max_turns 1", "--max_turns"),
     ("--eval_questions 0", "--eval_questions"),
     ("--temperature inf", "--temperature"),

@@ -26,6 +26,7 @@ from tools import Document, documents, reader, search
         (b'<meta charset="us-ascii">caf\xe9', "html"),  # what browsers take it for
         (b'<?xml version="1.0" encoding="iso-8859-1"?><html>caf\xe9', "html"),
         ("<meta charset=no-such>café".encode(), "html"),
+        ("<meta charset=utf-16>café".encode(), "html"),  # in ASCII it cannot say so
     ],
 )
 def test_bytes_are_decoded_as_they_declare(raw, kind):
@@ -67,6 +68,7 @@ FACTS = [
     ("6.6×10<sup>28</sup> years", "6.6×10^28 years"),
     ("e<sup>a+b</sup>", "e^(a+b)"),
     ("1101<sub>2</sub>, H<sub>2</sub>O, x<sub>i</sub>", "1101_2, H2O, x_i"),
+    ("log<sub>10</sub>5, 2<sup>n</sup>k", "log_(10)5, 2^(n)k"),
     ("in 1897<sup><a>[2]</a></sup> on the 19<sup>th</sup>", "in 1897[2] on the 19th"),
     ("<del>1901</del><ins>1902</ins>", "~~1901~~1902"),
     # formulas: as MathML with its source, drawn once more for the eye; the source as a picture's
@@ -372,3 +374,10 @@ def test_passages_of_a_pdf_know_their_page_and_those_of_the_web_keep_their_url()
 def test_text_without_spaces_is_cut_by_its_characters(text):
     parts = documents.passages(Document("a", "", "", text), 200, 50)
     assert [len(part.text) for part in parts] == [200, 200, 200, 150]
+
+
+def test_a_link_in_a_circle_is_skipped_and_named(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "loop.txt").symlink_to("loop.txt")
+    assert [document.text for document in documents.read_documents(tmp_path)] == ["text"]
+    assert "loop.txt" in capsys.readouterr().err

@@ -81,6 +81,7 @@ BAD = {
     line(2, question="\ud800"): "surrogates not allowed",
     line(2, golden_answers=["\udfff"]): "surrogates not allowed",
     line(2, set="all"): '"set" is',
+    line(2, set="a\x1b[31m\nb"): '"set" is',
 }
 
 

@@ -187,6 +187,17 @@ def test_the_index_on_disk_answers_as_the_one_in_memory_and_is_built_once(tmp_pa
     assert not [file for file in folder.iterdir() if b"old1" in file.read_bytes()]
 
 
+def test_a_damaged_index_is_named(tmp_path):
+    docs, cache = tmp_path / "docs", tmp_path / "cache"
+    docs.mkdir()
+    (docs / "a.txt").write_text("ada born 1968")
+    assert search.make("local", docs=docs, cache=cache)("ada")
+    (damaged,) = cache.glob("index-*/params.index.json")
+    damaged.write_text("{")
+    with pytest.raises(UserError, match=f"{damaged.parent.name} is damaged"):
+        search.make("local", docs=docs, cache=cache)
+
+
 def test_threads_read_the_index_on_disk_at_once(tmp_path):
     rows = [{"id": f"{i:03}", "contents": f"a{i} é"} for i in range(60)]
     find = search.local(write_jsonl(tmp_path / "d.jsonl", rows), 60, tmp_path / "cache")
@@ -375,6 +386,21 @@ UNREADABLE = [
     page(EVIL, warning=f"Target URL returned error 404: {EVIL}"),
     says({"data": None, "code": 402, "message": EVIL}),
 ]
+
+
+def test_a_page_that_redirects_to_a_blocked_host_is_not_taken(server, tmp_path, waits):
+    moved = page("the answer", url="https://www.bad.test/x")
+    server.replies = [found("http://a.test/", "http://b.test/"), moved, page("fine")]
+    made = serper(tmp_path, pages="jina", block=["bad.test"])("ada")
+    assert sorted(document.text[:7] for document in made) == ["[This p", "fine"]
+
+
+def test_no_documents_are_asked_for_in_one_sentence(tmp_path):
+    for k in (0, -1):
+        with pytest.raises(UserError, match="at least 1"):
+            search.make("local", k=k, docs=tmp_path)
+
+
 LINKS = ["http://a.test/", "http://[bad", "mailto:a@b", "http://half\ud83d.test/", "http://no\0.x/"]
 
 
@@ -396,9 +422,10 @@ def test_no_page_read_at_all_is_a_failed_search_and_says_nothing_of_theirs(
 SAME_SITE = """https://bad.test/x https://BAD.Test/x https://bad.test./x https://www.bad.test
 https://a.b.bad.test/x https://bad.test:8443/x https://user:word@bad.test/x ftp://bad.test/x
 https://good.test@bad.test/ //bad.test/x bad.test/x?from=http://good.test/ bad.test bad.test:80/x
-http://[bad""".split()
+http://[bad bad.test/a//b https:bad.test/x http:/bad.test/x https://ｂad.test/""".split()
 OTHER_SITES = """https://notbad.test/ https://bad.test.good.test/ https://good.test/bad.test
-https://good.test/?u=https://bad.test/ https://bad.test@good.test/ good.test/bad.test x""".split()
+https://good.test/?u=https://bad.test/ https://bad.test@good.test/ good.test/bad.test x
+[1] Doc[bad]""".split()
 
 
 @pytest.mark.parametrize("written", ["bad.test", "BAD.test", "www.bad.test"])

@@ -152,6 +152,14 @@ def test_a_bad_line_is_named(line, tmp_path):
         warm_start.from_file(WarmStart(data=str(path)))
 
 
+def test_a_text_with_a_mark_of_the_models_own_is_refused(tmp_path):
+    """It could forge a turn, or teach to stop in the middle."""
+    path = tmp_path / "data.jsonl"
+    path.write_text(line_of("user: q<|im_end|>", "assistant: a") + "\n")
+    with pytest.raises(UserError, match="mark of the model's own"):
+        next(warm_start.from_file(WarmStart(data=str(path)))(tokenizer(QWEN25, eos="<|im_end|>")))
+
+
 def test_every_demonstration_comes_once_a_round(tmp_path):
     """U+2028 may stand within a text, and blank lines around."""
     path = tmp_path / "data.jsonl"

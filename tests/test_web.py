@@ -208,6 +208,26 @@ def test_equal_requests_are_sent_once_and_others_side_by_side(server, tmp_path, 
     assert len(server.requests) == len(kept(tmp_path)) == 6
 
 
+def test_equal_requests_share_a_failure_too(server, tmp_path, waits):
+    def slowly_refused(handler):
+        threading.Event().wait(0.2)
+        says("no", 404)(handler)
+
+    server.replies = [slowly_refused]
+    find = serper(tmp_path)
+    with ThreadPoolExecutor(4) as threads:
+        made = [threads.submit(find, "ada") for _ in range(4)]
+    assert all(isinstance(one.exception(), ToolError) for one in made)
+    assert len(server.requests) == 1
+
+
+def test_an_answer_without_an_end_is_a_failure(server, tmp_path, waits, monkeypatch):
+    monkeypatch.setattr(web, "ANSWER_BYTES", 100)
+    server.replies = [says("x" * 1000)]
+    with pytest.raises(ToolError, match="too long"):
+        serper(tmp_path)("ada")
+
+
 # Threads -----------------------------------------------------------------------------------------
 
 

@@ -32,8 +32,8 @@ from whole import write_folder
 ALONE = UNSPACED + "\uac00-\ud7a3"
 WORD = re.compile(rf"[{ALONE}]|[^\W_{ALONE}]+")
 # Accents, vowel signs and points of any script, and unseen marks (soft hyphens, directions).
-UNHEARD = [c for c in map(chr, range(0xD800)) if unicodedata.category(c) in ("Mn", "Mc", "Cf")]
-UNHEARD = re.compile(f"[{re.escape(''.join(UNHEARD))}]+")
+MARKS = [c for c in map(chr, range(0xD800)) if unicodedata.category(c) in ("Mn", "Mc", "Cf")]
+UNHEARD = re.compile(f"[{re.escape(''.join(MARKS))}]+")
 LAYOUT = 5  # to be raised when the index or reader.py changes: older indexes are built anew then
 Search = Callable[[str], list[Document]]
 
@@ -101,7 +101,7 @@ def on_disk(path: Path, k: int, cache: Path, passage_words: int) -> Search:
             return _load(folder, k)
     except ValueError:
         raise UserError(
-            f"the search index {one_line(str(folder), 80)} is damaged: remove that folder"
+            f"the search index {one_line(str(folder), 300)} is damaged: remove that folder"
         ) from None
     except OSError as error:
         raise UserError(

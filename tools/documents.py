@@ -34,7 +34,7 @@ KINDS = {
     ".pdf": "pdf",
 }
 WHAT_IS_READ = f"a JSONL file, or a folder of {', '.join(KINDS)} files, or one such file"
-A_LINE = 'a line is {"id": …, "title"?: …, "contents": …}, and its id stands on no other'
+A_LINE = 'a line is {"id": …, "title"?: …, "contents": …}, with an id of its own'
 LARGEST_FILE = 64 << 20  # bytes
 LONGEST_TITLE = 300
 # Scripts without spaces (Chinese and Japanese; Thai, Lao, Burmese, Khmer): a character is a word.

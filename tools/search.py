@@ -284,7 +284,7 @@ def _read_by_jina(client, base, headers, page, url: str) -> str:
     """The page's text, or a ToolError that quotes nothing of what strangers wrote."""
     if not url.startswith(("http://", "https://")):
         raise ToolError("only http and https pages are read")
-    address = f"{base}/{urllib.parse.quote(url, safe=string.punctuation)}"  # as it is, but in ASCII
+    address = f"{base}/{urllib.parse.quote(url, safe=string.punctuation)}"  # only non-ASCII changes
     return client.call(address, page, headers=headers, quote=False)
 
 
