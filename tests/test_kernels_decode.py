@@ -249,7 +249,7 @@ def check_small(name, module, case):
             rounds_like(mine, theirs, dtype)
             continue
         for out, right in zip(mine, theirs, strict=True):
-            assert (out - right).abs().max() <= 4e-6 * right.abs().max().clamp(min=1)
+            assert (out - right).abs().max() <= 2e-6 * right.abs().max().clamp(min=1)
 
 
 SMALL_CASES = {
