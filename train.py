@@ -263,7 +263,7 @@ def evaluate(run: Run, updates: int) -> dict:
         trajectories = run.rollouts(
             batch, 1, step="eval", tools=run.eval_tools, temperature=temperature, top_p=top_p
         )
-        sums = rollout_sums(trajectories, run.method.roles)
+        sums = rollout_sums(trajectories)
         total.update(sums)
         # An answer that nobody could grade is not right; how many there were stands beside it.
         scores[f"eval_{name}"] = ratio(sums["reward"], sums["trajectories"])

@@ -94,13 +94,18 @@ def write_json(path: Path, value) -> Path:
     return write_whole(path, text.encode("utf-8", "replace"))
 
 
-def append_lines(path: Path, records: list[dict]) -> None:
-    """Appends records to a JSONL file, whose folder is made if need be."""
+def as_lines(records: list[dict]) -> bytes:
+    """Records as a JSONL file has them."""
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    return "".join(lines).encode("utf-8", "replace")
+
+
+def append_lines(path: Path, records: list[dict]) -> None:
+    """Appends records to a JSONL file, which is made if need be, with its folder."""
     with on_disk(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8", errors="replace") as file:
-            file.writelines(lines)
+        with open(path, "ab") as file:
+            file.write(as_lines(records))
             file.flush()
             os.fsync(file.fileno())  # a state that counts on these lines is on the disk as well
 

@@ -166,8 +166,7 @@ class Reader(html.parser.HTMLParser):
 
 
 def page_of(tmp_path, *records, roles=MARS) -> bytes:
-    groups = [("", [list(records)])]
-    return pages.write(tmp_path / "page.html", "A page", groups, roles).read_bytes()
+    return pages.write(tmp_path / "page.html", "A page", [list(records)], roles).read_bytes()
 
 
 def said_of(tmp_path, *records, roles=MARS) -> str:
@@ -245,21 +244,18 @@ def test_hidden_characters_are_spelt_out_and_letters_left_alone():
 
 def test_the_page_opens_on_the_question_that_teaches_most(tmp_path):
     said = Reader(pages.of_run(fake_run(tmp_path, steps=18)).read_bytes()).said()
-    marks = ["Step 1", "in which city", "where does bob stone", "Step 9", "Step 18"]
+    marks = ["in which city", "step 1 ·", "where does bob stone", "step 9 ·", "step 18 ·"]
     assert sorted(marks, key=said.index) == marks
     one = Reader(pages.of_run(tmp_path, steps=[9], questions=1).read_bytes()).said()
-    assert "Step 9" in one and "Step 18" not in one and "where does bob stone" not in one
+    assert "step 9 ·" in one and "step 18 ·" not in one and "where does bob stone" not in one
 
 
-def test_a_right_and_a_wrong_attempt_start_open(tmp_path):
-    """Of equals those that have notes in training come first."""
-    records = [fake_record(k, float(k > 1)) for k in range(4)]
-    for record in records:
-        for chunk in pages.chunks_of(record):
-            chunk["drawn"] = int(record["trajectory"] in (1, 3))
+def test_the_best_and_the_worst_attempt_start_open(tmp_path):
+    """One that nobody graded comes last."""
+    records = [fake_record(k, reward) for k, reward in enumerate([0.0, 1.0, None, 1.0])]
     content = page_of(tmp_path, *records).decode()
     heads = re.findall(r'<details class="card"( open)?><summary><b>#(\d)', content)
-    assert heads == [(" open", "3"), (" open", "1"), ("", "0"), ("", "2")]
+    assert heads == [(" open", "1"), (" open", "2"), ("", "3"), ("", "0")]
 
 
 def test_a_page_stays_small_and_asks_nothing_of_the_outside(tmp_path, monkeypatch):
@@ -267,7 +263,7 @@ def test_a_page_stays_small_and_asks_nothing_of_the_outside(tmp_path, monkeypatc
     assert len(content) < 1_000_000 and "default-src 'none'" in content
     assert not [word for word in ("url(", "@import", "http://", "https://") if word in content]
     long = poison(fake_record(0, 1.0), '<"&' * 3_000)
-    assert "more characters cut" in said_of(tmp_path, long)
+    assert "…[cut]" in said_of(tmp_path, long)
     monkeypatch.setattr(pages, "MAX_BYTES", 150_000)
     content = pages.of_run(tmp_path).read_bytes()
     assert len(content) < 170_000
@@ -293,17 +289,15 @@ def test_a_worker_of_several_turns_is_drawn_in_its_place(tmp_path):
     said = said_of(tmp_path, record, roles=TEAM)
     marks = [
         "Planner · turn 1",
-        "goes on with <b>Worker",
         "<b>Worker · context 1",
         "<b>Worker · turn 1",
-        "packed into 2 chunks for Reader",
+        "packed into 2 chunks",
         "Reader · chunk 1",
         "<b>Worker · turn 2",
         "Planner · turn 2",
     ]
     story = said[said.index("Planner · turn 1") :]
     assert sorted(marks, key=story.index) == marks
-    assert "1 <b>Worker sample · 2 Reader samples · 3 drawn for training" in said
 
 
 # ------------------------------------------------------------------------ the curves
@@ -311,13 +305,14 @@ def test_a_worker_of_several_turns_is_drawn_in_its_place(tmp_path):
 
 @pytest.fixture
 def panels(monkeypatch, draw):
-    """Title -> the values that a panel was given, seen through a wrapped draw_panel."""
+    """Title -> label -> the values of a line, seen through a wrapped draw_panel."""
     seen = {}
     real = curves.draw_panel
 
-    def watched(ax, panel, steps, values):
-        seen[panel.title] = values
-        real(ax, panel, steps, values)
+    def watched(ax, *given):
+        real(ax, *given)
+        lines = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
+        seen[ax.get_title(loc="left")] = lines
 
     monkeypatch.setattr(curves, "draw", draw)
     monkeypatch.setattr(curves, "draw_panel", watched)
@@ -331,26 +326,22 @@ def test_curves_draw_all_that_was_logged(tmp_path, panels):
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert len(panels) == 11 and all(panels.values())
     assert list(panels)[-2:] == ["Held-out accuracy", "Reward in training"]
+    assert panels["Held-out accuracy"] == {"temperature 1": [0.17] * 4, "greedy": [0.45] * 4}
+    assert list(panels["Entropy, nats per token"]) == ["System 2", "System 1"]
 
 
-def test_curves_make_do_with_partial_metrics(tmp_path, panels):
-    """Also with a line that a kill has cut."""
+def test_curves_make_do_with_partial_metrics_of_other_roles(tmp_path, panels):
+    """Also with a line that a kill has cut, and a name that looks like a formula."""
     fake_run(tmp_path)
-    rows = [{"step": 1, "reward": None}, {"step": 2, "reward": 0.3}]
+    rows = [{"step": 1, "reward": None, "sys1_entropy": 0.2}, {"step": 2, "reward": 0.3}]
+    rows[1] |= {"planner_entropy": 0.4}
     write_lines(tmp_path / "metrics.jsonl", rows, tail='{"step": 4, "rew')
+    roles = {"planner": "Plan $x$", "verifier": "Verifier"}
+    (tmp_path / "method.json").write_text(json.dumps({"name": "team", "roles": roles}))
     curves.of_run(tmp_path)
-    assert {title for title, values in panels.items() if values} == {"Reward in training"}
-    assert panels["Reward in training"]["reward"].tolist()[1:] == [0.3]
-
-
-def test_each_role_of_a_method_has_its_line(tmp_path, panels):
-    fake_run(tmp_path)
-    rows = [{"step": 1, "planner_entropy": 0.3, "verifier_entropy": 0.1, "sys1_entropy": 0.2}]
-    write_lines(tmp_path / "metrics.jsonl", rows)
-    method = {"name": "team", "roles": {"planner": "Plan $x$", "verifier": "Verifier"}}
-    (tmp_path / "method.json").write_text(json.dumps(method))
-    curves.of_run(tmp_path)
-    assert set(panels["Entropy, nats per token"]) == {"planner_entropy", "verifier_entropy"}
+    drawn = {title: list(lines.values()) for title, lines in panels.items() if lines}
+    assert drawn == {"Reward in training": [[0.3]], "Entropy, nats per token": [[0.4]]}
+    assert list(panels["Entropy, nats per token"]) == ["Plan $x$"]
 
 
 # ----------------------------------------------------------------------- the command
