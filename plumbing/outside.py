@@ -69,7 +69,9 @@ def environment(
     additions: Additions,
     start: Path | str | None = None,
 ) -> dict:
-    """The fields of a Run that come from outside. UserError lists all that is missing.
+    """The fields of a Run that come from outside, and its servers.
+
+    UserError lists all that is missing.
 
     `start`: the model to start from, if it is not the one that --model names.
     """
@@ -90,10 +92,8 @@ def environment(
     question, held_out = attempt(make, config, names, training) or (None, [])
     tools = attempt(make_tools, config, "train", names) or []
     eval_tools = attempt(make_tools, config, "eval", names) or []
-    found = []
-    if config.server:
-        urls = [url for url in config.server.split(",") if url]
-        found = attempt(vllm.connect, urls, config.tool_seconds)
+    urls = [url for url in config.server.split(",") if url]
+    servers = attempt(vllm.connect, urls, config.tool_seconds) if urls else []
     # The toy's model takes two minutes to make: not for a run that cannot start.
     if start is None and (not problems or config.model != "toy"):
         start = attempt(start_model, config, machine, additions.base_model)
@@ -108,26 +108,22 @@ def environment(
             device=machine.device,
             training=training,
         )
-    refuse_all(list(dict.fromkeys(problems)))  # both splits miss the same
+    problems = list(dict.fromkeys(problems))  # both splits miss the same
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        listed = "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1))
+        raise UserError(f"cannot start, {len(problems)} things are missing: {listed}")
     return {
         "start": start,
         "memory": memory,
-        "servers": found,
+        "servers": servers,
         "grade": grade,
         "question": question,
         "eval_questions": held_out,
         "tools": tools + list(additions.more_tools),
         "eval_tools": eval_tools + list(additions.more_tools),
     }
-
-
-def refuse_all(problems: list[str]) -> None:
-    """UserError with all the problems in one sentence, if there are any."""
-    if len(problems) == 1:
-        raise UserError(problems[0])
-    if problems:
-        listed = "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1))
-        raise UserError(f"cannot start, {len(problems)} things are missing: {listed}")
 
 
 def tracker_init(name: str) -> Callable:
@@ -147,16 +143,15 @@ def place(config: Config) -> Machine:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cpu")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus:
+    if torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
         if local >= gpus:
             raise UserError(
-                f"{local + 1} processes on this machine, but only {gpus} GPUs: lower "
-                "--nproc_per_node"
+                f"more processes than this machine's {gpus} GPUs: lower --nproc_per_node"
             )
-        torch.cuda.set_device(local)
         device = torch.device("cuda", local)
-    return Machine(device, rank, ranks, uses_bf16(config, bool(gpus)))
+        torch.cuda.set_device(device)
+    return Machine(device, rank, ranks, uses_bf16(config, device.type == "cuda"))
 
 
 def join(config: Config) -> Machine:
@@ -230,25 +225,18 @@ def usable_tools(config: Config, rank: int, more_tools: Sequence[Tool] = ()) -> 
     return names
 
 
-def searches_toy(config: Config) -> bool:
-    """Whether search and scholar look into the toy's world."""
-    return config.data == "toy" and not config.docs and config.search == "local"
-
-
 def make_tools(config: Config, split: str, names: list[str]) -> list[Tool]:
     """The tools of --tools. The toy searches the world of `split`; everything else its backend."""
     return [Tool(name, *KNOWN[name], make_call(config, split, name)) for name in names]
 
 
 def make_call(config: Config, split: str, name: str) -> Callable:
-    """The function behind a tool. `split`: whose world the toy's search knows."""
+    """The function behind a tool."""
     if name == "python":
         return python.tool
-    if searches_toy(config):
+    if config.data == "toy" and not config.docs and config.search == "local":
         return search.local(world.world(split, config.seed).documents[name], config.top_k)
-    docs = config.docs
-    if split == "eval" and config.eval_docs:
-        docs = config.eval_docs
+    docs = config.eval_docs if split == "eval" and config.eval_docs else config.docs
     return search.make(
         config.search,
         scholar=name == "scholar",
@@ -301,42 +289,34 @@ def training_and_held_out(
     return Questions(loaded, config.seed), held_out
 
 
-@dataclass
 class Questions:
     """Training questions 0, 1, 2, …: each once an epoch, every epoch in an order of its own."""
 
-    loaded: list[Question]
-    seed: int
-
-    def __post_init__(self):
-        self.sizes = Counter(question.source for question in self.loaded)
-        self.kept_order = functools.lru_cache(maxsize=2)(self.order)  # a step may need two epochs
+    def __init__(self, loaded: list[Question], seed: int):
+        self.loaded = loaded
+        self.seed = seed
+        self.order = functools.lru_cache(maxsize=2)(self.draw)  # a step may need two epochs
 
     def __call__(self, i: int) -> Question:
         epoch, place = divmod(i, len(self.loaded))
-        return self.loaded[self.kept_order(epoch)[place]]
+        return self.loaded[self.order(epoch)[place]]
 
-    def order(self, epoch: int) -> list[int]:
+    def draw(self, epoch: int) -> list[int]:
         """An epoch's order, in which every stretch has about the sets' shares.
 
         By chance, a step of the atlas once had six questions of one kind in eight, and its update
         taught that kind's habits to the other. A set's questions stand at equal distances, the
         first of them at random, so that a set of one question may come anywhere.
         """
+        sizes = Counter(question.source for question in self.loaded)
         drawn = Counter()
-        first = {
-            source: random.Random(f"{self.seed} {epoch} {source}").random() for source in self.sizes
-        }
+        first = {s: random.Random(f"{self.seed} {epoch} {s}").random() for s in sizes}
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        shuffled = torch.randperm(len(self.loaded), generator=generator).tolist()
 
         def position(index: int) -> float:
             source = self.loaded[index].source
             drawn[source] += 1
-            return (drawn[source] - first[source]) / self.sizes[source]
+            return (drawn[source] - first[source]) / sizes[source]
 
-        return sorted(epoch_order(len(self.loaded), self.seed, epoch), key=position)
-
-
-def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
-    """A permutation of range(count)."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(count, generator=generator).tolist()
+        return sorted(shuffled, key=position)

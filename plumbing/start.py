@@ -22,7 +22,7 @@ import trainer
 from config import Config, UserError
 from driver import Driver
 from plumbing import folders, models
-from plumbing.outside import Additions, Machine, Questions, environment, join, searches_toy
+from plumbing.outside import Additions, Machine, Questions, environment, join
 from processes import from_first_rank, on_first_rank
 from rollout import Env, Method, Trajectory, ignore
 from sampler import Sampler, vllm
@@ -44,7 +44,6 @@ class Run(Machine):
     # What comes from outside, as `environment` finds it.
     start: Path | str  # the model that it begins with
     memory: str  # the plan, in one line
-    servers: list[vllm.Server]  # those that sample, if any
     grade: Callable[[Question, str], float]
     tools: list[Tool]
     eval_tools: list[Tool]  # the toy's held-out world has a corpus of its own
@@ -95,8 +94,7 @@ class Run(Machine):
             for attempt in range(attempts)
         ]
         quiet = self.rank > 0 or on_event is not ignore or not sys.stderr.isatty()
-        words = {"desc": f"rollouts {step}", "unit": "trajectory"}
-        with tqdm(total=len(episodes), leave=False, disable=quiet, **words) as bar:
+        with tqdm(desc="rollouts", total=len(episodes), leave=False, disable=quiet) as bar:
             return self.driver.run(episodes, lambda done: bar.update(done - bar.n))
 
 
@@ -130,6 +128,7 @@ def build(
         config, machine, training=training, additions=more, start=frozen if training else None
     )
     start = outside["start"]
+    servers = outside.pop("servers")
     tokenizer = models.load_tokenizer(start)
     chat = make_format(method, config, tokenizer, outside["tools"], more.language)
     for question in first_questions(config, outside["question"]) + outside["eval_questions"]:
@@ -146,7 +145,7 @@ def build(
         device = machine.device if config.kl_beta else "cpu"
         first = trainer.load_model(frozen or start, device, dtype=machine.dtype)
     if config.server:
-        sampler = make_remote(config, outside["servers"], origin, model, machine)
+        sampler = make_remote(config, servers, origin, model, machine)
     else:
         sampler = make_sampler(config, model, machine)
     samplers = dict.fromkeys(method.roles, sampler)
@@ -170,7 +169,13 @@ def build(
         samplers=samplers,
         lock=lock,
     )
-    introduce(run)
+    if run.rank == 0:
+        print(
+            f"model {start} on {run.device}, {run.ranks} process(es), sampler: {sampler.path}; "
+            f"tools: {', '.join(tool.name for tool in run.tools)}; reward: {config.grader}\n"
+            f"{run.memory}",
+            flush=True,
+        )
     if training:
         make_trainer(run, model, first, state)
     return run
@@ -209,20 +214,6 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
         trainer.load_optimizer(state[1], run.policy, run.optimizer)
 
 
-def introduce(run: Run) -> None:
-    """Two lines about what is about to run."""
-    if run.rank:
-        return
-    config = run.config
-    where = "the toy's world" if searches_toy(config) else f"{config.search} {config.docs}".strip()
-    tools = ", ".join(tool.name for tool in run.tools)
-    print(
-        f"model {run.start} on {run.device}, {run.ranks} process(es), sampler: {run.sampler.path}; "
-        f"search: {where}; tools: {tools}; reward: {config.grader}\n{run.memory}",
-        flush=True,
-    )
-
-
 # ---------------------------------------------------------------------------------- its folder
 
 
@@ -246,12 +237,11 @@ def go_on(config: Config, method: str) -> IO:
     lock = folders.lock(folder)
     if lock is None:
         raise UserError(f"another process works on {folder}; wait until it has ended")
-    # An option that the older version did not have counts as its default.
-    saved = vars(type(config)()) | folders.read_json(folder / "config.json")
+    saved = folders.read_json(folder / "config.json")
     changed = [
         f"{name} ({saved[name]} -> {value})"
         for name, value in vars(config).items()
-        if name not in config.may_change and saved[name] != value
+        if name not in config.may_change and saved.get(name, value) != value
     ]
     if changed:
         raise UserError(
@@ -269,10 +259,7 @@ def go_on(config: Config, method: str) -> IO:
             "another --name"
         )
     if state and state[0] > config.steps:
-        raise UserError(
-            f"the run at {folder} has done {state[0]} steps already; "
-            f"give --steps {state[0]} or more"
-        )
+        raise UserError(f"the run at {folder} has done {state[0]} steps: give at least as many")
     return lock
 
 
