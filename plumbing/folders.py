@@ -3,7 +3,7 @@
     read_lines, read_json, rollout_files      what a run has written
     write_whole, write_json                   a file: written beside its place, then renamed
     made_once                                 a folder of the cache, likewise; others wait for it
-    make, claim, lock                         runs/NAME belongs to one process
+    make, lock                                runs/NAME belongs to one process
 
 Tests: pytest tests/test_folders.py
 """
@@ -167,11 +167,6 @@ def make(folder: Path) -> bool:
         except FileExistsError:
             return False
     return True
-
-
-def claim(folder: Path) -> IO | None:
-    """Makes a folder, and so makes it ours: its lock, as of `lock`. None if it exists."""
-    return lock(folder) if make(folder) else None
 
 
 def lock(folder: Path) -> IO | None:

@@ -4,6 +4,7 @@ Rank 0 writes for all ranks. Tests: pytest tests/test_mars.py tests/test_metrics
 """
 
 import dataclasses
+import itertools
 import math
 import os
 import platform
@@ -125,12 +126,9 @@ def record(trajectory: Trajectory, chat: Format, step: int, split: str) -> dict:
 def segments(sample: Sample, chat: Format) -> list[dict]:
     """A sample's text, cut where it changes between given and sampled."""
     cut = []
-    start = 0
-    for end in range(1, len(sample.tokens) + 1):
-        if end == len(sample.tokens) or sample.mask[end] != sample.mask[start]:
-            text = chat.text(sample.tokens[start:end])
-            cut.append({"text": text, "trained": sample.mask[start]})
-            start = end
+    for trained, pairs in itertools.groupby(zip(sample.mask, sample.tokens), key=lambda p: p[0]):
+        text = chat.text([token for _, token in pairs])
+        cut.append({"text": text, "trained": trained})
     return cut
 
 
@@ -156,7 +154,6 @@ def reader_record(reader: Context, chat: Format) -> dict:
         "role": reader.role,
         "prompt": chat.text(sample.tokens[:prompt]),
         "note": chat.text(sample.tokens[prompt:]),
-        "note_tokens": len(sample.tokens) - prompt,
         "advantage": sample.advantage,
         "drawn": sample.copies,
     }
@@ -232,29 +229,29 @@ def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list
     that sampler and trainer should hold the same weights: `stats` are those of `batches`, and
     `samples` what their owners point into. Each server is measured by itself.
     """
-    sources = [server.url for server in getattr(run.sampler, "servers", ())] or [""]
-    sums = Counter()
-    for source in sources:
-        own = [index for index, sample in enumerate(samples) if sample.server == source]
+    gaps = Counter()
+    counts = Counter()
+    for server in dict.fromkeys(sample.server for sample in samples):
+        own = [index for index, sample in enumerate(samples) if sample.server == server]
         for batch, numbers in zip(batches, stats):
             live = live_tokens(batch, own)
-            sums[source, "gap"] += gap_sum(batch, numbers, live)
-            sums[source, "tokens"] += int(live.sum())
-    sums = reduced(sums)
+            gaps[server] += gap_sum(batch, numbers, live)
+            counts[server] += int(live.sum())
+    counts = reduced(counts)
     # What rounding makes: below 1e-12 in fp32, and 1e-4 to 1e-3 where either side rounds to bf16.
     most = run.config.max_mismatch_kl or (0.01 if run.bf16 else 1e-6)
-    for source in sources:
-        kl = ratio(sums[source, "gap"], sums[source, "tokens"])
+    for server, gap in reduced(gaps).items():
+        kl = ratio(gap, counts[server])
         if not kl <= most:  # NaN included
             advice = "use another model, or report this: sampler and trainer compute it differently"
-            if source:
+            if server:
                 advice = (
                     "likely its log-probs leave the temperature out (vLLM: --logprobs-mode "
                     "processed_logprobs), it cuts the distribution (--generation-config vllm), it "
                     "holds other weights or another vocabulary, or its dtype is coarser"
                 )
             raise UserError(
-                f"{source or 'the sampler'} does not sample what is trained: mismatch_kl {kl:.2g} "
+                f"{server or 'the sampler'} does not sample what is trained: mismatch_kl {kl:.2g} "
                 f"in the first batch after new weights, above --max_mismatch_kl {most:g}; {advice}"
             )
 

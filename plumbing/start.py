@@ -222,7 +222,8 @@ def new_folder(config: Config, base: str) -> IO:
     numbered = (f"{base}-{number}" for number in itertools.count(2))
     names = [config.name] if config.name else itertools.chain([base], numbered)
     for name in names:
-        lock = folders.claim(Path(config.runs) / name)
+        folder = Path(config.runs) / name
+        lock = folders.make(folder) and folders.lock(folder)
         if lock:
             config.name = name
             return lock

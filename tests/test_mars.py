@@ -99,12 +99,12 @@ def test_a_run_leaves_what_it_promises(trained):
     assert model.generate(tokens["input_ids"], max_new_tokens=3).shape[1] > 3
     assert all((folder / f"{name}.png").stat().st_size for name in ("curves", "diagnostics"))
     said = (folder / "report.md").read_text()
-    cells = [line.strip("| ").split(" | ", 1) for line in said.splitlines()]
-    rows = dict(cell for cell in cells if len(cell) == 2)
-    assert {"command", "commit", "machine", "seconds", "tokens", "peak memory"} <= rows.keys()
+    rows = dict(line[2:].split(": ", 1) for line in said.splitlines() if line.startswith("- "))
+    facts = ["command", "commit", "machine", "versions", "seconds", "tokens", "peak memory"]
+    assert [*rows][:7] == facts
     first, last = lines[0], lines[-1]
     for draw, key in (("temperature 1", "eval_accuracy"), ("greedy", "eval_greedy")):
-        before, after = rows[draw].split(" | ")
+        before, after = rows[draw].split(" before, ")
         assert before.startswith(f"{first[key]:.1%} (") and after.startswith(f"{last[key]:.1%} (")
     kinds = last["eval_greedy_by_kind"]
     assert sum(asked for _, asked in kinds.values()) == 6
