@@ -137,7 +137,7 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         # -> Policy.forward -> kernels.linear_grpo_loss -> grpo.grpo_loss
         stats = trainer.backward(run.policy, batches, references, **objective)
         if inner == 0:
-            logbook.stop_if_mismatched(run, batches, stats, samples)
+            mismatch_kl = logbook.stop_if_mismatched(run, batches, stats, samples)
         norms.append(trainer.gradient_norm(run.policy, MAX_NORM))
         # Loss and norm are looked at over all ranks, so that all of them skip, or none.
         loss = sum(float(numbers["loss"]) for numbers in stats)
@@ -148,10 +148,8 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
             skipped += 1
             skip(run, step, samples)
         for batch, numbers in zip(batches, stats):
-            # Before the first optimizer step sampler and trainer hold the same weights, so that a
-            # gap between their log-probs is numerical.
-            sums.update(batch_sums(batch, numbers, samples, run.method.roles, mismatch=inner == 0))
-    metrics = update_metrics(sums, run.method.roles)
+            sums.update(batch_sums(batch, numbers, samples, run.method.roles))
+    metrics = update_metrics(sums, run.method.roles) | {"mismatch_kl": mismatch_kl}
     # Each part's loss is a mean of its own; the step's is the mean of the parts'.
     metrics["loss"] /= config.inner_steps
     metrics["grad_norm"] = sum(norms) / len(norms)

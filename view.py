@@ -21,13 +21,10 @@ def main(arguments: list[str]) -> int:
     parser = OneLineParser(description="Draws the pictures of a run.")
     parser.add_argument("run", type=Path, help="a run's folder, such as runs/toy")
     parser.add_argument("--steps", type=int, nargs="+", help="default: first, middle, last")
-    parser.add_argument("--questions", type=int, default=3, help="a step's, on the page (3)")
     given = parser.parse_args(arguments)
     try:
-        if given.questions < 1:
-            raise UserError("--questions must be at least 1")
         show(str(curves.of_run(given.run)))
-        show(str(pages.of_run(given.run, steps=given.steps, questions=given.questions)))
+        show(str(pages.of_run(given.run, steps=given.steps)))
     except UserError as error:
         return fail(error)
     return 0

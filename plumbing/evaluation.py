@@ -180,18 +180,16 @@ def row(run: Run, name: str, trajectories: list[Trajectory]) -> dict:
 def table(rows: list[dict]) -> str:
     """The rows as text: shares in percent, the accuracy's 95 % interval, calls an attempt."""
     lines = [f"{'set':<14}{'n':>6}  {'accuracy (95 %)':<22}{'calls':>8}{'malformed':>11}"]
-    notes = []
     for r in rows:
         accuracy = with_interval(r["accuracy"], r["low"], r["high"])
-        line = f"{r['set']:<14}{r['questions']:>6}  {accuracy:<22}{r['calls']:>8.2f}"
-        lines.append(f"{line}{r['malformed']:>11.1%}")
-        troubles = {
-            "answers could not be judged, counted as not right": r["judge_failures"],
-            "tool calls failed, see the page for the reasons": r["tool_errors"],
-            "chunks held a document that was cut off at their end": r["truncated_chunks"],
-        }
-        notes += [f"{r['set']}: {count} {text}" for text, count in troubles.items() if count]
-    return "\n".join(lines + notes)
+        calls = f"{r['calls']:>8.2f}{r['malformed']:>11.1%}"
+        lines.append(f"{r['set']:<14}{r['questions']:>6}  {accuracy:<22}{calls}")
+    whole = rows[-1]
+    if whole["judge_failures"]:
+        lines.append(f"{whole['judge_failures']} answers not judged, so counted as not right")
+    if whole["tool_errors"]:
+        lines.append(f"{whole['tool_errors']} tool calls failed; the page has the reasons")
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------- ask

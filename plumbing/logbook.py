@@ -31,7 +31,7 @@ from plumbing.folders import (
     write_json,
     write_whole,
 )
-from plumbing.metrics import gap_sum, live_tokens, ratio, reduced, wilson_interval, with_interval
+from plumbing.metrics import live_tokens, ratio, reduced, wilson_interval, with_interval
 from plumbing.outside import tracker_init
 from plumbing.start import Run
 from rollout import Context, Sample, Trajectory, Turn
@@ -222,12 +222,13 @@ def stop_if_blind(told: dict, what: str) -> None:
             )
 
 
-def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list[Sample]) -> None:
-    """UserError if what was sampled from is not the distribution that is trained.
+def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list[Sample]) -> float:
+    """mismatch_kl; UserError if what was sampled from is not the distribution that is trained.
 
     A step's batch is the first one after new weights. It is scored before the optimizer moves, so
     that sampler and trainer should hold the same weights: `stats` are those of `batches`, and
-    `samples` what their owners point into. Each server is measured by itself.
+    `samples` what their owners point into. Each server is measured by itself. The estimate of the
+    KL is k3, a mean over live tokens.
     """
     gaps = Counter()
     counts = Counter()
@@ -235,12 +236,14 @@ def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list
         own = [index for index, sample in enumerate(samples) if sample.server == server]
         for batch, numbers in zip(batches, stats):
             live = live_tokens(batch, own)
-            gaps[server] += gap_sum(batch, numbers, live)
-            counts[server] += int(live.sum())
+            gap = (numbers["logprob"] - batch.behaviour_logprob)[live]
+            gaps[server] += float((torch.expm1(gap) - gap).sum())
+            counts[server] += len(gap)
+    gaps = reduced(gaps)
     counts = reduced(counts)
     # What rounding makes: below 1e-12 in fp32, and 1e-4 to 1e-3 where either side rounds to bf16.
     most = run.config.max_mismatch_kl or (0.01 if run.bf16 else 1e-6)
-    for server, gap in reduced(gaps).items():
+    for server, gap in gaps.items():
         kl = ratio(gap, counts[server])
         if not kl <= most:  # NaN included
             advice = "use another model, or report this: sampler and trainer compute it differently"
@@ -254,6 +257,7 @@ def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list
                 f"{server or 'the sampler'} does not sample what is trained: mismatch_kl {kl:.2g} "
                 f"in the first batch after new weights, above --max_mismatch_kl {most:g}; {advice}"
             )
+    return ratio(gaps.total(), counts.total())
 
 
 # ------------------------------------------------------------------------------------ a live view

@@ -135,12 +135,11 @@ def right_by_kind(
 
 
 def batch_sums(
-    batch: MicroBatch, numbers: dict, samples: list[Sample], roles: Iterable[str], *, mismatch: bool
+    batch: MicroBatch, numbers: dict, samples: list[Sample], roles: Iterable[str]
 ) -> dict[str, float]:
     """What one micro-batch adds to the step's sums.
 
-    `numbers` are the loss's stats, `samples` those that `batch.owner` points into. With `mismatch`
-    the gap between the trainer's and the sampler's log-probs counts.
+    `numbers` are the loss's stats, `samples` those that `batch.owner` points into.
     """
     live = live_tokens(batch, range(len(samples)))
     count = int(live.sum())
@@ -150,8 +149,6 @@ def batch_sums(
         "live": count,
         "clipped": float(numbers["clip_share"]) * count,
         "kl": float(numbers["kl"]) * count,
-        "drift": gap_sum(batch, numbers, live) if mismatch else 0.0,
-        "drifted": count if mismatch else 0,
     }
     for role in roles:
         owned = live_tokens(batch, [i for i, sample in enumerate(samples) if sample.role == role])
@@ -166,12 +163,6 @@ def live_tokens(batch: MicroBatch, owners: Iterable[int]) -> torch.Tensor:
     return owned & (batch.weight != 0)
 
 
-def gap_sum(batch: MicroBatch, numbers: dict, live: torch.Tensor) -> float:
-    """k3 estimate of the KL between sampler and trainer, summed over the live tokens."""
-    gap = (numbers["logprob"] - batch.behaviour_logprob)[live]
-    return float((torch.expm1(gap) - gap).sum())
-
-
 def update_metrics(sums: dict[str, float], roles: Iterable[str]) -> dict:
     """The step's line in metrics.jsonl, as far as the update tells, from this rank's sums.
 
@@ -183,7 +174,6 @@ def update_metrics(sums: dict[str, float], roles: Iterable[str]) -> dict:
         "loss": totals["loss"],
         "clip_share": ratio(totals["clipped"], totals["live"]),
         "kl": ratio(totals["kl"], totals["live"]),
-        "mismatch_kl": ratio(totals["drift"], totals["drifted"]),
         "trained_tokens": totals["tokens"],
         "masked_share": ratio(totals["tokens"] - totals["live"], totals["tokens"]),
     }

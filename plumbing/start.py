@@ -24,7 +24,7 @@ from driver import Driver
 from plumbing import folders, models
 from plumbing.outside import Additions, Machine, Questions, environment, join
 from processes import from_first_rank, on_first_rank
-from rollout import Env, Method, Trajectory, ignore
+from rollout import Env, Method, Trajectory
 from sampler import Sampler, vllm
 from tasks.chat import ChatFormat
 from tasks.format import Format
@@ -65,17 +65,12 @@ class Run(Machine):
     lock: IO | None = None  # keeps other processes out of the folder, to the end
 
     def rollouts(
-        self,
-        batch: list[tuple[int, Question]],
-        attempts: int,
-        *,
-        step: int | str,
-        tools: list[Tool],
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        on_event: Callable[[str, str], None] = ignore,
+        self, batch: list[tuple[int, Question]], attempts: int, tools: list[Tool], **options
     ) -> list[Trajectory]:
-        """`attempts` trajectories for each (index, question), all in one running batch."""
+        """`attempts` trajectories for each (index, question), all in one running batch.
+
+        `options` are those of Env: the step, the temperature, …
+        """
         env = Env(
             driver=self.driver,
             samplers=self.samplers,
@@ -83,17 +78,14 @@ class Run(Machine):
             tools={tool.name: tool.call for tool in tools},
             grade=self.grade,
             config=self.config,
-            step=step,
-            temperature=temperature,
-            top_p=top_p,
-            on_event=on_event,
+            **options,
         )
         episodes = [
             env.play(self.method, question, index, attempt)
             for index, question in batch
             for attempt in range(attempts)
         ]
-        quiet = self.rank > 0 or on_event is not ignore or not sys.stderr.isatty()
+        quiet = self.rank > 0 or "on_event" in options or not sys.stderr.isatty()
         with tqdm(desc="rollouts", total=len(episodes), leave=False, disable=quiet) as bar:
             return self.driver.run(episodes, lambda done: bar.update(done - bar.n))
 
