@@ -68,16 +68,10 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
     if saved is None:
         saved = dict(method.presets.get(given.get("preset"), {}))
         if not asking and not given.get("data", saved.get("data")):
-            raise UserError(
-                "--data is missing: name the questions to evaluate this model on (a JSONL file, "
-                "nq, hle, …)"
-            )
+            raise UserError("--data is missing: the questions to evaluate this model on")
         local = given.get("search", saved.get("search", "local")) == "local"
         if asking and local and not given.get("docs", saved.get("docs")):
-            raise UserError(
-                "there is nothing to search: name your documents with --docs, or use --search "
-                "serper"
-            )
+            raise UserError("there is nothing to search: name documents with --docs, or --search")
     elif "preset" in given:
         raise UserError("a run has its own settings: leave --preset out")
     if given.get("search", saved.get("search")) != saved.get("search"):

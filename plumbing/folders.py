@@ -43,10 +43,7 @@ def on_disk(what: str) -> Iterator[None]:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Records of a JSONL file.
-
-    A line that is not whole (a killed run leaves one) is skipped, and stderr says so.
-    """
+    """Records of a JSONL file. A line cut by a kill is skipped, and stderr says so."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -63,12 +60,9 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file, such as a run's config.json."""
+    """What a JSON file holds, such as a run's config.json."""
     try:
-        made = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(made, dict):
-            raise ValueError("it holds no object")
-        return made
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path} ({reason(error)}): it is missing or damaged") from None
 
@@ -123,8 +117,7 @@ def rollout_files(run: Path) -> dict[int, Path]:
 def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
     """`folder` as the cache holds it, or else filled by `make`, which is given an empty folder.
 
-    One process makes the folder, and others wait for it. It gets its name when all its files are on
-    the disk; what a killed process left is removed by the next. UserError if it cannot be written.
+    One process makes it, and others wait. UserError if it cannot be written.
     """
     with on_disk(f"write {folder}"):
         if folder.exists():
@@ -142,8 +135,7 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
 
 def resumable(folder: Path) -> bool:
     """Whether a run has begun there: its options are written. An evaluation has a table."""
-    made = [os.path.exists(folder / name) for name in ("config.json", "table.json")]
-    return made == [True, False]
+    return os.path.exists(folder / "config.json") and not os.path.exists(folder / "table.json")
 
 
 def refuse_run(runs: Path, name: str) -> None:

@@ -264,10 +264,7 @@ def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list
 
 
 def start_tracker(run: Run) -> None:
-    """Opens a run of the tracker, in the project that is called after the method.
-
-    A resumed run opens another one, whose steps go on. UserError if it cannot be opened.
-    """
+    """Opens a run of the tracker, a new one where a run is resumed. UserError if it cannot."""
     config = run.config
     if config.track == "none":
         return

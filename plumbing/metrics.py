@@ -213,10 +213,9 @@ def with_interval(part: float, low: float, high: float) -> str:
 def sign_test(gained: int, lost: int) -> float:
     """The two-sided p-value of McNemar's exact test, for two models on the same questions.
 
-    gained: questions that only the second model has right; lost: those that only the first has
-    right. If the models were equally good, a question that only one has right would be either's
-    with probability 1/2. p is then the probability of a split at least as uneven; an even split has
-    p = 1.
+    gained: questions that only the second model has right; lost: only the first. Were they equally
+    good, each such question would be either's with probability 1/2; p is then the probability of a
+    split at least as uneven.
     """
     changed = gained + lost
     as_uneven = sum(math.comb(changed, rarer) for rarer in range(min(gained, lost) + 1))

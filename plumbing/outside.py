@@ -180,10 +180,7 @@ def check_machine(config: Config, machine: Machine) -> None:
         raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
     kernels.use_triton(torch.zeros(0, device=machine.device))  # UserError for a bad MARS_KERNELS
     if config.fsdp and machine.ranks == 1:
-        raise UserError(
-            "--fsdp shards over processes; start them with torchrun --nproc_per_node=N mars.py "
-            "--fsdp …"
-        )
+        raise UserError("--fsdp shards over processes: start them with torchrun")
 
 
 def start_model(config: Config, machine: Machine, make: Callable[[str, int], Path]) -> Path | str:
@@ -207,10 +204,7 @@ def usable_tools(config: Config, rank: int, more_tools: Sequence[Tool] = ()) -> 
     known = [*KNOWN, *added]
     unknown = [name for name in given if name not in known]
     if unknown:
-        raise UserError(
-            f"--tools: unknown tool '{unknown[0]}'; choose from {', '.join(known)}, separated by "
-            "commas"
-        )
+        raise UserError(f"--tools: unknown tool '{unknown[0]}'; choose from {','.join(known)}")
     names = [name for name in dict.fromkeys(given) if name not in added]
     if not names and not added:
         raise UserError("--tools is empty: at least one of search, scholar, python is needed")
@@ -270,10 +264,7 @@ def training_and_held_out(
         held_out = [world.question("eval", config.seed, i, kinds) for i in numbers]
         return lambda i: world.question("train", config.seed, i, kinds), held_out
     if not config.data:
-        raise UserError(
-            "no questions: name them with --data (a JSONL file, hub:OWNER/REPO/file.jsonl, or a "
-            "mix like nq/train:2,own.jsonl:1)"
-        )
+        raise UserError("no questions: name them with --data, a JSONL file or a set such as nq")
     limit = config.eval_questions or None
     if not training:
         source = config.eval_data or config.data

@@ -247,10 +247,7 @@ def go_on(config: Config, method: str) -> IO:
     state = trainer.newest(folder)
     # `checkpoint` is linked with the first saved state and never removed.
     if state is None and os.path.lexists(folder / "checkpoint"):
-        raise UserError(
-            f"{folder} holds results but no whole state to go on from; start a new run with "
-            "another --name"
-        )
+        raise UserError(f"{folder} holds no whole state to go on from; choose another --name")
     if state and state[0] > config.steps:
         raise UserError(f"the run at {folder} has done {state[0]} steps: give at least as many")
     return lock
