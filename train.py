@@ -28,7 +28,6 @@ from config import UserError, drop_output, fail, parse, parser, resolve
 from plumbing import evaluation, logbook
 from plumbing.logbook import record
 from plumbing.metrics import (
-    batch_sums,
     failures,
     method_metrics,
     ratio,
@@ -129,7 +128,7 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
     decay_steps = config.steps if config.decay else None
     for param_group in run.optimizer.param_groups:
         param_group["lr"] = config.lr * trainer.schedule(step, config.warmup, decay_steps)
-    sums = Counter()  # of this rank
+    scored = []  # by this rank
     norms = []  # equal on all ranks
     skipped = 0
     for inner, (samples, batches, references) in enumerate(parts):
@@ -147,9 +146,8 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         else:
             skipped += 1
             skip(run, step, samples)
-        for batch, numbers in zip(batches, stats):
-            sums.update(batch_sums(batch, numbers, samples, run.method.roles))
-    metrics = update_metrics(sums, run.method.roles) | {"mismatch_kl": mismatch_kl}
+        scored += [(batch, numbers, samples) for batch, numbers in zip(batches, stats)]
+    metrics = update_metrics(scored, run.method.roles) | {"mismatch_kl": mismatch_kl}
     # Each part's loss is a mean of its own; the step's is the mean of the parts'.
     metrics["loss"] /= config.inner_steps
     metrics["grad_norm"] = sum(norms) / len(norms)

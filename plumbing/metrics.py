@@ -134,52 +134,45 @@ def right_by_kind(
     return {kind: [right[kind], asked[kind]] for kind in sorted(asked)}
 
 
-def batch_sums(
-    batch: MicroBatch, numbers: dict, samples: list[Sample], roles: Iterable[str]
-) -> dict[str, float]:
-    """What one micro-batch adds to the step's sums.
-
-    `numbers` are the loss's stats, `samples` those that `batch.owner` points into.
-    """
-    live = live_tokens(batch, range(len(samples)))
-    count = int(live.sum())
-    sums = {
-        "loss": float(numbers["loss"]),
-        "tokens": len(live),
-        "live": count,
-        "clipped": float(numbers["clip_share"]) * count,
-        "kl": float(numbers["kl"]) * count,
-    }
-    for role in roles:
-        owned = live_tokens(batch, [i for i, sample in enumerate(samples) if sample.role == role])
-        sums[f"{role}_entropy"] = float(numbers["entropy"][owned].sum())
-        sums[f"{role}_live"] = int(owned.sum())
-    return sums
-
-
 def live_tokens(batch: MicroBatch, owners: Iterable[int]) -> torch.Tensor:
     """[N]: which loss tokens have a weight and belong to one of the samples `owners`."""
     owned = torch.isin(batch.owner, torch.tensor([*owners], device=batch.owner.device))
     return owned & (batch.weight != 0)
 
 
-def update_metrics(sums: dict[str, float], roles: Iterable[str]) -> dict:
-    """The step's line in metrics.jsonl, as far as the update tells, from this rank's sums.
+def update_metrics(
+    scored: list[tuple[MicroBatch, dict, list[Sample]]], roles: Iterable[str]
+) -> dict:
+    """The step's line in metrics.jsonl, as far as the update tells.
 
+    `scored`: this rank's micro-batches with the loss's stats, and the samples that they point into.
     A role's entropy is that of the distributions that its live tokens were drawn from; None if it
     had none.
     """
-    totals = reduced(sums)
+    sums = Counter()
+    for batch, numbers, samples in scored:
+        live = int(live_tokens(batch, range(len(samples))).sum())
+        sums["loss"] += float(numbers["loss"])
+        sums["tokens"] += len(batch.weight)
+        sums["live"] += live
+        sums["clipped"] += float(numbers["clip_share"]) * live
+        sums["kl"] += float(numbers["kl"]) * live
+        for role in roles:
+            owners = [i for i, sample in enumerate(samples) if sample.role == role]
+            owned = live_tokens(batch, owners)
+            sums[f"{role}_entropy"] += float(numbers["entropy"][owned].sum())
+            sums[f"{role}_live"] += int(owned.sum())
+    sums = reduced(sums)
     metrics = {
-        "loss": totals["loss"],
-        "clip_share": ratio(totals["clipped"], totals["live"]),
-        "kl": ratio(totals["kl"], totals["live"]),
-        "trained_tokens": totals["tokens"],
-        "masked_share": ratio(totals["tokens"] - totals["live"], totals["tokens"]),
+        "loss": sums["loss"],
+        "clip_share": ratio(sums["clipped"], sums["live"]),
+        "kl": ratio(sums["kl"], sums["live"]),
+        "trained_tokens": sums["tokens"],
+        "masked_share": ratio(sums["tokens"] - sums["live"], sums["tokens"]),
     }
     for role in roles:
-        live = totals[f"{role}_live"]
-        metrics[f"{role}_entropy"] = totals[f"{role}_entropy"] / live if live else None
+        live = sums[f"{role}_live"]
+        metrics[f"{role}_entropy"] = sums[f"{role}_entropy"] / live if live else None
     return metrics
 
 

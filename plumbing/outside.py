@@ -20,17 +20,16 @@ import torch
 import torch.distributed as dist
 
 import kernels
+import tasks.questions
 import trainer
 from config import Config, UserError, uses_bf16
 from plumbing import models
 from processes import on_first_rank
 from sampler import vllm
-from tasks import grading, questions
-from tasks.format import Format
+from tasks import grading
 from tasks.questions import Question
 from tools import KNOWN, Tool, python, search
 from toy import base_model, world
-from toy.language import ToyFormat
 
 
 @dataclass
@@ -48,32 +47,22 @@ class Machine:
         return torch.bfloat16 if self.bf16 else torch.float32
 
 
-@dataclass
-class Additions:
-    """What a fork brings of its own; what is left out comes from the options."""
-
-    more_tools: Sequence[Tool] = ()
-    # Options, names of the tools, whether to train -> as training_and_held_out.
-    questions: Callable[[Config, list[str], bool], tuple] | None = None
-    grade: Callable[[Question, str], float] | None = None
-    base_model: Callable[[str, int], Path] = base_model.build  # cache, seed -> --model toy
-    # The tokenizer and the tools' names -> how the roles speak, for such a base model.
-    language: Callable[[object, list[str]], Format] = ToyFormat
-
-
 def environment(
     config: Config,
     machine: Machine,
     *,
     training: bool,
-    additions: Additions,
     start: Path | str | None = None,
+    more_tools: Sequence[Tool] = (),
+    questions: Callable[[Config, list[str], bool], tuple] | None = None,
+    grade: Callable[[Question, str], float] | None = None,
+    base_model: Callable[[str, int], Path] = base_model.build,
 ) -> dict:
-    """The fields of a Run that come from outside, and its servers.
+    """The fields of a Run that come from outside, and its servers. UserError lists what is missing.
 
-    UserError lists all that is missing.
-
-    `start`: the model to start from, if it is not the one that --model names.
+    `start`: the model to start from, if it is not the one that --model names. The rest is what a
+    fork brings of its own: tools; questions, as `training_and_held_out` finds them; a grader; what
+    makes the model of `--model toy`, from --cache and --seed.
     """
     problems = []
 
@@ -86,17 +75,17 @@ def environment(
     attempt(check_machine, config, machine)
     if training and config.track != "none":
         attempt(tracker_init, config.track)
-    grade = additions.grade or attempt(grading.grader, config.grader)
-    names = attempt(usable_tools, config, machine.rank, additions.more_tools) or []
-    make = additions.questions or training_and_held_out
-    question, held_out = attempt(make, config, names, training) or (None, [])
+    grade = grade or attempt(grading.grader, config.grader)
+    names = attempt(usable_tools, config, machine.rank, more_tools) or []
+    found = attempt(questions or training_and_held_out, config, names, training)
+    question, held_out = found or (None, [])
     tools = attempt(make_tools, config, "train", names) or []
     eval_tools = attempt(make_tools, config, "eval", names) or []
     urls = [url for url in config.server.split(",") if url]
     servers = attempt(vllm.connect, urls, config.tool_seconds) if urls else []
     # The toy's model takes two minutes to make: not for a run that cannot start.
     if start is None and (not problems or config.model != "toy"):
-        start = attempt(start_model, config, machine, additions.base_model)
+        start = attempt(start_model, config, base_model)
     memory = ""
     if start:
         memory = attempt(
@@ -121,8 +110,8 @@ def environment(
         "grade": grade,
         "question": question,
         "eval_questions": held_out,
-        "tools": tools + list(additions.more_tools),
-        "eval_tools": eval_tools + list(additions.more_tools),
+        "tools": tools + list(more_tools),
+        "eval_tools": eval_tools + list(more_tools),
     }
 
 
@@ -183,7 +172,7 @@ def check_machine(config: Config, machine: Machine) -> None:
         raise UserError("--fsdp shards over processes: start them with torchrun")
 
 
-def start_model(config: Config, machine: Machine, make: Callable[[str, int], Path]) -> Path | str:
+def start_model(config: Config, make: Callable[[str, int], Path]) -> Path | str:
     """The model to start from; the toy's is made at the first use, by rank 0."""
     if config.model != "toy":
         return models.find(config.model, config.cache)  # ranks wait for the one that makes it
@@ -268,8 +257,8 @@ def training_and_held_out(
     limit = config.eval_questions or None
     if not training:
         source = config.eval_data or config.data
-        return None, questions.load_questions(source, limit=limit, seed=config.seed)
-    loaded, held_out = questions.split(
+        return None, tasks.questions.load_questions(source, limit=limit, seed=config.seed)
+    loaded, held_out = tasks.questions.split(
         config.data, config.eval_data, held_out=limit, seed=config.seed
     )
     if len(loaded) < config.questions:

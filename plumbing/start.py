@@ -22,7 +22,7 @@ import trainer
 from config import Config, UserError
 from driver import Driver
 from plumbing import folders, models
-from plumbing.outside import Additions, Machine, Questions, environment, join
+from plumbing.outside import Machine, Questions, environment, join
 from processes import from_first_rank, on_first_rank
 from rollout import Env, Method, Trajectory
 from sampler import Sampler, vllm
@@ -30,6 +30,7 @@ from tasks.chat import ChatFormat
 from tasks.format import Format
 from tasks.questions import Question
 from tools import Tool
+from toy.language import ToyFormat
 
 # -------------------------------------------------------------------------------------- the run
 
@@ -96,16 +97,16 @@ def build(
     *,
     training: bool,
     frozen: Path | None = None,
+    language: Callable[[object, list[str]], Format] = ToyFormat,
     **additions,
 ) -> Run:
     """A Run; with `training` also its folder, policy, optimizer and reference (for a KL term).
 
     The folder is made when all else is there; without --name it is called after the model.
-    `frozen`: the model that plays frozen roles in an evaluation. `additions` are the fields of
-    Additions. UserError lists everything that is missing.
+    `frozen`: the model that plays frozen roles in an evaluation. `language`: how the roles speak,
+    by a toy's tokenizer and the tools' names. `additions` are those of `environment`.
     """
     machine = join(config)
-    more = Additions(**additions)
     folder = Path(config.runs) / config.name
     lock = state = None
     if config.resume:
@@ -116,13 +117,12 @@ def build(
     elif training:
         on_first_rank(lambda: folders.refuse_run(Path(config.runs), config.name))
     # A resumed run starts from its frozen/, if it has one: --model may be gone by now.
-    outside = environment(
-        config, machine, training=training, additions=more, start=frozen if training else None
-    )
+    begin = frozen if training else None
+    outside = environment(config, machine, training=training, start=begin, **additions)
     start = outside["start"]
     servers = outside.pop("servers")
     tokenizer = models.load_tokenizer(start)
-    chat = make_format(method, config, tokenizer, outside["tools"], more.language)
+    chat = make_format(method, config, tokenizer, outside["tools"], language)
     for question in first_questions(config, outside["question"]) + outside["eval_questions"]:
         method.fits(config, chat, question)
 

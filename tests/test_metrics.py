@@ -16,7 +16,7 @@ import mars
 import train
 from plumbing import metrics, start
 from plumbing.logbook import stop_if_mismatched
-from plumbing.metrics import batch_sums, sign_test, update_metrics, wilson_interval
+from plumbing.metrics import sign_test, update_metrics, wilson_interval
 from rollout import Sample, Trajectory
 from sampler import Sampler
 from tasks.questions import Question
@@ -54,7 +54,7 @@ def measured(live: list[bool], values: torch.Tensor, owner: torch.Tensor) -> dic
     samples = [Sample(role, 0, 0) for role in ROLES]
     run = SimpleNamespace(config=mars.MarsConfig(max_mismatch_kl=9.0), bf16=False)
     mismatch = {"mismatch_kl": stop_if_mismatched(run, [batch], [numbers], samples)}
-    return update_metrics(batch_sums(batch, numbers, samples, ROLES), ROLES) | mismatch
+    return update_metrics([(batch, numbers, samples)], ROLES) | mismatch
 
 
 @settings(max_examples=50)
