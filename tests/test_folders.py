@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import processes
 from config import UserError
 from plumbing import folders
 from plumbing.folders import made_once
@@ -126,6 +127,13 @@ def test_a_folder_that_cannot_be_had_is_one_sentence(tmp_path):
     assert not folders.make(tmp_path / "file")
     folders.refuse_run(tmp_path / "deep", "free")
     assert names(tmp_path) == {"file"}
+
+
+def test_all_ranks_hear_what_the_first_one_met(monkeypatch):
+    monkeypatch.setattr(processes, "is_first", lambda: False)
+    monkeypatch.setattr(processes, "from_first_rank", lambda problem: problem or "no room")
+    with pytest.raises(UserError, match="no room"):
+        processes.on_first_rank(lambda: pytest.fail("another rank called it"))
 
 
 # -------------------------------------------------------------------------------------------- files
