@@ -23,14 +23,7 @@ from tqdm import tqdm
 import trainer
 from config import UserError
 from plumbing import folders, pages
-from plumbing.folders import (
-    as_lines,
-    on_disk,
-    read_lines,
-    rollout_files,
-    write_json,
-    write_whole,
-)
+from plumbing.folders import append_lines, as_lines, on_disk, read_lines, write_json, write_whole
 from plumbing.metrics import live_tokens, ratio, reduced, wilson_interval, with_interval
 from plumbing.outside import tracker_init
 from plumbing.start import Run
@@ -68,9 +61,11 @@ def settings(run: Run) -> None:
 def take_back(run: Run, first: int) -> None:
     """Removes what was written by steps that will be done again, and the report."""
     path = run.folder / "metrics.jsonl"
-    folders.append_lines(path, [])  # where there is none yet
+    append_lines(path, [])  # where there is none yet
     write_whole(path, as_lines([line for line in read_lines(path) if line["step"] < first]))
-    files = {step: file for step, file in rollout_files(run.folder).items() if step >= first}
+    files = {
+        step: file for step, file in folders.rollout_files(run.folder).items() if step >= first
+    }
     # The last evaluation of a run that goes on stays, for it will not be made again.
     if first in files and first % run.config.eval_every:
         kept = [one for one in read_lines(files[first]) if one["split"] == "eval"]
@@ -91,12 +86,12 @@ def write(run: Run, records: list[dict], metrics: dict | None = None) -> None:
         return
     if records:
         name = f"step_{records[0]['step']}.jsonl"
-        folders.append_lines(run.folder / "rollouts" / name, records)
+        append_lines(run.folder / "rollouts" / name, records)
     if metrics is not None:
         for name, value in metrics.items():
             if isinstance(value, float) and not math.isfinite(value):
                 metrics[name] = None  # JSON has no NaN
-        folders.append_lines(run.folder / "metrics.jsonl", [metrics])
+        append_lines(run.folder / "metrics.jsonl", [metrics])
         track(run, metrics)
 
 
@@ -340,7 +335,7 @@ def report_card(run: Run, lines: list[dict]) -> str:
         memory += f", {torch.cuda.max_memory_allocated(run.device) / 2**30:.1f} GiB on the GPU"
     sampled = [f"{sums[f'{role}_tokens']:,.0f} by {role}" for role in run.method.roles]
     facts = {
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "command": f"`{shlex.join(['python', *sys.orig_argv[1:]])}`",
         "commit": commit(),
         "machine": f"{machine}, {run.ranks} process(es)",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
