@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import mars
 import train
+from config import UserError
 from plumbing import metrics, start
 from plumbing.logbook import stop_if_mismatched
 from plumbing.metrics import sign_test, update_metrics, wilson_interval
@@ -72,6 +73,11 @@ def test_with_any_mask_the_metrics_are_those_of_the_live_tokens(live, seed):
     gap = (values[0] - values[2])[kept]
     if len(gap):
         assert told["mismatch_kl"] == pytest.approx(float((gap.exp() - 1 - gap).mean()), abs=1e-6)
+
+
+def test_log_probs_that_are_nan_are_a_mismatch():
+    with pytest.raises(UserError, match="mismatch_kl nan"):
+        measured([True] * 8, torch.full((3, 8), math.nan), torch.zeros(8, dtype=torch.long))
 
 
 def test_masked_tokens_are_no_mismatch(base, tmp_path):
