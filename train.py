@@ -28,7 +28,6 @@ from config import UserError, drop_output, fail, parse, parser, resolve
 from plumbing import evaluation, logbook
 from plumbing.logbook import record
 from plumbing.metrics import (
-    batch_sums,
     failures,
     method_metrics,
     ratio,
@@ -129,7 +128,7 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
     decay_steps = config.steps if config.decay else None
     for param_group in run.optimizer.param_groups:
         param_group["lr"] = config.lr * trainer.schedule(step, config.warmup, decay_steps)
-    sums = Counter()  # of this rank
+    scored = []  # by this rank
     norms = []  # equal on all ranks
     skipped = 0
     for inner, (samples, batches, references) in enumerate(parts):
@@ -137,7 +136,7 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         # -> Policy.forward -> kernels.linear_grpo_loss -> grpo.grpo_loss
         stats = trainer.backward(run.policy, batches, references, **objective)
         if inner == 0:
-            logbook.stop_if_mismatched(run, batches, stats, samples)
+            mismatch_kl = logbook.stop_if_mismatched(run, batches, stats, samples)
         norms.append(trainer.gradient_norm(run.policy, MAX_NORM))
         # Loss and norm are looked at over all ranks, so that all of them skip, or none.
         loss = sum(float(numbers["loss"]) for numbers in stats)
@@ -147,11 +146,8 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         else:
             skipped += 1
             skip(run, step, samples)
-        for batch, numbers in zip(batches, stats):
-            # Before the first optimizer step sampler and trainer hold the same weights, so that a
-            # gap between their log-probs is numerical.
-            sums.update(batch_sums(batch, numbers, samples, run.method.roles, mismatch=inner == 0))
-    metrics = update_metrics(sums, run.method.roles)
+        scored += [(batch, numbers, samples) for batch, numbers in zip(batches, stats)]
+    metrics = update_metrics(scored, run.method.roles) | {"mismatch_kl": mismatch_kl}
     # Each part's loss is a mean of its own; the step's is the mean of the parts'.
     metrics["loss"] /= config.inner_steps
     metrics["grad_norm"] = sum(norms) / len(norms)
@@ -263,7 +259,7 @@ def evaluate(run: Run, updates: int) -> dict:
         trajectories = run.rollouts(
             batch, 1, step="eval", tools=run.eval_tools, temperature=temperature, top_p=top_p
         )
-        sums = rollout_sums(trajectories, run.method.roles)
+        sums = rollout_sums(trajectories)
         total.update(sums)
         # An answer that nobody could grade is not right; how many there were stands beside it.
         scores[f"eval_{name}"] = ratio(sums["reward"], sums["trajectories"])

@@ -1,11 +1,6 @@
-"""What a run did, in pictures.
+"""Draws what a run did, into its folder: curves.png, diagnostics.png, trajectories.html.
 
-    python view.py runs/NAME
-
-writes into the run's folder
-    curves.png          held-out accuracy and reward over the steps
-    diagnostics.png     all other quantities that were logged
-    trajectories.html   attempts at some questions side by side, turn by turn
+python view.py runs/NAME
 """
 
 import sys
@@ -18,16 +13,13 @@ from tools import show
 
 def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
-    parser = OneLineParser(description="Draws the pictures of a run.")
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("run", type=Path, help="a run's folder, such as runs/toy")
     parser.add_argument("--steps", type=int, nargs="+", help="default: first, middle, last")
-    parser.add_argument("--questions", type=int, default=3, help="a step's, on the page (3)")
     given = parser.parse_args(arguments)
     try:
-        if given.questions < 1:
-            raise UserError("--questions must be at least 1")
         show(str(curves.of_run(given.run)))
-        show(str(pages.of_run(given.run, steps=given.steps, questions=given.questions)))
+        show(str(pages.of_run(given.run, steps=given.steps)))
     except UserError as error:
         return fail(error)
     return 0

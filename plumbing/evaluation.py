@@ -14,7 +14,6 @@ trajectories.html. Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,8 +58,6 @@ def refuse_ignored(config: type[Config], given: dict, asking: bool) -> None:
     ignored = config.for_training | (NOT_FOR_ASK if asking else set())
     for name in sorted(ignored.intersection(given)):
         raise UserError(f"{'ask' if asking else 'eval'} does not read --{name}; leave it out")
-    if asking and not given["question"].strip():
-        raise UserError("the question is empty")
     if asking and given["question"] != given["question"].encode("utf-8", "ignore").decode():
         raise UserError("the question is not text in UTF-8")
 
@@ -71,16 +68,10 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
     if saved is None:
         saved = dict(method.presets.get(given.get("preset"), {}))
         if not asking and not given.get("data", saved.get("data")):
-            raise UserError(
-                "--data is missing: name the questions to evaluate this model on (a JSONL file, "
-                "nq, hle, …)"
-            )
+            raise UserError("--data is missing: the questions to evaluate this model on")
         local = given.get("search", saved.get("search", "local")) == "local"
         if asking and local and not given.get("docs", saved.get("docs")):
-            raise UserError(
-                "there is nothing to search: name your documents with --docs, or use --search "
-                "serper"
-            )
+            raise UserError("there is nothing to search: name documents with --docs, or --search")
     elif "preset" in given:
         raise UserError("a run has its own settings: leave --preset out")
     if given.get("search", saved.get("search")) != saved.get("search"):
@@ -124,7 +115,6 @@ def evaluate(method: Method, config: Config, **additions) -> int:
     made = models.run_of(Path(config.model)) or Path(config.model)
     folders.refuse_run(Path(config.runs), config.name)
     run = build(method, config, training=False, **additions)
-    start = time.perf_counter()
     trajectories = run.rollouts(
         list(enumerate(run.eval_questions)),
         1,
@@ -133,8 +123,7 @@ def evaluate(method: Method, config: Config, **additions) -> int:
         temperature=config.temperature,
         top_p=config.top_p,
     )
-    seconds = (time.perf_counter() - start) / len(trajectories)
-    rows = [row(run, name, members, seconds) for name, members in by_set(trajectories)]
+    rows = [row(run, name, members) for name, members in by_set(trajectories)]
     try:
         run.lock = new_folder(config, f"eval-{made.resolve().name}")
         run.folder = Path(config.runs) / config.name
@@ -143,7 +132,7 @@ def evaluate(method: Method, config: Config, **additions) -> int:
         records = [record(trajectory, run.chat, 0, "eval") for trajectory in trajectories]
         folders.append_lines(run.folder / "rollouts" / "step_0.jsonl", records)
     finally:  # where the disk takes nothing, the result of hours is seen at least
-        print(table(run, rows), flush=True)
+        print(table(rows), flush=True)
     print(f"{'table':<14}{run.folder / 'table.json'}")
     print(f"{'trajectories':<14}{pages.of_run(run.folder, questions=12)}")
     for line in rows:
@@ -162,14 +151,11 @@ def by_set(trajectories: list[Trajectory]) -> list[tuple[str, list[Trajectory]]]
     return listed
 
 
-def row(run: Run, name: str, trajectories: list[Trajectory], seconds: float) -> dict:
-    """One line of the table. An answer that no judge could grade counts as wrong.
-
-    seconds: of one attempt.
-    """
-    sums = rollout_sums(trajectories, run.method.roles)
+def row(run: Run, name: str, trajectories: list[Trajectory]) -> dict:
+    """One line of the table. An answer that no judge could grade counts as wrong."""
+    sums = rollout_sums(trajectories)
     n = len(trajectories)
-    low, high = wilson_interval(int(sums["reward"]), n)
+    low, high = wilson_interval(sums["reward"], n)
     return {
         "set": name,
         "questions": n,
@@ -179,35 +165,25 @@ def row(run: Run, name: str, trajectories: list[Trajectory], seconds: float) -> 
         **failures(sums),
         "calls": sums["calls"] / n,
         "malformed": ratio(sums["malformed"], sums["steps"]),
-        "tool_errors": int(sums["failed"]),
-        "truncated_chunks": int(sums["cut"]),
-        "seconds": seconds * n,
+        "tool_errors": sums["failed"],
+        "truncated_chunks": sums["cut"],
         **{f"{role}_tokens": sums[f"{role}_tokens"] / n for role in run.method.roles},
     }
 
 
-def table(run: Run, rows: list[dict]) -> str:
-    """The rows as text: shares in percent, the accuracy's interval; calls and tokens an attempt."""
-    roles = list(run.method.roles)
-    lines = [["set", "n", "accuracy (95 %)", "calls"]]
-    lines[0] += [*(f"{role} tok" for role in roles), "malformed", "seconds"]
-    notes = []
+def table(rows: list[dict]) -> str:
+    """The rows as text: shares in percent, the accuracy's 95 % interval, calls an attempt."""
+    lines = [f"{'set':<14}{'n':>6}  {'accuracy (95 %)':<22}{'calls':>8}{'malformed':>11}"]
     for r in rows:
         accuracy = with_interval(r["accuracy"], r["low"], r["high"])
-        cells = [r["set"], r["questions"], accuracy, f"{r['calls']:.2f}"]
-        cells += [f"{r[f'{role}_tokens']:.0f}" for role in roles]
-        lines.append([*cells, f"{r['malformed']:.1%}", f"{r['seconds']:.1f}"])
-        troubles = {
-            "answers could not be judged, counted as not right": r["judge_failures"],
-            "tool calls failed, see the page for the reasons": r["tool_errors"],
-            "chunks held a document that was cut off at their end": r["truncated_chunks"],
-        }
-        notes += [f"{r['set']}: {count} {text}" for text, count in troubles.items() if count]
-    padded = [
-        f"{name:<14}{n:>6}  {accuracy:<22}" + "".join(f"{cell:>11}" for cell in cells)
-        for name, n, accuracy, *cells in lines
-    ]
-    return "\n".join(padded + notes)
+        calls = f"{r['calls']:>8.2f}{r['malformed']:>11.1%}"
+        lines.append(f"{r['set']:<14}{r['questions']:>6}  {accuracy:<22}{calls}")
+    whole = rows[-1]
+    if whole["judge_failures"]:
+        lines.append(f"{whole['judge_failures']} answers not judged, so counted as not right")
+    if whole["tool_errors"]:
+        lines.append(f"{whole['tool_errors']} tool calls failed; the page has the reasons")
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------- ask

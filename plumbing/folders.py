@@ -3,7 +3,7 @@
     read_lines, read_json, rollout_files      what a run has written
     write_whole, write_json                   a file: written beside its place, then renamed
     made_once                                 a folder of the cache, likewise; others wait for it
-    make, claim, lock                         runs/NAME belongs to one process
+    make, lock                                runs/NAME belongs to one process
 
 Tests: pytest tests/test_folders.py
 """
@@ -43,10 +43,7 @@ def on_disk(what: str) -> Iterator[None]:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Records of a JSONL file.
-
-    A line that is not whole (a killed run leaves one) is skipped, and stderr says so.
-    """
+    """Records of a JSONL file. A line cut by a kill is skipped, and stderr says so."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -63,12 +60,9 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file, such as a run's config.json."""
+    """What a JSON file holds, such as a run's config.json."""
     try:
-        made = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(made, dict):
-            raise ValueError("it holds no object")
-        return made
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path} ({reason(error)}): it is missing or damaged") from None
 
@@ -94,13 +88,18 @@ def write_json(path: Path, value) -> Path:
     return write_whole(path, text.encode("utf-8", "replace"))
 
 
-def append_lines(path: Path, records: list[dict]) -> None:
-    """Appends records to a JSONL file, whose folder is made if need be."""
+def as_lines(records: list[dict]) -> bytes:
+    """Records as a JSONL file has them."""
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    return "".join(lines).encode("utf-8", "replace")
+
+
+def append_lines(path: Path, records: list[dict]) -> None:
+    """Appends records to a JSONL file, which is made if need be, with its folder."""
     with on_disk(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8", errors="replace") as file:
-            file.writelines(lines)
+        with open(path, "ab") as file:
+            file.write(as_lines(records))
             file.flush()
             os.fsync(file.fileno())  # a state that counts on these lines is on the disk as well
 
@@ -118,8 +117,7 @@ def rollout_files(run: Path) -> dict[int, Path]:
 def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
     """`folder` as the cache holds it, or else filled by `make`, which is given an empty folder.
 
-    One process makes the folder, and others wait for it. It gets its name when all its files are on
-    the disk; what a killed process left is removed by the next. UserError if it cannot be written.
+    One process makes it, and others wait. UserError if it cannot be written.
     """
     with on_disk(f"write {folder}"):
         if folder.exists():
@@ -137,8 +135,7 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
 
 def resumable(folder: Path) -> bool:
     """Whether a run has begun there: its options are written. An evaluation has a table."""
-    made = [os.path.exists(folder / name) for name in ("config.json", "table.json")]
-    return made == [True, False]
+    return os.path.exists(folder / "config.json") and not os.path.exists(folder / "table.json")
 
 
 def refuse_run(runs: Path, name: str) -> None:
@@ -162,11 +159,6 @@ def make(folder: Path) -> bool:
         except FileExistsError:
             return False
     return True
-
-
-def claim(folder: Path) -> IO | None:
-    """Makes a folder, and so makes it ours: its lock, as of `lock`. None if it exists."""
-    return lock(folder) if make(folder) else None
 
 
 def lock(folder: Path) -> IO | None:

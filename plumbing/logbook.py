@@ -4,7 +4,7 @@ Rank 0 writes for all ranks. Tests: pytest tests/test_mars.py tests/test_metrics
 """
 
 import dataclasses
-import json
+import itertools
 import math
 import os
 import platform
@@ -23,8 +23,8 @@ from tqdm import tqdm
 import trainer
 from config import UserError
 from plumbing import folders, pages
-from plumbing.folders import on_disk, read_lines, rollout_files, write_json, write_whole
-from plumbing.metrics import gap_sum, live_tokens, ratio, reduced, wilson_interval, with_interval
+from plumbing.folders import append_lines, as_lines, on_disk, read_lines, write_json, write_whole
+from plumbing.metrics import live_tokens, ratio, reduced, wilson_interval, with_interval
 from plumbing.outside import tracker_init
 from plumbing.start import Run
 from rollout import Context, Sample, Trajectory, Turn
@@ -61,9 +61,11 @@ def settings(run: Run) -> None:
 def take_back(run: Run, first: int) -> None:
     """Removes what was written by steps that will be done again, and the report."""
     path = run.folder / "metrics.jsonl"
-    kept = [line for line in metric_lines(run) if line["step"] < first]
-    write_whole(path, as_lines(kept))
-    files = {step: file for step, file in rollout_files(run.folder).items() if step >= first}
+    append_lines(path, [])  # where there is none yet
+    write_whole(path, as_lines([line for line in read_lines(path) if line["step"] < first]))
+    files = {
+        step: file for step, file in folders.rollout_files(run.folder).items() if step >= first
+    }
     # The last evaluation of a run that goes on stays, for it will not be made again.
     if first in files and first % run.config.eval_every:
         kept = [one for one in read_lines(files[first]) if one["split"] == "eval"]
@@ -72,16 +74,6 @@ def take_back(run: Run, first: int) -> None:
     for file in (run.folder / "report.md", *files.values()):
         with on_disk(f"remove {file}"):
             file.unlink(missing_ok=True)
-
-
-def metric_lines(run: Run) -> list[dict]:
-    """The lines of metrics.jsonl so far."""
-    path = run.folder / "metrics.jsonl"
-    return read_lines(path) if path.exists() else []
-
-
-def as_lines(records: list[dict]) -> bytes:
-    return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
 def write(run: Run, records: list[dict], metrics: dict | None = None) -> None:
@@ -94,12 +86,12 @@ def write(run: Run, records: list[dict], metrics: dict | None = None) -> None:
         return
     if records:
         name = f"step_{records[0]['step']}.jsonl"
-        folders.append_lines(run.folder / "rollouts" / name, records)
+        append_lines(run.folder / "rollouts" / name, records)
     if metrics is not None:
         for name, value in metrics.items():
             if isinstance(value, float) and not math.isfinite(value):
                 metrics[name] = None  # JSON has no NaN
-        folders.append_lines(run.folder / "metrics.jsonl", [metrics])
+        append_lines(run.folder / "metrics.jsonl", [metrics])
         track(run, metrics)
 
 
@@ -129,12 +121,9 @@ def record(trajectory: Trajectory, chat: Format, step: int, split: str) -> dict:
 def segments(sample: Sample, chat: Format) -> list[dict]:
     """A sample's text, cut where it changes between given and sampled."""
     cut = []
-    start = 0
-    for end in range(1, len(sample.tokens) + 1):
-        if end == len(sample.tokens) or sample.mask[end] != sample.mask[start]:
-            text = chat.text(sample.tokens[start:end])
-            cut.append({"text": text, "trained": sample.mask[start]})
-            start = end
+    for trained, pairs in itertools.groupby(zip(sample.mask, sample.tokens), key=lambda p: p[0]):
+        text = chat.text([token for _, token in pairs])
+        cut.append({"text": text, "trained": trained})
     return cut
 
 
@@ -160,7 +149,6 @@ def reader_record(reader: Context, chat: Format) -> dict:
         "role": reader.role,
         "prompt": chat.text(sample.tokens[:prompt]),
         "note": chat.text(sample.tokens[prompt:]),
-        "note_tokens": len(sample.tokens) - prompt,
         "advantage": sample.advantage,
         "drawn": sample.copies,
     }
@@ -229,50 +217,49 @@ def stop_if_blind(told: dict, what: str) -> None:
             )
 
 
-def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list[Sample]) -> None:
-    """UserError if what was sampled from is not the distribution that is trained.
+def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list[Sample]) -> float:
+    """mismatch_kl; UserError if what was sampled from is not the distribution that is trained.
 
     A step's batch is the first one after new weights. It is scored before the optimizer moves, so
     that sampler and trainer should hold the same weights: `stats` are those of `batches`, and
-    `samples` what their owners point into. Each server is measured by itself.
+    `samples` what their owners point into. Each server is measured by itself. The estimate of the
+    KL is k3, a mean over live tokens.
     """
-    # Every rank brings the same keys.
-    sources = [server.url for server in getattr(run.sampler, "servers", ())] or [""]
-    gaps = {}
-    counts = {}
-    for source in sources:
-        own = [index for index, sample in enumerate(samples) if sample.server == source]
-        live = [live_tokens(batch, own) for batch in batches]
-        gaps[source] = sum(map(gap_sum, batches, stats, live))
-        counts[source] = sum(int(one.sum()) for one in live)
+    gaps = Counter()
+    counts = Counter()
+    for server in dict.fromkeys(sample.server for sample in samples):
+        own = [index for index, sample in enumerate(samples) if sample.server == server]
+        for batch, numbers in zip(batches, stats):
+            live = live_tokens(batch, own)
+            gap = (numbers["logprob"] - batch.behaviour_logprob)[live]
+            gaps[server] += float((torch.expm1(gap) - gap).sum())
+            counts[server] += len(gap)
     gaps = reduced(gaps)
     counts = reduced(counts)
     # What rounding makes: below 1e-12 in fp32, and 1e-4 to 1e-3 where either side rounds to bf16.
     most = run.config.max_mismatch_kl or (0.01 if run.bf16 else 1e-6)
-    for source in sources:
-        kl = ratio(gaps[source], counts[source])
+    for server, gap in gaps.items():
+        kl = ratio(gap, counts[server])
         if not kl <= most:  # NaN included
             advice = "use another model, or report this: sampler and trainer compute it differently"
-            if source:
+            if server:
                 advice = (
                     "likely its log-probs leave the temperature out (vLLM: --logprobs-mode "
                     "processed_logprobs), it cuts the distribution (--generation-config vllm), it "
                     "holds other weights or another vocabulary, or its dtype is coarser"
                 )
             raise UserError(
-                f"{source or 'the sampler'} does not sample what is trained: mismatch_kl {kl:.2g} "
+                f"{server or 'the sampler'} does not sample what is trained: mismatch_kl {kl:.2g} "
                 f"in the first batch after new weights, above --max_mismatch_kl {most:g}; {advice}"
             )
+    return ratio(gaps.total(), counts.total())
 
 
 # ------------------------------------------------------------------------------------ a live view
 
 
 def start_tracker(run: Run) -> None:
-    """Opens a run of the tracker, in the project that is called after the method.
-
-    A resumed run opens another one, whose steps go on. UserError if it cannot be opened.
-    """
+    """Opens a run of the tracker, a new one where a run is resumed. UserError if it cannot."""
     config = run.config
     if config.track == "none":
         return
@@ -303,43 +290,38 @@ def summary(run: Run) -> None:
     """The last lines: held-out accuracy before and after, and where to look."""
     if run.rank:
         return
-    lines = metric_lines(run)
-    for draw, (before, after) in accuracies(run, lines).items():
-        print(
-            f"held-out accuracy, {draw}: {before:.3f} before, {after:.3f} after "
-            f"{run.config.steps} steps"
-        )
-    if lines:
-        if not (run.folder / "report.md").exists():  # not where a finished run is only looked at
-            write_whole(run.folder / "report.md", report_card(run, lines).encode())
-        print(f"{'report':<14}{run.folder / 'report.md'}")
-        from plumbing import curves  # loads matplotlib
+    lines = read_lines(run.folder / "metrics.jsonl")
+    _, steps = ends(lines, "eval_step")
+    for name, draw in draws(run).items():
+        before, after = ends(lines, f"eval_{name}")
+        print(f"held-out accuracy, {draw}: {before:.3f} before, {after:.3f} after {steps} steps")
+    if not (run.folder / "report.md").exists():  # not where a finished run is only looked at
+        write_whole(run.folder / "report.md", report_card(run, lines).encode())
+    from plumbing import curves  # loads matplotlib
 
-        print(f"{'curves':<14}{curves.of_run(run.folder)}")
+    print(f"{'report':<14}{run.folder / 'report.md'}")
+    print(f"{'curves':<14}{curves.of_run(run.folder)}")
     print(f"{'trajectories':<14}{pages.of_run(run.folder)}")
     print(f"{'checkpoint':<14}{run.folder / 'checkpoint'}")
     if run.tracker:
         run.tracker.finish()
 
 
-def accuracies(run: Run, lines: list[dict], suffix: str = "") -> dict[str, tuple]:
-    """draw -> its held-out scores (before, after); empty if metrics.jsonl lacks the last one."""
-    ends = [line for line in lines if "eval_accuracy" in line]
-    if not ends or ends[-1].get("eval_step") != run.config.steps:
-        return {}
-    draws = {"accuracy": f"temperature {run.config.temperature:g}", "greedy": "greedy"}
-    found = {}
-    for name, draw in draws.items():
-        key = f"eval_{name}{suffix}"
-        if key in ends[0]:
-            # A run of one step has both evaluations in one line.
-            found[draw] = ends[0].get(f"{key}_before", ends[0][key]), ends[-1][key]
-    return found
+def draws(run: Run) -> dict[str, str]:
+    """How held-out answers are drawn: the name in metrics.jsonl, and in words."""
+    return {"accuracy": f"temperature {run.config.temperature:g}", "greedy": "greedy"}
+
+
+def ends(lines: list[dict], key: str) -> tuple:
+    """(what the first evaluation found, what the last one did); None of what was never logged."""
+    found = [line for line in lines if "eval_step" in line]
+    # A run of one step has both evaluations in one line.
+    first = found[0].get(f"{key}_before", found[0].get(key))
+    return first, found[-1].get(key)
 
 
 def report_card(run: Run, lines: list[dict]) -> str:
     """A page on the run, in Markdown: how it was made, what it took, what came of it."""
-    config = run.config
     sums = Counter()
     for line in lines:
         sums.update({key: value for key, value in line.items() if isinstance(value, (int, float))})
@@ -353,38 +335,29 @@ def report_card(run: Run, lines: list[dict]) -> str:
         memory += f", {torch.cuda.max_memory_allocated(run.device) / 2**30:.1f} GiB on the GPU"
     sampled = [f"{sums[f'{role}_tokens']:,.0f} by {role}" for role in run.method.roles]
     facts = {
-        "command": f"`{cell(shlex.join(['python', *sys.orig_argv[1:]]))}`",
+        "command": f"`{shlex.join(['python', *sys.orig_argv[1:]])}`",
         "commit": commit(),
         "machine": f"{machine}, {run.ranks} process(es)",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
-        "model": cell(str(run.start)),
-        "steps": f"{len(lines)}, each {config.questions} questions × {config.group} attempts",
         "seconds": f"{sums['seconds_rollout']:,.0f} rollouts, {sums['seconds_train']:,.0f} "
-        f"training (of it {sums['seconds_sync']:,.0f} new weights for the sampler), "
-        f"{evaluated:,.0f} evaluations",
+        f"training, {evaluated:,.0f} evaluations",
         "tokens": f"sampled in training {', '.join(sampled)}; trained "
         f"{sums['trained_tokens']:,.0f}",
         "peak memory": f"{memory} (first process, since it last started)",
     }
-    rows = [f"# Run {cell(config.name)}", "", "| | |", "|---|---|"]
-    rows += [f"| {name} | {value} |" for name, value in facts.items()]
+    page = [f"# Run {run.config.name}", "", *(f"- {name}: {said}" for name, said in facts.items())]
     asked = len(run.eval_questions)
-    rows += ["", f"Held-out accuracy on {asked} questions, with its 95 % interval:", ""]
-    rows += ["| | before | after |", "|---|---|---|"]
-    for draw, ends in accuracies(run, lines).items():
-        before, after = (sure(value * asked, asked) for value in ends)
-        rows.append(f"| {draw} | {before} | {after} |")
-    for draw, (before, after) in accuracies(run, lines, "_by_kind").items():
-        for kind in after:
-            cells = (sure(*before[kind]), sure(*after[kind]))
-            rows.append(f"| {draw}, {cell(kind)} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
-
-
-def cell(text: str) -> str:
-    """Foreign text in a cell of a table, on its line and unable to speak to a terminal."""
-    return pages.plain(" ".join(text.split())).replace("|", r"\|")
+    page += ["", f"Held-out accuracy on {asked} questions, with its 95 % interval:", ""]
+    for name, draw in draws(run).items():
+        before, after = (sure(value * asked, asked) for value in ends(lines, f"eval_{name}"))
+        page.append(f"- {draw}: {before} before, {after} after")
+        before, after = ends(lines, f"eval_{name}_by_kind")
+        for kind in after or ():
+            page.append(
+                f"- {draw}, {kind}: {sure(*before[kind])} before, {sure(*after[kind])} after"
+            )
+    return pages.plain("\n".join(page) + "\n")
 
 
 def sure(right: float, asked: int) -> str:

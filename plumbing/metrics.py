@@ -6,7 +6,6 @@ masking has left out was not even scored.
 Tests: pytest tests/test_metrics.py
 """
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -19,15 +18,16 @@ from tasks.questions import Question
 from trainer import MicroBatch
 
 
-def reduced(sums: dict[str, float]) -> dict[str, float]:
-    """Sums over all ranks. Every rank must bring the same keys."""
+def reduced(sums: dict) -> Counter:
+    """Sums over all ranks, of whatever keys each of them brings. What nobody counted is 0."""
     if not dist.is_initialized():
-        return sums
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    values = [float(value) for value in sums.values()]
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor)
-    return dict(zip(sums, tensor.tolist()))
+        return Counter(sums)
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, dict(sums))
+    total = Counter()
+    for part in gathered:
+        total.update(part)
+    return total
 
 
 def ratio(part: float, whole: float) -> float:
@@ -35,25 +35,25 @@ def ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def rollout_sums(trajectories: list[Trajectory], roles: Iterable[str]) -> dict[str, float]:
+def rollout_sums(trajectories: list[Trajectory]) -> Counter:
     """What a batch of trajectories adds up to, over all ranks."""
-    names = "trajectories graded unjudged lost reward steps calls demanded malformed empty failed"
-    names = f"{names} cut answered unaided repeated groups flat".split()
-    whats = "samples tokens right_tokens right_logprob wrong_tokens wrong_logprob".split()
-    names += [f"{role}_{what}" for role in roles for what in whats]
-    sums = Counter(dict.fromkeys(names, 0))
+    sums = Counter()
     rewards: dict[str, set[float]] = {}  # of each question's graded attempts
     for trajectory in trajectories:
+        answered = trajectory.answer is not None
+        lost = trajectory.ended.startswith("lost")
         sums["trajectories"] += 1
         sums["demanded"] += trajectory.ended != "answer"
-        sums["answered"] += trajectory.answer is not None
-        sums["lost"] += trajectory.ended.startswith("lost")
+        sums["answered"] += answered
+        sums["lost"] += lost
         if trajectory.reward is not None:
             sums["graded"] += 1
             sums["reward"] += trajectory.reward
             rewards.setdefault(trajectory.question.id, set()).add(trajectory.reward)
+        elif not lost:
+            sums["unjudged"] += 1
         called = any(turn.action.call for context in trajectory.contexts for turn in context.turns)
-        sums["unaided"] += trajectory.answer is not None and not called
+        sums["unaided"] += answered and not called
         for context in trajectory.contexts:
             sample = context.sample
             tokens = sum(sample.mask)
@@ -64,26 +64,25 @@ def rollout_sums(trajectories: list[Trajectory], roles: Iterable[str]) -> dict[s
                 sums[f"{context.role}_{kind}_tokens"] += tokens
                 sums[f"{context.role}_{kind}_logprob"] += math.fsum(sample.logprobs)
             calls = [turn.action.call for turn in context.turns if turn.action.call]
+            sums["calls"] += len(calls)
             sums["repeated"] += sum(call in calls[:i] for i, call in enumerate(calls))
             sums["cut"] += bool(context.chunk and context.chunk.truncated)
             for turn in context.turns:
                 problem = turn.problem or ""
                 sums["steps"] += 1
-                sums["calls"] += turn.action.call is not None
                 sums["malformed"] += problem.startswith("malformed")
                 sums["empty"] += problem == "no results"
                 sums["failed"] += problem.startswith("tool failed")
-    sums["unjudged"] = sums["trajectories"] - sums["graded"] - sums["lost"]
     sums["groups"] = len(rewards)
     sums["flat"] = sum(len(seen) == 1 for seen in rewards.values())  # nothing is learned there
-    return reduced(dict(sums))
+    return reduced(sums)
 
 
-def failures(s: dict[str, float]) -> dict[str, float]:
+def failures(s: Counter) -> dict[str, float]:
     """What the outside world did not do, from the sums of some trajectories."""
     return {
         "tool_error_share": ratio(s["failed"], s["calls"]),
-        "judge_failures": int(s["unjudged"]),
+        "judge_failures": s["unjudged"],
         "judge_failure_share": ratio(s["unjudged"], s["answered"]),
         "lost_share": ratio(s["lost"], s["trajectories"]),
     }
@@ -91,8 +90,7 @@ def failures(s: dict[str, float]) -> dict[str, float]:
 
 def rollout_metrics(trajectories: list[Trajectory], method: Method, seconds: float) -> dict:
     """The step's line in metrics.jsonl, as far as the rollouts tell."""
-    roles = method.roles
-    s = rollout_sums(trajectories, roles)
+    s = rollout_sums(trajectories)
     metrics = {
         "reward": s["reward"] / s["graded"] if s["graded"] else None,
         "calls_per_question": ratio(s["calls"], s["trajectories"]),
@@ -101,36 +99,28 @@ def rollout_metrics(trajectories: list[Trajectory], method: Method, seconds: flo
         "demanded_share": ratio(s["demanded"], s["trajectories"]),
         "unaided_share": ratio(s["unaided"], s["answered"]),
         "repeated_share": ratio(s["repeated"], s["calls"]),
-        "truncated_chunks": int(s["cut"]),
+        "truncated_chunks": s["cut"],
         "zero_variance_share": ratio(s["flat"], s["groups"]),
-        "tokens_per_second": sum(s[f"{role}_tokens"] for role in roles) / seconds,
+        "tokens_per_second": sum(s[f"{role}_tokens"] for role in method.roles) / seconds,
         **failures(s),
     }
-    for role in roles:
+    for role in method.roles:
         for kind in ("right", "wrong"):
             tokens = s[f"{role}_{kind}_tokens"]
             mean = s[f"{role}_{kind}_logprob"] / tokens if tokens else None
             metrics[f"{role}_logprob_{kind}"] = mean
-        metrics[f"{role}_samples"] = int(s[f"{role}_samples"])
-        metrics[f"{role}_tokens"] = int(s[f"{role}_tokens"])
+        metrics[f"{role}_samples"] = s[f"{role}_samples"]
+        metrics[f"{role}_tokens"] = s[f"{role}_tokens"]
         metrics[f"{role}_length"] = ratio(s[f"{role}_tokens"], s[f"{role}_samples"])
     return metrics | method_metrics(trajectories, method)
 
 
 def method_metrics(trajectories: list[Trajectory], method: Method) -> dict[str, float]:
-    """The method's own numbers of a batch, over all ranks; what nobody counted is left out.
-
-    A rank may count what others have not met, or in another order.
-    """
+    """The method's own numbers of a batch, over all ranks; what nobody counted is left out."""
     counted = method.metrics(trajectories)
-    names = list(counted)
-    if dist.is_initialized():
-        gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, names)
-        names = list(dict.fromkeys(itertools.chain(*gathered)))
-    parts = reduced({name: counted.get(name, (0, 0))[0] for name in names})
-    wholes = reduced({name: counted.get(name, (0, 0))[1] for name in names})
-    return {name: parts[name] / wholes[name] for name in names if wholes[name]}
+    parts = reduced({name: part for name, (part, _) in counted.items()})
+    wholes = reduced({name: whole for name, (_, whole) in counted.items()})
+    return {name: parts[name] / whole for name, whole in wholes.items() if whole}
 
 
 def right_by_kind(
@@ -140,36 +130,8 @@ def right_by_kind(
     asked = Counter(question.source for question in questions)
     if len(asked) < 2:
         return {}
-    right = dict.fromkeys(asked, 0)
-    for trajectory in trajectories:
-        right[trajectory.question.source] += bool(trajectory.reward)
-    return {kind: [int(count), asked[kind]] for kind, count in sorted(reduced(right).items())}
-
-
-def batch_sums(
-    batch: MicroBatch, numbers: dict, samples: list[Sample], roles: Iterable[str], *, mismatch: bool
-) -> dict[str, float]:
-    """What one micro-batch adds to the step's sums.
-
-    `numbers` are the loss's stats, `samples` those that `batch.owner` points into. With `mismatch`
-    the gap between the trainer's and the sampler's log-probs counts.
-    """
-    live = live_tokens(batch, range(len(samples)))
-    count = int(live.sum())
-    sums = {
-        "loss": float(numbers["loss"]),
-        "tokens": len(live),
-        "live": count,
-        "clipped": float(numbers["clip_share"]) * count,
-        "kl": float(numbers["kl"]) * count,
-        "drift": gap_sum(batch, numbers, live) if mismatch else 0.0,
-        "drifted": count if mismatch else 0,
-    }
-    for role in roles:
-        owned = live_tokens(batch, [i for i, sample in enumerate(samples) if sample.role == role])
-        sums[f"{role}_entropy"] = float(numbers["entropy"][owned].sum())
-        sums[f"{role}_live"] = int(owned.sum())
-    return sums
+    right = reduced(Counter(t.question.source for t in trajectories if t.reward))
+    return {kind: [right[kind], asked[kind]] for kind in sorted(asked)}
 
 
 def live_tokens(batch: MicroBatch, owners: Iterable[int]) -> torch.Tensor:
@@ -178,30 +140,39 @@ def live_tokens(batch: MicroBatch, owners: Iterable[int]) -> torch.Tensor:
     return owned & (batch.weight != 0)
 
 
-def gap_sum(batch: MicroBatch, numbers: dict, live: torch.Tensor) -> float:
-    """k3 estimate of the KL between sampler and trainer, summed over the live tokens."""
-    gap = (numbers["logprob"] - batch.behaviour_logprob)[live]
-    return float((torch.expm1(gap) - gap).sum())
+def update_metrics(
+    scored: list[tuple[MicroBatch, dict, list[Sample]]], roles: Iterable[str]
+) -> dict:
+    """The step's line in metrics.jsonl, as far as the update tells.
 
-
-def update_metrics(sums: dict[str, float], roles: Iterable[str]) -> dict:
-    """The step's line in metrics.jsonl, as far as the update tells, from this rank's sums.
-
+    `scored`: this rank's micro-batches with the loss's stats, and the samples that they point into.
     A role's entropy is that of the distributions that its live tokens were drawn from; None if it
     had none.
     """
-    totals = reduced(dict(sums))
+    sums = Counter()
+    for batch, numbers, samples in scored:
+        live = int(live_tokens(batch, range(len(samples))).sum())
+        sums["loss"] += float(numbers["loss"])
+        sums["tokens"] += len(batch.weight)
+        sums["live"] += live
+        sums["clipped"] += float(numbers["clip_share"]) * live
+        sums["kl"] += float(numbers["kl"]) * live
+        for role in roles:
+            owners = [i for i, sample in enumerate(samples) if sample.role == role]
+            owned = live_tokens(batch, owners)
+            sums[f"{role}_entropy"] += float(numbers["entropy"][owned].sum())
+            sums[f"{role}_live"] += int(owned.sum())
+    sums = reduced(sums)
     metrics = {
-        "loss": totals["loss"],
-        "clip_share": ratio(totals["clipped"], totals["live"]),
-        "kl": ratio(totals["kl"], totals["live"]),
-        "mismatch_kl": ratio(totals["drift"], totals["drifted"]),
-        "trained_tokens": int(totals["tokens"]),
-        "masked_share": ratio(totals["tokens"] - totals["live"], totals["tokens"]),
+        "loss": sums["loss"],
+        "clip_share": ratio(sums["clipped"], sums["live"]),
+        "kl": ratio(sums["kl"], sums["live"]),
+        "trained_tokens": sums["tokens"],
+        "masked_share": ratio(sums["tokens"] - sums["live"], sums["tokens"]),
     }
     for role in roles:
-        live = totals[f"{role}_live"]
-        metrics[f"{role}_entropy"] = totals[f"{role}_entropy"] / live if live else None
+        live = sums[f"{role}_live"]
+        metrics[f"{role}_entropy"] = sums[f"{role}_entropy"] / live if live else None
     return metrics
 
 
@@ -235,10 +206,9 @@ def with_interval(part: float, low: float, high: float) -> str:
 def sign_test(gained: int, lost: int) -> float:
     """The two-sided p-value of McNemar's exact test, for two models on the same questions.
 
-    gained: questions that only the second model has right; lost: those that only the first has
-    right. If the models were equally good, a question that only one has right would be either's
-    with probability 1/2. p is then the probability of a split at least as uneven; an even split has
-    p = 1.
+    gained: questions that only the second model has right; lost: only the first. Were they equally
+    good, each such question would be either's with probability 1/2; p is then the probability of a
+    split at least as uneven.
     """
     changed = gained + lost
     as_uneven = sum(math.comb(changed, rarer) for rarer in range(min(gained, lost) + 1))

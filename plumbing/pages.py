@@ -12,7 +12,6 @@ Tests: pytest tests/test_view.py
 """
 
 import unicodedata
-from collections import Counter
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -33,7 +32,7 @@ def of_run(run: Path, *, steps: list[int] | None = None, questions: int = 3) -> 
     The default are the first, the middle and the last step recorded. UserError when there is
     nothing to show.
     """
-    title = f"Trajectories of run {shorten(run.resolve().name, 60)}"
+    title = f"Trajectories of run {cut(run.resolve().name, 60)}"
     return write(run / "trajectories.html", title, choose(run, steps, questions), roles_of(run))
 
 
@@ -42,33 +41,26 @@ def roles_of(run: Path) -> dict[str, str]:
     return read_json(run / "method.json")["roles"]
 
 
-def write(path: Path, title: str, sections: list[tuple[str, list]], roles: dict[str, str]) -> Path:
-    """Writes the page of some (heading, groups of records): as many groups as keep it small."""
+def write(path: Path, title: str, groups: list[list[dict]], roles: dict[str, str]) -> Path:
+    """Writes the page of some groups of records: as many as keep it small, and at least one."""
     drawn = []
-    room = MAX_BYTES
-    left = 0
-    for heading, groups in sections:
-        parts = []
-        for records in groups:
-            part = TEMPLATE.group(records, roles, room == MAX_BYTES)
-            size = len(part.encode())
-            if room < MAX_BYTES and size > room:
-                left += 1
-                continue
-            room -= size
-            parts.append(part)
-        drawn.append((heading, parts))
+    size = 0
+    for records in groups:
+        part = TEMPLATE.group(records, roles, not drawn)
+        if not drawn or size + len(part.encode()) < MAX_BYTES:
+            drawn.append(part)
+            size += len(part.encode())
+    left = len(groups) - len(drawn)
     return write_whole(path, TEMPLATE.page(title, roles, drawn, left).strip().encode())
 
 
 # -------------------------------------------------------------------------- which records
 
 
-def choose(run: Path, steps: list[int] | None, questions: int) -> list[tuple[str, list]]:
-    """(heading, groups of records) of each step: by default the first, the middle and the last.
+def choose(run: Path, steps: list[int] | None, questions: int) -> list[list[dict]]:
+    """The attempts at some questions of each step: by default of the first, middle and last.
 
-    In a step, training stands before held-out questions, then mixed rewards, then the most
-    samples of the inner roles.
+    In a step, training stands before held-out questions, then mixed rewards.
     """
     files = rollout_files(run)
     known = list(files)
@@ -77,55 +69,29 @@ def choose(run: Path, steps: list[int] | None, questions: int) -> list[tuple[str
 
     def dullness(records: list[dict]) -> tuple:
         graded = {record["reward"] for record in records} - {None}
-        samples = sum(len(chunks_of(record)) for record in records)
-        return records[0]["split"] != "train", len(graded) < 2, -samples
+        return records[0]["split"] != "train", len(graded) < 2
 
     chosen = []
     for step in dict.fromkeys(steps or ()):
         if step not in files:
             raise UserError(f"{run} recorded no step {step}, but {known}")
-        groups = sorted(group_records(read_lines(files[step])), key=dullness)[:questions]
-        if groups:
-            held_out = groups[0][0]["split"] == "eval"
-            heading = f"Step {step}, held-out questions" if held_out else f"Step {step}"
-            chosen.append((heading, groups))
+        groups: dict[tuple, list[dict]] = {}
+        for record in read_lines(files[step]):
+            groups.setdefault((record["split"], record["question_id"]), []).append(record)
+        chosen += sorted(groups.values(), key=dullness)[:questions]
     if not chosen:
         raise UserError(f"{run}/rollouts holds no trajectory: name a run that has trained a step")
     return chosen
 
 
-def group_records(records: list[dict]) -> list[list[dict]]:
-    """The attempts at each question."""
-    groups: dict = {}
-    for record in records:
-        groups.setdefault((record["split"], record["question_id"]), []).append(record)
-    return list(groups.values())
-
-
-def chunks_of(record: dict) -> list[dict]:
-    """All contexts below a trajectory, such as System 1's."""
-    found = []
-    for turn in record.get("turns", ()):
-        for chunk in turn["chunks"]:
-            found += [chunk, *chunks_of(chunk)]
-    return found
-
-
 def ordered(records: list[dict]) -> tuple[list[dict], list[dict]]:
-    """(the best attempt and the worst, the others)
+    """(the best attempt and the worst, the others); ungraded ones come last."""
 
-    Of equal rewards the attempt with the most samples in training; ungraded ones come last.
-    """
+    def loss(record: dict) -> float:
+        return 1.0 if record["reward"] is None else -record["reward"]
 
-    def rank(record: dict) -> tuple:
-        reward = -1.0 if record["reward"] is None else record["reward"]
-        return -reward, -sum(chunk["drawn"] for chunk in chunks_of(record))
-
-    best, *others = sorted(records, key=rank)
-    if not others:
-        return [best], []
-    worst = next(record for record in others if record["reward"] == others[-1]["reward"])
-    return [best, worst], [r for r in records if r is not best and r is not worst]
+    best, *others = sorted(records, key=loss)
+    return [best, *others[-1:]], others[:-1]
 
 
 # ---------------------------------------------------------------------- foreign text
@@ -147,15 +113,7 @@ def plain(text) -> str:
 def cut(text, limit: int) -> str:
     """At most `limit` characters of a text, and a note where some are missing."""
     text = "" if text is None else str(text)
-    left = len(text) - limit
-    if left <= 0:
-        return text
-    return text[:limit] + ("…" if limit <= 60 else f" …[{left:,} more characters cut]")
-
-
-def shorten(text, limit: int) -> str:
-    """Plain text of at most about `limit` characters."""
-    return plain(cut(text, limit))
+    return text if len(text) <= limit else f"{text[:limit]} …[cut]"
 
 
 def put_out(value):
@@ -195,11 +153,6 @@ def role_name(context: dict, roles: dict[str, str]) -> str:
     return cut(roles.get(role, role), 40)
 
 
-def names_of(contexts: list[dict], roles: dict[str, str]) -> str:
-    """The roles of some contexts, each once."""
-    return ", ".join(dict.fromkeys(role_name(context, roles) for context in contexts))
-
-
 def parts_of(context: dict) -> list[dict]:
     """A context's texts in order; one that was sampled has its turn, and all the turns so far."""
     turns = context["turns"]
@@ -224,32 +177,14 @@ def blocks(chunk: dict, documents: list[dict]) -> list[tuple[int, float]]:
     return [(i + 1, 100 * n / whole) for i, n in zip(chunk["documents"], lengths)]
 
 
-def attempt_facts(record: dict) -> str:
+def facts(record: dict) -> str:
     """One line about a trajectory."""
-    calls = Counter(cut(t["call"]["tool"], 20) for t in record["turns"] if t["call"])
-    used = " + ".join(f"{tool} ×{n}" for tool, n in calls.items())
-    facts = [count(len(record["turns"]), "turn"), used or "no tool"]
+    said = [count(len(record["turns"]), "turn")]
     if record["ended"] != "answer":
-        facts.append(f"ended: {cut(record['ended'], 120)}")
+        said.append(f"ended: {cut(record['ended'], 120)}")
     if not record["trained"]:
-        facts.append("not trained on")
-    return " · ".join(facts)
-
-
-def group_facts(records: list[dict], roles: dict[str, str]) -> str:
-    """One line about a group: mean reward, samples of the inner roles, the draw."""
-    facts = []
-    graded = [record["reward"] for record in records if record["reward"] is not None]
-    if graded:
-        facts.append(f"mean reward {sum(graded) / len(graded):.2f}")
-    chunks = [chunk for record in records for chunk in chunks_of(record)]
-    samples = Counter(role_name(chunk, roles) for chunk in chunks)
-    facts += [count(n, f"{name} sample") for name, n in samples.items()]
-    if chunks and any(record["trained"] for record in records):
-        facts.append(f"{sum(chunk['drawn'] for chunk in chunks)} drawn for training")
-    if len(graded) > 1 and len(set(graded)) == 1:
-        facts.append("all alike, nothing to learn")
-    return " · ".join(facts)
+        said.append("not trained on")
+    return " · ".join(said)
 
 
 def load_template():
@@ -263,8 +198,7 @@ def load_template():
         lstrip_blocks=True,
     )
     made.filters |= {"cut": cut, "number": lambda n: f"{n:,}"}
-    asked = (count, push, mark, role_name, names_of, parts_of, blocks, ordered)
-    asked += (attempt_facts, group_facts)
+    asked = (count, push, mark, role_name, parts_of, blocks, ordered, facts)
     made.globals |= {function.__name__: function for function in asked} | LIMITS
     made.globals["SIGNS"] = SIGNS
     return made.get_template("pages.html").module

@@ -22,14 +22,15 @@ import trainer
 from config import Config, UserError
 from driver import Driver
 from plumbing import folders, models
-from plumbing.outside import Additions, Machine, Questions, environment, join, searches_toy
+from plumbing.outside import Machine, Questions, environment, join
 from processes import from_first_rank, on_first_rank
-from rollout import Env, Method, Trajectory, ignore
+from rollout import Env, Method, Trajectory
 from sampler import Sampler, vllm
 from tasks.chat import ChatFormat
 from tasks.format import Format
 from tasks.questions import Question
 from tools import Tool
+from toy.language import ToyFormat
 
 # -------------------------------------------------------------------------------------- the run
 
@@ -44,7 +45,6 @@ class Run(Machine):
     # What comes from outside, as `environment` finds it.
     start: Path | str  # the model that it begins with
     memory: str  # the plan, in one line
-    servers: list[vllm.Server]  # those that sample, if any
     grade: Callable[[Question, str], float]
     tools: list[Tool]
     eval_tools: list[Tool]  # the toy's held-out world has a corpus of its own
@@ -66,17 +66,12 @@ class Run(Machine):
     lock: IO | None = None  # keeps other processes out of the folder, to the end
 
     def rollouts(
-        self,
-        batch: list[tuple[int, Question]],
-        attempts: int,
-        *,
-        step: int | str,
-        tools: list[Tool],
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        on_event: Callable[[str, str], None] = ignore,
+        self, batch: list[tuple[int, Question]], attempts: int, tools: list[Tool], **options
     ) -> list[Trajectory]:
-        """`attempts` trajectories for each (index, question), all in one running batch."""
+        """`attempts` trajectories for each (index, question), all in one running batch.
+
+        `options` are those of Env: the step, the temperature, …
+        """
         env = Env(
             driver=self.driver,
             samplers=self.samplers,
@@ -84,19 +79,15 @@ class Run(Machine):
             tools={tool.name: tool.call for tool in tools},
             grade=self.grade,
             config=self.config,
-            step=step,
-            temperature=temperature,
-            top_p=top_p,
-            on_event=on_event,
+            **options,
         )
         episodes = [
             env.play(self.method, question, index, attempt)
             for index, question in batch
             for attempt in range(attempts)
         ]
-        quiet = self.rank > 0 or on_event is not ignore or not sys.stderr.isatty()
-        words = {"desc": f"rollouts {step}", "unit": "trajectory"}
-        with tqdm(total=len(episodes), leave=False, disable=quiet, **words) as bar:
+        quiet = self.rank > 0 or "on_event" in options or not sys.stderr.isatty()
+        with tqdm(desc="rollouts", total=len(episodes), leave=False, disable=quiet) as bar:
             return self.driver.run(episodes, lambda done: bar.update(done - bar.n))
 
 
@@ -106,16 +97,16 @@ def build(
     *,
     training: bool,
     frozen: Path | None = None,
+    language: Callable[[object, list[str]], Format] = ToyFormat,
     **additions,
 ) -> Run:
     """A Run; with `training` also its folder, policy, optimizer and reference (for a KL term).
 
     The folder is made when all else is there; without --name it is called after the model.
-    `frozen`: the model that plays frozen roles in an evaluation. `additions` are the fields of
-    Additions. UserError lists everything that is missing.
+    `frozen`: the model that plays frozen roles in an evaluation. `language`: how the roles speak,
+    by a toy's tokenizer and the tools' names. `additions` are those of `environment`.
     """
     machine = join(config)
-    more = Additions(**additions)
     folder = Path(config.runs) / config.name
     lock = state = None
     if config.resume:
@@ -126,12 +117,12 @@ def build(
     elif training:
         on_first_rank(lambda: folders.refuse_run(Path(config.runs), config.name))
     # A resumed run starts from its frozen/, if it has one: --model may be gone by now.
-    outside = environment(
-        config, machine, training=training, additions=more, start=frozen if training else None
-    )
+    begin = frozen if training else None
+    outside = environment(config, machine, training=training, start=begin, **additions)
     start = outside["start"]
+    servers = outside.pop("servers")
     tokenizer = models.load_tokenizer(start)
-    chat = make_format(method, config, tokenizer, outside["tools"], more.language)
+    chat = make_format(method, config, tokenizer, outside["tools"], language)
     for question in first_questions(config, outside["question"]) + outside["eval_questions"]:
         method.fits(config, chat, question)
 
@@ -146,7 +137,7 @@ def build(
         device = machine.device if config.kl_beta else "cpu"
         first = trainer.load_model(frozen or start, device, dtype=machine.dtype)
     if config.server:
-        sampler = make_remote(config, outside["servers"], origin, model, machine)
+        sampler = make_remote(config, servers, origin, model, machine)
     else:
         sampler = make_sampler(config, model, machine)
     samplers = dict.fromkeys(method.roles, sampler)
@@ -170,7 +161,13 @@ def build(
         samplers=samplers,
         lock=lock,
     )
-    introduce(run)
+    if run.rank == 0:
+        print(
+            f"model {start} on {run.device}, {run.ranks} process(es), sampler: {sampler.path}; "
+            f"tools: {', '.join(tool.name for tool in run.tools)}; reward: {config.grader}\n"
+            f"{run.memory}",
+            flush=True,
+        )
     if training:
         make_trainer(run, model, first, state)
     return run
@@ -209,20 +206,6 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
         trainer.load_optimizer(state[1], run.policy, run.optimizer)
 
 
-def introduce(run: Run) -> None:
-    """Two lines about what is about to run."""
-    if run.rank:
-        return
-    config = run.config
-    where = "the toy's world" if searches_toy(config) else f"{config.search} {config.docs}".strip()
-    tools = ", ".join(tool.name for tool in run.tools)
-    print(
-        f"model {run.start} on {run.device}, {run.ranks} process(es), sampler: {run.sampler.path}; "
-        f"search: {where}; tools: {tools}; reward: {config.grader}\n{run.memory}",
-        flush=True,
-    )
-
-
 # ---------------------------------------------------------------------------------- its folder
 
 
@@ -231,7 +214,8 @@ def new_folder(config: Config, base: str) -> IO:
     numbered = (f"{base}-{number}" for number in itertools.count(2))
     names = [config.name] if config.name else itertools.chain([base], numbered)
     for name in names:
-        lock = folders.claim(Path(config.runs) / name)
+        folder = Path(config.runs) / name
+        lock = folders.make(folder) and folders.lock(folder)
         if lock:
             config.name = name
             return lock
@@ -246,12 +230,11 @@ def go_on(config: Config, method: str) -> IO:
     lock = folders.lock(folder)
     if lock is None:
         raise UserError(f"another process works on {folder}; wait until it has ended")
-    # An option that the older version did not have counts as its default.
-    saved = vars(type(config)()) | folders.read_json(folder / "config.json")
+    saved = folders.read_json(folder / "config.json")
     changed = [
         f"{name} ({saved[name]} -> {value})"
         for name, value in vars(config).items()
-        if name not in config.may_change and saved[name] != value
+        if name not in config.may_change and saved.get(name, value) != value
     ]
     if changed:
         raise UserError(
@@ -264,15 +247,9 @@ def go_on(config: Config, method: str) -> IO:
     state = trainer.newest(folder)
     # `checkpoint` is linked with the first saved state and never removed.
     if state is None and os.path.lexists(folder / "checkpoint"):
-        raise UserError(
-            f"{folder} holds results but no whole state to go on from; start a new run with "
-            "another --name"
-        )
+        raise UserError(f"{folder} holds no whole state to go on from; choose another --name")
     if state and state[0] > config.steps:
-        raise UserError(
-            f"the run at {folder} has done {state[0]} steps already; "
-            f"give --steps {state[0]} or more"
-        )
+        raise UserError(f"the run at {folder} has done {state[0]} steps: give at least as many")
     return lock
 
 

@@ -334,8 +334,7 @@ def complete(command: str, given: dict) -> dict:
     folders.refuse_run(Path(config.runs), config.name)
     given = world_files(config) | given
     config = settings(given)
-    additions = outside.Additions()
-    outside.environment(config, outside.place(config), training=True, additions=additions)
+    outside.environment(config, outside.place(config), training=True)
     return given | {"model": str(warm_model(config))}
 
 

@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+import processes
 from config import UserError
 from plumbing import folders
 from plumbing.folders import made_once
@@ -91,20 +92,14 @@ def test_of_two_processes_one_makes_it_and_the_other_waits(tmp_path):
 
 
 def test_of_many_that_claim_a_folder_one_gets_it(tmp_path):
-    """It has the lock at once, so that nobody goes on with it meanwhile."""
-    got = []
-    claims = [
-        threading.Thread(target=lambda: got.append(folders.claim(tmp_path / "runs" / "x")))
-        for _ in range(8)
-    ]
-    for thread in claims:
-        thread.start()
-    for thread in claims:
-        thread.join()
+    """And nobody goes on with it meanwhile."""
+    folder = tmp_path / "runs" / "x"
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda _: folders.make(folder) and folders.lock(folder), range(8)))
     (held,) = [lock for lock in got if lock]
-    assert folders.lock(tmp_path / "runs" / "x") is None
+    assert folders.lock(folder) is None
     held.close()
-    assert folders.lock(tmp_path / "runs" / "x")
+    assert folders.lock(folder)
 
 
 @pytest.mark.parametrize(
@@ -126,12 +121,19 @@ def test_a_folder_that_cannot_be_had_is_one_sentence(tmp_path):
         folders.refuse_run(tmp_path / "file", "")
     for name in ("file/toy", "x" * 5000):
         with pytest.raises(UserError, match="cannot make"):
-            folders.claim(tmp_path / name)
+            folders.make(tmp_path / name)
         with pytest.raises(UserError, match="cannot write"):
             made_once(tmp_path / name, fill)
-    assert folders.claim(tmp_path / "file") is None
+    assert not folders.make(tmp_path / "file")
     folders.refuse_run(tmp_path / "deep", "free")
     assert names(tmp_path) == {"file"}
+
+
+def test_all_ranks_hear_what_the_first_one_met(monkeypatch):
+    monkeypatch.setattr(processes, "is_first", lambda: False)
+    monkeypatch.setattr(processes, "from_first_rank", lambda problem: problem or "no room")
+    with pytest.raises(UserError, match="no room"):
+        processes.on_first_rank(lambda: pytest.fail("another rank called it"))
 
 
 # -------------------------------------------------------------------------------------------- files

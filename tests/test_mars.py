@@ -99,12 +99,12 @@ def test_a_run_leaves_what_it_promises(trained):
     assert model.generate(tokens["input_ids"], max_new_tokens=3).shape[1] > 3
     assert all((folder / f"{name}.png").stat().st_size for name in ("curves", "diagnostics"))
     said = (folder / "report.md").read_text()
-    cells = [line.strip("| ").split(" | ", 1) for line in said.splitlines()]
-    rows = dict(cell for cell in cells if len(cell) == 2)
-    assert {"command", "commit", "machine", "seconds", "tokens", "peak memory"} <= rows.keys()
+    rows = dict(line[2:].split(": ", 1) for line in said.splitlines() if line.startswith("- "))
+    facts = ["command", "commit", "machine", "versions", "seconds", "tokens", "peak memory"]
+    assert [*rows][:7] == facts
     first, last = lines[0], lines[-1]
     for draw, key in (("temperature 1", "eval_accuracy"), ("greedy", "eval_greedy")):
-        before, after = rows[draw].split(" | ")
+        before, after = rows[draw].split(" before, ")
         assert before.startswith(f"{first[key]:.1%} (") and after.startswith(f"{last[key]:.1%} (")
     kinds = last["eval_greedy_by_kind"]
     assert sum(asked for _, asked in kinds.values()) == 6
@@ -163,16 +163,6 @@ def test_a_run_without_a_name_takes_the_first_that_is_free(base, tmp_path):
         assert start.new_folder(config, "toy") and config.name == expected
 
 
-def test_ctrl_c_ends_a_run_with_advice(base, tmp_path, monkeypatch, capsys):
-    def interrupted(run, step):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "train_step", interrupted)
-    line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
-    assert run(*line, "--eval_questions", 1) == 130
-    assert "--resume" in capsys.readouterr().err
-
-
 def test_an_output_that_takes_no_more_ends_a_run_in_a_sentence(base, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
     line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
@@ -182,24 +172,36 @@ def test_an_output_that_takes_no_more_ends_a_run_in_a_sentence(base, tmp_path, m
     assert said.count("\n") == 1 and "cannot be written" in said
 
 
-def too_large(run, step) -> None:
+def too_large(run, step):
     """What PyTorch raises on a CPU, from PyTorch itself."""
     torch.empty(2**60, dtype=torch.uint8)
 
 
-def too_large_for_a_gpu(run, step) -> None:
+def too_large_for_a_gpu(run, step):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
-@pytest.mark.parametrize("fault", [too_large, too_large_for_a_gpu])
-def test_out_of_memory_within_a_step_names_what_to_lower(
-    base, tmp_path, monkeypatch, capsys, fault
+def interrupted(run, step):
+    raise KeyboardInterrupt
+
+
+LOWER = ["out of memory", "--micro_tokens", "--kv_tokens", "--resume"]
+FAULTS = [
+    (too_large, 2, LOWER),
+    (too_large_for_a_gpu, 2, LOWER),
+    (interrupted, 130, ["interrupted", "--resume"]),
+]
+
+
+@pytest.mark.parametrize("fault, code, words", FAULTS)
+def test_what_ends_a_step_is_one_sentence_with_advice(
+    base, tmp_path, monkeypatch, capsys, fault, code, words
 ):
     monkeypatch.setattr(train, "train_step", fault)
-    assert run("--model", base, "--runs", tmp_path, "--name", "x", *SMALL) == 2
+    line = ["--model", base, "--runs", tmp_path, "--name", "x", *SMALL, "--eval_questions", 1]
+    assert run(*line) == code
     said = capsys.readouterr().err
-    assert said.startswith("mars: out of memory") and said.count("\n") == 1
-    assert said.index("--micro_tokens") < said.index("--kv_tokens") < said.index("--resume")
+    assert said.count("\n") == 1 and sorted(words, key=said.index) == words
 
 
 # --------------------------------------------------------------------------------------------- arms
@@ -386,20 +388,15 @@ def test_ones_own_questions_and_documents(base, tmp_path, monkeypatch, capsys):
     assert "those held out" in capsys.readouterr().err
 
 
-def save_chat_model(folder, words) -> None:
-    """A random model and its tokenizer."""
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(words)}
-    config = Qwen3Config(**shape, max_position_embeddings=8192)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    words.save_pretrained(folder)
-
-
 def test_a_chat_model_trains_answers_and_is_evaluated(tmp_path, monkeypatch, capsys):
     """Random weights: every step is malformed, and nothing breaks."""
     monkeypatch.chdir(tmp_path)
-    save_chat_model("chat", tokenizer(QWEN3))
+    words = tokenizer(QWEN3)
+    words.save_pretrained("chat")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(words)}
+    config = Qwen3Config(**shape, max_position_embeddings=8192)
+    Qwen3ForCausalLM(config).save_pretrained("chat")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.md").write_text("Ada Baker was born in 1968.")
     lines = [json.dumps({"question": f"Who is {i}?", "answer": "Ada"}) for i in range(12)]
@@ -416,17 +413,9 @@ def test_a_chat_model_trains_answers_and_is_evaluated(tmp_path, monkeypatch, cap
     assert run("ask", "chat", "Who is Ada Baker?", "--preset", "chat", method=method) == 0
     assert run("ask", "chat", "Who is Ada Baker?", method=method) == 2
     assert "nothing to search" in capsys.readouterr().err
-
-
-def test_a_model_without_a_chat_template_is_refused(tmp_path, capsys):
-    """It does not speak the toy's language either."""
-    words = tokenizer(QWEN3)
-    words.chat_template = None
-    save_chat_model(tmp_path / "model", words)
-    out = tmp_path / "out"
-    asked = ["--data", "toy", "--eval_questions", 2, "--runs", out]
-    assert run("eval", tmp_path / "model", *asked) == 2
-    assert "chat template" in capsys.readouterr().err and not out.exists()
+    Path("chat/chat_template.jinja").unlink()  # and it does not speak the toy's language either
+    assert run("eval", "chat", *own, "--runs", "out", method=method) == 2
+    assert "chat template" in capsys.readouterr().err and not Path("out").exists()
 
 
 # ------------------------------------------------------------------------- what ends a run early

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 import mars
 import train
+from config import UserError
 from plumbing import metrics, start
-from plumbing.metrics import batch_sums, sign_test, update_metrics, wilson_interval
+from plumbing.logbook import stop_if_mismatched
+from plumbing.metrics import sign_test, update_metrics, wilson_interval
 from rollout import Sample, Trajectory
 from sampler import Sampler
 from tasks.questions import Question
@@ -50,8 +52,10 @@ def measured(live: list[bool], values: torch.Tensor, owner: torch.Tensor) -> dic
     count = int((weight != 0).sum())
     numbers = {"loss": 0.5, "logprob": scored[0], "entropy": scored[1]}
     numbers |= {"clip_share": 0.25 if count else 0.0, "kl": 0.1 if count else 0.0}
-    samples = [SimpleNamespace(role=role) for role in ROLES]
-    return update_metrics(batch_sums(batch, numbers, samples, ROLES, mismatch=True), ROLES)
+    samples = [Sample(role, 0, 0) for role in ROLES]
+    run = SimpleNamespace(config=mars.MarsConfig(max_mismatch_kl=9.0), bf16=False)
+    mismatch = {"mismatch_kl": stop_if_mismatched(run, [batch], [numbers], samples)}
+    return update_metrics([(batch, numbers, samples)], ROLES) | mismatch
 
 
 @settings(max_examples=50)
@@ -66,6 +70,14 @@ def test_with_any_mask_the_metrics_are_those_of_the_live_tokens(live, seed):
     assert told["masked_share"] == 1 - sum(live) / 8 and told["trained_tokens"] == 8
     for key in alone.keys() - {"masked_share", "trained_tokens"}:
         assert told[key] == pytest.approx(alone[key]), key
+    gap = (values[0] - values[2])[kept]
+    if len(gap):
+        assert told["mismatch_kl"] == pytest.approx(float((gap.exp() - 1 - gap).mean()), abs=1e-6)
+
+
+def test_log_probs_that_are_nan_are_a_mismatch():
+    with pytest.raises(UserError, match="mismatch_kl nan"):
+        measured([True] * 8, torch.full((3, 8), math.nan), torch.zeros(8, dtype=torch.long))
 
 
 def test_masked_tokens_are_no_mismatch(base, tmp_path):

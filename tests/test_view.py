@@ -39,50 +39,28 @@ def fake_turn(text: str, **known) -> dict:
     return turn | {"documents": [], "seconds_tool": 0.0, "chunks": []} | known
 
 
-def fake_search(argument: str, fact: str, lengths: list[int], advantage: float) -> dict:
-    """A search and its notes: documents 1 and 2 share a chunk, 0 and 3 (cut) have their own."""
-    documents = [
-        {"id": f"d{i}", "title": f"{argument} {i}", "url": "toy://x", "tokens": n, "text": fact}
-        for i, n in enumerate(lengths)
-    ]
-    chunks = [
-        {
-            "role": "sys1",
-            "documents": members,
-            "tokens": min(64, sum(lengths[i] for i in members)),
-            "capacity": 64,
-            "truncated": lengths[members[0]] > 64,
-            "prompt": fact,
-            "note": f"{fact} <eot>" if 0 in members else "none . <eot>",
-            "advantage": advantage,
-            "drawn": 1,
-        }
-        for members in [[1, 2], [0], [3]][: len(lengths) - 1]
-    ]
-    call = {"tool": "search", "argument": argument, "purpose": "the employer"}
-    return fake_turn(
-        f"<call> search {argument} <eot>", documents=documents, call=call, chunks=chunks
-    )
-
-
 def fake_record(trajectory: int, reward: float | None, *, step=1, **known) -> dict:
-    """A trajectory of three turns; a wrong one stumbles over a failing tool before it guesses."""
+    """Documents 1 and 2 share a chunk, 0 is cut; a wrong attempt then has a failing tool."""
     advantage = 0.0 if reward is None else (reward - 0.375) / 0.484
-    turns = [fake_search("ada baker", "ada baker joined acro corp .", [31, 38, 20], advantage)]
+    fact = "ada baker joined acro corp ."
+    documents = [
+        {"id": f"d{i}", "title": f"ada baker {i}", "url": "toy://x", "tokens": n, "text": fact}
+        for i, n in enumerate([180, 38, 20])
+    ]
+    chunk = {"role": "sys1", "capacity": 64, "prompt": fact, "advantage": advantage, "drawn": 1}
+    both = {"documents": [1, 2], "tokens": 58, "truncated": False, "note": "none . <eot>"}
+    alone = {"documents": [0], "tokens": 64, "truncated": True, "note": f"{fact} <eot>"}
+    call = {"tool": "search", "argument": "ada baker", "purpose": "the employer"}
+    found = {"call": call, "documents": documents, "chunks": [chunk | both, chunk | alone]}
+    turns = [fake_turn("<call> search ada baker <eot>", **found)]
     if reward == 0:
-        call = {"tool": "scholar", "argument": "acro corp", "purpose": "its base"}
         error = "tool failed: scholar answered 503 three times"
         turns.append(fake_turn("<call> scholar <eot>", call=call, error=error))
-    else:
-        fact = "acro corp sits in oslo ."
-        turns.append(fake_search("acro corp", fact, [29, 33, 25, 180], advantage))
-    answer = "turin" if reward == 0 else "oslo"
-    turns.append(fake_turn(f"<answer> {answer} <eot>", answer=answer))
+    turns.append(fake_turn("<answer> oslo <eot>", answer="oslo"))
     question = "in which city does the employer of ada baker have its base ?"
-    segments = [{"text": question + " <eot>", "trained": False}]
+    segments = [{"text": question, "trained": False}]
     for turn in turns:
-        segments.append({"text": turn["text"], "trained": True})
-        segments.append({"text": (turn["error"] or "notes") + " <eot>", "trained": False})
+        segments += [{"text": turn["text"], "trained": True}, {"text": "notes", "trained": False}]
     record = {
         "step": step,
         "split": "train",
@@ -90,7 +68,7 @@ def fake_record(trajectory: int, reward: float | None, *, step=1, **known) -> di
         "question": question,
         "gold": ["oslo"],
         "trajectory": trajectory,
-        "answer": answer,
+        "answer": "oslo" if reward else "turin",
         "ended": "answer",
         "reward": reward,
         "advantage": advantage,
@@ -166,8 +144,7 @@ class Reader(html.parser.HTMLParser):
 
 
 def page_of(tmp_path, *records, roles=MARS) -> bytes:
-    groups = [("", [list(records)])]
-    return pages.write(tmp_path / "page.html", "A page", groups, roles).read_bytes()
+    return pages.write(tmp_path / "page.html", "A page", [list(records)], roles).read_bytes()
 
 
 def said_of(tmp_path, *records, roles=MARS) -> str:
@@ -207,7 +184,7 @@ def test_each_hostile_text_is_shown_escaped(tmp_path):
     for text in HOSTILE:
         spelt = "\x00\x1b\u202e\u202c\ud800\udfff\u200f"
         expected = "".join(f"⟦U+{ord(c):04X}⟧" if c in spelt else c for c in text)
-        assert "acro corp" + expected in said_of(tmp_path, poison(fake_record(0, 1.0), text))
+        assert "ada baker" + expected in said_of(tmp_path, poison(fake_record(0, 1.0), text))
 
 
 PACKED = '<i style="width:59.38%">2</i><i style="width:31.25%">3</i>'  # 38 and 20 of 64 tokens
@@ -245,21 +222,18 @@ def test_hidden_characters_are_spelt_out_and_letters_left_alone():
 
 def test_the_page_opens_on_the_question_that_teaches_most(tmp_path):
     said = Reader(pages.of_run(fake_run(tmp_path, steps=18)).read_bytes()).said()
-    marks = ["Step 1", "in which city", "where does bob stone", "Step 9", "Step 18"]
+    marks = ["in which city", "step 1 ·", "where does bob stone", "step 9 ·", "step 18 ·"]
     assert sorted(marks, key=said.index) == marks
     one = Reader(pages.of_run(tmp_path, steps=[9], questions=1).read_bytes()).said()
-    assert "Step 9" in one and "Step 18" not in one and "where does bob stone" not in one
+    assert "step 9 ·" in one and "step 18 ·" not in one and "where does bob stone" not in one
 
 
-def test_a_right_and_a_wrong_attempt_start_open(tmp_path):
-    """Of equals those that have notes in training come first."""
-    records = [fake_record(k, float(k > 1)) for k in range(4)]
-    for record in records:
-        for chunk in pages.chunks_of(record):
-            chunk["drawn"] = int(record["trajectory"] in (1, 3))
+def test_the_best_and_the_worst_attempt_start_open(tmp_path):
+    """One that nobody graded comes last."""
+    records = [fake_record(k, reward) for k, reward in enumerate([0.0, 1.0, None, 1.0])]
     content = page_of(tmp_path, *records).decode()
     heads = re.findall(r'<details class="card"( open)?><summary><b>#(\d)', content)
-    assert heads == [(" open", "3"), (" open", "1"), ("", "0"), ("", "2")]
+    assert heads == [(" open", "1"), (" open", "2"), ("", "3"), ("", "0")]
 
 
 def test_a_page_stays_small_and_asks_nothing_of_the_outside(tmp_path, monkeypatch):
@@ -267,43 +241,33 @@ def test_a_page_stays_small_and_asks_nothing_of_the_outside(tmp_path, monkeypatc
     assert len(content) < 1_000_000 and "default-src 'none'" in content
     assert not [word for word in ("url(", "@import", "http://", "https://") if word in content]
     long = poison(fake_record(0, 1.0), '<"&' * 3_000)
-    assert "more characters cut" in said_of(tmp_path, long)
-    monkeypatch.setattr(pages, "MAX_BYTES", 150_000)
+    assert "…[cut]" in said_of(tmp_path, long)
+    monkeypatch.setattr(pages, "MAX_BYTES", 60_000)
     content = pages.of_run(tmp_path).read_bytes()
-    assert len(content) < 170_000
+    assert len(content) < 80_000
     said = Reader(content).said()
     assert "in which city" in said and "left out, to keep this page small" in said
 
 
 # --------------------------------------------------------------------- other methods
 
-TEAM = {"planner": "Planner", "worker": "<b>Worker", "reader": "Reader"}
-
 
 def test_a_worker_of_several_turns_is_drawn_in_its_place(tmp_path):
     record = fake_record(0, 1.0)
     found = record["turns"][0]
     for chunk in found["chunks"]:
-        chunk |= {"role": "reader", "drawn": 1}
+        chunk["role"] = "reader"
     worker = {"role": "worker", "prompt": "find it", "note": "", "advantage": 0.9, "drawn": 1}
     worker["turns"] = [found, fake_turn("it is in oslo")]
     call = {"tool": "browse", "argument": "base of acro corp", "purpose": ""}
     record["turns"] = [fake_turn("browse", call=call, chunks=[worker]), fake_turn("oslo")]
     record["segments"] = []
-    said = said_of(tmp_path, record, roles=TEAM)
-    marks = [
-        "Planner · turn 1",
-        "goes on with <b>Worker",
-        "<b>Worker · context 1",
-        "<b>Worker · turn 1",
-        "packed into 2 chunks for Reader",
-        "Reader · chunk 1",
-        "<b>Worker · turn 2",
-        "Planner · turn 2",
-    ]
+    roles = {"planner": "Planner", "worker": "<b>Worker", "reader": "Reader"}
+    said = said_of(tmp_path, record, roles=roles)
+    marks = ["Planner · turn 1", "<b>Worker · context 1", "<b>Worker · turn 1"]
+    marks += ["packed into 2 chunks", "Reader · chunk 1", "<b>Worker · turn 2", "Planner · turn 2"]
     story = said[said.index("Planner · turn 1") :]
     assert sorted(marks, key=story.index) == marks
-    assert "1 <b>Worker sample · 2 Reader samples · 3 drawn for training" in said
 
 
 # ------------------------------------------------------------------------ the curves
@@ -311,13 +275,14 @@ def test_a_worker_of_several_turns_is_drawn_in_its_place(tmp_path):
 
 @pytest.fixture
 def panels(monkeypatch, draw):
-    """Title -> the values that a panel was given, seen through a wrapped draw_panel."""
+    """Title -> label -> the values of a line, seen through a wrapped draw_panel."""
     seen = {}
     real = curves.draw_panel
 
-    def watched(ax, panel, steps, values):
-        seen[panel.title] = values
-        real(ax, panel, steps, values)
+    def watched(ax, *given):
+        real(ax, *given)
+        lines = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
+        seen[ax.get_title(loc="left")] = lines
 
     monkeypatch.setattr(curves, "draw", draw)
     monkeypatch.setattr(curves, "draw_panel", watched)
@@ -331,26 +296,22 @@ def test_curves_draw_all_that_was_logged(tmp_path, panels):
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert len(panels) == 11 and all(panels.values())
     assert list(panels)[-2:] == ["Held-out accuracy", "Reward in training"]
+    assert panels["Held-out accuracy"] == {"temperature 1": [0.17] * 4, "greedy": [0.45] * 4}
+    assert list(panels["Entropy, nats per token"]) == ["System 2", "System 1"]
 
 
-def test_curves_make_do_with_partial_metrics(tmp_path, panels):
-    """Also with a line that a kill has cut."""
+def test_curves_make_do_with_partial_metrics_of_other_roles(tmp_path, panels):
+    """Also with a line that a kill has cut, and a name that looks like a formula."""
     fake_run(tmp_path)
-    rows = [{"step": 1, "reward": None}, {"step": 2, "reward": 0.3}]
+    rows = [{"step": 1, "reward": None, "sys1_entropy": 0.2}, {"step": 2, "reward": 0.3}]
+    rows[1] |= {"planner_entropy": 0.4}
     write_lines(tmp_path / "metrics.jsonl", rows, tail='{"step": 4, "rew')
+    roles = {"planner": "Plan $x$", "verifier": "Verifier"}
+    (tmp_path / "method.json").write_text(json.dumps({"name": "team", "roles": roles}))
     curves.of_run(tmp_path)
-    assert {title for title, values in panels.items() if values} == {"Reward in training"}
-    assert panels["Reward in training"]["reward"].tolist()[1:] == [0.3]
-
-
-def test_each_role_of_a_method_has_its_line(tmp_path, panels):
-    fake_run(tmp_path)
-    rows = [{"step": 1, "planner_entropy": 0.3, "verifier_entropy": 0.1, "sys1_entropy": 0.2}]
-    write_lines(tmp_path / "metrics.jsonl", rows)
-    method = {"name": "team", "roles": {"planner": "Plan $x$", "verifier": "Verifier"}}
-    (tmp_path / "method.json").write_text(json.dumps(method))
-    curves.of_run(tmp_path)
-    assert set(panels["Entropy, nats per token"]) == {"planner_entropy", "verifier_entropy"}
+    drawn = {title: list(lines.values()) for title, lines in panels.items() if lines}
+    assert drawn == {"Reward in training": [[0.3]], "Entropy, nats per token": [[0.4]]}
+    assert list(panels["Entropy, nats per token"]) == ["Plan $x$"]
 
 
 # ----------------------------------------------------------------------- the command
