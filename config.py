@@ -2,8 +2,7 @@
 
 Each option has its default for the toy and its reason on one line: the reason is its help, and the
 comments between the fields are the help's headings. A method adds its own options in a subclass
-(mars.MarsConfig). What is given on the command line wins over a preset, which wins over the
-defaults. An unknown or ill-typed option is one sentence and exit code 2.
+(mars.MarsConfig). An unknown or ill-typed option is one sentence and exit code 2.
 """
 
 import argparse
@@ -19,10 +18,7 @@ from typing import Literal, get_args, get_origin
 
 
 class UserError(Exception):
-    """Bad input, configuration or environment: one sentence that says what to do.
-
-    Commands print it and exit with 2.
-    """
+    """Bad input or environment: one sentence. Commands print it and exit with 2."""
 
 
 def no_option(default):
@@ -32,10 +28,7 @@ def no_option(default):
 
 @dataclass
 class Config:
-    """A field is an option of the same name, `--lr 3e-4`, `--fsdp`, `--no-fsdp`, or `no_option`.
-
-    A method's subclass adds `longest()`: how many tokens its longest sample has.
-    """
+    """A field is an option of the same name; a subclass adds `longest()`, its longest sample."""
 
     # the run
     preset: str = "toy"  # where the other defaults come from: toy, or one of the method's

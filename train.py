@@ -101,10 +101,8 @@ def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
         times[question.id] += 1
         if times[question.id] > 1:
             question = dataclasses.replace(question, id=f"{question.id}#{times[question.id]}")
-        batch.append(question)
-    first = count * run.rank // run.ranks
-    end = count * (run.rank + 1) // run.ranks
-    return list(enumerate(batch))[first:end]
+        batch.append((index, question))
+    return batch[count * run.rank // run.ranks : count * (run.rank + 1) // run.ranks]
 
 
 def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
@@ -120,9 +118,7 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
     parts = []
     for inner in range(config.inner_steps):
         part = {
-            term: [
-                sample for sample in samples if sample.question_index % config.inner_steps == inner
-            ]
+            term: [s for s in samples if s.question_index % config.inner_steps == inner]
             for term, samples in terms.items()
         }
         parts.append(prepare(run, part))
@@ -146,7 +142,7 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
             run.skipped = 0
         else:
             skipped += 1
-            skip(run, step, samples)
+            skip(run, step)
         for batch, numbers in zip(batches, stats):
             # Before the first optimizer step sampler and trainer hold the same weights, so that a
             # gap between their log-probs is numerical.
@@ -166,11 +162,11 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
     no gradient, so it is left out unless there is a KL term.
     """
     config = run.config
-    counts = dict.fromkeys(terms, 0)
-    for term, samples in terms.items():
-        for sample in samples:
-            size = sum(sample.mask) if config.loss_mean == "token" else 1
-            counts[term] += sample.copies * size
+    by_token = config.loss_mean == "token"
+    counts = {
+        term: sum(s.copies * (sum(s.mask) if by_token else 1) for s in samples)
+        for term, samples in terms.items()
+    }
     counts = reduced(counts)
     kept = []
     weights = []
@@ -180,13 +176,8 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         copies = [sample.copies for sample in samples]
         kept += samples
         weights += grpo.token_weights(masks, counts[term], copies=copies, mean=config.loss_mean)
-    batches = trainer.micro_batches(
-        kept,
-        weights,
-        config.micro_tokens,
-        run.device,
-        pack=trainer.unwrap(run.policy).packs,
-    )
+    pack = trainer.unwrap(run.policy).packs
+    batches = trainer.micro_batches(kept, weights, config.micro_tokens, run.device, pack=pack)
     # All ranks need equally many, at least one, because the collectives of `backward` pair up.
     number = torch.tensor(max(1, len(batches)), device=run.device)
     if run.ranks > 1:
@@ -207,15 +198,10 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
     return kept, batches, references
 
 
-def skip(run: Run, step: int, samples: list[Sample]) -> None:
+def skip(run: Run, step: int) -> None:
     """Counts and reports an update that is left out; the third in a row stops the run."""
     run.skipped += 1
-    names = ", ".join(f"{s.role} {s.question_index}.{s.attempt}" for s in samples if s.advantage)
-    print(
-        f"step {step}: loss or gradient is not finite, step skipped; samples (role "
-        f"question.attempt): {names}",
-        flush=True,
-    )
+    print(f"step {step}: loss or gradient is not finite, step skipped", flush=True)
     if run.skipped == 3:
         raise UserError(
             "three steps in a row without a finite gradient; the last state on disk is whole, and "
@@ -294,13 +280,6 @@ OUT_OF_MEMORY = (
 OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether PyTorch or Python could not get the memory; on a CPU PyTorch has no type for it."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return "can't allocate memory" in str(error)
-
-
 def main(
     method: Method,
     arguments: list[str],
@@ -316,23 +295,23 @@ def main(
     name. `additions` are those of `build`: tools, questions, a grader, a base model or a language
     of one's own.
     """
-    command = arguments[0] if arguments[:1] in (["eval"], ["ask"]) else "train"
     if isinstance(sys.stdout, io.TextIOWrapper):  # neither closed nor a notebook's
         # A terminal that lacks a letter is no reason to end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
+    code = 0
     try:
-        if command == "train":
-            given = complete(command, parse(parser(method.config, description), arguments))
+        if arguments[:1] in (["eval"], ["ask"]):
+            code = evaluation.main(method, arguments, complete, **additions)
+        else:
+            given = complete("train", parse(parser(method.config, description), arguments))
             config = resolve(method.config, given, presets=method.presets)
             train(build(method, config, training=True, **additions))
-            code = 0
-        else:
-            code = evaluation.main(method, arguments, complete, **additions)
     # FloatingPointError: the sampler met logits that are no numbers.
     except (UserError, FloatingPointError) as error:
         code = fail(error)
     except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
+        out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not (out_of_memory or "can't allocate memory" in str(error)):  # the latter on a CPU
             raise
         code = fail(OUT_OF_MEMORY)
     except OSError as error:

@@ -3,20 +3,17 @@
 An untaught model of 135M does not speak a call format: nearly every step is malformed, and every
 group of attempts earns 0. A few minutes of demonstrations give it the form.
 
-RL's own loss does the training. With advantage 1 and ratio 1 the gradient of grpo.grpo_loss is that
-of the negative log-likelihood, so packing, kernels and optimizer are RL's as well. Each role's loss
-is a mean over its tokens: a mean per sequence would let a short answer weigh as much as a long
-call, and the model would learn to answer at once.
+RL's own loss does the training: with advantage 1 and ratio 1 its gradient is that of the negative
+log-likelihood. Each role's loss is a mean over its tokens: a mean per sequence would let a short
+answer weigh as much as a long call, and the model would learn to answer at once.
 
     python warm_start.py --model smollm2 --data demonstrations.jsonl --out warm
     python mars.py --model warm …
 
 A line of the file is {"messages": [{"role": …, "content": …}, …]}; the assistant's messages are
-learned. A line with any other field, which a template may not read, is refused.
-
-Instead of a file, `play` makes demonstrations of any method, as recipes/atlas.py does: it runs the
-method's own episode, with given texts where a role would sample. So the contexts are those of RL to
-the last token.
+learned. Instead of a file, `play` makes demonstrations of any method, as recipes/atlas.py does: it
+runs the method's own episode, with given texts where a role would sample, so that the contexts are
+those of RL to the last token.
 
 Tests: pytest tests/test_warm_start.py
 """
@@ -39,12 +36,12 @@ import grpo
 import trainer
 from config import Config, UserError, fail, parse, parser, uses_bf16
 from plumbing import models
-from plumbing.folders import made_once
 from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
 from tasks.format import Format
 from tasks.questions import Question
 from tools import Tool
+from whole import made_once
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Batch = dict[str, list[Sample]]  # role -> its samples; one batch is one optimizer step
@@ -86,13 +83,12 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
     There have to be at least as many batches as steps.
     """
     start = models.find(options.model, options.cache)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
-    if not cuda:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
         torch.set_num_threads(min(options.threads, os.cpu_count() or 1))
     tokenizer = models.load_tokenizer(start)
     model = trainer.load_model(start, device)
-    policy = trainer.Policy(model, bf16=uses_bf16(options, cuda))
+    policy = trainer.Policy(model, bf16=uses_bf16(options, device.type == "cuda"))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
     for step, batch in zip(range(options.steps), batches(tokenizer)):
         for param_group in optimizer.param_groups:
@@ -118,11 +114,7 @@ def learn(
     for sample in samples:
         sample.advantage = 1.0
     micro_batches = trainer.micro_batches(
-        samples,
-        weights,
-        options.micro_tokens,
-        device,
-        pack=policy.packs,
+        samples, weights, options.micro_tokens, device, pack=policy.packs
     )
     optimizer.zero_grad(set_to_none=True)
     references = [None] * len(micro_batches)
@@ -226,8 +218,8 @@ def from_file(options: WarmStart) -> Batches:
     def batches(tokenizer) -> Iterator[Batch]:
         samples = [sample for messages in talks for sample in samples_of(messages, tokenizer)]
         rng = random.Random(f"warm start {options.seed}")
-        orders = (rng.sample(samples, len(samples)) for _ in itertools.count())
-        stream = itertools.chain.from_iterable(orders)
+        rounds = (rng.sample(samples, len(samples)) for _ in itertools.count())
+        stream = itertools.chain.from_iterable(rounds)
         while True:
             yield {"assistant": list(itertools.islice(stream, options.demonstrations))}
 

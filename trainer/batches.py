@@ -7,7 +7,7 @@ after it predict no loss token. So they are no input.
 What samples begin with alike is input only once (prefixes.py). A model that cannot be packed gets
 each sample alone (loading.packs).
 
-Tests: `pytest tests/test_batches.py tests/test_prefixes.py`.
+Tests: `pytest tests/test_prefixes.py`.
 """
 
 from collections.abc import Sequence
@@ -44,12 +44,7 @@ class MicroBatch:
 
 
 def micro_batches(
-    samples: list,
-    weights: list[Tensor],
-    capacity: int,
-    device,
-    *,
-    pack: bool = True,
+    samples: list, weights: list[Tensor], capacity: int, device, *, pack: bool = True
 ) -> list[MicroBatch]:
     """Packs samples (rollout.Sample) into micro-batches of at most `capacity` tokens.
 
@@ -57,26 +52,18 @@ def micro_batches(
     left out. `weights` are grpo.token_weights of the samples. ValueError if a sample's lists differ
     in length, or if its first token carries loss.
     """
-    lengths = [
-        input_length(sample, weight) for sample, weight in zip(samples, weights, strict=True)
-    ]
+    lengths = [input_length(*pair) for pair in zip(samples, weights, strict=True)]
     trained = [index for index, length in enumerate(lengths) if length]
     bins = [[member] for member in range(len(trained))]
     if pack:
         inputs = [samples[i].tokens[: lengths[i]] for i in trained]
         bins = prefixes.pack(inputs, [sum(samples[i].mask) for i in trained], capacity)
-    batches = []
-    for members in bins:
-        owners = [trained[member] for member in members]
-        batch = make_micro_batch(
-            [samples[i] for i in owners],
-            [weights[i] for i in owners],
-            [lengths[i] for i in owners],
-            device,
-            owners,
-        )
-        batches.append(batch)
-    return batches
+
+    def batch_of(owners: list[int]) -> MicroBatch:
+        parts = ([values[i] for i in owners] for values in (samples, weights, lengths))
+        return make_micro_batch(*parts, device, owners)
+
+    return [batch_of([trained[member] for member in members]) for members in bins]
 
 
 def input_length(sample, weight: Tensor) -> int:
@@ -107,8 +94,7 @@ def make_micro_batch(
     Without samples it is one token without loss. A rank with fewer micro-batches than the others
     adds these. `owners` are 0, 1, 2, … unless given.
     """
-    if owners is None:
-        owners = range(len(samples))
+    owners = owners or range(len(samples))
     inputs = [sample.tokens[:length] for sample, length in zip(samples, lengths, strict=True)]
     tokens, positions, added, rows_of = prefixes.lay_out(inputs)
     loss_positions = []

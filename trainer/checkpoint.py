@@ -184,11 +184,9 @@ def write_once(write: Callable, what: str):
         except UserError:  # of load_model
             raise
         except Exception as error:  # safetensors and torch.save have errors of their own kind
-            reason = getattr(error, "strerror", None) or first_line(error)
-            if "inline_container" in reason:  # torch.save on a full disk
-                reason = "the disk did not take all of it"
-            raise UserError(
-                f"cannot {what} ({reason}): make room and go on with --resume"
-            ) from None
+            why = getattr(error, "strerror", None) or first_line(error)
+            if "inline_container" in why:  # torch.save on a full disk
+                why = "the disk did not take all of it"
+            raise UserError(f"cannot {what} ({why}): make room and go on with --resume") from None
 
     return from_first_rank(on_first_rank(attempt))
