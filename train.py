@@ -128,10 +128,10 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
     sums = Counter()  # of this rank
     norms = []  # equal on all ranks
     skipped = 0
-    for inner, (samples, batches, references) in enumerate(parts):
+    for inner, (samples, batches) in enumerate(parts):
         run.optimizer.zero_grad(set_to_none=True)
         # -> Policy.forward -> kernels.linear_grpo_loss -> grpo.grpo_loss
-        stats = trainer.backward(run.policy, batches, references, **objective)
+        stats = trainer.backward(run.policy, batches, **objective)
         if inner == 0:
             logbook.stop_if_mismatched(run, batches, stats, samples)
         norms.append(trainer.gradient_norm(run.policy, MAX_NORM))
@@ -155,8 +155,10 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
     return metrics
 
 
-def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], list, list]:
-    """This rank's trained samples, their micro-batches, and the reference's log-probs of each.
+def prepare(
+    run: Run, terms: dict[str, list[Sample]]
+) -> tuple[list[Sample], list[trainer.MicroBatch]]:
+    """This rank's trained samples and their micro-batches.
 
     Weights are divided by counts over all ranks. A sample of advantage 0 counts in the mean but has
     no gradient, so it is left out unless there is a KL term.
@@ -192,10 +194,10 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
             gap = batch.old_logprob - batch.behaviour_logprob
             owner = batch.owner if importance == "sequence" else None
             batch.weight = batch.weight * grpo.importance_weights(gap, config.importance_cap, owner)
-    references = [None] * len(batches)
     if run.reference:
-        references = [trainer.logprob(run.reference, b, config.temperature) for b in batches]
-    return kept, batches, references
+        for batch in batches:
+            batch.ref_logprob = trainer.logprob(run.reference, batch, config.temperature)
+    return kept, batches
 
 
 def skip(run: Run, step: int) -> None:

@@ -117,10 +117,9 @@ def learn(
         samples, weights, options.micro_tokens, device, pack=policy.packs
     )
     optimizer.zero_grad(set_to_none=True)
-    references = [None] * len(micro_batches)
     # On policy ρ is 1, and nothing is clipped.
     objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
-    stats = trainer.backward(policy, micro_batches, references, on_policy=True, **objective)
+    stats = trainer.backward(policy, micro_batches, on_policy=True, **objective)
     if not math.isfinite(trainer.gradient_norm(policy, 1.0)):
         raise UserError("the gradient is not finite; lower --lr")
     optimizer.step()

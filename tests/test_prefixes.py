@@ -40,7 +40,7 @@ def pack(samples, capacity=10_000, **options):
 def step(folder, batches, **options):
     """Loss, gradients by name, and each owner's log-probs in the order of its tokens."""
     policy = trainer.Policy(trainer.load_model(folder, CPU), bf16=False, **options)
-    stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    stats = trainer.backward(policy, batches, **OBJECTIVE)
     logprobs = {}
     for batch, numbers in zip(batches, stats):
         for owner, logprob in zip(batch.owner.tolist(), numbers["logprob"].tolist()):

@@ -40,6 +40,7 @@ class MicroBatch:
     old_logprob: Tensor  # [N] fp32, under π_old: the sampler's, unless the trainer's replace them
     advantage: Tensor  # [N] fp32
     weight: Tensor  # [N] fp32, what it counts in the loss
+    ref_logprob: Tensor | None = None  # [N] fp32, under the reference model if there is one
     keys: prefixes.Keys | None = None  # None: a sequence is a whole sample and attends to itself
 
 

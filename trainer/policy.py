@@ -102,7 +102,6 @@ class Policy(nn.Module):
         temperature: float,
         score: bool = False,
         on_policy: bool = False,
-        ref_logprob: Tensor | None = None,
         **objective,
     ):
         """(Σ w·ℓ, stats) of the micro-batch; with `score` only its log-probs [N].
@@ -128,7 +127,7 @@ class Policy(nn.Module):
             old_logprob,
             batch.advantage,
             batch.weight,
-            ref_logprob=ref_logprob,
+            ref_logprob=batch.ref_logprob,
             temperature=temperature,
             **objective,
         )
@@ -194,16 +193,10 @@ def parallel(policy: Policy, *, fsdp: bool, device) -> nn.Module:
     return fully_shard(policy, mesh=mesh, mp_policy=precision)
 
 
-def backward(
-    policy: nn.Module,
-    batches: list[MicroBatch],
-    references: list[Tensor | None],
-    **objective,
-) -> list[dict]:
+def backward(policy: nn.Module, batches: list[MicroBatch], **objective) -> list[dict]:
     """Gradients of Σ w·ℓ over all micro-batches of all ranks; returns stats of each micro-batch.
 
-    All ranks bring equally many micro-batches (make_micro_batch makes empty ones). `references`
-    are the reference model's log-probs [N] of each, or None.
+    All ranks bring equally many micro-batches (make_micro_batch makes empty ones).
 
     DDP adds the gradients up over the ranks once, with the last micro-batch. FSDP2 does so with
     every micro-batch, because waiting would keep the whole model's fp32 gradients on each GPU (8B:
@@ -211,12 +204,12 @@ def backward(
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     stats = []
-    for batch, reference in zip(batches, references, strict=True):
+    for batch in batches:
         last = len(stats) == len(batches) - 1
         with contextlib.ExitStack() as stack:
             if hasattr(policy, "no_sync") and not last:  # DDP
                 stack.enter_context(policy.no_sync())
-            loss, numbers = policy(batch, ref_logprob=reference, **objective)
+            loss, numbers = policy(batch, **objective)
             (loss * world).backward()
         stats.append({"loss": loss.detach(), **numbers})
     return stats
