@@ -28,6 +28,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -134,19 +135,6 @@ def learn(
 # ----------------------------------------------------------------------- demonstrations of a method
 
 
-@dataclass
-class Writer:
-    """Sits where a role's sampler would: `say` makes what it writes out of what it has read."""
-
-    say: Callable[[str], str]
-
-    def open(self) -> list[int]:
-        return []
-
-    def close(self, conversation: list[int]) -> None:
-        pass
-
-
 class DoesNotFit(Exception):
     """A demonstration is longer than the method lets a role write."""
 
@@ -158,7 +146,7 @@ class Demonstrator:
     chat: Format
 
     async def sample(
-        self, writer: Writer, conversation: list[int], given, *, max_new_tokens, stop_ids, **options
+        self, writer, conversation: list[int], given, *, max_new_tokens, stop_ids, **options
     ) -> Completion:
         """What the writer says, as the role's own tokens."""
         conversation += given
@@ -182,10 +170,15 @@ def play(
     question: Question,
     say: dict[str, Callable[[str], str]],
 ) -> Trajectory:
-    """The method's own episode, with `say` (role -> what it writes) in place of a model."""
+    """The method's own episode; `say[role]` makes what a role writes out of what it has read."""
+
+    def writer(words: Callable[[str], str]) -> SimpleNamespace:
+        """Sits where a role's sampler would; its conversation is a list of tokens."""
+        return SimpleNamespace(say=words, open=list, close=lambda conversation: None)
+
     env = Env(
         driver=Demonstrator(chat),
-        samplers={role: Writer(words) for role, words in say.items()},
+        samplers={role: writer(words) for role, words in say.items()},
         chat=chat,
         tools={tool.name: tool.call for tool in tools},
         grade=grade,
@@ -206,11 +199,8 @@ def from_file(options: WarmStart) -> Batches:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"--data: cannot read JSON lines in {path} ({error})") from None
-    talks = [
-        messages_of(line, f"{path}, line {number}")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    numbered = [(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    talks = [messages_of(line, place) for line, place in numbered]
     if not talks:
         raise UserError(f"{path} holds no demonstration")
 
