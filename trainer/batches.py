@@ -98,28 +98,24 @@ def make_micro_batch(
     owners = owners or range(len(samples))
     inputs = [sample.tokens[:length] for sample, length in zip(samples, lengths, strict=True)]
     tokens, positions, added, rows_of = prefixes.lay_out(inputs)
-    loss_positions = []
-    owner = []
-    target = []
-    logprob = []
-    advantage = []
-    for sample, length, index, rows in zip(samples, lengths, owners, rows_of, strict=True):
-        sampled = [i for i in range(1, length + 1) if sample.mask[i]]
-        loss_positions += [rows[i - 1] for i in sampled]
-        owner += [index] * len(sampled)
-        target += [sample.tokens[i] for i in sampled]
-        logprob += [sample.logprobs[i] for i in sampled]
-        advantage += [sample.advantage] * len(sampled)
+    loss_tokens = [
+        (rows[i - 1], owner, sample.tokens[i], sample.logprobs[i], sample.advantage)
+        for sample, length, owner, rows in zip(samples, lengths, owners, rows_of, strict=True)
+        for i in range(1, length + 1)
+        if sample.mask[i]
+    ]
+    columns = zip(*loss_tokens) if loss_tokens else [()] * 5
+    loss_positions, owner, target, logprob, advantage = columns
     weight = [w[1:][torch.tensor(s.mask[1:])] for s, w in zip(samples, weights, strict=True)]
     if not samples:
         tokens = positions = [0]
         added = [1]  # the one token
         weight = [torch.zeros(0)]
 
-    def integers(values: list) -> Tensor:
+    def integers(values: Sequence) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=device)
 
-    def numbers(values: list) -> Tensor:
+    def numbers(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
     sequences = [count for count in added if count]
