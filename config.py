@@ -134,20 +134,16 @@ class Config:
             "eval_data": self.data != "toy",
         }
         for name, read in of_use.items():
-            value = getattr(self, name)
-            if value not in ("", "none") and not read:
+            if getattr(self, name) not in ("", "none") and not read:
                 others = f"--search {self.search} and --data {self.data}"
-                raise UserError(f"--{name} {value} has no use with {others}")
+                raise UserError(f"--{name} has no use with {others}")
         if training:
             self.at_least(1, "eval_questions")  # a run measures itself on them
             self.at_least(2, "group")  # attempts at one question are compared
             if self.temperature == 0:
                 raise UserError("--temperature 0 makes all attempts at a question the same")
             if self.inner_steps > self.questions:
-                raise UserError(
-                    f"--questions {self.questions} is fewer than the {self.inner_steps} optimizer "
-                    "steps on a batch: each needs a question"
-                )
+                raise UserError("--questions must be at least --inner_steps: each step needs one")
 
 
 def uses_bf16(config: Config, cuda: bool) -> bool:

@@ -298,7 +298,7 @@ def test_every_role_is_shown_how():
 def trained(tmp_path_factory):
     """A run of a base model that has learned next to nothing."""
     runs = tmp_path_factory.mktemp("runs")
-    base = matpo_toy.build(runs / "base", threads=1, steps=(2, 2))
+    base = matpo_toy.build(runs / "base", steps=(2, 2))
     line = ["--model", base, "--runs", runs, "--name", "whole", "--steps", 2, *SMALL]
     assert matpo.main([str(word) for word in line]) == 0
     return runs / "whole"
