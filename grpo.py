@@ -67,8 +67,6 @@ def balance(
     M > target: `target` of them without replacement. 0 < M < target: all of them, and the
     missing ones drawn again. M = 0: none. Returns indices out of `sys1_indices`.
     """
-    if target < 0:
-        raise ValueError(f"cannot balance to {target} samples")
     m = len(sys1_indices)
     if m == 0:
         return []

@@ -96,9 +96,6 @@ class MarsConfig(Config):
         super().check(training)
         self.at_least(1, "step_tokens", "answer_tokens", "sys1_prompt", "sys1_response")
         self.at_least(2, "max_turns")  # a step that calls a tool, and one that answers
-        # A first look. How long question and demand are, only `fits` knows: it has the tokenizer.
-        if self.step_tokens + 2 * self.answer_tokens > self.sys2_context:
-            raise UserError("--sys2_context leaves no room for a step and an answer; raise it")
         if self.system1 != "train" and (self.balance != "uniform" or self.shared_group):
             raise UserError("leave --balance and --shared_group out: System 1 does not learn")
         if self.system1 == "none" and not (self.packing and self.purpose):
