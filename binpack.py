@@ -57,8 +57,4 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     An output over the limit counts as `capacity` (the caller cuts it there), so it fills a
     chunk of its own, as in the paper.
     """
-    if capacity < 1:
-        raise ValueError(
-            f"System 1's prompt leaves no room for documents (capacity {capacity} tokens)"
-        )
     return first_fit_decreasing([min(length, capacity) for length in lengths], capacity)

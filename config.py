@@ -2,8 +2,7 @@
 
 Each option has its default for the toy and its reason on one line: the reason is its help, and the
 comments between the fields are the help's headings. A method adds its own options in a subclass
-(mars.MarsConfig). What is given on the command line wins over a preset, which wins over the
-defaults. An unknown or ill-typed option is one sentence and exit code 2.
+(mars.MarsConfig). An unknown or ill-typed option is one sentence and exit code 2.
 """
 
 import argparse
@@ -19,10 +18,7 @@ from typing import Literal, get_args, get_origin
 
 
 class UserError(Exception):
-    """Bad input, configuration or environment: one sentence that says what to do.
-
-    Commands print it and exit with 2.
-    """
+    """Bad input or environment: one sentence. Commands print it and exit with 2."""
 
 
 def no_option(default):
@@ -32,10 +28,7 @@ def no_option(default):
 
 @dataclass
 class Config:
-    """A field is an option of the same name, `--lr 3e-4`, `--fsdp`, `--no-fsdp`, or `no_option`.
-
-    A method's subclass adds `longest()`: how many tokens its longest sample has.
-    """
+    """A field is an option of the same name; a subclass adds `longest()`, its longest sample."""
 
     # the run
     preset: str = "toy"  # where the other defaults come from: toy, or one of the method's
@@ -141,20 +134,16 @@ class Config:
             "eval_data": self.data != "toy",
         }
         for name, read in of_use.items():
-            value = getattr(self, name)
-            if value not in ("", "none") and not read:
+            if getattr(self, name) not in ("", "none") and not read:
                 others = f"--search {self.search} and --data {self.data}"
-                raise UserError(f"--{name} {value} has no use with {others}")
+                raise UserError(f"--{name} has no use with {others}")
         if training:
             self.at_least(1, "eval_questions")  # a run measures itself on them
             self.at_least(2, "group")  # attempts at one question are compared
             if self.temperature == 0:
                 raise UserError("--temperature 0 makes all attempts at a question the same")
             if self.inner_steps > self.questions:
-                raise UserError(
-                    f"--questions {self.questions} is fewer than the {self.inner_steps} optimizer "
-                    "steps on a batch: each needs a question"
-                )
+                raise UserError("--questions must be at least --inner_steps: each step needs one")
 
 
 def uses_bf16(config: Config, cuda: bool) -> bool:

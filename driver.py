@@ -55,15 +55,15 @@ class ToolCall:
             self.outcome = (None, ToolError(f"no answer within {self.seconds:g} seconds"))
         return self.outcome is not None
 
-    def hand_over(self) -> None:
-        """Wakes the episode that waits, if it still does."""
-        if self.future.done():
-            return
-        result, error = self.outcome
-        if error is not None:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)
+
+def wake(future: asyncio.Future, result: Any, error: BaseException | None) -> None:
+    """Ends an episode's wait with a result or an error, if it still waits."""
+    if future.done():  # cancelled
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 class IdleSelector(selectors.DefaultSelector):
@@ -83,24 +83,6 @@ class IdleSelector(selectors.DefaultSelector):
         return super().select(0)
 
 
-@dataclass
-class Waiting:
-    """An open request and the episode that waits for it."""
-
-    sampler: Sampler
-    request: Request
-    future: asyncio.Future
-
-    def answer(self) -> None:
-        """Wakes the episode, if it still waits."""
-        if self.future.done():  # cancelled
-            return
-        if self.request.error:
-            self.future.set_exception(self.sampler.failure(self.request.error))
-        else:
-            self.future.set_result(self.request.completion)
-
-
 class Driver:
     """Runs episodes over samplers: open requests share a running batch, tools run in threads.
 
@@ -117,7 +99,8 @@ class Driver:
         self._clear()
 
     def _clear(self) -> None:
-        self.waiting: dict[int, Waiting] = {}  # by the id of the request
+        # What episodes wait for, by the id of the request, which is held beside it.
+        self.waiting: dict[int, tuple[Request, asyncio.Future]] = {}
         self.queued: collections.deque[ToolCall] = collections.deque()
         self.running: list[ToolCall] = []  # started, and not handed over yet
         self.finished: queue.SimpleQueue[ToolCall] = queue.SimpleQueue()
@@ -128,7 +111,7 @@ class Driver:
         """Appends `tokens` to the conversation and samples; see Sampler.submit."""
         future = asyncio.get_running_loop().create_future()
         request = sampler.submit(conversation, tokens, **options)
-        self.waiting[id(request)] = Waiting(sampler, request, future)
+        self.waiting[id(request)] = request, future
         return await future
 
     async def call(self, function: Callable[[], Any], seconds: float) -> Any:
@@ -177,7 +160,9 @@ class Driver:
         busy = [sampler for sampler in self.samplers if sampler.busy]
         for sampler in busy:
             for request in sampler.step():
-                self.waiting.pop(id(request)).answer()
+                _, future = self.waiting.pop(id(request))
+                error = sampler.failure(request.error) if request.error else None
+                wake(future, request.completion, error)
         if busy and self.deterministic:
             return  # tools wait until nothing is left to decode
         if not busy:
@@ -191,7 +176,7 @@ class Driver:
             return
         for call in self.running:
             if call.over():
-                call.hand_over()
+                wake(call.future, *call.outcome)
         self.running = [call for call in self.running if not call.future.done()]
         self._start_calls()
 

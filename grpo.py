@@ -18,11 +18,9 @@ role (DAPO, arXiv 2503.14476, takes that mean within each question's group).
 System 2's sequence spans all turns of its attempt. On policy, with one optimizer step per batch,
 ρ is 1 and the gradient is the plain policy gradient.
 
-Our choices where the paper is silent. The standard deviation is the population's, without an
+Where the paper is silent (docs/choices.md) the standard deviation is the population's, without an
 epsilon: so one sample, or equal rewards, give advantage 0, and the rewards' scale does not matter.
-Balancing draws uniformly, for the abstract's "advantage-weighted" comes without a weighting; our
-reading of it is `balance_by_advantage`. |y| counts the tokens that carry loss. KL is the k3
-estimator.
+|y| counts the tokens that carry loss. KL is the k3 estimator.
 
 Tests: pytest tests/test_grpo.py
 """
@@ -69,8 +67,6 @@ def balance(
     M > target: `target` of them without replacement. 0 < M < target: all of them, and the
     missing ones drawn again. M = 0: none. Returns indices out of `sys1_indices`.
     """
-    if target < 0:
-        raise ValueError(f"cannot balance to {target} samples")
     m = len(sys1_indices)
     if m == 0:
         return []

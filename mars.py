@@ -21,18 +21,15 @@ methods share is train.py.
     # the paper's setting, Qwen3-8B
     torchrun --nproc_per_node=8 mars.py --preset paper --data … --search serper
 
-Reading order: this file, rollout.py, grpo.py, binpack.py, train.py; then sampler/, trainer/,
-kernels/.
+Reading order: this file, rollout.py, grpo.py, binpack.py, train.py.
 
 Shapes everywhere: B rows in a batch, T tokens, V vocabulary, D hidden size, H heads (Hq query,
 Hkv key/value), Dh head size, N loss tokens, G attempts at a question, M System 1 samples of a
 question. A step of System 2 is what it samples in one turn; a training step is one batch.
 
-Our choices where the paper is silent: every limit ends in a demand to answer rather than in
-silence; a malformed step gets a correction and the episode goes on; the notes of a call's chunks
-are joined in the order of the chunks. Of what System 2 samples two things are decoded and encoded
-again: the purpose, for System 1's prompt, and the name of a tool that does not exist, for the
-correction. Notes stay token ids.
+Our choices where the paper is silent stand in docs/choices.md. Of what System 2 samples two things
+are decoded and encoded again: the purpose, for System 1's prompt, and the name of a tool that does
+not exist, for the correction. Notes stay token ids.
 """
 
 import asyncio
@@ -99,22 +96,13 @@ class MarsConfig(Config):
         super().check(training)
         self.at_least(1, "step_tokens", "answer_tokens", "sys1_prompt", "sys1_response")
         self.at_least(2, "max_turns")  # a step that calls a tool, and one that answers
-        # A first look. How long question and demand are, only `fits` knows: it has the tokenizer.
-        if self.step_tokens + 2 * self.answer_tokens > self.sys2_context:
-            raise UserError("--sys2_context leaves no room for a step and an answer; raise it")
-        if self.system1 != "train" and self.balance != "uniform":
-            raise UserError("--balance draws the samples of a System 1 that learns: leave it out")
+        if self.system1 != "train" and (self.balance != "uniform" or self.shared_group):
+            raise UserError("leave --balance and --shared_group out: System 1 does not learn")
         if self.system1 == "none" and not (self.packing and self.purpose):
             raise UserError("--no-packing and --no-purpose change System 1: leave out --system1")
-        if self.balance == "advantage" and self.loss_mean == "token":
-            raise UserError("--balance advantage is unbiased with --loss_mean sample only")
-        if self.balance == "advantage" and self.kl_beta:
-            raise UserError(
-                "--balance advantage reweights samples by their advantage, which the KL term does "
-                "not have: leave --kl_beta out, or use --balance uniform"
-            )
-        if self.system1 != "train" and self.shared_group:
-            raise UserError("--shared_group trains System 1; leave it out or use --system1 train")
+        # The KL term has no advantage by which it could be reweighted.
+        if self.balance == "advantage" and (self.loss_mean == "token" or self.kl_beta):
+            raise UserError("--balance advantage is biased with --loss_mean token or --kl_beta")
 
 
 # -------------------------------------------------------------------------------------------- words
@@ -158,9 +146,6 @@ def words(config: MarsConfig, tools: list[Tool]) -> Words:
     system2 = SYSTEM2.format(example=json.dumps(example), tools="\n".join(listed), purpose=purpose)
     results = "The results:\n\n{chunk}" + END + "\n\n{task}"
 
-    def fill_system2(question: str) -> dict:
-        return {"question": question.strip()}
-
     def fill_system1(chunk: list[int], purpose: str, question: str) -> dict:
         # The task stands after the chunk, next to where the notes begin.
         lines = []
@@ -171,7 +156,7 @@ def words(config: MarsConfig, tools: list[Tool]) -> Words:
         return {"chunk": chunk, "task": "\n".join([*lines, "Your notes:"])}
 
     prompts = {
-        "sys2": Template(system2, "{question}", fill_system2),
+        "sys2": Template(system2, "{question}", lambda question: {"question": question.strip()}),
         "sys1": Template(SYSTEM1.format(end=END), results, fill_system1),
     }
     return Words(prompts, FINAL, NO_NOTE, purpose=config.purpose)

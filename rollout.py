@@ -190,10 +190,7 @@ class Env:
         return int.from_bytes(digest, "little") >> 1
 
     async def call(self, turn: Turn) -> list[Document]:
-        """The documents that the turn's tool call returns.
-
-        ToolError if the tool failed; `turn` keeps the reason.
-        """
+        """The documents of the turn's tool call. ToolError if it fails; `turn` keeps the reason."""
         call = turn.action.call
 
         def timed() -> list[Document]:
@@ -245,11 +242,6 @@ class Env:
             return None
 
 
-def no_metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
-    """A method without numbers of its own."""
-    return {}
-
-
 @dataclass(frozen=True)
 class Method:
     """A method: words, `episode` and `credit`, with the options that are its own."""
@@ -268,4 +260,4 @@ class Method:
     rollouts: Callable[..., list[Trajectory]] | None = None
     # Metrics of the method's own: {name: (numerator, denominator)} of a batch. Both are summed over
     # the ranks, and metrics.jsonl gets their ratio, an evaluation's under eval_{name}.
-    metrics: Callable[[list[Trajectory]], dict[str, tuple[float, float]]] = no_metrics
+    metrics: Callable[[list[Trajectory]], dict[str, tuple[float, float]]] = lambda attempts: {}

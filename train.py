@@ -100,10 +100,8 @@ def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
         times[question.id] += 1
         if times[question.id] > 1:
             question = dataclasses.replace(question, id=f"{question.id}#{times[question.id]}")
-        batch.append(question)
-    first = count * run.rank // run.ranks
-    end = count * (run.rank + 1) // run.ranks
-    return list(enumerate(batch))[first:end]
+        batch.append((index, question))
+    return batch[count * run.rank // run.ranks : count * (run.rank + 1) // run.ranks]
 
 
 def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
@@ -119,9 +117,7 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
     parts = []
     for inner in range(config.inner_steps):
         part = {
-            term: [
-                sample for sample in samples if sample.question_index % config.inner_steps == inner
-            ]
+            term: [s for s in samples if s.question_index % config.inner_steps == inner]
             for term, samples in terms.items()
         }
         parts.append(prepare(run, part))
@@ -131,10 +127,10 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
     scored = []  # by this rank
     norms = []  # equal on all ranks
     skipped = 0
-    for inner, (samples, batches, references) in enumerate(parts):
+    for inner, (samples, batches) in enumerate(parts):
         run.optimizer.zero_grad(set_to_none=True)
         # -> Policy.forward -> kernels.linear_grpo_loss -> grpo.grpo_loss
-        stats = trainer.backward(run.policy, batches, references, **objective)
+        stats = trainer.backward(run.policy, batches, **objective)
         if inner == 0:
             mismatch_kl = logbook.stop_if_mismatched(run, batches, stats, samples)
         norms.append(trainer.gradient_norm(run.policy, MAX_NORM))
@@ -145,7 +141,7 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
             run.skipped = 0
         else:
             skipped += 1
-            skip(run, step, samples)
+            skip(run, step)
         scored += [(batch, numbers, samples) for batch, numbers in zip(batches, stats)]
     metrics = update_metrics(scored, run.method.roles) | {"mismatch_kl": mismatch_kl}
     # Each part's loss is a mean of its own; the step's is the mean of the parts'.
@@ -155,18 +151,20 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
     return metrics
 
 
-def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], list, list]:
-    """This rank's trained samples, their micro-batches, and the reference's log-probs of each.
+def prepare(
+    run: Run, terms: dict[str, list[Sample]]
+) -> tuple[list[Sample], list[trainer.MicroBatch]]:
+    """This rank's trained samples and their micro-batches.
 
     Weights are divided by counts over all ranks. A sample of advantage 0 counts in the mean but has
     no gradient, so it is left out unless there is a KL term.
     """
     config = run.config
-    counts = dict.fromkeys(terms, 0)
-    for term, samples in terms.items():
-        for sample in samples:
-            size = sum(sample.mask) if config.loss_mean == "token" else 1
-            counts[term] += sample.copies * size
+    by_token = config.loss_mean == "token"
+    counts = {
+        term: sum(s.copies * (sum(s.mask) if by_token else 1) for s in samples)
+        for term, samples in terms.items()
+    }
     counts = reduced(counts)
     kept = []
     weights = []
@@ -176,13 +174,8 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
         copies = [sample.copies for sample in samples]
         kept += samples
         weights += grpo.token_weights(masks, counts[term], copies=copies, mean=config.loss_mean)
-    batches = trainer.micro_batches(
-        kept,
-        weights,
-        config.micro_tokens,
-        run.device,
-        pack=trainer.unwrap(run.policy).packs,
-    )
+    pack = trainer.unwrap(run.policy).packs
+    batches = trainer.micro_batches(kept, weights, config.micro_tokens, run.device, pack=pack)
     # All ranks need equally many, at least one, because the collectives of `backward` pair up.
     number = torch.tensor(max(1, len(batches)), device=run.device)
     if run.ranks > 1:
@@ -197,21 +190,16 @@ def prepare(run: Run, terms: dict[str, list[Sample]]) -> tuple[list[Sample], lis
             gap = batch.old_logprob - batch.behaviour_logprob
             owner = batch.owner if importance == "sequence" else None
             batch.weight = batch.weight * grpo.importance_weights(gap, config.importance_cap, owner)
-    references = [None] * len(batches)
     if run.reference:
-        references = [trainer.logprob(run.reference, b, config.temperature) for b in batches]
-    return kept, batches, references
+        for batch in batches:
+            batch.ref_logprob = trainer.logprob(run.reference, batch, config.temperature)
+    return kept, batches
 
 
-def skip(run: Run, step: int, samples: list[Sample]) -> None:
+def skip(run: Run, step: int) -> None:
     """Counts and reports an update that is left out; the third in a row stops the run."""
     run.skipped += 1
-    names = ", ".join(f"{s.role} {s.question_index}.{s.attempt}" for s in samples if s.advantage)
-    print(
-        f"step {step}: loss or gradient is not finite, step skipped; samples (role "
-        f"question.attempt): {names}",
-        flush=True,
-    )
+    print(f"step {step}: loss or gradient is not finite, step skipped", flush=True)
     if run.skipped == 3:
         raise UserError(
             "three steps in a row without a finite gradient; the last state on disk is whole, and "
@@ -290,13 +278,6 @@ OUT_OF_MEMORY = (
 OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether PyTorch or Python could not get the memory; on a CPU PyTorch has no type for it."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return "can't allocate memory" in str(error)
-
-
 def main(
     method: Method,
     arguments: list[str],
@@ -312,23 +293,23 @@ def main(
     name. `additions` are those of `build`: tools, questions, a grader, a base model or a language
     of one's own.
     """
-    command = arguments[0] if arguments[:1] in (["eval"], ["ask"]) else "train"
     if isinstance(sys.stdout, io.TextIOWrapper):  # neither closed nor a notebook's
         # A terminal that lacks a letter is no reason to end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
+    code = 0
     try:
-        if command == "train":
-            given = complete(command, parse(parser(method.config, description), arguments))
+        if arguments[:1] in (["eval"], ["ask"]):
+            code = evaluation.main(method, arguments, complete, **additions)
+        else:
+            given = complete("train", parse(parser(method.config, description), arguments))
             config = resolve(method.config, given, presets=method.presets)
             train(build(method, config, training=True, **additions))
-            code = 0
-        else:
-            code = evaluation.main(method, arguments, complete, **additions)
     # FloatingPointError: the sampler met logits that are no numbers.
     except (UserError, FloatingPointError) as error:
         code = fail(error)
     except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
+        out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not (out_of_memory or "can't allocate memory" in str(error)):  # the latter on a CPU
             raise
         code = fail(OUT_OF_MEMORY)
     except OSError as error:

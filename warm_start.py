@@ -3,20 +3,17 @@
 An untaught model of 135M does not speak a call format: nearly every step is malformed, and every
 group of attempts earns 0. A few minutes of demonstrations give it the form.
 
-RL's own loss does the training. With advantage 1 and ratio 1 the gradient of grpo.grpo_loss is that
-of the negative log-likelihood, so packing, kernels and optimizer are RL's as well. Each role's loss
-is a mean over its tokens: a mean per sequence would let a short answer weigh as much as a long
-call, and the model would learn to answer at once.
+RL's own loss does the training: with advantage 1 and ratio 1 its gradient is that of the negative
+log-likelihood. Each role's loss is a mean over its tokens: a mean per sequence would let a short
+answer weigh as much as a long call, and the model would learn to answer at once.
 
     python warm_start.py --model smollm2 --data demonstrations.jsonl --out warm
     python mars.py --model warm …
 
 A line of the file is {"messages": [{"role": …, "content": …}, …]}; the assistant's messages are
-learned. A line with any other field, which a template may not read, is refused.
-
-Instead of a file, `play` makes demonstrations of any method, as recipes/atlas.py does: it runs the
-method's own episode, with given texts where a role would sample. So the contexts are those of RL to
-the last token.
+learned. Instead of a file, `play` makes demonstrations of any method, as recipes/atlas.py does: it
+runs the method's own episode, with given texts where a role would sample, so that the contexts are
+those of RL to the last token.
 
 Tests: pytest tests/test_warm_start.py
 """
@@ -31,6 +28,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -39,12 +37,12 @@ import grpo
 import trainer
 from config import Config, UserError, fail, parse, parser, uses_bf16
 from plumbing import models
-from plumbing.folders import made_once
 from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
 from tasks.format import Format
 from tasks.questions import Question
 from tools import Tool
+from whole import made_once
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Batch = dict[str, list[Sample]]  # role -> its samples; one batch is one optimizer step
@@ -86,13 +84,12 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
     There have to be at least as many batches as steps.
     """
     start = models.find(options.model, options.cache)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
-    if not cuda:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
         torch.set_num_threads(min(options.threads, os.cpu_count() or 1))
     tokenizer = models.load_tokenizer(start)
     model = trainer.load_model(start, device)
-    policy = trainer.Policy(model, bf16=uses_bf16(options, cuda))
+    policy = trainer.Policy(model, bf16=uses_bf16(options, device.type == "cuda"))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
     for step, batch in zip(range(options.steps), batches(tokenizer)):
         for param_group in optimizer.param_groups:
@@ -118,17 +115,12 @@ def learn(
     for sample in samples:
         sample.advantage = 1.0
     micro_batches = trainer.micro_batches(
-        samples,
-        weights,
-        options.micro_tokens,
-        device,
-        pack=policy.packs,
+        samples, weights, options.micro_tokens, device, pack=policy.packs
     )
     optimizer.zero_grad(set_to_none=True)
-    references = [None] * len(micro_batches)
     # On policy ρ is 1, and nothing is clipped.
     objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
-    stats = trainer.backward(policy, micro_batches, references, on_policy=True, **objective)
+    stats = trainer.backward(policy, micro_batches, on_policy=True, **objective)
     if not math.isfinite(trainer.gradient_norm(policy, 1.0)):
         raise UserError("the gradient is not finite; lower --lr")
     optimizer.step()
@@ -143,19 +135,6 @@ def learn(
 # ----------------------------------------------------------------------- demonstrations of a method
 
 
-@dataclass
-class Writer:
-    """Sits where a role's sampler would: `say` makes what it writes out of what it has read."""
-
-    say: Callable[[str], str]
-
-    def open(self) -> list[int]:
-        return []
-
-    def close(self, conversation: list[int]) -> None:
-        pass
-
-
 class DoesNotFit(Exception):
     """A demonstration is longer than the method lets a role write."""
 
@@ -167,7 +146,7 @@ class Demonstrator:
     chat: Format
 
     async def sample(
-        self, writer: Writer, conversation: list[int], given, *, max_new_tokens, stop_ids, **options
+        self, writer, conversation: list[int], given, *, max_new_tokens, stop_ids, **options
     ) -> Completion:
         """What the writer says, as the role's own tokens."""
         conversation += given
@@ -191,10 +170,15 @@ def play(
     question: Question,
     say: dict[str, Callable[[str], str]],
 ) -> Trajectory:
-    """The method's own episode, with `say` (role -> what it writes) in place of a model."""
+    """The method's own episode; `say[role]` makes what a role writes out of what it has read."""
+
+    def writer(words: Callable[[str], str]) -> SimpleNamespace:
+        """Sits where a role's sampler would; its conversation is a list of tokens."""
+        return SimpleNamespace(say=words, open=list, close=lambda conversation: None)
+
     env = Env(
         driver=Demonstrator(chat),
-        samplers={role: Writer(words) for role, words in say.items()},
+        samplers={role: writer(words) for role, words in say.items()},
         chat=chat,
         tools={tool.name: tool.call for tool in tools},
         grade=grade,
@@ -215,19 +199,16 @@ def from_file(options: WarmStart) -> Batches:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"--data: cannot read JSON lines in {path} ({error})") from None
-    talks = [
-        messages_of(line, f"{path}, line {number}")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    numbered = [(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    talks = [messages_of(line, place) for line, place in numbered]
     if not talks:
         raise UserError(f"{path} holds no demonstration")
 
     def batches(tokenizer) -> Iterator[Batch]:
         samples = [sample for messages in talks for sample in samples_of(messages, tokenizer)]
         rng = random.Random(f"warm start {options.seed}")
-        orders = (rng.sample(samples, len(samples)) for _ in itertools.count())
-        stream = itertools.chain.from_iterable(orders)
+        rounds = (rng.sample(samples, len(samples)) for _ in itertools.count())
+        stream = itertools.chain.from_iterable(rounds)
         while True:
             yield {"assistant": list(itertools.islice(stream, options.demonstrations))}
 

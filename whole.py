@@ -1,13 +1,52 @@
 """A folder is there whole, or it is not there: written under a temporary name, synced, renamed.
 
 Whenever the process dies or the power goes, no half of a folder stands under its own name.
-Tests: pytest tests/test_checkpoint.py
+Tests: pytest tests/test_checkpoint.py tests/test_folders.py
 """
 
+import contextlib
+import fcntl
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+from config import UserError
+
+
+def reason(error: BaseException) -> str:
+    """Why the system refused, in a few words."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+@contextlib.contextmanager
+def on_disk(what: str) -> Iterator[None]:
+    """Tries to do `what`, such as "write runs/x"; UserError if the system refuses."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # the latter from weights on a full disk
+        raise UserError(
+            f"cannot {what} ({reason(error)}): make room, or name a folder that you may write to"
+        ) from error
+
+
+def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """`folder` as the cache holds it, or else filled by `make`, which is given an empty folder.
+
+    One process makes the folder, and others wait for it. It gets its name when all its files are on
+    the disk; what a killed process left is removed by the next. UserError if it cannot be written.
+    """
+    with on_disk(f"write {folder}"):
+        if folder.exists():
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(folder.with_name(f"{folder.name}.lock"), "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not folder.exists():  # else somebody made it while we waited
+                write_folder(folder, make)
+    return folder
 
 
 def write_folder(final: Path, fill: Callable[[Path], None]) -> None:

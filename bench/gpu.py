@@ -85,7 +85,7 @@ def toy(bench: Bench) -> None:
     if bench.tiny:
         from toy import base_model
 
-        model = base_model.build(tempfile.mkdtemp(), threads=1, steps=(1, 1))
+        model = base_model.build(tempfile.mkdtemp(), steps=(1, 1))
         command += ["--model", str(model), "--steps", "2", "--questions", "1", "--group", "2"]
         command += ["--inner_steps", "1", "--eval_questions", "1", "--threads", "1"]
     one_run(bench, command, {"seconds_rollout": 2.0, "seconds_train": 0.5})

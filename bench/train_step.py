@@ -82,7 +82,7 @@ def make_batches(samples: list[Sample], capacity: int, where) -> list:
 
 def packed_step(policy, batches) -> tuple[float, int]:
     """(loss, tokens computed) of a step by the trainer, micro-batch by micro-batch."""
-    stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    stats = trainer.backward(policy, batches, **OBJECTIVE)
     return sum(float(s["loss"]) for s in stats), sum(batch.tokens.numel() for batch in batches)
 
 
@@ -221,7 +221,7 @@ def our_step(model, prompts: list[list[int]], group: int, new: int) -> dict:
     sampled = common.clock()
     batches = make_batches(samples, 4096, torch.device("cpu"))
     optimizer.zero_grad()
-    trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    trainer.backward(policy, batches, **OBJECTIVE)
     trainer.gradient_norm(policy, 1.0)
     optimizer.step()
     sampler.load_weights(model)

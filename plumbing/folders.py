@@ -2,42 +2,20 @@
 
     read_lines, read_json, rollout_files      what a run has written
     write_whole, write_json                   a file: written beside its place, then renamed
-    made_once                                 a folder of the cache, likewise; others wait for it
     make, lock                                runs/NAME belongs to one process
 
 Tests: pytest tests/test_folders.py
 """
 
-import contextlib
 import fcntl
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from safetensors import SafetensorError
-
 from config import UserError
-from whole import write_folder
-
-
-def reason(error: BaseException) -> str:
-    """Why the system refused, in a few words."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
-@contextlib.contextmanager
-def on_disk(what: str) -> Iterator[None]:
-    """Tries to do `what`, such as "write runs/x"; UserError if the system refuses."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:  # the latter from weights on a full disk
-        raise UserError(
-            f"cannot {what} ({reason(error)}): make room, or name a folder that you may write to"
-        ) from error
-
+from whole import on_disk, reason
 
 # ------------------------------------------------------------------------------------------- files
 
@@ -109,25 +87,6 @@ def rollout_files(run: Path) -> dict[int, Path]:
     found = (run / "rollouts").glob("step_*.jsonl")
     files = {int(path.stem[5:]): path for path in found if path.stem[5:].isdecimal()}
     return dict(sorted(files.items()))
-
-
-# ------------------------------------------------------------------------- folders of the cache
-
-
-def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """`folder` as the cache holds it, or else filled by `make`, which is given an empty folder.
-
-    One process makes it, and others wait. UserError if it cannot be written.
-    """
-    with on_disk(f"write {folder}"):
-        if folder.exists():
-            return folder
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with open(folder.with_name(f"{folder.name}.lock"), "a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if not folder.exists():  # else somebody made it while we waited
-                write_folder(folder, make)
-    return folder
 
 
 # ------------------------------------------------------------------------------ a run's own folder

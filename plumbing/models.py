@@ -17,7 +17,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import trainer
 from config import UserError
-from plumbing.folders import made_once, read_json
+from plumbing.folders import read_json
+from whole import made_once
 
 SMOLLM2 = "smollm2"  # as --model has it
 INSTALL = "pip install --no-deps -r requirements-real.txt"

@@ -50,6 +50,7 @@ from rollout import Env, Sample, Trajectory
 from tasks import chat, grading
 from tasks.chat import ChatFormat
 from tools import Tool
+from whole import made_once
 
 IDLE = "Nothing here."
 
@@ -205,7 +206,7 @@ def warm_model(config: AlmanacConfig, tools: list[Tool]) -> Path | str:
     sources = (__file__, almanac_world.__file__, warm_start.__file__, mars.__file__, chat.__file__)
     folder = Path(config.cache) / f"warm-{atlas.digest(tuple(settings), *sources)}" / config.preset
     batches = demonstrations(config, tools, options.demonstrations)
-    return folders.made_once(folder, lambda new: warm_start.train(options, batches, new))
+    return made_once(folder, lambda new: warm_start.train(options, batches, new))
 
 
 # --------------------------------------------------------------------------- what the readers wrote

@@ -38,7 +38,7 @@ import warm_start
 from config import Config, UserError, resolve, uses_bf16
 from mars import MarsConfig
 from plumbing import folders, models, outside
-from plumbing.folders import made_once, read_json
+from plumbing.folders import read_json
 from recipes import atlas_world
 from recipes.atlas_world import KEYS, Fact, Hop, Plan, World
 from rollout import Context, Env, Trajectory
@@ -46,6 +46,7 @@ from tasks import chat, grading
 from tasks.chat import ChatFormat, Words
 from tasks.questions import Question
 from tools import KNOWN, Tool, python, search
+from whole import made_once
 
 
 @dataclass

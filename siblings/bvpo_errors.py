@@ -48,7 +48,7 @@ def gradient(policy: trainer.Policy, sample: Sample) -> Tensor:
     batches = trainer.micro_batches([sample], weights, 8192, CPU)
     policy.zero_grad(set_to_none=True)
     objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
-    trainer.backward(policy, batches, [None], on_policy=True, **objective)
+    trainer.backward(policy, batches, on_policy=True, **objective)
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]).double()
 
 

@@ -49,6 +49,7 @@ from plumbing.metrics import sign_test, wilson_interval, with_interval
 from recipes import atlas_world
 from sampler import Sampler
 from tasks import grading
+from whole import made_once
 
 SYSTEM = {"role": "system", "content": "Answer with the name or the code only."}
 NAMES, CODES = ("capital", "demonym"), ("internet domain", "currency code")
@@ -157,7 +158,7 @@ def teach(config: MuxConfig, shown: list[Asked], steps: int) -> Path:
         options.threads = 1
         warm_start.train(options, warm_start.from_file(options), unfinished)
 
-    return folders.made_once(folder, make)
+    return made_once(folder, make)
 
 
 def draw(config: MuxConfig, folder: Path, asked: list[Asked]) -> list[list[str]]:

@@ -33,7 +33,7 @@ def base():
     from toy import base_model
 
     cache = Path(__file__).parent.parent / ".cache" / "tests"
-    return base_model.build(cache, threads=1, steps=(120, 40))
+    return base_model.build(cache, steps=(120, 40))
 
 
 @pytest.fixture(scope="session", autouse=True)

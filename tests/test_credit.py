@@ -56,7 +56,7 @@ def credited(**options) -> tuple[mars.MarsConfig, list[Sample], list[Sample]]:
 
 
 def prepared(config, terms, policy=None) -> tuple:
-    """What train.prepare makes of them: samples, micro-batches, references."""
+    """What train.prepare makes of them: samples, micro-batches."""
     policy = policy or SimpleNamespace(packs=True)
     run = SimpleNamespace(config=config, ranks=1, device=CPU, reference=None, policy=policy)
     return train.prepare(run, terms)
@@ -71,9 +71,9 @@ def test_an_update_has_its_rate_and_temperature_and_parts_of_whole_questions(
 
     def prepare(run, terms):
         parts.append({s.question_index for samples in terms.values() for s in samples})
-        return [], [], []
+        return [], []
 
-    def backward(policy, batches, references, **objective):
+    def backward(policy, batches, **objective):
         temperatures.append(objective["temperature"])
         return []
 
@@ -141,8 +141,7 @@ def test_a_sample_weighs_its_copies_over_those_of_its_term(mean):
         {"sys2": sys2, "sys1": []},
         {"sys2": [], "sys1": sys1},
     ):
-        samples, batches, references = prepared(config, terms)
-        assert references == [None] * len(batches)
+        samples, batches = prepared(config, terms)
         # Also those of advantage 0, of which no token is in the batches.
         total = {
             role: sum(s.copies * (sum(s.mask) if mean == "token" else 1) for s in own)
@@ -179,7 +178,7 @@ def test_a_credit_of_ones_own_can_train_each_turn_by_itself():
     for span, advantage in ((range(2, 5), 1.0), (range(7, 9), -0.5)):
         mask = [i in span for i in range(len(whole.tokens))]
         turns.append(dataclasses.replace(whole, mask=mask, advantage=advantage, copies=1))
-    _, (batch,), _ = prepared(mars.MarsConfig(), {"sys2": turns, "sys1": []})
+    _, (batch,) = prepared(mars.MarsConfig(), {"sys2": turns, "sys1": []})
     trained = zip(batch.target.tolist(), batch.old_logprob.tolist(), batch.advantage.tolist())
     assert sorted(trained) == [(6, -2.0, -0.5)] * 2 + [(7, -3.0, 1.0)] * 3
     assert sorted(batch.lengths) == [4, 4]  # the second adds what the first does not have
@@ -236,7 +235,7 @@ def test_every_step_asks_of_every_set():
 
 
 def test_a_step_without_any_graded_trajectory_has_an_empty_update():
-    samples, batches, _ = prepared(mars.MarsConfig(), {"sys2": [], "sys1": []})
+    samples, batches = prepared(mars.MarsConfig(), {"sys2": [], "sys1": []})
     assert samples == [] and len(batches) == 1 and len(batches[0].target) == 0
 
 
@@ -278,7 +277,7 @@ def test_what_is_trained_is_weighed_by_the_gap_to_the_sampler(kind):
         known.append((scored, drawn))
     terms = {role: [s for s in samples if s.role == role] for role in ("sys2", "sys1")}
     policy = trainer.Policy(tiny.model("qwen3"), bf16=False)
-    kept, batches, _ = prepared(config, terms, policy)
+    kept, batches = prepared(config, terms, policy)
     masked = 0
     for batch in batches:
         for owner in set(batch.owner.tolist()):

@@ -14,13 +14,13 @@ import pytest
 import processes
 from config import UserError
 from plumbing import folders
-from plumbing.folders import made_once
+from whole import made_once
 
 REPO = Path(__file__).parent.parent
 MAKER = """
     import sys, time
     from pathlib import Path
-    from plumbing.folders import made_once
+    from whole import made_once
 
     def make(folder):
         (folder / "first").write_text("half")

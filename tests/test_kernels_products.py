@@ -73,7 +73,7 @@ def test_a_policy_with_adapters_by_onednn(counted, monkeypatch):
         trainer.add_adapters(plain, 3, seed=0)
         policy = trainer.Policy(plain, bf16=False, recompute_activations=True)
         (batch,) = trainer.micro_batches(make_samples(), weigh(make_samples()), 10_000, CPU)
-        trainer.backward(policy, [batch], [None], **OBJECTIVE)
+        trainer.backward(policy, [batch], **OBJECTIVE)
         found.append([p.grad for p in policy.parameters() if p.requires_grad])
         assert len(counted) > 2 * 7 * 2
     for one, other in zip(*found, strict=True):

@@ -92,7 +92,7 @@ def test_log_probs_loss_and_gradients_are_the_stock_models(name):
     batches = trainer.micro_batches(samples, weights, 10_000, CPU, pack=policy.packs)
     assert len(batches) == (1 if policy.packs else len(samples))
     scored = [trainer.logprob(policy, batch, OBJECTIVE["temperature"]) for batch in batches]
-    stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    stats = trainer.backward(policy, batches, **OBJECTIVE)
     assert sum(float(numbers["loss"]) for numbers in stats) == pytest.approx(loss, abs=1e-4)
     for batch, numbers, again in zip(batches, stats, scored, strict=True):
         for index in batch.owner.unique().tolist():
@@ -116,7 +116,7 @@ def test_an_empty_micro_batch_and_recomputing_work_for_them_too(name):
         policy = trainer.Policy(copy.deepcopy(made), bf16=False, recompute_activations=recompute)
         batches = trainer.micro_batches(samples, weigh(samples), 1, CPU, pack=False)
         batches.append(trainer.make_micro_batch([], [], [], CPU))
-        trainer.backward(policy, batches, [None] * 4, **OBJECTIVE)
+        trainer.backward(policy, batches, **OBJECTIVE)
         gradients.append([parameter.grad for parameter in policy.parameters()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)

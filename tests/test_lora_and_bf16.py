@@ -66,7 +66,8 @@ def adapted(base, tmp_path_factory):
 
 
 def test_with_adapters_the_sampler_follows_the_trainer_and_the_frozen_role_stays(adapted):
-    _, lines, weights = adapted
+    """And the checkpoint is what the sampler had."""
+    folder, lines, weights = adapted
     for line in lines:
         assert line["grad_norm"] > 0
         assert line["mismatch_kl"] < 1e-8
@@ -77,6 +78,9 @@ def test_with_adapters_the_sampler_follows_the_trainer_and_the_frozen_role_stays
         for name, value in before["sys2"].items():
             product = name.endswith((".qkv", ".o", ".gate_up", ".down"))
             assert torch.equal(value, after["sys2"][name]) != product, name
+    sampler = Sampler(trainer.load_model(folder / "whole/checkpoint", "cpu"), max_tokens=64)
+    for name, value in weights[-1]["sys2"].items():
+        assert torch.equal(sampler.model.weights[name], value)
 
 
 def test_a_run_with_adapters_resumes_bit_by_bit(base, adapted):
@@ -88,13 +92,6 @@ def test_a_run_with_adapters_resumes_bit_by_bit(base, adapted):
         first, second = (load_file(folder / name / path) for name in ("whole", "halves"))
         assert first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_the_checkpoint_of_a_run_with_adapters_is_what_its_sampler_had(adapted):
-    folder, _, weights = adapted
-    sampler = Sampler(trainer.load_model(folder / "whole/checkpoint", "cpu"), max_tokens=64)
-    for name, value in weights[-1]["sys2"].items():
-        assert torch.equal(sampler.model.weights[name], value)
 
 
 # ---------------------------------------------------------------- bf16 on a CPU
@@ -128,13 +125,9 @@ def test_a_run_in_bf16_on_a_cpu_keeps_its_masters_in_fp32(base, tmp_path, adapte
 
 
 def test_who_computes_in_bf16():
-    def asked(bf16):
+    for bf16, used in {"auto": (False, True), "on": (True, True), "off": (False, False)}.items():
         config = mars.MarsConfig(bf16=bf16)
-        return [uses_bf16(config, cuda) for cuda in (False, True)]
-
-    assert asked("auto") == [False, True]
-    assert asked("on") == [True, True]
-    assert asked("off") == [False, False]
+        assert tuple(uses_bf16(config, cuda) for cuda in (False, True)) == used
     machine = Machine(torch.device("cuda"), rank=0, ranks=1, bf16=False)
     with pytest.raises(UserError, match="--bf16 off: attention on CUDA takes bf16 only"):
         check_machine(mars.MarsConfig(bf16="off"), machine)

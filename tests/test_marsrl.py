@@ -288,7 +288,7 @@ def test_demonstrations_are_what_the_recipe_plays(role):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return marsrl_toy.build(tmp_path_factory.mktemp("base"), threads=1, steps=(4, 4))
+    return marsrl_toy.build(tmp_path_factory.mktemp("base"), steps=(4, 4))
 
 
 def command(base, folder, name, *more) -> list[dict]:

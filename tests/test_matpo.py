@@ -206,7 +206,7 @@ def credited(**options) -> tuple[list[Trajectory], dict[str, list[Sample]], matp
 def prepared(config, terms) -> tuple[list[Sample], list]:
     policy = SimpleNamespace(packs=True)
     run = SimpleNamespace(config=config, ranks=1, device=CPU, reference=None, policy=policy)
-    return train.prepare(run, terms)[:2]
+    return train.prepare(run, terms)
 
 
 def gradient_by_hand(trajectories: list[Trajectory]) -> dict:
@@ -240,7 +240,7 @@ def test_the_gradient_is_that_of_the_papers_objective_also_beyond_the_planners_e
         picked = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(made.tokens[1:])[:, None])
         made.logprobs = [0.0, *picked[:, 0].tolist()]
     _, batches = prepared(config, terms)
-    trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    trainer.backward(policy, batches, **OBJECTIVE)
     found = {name.removeprefix("model."): p.grad for name, p in policy.named_parameters()}
     for name, wanted in gradient_by_hand(trajectories).items():
         assert float((found[name] - wanted).abs().max()) < 1e-5
@@ -298,7 +298,7 @@ def test_every_role_is_shown_how():
 def trained(tmp_path_factory):
     """A run of a base model that has learned next to nothing."""
     runs = tmp_path_factory.mktemp("runs")
-    base = matpo_toy.build(runs / "base", threads=1, steps=(2, 2))
+    base = matpo_toy.build(runs / "base", steps=(2, 2))
     line = ["--model", base, "--runs", runs, "--name", "whole", "--steps", 2, *SMALL]
     assert matpo.main([str(word) for word in line]) == 0
     return runs / "whole"

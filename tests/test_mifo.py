@@ -55,7 +55,7 @@ def test_sft_is_the_mean_log_likelihood_of_the_hard_tokens(run):
     weights = grpo.token_weights(masks, sum(copies), copies=copies)  # as train.prepare makes them
     batches = trainer.micro_batches(samples, weights, 10**6, torch.device("cpu"))
     objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
-    (stats,) = trainer.backward(run.policy, batches, [None], **objective)
+    (stats,) = trainer.backward(run.policy, batches, **objective)
     gap = (stats["logprob"] - batches[0].behaviour_logprob).abs()
     assert gap.max() < 1e-4, "the trainer's own log-probs are the old ones: rho is 1"
     found = [parameter.grad.clone() for parameter in run.policy.parameters()]

@@ -1,4 +1,4 @@
-"""Shared prefixes: fewer tokens through the model, the same loss and gradient."""
+"""Micro-batches: every loss token knows its sample; shared prefixes change no loss, no gradient."""
 
 import copy
 
@@ -33,15 +33,14 @@ def family() -> list[Sample]:
     return samples
 
 
-def pack(samples, capacity=10_000, device=CPU, **options):
-    return trainer.micro_batches(samples, weigh(samples), capacity, device, **options)
+def pack(samples, capacity=10_000, **options):
+    return trainer.micro_batches(samples, weigh(samples), capacity, CPU, **options)
 
 
-def step(folder, batches, device=CPU, **options):
+def step(folder, batches, **options):
     """Loss, gradients by name, and each owner's log-probs in the order of its tokens."""
-    loaded = trainer.load_model(folder, device)
-    policy = trainer.Policy(loaded, bf16=False, **options)
-    stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    policy = trainer.Policy(trainer.load_model(folder, CPU), bf16=False, **options)
+    stats = trainer.backward(policy, batches, **OBJECTIVE)
     logprobs = {}
     for batch, numbers in zip(batches, stats):
         for owner, logprob in zip(batch.owner.tolist(), numbers["logprob"].tolist()):
@@ -97,24 +96,31 @@ def test_a_change_in_one_sample_moves_no_other_samples_log_probs(folder):
         assert (difference > 1e-4) == (index == 5)
 
 
-texts = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12), min_size=1, max_size=12)
+# Tokens of few kinds, so that much is shared, and whether each is sampled.
+texts = st.lists(
+    st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=12), max_size=12
+)
+
+
+def sample_of(number: int, text: list[tuple[int, bool]]) -> Sample:
+    """A sample whose every number is its own."""
+    tokens, mask = zip(*text)
+    sample = Sample("sys2", question_index=0, attempt=number, advantage=number + 0.5)
+    sample.tokens = list(tokens)
+    sample.mask = [False, *mask[1:]]
+    sample.logprobs = [-number - i / 16 for i in range(len(tokens))]
+    return sample
 
 
 @settings(max_examples=200)
 @given(texts, st.integers(1, 40))
 def test_every_prediction_knows_its_sample_and_its_tokens(texts, capacity):
     """Whatever samples have in common: the keys of each spell it, and limits hold."""
-    samples = []
-    for text in texts:
-        sample = Sample("sys2", question_index=0, attempt=len(samples))
-        sample.advantage, sample.copies = 1.0, 1
-        sample.append_given(text[:1])
-        sample.tokens += text[1:]
-        sample.mask += [True] * (len(text) - 1)
-        sample.logprobs += [-1.0] * (len(text) - 1)
-        samples.append(sample)
-    found = {index: [] for index in range(len(samples))}
-    for batch in pack(samples, capacity):
+    samples = [sample_of(number, text) for number, text in enumerate(texts)]
+    weights = [-16 * torch.tensor(sample.logprobs) for sample in samples]
+    ends = [max((i for i, own in enumerate(s.mask) if own), default=0) for s in samples]
+    found = [[] for _ in samples]
+    for batch in trainer.micro_batches(samples, weights, capacity, CPU):
         row = batch.tokens[0].tolist()
         keys = batch.keys
         if keys is None:  # nothing is shared
@@ -131,15 +137,35 @@ def test_every_prediction_knows_its_sample_and_its_tokens(texts, capacity):
             assert len(row) <= capacity and len(owners) <= capacity
             assert len(keys.indices) <= prefixes.MAX_KEYS_PER_TOKEN * capacity
         for index in set(owners):
-            whole = tuple(samples[index].tokens[:-1])
+            whole = tuple(samples[index].tokens[: ends[index]])
             assert any(text[: len(whole)] == whole for text in spelled)
         for i, index in enumerate(owners):
+            sample = samples[index]
             place = batch.positions[0, batch.loss_positions[i]].item() + 1
-            assert batch.target[i] == samples[index].tokens[place]
-            assert row[batch.loss_positions[i]] == samples[index].tokens[place - 1]
+            assert batch.target[i] == sample.tokens[place]
+            assert row[batch.loss_positions[i]] == sample.tokens[place - 1]
+            assert batch.weight[i] == weights[index][place]
+            assert batch.behaviour_logprob[i] == batch.old_logprob[i] == sample.logprobs[place]
+            assert batch.advantage[i] == sample.advantage
             found[index].append(place)
-    for index, sample in enumerate(samples):
-        assert found[index] == list(range(1, len(sample.tokens)))
+    assert found == [[i for i, own in enumerate(sample.mask) if own] for sample in samples]
+
+
+def test_an_empty_micro_batch_is_one_token_without_loss():
+    batch = trainer.make_micro_batch([], [], [], CPU)
+    assert (batch.tokens.shape, batch.lengths, batch.cu_seqlens.tolist()) == ((1, 1), [1], [0, 1])
+    assert len(batch.owner) == len(batch.loss_positions) == len(batch.weight) == 0
+
+
+def test_lists_that_do_not_fit_are_refused():
+    samples = make_samples(2)
+    samples[0].logprobs.pop()
+    with pytest.raises(ValueError, match="differ in length"):
+        pack(samples)
+    samples[0].logprobs.append(0.0)
+    samples[1].mask[0] = True
+    with pytest.raises(ValueError, match="nothing stands before it"):
+        pack(samples)
 
 
 def test_samples_that_share_nothing_are_packed_first_fit_decreasing():

@@ -1,17 +1,12 @@
 """The episode with scripted roles: every way it can go, and what is written down."""
 
-import asyncio
-from types import SimpleNamespace
-
 import pytest
 from helpers.script import Script
 
 import mars
-import rollout
 from driver import Driver
 from plumbing.logbook import record
 from rollout import Env, Sample
-from sampler import Completion
 from tasks.grading import exact_match
 from tasks.questions import Question
 from tools import Document, ToolError
@@ -25,6 +20,9 @@ PAGES = [
     Document("d3", "", "", "see also the list of records ."),
 ]
 CALL = "<call> search ada baker <purpose> birth of ada baker <eot>"
+
+
+ANSWER = "<answer> 1968 <eot>"
 
 
 def play(system2, *, search=lambda query: PAGES, grade=None, attempt=0, **options):
@@ -46,27 +44,21 @@ def play(system2, *, search=lambda query: PAGES, grade=None, attempt=0, **option
 
     script = Script(FORMAT, say)
     config = mars.MarsConfig(**{"top_k": 3, **options})
-    tools = {
-        "search": search,
-        "scholar": search,
-        "python": lambda code: [Document("python", "", "", "12\n")],
-    }
+    tools = {"search": search, "python": lambda code: [Document("python", "", "", "12\n")]}
     driver = Driver([script], deterministic=True)
     samplers = {"sys2": script, "sys1": script}
-    env = Env(driver, samplers, FORMAT, tools, grade or right, config, step=0)
+    env = Env(driver, samplers, FORMAT, tools, grade or right, config, 0, 0.7, 0.9)
     try:
         (trajectory,) = driver.run([env.play(mars.METHOD, QUESTION, 0, attempt)])
     finally:
         assert script.opened == 0, "every conversation gives its pages back"
+    drawn = {"temperature": 0.7, "top_p": 0.9, "stop_ids": FORMAT.stop_ids}
+    assert script.options == drawn, "the batch's temperature and nucleus"
     asked = []
     for tokens, limit, seed in script.asked:
         role = "sys1" if tokens[0] == FORMAT.control["<s1>"] else "sys2"
         asked.append((role, FORMAT.text(tokens), limit, seed))
     return trajectory, asked
-
-
-def sys2_of(trajectory) -> Sample:
-    return trajectory.contexts[0].sample
 
 
 def text(sample: Sample, trained: bool) -> str:
@@ -75,9 +67,9 @@ def text(sample: Sample, trained: bool) -> str:
 
 def test_call_distil_answer():
     """What is stored of a token is what the sampler said of it."""
-    trajectory, asked = play([CALL, "<answer> 1968 <eot>"])
+    trajectory, asked = play([CALL, ANSWER])
     assert (trajectory.answer, trajectory.ended, trajectory.reward) == ("1968", "answer", 1.0)
-    sample = sys2_of(trajectory)
+    sample = trajectory.contexts[0].sample
     assert text(sample, True) == f"{CALL} <answer> 1968 <eot>"
     notes = " ".join(["ada baker born 1968 ."] * len(trajectory.turns[0].readers))
     assert text(sample, False) == f"<s2> when was ada baker born ? <eot> <resp> {notes} <eot>"
@@ -90,7 +82,7 @@ def test_call_distil_answer():
 
 
 def test_system1_sees_packed_documents_and_the_purpose_and_is_trained_on_its_note_only():
-    trajectory, asked = play([CALL, "<answer> 1968 <eot>"], sys1_prompt=30)
+    trajectory, asked = play([CALL, ANSWER], sys1_prompt=30)
     readers = trajectory.turns[0].readers
     assert sorted(i for reader in readers for i in reader.chunk.documents) == [0, 1, 2]
     assert 1 < len(readers) <= 3
@@ -105,34 +97,23 @@ def test_system1_sees_packed_documents_and_the_purpose_and_is_trained_on_its_not
 
 def test_a_long_document_is_cut_into_a_chunk_of_its_own():
     long = [Document("long", "", "", "ada " * 200), PAGES[2]]
-    trajectory, _ = play([CALL, "<answer> 1968 <eot>"], search=lambda query: long, sys1_prompt=30)
-    chunks = [reader.chunk for reader in trajectory.turns[0].readers]
-    cut = next(chunk for chunk in chunks if chunk.documents == [0])
-    assert cut.truncated and cut.tokens == cut.capacity
+    trajectory, _ = play([CALL, ANSWER], search=lambda query: long, sys1_prompt=30)
+    cut, other = (reader.chunk for reader in trajectory.turns[0].readers)
+    assert cut.documents == [0] and cut.truncated and cut.tokens == cut.capacity
+    assert other.documents == [1] and not other.truncated
 
 
 @pytest.mark.parametrize(
-    "step, why",
-    [
-        ("when was <eot>", "starts with"),
-        ("<call> search ada baker <eot>", "purpose"),
-        (CALL.replace("<eot>", "of ada") * 3, "cut"),
-    ],
+    "step, why", [("when was <eot>", "starts with"), (CALL.replace("<eot>", "of ada") * 3, "cut")]
 )
 def test_a_malformed_step_is_corrected_and_counted(step, why):
-    trajectory, asked = play([step, "<answer> 1968 <eot>"])
+    """Where a step was cut its end is given by us, so it carries no loss."""
+    trajectory, asked = play([step, ANSWER])
     turn = trajectory.turns[0]
     assert turn.problem.startswith("malformed") and why in turn.problem
     assert "error" in asked[1][1] and trajectory.reward == 1.0
-    assert turn.action.call is None
-
-
-def test_a_step_that_was_cut_is_closed_by_us_not_by_the_model():
-    """The missing end of the step is given, so it carries no loss."""
-    long = CALL.replace(" <eot>", " ada" * 40)
-    trajectory, asked = play([long, "<answer> 1968 <eot>"], step_tokens=14)
-    assert asked[1][1].startswith("<eot>")
-    assert text(sys2_of(trajectory), True).count("<eot>") == 1
+    assert asked[1][1].startswith("<eot>") == (why == "cut")
+    assert text(trajectory.contexts[0].sample, True).count("<eot>") == 1 + (why != "cut")
 
 
 def test_a_tool_that_fails_is_told_and_never_looks_like_an_empty_result():
@@ -143,7 +124,7 @@ def test_a_tool_that_fails_is_told_and_never_looks_like_an_empty_result():
         (broken, "tool failed: the service is down", "error"),
         (lambda query: [], "no results", "none ."),
     ):
-        trajectory, asked = play([CALL, "<answer> 1968 <eot>"], search=search)
+        trajectory, asked = play([CALL, ANSWER], search=search)
         assert trajectory.turns[0].problem == problem
         assert asked[1][1] == f"<resp> {told} <eot>"
         assert trajectory.samples("sys1") == []
@@ -162,20 +143,18 @@ def test_the_last_turn_must_answer():
 def test_a_full_context_ends_in_a_demand_that_always_fits(context, step):
     """Calls, malformed and cut steps without end, at any size: an answer is always reached."""
     trajectory, asked = play(step, sys2_context=context, max_turns=50)
-    assert len(sys2_of(trajectory).tokens) <= context
+    assert len(trajectory.contexts[0].sample.tokens) <= context
     assert (trajectory.ended, trajectory.reward) == ("answer on demand", 1.0)
     assert asked[-1][2] >= mars.MarsConfig.answer_tokens, "what is kept for the answer is left"
 
 
 def test_arms():
-    unpacked, _ = play([CALL, "<answer> 1968 <eot>"], packing=False)
+    """Unpacked, without purposes, and without System 1: then System 2 reads within a budget."""
+    unpacked, _ = play([CALL, ANSWER], packing=False)
     assert [reader.chunk.documents for reader in unpacked.turns[0].readers] == [[0], [1], [2]]
-    _, asked = play([CALL, "<answer> 1968 <eot>"], purpose=False)
+    _, asked = play([CALL, ANSWER], purpose=False)
     assert all("birth" not in said for role, said, *_ in asked if role == "sys1")
-
-
-def test_without_system1_raw_text_goes_to_system2_within_its_budget():
-    trajectory, asked = play([CALL, "<answer> 1968 <eot>"], system1="none")
+    trajectory, asked = play([CALL, ANSWER], system1="none")
     assert trajectory.samples("sys1") == [] and all(role == "sys2" for role, *_ in asked)
     seen = asked[1][1]
     assert "<doc> ada baker born" in seen and len(seen.split()) <= 160 // 5 + 2
@@ -193,47 +172,29 @@ def test_a_judge_out_of_reach_is_no_reward_rather_than_zero():
     def down(question, answer):
         raise ToolError("judge is down")
 
-    trajectory, _ = play([CALL, "<answer> 1968 <eot>"], grade=down)
+    trajectory, _ = play([CALL, ANSWER], grade=down)
     assert trajectory.reward is None and all(s.reward is None for s in trajectory.samples())
     assert trajectory.turns[-1].problem == "judge failed: judge is down"
 
 
 def test_draws_are_named_and_all_different():
-    _, asked = play([CALL, CALL, "<answer> 1968 <eot>"])
+    _, asked = play([CALL, CALL, ANSWER])
     seeds = [seed for *_, seed in asked]
     assert len(set(seeds)) == len(seeds)
-    assert seeds == [seed for *_, seed in play([CALL, CALL, "<answer> 1968 <eot>"])[1]]
+    assert seeds == [seed for *_, seed in play([CALL, CALL, ANSWER])[1]]
     for other in ({"seed": 1}, {"attempt": 1}):
-        _, asked = play([CALL, CALL, "<answer> 1968 <eot>"], **other)
+        _, asked = play([CALL, CALL, ANSWER], **other)
         assert set(seeds).isdisjoint(seed for *_, seed in asked)
-    _, asked = play([CALL, "<answer> 1968 <eot>"], packing=False)  # three chunks of one call
+    _, asked = play([CALL, ANSWER], packing=False)  # three chunks of one call
     seeds = [seed for *_, seed in asked]
     assert len(seeds) == 5 and len(set(seeds)) == 5
-
-
-def test_tokens_are_drawn_at_the_batchs_temperature_and_nucleus():
-    seen = []
-
-    def sample(sampler, conversation, tokens, **options):
-        seen.append((options["temperature"], options["top_p"]))
-        return asyncio.sleep(0, Completion([FORMAT.eot], [-0.5], "stop"))
-
-    samplers = {"sys2": Script(FORMAT, None)}
-    driver = SimpleNamespace(sample=sample)
-    env = Env(driver, samplers, FORMAT, {}, None, mars.MarsConfig(), 0, 0.7, 0.9)
-    context = rollout.Context(env, rollout.Trajectory(QUESTION, 0, 0), "sys2")
-    context.conversation = samplers["sys2"].open()
-    asyncio.run(context.write([1], 4))
-    assert seen == [(0.7, 0.9)]
 
 
 def test_a_purpose_that_fills_system1s_prompt_is_a_malformed_step():
     """It would leave no token for a document; no tool is called, and System 2 is told."""
     called = []
     long = CALL.replace("birth of ada baker", "birth of ada baker " * 5)
-    trajectory, asked = play(
-        [long, "<answer> 1968 <eot>"], search=called.append, step_tokens=40, sys1_prompt=20
-    )
+    trajectory, asked = play([long, ANSWER], search=called.append, step_tokens=40, sys1_prompt=20)
     assert trajectory.turns[0].problem == "malformed: the purpose is too long"
     assert not called and trajectory.samples("sys1") == [] and "error" in asked[1][1]
     assert trajectory.reward == 1.0
@@ -250,10 +211,10 @@ def test_a_context_that_fails_gives_its_pages_back():
 
 
 def test_record_holds_the_whole_trajectory():
-    trajectory, _ = play([CALL, "<answer> 1968 <eot>"])
+    trajectory, _ = play([CALL, ANSWER])
     line = record(trajectory, FORMAT, 3, "train")
     said = " ".join(segment["text"] for segment in line["segments"])
-    assert said == FORMAT.text(sys2_of(trajectory).tokens)
+    assert said == FORMAT.text(trajectory.contexts[0].sample.tokens)
     turn = line["turns"][0]
     assert list(turn["call"].values()) == ["search", "ada baker", "birth of ada baker"]
     assert [document["id"] for document in turn["documents"]] == ["d1", "d2", "d3"]

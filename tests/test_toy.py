@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from binpack import pack_documents
-from config import UserError
-from tasks.chat import Call
+from tasks.format import Action, Call
 from tools import Document, search
 from toy import base_model, language, world
 
@@ -48,13 +47,10 @@ def test_worlds_and_questions_do_not_depend_on_the_process():
 
 
 def test_training_and_evaluation_ask_about_different_facts():
-    training = world.world("train", 0)
-    held_out = world.world("eval", 0)
-    assert len(training.people) == 200 and len(held_out.companies) == 40
+    training, held_out = (world.world(split, 0).facts for split in ("train", "eval"))
     # A name may stand in both worlds. Its values are drawn anew.
-    shared = set(training.facts) & set(held_out.facts)
-    same = sum(training.facts[key] == held_out.facts[key] for key in shared)
-    assert 0 < len(shared) and same < 0.25 * len(shared)
+    shared = set(training) & set(held_out)
+    assert 0 < sum(training[key] == held_out[key] for key in shared) < 0.25 * len(shared)
 
 
 def test_the_kinds_come_in_their_shares_as_far_as_the_tools_answer_them():
@@ -66,9 +62,8 @@ def test_the_kinds_come_in_their_shares_as_far_as_the_tools_answer_them():
         assert {q.source for q in asked} == {f"toy-{kind}" for kind in kinds.split()}
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
-def test_the_plan_leads_to_the_answer(split):
-    asked = world.world(split, 0)
+def test_the_plan_leads_to_the_answer():
+    asked = world.world("train", 0)
     for i in range(300):
         plan = world.draw_plan(asked, random.Random(i))
         assert all((name, attribute) in asked.facts for _, name, attribute in plan.hops)
@@ -151,28 +146,24 @@ def test_a_call_round_trips(form, tool, argument, purpose, stop):
     assert form.parse(tokens).call == Call(tool, argument, purpose)
 
 
-def test_answers(form):
+MALFORMED = {
+    "": "starts with",
+    "ada baker <eot>": "starts with",
+    "<answer> <eot>": "answer is empty",
+    "<answer> 12 <call> <eot>": "control word",
+    "<call> baker ada <eot>": "unknown tool",
+    "<call> search <purpose> birth of ada <eot>": "query is empty",
+    "<call> search ada baker <eot>": "purpose is missing",
+    "<call> search ada <purpose> birth <purpose> birth <eot>": "control word",
+}
+
+
+def test_answers_and_what_is_malformed(form):
     for text, final in (("<answer> acro corp <eot>", False), ("acro corp", True)):
-        assert form.parse(spoken(form, text), final=final).answer == "acro corp"
-    for text in ("", "<eot>", "<call> search ada <purpose> birth <eot>"):
-        assert form.parse(spoken(form, text), final=True).error
-
-
-@pytest.mark.parametrize(
-    "text, complaint",
-    [
-        ("ada baker <eot>", "starts with"),
-        ("<answer> <eot>", "answer is empty"),
-        ("<answer> 12 <call> <eot>", "control word"),
-        ("<call> baker ada <eot>", "unknown tool"),
-        ("<call> search <purpose> birth of ada <eot>", "query is empty"),
-        ("<call> search ada baker <eot>", "purpose is missing"),
-        ("<call> search ada <purpose> birth <purpose> birth <eot>", "control word"),
-    ],
-)
-def test_whatever_is_malformed_gets_one_sentence(form, text, complaint):
-    step = form.parse(spoken(form, text))
-    assert complaint in step.error and step.call is None and step.answer is None
+        assert form.parse(spoken(form, text), final=final) == Action(answer="acro corp")
+    for text, complaint in MALFORMED.items():
+        assert complaint in form.parse(spoken(form, text)).error
+        assert form.parse(spoken(form, text), final=True).error or text.startswith("ada")
 
 
 @given(st.lists(st.integers(0, len(language.vocabulary()) - 1), max_size=14), st.booleans())
@@ -242,7 +233,7 @@ def test_a_flawless_demonstration_is_right(library):
 
 # -------------------------------------------------------------------- the base model
 
-TINY = {"seed": 5, "threads": 1, "steps": (2, 2)}
+TINY = {"seed": 5, "steps": (2, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -268,26 +259,12 @@ def test_the_folder_loads_with_transformers(folder, form):
     assert tokenizer.pad_token_id == model.config.pad_token_id
 
 
-def test_a_build_is_reused_and_repeatable(folder, cache, tmp_path, monkeypatch):
+def test_a_build_is_reused_and_repeatable(folder, cache, tmp_path):
     again = base_model.build(tmp_path, **TINY)
     assert again.name == folder.name
     weights = [path / "model.safetensors" for path in (again, folder)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    monkeypatch.setattr(base_model, "make_base", None)  # a second build would fail
-    assert base_model.build(cache, **TINY) == folder
-
-
-def test_an_interrupted_build_leaves_nothing_and_a_bad_cache_is_one_sentence(tmp_path, monkeypatch):
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(base_model, "make_base", interrupted)
-        base_model.build(tmp_path, **TINY)
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        base_model.build(tmp_path / "file", **TINY)
+    assert base_model.build(cache, **TINY, make=None) == folder  # a second build would fail
 
 
 def test_another_recipe_is_another_name(tmp_path, monkeypatch):

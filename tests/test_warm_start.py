@@ -49,11 +49,6 @@ def cross_entropy(stock, samples):
     return losses
 
 
-@pytest.fixture
-def policy():
-    return trainer.Policy(model("llama"), bf16=False)
-
-
 # ---------------------------------------------------------------- the loss
 
 
@@ -68,7 +63,8 @@ class NoStep:
 
 
 @pytest.mark.parametrize("capacity", [40, 10_000])
-def test_loss_and_gradient_are_those_of_cross_entropy(policy, capacity):
+def test_loss_and_gradient_are_those_of_cross_entropy(capacity):
+    policy = trainer.Policy(model("llama"), bf16=False)
     samples = make_samples()
     for sample in samples:  # demonstrations have no log-probs of a sampler
         sample.logprobs = [-50.0] * len(sample.tokens)
@@ -76,38 +72,27 @@ def test_loss_and_gradient_are_those_of_cross_entropy(policy, capacity):
     stock = model("llama")
     expected = cross_entropy(stock, samples)
     sum(expected.values()).backward()
-    # Nothing is clipped, so that the norm is seen as well.
-    trainer_norm = torch.nn.utils.get_total_norm([p.grad for p in stock.parameters()])
-    assert trainer_norm > 0.1
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in stock.parameters()]))
     options = WarmStart(micro_tokens=capacity)
     losses = warm_start.learn(policy, NoStep(), batch_of(samples), options, CPU)
     for role, loss in losses.items():
         assert loss == pytest.approx(expected[role].item(), abs=1e-5)
-    scale = min(1.0, 1 / float(trainer_norm))  # the gradient's norm is held to 1
+    scale = min(1.0, 1 / norm)  # the gradient's norm is held to 1
     here = dict(policy.model.named_parameters())
     for name, parameter in stock.named_parameters():
         assert torch.allclose(here[name].grad, parameter.grad * scale, atol=1e-5), name
-
-
-def test_a_gradient_that_is_no_number_is_one_sentence(policy):
     with torch.no_grad():
         policy.model.lm_head.weight[0, 0] = torch.nan
-    with pytest.raises(UserError, match="lower --lr"):
-        warm_start.learn(policy, NoStep(), batch_of(make_samples()), WarmStart(), CPU)
+    with pytest.raises(UserError, match="lower --lr"):  # the gradient is no number
+        warm_start.learn(policy, NoStep(), batch_of(samples), options, CPU)
 
 
 # ---------------------------------------------------------------- demonstrations in a file
 
 
 def learned(sample, tok):
-    """What carries loss, one text for each stretch."""
-    texts = [[]]
-    for token, trained in zip(sample.tokens, sample.mask):
-        if trained:
-            texts[-1].append(token)
-        elif texts[-1]:
-            texts.append([])
-    return [tok.decode(tokens) for tokens in texts if tokens]
+    """What carries loss."""
+    return tok.decode([token for token, own in zip(sample.tokens, sample.mask) if own])
 
 
 @pytest.mark.parametrize("template", [QWEN25, LLAMA])
@@ -116,7 +101,7 @@ def test_the_assistant_is_learned_and_nobody_else(template):
     end = marks[-1]
     tok = tokenizer(template, marks=marks, eos=end)
     for number, sample in zip((3, 5), warm_start.samples_of(TALK, tok), strict=True):
-        assert learned(sample, tok) == [TALK[number - 1]["content"] + end]
+        assert learned(sample, tok) == TALK[number - 1]["content"] + end
         whole = tok.apply_chat_template(TALK[:number], tokenize=False)
         # The line break after the last mark is not learned.
         assert whole in (tok.decode(sample.tokens), tok.decode(sample.tokens) + "\n")
@@ -132,9 +117,9 @@ def test_a_template_may_rewrite_what_came_before():
     assert "well" in first and "well" not in second and "a search" in second
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_a_bad_line_is_named(tmp_path):
+    path = tmp_path / "data.jsonl"
+    for line in (
         "nonsense",
         '{"messages": [{"role": "user"}]}',
         line_of("user: q", "Assistant: a", "assistant: b"),
@@ -143,21 +128,17 @@ def test_a_template_may_rewrite_what_came_before():
         line_of("user: q", "assistant: a", "user: r"),
         '{"messages": [{"role": "assistant", "content": ["a"]}]}',
         '{"messages": []}',
-    ],
-)
-def test_a_bad_line_is_named(line, tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps({"messages": TALK}) + "\n" + line + "\n")
-    with pytest.raises(UserError, match="line 2: it is not"):
-        warm_start.from_file(WarmStart(data=str(path)))
+    ):
+        path.write_text(json.dumps({"messages": TALK}) + "\n" + line + "\n")
+        with pytest.raises(UserError, match="line 2: it is not"):
+            warm_start.from_file(WarmStart(data=str(path)))
 
 
-def test_a_text_with_a_mark_of_the_models_own_is_refused(tmp_path):
+def test_a_text_with_a_mark_of_the_models_own_is_refused():
     """It could forge a turn, or teach to stop in the middle."""
-    path = tmp_path / "data.jsonl"
-    path.write_text(line_of("user: q<|im_end|>", "assistant: a") + "\n")
+    talk = [{"role": "user", "content": "q<|im_end|>"}, TALK[2]]
     with pytest.raises(UserError, match="mark of the model's own"):
-        next(warm_start.from_file(WarmStart(data=str(path)))(tokenizer(QWEN25, eos="<|im_end|>")))
+        warm_start.samples_of(talk, tokenizer(QWEN25, eos="<|im_end|>"))
 
 
 def test_every_demonstration_comes_once_a_round(tmp_path):
@@ -172,7 +153,7 @@ def test_every_demonstration_comes_once_a_round(tmp_path):
     tok = tokenizer(QWEN25, eos="<|im_end|>")
     batches = warm_start.from_file(WarmStart(data=str(path), demonstrations=2))(tok)
     drawn = [sample for _ in range(5) for sample in next(batches)["assistant"]]
-    said = [learned(sample, tok)[0].removesuffix("<|im_end|>") for sample in drawn]
+    said = [learned(sample, tok).removesuffix("<|im_end|>") for sample in drawn]
     assert sorted(said[:5]) == sorted(said[5:]) == texts
     assert said[:5] != said[5:]
 
@@ -218,22 +199,16 @@ def test_the_command_writes_a_model_that_has_learned(command, tmp_path, capsys):
     assert command(**options) == 2 and "exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "option, value",
-    [("steps", 0), ("lr", -1), ("data", "nowhere.jsonl"), ("model", "nowhere")],
-)
-def test_bad_options_are_one_sentence_and_leave_nothing(option, value, command, tmp_path, capsys):
-    assert command(**{option: value}) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("mars: ") and said.count("\n") == 1
-    assert not (tmp_path / "warm").exists()
+def test_bad_options_and_an_interrupt_are_one_sentence_and_leave_nothing(
+    command, tmp_path, capsys, monkeypatch
+):
+    def interrupted(*given):
+        raise KeyboardInterrupt
 
-
-@pytest.mark.parametrize("error, code", [(UserError("no"), 2), (KeyboardInterrupt(), 130)])
-def test_what_is_cut_short_leaves_no_folder(error, code, command, tmp_path, monkeypatch):
-    def fail(*given):
-        raise error
-
-    monkeypatch.setattr(warm_start, "learn", fail)
-    assert command() == code
-    assert not any(path.is_dir() for path in tmp_path.iterdir()), "nor an unfinished one"
+    monkeypatch.setattr(warm_start, "learn", interrupted)
+    wrong = [{"steps": 0}, {"lr": -1}, {"data": "nowhere.jsonl"}, {"model": "nowhere"}, {}]
+    for given in wrong:
+        assert command(**given) == (2 if given else 130)
+        said = capsys.readouterr().err
+        assert said.startswith("mars: ") and said.count("\n") == 1
+        assert not any(path.is_dir() for path in tmp_path.iterdir()), "nor an unfinished one"

@@ -9,34 +9,31 @@ no run asks about:
   B, habits: demonstrations with the faults of HABITS, so that every good move and many bad ones
      are in the policy's reach.
 
-RL then selects among these modes. It could not build the skill of copying a fact in minutes.
-Stage B alone never learns to copy. And a fault that stage A has not practised comes out as noise,
-which RL cannot tell from a mistake in copying.
+RL then selects among these modes. It could not build the skill of copying a fact in minutes, and
+stage B alone never learns it. A fault that stage A has not practised comes out as noise, which RL
+cannot tell from a mistake in copying.
 
-`build` caches the result as a Hugging Face folder (model and tokenizer).
 Tests: pytest tests/test_toy.py
 """
 
+import functools
 import hashlib
 import math
 import os
 import random
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from binpack import pack_documents
-from config import UserError
 from tools import search
 from toy import language, world
+from whole import made_once
 
 CAPACITY = 64  # tokens of documents in a System 1 chunk
 DOCUMENTS = 3  # results of a search
@@ -71,34 +68,27 @@ VAGUE = 0.15  # share of stage A's requests that say no more than "anything abou
 
 
 class Library:
-    """An invented world with its searches.
-
-    `told_by` maps a sentence to the fact (name, attribute) that it states.
-    """
+    """An invented world with its searches; `told_by`: a sentence -> the fact that it states."""
 
     def __init__(self, name: str):
         self.world = world.make_world(f"library {name}", 60, 25)
-        self.search = {}
-        for corpus, documents in self.world.documents.items():
-            self.search[corpus] = search.local(documents, k=DOCUMENTS)
-        self.told_by = {}
-        for fact in self.world.facts:
-            if fact[1] in world.VERBS:
-                self.told_by[self.world.sentence(*fact)] = fact
-        self.chunks_of = {}
+        pages = self.world.documents.items()
+        self.search = {corpus: search.local(documents, k=DOCUMENTS) for corpus, documents in pages}
+        told = (fact for fact in self.world.facts if fact[1] in world.VERBS)
+        self.told_by = {self.world.sentence(*fact): fact for fact in told}
+        self.found = functools.cache(self._found)
 
     def chunks(self, name: str, attribute: str) -> list[list[str]]:
         """What a look-up of this fact finds: the chunks that System 1 reads, each a list of texts.
 
         The two corpora are searched by name, so the attribute only says which corpus.
         """
-        corpus = world.corpus_of(attribute)
-        if (corpus, name) not in self.chunks_of:
-            texts = [document.text for document in self.search[corpus](name)]
-            lengths = [1 + len(text.split()) for text in texts]  # the 1 is <doc>
-            bins = pack_documents(lengths, CAPACITY)
-            self.chunks_of[corpus, name] = [[texts[i] for i in chunk] for chunk in bins]
-        return self.chunks_of[corpus, name]
+        return self.found(world.corpus_of(attribute), name)
+
+    def _found(self, corpus: str, name: str) -> list[list[str]]:
+        texts = [document.text for document in self.search[corpus](name)]
+        lengths = [1 + len(text.split()) for text in texts]  # the 1 is <doc>
+        return [[texts[i] for i in chunk] for chunk in pack_documents(lengths, CAPACITY)]
 
 
 def as_text(chunk: list[str]) -> str:
@@ -113,11 +103,7 @@ def sentences_of(chunk: list[str]) -> list[str]:
 
 
 def note_on(chunk: list[str], fact: str, right: bool) -> str:
-    """What System 1 writes about a chunk.
-
-    Right is the fact, or "none ." where the chunk does not tell it. Wrong is whatever the chunk
-    begins with.
-    """
+    """What System 1 writes: the fact or "none .", or wrongly what the chunk begins with."""
     sentences = sentences_of(chunk)
     if not right:
         return sentences[0]
@@ -133,9 +119,7 @@ def trajectory(library: Library, rng: random.Random, habits: Habits) -> Pieces:
     """One episode of System 2, trained on what System 2 says."""
     plan = world.draw_plan(library.world, rng)
     pieces = [(f"<s2> {plan.text} <eot>", False)]
-    knows = rng.random() >= habits.guess
-    if knows:
-        knows = look_up(library, rng, habits, plan, pieces)
+    knows = rng.random() >= habits.guess and look_up(library, rng, habits, plan, pieces)
     if knows and plan.expression:
         knows = rng.random() < habits.compute
         if knows:
@@ -150,25 +134,24 @@ def trajectory(library: Library, rng: random.Random, habits: Habits) -> Pieces:
 def look_up(
     library: Library, rng: random.Random, habits: Habits, plan: world.Plan, pieces: Pieces
 ) -> bool:
-    """Adds the look-ups of a plan to the pieces. Returns whether the last one told its fact."""
+    """Adds the look-ups of a plan to the pieces. Returns whether each told its fact."""
     for hop, (corpus, name, attribute) in enumerate(plan.hops):
         if hop > 0 and rng.random() >= habits.second_hop:
             return False
         fact = library.world.sentence(name, attribute)
-        found = False
         for _ in range(3):
             specific = rng.random() < habits.specific
-            notes = []
-            for chunk in library.chunks(name, attribute):
-                right = specific and rng.random() < habits.distil
-                notes.append(note_on(chunk, fact, right))
+            notes = [
+                note_on(chunk, fact, specific and rng.random() < habits.distil)
+                for chunk in library.chunks(name, attribute)
+            ]
             purpose = purpose_of(name, attribute, specific)
             add_call(pieces, rng, f"{corpus} {name} <purpose> {purpose}", " ".join(notes))
-            found = fact in notes
-            # A look-up that found nothing is sometimes repeated.
-            if found or rng.random() < 0.7:
+            if fact in notes:
                 break
-        if not found:
+            if rng.random() < 0.7:  # else it is made again
+                return False
+        else:
             return False
     return True
 
@@ -196,7 +179,7 @@ ATTRIBUTES = tuple(world.VERBS)
 
 
 def random_request(
-    asked: world.World, rng: random.Random, attributes: tuple[str, ...] | list[str] = ATTRIBUTES
+    asked: world.World, rng: random.Random, attributes: Sequence[str] = ATTRIBUTES
 ) -> tuple[str, str]:
     """A (name, attribute) that has a value in this world."""
     attribute = rng.choice(attributes)
@@ -216,8 +199,7 @@ def made_up_chunk(library: Library, rng: random.Random) -> tuple[list[str], str]
     Half of the time the facts are of two attributes only, which are easily confused.
     """
     invented = library.world
-    number = 2 if rng.random() < 0.5 else len(ATTRIBUTES)
-    attributes = rng.sample(ATTRIBUTES, number)
+    attributes = rng.sample(ATTRIBUTES, 2 if rng.random() < 0.5 else len(ATTRIBUTES))
     told = [random_request(invented, rng, attributes) for _ in range(rng.randint(4, 11))]
     sentences = [invented.sentence(*request) for request in told]
     for _ in range(rng.randint(0, 3)):
@@ -243,28 +225,26 @@ def skill_chunk(library: Library, rng: random.Random) -> Pieces:
 
     pieces = [(f"<s1> {as_text(chunk)}", False)]
     for _ in range(6):
-        if rng.random() < VAGUE:
-            pieces.append((f"<purpose> {purpose_of(name, '', False)} <eot>", False))
-            pieces.append((f"{sentences[0]} <eot>", True))
-            continue
-        if told and rng.random() < 0.5:
+        vague = rng.random() < VAGUE
+        if vague:
+            request = name, ""
+        elif told and rng.random() < 0.5:
             request = rng.choice(told)
         elif rng.random() < 0.7:
             # The right name with any of its attributes, told or not.
             request = name, rng.choice(attributes_of_name)
         else:
             request = random_request(library.world, rng)
-        note = library.world.sentence(*request) if request in told else "none ."
-        pieces.append((f"<purpose> {purpose_of(*request, True)} <eot>", False))
+        note = sentences[0] if vague else "none ."
+        if request in told:
+            note = library.world.sentence(*request)
+        pieces.append((f"<purpose> {purpose_of(*request, not vague)} <eot>", False))
         pieces.append((f"{note} <eot>", True))
     return pieces
 
 
 def habit_chunk(library: Library, rng: random.Random) -> Pieces:
-    """Stage B for System 1: a chunk as a search returns it, a purpose that may be vague, a note.
-
-    The note is often wrong.
-    """
+    """Stage B for System 1: a chunk that a search found, a purpose, a note that is often wrong."""
     name, attribute = random_request(library.world, rng)
     fact = library.world.sentence(name, attribute)
     chunks = library.chunks(name, attribute)
@@ -286,13 +266,8 @@ def habit_chunk(library: Library, rng: random.Random) -> Pieces:
 
 def encode(pieces: Pieces, ids: dict[str, int]) -> Sample:
     """Pieces as token ids, and the mask of those that are trained on."""
-    tokens = []
-    mask = []
-    for text, trained in pieces:
-        words = text.split()
-        tokens += [ids[word] for word in words]
-        mask += [trained] * len(words)
-    return tokens, mask
+    words = [(word, trained) for text, trained in pieces for word in text.split()]
+    return [ids[word] for word, _ in words], [trained for _, trained in words]
 
 
 PART = 6  # samples in one forward pass
@@ -301,37 +276,28 @@ PART = 6  # samples in one forward pass
 def backward(model: Qwen3ForCausalLM, samples: list[Sample]) -> float:
     """Adds the gradient of the mean cross-entropy of the samples' trained tokens; returns the mean.
 
-    The samples go through in parts of like length, which leaves little padding, and activations
-    that fit into a core's cache.
+    Parts of like length leave little padding, and activations that fit into a core's cache.
     """
     samples = sorted(samples, key=lambda sample: len(sample[0]))
-    trained = sum(sum(mask) for _, mask in samples)
+    count = sum(sum(mask) for _, mask in samples)
     mean = 0.0
     for begin in range(0, len(samples), PART):
-        loss = loss_of(model, samples[begin : begin + PART]) / trained
+        part = samples[begin : begin + PART]
+        # Padded on the right, where a causal model never looks: [B, T] and [B, T - 1].
+        tokens = pad_sequence([torch.tensor(tokens) for tokens, _ in part], batch_first=True)
+        trained = pad_sequence([torch.tensor(mask) for _, mask in part], batch_first=True)[:, 1:]
+        output = model.model(input_ids=tokens[:, :-1], use_cache=False)
+        logits = model.lm_head(output.last_hidden_state[trained])  # [N, V]
+        loss = F.cross_entropy(logits, tokens[:, 1:][trained], reduction="sum") / count
         loss.backward()
         mean += loss.item()
     return mean
 
 
-def loss_of(model: Qwen3ForCausalLM, samples: list[Sample]) -> torch.Tensor:
-    """Summed cross-entropy of the trained tokens of B samples, padded to one length T.
-
-    The padding is on the right, where a causal model never looks.
-    """
-    rows = [torch.tensor(tokens) for tokens, _ in samples]
-    masks = [torch.tensor(mask) for _, mask in samples]
-    tokens = pad_sequence(rows, batch_first=True)  # [B, T]
-    trained = pad_sequence(masks, batch_first=True)[:, 1:]  # [B, T - 1]
-    output = model.model(input_ids=tokens[:, :-1], use_cache=False)
-    logits = model.lm_head(output.last_hidden_state[trained])  # [N, V]
-    return F.cross_entropy(logits, tokens[:, 1:][trained], reduction="sum")
-
-
 def train(
     model: Qwen3ForCausalLM,
     title: str,
-    sources: tuple[Callable[[], list[Sample]], ...],
+    sources: Sequence[Callable[[], list[Sample]]],
     steps: int,
     lr: float,
     warmup: int,
@@ -340,32 +306,21 @@ def train(
 
     A source makes a batch when called. A step's loss is the sum of the sources' mean losses.
     """
-
-    def factor(step: int) -> float:
-        decay = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
-        return min(1, (step + 1) / warmup) * decay
-
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    progress = tqdm(range(steps), desc=title, disable=None)  # None: a bar on terminals only
-    for step in progress:
+    for step in range(steps):
+        decay = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
+        optimizer.param_groups[0]["lr"] = lr * (min(1, (step + 1) / warmup) * decay)
         losses = [backward(model, source()) for source in sources]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        schedule.step()
         if step % 50 == 49 or step == steps - 1:
-            line = "loss " + " + ".join(f"{loss:.3f}" for loss in losses)
-            if progress.disable:
-                print(f"{title}: step {step + 1}/{steps}, {line}", flush=True)
-            progress.set_postfix_str(line)
+            said = " + ".join(f"{loss:.3f}" for loss in losses)
+            print(f"{title}: step {step + 1}/{steps}, loss {said}", flush=True)
 
 
 def new_model(vocabulary_size: int) -> Qwen3ForCausalLM:
-    """A model with random weights: 474k parameters in two layers.
-
-    Two layers learned to copy sooner than three or four did.
-    """
+    """Random weights, 474k in two layers, which learned to copy sooner than three or four did."""
     config = Qwen3Config(
         vocab_size=vocabulary_size,
         hidden_size=128,
@@ -427,47 +382,30 @@ def two_stages(tokenizer, seed: int, stages: tuple, steps: tuple[int, int]):
 def build(
     cache: str | os.PathLike,
     seed: int = 0,
-    threads: int | None = None,
     steps: tuple[int, int] = (SKILL_STEPS, HABIT_STEPS),
     *,
     name: str = "base",
-    make: Callable[..., tuple] | None = None,
+    make: Callable[..., tuple] = make_base,
     file: str = __file__,
 ) -> Path:
     """The base model's Hugging Face folder: from the cache, or made in 1.5 minutes of one core.
 
-    steps: training steps of either stage. threads: how many PyTorch uses meanwhile; None leaves its
-    setting. Another method's toy gives its `make` (seed, *steps -> model, tokenizer) and its file.
-    The folder's name has a hash of seed, steps and the files that make the model. A build that is
-    cut short leaves no folder of that name. UserError when the cache cannot be written.
+    steps: training steps of either stage. Another method's toy gives its name, its `make` (seed,
+    *steps -> model, tokenizer) and its file. The folder's name has a hash of seed, steps and the
+    files that make the model. UserError when the cache cannot be written.
     """
     folder = Path(cache) / f"toy-{name}-{recipe(seed, steps, file)}"
-    return cached(folder, lambda: (make or make_base)(seed, *steps), threads)
+    return cached(folder, lambda: make(seed, *steps))
 
 
-def cached(folder: Path, make: Callable[[], tuple], threads: int | None = None) -> Path:
+def cached(folder: Path, make: Callable[[], tuple]) -> Path:
     """The folder with the (model, tokenizer) that `make` makes, made if it is not there."""
-    unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads or threads_before)
-    try:
-        if folder.exists():
-            return folder
-        unfinished.mkdir(parents=True, exist_ok=True)
+
+    def fill(unfinished: Path) -> None:
         for part in make():
             part.save_pretrained(unfinished)
-        if not folder.exists():  # another process may have been faster
-            os.rename(unfinished, folder)
-    except (OSError, SafetensorError) as error:  # the latter from weights on a full disk
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"the cache folder {folder.parent} cannot be written ({reason}): make room, or name "
-            "another one"
-        ) from error
-    finally:
-        torch.set_num_threads(threads_before)
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
+
+    return made_once(folder, fill)
 
 
 def recipe(seed: int, steps: tuple[int, int], *more: str) -> str:

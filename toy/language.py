@@ -75,10 +75,7 @@ class ToyFormat:
     # ---- text and ids
 
     def encode(self, text: str) -> list[int]:
-        """The ids of text from outside.
-
-        A control word in it becomes unknown words, so nobody can speak in a role's name.
-        """
+        """The ids of text from outside; a control word in it becomes unknown words."""
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def text(self, tokens: list[int]) -> str:
@@ -99,9 +96,7 @@ class ToyFormat:
                 tokens.append(self.control[word])
                 continue
             value = slots[word.strip("{}")]
-            if isinstance(value, str):
-                value = self.encode(value)
-            tokens += value
+            tokens += self.encode(value) if isinstance(value, str) else value
         return tokens
 
     def document(self, document: Document) -> list[int]:
@@ -117,10 +112,7 @@ class ToyFormat:
         return wrapped
 
     def message(self, text: str) -> list[int]:
-        """A note in our own words.
-
-        The toy has two: "none ." says that there are no results, "error" says all else.
-        """
+        """A note of ours: "none ." says that there are no results, "error" says all else."""
         return self.encode("none ." if text.startswith("no results") else "error")
 
     def close_step(self) -> list[int]:
@@ -131,15 +123,14 @@ class ToyFormat:
 
     def parse(self, tokens: list[int], *, final: bool = False) -> Action:
         """One step of System 2. `final`: an answer was demanded, so <answer> was given already."""
-        words = self.text(tokens).split()
-        if words and words[-1] == "<eot>":
-            words.pop()
+        words = self.text(tokens).removesuffix("<eot>").split()
         if final:
-            return self.read_answer(words)
-        if words and words[0] == "<answer>":
-            return self.read_answer(words[1:])
-        if words and words[0] == "<call>":
-            return self.read_call(words[1:])
+            words = ["<answer>", *words]
+        kind, *rest = words or [""]
+        if kind == "<answer>":
+            return self.read_answer(rest)
+        if kind == "<call>":
+            return self.read_call(rest)
         return Action(error="a step starts with <call> or <answer>")
 
     def read_answer(self, words: list[str]) -> Action:
@@ -154,8 +145,7 @@ class ToyFormat:
             return Action(error=f"unknown tool; the tools are {', '.join(self.tools)}")
         tool, *rest = words
         split = rest.index("<purpose>") if "<purpose>" in rest else len(rest)
-        argument = rest[:split]
-        purpose = rest[split + 1 :]
+        argument, purpose = rest[:split], rest[split + 1 :]
         if not self.is_plain(argument):
             return Action(error="the query is empty or holds a control word")
         if tool != "python" and not self.is_plain(purpose):
@@ -167,9 +157,6 @@ class ToyFormat:
         return bool(words) and not any(word in self.control for word in words)
 
     def note(self, tokens: list[int]) -> list[int]:
-        """System 1's words without any control word.
-
-        So a note can neither speak for System 2 nor end its turn.
-        """
+        """System 1's words without control words: it can neither speak for System 2 nor end it."""
         control = set(self.control.values())
         return [token for token in tokens if token not in control]

@@ -14,7 +14,7 @@ language.py says how both roles speak about a world. Tests: pytest tests/test_to
 
 import functools
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from config import UserError
@@ -150,28 +150,23 @@ def make_world(name: str, n_people: int, n_companies: int) -> World:
 
     world = World(people, companies, facts, {"search": [], "scholar": []})
     for person in people:
-        profile = [world.sentence(person, attribute) for attribute in PERSONAL]
-        write_documents(world, rng, "search", person, profile)
-        study = [world.sentence(person, "study")]
-        write_documents(world, rng, "scholar", person, study)
+        write_documents(world, rng, "search", person, PERSONAL)
+        write_documents(world, rng, "scholar", person, ["study"])
     for company in companies:
-        profile = [world.sentence(company, attribute) for attribute in CORPORATE]
-        write_documents(world, rng, "search", company, profile)
+        write_documents(world, rng, "search", company, CORPORATE)
     return world
 
 
 def write_documents(
-    world: World, rng: random.Random, corpus: str, subject: str, profile: list[str]
+    world: World, rng: random.Random, corpus: str, subject: str, attributes: Sequence[str]
 ) -> None:
     """Adds three documents of 4 to 6 sentences: the subject's profile, and two mere mentions."""
-    beginnings = [list(profile), [mention(world, rng, subject)], [mention(world, rng, subject)]]
-    for sentences in beginnings:
-        length = max(rng.randint(4, 6), len(sentences))
+    profile = [world.sentence(subject, attribute) for attribute in attributes]
+    for sentences in profile, [mention(world, rng, subject)], [mention(world, rng, subject)]:
+        length = rng.randint(4, 6)
         while len(sentences) < length:
-            if rng.random() < 0.5:
-                sentences.append(rng.choice(FILLER))
-            else:
-                sentences.append(mention(world, rng, subject))
+            filler = rng.random() < 0.5
+            sentences.append(rng.choice(FILLER) if filler else mention(world, rng, subject))
         rng.shuffle(sentences)
         documents = world.documents[corpus]
         identifier = f"{corpus}/{len(documents)}"
@@ -181,9 +176,8 @@ def write_documents(
 
 def mention(world: World, rng: random.Random, subject: str) -> str:
     """A sentence that names the subject beside somebody else and tells nothing about it."""
-    other = subject
-    while other == subject:
-        other = rng.choice(world.people)
+    while (other := rng.choice(world.people)) == subject:
+        pass
     return rng.choice(MENTIONS).format(subject, other)
 
 
@@ -196,12 +190,7 @@ def world(split: str, seed: int = 0) -> World:
 # ------------------------------------------------------------------------- questions
 
 SHARES = {"one": 0.4, "two": 0.3, "age": 0.2, "scholar": 0.1}
-NEEDS = {
-    "one": {"search"},
-    "two": {"search"},
-    "age": {"search", "python"},
-    "scholar": {"scholar"},
-}
+NEEDS = {"one": {"search"}, "two": {"search"}, "age": {"search", "python"}, "scholar": {"scholar"}}
 
 
 @dataclass(frozen=True)
@@ -221,25 +210,19 @@ class Plan:
 
 def draw_plan(world: World, rng: random.Random, tools: Collection[str] = TOOLS) -> Plan:
     """A random question about a world that can be answered with these tools."""
-    kinds = [kind for kind in SHARES if NEEDS[kind] <= set(tools)]
+    kinds = {kind: share for kind, share in SHARES.items() if NEEDS[kind] <= set(tools)}
     if not kinds:
-        raise UserError(
-            "the toy has no question for these tools; "
-            "give it search or scholar (--tools search,scholar)"
-        )
-    kind = rng.choices(kinds, [SHARES[kind] for kind in kinds])[0]
-    person = rng.choice(world.people)
+        raise UserError("the toy has no question without search: --tools search,scholar,python")
+    (kind,) = rng.choices(list(kinds), kinds.values())
     draw = {"one": draw_one, "two": draw_two, "age": draw_age, "scholar": draw_scholar}[kind]
-    return draw(world, rng, person)
+    return draw(world, rng, rng.choice(world.people))
 
 
 def draw_one(world: World, rng: random.Random, person: str) -> Plan:
     """One look-up about the person or about some company."""
-    name = person
-    attributes = PERSONAL
+    name, attributes = person, PERSONAL
     if rng.random() >= 0.57:
-        name = rng.choice(world.companies)
-        attributes = CORPORATE
+        name, attributes = rng.choice(world.companies), CORPORATE
     attribute = rng.choice(attributes)
     hops = (("search", name, attribute),)
     return Plan("one", ASK[attribute].format(name), hops, world.facts[name, attribute])

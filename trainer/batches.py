@@ -7,7 +7,7 @@ after it predict no loss token. So they are no input.
 What samples begin with alike is input only once (prefixes.py). A model that cannot be packed gets
 each sample alone (loading.packs).
 
-Tests: `pytest tests/test_batches.py tests/test_prefixes.py`.
+Tests: `pytest tests/test_prefixes.py`.
 """
 
 from collections.abc import Sequence
@@ -40,16 +40,12 @@ class MicroBatch:
     old_logprob: Tensor  # [N] fp32, under π_old: the sampler's, unless the trainer's replace them
     advantage: Tensor  # [N] fp32
     weight: Tensor  # [N] fp32, what it counts in the loss
+    ref_logprob: Tensor | None = None  # [N] fp32, under the reference model if there is one
     keys: prefixes.Keys | None = None  # None: a sequence is a whole sample and attends to itself
 
 
 def micro_batches(
-    samples: list,
-    weights: list[Tensor],
-    capacity: int,
-    device,
-    *,
-    pack: bool = True,
+    samples: list, weights: list[Tensor], capacity: int, device, *, pack: bool = True
 ) -> list[MicroBatch]:
     """Packs samples (rollout.Sample) into micro-batches of at most `capacity` tokens.
 
@@ -57,26 +53,18 @@ def micro_batches(
     left out. `weights` are grpo.token_weights of the samples. ValueError if a sample's lists differ
     in length, or if its first token carries loss.
     """
-    lengths = [
-        input_length(sample, weight) for sample, weight in zip(samples, weights, strict=True)
-    ]
+    lengths = [input_length(*pair) for pair in zip(samples, weights, strict=True)]
     trained = [index for index, length in enumerate(lengths) if length]
     bins = [[member] for member in range(len(trained))]
     if pack:
         inputs = [samples[i].tokens[: lengths[i]] for i in trained]
         bins = prefixes.pack(inputs, [sum(samples[i].mask) for i in trained], capacity)
-    batches = []
-    for members in bins:
-        owners = [trained[member] for member in members]
-        batch = make_micro_batch(
-            [samples[i] for i in owners],
-            [weights[i] for i in owners],
-            [lengths[i] for i in owners],
-            device,
-            owners,
-        )
-        batches.append(batch)
-    return batches
+
+    def batch_of(owners: list[int]) -> MicroBatch:
+        parts = ([values[i] for i in owners] for values in (samples, weights, lengths))
+        return make_micro_batch(*parts, device, owners)
+
+    return [batch_of([trained[member] for member in members]) for members in bins]
 
 
 def input_length(sample, weight: Tensor) -> int:
@@ -107,32 +95,27 @@ def make_micro_batch(
     Without samples it is one token without loss. A rank with fewer micro-batches than the others
     adds these. `owners` are 0, 1, 2, … unless given.
     """
-    if owners is None:
-        owners = range(len(samples))
+    owners = owners or range(len(samples))
     inputs = [sample.tokens[:length] for sample, length in zip(samples, lengths, strict=True)]
     tokens, positions, added, rows_of = prefixes.lay_out(inputs)
-    loss_positions = []
-    owner = []
-    target = []
-    logprob = []
-    advantage = []
-    for sample, length, index, rows in zip(samples, lengths, owners, rows_of, strict=True):
-        sampled = [i for i in range(1, length + 1) if sample.mask[i]]
-        loss_positions += [rows[i - 1] for i in sampled]
-        owner += [index] * len(sampled)
-        target += [sample.tokens[i] for i in sampled]
-        logprob += [sample.logprobs[i] for i in sampled]
-        advantage += [sample.advantage] * len(sampled)
+    loss_tokens = [
+        (rows[i - 1], owner, sample.tokens[i], sample.logprobs[i], sample.advantage)
+        for sample, length, owner, rows in zip(samples, lengths, owners, rows_of, strict=True)
+        for i in range(1, length + 1)
+        if sample.mask[i]
+    ]
+    columns = zip(*loss_tokens) if loss_tokens else [()] * 5
+    loss_positions, owner, target, logprob, advantage = columns
     weight = [w[1:][torch.tensor(s.mask[1:])] for s, w in zip(samples, weights, strict=True)]
     if not samples:
         tokens = positions = [0]
         added = [1]  # the one token
         weight = [torch.zeros(0)]
 
-    def integers(values: list) -> Tensor:
+    def integers(values: Sequence) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=device)
 
-    def numbers(values: list) -> Tensor:
+    def numbers(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
     sequences = [count for count in added if count]

@@ -2,13 +2,11 @@
 
 A state is the folder state/step_N: `model/` as Hugging Face writes it, with adapters (lora.py)
 merged in and beside it, `optimizer.pt`, and at last `state.json` with the step. It gets its name
-when all of it is on the disk (whole.py). Whenever the process dies, the former states are still
-there, and old ones go only when the new one stands. checkpoint/ is a link to the newest state's
-model. A kill just before it is set leaves it one state behind; `link_checkpoint` on the next resume
-mends that.
+when all of it is on the disk (whole.py), and only then old ones go. checkpoint/ is a link to the
+newest state's model; where a kill left it one state behind, `link_checkpoint` mends it on resume.
 
-A copy of the model that plays frozen roles lies in frozen/. A resumed run takes it for its start,
-and evaluations read it: what --model named may have changed by then, or be gone.
+frozen/ is a copy of the model that plays frozen roles. A resumed run takes it for its start, and
+evaluations read it: what --model named may have changed by then, or be gone.
 
 Every rank must call what writes here, for shards are gathered; rank 0 writes. UserError on all
 ranks if the disk does not take it.
@@ -184,11 +182,9 @@ def write_once(write: Callable, what: str):
         except UserError:  # of load_model
             raise
         except Exception as error:  # safetensors and torch.save have errors of their own kind
-            reason = getattr(error, "strerror", None) or first_line(error)
-            if "inline_container" in reason:  # torch.save on a full disk
-                reason = "the disk did not take all of it"
-            raise UserError(
-                f"cannot {what} ({reason}): make room and go on with --resume"
-            ) from None
+            why = getattr(error, "strerror", None) or first_line(error)
+            if "inline_container" in why:  # torch.save on a full disk
+                why = "the disk did not take all of it"
+            raise UserError(f"cannot {what} ({why}): make room and go on with --resume") from None
 
     return from_first_rank(on_first_rank(attempt))

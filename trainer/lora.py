@@ -2,12 +2,11 @@
 
     y = W x + (α/R) · B (A x) ,   A [R, in] ,   B [out, R]
 
-Which layers: all linear layers of the decoder's layers, attention and MLP, as in QLoRA (arXiv
-2305.14314) and in Schulman et al., "LoRA Without Regret" (Thinking Machines, 2025), which finds
-that attention alone learns less and that RL needs but small ranks. Embedding and LM head stay as
-they are. α is 32 as in the latter, so that the best learning rate hardly depends on R. That rate is
-about ten times the best one of full training. A is drawn as nn.Linear draws its weight, as in
-LoRA's own code, and B is 0: training starts at the model itself.
+All linear layers of the decoder's layers get one, attention and MLP, as in QLoRA (arXiv 2305.14314)
+and in Schulman et al., "LoRA Without Regret" (Thinking Machines, 2025), which finds that attention
+alone learns less and that RL needs but small ranks. α is 32 as in the latter, so that the best
+learning rate hardly depends on R; it is about ten times that of full training. A is drawn as
+nn.Linear draws its weight, as in LoRA's own code, and B is 0: training starts at the model itself.
 
 Departure from the textbook: no dropout on A's input, which would differentiate another
 distribution than the one that was sampled. Adapters are fp32, whatever the frozen weights are.
@@ -93,10 +92,7 @@ def adapted(model: nn.Module) -> dict[str, LoRALinear]:
 
 
 def reference(policy: nn.Module):
-    """What `logprob` takes for the policy with its adapters off: it needs no memory of its own.
-
-    With them off the policy is the model that it was before it got them.
-    """
+    """What `logprob` takes for the model as it was before it got its adapters: they are off."""
 
     def call(batch, **options):
         found = adapted(policy).values()
@@ -137,14 +133,10 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def adapters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Both halves of all adapters, by name."""
-    return {name: p for name, p in model.named_parameters() if "lora_" in name}
-
-
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     """The adapters on the CPU, by name. Every rank must call it."""
-    return {name: gather_full(p).cpu() for name, p in adapters_of(model).items()}
+    found = ((name, p) for name, p in model.named_parameters() if "lora_" in name)
+    return {name: gather_full(p).cpu() for name, p in found}
 
 
 @torch.no_grad()
@@ -152,8 +144,9 @@ def read_adapters(folder: Path, model: nn.Module) -> None:
     """Loads the adapters of a state's folder. UserError if they do not fit the model."""
     try:
         weights = load_file(folder / ADAPTERS)
-        for name, parameter in adapters_of(model).items():
-            parameter.copy_(weights[name].view_as(parameter))
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(weights[name].view_as(parameter))
     except Exception as error:  # safetensors has errors of its own kind
         told = error or type(error).__name__
         raise UserError(f"{folder / ADAPTERS} does not fit the model: {told}") from None

@@ -1,16 +1,14 @@
 """The policy as the trainer sees it: the model with the objective as its forward pass.
 
 Samples lie end to end in one row of tokens (batches.py), attention stays within each of them
-(attention.py), and only the hidden states that predict a sampled token enter the LM head. Loss
-and gradient of the head come from kernels.linear_grpo_loss. A model that cannot be packed
-(loading.py) gets one sample at a time, and the same loss on the logits that it makes itself.
-Parameters that are trained are always fp32 (master weights); the arithmetic is bf16 where `bf16`
-says so, on CUDA as on a CPU.
+(attention.py), and only the hidden states that predict a sampled token enter the LM head, whose
+loss and gradient kernels.linear_grpo_loss makes. A model that cannot be packed (loading.py) gets
+one sample at a time, and the same loss on the logits that it makes itself. Parameters that are
+trained are always fp32 (master weights), also where the arithmetic is bf16.
 
-DDP is the default. `--fsdp` shards parameters, gradients and optimizer state with PyTorch's
-fully_shard (FSDP2): the same loop and the same files. The gradient is a sum over ranks, since the
-weights already divide by global counts, so the mean that DDP and FSDP take is multiplied by their
-number.
+DDP is the default, `--fsdp` is PyTorch's fully_shard (FSDP2): the same loop and the same files. The
+gradient is a sum over ranks, since the weights already divide by global counts, so the mean that
+DDP and FSDP take is multiplied by their number.
 
 Departure from the textbook: the model never trains in training mode. Dropout would differentiate
 another distribution than the one that was sampled.
@@ -21,12 +19,13 @@ GPU: `python -m bench.train_step`.
 
 import contextlib
 import functools
-import math
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
@@ -65,7 +64,7 @@ class Policy(nn.Module):
                 )
 
     def train(self, mode: bool = True):
-        """Stays in evaluation mode whatever is asked: there is no dropout in the objective."""
+        """Stays in evaluation mode, whatever is asked."""
         return super().train(False)
 
     def hidden(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -103,7 +102,6 @@ class Policy(nn.Module):
         temperature: float,
         score: bool = False,
         on_policy: bool = False,
-        ref_logprob: Tensor | None = None,
         **objective,
     ):
         """(Σ w·ℓ, stats) of the micro-batch; with `score` only its log-probs [N].
@@ -129,14 +127,14 @@ class Policy(nn.Module):
             old_logprob,
             batch.advantage,
             batch.weight,
-            ref_logprob=ref_logprob,
+            ref_logprob=batch.ref_logprob,
             temperature=temperature,
             **objective,
         )
 
 
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
-    """What the module's own forward does; on some CPUs faster (kernels/products.py)."""
+    """The module's own forward; on some CPUs faster (kernels/products.py)."""
     return kernels.linear(x, module.weight, module.bias)
 
 
@@ -175,22 +173,14 @@ def unwrap(policy: nn.Module) -> Policy:
 def parallel(policy: Policy, *, fsdp: bool, device) -> nn.Module:
     """The policy wrapped for the ranks: as it is (one process), DDP, or FSDP2.
 
-    FSDP2 moves each layer to `device` before it cuts it up: a model loaded to the CPU never
-    stands whole on a GPU.
+    FSDP2 keeps fp32 parameters and gathers each layer on its own, in bf16 on CUDA. It moves a
+    layer to `device` before it cuts it up: a model loaded to the CPU never stands whole on a GPU.
     """
-    if fsdp:
-        return shard(policy, device)
-    if not dist.is_initialized():
+    if not fsdp and not dist.is_initialized():
         return policy
-    device_ids = [device.index] if device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(policy, device_ids=device_ids)
-
-
-def shard(policy: Policy, device) -> nn.Module:
-    """FSDP2 with fp32 parameters, each layer gathered on its own, in bf16 on CUDA."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
+    if not fsdp:
+        device_ids = [device.index] if device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(policy, device_ids=device_ids)
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if policy.bf16 else None,
         reduce_dtype=torch.float32,
@@ -203,16 +193,10 @@ def shard(policy: Policy, device) -> nn.Module:
     return fully_shard(policy, mesh=mesh, mp_policy=precision)
 
 
-def backward(
-    policy: nn.Module,
-    batches: list[MicroBatch],
-    references: list[Tensor | None],
-    **objective,
-) -> list[dict]:
+def backward(policy: nn.Module, batches: list[MicroBatch], **objective) -> list[dict]:
     """Gradients of Σ w·ℓ over all micro-batches of all ranks; returns stats of each micro-batch.
 
-    All ranks bring equally many micro-batches (make_micro_batch makes empty ones). `references`
-    are the reference model's log-probs [N] of each, or None.
+    All ranks bring equally many micro-batches (make_micro_batch makes empty ones).
 
     DDP adds the gradients up over the ranks once, with the last micro-batch. FSDP2 does so with
     every micro-batch, because waiting would keep the whole model's fp32 gradients on each GPU (8B:
@@ -220,20 +204,20 @@ def backward(
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     stats = []
-    for batch, reference in zip(batches, references, strict=True):
+    for batch in batches:
         last = len(stats) == len(batches) - 1
         with contextlib.ExitStack() as stack:
             if hasattr(policy, "no_sync") and not last:  # DDP
                 stack.enter_context(policy.no_sync())
-            loss, numbers = policy(batch, ref_logprob=reference, **objective)
+            loss, numbers = policy(batch, **objective)
             (loss * world).backward()
         stats.append({"loss": loss.detach(), **numbers})
     return stats
 
 
 def gradient_norm(policy: nn.Module, limit: float) -> float:
-    """Clips the gradient's norm to `limit` (0: no limit); returns the norm before, of all ranks."""
-    norm = nn.utils.clip_grad_norm_(policy.parameters(), limit or math.inf)
+    """Clips the gradient's norm to `limit`; returns the norm before, of all ranks."""
+    norm = nn.utils.clip_grad_norm_(policy.parameters(), limit)
     if hasattr(norm, "full_tensor"):  # FSDP2
         norm = norm.full_tensor()
     return float(norm)

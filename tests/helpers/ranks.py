@@ -14,8 +14,8 @@ import trainer
 from processes import leave
 from sampler import Sampler
 
-# Where each rank's share of 13 samples begins: uneven, and the last of four ranks has none.
-SHARES = {2: [0, 9, 13], 4: [0, 7, 8, 13, 13]}
+# Where each of four ranks' share of 13 samples begins: uneven, and the last one has none.
+SHARES = [0, 7, 8, 13, 13]
 
 
 def step(model: str, out: Path, mode: str) -> None:
@@ -28,9 +28,7 @@ def step(model: str, out: Path, mode: str) -> None:
     rank = 0 if single else dist.get_rank()
     world = 1 if single else dist.get_world_size()
     samples = make_samples()
-    mine = samples
-    if world > 1:
-        mine = samples[SHARES[world][rank] : SHARES[world][rank + 1]]
+    mine = samples if single else samples[SHARES[rank] : SHARES[rank + 1]]
     loaded = trainer.load_model(model, CPU)
     if "lora" in mode:
         trainer.add_adapters(loaded, 3, seed=0)
@@ -38,11 +36,8 @@ def step(model: str, out: Path, mode: str) -> None:
             for name, parameter in loaded.named_parameters():
                 if "lora" in name:
                     parameter += 0.02
-    policy = trainer.Policy(
-        loaded,
-        bf16=False,
-        recompute_activations=mode.endswith("recomputing"),
-    )
+    recompute = mode.endswith("recomputing")
+    policy = trainer.Policy(loaded, bf16=False, recompute_activations=recompute)
     policy = trainer.parallel(policy, fsdp=fsdp, device=CPU)
     sampler = Sampler(trainer.load_model(model, CPU), max_tokens=64)
     optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
@@ -55,7 +50,7 @@ def step(model: str, out: Path, mode: str) -> None:
     batches += [trainer.make_micro_batch([], [], [], CPU) for _ in empty]
     if fsdp:
         policy.register_forward_pre_hook(unsharded_gradients_are_gone(policy), prepend=True)
-    stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    stats = trainer.backward(policy, batches, **OBJECTIVE)
     loss = torch.tensor(sum(float(s["loss"]) for s in stats))
     norm = trainer.gradient_norm(policy, 0.01)  # low enough to clip
     gradients = {

@@ -29,6 +29,7 @@ class Script:
     def submit(self, conversation, tokens, *, max_new_tokens, seed, **options):
         conversation.tokens += tokens
         self.asked.append((list(tokens), max_new_tokens, seed))
+        self.options = options
         said = self.say(conversation.tokens, seed)
         new = self.chat.tokenizer.encode(said, add_special_tokens=False)[:max_new_tokens]
         conversation.tokens += new
