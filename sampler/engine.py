@@ -38,7 +38,7 @@ from kernels.paged_attention import rows_of_a_run
 from sampler.draws import Buffers, greedy, hashed, sample_token, uniform
 from sampler.graphs import Graphs
 from sampler.model import Model
-from sampler.plan import Batch, Copies, Decode, Plan, kernel_runs, to_device
+from sampler.plan import Copies, Decode, Plan, kernel_runs, to_device
 from sampler.request import Completion, Conversation, Request, check
 from sampler.scheduler import Scheduler
 
@@ -89,18 +89,14 @@ class Sampler:
         parameter = next(model.parameters())
         self.device = torch.device(device or parameter.device)
         cuda = self.device.type == "cuda"
-        if page_size is None:
-            page_size = 64 if cuda else 16
-        if prefill_chunk is None:
-            prefill_chunk = 8192 if cuda else 512
-        if dtype is None:
-            dtype = torch.bfloat16 if cuda else parameter.dtype
+        page_size = page_size or (64 if cuda else 16)
+        dtype = dtype or (torch.bfloat16 if cuda else parameter.dtype)
         self.model = Model(model, dtype, self.device)
         self.scheduler = Scheduler(
             pages=max_tokens // page_size,
             page_size=page_size,
             max_sequences=max_sequences,
-            prefill_chunk=prefill_chunk,
+            prefill_chunk=prefill_chunk or (8192 if cuda else 512),
         )
         self.pages = self.scheduler.pages
         self.stats = self.scheduler.stats
@@ -119,7 +115,6 @@ class Sampler:
         if buckets or (buckets is None and cuda):
             self.graphs = Graphs(self.model, self.pool, max_sequences)
         self.buffers = Buffers()
-        self.steps = 0
         self.unread: Unread | None = None
 
     # ---- what callers use
@@ -138,24 +133,14 @@ class Sampler:
         """A new, empty conversation."""
         return Conversation()
 
-    def submit(
-        self,
-        conversation: Conversation,
-        tokens: list[int],
-        *,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        stop_ids=(),
-        seed: int = 0,
-    ) -> Request:
+    def submit(self, conversation: Conversation, tokens: list[int], **options) -> Request:
         """Appends `tokens` to the conversation and asks for an answer, which step() will produce.
 
-        temperature 0 is greedy. The t-th new token's draw depends on (seed, t) only. ValueError
-        for what cannot be done; nothing has changed then.
+        options: `Request`'s max_new_tokens, temperature (0 is greedy), top_p, stop_ids and seed.
+        The t-th new token's draw depends on (seed, t) only. ValueError for what cannot be done;
+        nothing has changed then.
         """
-        given, stops = list(tokens), frozenset(stop_ids)
-        request = Request(conversation, given, max_new_tokens, temperature, top_p, stops, seed)
+        request = Request(conversation, list(tokens), **options)
         check(request, self.model.vocabulary, self.pages.count * self.pages.size)
         self.scheduler.submit(request)
         return request
@@ -163,7 +148,6 @@ class Sampler:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Some prefill, then one new token for every ready row. Returns the finished requests."""
-        self.steps += 1
         if self.unread is not None and self.scheduler.lacks_slots():
             self._postprocess()  # who gives way must have all its tokens on the host
         plan = self.scheduler.schedule(unread=self.unread is not None)
@@ -172,8 +156,9 @@ class Sampler:
         self.unread = unread
         if not self.overlap:
             self._postprocess()
-        self.scheduler.count_load()
-        return self.scheduler.hand_out()
+        finished = self.scheduler.finished
+        self.scheduler.finished = []
+        return finished
 
     def close(self, conversation: Conversation) -> None:
         """Gives a conversation's pages back; its open request, if any, ends with an error."""
@@ -216,7 +201,11 @@ class Sampler:
             batch.runs = kernel_runs(batch.block_table, batch.lengths, self.pages.size, most)
         batch = batch.to(self.device)
         batch.ids = self.newest[rows]
-        tokens, logprobs = self._choose(self._logits(batch), decode)
+        if self.graphs:
+            logits = self.graphs.decode(batch)
+        else:
+            logits = self.model.decode(batch, self.pool)
+        tokens, logprobs = self._choose(logits, decode)
         self.newest[rows] = tokens
         result = torch.stack((tokens.double(), logprobs.double())).to("cpu", non_blocking=True)
         ready = None
@@ -225,14 +214,8 @@ class Sampler:
             ready.record()
         return Unread(decode, result, ready)
 
-    def _logits(self, batch: Batch) -> Tensor:
-        """fp32 [B, V]."""
-        if self.graphs:
-            return self.graphs.decode(batch)
-        return self.model.decode(batch, self.pool)
-
     def _choose(self, logits: Tensor, decode: Decode) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs of the rows; computes only what some row asks for."""
+        """Tokens and log-probs of the rows from fp32 [B, V]; computes what some row asks for."""
         if not decode.temperature.any():
             return greedy(logits)
         uniforms = to_device(uniform(decode.seeds, decode.drawn), self.device)
@@ -274,13 +257,12 @@ class Sampler:
 
         options: temperature, top_p and stop_ids, as in `submit`. Row i draws from (seed, i).
         """
-        wanted = max_new_tokens
-        if isinstance(wanted, int):
-            wanted = [wanted] * len(prompts)
+        if isinstance(max_new_tokens, int):
+            max_new_tokens = [max_new_tokens] * len(prompts)
         requests = []
-        for i, (prompt, new) in enumerate(zip(prompts, wanted, strict=True)):
-            given = {"max_new_tokens": new, "seed": hashed(seed, i), **options}
-            requests.append(self.submit(self.open(), prompt, **given))
+        for i, (prompt, new) in enumerate(zip(prompts, max_new_tokens, strict=True)):
+            options |= {"max_new_tokens": new, "seed": hashed(seed, i)}
+            requests.append(self.submit(self.open(), prompt, **options))
         while self.busy:
             for request in self.step():
                 self.close(request.conversation)
