@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kernels.backend import jit, misfit, tl, triton, use_triton
+from kernels.backend import check, jit, tl, triton, use_triton
 
 NORM_WARPS = 8
 ROPE_WARPS = 1
@@ -92,8 +92,7 @@ def add_rms_norm(x, residual, weight, eps):
     fits = weight.shape == (D,) and (not add or residual.shape == x.shape)
     if by_triton:
         fits &= one_layout(x.dtype, x, weight, residual if add else x)
-    if not fits:
-        raise misfit("add_rms_norm", x=x, residual=residual, weight=weight)
+    check(fits, "add_rms_norm", x=x, residual=residual, weight=weight)
     if not by_triton:
         return add_rms_norm_reference(x, residual, weight, eps)
     normed = torch.empty_like(x)
@@ -215,9 +214,9 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_page
     qkv [B, (Hq + 2·Hkv)·Dh]: queries, keys, values; q_weight, k_weight [Dh], or both None for a
     model without QK norm; cos, sin [B, Dh] at each row's position (halves repeated, as transformers
     gives them), in qkv's dtype or fp32; slots [B] int64: page · page_size + offset, or −1 = store
-    nothing; k_pages, v_pages [pages, page_size, Hkv, Dh], outside the kernel also of a
-    wider type than qkv. Returns q [B, Hq, Dh].
-    ValueError if shapes or types do not fit; the kernel takes a Dh that is a power of two.
+    nothing; k_pages, v_pages [pages, page_size, Hkv, Dh], outside the kernel also of a wider type
+    than qkv. Returns q [B, Hq, Dh]. ValueError if shapes or types do not fit; the kernel takes a Dh
+    that is a power of two.
     """
     Hkv, Dh = k_pages.shape[2:]
     B, width = qkv.shape
@@ -241,10 +240,9 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_page
             and cos.dtype in (qkv.dtype, torch.float32)
             and Dh & (Dh - 1) == 0
         )
-    if not fits:
-        inputs = {"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
-        inputs |= {"slots": slots, "k_pages": k_pages, "v_pages": v_pages}
-        raise misfit("qk_norm_rope_store", **inputs)
+    inputs = {"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
+    inputs |= {"slots": slots, "k_pages": k_pages, "v_pages": v_pages}
+    check(fits, "qk_norm_rope_store", **inputs)
     if not by_triton:
         return qk_norm_rope_store_reference(
             qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps
@@ -297,20 +295,13 @@ def silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constex
 def silu_mul(gate_up):
     """silu(gate) · up for gate_up [B, 2·F], the merged gate and up products. Returns [B, F]."""
     by_triton = use_triton(gate_up)
-    odd = gate_up.dim() != 2 or gate_up.shape[1] % 2
-    if odd or by_triton and not gate_up.is_contiguous():
-        raise misfit("silu_mul", gate_up=gate_up)
+    fits = gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0
+    check(fits and (not by_triton or gate_up.is_contiguous()), "silu_mul", gate_up=gate_up)
     if not by_triton:
         return silu_mul_reference(gate_up)
     B = gate_up.shape[0]
     width = gate_up.shape[1] // 2
     out = torch.empty(B, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (B, triton.cdiv(width, SILU_BLOCK))
-    silu_mul_kernel[grid](
-        gate_up,
-        out,
-        WIDTH=width,
-        BLOCK=SILU_BLOCK,
-        num_warps=SILU_WARPS,
-    )
+    silu_mul_kernel[grid](gate_up, out, WIDTH=width, BLOCK=SILU_BLOCK, num_warps=SILU_WARPS)
     return out

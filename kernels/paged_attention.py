@@ -40,7 +40,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from kernels.backend import jit, misfit, tl, triton, use_triton
+from kernels.backend import check, jit, tl, triton, use_triton
 
 # One buffer of keys, and one of values. Two of each are 32 KB, so that a Hopper processor runs five
 # programs at a time: about 80 KB are on their way in each, where 32 KB already hide the latency of
@@ -111,15 +111,12 @@ def split_count(rows, kv_heads, capacity, block, at_once, most=MAX_PARTS):
     time; it works through all of them in waves of that many. The best number of pieces is the one
     that is done first, counting for each wave a piece's tokens and its start.
     """
-    best = 1
-    least = math.inf
-    for splits in range(1, min(most, math.ceil(capacity / block)) + 1):
+
+    def cost(splits):
         waves = math.ceil(rows * kv_heads * splits / at_once)
-        cost = waves * (split_length(capacity, splits, block) + TOKENS_PER_START)
-        if cost < least:
-            best = splits
-            least = cost
-    return best
+        return waves * (split_length(capacity, splits, block) + TOKENS_PER_START)
+
+    return min(range(1, min(most, math.ceil(capacity / block)) + 1), key=cost, default=1)
 
 
 @jit
@@ -321,7 +318,7 @@ def triton_paged_attention(
 # --- the entry point ------------------------------------------------------------------------------
 
 
-def check(q, k_pages, v_pages, block_table, lengths, runs, by_triton):
+def check_inputs(q, k_pages, v_pages, block_table, lengths, runs, by_triton):
     """ValueError for shapes and types that neither form takes, or that the kernels do not."""
     B, Hq, Dh = q.shape
     fits = (
@@ -343,19 +340,18 @@ def check(q, k_pages, v_pages, block_table, lengths, runs, by_triton):
             types.append(torch.bfloat16)
         fits &= Dh in (16, 32, 64, 128, 256) and q.dtype in types
         fits &= all(x.is_contiguous() for x in (q, k_pages, v_pages, lengths))
-    if not fits:
-        inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "runs": runs}
-        raise misfit("paged_attention", **inputs, block_table=block_table, lengths=lengths)
+    inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "runs": runs}
+    check(fits, "paged_attention", **inputs, block_table=block_table, lengths=lengths)
 
 
 def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, runs=None):
     """Attention of one query token per row over its paged keys and values.
 
     q [B, Hq, Dh], Dh one of 16, 32, 64, 128, 256; k_pages, v_pages [pages, page_size, Hkv, Dh], all
-    fp32, fp16 or bf16; block_table [B, pages of a row]
-    int32: a row's pages in order (those past its length are never read); lengths [B] int32, in
-    tokens; scale: usually Dh^-0.5. Returns [B, Hq, Dh] in q's dtype. A row of length 0 (padding of
-    a CUDA graph's bucket) gives zeros. ValueError if the shapes or types do not fit.
+    fp32, fp16 or bf16; block_table [B, pages of a row] int32: a row's pages in order (those past
+    its length are never read); lengths [B] int32, in tokens; scale: usually Dh^-0.5. Returns
+    [B, Hq, Dh] in q's dtype. A row of length 0 (padding of a CUDA graph's bucket) gives zeros.
+    ValueError if the shapes or types do not fit.
 
     runs [R + B, 5] int32 say what is read once for several rows; they change the time only. Each is
     (begin, end, first, last, level): rows begin:end (at most rows_of_a_run) have the same pages for
@@ -363,7 +359,7 @@ def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, runs=No
     the rows themselves, each with what no run reads for it, at level LEVELS. Zeros are no run.
     """
     by_triton = use_triton(q)
-    check(q, k_pages, v_pages, block_table, lengths, runs, by_triton)
+    check_inputs(q, k_pages, v_pages, block_table, lengths, runs, by_triton)
     if not by_triton:
         return reference(q, k_pages, v_pages, block_table, lengths, scale=scale)
     return triton_paged_attention(q, k_pages, v_pages, block_table, lengths, scale=scale, runs=runs)

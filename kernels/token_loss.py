@@ -29,7 +29,7 @@ from __future__ import annotations
 import torch
 
 import grpo
-from kernels.backend import jit, misfit, tl, triton, use_triton
+from kernels.backend import check, jit, tl, triton, use_triton
 
 CONFIG = {"BLOCK": 1024, "num_warps": 4}
 SUMS = 4  # columns of `partial`: loss, live tokens, clipped tokens, Σ KL
@@ -152,17 +152,13 @@ def grpo_loss(
         "ref_logprob": ref_logprob,
     }
     options = {"clip_low": clip_low, "clip_high": clip_high, "kl_beta": kl_beta}
-    for x in (logprob, *tokens.values()):
-        if x is None:
-            continue
-        if x.dim() != 1 or x.shape != logprob.shape or x.device != logprob.device:
-            raise misfit("grpo_loss", logprob=logprob, **tokens)
-    if not use_triton(logprob) or logprob.dtype == torch.float64:
+    given = {name: x for name, x in tokens.items() if x is not None}
+    by_triton = use_triton(logprob) and logprob.dtype != torch.float64
+    fits = logprob.dim() == 1 and not (by_triton and logprob.dtype != torch.float32)
+    fits &= all((x.shape, x.device) == (logprob.shape, logprob.device) for x in given.values())
+    check(fits, "grpo_loss", logprob=logprob, **tokens)
+    if not by_triton:
         return grpo.grpo_loss(logprob, **tokens, **options)
-    if logprob.dtype != torch.float32:
-        raise misfit("grpo_loss", logprob=logprob)
-    for name, x in tokens.items():
-        if x is not None:
-            tokens[name] = x.detach().float().contiguous()
+    tokens |= {name: x.detach().float().contiguous() for name, x in given.items()}
     loss, clip_share, kl = _GRPOLoss.apply(logprob.contiguous(), *tokens.values(), options)
     return loss, {"clip_share": clip_share, "kl": kl}
