@@ -46,7 +46,6 @@ from kernels.backend import check, jit, tl, triton, use_triton
 # programs at a time: about 80 KB are on their way in each, where 32 KB already hide the latency of
 # a 4.3 TB/s memory (by arithmetic, at 1 µs).
 BUFFER_BYTES = 8192
-NUM_WARPS = 4
 # The pipeline uses up three stages on the way from block table to product. Five leave two buffers.
 NUM_STAGES = 5
 MAX_PARTS = 64  # The merge holds [parts, Dh] in registers.
@@ -80,12 +79,6 @@ def reference(q, k_pages, v_pages, block_table, lengths, *, scale):
 
 
 # --- the launch -----------------------------------------------------------------------------------
-
-
-def choose_config(head_bytes):
-    """Tokens in a block, warps and stages for heads of Dh · element size bytes."""
-    block = max(16, BUFFER_BYTES // head_bytes)
-    return {"block": block, "num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
 
 
 @functools.cache
@@ -257,7 +250,8 @@ def triton_paged_attention(
     """The Triton form of `paged_attention`; `splits` and `config` are for tests and tuning."""
     B, Hq, Dh = q.shape
     _, page_size, Hkv, _ = k_pages.shape
-    config = dict(config or choose_config(Dh * q.element_size()))
+    block = max(16, BUFFER_BYTES // (Dh * q.element_size()))
+    config = {"block": block, "num_warps": 4, "num_stages": NUM_STAGES} | (config or {})
     block = config.pop("block")
     sharing = Hq // Hkv
     if runs is None:
@@ -276,42 +270,18 @@ def triton_paged_attention(
     part_acc = torch.empty(B, Hq, parts, Dh, dtype=torch.float32, device=q.device)
     part_max = torch.empty(B, Hq, parts, dtype=torch.float32, device=q.device)
     part_sum = torch.zeros_like(part_max)  # 0: a row has no such part
+    found = part_acc, part_max, part_sum
     out = torch.empty_like(q)
+    sizes = {"HQ": Hq, "HKV": Hkv, "DH": Dh, "SHARING": sharing, "PAGE": page_size, "BLOCK": block}
     for some, pieces, rows in launches:
+        tensors = q, k_pages, v_pages, block_table, some, *found
+        numbers = scale * math.log2(math.e), pieces, shared_splits, parts, *block_table.stride()
+        tile = max(16, triton.next_power_of_2(rows * sharing))
         split_kernel[(len(some) * Hkv, pieces)](
-            q,
-            k_pages,
-            v_pages,
-            block_table,
-            some,
-            part_acc,
-            part_max,
-            part_sum,
-            scale * math.log2(math.e),
-            pieces,
-            shared_splits,
-            parts,
-            *block_table.stride(),
-            HQ=Hq,
-            HKV=Hkv,
-            DH=Dh,
-            SHARING=sharing,
-            TILE=max(16, triton.next_power_of_2(rows * sharing)),
-            FIELDS=RUN_FIELDS,
-            PAGE=page_size,
-            BLOCK=block,
-            **config,
+            *tensors, *numbers, **sizes, TILE=tile, FIELDS=RUN_FIELDS, **config
         )
-    merge_kernel[(B * Hq,)](
-        part_acc,
-        part_max,
-        part_sum,
-        out,
-        parts,
-        DH=Dh,
-        PARTS_PADDED=triton.next_power_of_2(parts),
-        num_warps=4,
-    )
+    padded = triton.next_power_of_2(parts)
+    merge_kernel[(B * Hq,)](*found, out, parts, DH=Dh, PARTS_PADDED=padded, num_warps=4)
     return out
 
 

@@ -48,7 +48,6 @@ def grpo_kernel(
     lowest,
     highest,
     kl_beta,
-    HAS_REF: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -71,7 +70,7 @@ def grpo_kernel(
     loss = -tl.minimum(unclipped, clipped)
     gradient = tl.where(clipped < unclipped, 0.0, -unclipped)
     kl = tl.zeros((BLOCK,), tl.float32)
-    if HAS_REF:
+    if ref_ptr is not None:
         d = tl.load(ref_ptr + token, mask=live, other=0.0) - logprob
         # The closed forms cancel for small d; there the series of exp(d) − 1 − d keeps its digits.
         series = 1 / 120 + d * (1 / 720 + d * (1 / 5040))
@@ -99,23 +98,9 @@ class _GRPOLoss(torch.autograd.Function):
         programs = max(1, triton.cdiv(N, CONFIG["BLOCK"]))
         gradient = torch.empty_like(logprob)
         partial = torch.empty(programs, SUMS, dtype=torch.float32, device=logprob.device)
-        has_ref = ref_logprob is not None
-        grpo_kernel[(programs,)](
-            logprob,
-            old_logprob,
-            ref_logprob if has_ref else logprob,
-            advantage,
-            weight,
-            gradient,
-            partial,
-            N,
-            1 - options["clip_low"],
-            1 + options["clip_high"],
-            options["kl_beta"],
-            HAS_REF=has_ref,
-            SUMS=SUMS,
-            **CONFIG,
-        )
+        tokens = logprob, old_logprob, ref_logprob, advantage, weight
+        numbers = N, 1 - options["clip_low"], 1 + options["clip_high"], options["kl_beta"]
+        grpo_kernel[(programs,)](*tokens, gradient, partial, *numbers, SUMS=SUMS, **CONFIG)
         ctx.save_for_backward(gradient)
         loss, live, clipped, kl = partial.double().sum(0).float()
         live = live.clamp(min=1)

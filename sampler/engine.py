@@ -28,7 +28,6 @@ Speed: python -m bench.sampler
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,14 +41,9 @@ from sampler.plan import Copies, Decode, Plan, kernel_runs, to_device
 from sampler.request import Completion, Conversation, Request, check
 from sampler.scheduler import Scheduler
 
-
-@dataclass
-class Unread:
-    """A decode step whose tokens the host has not read yet."""
-
-    decode: Decode
-    result: Tensor  # fp64 [2, B]: tokens (fp64 holds them exactly) and log-probs, in one copy
-    ready: "torch.cuda.Event | None"
+# A decode step whose tokens the host has not read yet: its plan; fp64 [2, B], tokens (held exactly)
+# and log-probs in one copy; on CUDA the event after that copy.
+Unread = tuple[Decode, Tensor, "torch.cuda.Event | None"]
 
 
 class Sampler:
@@ -100,14 +94,8 @@ class Sampler:
         )
         self.pages = self.scheduler.pages
         self.stats = self.scheduler.stats
-        shape = (
-            2,  # keys, values
-            self.model.layers,
-            self.pages.count,
-            page_size,
-            self.model.kv_heads,
-            self.model.head_size,
-        )
+        heads = self.model.kv_heads, self.model.head_size
+        shape = 2, self.model.layers, self.pages.count, page_size, *heads  # 2: keys, values
         self.pool = torch.zeros(shape, dtype=self.model.cache_dtype, device=self.device)
         self.newest = torch.zeros(max_sequences, dtype=torch.int64, device=self.device)  # per row
         self.overlap = cuda if overlap is None else overlap
@@ -212,36 +200,34 @@ class Sampler:
         if self.device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record()
-        return Unread(decode, result, ready)
+        return decode, result, ready
 
     def _choose(self, logits: Tensor, decode: Decode) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs of the rows from fp32 [B, V]; computes what some row asks for."""
         if not decode.temperature.any():
             return greedy(logits)
         uniforms = to_device(uniform(decode.seeds, decode.drawn), self.device)
-        temperature = None
-        if (decode.temperature != 1).any():
-            temperature = to_device(decode.temperature, self.device)
-        top_p = None
-        if (decode.top_p != 1).any():
-            top_p = to_device(decode.top_p, self.device)
-        return sample_token(logits, uniforms, temperature, top_p, self.buffers)
+        options = [
+            to_device(option, self.device) if (option != 1).any() else None
+            for option in (decode.temperature, decode.top_p)
+        ]
+        return sample_token(logits, uniforms, *options, self.buffers)
 
     def _postprocess(self) -> None:
         """Reads the tokens of the unread step, if any, and ends the requests that are complete."""
-        unread = self.unread
-        self.unread = None
-        if unread is None:
+        if self.unread is None:
             return
-        if unread.ready is not None:
-            unread.ready.synchronize()
-        tokens, logprobs = unread.result.tolist()
+        decode, result, ready = self.unread
+        self.unread = None
+        if ready is not None:
+            ready.synchronize()
+        tokens, logprobs = result.tolist()
         if math.isnan(sum(logprobs)):
             raise FloatingPointError(
                 "the sampler met NaN among the model's logits: its weights are damaged, or an "
                 "update threw them far; go on from an earlier state with a lower --lr"
             )
-        self.scheduler.collect(unread.decode, [int(token) for token in tokens], logprobs)
+        self.scheduler.collect(decode, [int(token) for token in tokens], logprobs)
 
     # ---- all at once, for benches and tests
 

@@ -246,9 +246,8 @@ def kernel_runs(
     for run in shared_runs(block_table, LEAST_TOKENS / page_size, LEVELS):
         first, last = run.first * page_size, run.last * page_size
         own[run.begin : run.end, 2] = last
-        for piece in np.array_split(
-            np.arange(run.begin, run.end), -((run.begin - run.end) // most)
-        ):
+        count = -(-(run.end - run.begin) // most)
+        for piece in np.array_split(np.arange(run.begin, run.end), count):
             pieces.append((piece[0], piece[-1] + 1, first, last, run.level))
     if pieces:
         shared[: len(pieces)] = pieces

@@ -93,9 +93,9 @@ def launch_decode():
     pages = torch.zeros(4, 16, Hkv, Dh, dtype=BF16)
     slots = torch.zeros(B, dtype=torch.int64)
     head = torch.zeros(Dh, dtype=BF16)
+    cos = torch.zeros(B, Dh, dtype=BF16)
     for weight in (head, None):
-        for cos in (torch.zeros(B, Dh), torch.zeros(B, Dh, dtype=BF16)):
-            decode.qk_norm_rope_store(qkv, weight, weight, cos, cos, slots, pages, pages, 1e-6)
+        decode.qk_norm_rope_store(qkv, weight, weight, cos, cos, slots, pages, pages, 1e-6)
     decode.silu_mul(torch.zeros(B, 2 * F, dtype=BF16))
 
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from helpers import tiny
 
-from sampler import Sampler, hashed, sample_token, uniform
+from sampler import Sampler, hashed
+from sampler.draws import sample_token, uniform
 
 V = tiny.SHAPE["vocab_size"]
 PAGE = 4

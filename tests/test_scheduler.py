@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from sampler import Sampler, engine, hashed, sample_token, uniform
+from sampler import Sampler, engine, hashed
+from sampler.draws import sample_token, uniform
 
 V = 29
 PAGE = 4
