@@ -37,7 +37,7 @@ from kernels.paged_attention import rows_of_a_run
 from sampler.draws import Buffers, greedy, hashed, sample_token, uniform
 from sampler.graphs import Graphs
 from sampler.model import Model
-from sampler.plan import Copies, Decode, Plan, kernel_runs, to_device
+from sampler.plan import Copies, Decode, kernel_runs, to_device
 from sampler.request import Completion, Conversation, Request, check
 from sampler.scheduler import Scheduler
 
@@ -115,7 +115,7 @@ class Sampler:
     @property
     def pages_in_use(self) -> int:
         """Pages that conversations hold now."""
-        return self.pages.in_use
+        return self.pages.count - len(self.pages.free)
 
     def open(self) -> Conversation:
         """A new, empty conversation."""
@@ -138,8 +138,12 @@ class Sampler:
         """Some prefill, then one new token for every ready row. Returns the finished requests."""
         if self.unread is not None and self.scheduler.lacks_slots():
             self._postprocess()  # who gives way must have all its tokens on the host
-        plan = self.scheduler.schedule(unread=self.unread is not None)
-        unread = self._run(plan)
+        copies, prefill, late_copies, decode = self.scheduler.schedule(self.unread is not None)
+        self._copy_pages(copies)
+        if prefill is not None:
+            self.model.fill(prefill.to(self.device), self.pool)
+        self._copy_pages(late_copies)
+        unread = self._decode(decode) if decode is not None else None
         self._postprocess()  # of the step before, while the device computes this one
         self.unread = unread
         if not self.overlap:
@@ -162,15 +166,6 @@ class Sampler:
         self.model.load(model)
 
     # ---- one step
-
-    def _run(self, plan: Plan) -> Unread | None:
-        self._copy_pages(plan.copies)
-        if plan.prefill is not None:
-            self.model.fill(plan.prefill.to(self.device), self.pool)
-        self._copy_pages(plan.late_copies)
-        if plan.decode is None:
-            return None
-        return self._decode(plan.decode)
 
     def _copy_pages(self, copies: Copies) -> None:
         """One after the other, because a later source may be an earlier target."""

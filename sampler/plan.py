@@ -108,16 +108,6 @@ class Decode:
     newest: np.ndarray  # int64
 
 
-@dataclass
-class Plan:
-    """One step, in the order in which the device does it."""
-
-    copies: Copies = field(default_factory=list)
-    prefill: Batch | None = None
-    late_copies: Copies = field(default_factory=list)
-    decode: Decode | None = None
-
-
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A tensor on the device; the host does not wait for the copy."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))

@@ -11,9 +11,9 @@ A request's way, and the list it is in:
 When pages run out, conversations that do not run give way first, the youngest first, and then the
 newest request. So the oldest request that runs always goes on, and no request waits for ever.
 
-A step is planned ahead as a `Plan` (plan.py): the device copies pages, prefills, copies pages and
-decodes. The order matters, because a page may change hands within one step. What the host learns
-only afterwards, the tokens, comes back through `collect`.
+A step is planned ahead (plan.py): the device copies pages, prefills, copies pages and decodes. The
+order matters, because a page may change hands within one step. What the host learns only
+afterwards, the tokens, comes back through `collect`.
 
 Read `schedule` and what it calls from top to bottom. How prompts that begin alike share pages
 stands at the end of the file and can be read later.
@@ -29,7 +29,7 @@ from operator import attrgetter
 import numpy as np
 
 from sampler.pages import Pages
-from sampler.plan import Batch, Copies, Decode, Plan, Rows, plan_decode, plan_prefill
+from sampler.plan import Batch, Copies, Decode, Rows, plan_decode, plan_prefill
 from sampler.request import Completion, Conversation, Request
 
 number_of = attrgetter("number")
@@ -79,16 +79,17 @@ class Scheduler:
 
     # ---- schedule
 
-    def schedule(self, unread: bool) -> Plan:
-        """Plans one step. unread: the step before is under way and its tokens are not known yet."""
-        plan = Plan()
-        plan.copies = self._admit(unread)
-        plan.prefill = self._plan_prefill()
+    def schedule(self, unread: bool) -> tuple[Copies, Batch | None, Copies, Decode | None]:
+        """One step, in the order in which the device does it.
+
+        unread: the step before is under way and its tokens are not known yet.
+        """
+        copies = self._admit(unread)
+        prefill = self._plan_prefill()
         # Who waited for what is prefilled now can copy it after that.
-        plan.late_copies = self._admit(unread)
+        late_copies = self._admit(unread)
         self._reserve()
-        plan.decode = self._plan_decode()
-        return plan
+        return copies, prefill, late_copies, self._plan_decode()
 
     def _admit(self, unread: bool) -> Copies:
         """Gives rows and pages to waiting requests, the oldest first.

@@ -54,7 +54,7 @@ class Server:
     loading: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, path: str, body: dict | None = None):
-        """Its answer, an httpx2.Response, to a POST of `body`, or to a GET; Refused on 4xx."""
+        """Its httpx2.Response to a POST of `body`, or to a GET; an error unless it is a success."""
         method = "GET" if body is None else "POST"
         answer = self.client.request(method, self.url + path, json=body)
         if not answer.is_success:
