@@ -133,11 +133,12 @@ def test_attention(name, triton_form):
     check_attention(kernels.paged_attention, attention_case(**case), atol)
 
 
-def check_splits(function, poisoned):
-    """Pages of 32 and of 8 in blocks of 16, with empty pieces.
+def check_splits(module, poisoned):
+    """Pages of 32 and of 8 in blocks of 16 and five pieces of a row, some of them empty.
 
     A mutant answers, wrongly, only where pool and table are readable everywhere.
     """
+    function = partial(module.triton_paged_attention, splits=5, config=SMALL_BLOCKS)
     for page_size in (32, 8):
         case = attention_case([131, 0, 1, 64], page_size=page_size)
         if not poisoned:
@@ -149,8 +150,7 @@ def check_splits(function, poisoned):
 
 @needs_triton
 def test_splits():
-    """Five pieces of at most 131 tokens: some are empty."""
-    check_splits(partial(attention.triton_paged_attention, splits=5, config=SMALL_BLOCKS), True)
+    check_splits(attention, poisoned=True)
 
 
 @needs_triton
@@ -229,25 +229,19 @@ def outputs(function, case):
     return (out,)
 
 
-def rounds_like(mine, theirs, dtype):
-    """Whether outputs in half precision are the same but for one element in 200."""
-    for out, right in zip(mine, theirs, strict=True):
-        assert out.dtype == dtype
-        assert (out != right).float().mean() <= 0.005
-
-
 def check_small(name, module, case):
-    """fp32 within rounding of the reference, half precision rounded like it."""
+    """fp32 within rounding of the reference, half precision the same but for one in 200."""
     function = getattr(module, name)
     reference = getattr(decode, name + "_reference")
     for dtype in (torch.float32, *HALVES):
         mine = outputs(function, convert(case, dtype))
         theirs = outputs(reference, convert(case, dtype))
-        if dtype != torch.float32:
-            rounds_like(mine, theirs, dtype)
-            continue
         for out, right in zip(mine, theirs, strict=True):
-            assert (out - right).abs().max() <= 2e-6 * right.abs().max().clamp(min=1)
+            assert out.dtype == dtype
+            if dtype == torch.float32:
+                assert (out - right).abs().max() <= 2e-6 * right.abs().max().clamp(min=1)
+            else:
+                assert (out != right).float().mean() <= 0.005
 
 
 SMALL_CASES = {
@@ -402,9 +396,8 @@ MUTATED = {"norm": "add_rms_norm", "rope": "qk_norm_rope_store", "silu": "silu_m
 @pytest.mark.parametrize("name", ATTENTION_MUTANTS)
 def test_attention_mutants_are_caught(name, tmp_path):
     mutant = load_mutant("kernels/paged_attention.py", *ATTENTION_MUTANTS[name], tmp_path)
-    function = partial(mutant.triton_paged_attention, splits=5, config=SMALL_BLOCKS)
     with pytest.raises(AssertionError):
-        check_splits(function, poisoned=False)
+        check_splits(mutant, poisoned=False)
 
 
 @needs_triton

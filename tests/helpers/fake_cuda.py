@@ -38,20 +38,8 @@ V = SHAPE["vocab_size"]
 
 # ---------------------------------------------------------------- the watch
 
-WAITS = {
-    "_local_scalar_dense",
-    "_unique2",
-    "argwhere",
-    "bincount",
-    "equal",
-    "is_nonzero",
-    "item",
-    "masked_select",
-    "nonzero",
-    "nonzero_numpy",
-    "unique_consecutive",
-    "unique_dim",
-}
+WAITS = "_local_scalar_dense _unique2 argwhere bincount equal is_nonzero item masked_select".split()
+WAITS += "nonzero nonzero_numpy unique_consecutive unique_dim".split()
 
 
 class Watch(TorchDispatchMode):
