@@ -288,8 +288,21 @@ def triton_paged_attention(
 # --- the entry point ------------------------------------------------------------------------------
 
 
-def check_inputs(q, k_pages, v_pages, block_table, lengths, runs, by_triton):
-    """ValueError for shapes and types that neither form takes, or that the kernels do not."""
+def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, runs=None):
+    """Attention of one query token per row over its paged keys and values.
+
+    q [B, Hq, Dh], Dh one of 16, 32, 64, 128, 256; k_pages, v_pages [pages, page_size, Hkv, Dh], all
+    fp32, fp16 or bf16; block_table [B, pages of a row] int32: a row's pages in order (those past
+    its length are never read); lengths [B] int32, in tokens; scale: usually Dh^-0.5. Returns
+    [B, Hq, Dh] in q's dtype. A row of length 0 (padding of a CUDA graph's bucket) gives zeros.
+    ValueError if the shapes or types do not fit.
+
+    runs [R + B, 5] int32 say what is read once for several rows; they change the time only. Each is
+    (begin, end, first, last, level): rows begin:end (at most rows_of_a_run) have the same pages for
+    their tokens first:last, whole pages, and `level` < LEVELS other runs before it. The last B are
+    the rows themselves, each with what no run reads for it, at level LEVELS. Zeros are no run.
+    """
+    by_triton = use_triton(q)
     B, Hq, Dh = q.shape
     fits = (
         k_pages.dim() == 4
@@ -312,24 +325,6 @@ def check_inputs(q, k_pages, v_pages, block_table, lengths, runs, by_triton):
         fits &= all(x.is_contiguous() for x in (q, k_pages, v_pages, lengths))
     inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "runs": runs}
     check(fits, "paged_attention", **inputs, block_table=block_table, lengths=lengths)
-
-
-def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, runs=None):
-    """Attention of one query token per row over its paged keys and values.
-
-    q [B, Hq, Dh], Dh one of 16, 32, 64, 128, 256; k_pages, v_pages [pages, page_size, Hkv, Dh], all
-    fp32, fp16 or bf16; block_table [B, pages of a row] int32: a row's pages in order (those past
-    its length are never read); lengths [B] int32, in tokens; scale: usually Dh^-0.5. Returns
-    [B, Hq, Dh] in q's dtype. A row of length 0 (padding of a CUDA graph's bucket) gives zeros.
-    ValueError if the shapes or types do not fit.
-
-    runs [R + B, 5] int32 say what is read once for several rows; they change the time only. Each is
-    (begin, end, first, last, level): rows begin:end (at most rows_of_a_run) have the same pages for
-    their tokens first:last, whole pages, and `level` < LEVELS other runs before it. The last B are
-    the rows themselves, each with what no run reads for it, at level LEVELS. Zeros are no run.
-    """
-    by_triton = use_triton(q)
-    check_inputs(q, k_pages, v_pages, block_table, lengths, runs, by_triton)
     if not by_triton:
         return reference(q, k_pages, v_pages, block_table, lengths, scale=scale)
     return triton_paged_attention(q, k_pages, v_pages, block_table, lengths, scale=scale, runs=runs)
