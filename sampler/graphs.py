@@ -20,6 +20,11 @@ from sampler.model import Model
 from sampler.plan import Batch
 
 
+def can_capture(pool: Tensor) -> bool:
+    """The kernels' plain forms look at values on the host, which a graph cannot do."""
+    return pool.is_cuda and kernels.use_triton(pool)
+
+
 class Graphs:
     """`decode` of a model, padded to the smallest of a few sizes."""
 
@@ -30,8 +35,8 @@ class Graphs:
         self.sizes = sorted({min(size, max_rows) for size in sizes})
         self.buffers = {size: self.make_buffers(size) for size in self.sizes}
         self.captured: dict[int, tuple] = {}  # rows -> (graph, its hidden states)
-        if not (pool.is_cuda and kernels.use_triton(pool)):
-            return  # the kernels' plain forms look at values on the host, which a graph cannot do
+        if not can_capture(pool):
+            return
         # Every size is captured before the first request, since a capture waits for the whole
         # device. The largest goes first: the graphs run one at a time, so the others reuse its
         # memory.

@@ -3,14 +3,18 @@
 That it says what transformers says is tested in tests/test_sampler.py.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.tiny import CPU, SHAPE, config_of, lively
 
 import kernels
-from sampler import Sampler
+from sampler import Sampler, graphs
 from sampler import model as own
+from sampler.graphs import Graphs
 from sampler.model import PACKED_ROWS, Model, unsupported
+from sampler.plan import Batch
 
 # ---------------------------------------------------------------- which models
 
@@ -74,3 +78,30 @@ def test_small_operations_equal_the_kernels(rows):
             given = (qkv, *norms, angle.cos(), angle.sin(), slots, k_pages, v_pages, 1e-6)
             results.append((function(*given), k_pages, v_pages))
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results, strict=True))
+
+
+# ---------------------------------------------------------------- paths that only CUDA takes
+
+
+def test_graphs_are_captured_at_the_start(monkeypatch):
+    """One graph a size before any request; a decode step replays one and captures none."""
+    captured = []
+    replayed = []
+
+    def capture(self, static, memory):
+        size = len(static.ids)
+        captured.append((size, memory))
+        graph = SimpleNamespace(pool=lambda: "memory", replay=lambda: replayed.append(size))
+        return graph, torch.zeros(len(static.ids), SHAPE["hidden_size"])
+
+    monkeypatch.setattr(graphs, "can_capture", lambda pool: True)
+    monkeypatch.setattr(Graphs, "capture", capture)
+    pool = torch.zeros(2, 2, 6, 4, 2, 8)
+    made = Graphs(Model(lively("Qwen3"), torch.float32, CPU), pool, 40)
+    assert [size for size, _ in captured] == [40, 32, 16, 8, 4, 2, 1]
+    assert [memory for _, memory in captured] == [None] + ["memory"] * 6
+    ids = torch.zeros(3, dtype=torch.int64)
+    table = torch.tensor([[0], [1], [2]], dtype=torch.int32)
+    batch = Batch(ids, ids, 4 * ids, table, torch.ones(3, dtype=torch.int32), spans=[1, 1, 1])
+    assert made.decode(batch).shape == (3, SHAPE["vocab_size"])
+    assert replayed == [4] and len(captured) == 7
