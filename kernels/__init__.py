@@ -15,12 +15,7 @@ package `kernels`, which must not be installed: transformers would ask this fold
 
 from kernels.backend import triton, use_triton
 from kernels.decode import add_rms_norm, qk_norm_rope_store, silu_mul
-from kernels.linear_loss import (
-    linear_grpo_loss,
-    linear_logprob,
-    logits_grpo_loss,
-    logits_logprob,
-)
+from kernels.linear_loss import linear_grpo_loss, linear_logprob, logits_grpo_loss, logits_logprob
 from kernels.paged_attention import paged_attention
 from kernels.products import linear
 from kernels.token_loss import grpo_loss

@@ -34,31 +34,20 @@ def use_triton(tensor) -> bool:
         return tensor.is_cuda and triton is not None
     if choice == "reference":
         return False
-    if choice != "triton":
+    if choice != "triton" or triton is None or not (tensor.is_cuda or INTERPRETED):
         raise UserError(
-            f"MARS_KERNELS is {choice!r}; set it to 'reference' or 'triton', or unset it."
-        )
-    if triton is None:
-        raise UserError(
-            "MARS_KERNELS=triton needs the package triton, which is not installed; "
-            "unset MARS_KERNELS."
-        )
-    if not (tensor.is_cuda or INTERPRETED):
-        raise UserError(
-            "MARS_KERNELS=triton on CPU tensors needs Triton's interpreter: "
-            "set TRITON_INTERPRET=1 too."
+            f"MARS_KERNELS is {choice!r}; set it to 'reference' or 'triton', or unset it. 'triton' "
+            "needs that package, and for CPU tensors its interpreter (TRITON_INTERPRET=1)."
         )
     return True
 
 
-def misfit(kernel: str, **inputs) -> ValueError:
-    """The error of a kernel whose inputs do not fit together: it names each one as it came."""
-    described = []
-    for name, x in inputs.items():
-        if x is None:
-            described.append(f"{name} None")
-            continue
-        dtype = str(x.dtype).removeprefix("torch.")
-        layout = "" if x.is_contiguous() else f" with strides {x.stride()}"
-        described.append(f"{name} {dtype} {list(x.shape)}{layout} on {x.device}")
-    return ValueError(f"{kernel}: its docstring does not allow " + ", ".join(described))
+def check(fits: bool, kernel: str, **inputs) -> None:
+    """ValueError unless a kernel's inputs fit together; it names each one as it came."""
+    if not fits:
+        described = [
+            f"{name} {x.dtype} {list(x.shape)} with strides {x.stride()} on {x.device}"
+            for name, x in inputs.items()
+            if x is not None
+        ]
+        raise ValueError(f"{kernel}: its docstring does not allow " + ", ".join(described))

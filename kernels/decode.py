@@ -19,10 +19,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kernels.backend import jit, misfit, tl, triton, use_triton
+from kernels.backend import check, jit, tl, triton, use_triton
 
 NORM_WARPS = 8
-ROPE_WARPS = 1
 SILU_WARPS = 4
 SILU_BLOCK = 1024
 
@@ -63,7 +62,6 @@ def add_rms_norm_kernel(
     eps,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
 ):
     """One program per row."""
     dtype = x_ptr.dtype.element_ty
@@ -71,7 +69,7 @@ def add_rms_norm_kernel(
     inside = d < D
     at = tl.program_id(0).to(tl.int64) * D + d
     row = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
+    if residual_ptr is not None:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
         row = rounded(row + residual, dtype)
         tl.store(new_residual_ptr + at, row.to(dtype), mask=inside)
@@ -92,24 +90,13 @@ def add_rms_norm(x, residual, weight, eps):
     fits = weight.shape == (D,) and (not add or residual.shape == x.shape)
     if by_triton:
         fits &= one_layout(x.dtype, x, weight, residual if add else x)
-    if not fits:
-        raise misfit("add_rms_norm", x=x, residual=residual, weight=weight)
+    check(fits, "add_rms_norm", x=x, residual=residual, weight=weight)
     if not by_triton:
         return add_rms_norm_reference(x, residual, weight, eps)
     normed = torch.empty_like(x)
     new_residual = torch.empty_like(x) if add else x
-    add_rms_norm_kernel[(B,)](
-        x,
-        residual,
-        weight,
-        normed,
-        new_residual,
-        eps,
-        D=D,
-        BLOCK=triton.next_power_of_2(D),
-        ADD=add,
-        num_warps=NORM_WARPS,
-    )
+    constants = {"D": D, "BLOCK": triton.next_power_of_2(D), "num_warps": NORM_WARPS}
+    add_rms_norm_kernel[(B,)](x, residual, weight, normed, new_residual, eps, **constants)
     return normed, new_residual
 
 
@@ -127,7 +114,7 @@ def qk_norm_rope_store_reference(qkv, q_weight, k_weight, cos, sin, slots, k_pag
         qk = torch.cat((q_weight * normed[:, :-Hkv], k_weight * normed[:, -Hkv:]), 1)
     first, second = qk.chunk(2, -1)
     rotated = torch.cat((-second, first), -1)
-    qk = (qk * cos[:, None] + rotated * sin[:, None]).to(qkv.dtype)
+    qk = qk * cos[:, None] + rotated * sin[:, None]
     q = qk[:, :-Hkv]
     k = qk[:, -Hkv:]
     stored = slots >= 0
@@ -155,15 +142,9 @@ def qk_norm_rope_store_kernel(
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     DH: tl.constexpr,
-    NORM: tl.constexpr,
 ):
-    """One program per row and head.
-
-    A head is held as its two halves, which are what the rotation mixes. Products with cos and sin
-    round to the dtype of these, as PyTorch promotes.
-    """
+    """One program per row and head, held as its two halves, which are what the rotation mixes."""
     dtype = qkv_ptr.dtype.element_ty
-    turn_dtype = cos_ptr.dtype.element_ty
     HALF: tl.constexpr = DH // 2
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -180,7 +161,7 @@ def qk_norm_rope_store_kernel(
     else:
         first = first.to(tl.float32)
         second = second.to(tl.float32)
-        if NORM:
+        if q_weight_ptr is not None:
             squares = tl.sum(first * first, 0) + tl.sum(second * second, 0)
             shrink = tl.rsqrt(squares / DH + eps)
             weight_ptr = q_weight_ptr
@@ -195,10 +176,10 @@ def qk_norm_rope_store_kernel(
         cos_second = tl.load(cos_ptr + turn + HALF).to(tl.float32)
         sin_first = tl.load(sin_ptr + turn).to(tl.float32)
         sin_second = tl.load(sin_ptr + turn + HALF).to(tl.float32)
-        kept = rounded(first * cos_first, turn_dtype)
-        crossed = rounded(first * sin_second, turn_dtype)
-        first = (kept - rounded(second * sin_first, turn_dtype)).to(dtype)
-        second = (rounded(second * cos_second, turn_dtype) + crossed).to(dtype)
+        kept = rounded(first * cos_first, dtype)
+        crossed = rounded(first * sin_second, dtype)
+        first = (kept - rounded(second * sin_first, dtype)).to(dtype)
+        second = (rounded(second * cos_second, dtype) + crossed).to(dtype)
         if head < HQ:
             to = q_ptr + (row * HQ + head) * DH + d
             tl.store(to, first)
@@ -214,15 +195,14 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_page
 
     qkv [B, (Hq + 2·Hkv)·Dh]: queries, keys, values; q_weight, k_weight [Dh], or both None for a
     model without QK norm; cos, sin [B, Dh] at each row's position (halves repeated, as transformers
-    gives them), in qkv's dtype or fp32; slots [B] int64: page · page_size + offset, or −1 = store
-    nothing; k_pages, v_pages [pages, page_size, Hkv, Dh], outside the kernel also of a
-    wider type than qkv. Returns q [B, Hq, Dh].
-    ValueError if shapes or types do not fit; the kernel takes a Dh that is a power of two.
+    gives them); slots [B] int64: page · page_size + offset, or −1 = store nothing; k_pages, v_pages
+    [pages, page_size, Hkv, Dh], outside the kernel also of a wider type than qkv. Returns
+    q [B, Hq, Dh]. ValueError if shapes or types do not fit; the kernel takes a Dh that is a power
+    of two.
     """
     Hkv, Dh = k_pages.shape[2:]
     B, width = qkv.shape
     heads = width // Dh
-    norm = q_weight is not None
     by_triton = use_triton(qkv)
     fits = (
         width == heads * Dh
@@ -231,42 +211,25 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_page
         and cos.shape == sin.shape == (B, Dh)
         and slots.shape == (B,)
         and slots.dtype == torch.int64
-        and norm == (k_weight is not None)
+        and (q_weight is None) == (k_weight is None)
     )
     if fits and by_triton:
-        weights = (q_weight, k_weight) if norm else ()
+        weights = () if q_weight is None else (q_weight, k_weight)
         fits = (
-            one_layout(qkv.dtype, qkv, k_pages, v_pages, *weights)
-            and one_layout(cos.dtype, cos, sin)
-            and cos.dtype in (qkv.dtype, torch.float32)
-            and Dh & (Dh - 1) == 0
+            one_layout(qkv.dtype, qkv, cos, sin, k_pages, v_pages, *weights) and Dh & (Dh - 1) == 0
         )
-    if not fits:
-        inputs = {"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
-        inputs |= {"slots": slots, "k_pages": k_pages, "v_pages": v_pages}
-        raise misfit("qk_norm_rope_store", **inputs)
+    inputs = {"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
+    inputs |= {"slots": slots, "k_pages": k_pages, "v_pages": v_pages}
+    check(fits, "qk_norm_rope_store", **inputs)
     if not by_triton:
         return qk_norm_rope_store_reference(
             qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps
         )
     Hq = heads - 2 * Hkv
     q = torch.empty(B, Hq, Dh, dtype=qkv.dtype, device=qkv.device)
+    sizes = {"HQ": Hq, "HKV": Hkv, "DH": Dh}
     qk_norm_rope_store_kernel[(B, heads)](
-        qkv,
-        q_weight,
-        k_weight,
-        cos,
-        sin,
-        slots,
-        q,
-        k_pages,
-        v_pages,
-        eps,
-        HQ=Hq,
-        HKV=Hkv,
-        DH=Dh,
-        NORM=norm,
-        num_warps=ROPE_WARPS,
+        qkv, q_weight, k_weight, cos, sin, slots, q, k_pages, v_pages, eps, **sizes, num_warps=1
     )
     return q
 
@@ -297,20 +260,13 @@ def silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constex
 def silu_mul(gate_up):
     """silu(gate) · up for gate_up [B, 2·F], the merged gate and up products. Returns [B, F]."""
     by_triton = use_triton(gate_up)
-    odd = gate_up.dim() != 2 or gate_up.shape[1] % 2
-    if odd or by_triton and not gate_up.is_contiguous():
-        raise misfit("silu_mul", gate_up=gate_up)
+    fits = gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0
+    check(fits and (not by_triton or gate_up.is_contiguous()), "silu_mul", gate_up=gate_up)
     if not by_triton:
         return silu_mul_reference(gate_up)
     B = gate_up.shape[0]
     width = gate_up.shape[1] // 2
     out = torch.empty(B, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (B, triton.cdiv(width, SILU_BLOCK))
-    silu_mul_kernel[grid](
-        gate_up,
-        out,
-        WIDTH=width,
-        BLOCK=SILU_BLOCK,
-        num_warps=SILU_WARPS,
-    )
+    silu_mul_kernel[grid](gate_up, out, WIDTH=width, BLOCK=SILU_BLOCK, num_warps=SILU_WARPS)
     return out

@@ -39,7 +39,7 @@ import torch
 
 import grpo
 from kernels import products
-from kernels.backend import jit, misfit, tl, triton, use_triton
+from kernels.backend import check, jit, tl, triton, use_triton
 
 # Tokens per chunk on CUDA. Each chunk but the first reads and writes the whole fp32 ∂L/∂W (2.5 GB
 # at V = 152k, D = 4k: by arithmetic 1.2 ms on an H200, beside 17 ms of products for 3,584 tokens).
@@ -91,12 +91,16 @@ def reference(hidden, weight, target, old_logprob, advantage, token_weight, **op
 
 def on_tensor_cores(x) -> bool:
     """Whether the GPU's 16-bit units multiply x: exactly, and adding up in fp32."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def sum_dtype(x):
+    """The type that sums are kept in: fp32, or fp64 if x has it already."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def at_least_fp32(x):
-    """x in the type that sums are kept in: fp32, or fp64 if it is that already."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(sum_dtype(x))
 
 
 def matmul_fp32(a, b):
@@ -252,48 +256,7 @@ def triton_gradient(z, target, lse, c, temperature, dtype):
     return dz
 
 
-def softmax_functions(hidden):
-    """The two functions of a chunk's softmax, in the form that runs for `hidden`."""
-    if use_triton(hidden) and hidden.dtype != torch.float64:
-        return triton_stats, triton_gradient
-    return plain_stats, plain_gradient
-
-
-# --- the entry points -----------------------------------------------------------------------------
-
-
-def check(hidden, weight, target):
-    """ValueError for shapes, types and numbers that the functions below do not take."""
-    N, D = hidden.shape
-    fits = weight.dim() == 2 and weight.shape[1] == D and target.shape == (N,)
-    # The products take fp64 with fp64 only.
-    fits &= (hidden.dtype == torch.float64) == (weight.dtype == torch.float64)
-    if not fits or target.dtype != torch.int64:
-        raise misfit("linear_loss", hidden=hidden, weight=weight, target=target)
-    if hidden.dtype not in (torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"hidden is {hidden.dtype}; fp16 would lose small gradients, use bf16")
-    V = len(weight)
-    # Unchecked, a kernel would read past the row. The GPU has little left to wait for here.
-    if N and not bool(((target >= 0) & (target < V)).all()):
-        raise ValueError(f"a target is outside the vocabulary of {V} words")
-
-
-def cast_as_autocast(hidden):
-    """Under autocast, hidden in autocast's type, as F.linear would have it."""
-    kind = hidden.device.type
-    if not torch.is_autocast_enabled(kind):
-        return hidden
-    return hidden.to(torch.get_autocast_dtype(kind))
-
-
-def cast_head(weight, hidden):
-    """The head in the type of the products."""
-    return weight.to(hidden.dtype) if on_tensor_cores(hidden) else at_least_fp32(weight)
-
-
-def empty_per_token(hidden):
-    """An uninitialised [N] in the type that sums are kept in."""
-    return torch.empty(len(hidden), dtype=at_least_fp32(hidden[:0]).dtype, device=hidden.device)
+# --- chunk by chunk -------------------------------------------------------------------------------
 
 
 def gradient_per_token(loss_of, logprob, part):
@@ -304,8 +267,10 @@ def gradient_per_token(loss_of, logprob, part):
     return torch.autograd.grad(loss, leaf)[0]
 
 
-class _LinearGRPOLoss(torch.autograd.Function):
-    """(loss, stats); forward makes both gradients.
+def chunk_by_chunk(
+    hidden, weight, target, temperature, loss_of=None, need_hidden=False, need_weight=False
+):
+    """Log-prob [N] and entropy [N] of the targets, and the gradients that are needed, else None.
 
     loss_of(logprob, part) gives the loss of the tokens in slice `part`, and its stats.
 
@@ -316,34 +281,44 @@ class _LinearGRPOLoss(torch.autograd.Function):
             dz = c/τ · (onehot(y) − softmax)    [C, V], in the place of z
             dh[chunk] = dz W ;  dW += dzᵀ h
     """
+    softmax_stats, softmax_gradient = plain_stats, plain_gradient
+    if use_triton(hidden) and hidden.dtype != torch.float64:
+        softmax_stats, softmax_gradient = triton_stats, triton_gradient
+    head = weight.to(hidden.dtype) if on_tensor_cores(hidden) else at_least_fp32(weight)
+    logprob = torch.empty(len(hidden), dtype=sum_dtype(hidden), device=hidden.device)
+    entropy = torch.empty_like(logprob)
+    d_hidden = torch.empty_like(hidden) if need_hidden else None
+    d_weight = None
+    for part in cut_into_chunks(len(hidden), len(head), hidden.is_cuda):
+        h = hidden[part]
+        y = target[part]
+        z = matmul_fp32(h, head.T)  # [C, V]
+        logprob[part], entropy[part], softmax = softmax_stats(z, y, temperature)
+        if need_hidden or need_weight:
+            c = gradient_per_token(loss_of, logprob[part], part)
+            dz = softmax_gradient(z, y, softmax, c, temperature, hidden.dtype)  # [C, V]
+            if need_hidden:
+                d_hidden[part] = matmul_fp32(dz, head)
+            if need_weight:
+                d_weight = add_matmul_fp32(d_weight, dz.T, h)
+            del dz
+        # Kept, these would stand in memory beside the next chunk's logits.
+        del z, softmax
+    if need_weight and d_weight is None:
+        d_weight = torch.zeros_like(head, dtype=logprob.dtype)
+    return logprob, entropy, d_hidden, d_weight
+
+
+class _LinearGRPOLoss(torch.autograd.Function):
+    """(loss, stats); forward makes both gradients."""
 
     @staticmethod
     def forward(ctx, hidden, weight, target, temperature, loss_of):
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        softmax_stats, softmax_gradient = softmax_functions(hidden)
-        head = cast_head(weight, hidden)
-        logprob = empty_per_token(hidden)
-        entropy = empty_per_token(hidden)
-        d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight = None
-        for part in cut_into_chunks(len(hidden), len(head), hidden.is_cuda):
-            h = hidden[part]
-            y = target[part]
-            z = matmul_fp32(h, head.T)  # [C, V]
-            logprob[part], entropy[part], softmax = softmax_stats(z, y, temperature)
-            if need_hidden or need_weight:
-                c = gradient_per_token(loss_of, logprob[part], part)
-                dz = softmax_gradient(z, y, softmax, c, temperature, hidden.dtype)  # [C, V]
-                if need_hidden:
-                    d_hidden[part] = matmul_fp32(dz, head)
-                if need_weight:
-                    d_weight = add_matmul_fp32(d_weight, dz.T, h)
-                del dz
-            # Kept, these would stand in memory beside the next chunk's logits.
-            del z, softmax
-        if need_weight and d_weight is None:
-            d_weight = torch.zeros_like(head, dtype=logprob.dtype)
-        ctx.save_for_backward(d_hidden, d_weight)
+        need = ctx.needs_input_grad[:2]
+        logprob, entropy, *gradients = chunk_by_chunk(
+            hidden, weight, target, temperature, loss_of, *need
+        )
+        ctx.save_for_backward(*gradients)
         ctx.weight_dtype = weight.dtype
         loss, stats = loss_of(logprob, slice(None))
         return loss, stats | {"loss": loss.detach(), "logprob": logprob, "entropy": entropy}
@@ -358,6 +333,29 @@ class _LinearGRPOLoss(torch.autograd.Function):
             rounded = torch.empty_like(d_weight, dtype=ctx.weight_dtype)
             d_weight = torch.mul(d_weight, grad, out=rounded)
         return d_hidden, d_weight, None, None, None
+
+
+# --- the entry points -----------------------------------------------------------------------------
+
+
+def checked(hidden, weight, target):
+    """hidden and target as the products take them; ValueError for what these do not take."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):  # as F.linear would have it
+        hidden = hidden.to(torch.get_autocast_dtype(kind))
+    N, D = hidden.shape
+    fits = weight.dim() == 2 and weight.shape[1] == D and target.shape == (N,)
+    # The products take fp64 with fp64 only.
+    fits &= (hidden.dtype == torch.float64) == (weight.dtype == torch.float64)
+    fits &= target.dtype == torch.int64
+    check(fits, "linear_loss", hidden=hidden, weight=weight, target=target)
+    if hidden.dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"hidden is {hidden.dtype}; fp16 would lose small gradients, use bf16")
+    V = len(weight)
+    # Unchecked, a kernel would read past the row. The GPU has little left to wait for here.
+    if N and not bool(((target >= 0) & (target < V)).all()):
+        raise ValueError(f"a target is outside the vocabulary of {V} words")
+    return hidden.contiguous(), target.contiguous()
 
 
 def linear_grpo_loss(
@@ -394,8 +392,8 @@ def linear_grpo_loss(
         "ref_logprob": ref_logprob,
     }
     tokens = {name: x.detach() for name, x in tokens.items() if x is not None}
-    if target.shape != (N,) or any(x.shape != (N,) for x in tokens.values()):
-        raise misfit("linear_grpo_loss", hidden=hidden, target=target, **tokens)
+    fits = target.shape == (N,) and all(x.shape == (N,) for x in tokens.values())
+    check(fits, "linear_grpo_loss", hidden=hidden, target=target, **tokens)
     options = {"clip_low": clip_low, "clip_high": clip_high, "kl_beta": kl_beta}
 
     live = token_weight.nonzero()[:, 0]
@@ -403,11 +401,8 @@ def linear_grpo_loss(
         hidden = hidden[live]
         target = target[live]
         tokens = {name: x[live] for name, x in tokens.items()}
-    hidden = cast_as_autocast(hidden).contiguous()
-    target = target.contiguous()
-    check(hidden, weight, target)
-    dtype = at_least_fp32(hidden[:0]).dtype
-    tokens = {name: x.to(dtype) for name, x in tokens.items()}
+    hidden, target = checked(hidden, weight, target)
+    tokens = {name: x.to(sum_dtype(hidden)) for name, x in tokens.items()}
 
     def loss_of(logprob, part):
         given = {name: x[part] for name, x in tokens.items()}
@@ -428,15 +423,6 @@ def linear_logprob(hidden, weight, target, *, temperature=1.0):
     fp32, no gradient. Shapes, errors and the entropy of infinite logits as in `linear_grpo_loss`.
     The logits are made a chunk at a time and dropped.
     """
-    hidden = cast_as_autocast(hidden).contiguous()
-    target = target.contiguous()
-    check(hidden, weight, target)
-    softmax_stats, _ = softmax_functions(hidden)
-    logprob = empty_per_token(hidden)
-    entropy = empty_per_token(hidden)
+    hidden, target = checked(hidden, weight, target)
     with torch.autocast(hidden.device.type, enabled=False):
-        head = cast_head(weight, hidden)
-        for part in cut_into_chunks(len(hidden), len(head), hidden.is_cuda):
-            z = matmul_fp32(hidden[part], head.T)
-            logprob[part], entropy[part], _ = softmax_stats(z, target[part], temperature)
-    return logprob, entropy
+        return chunk_by_chunk(hidden, weight, target, temperature)[:2]

@@ -40,13 +40,12 @@ import math
 import torch
 import torch.nn.functional as F
 
-from kernels.backend import jit, misfit, tl, triton, use_triton
+from kernels.backend import check, jit, tl, triton, use_triton
 
 # One buffer of keys, and one of values. Two of each are 32 KB, so that a Hopper processor runs five
 # programs at a time: about 80 KB are on their way in each, where 32 KB already hide the latency of
 # a 4.3 TB/s memory (by arithmetic, at 1 µs).
 BUFFER_BYTES = 8192
-NUM_WARPS = 4
 # The pipeline uses up three stages on the way from block table to product. Five leave two buffers.
 NUM_STAGES = 5
 MAX_PARTS = 64  # The merge holds [parts, Dh] in registers.
@@ -82,12 +81,6 @@ def reference(q, k_pages, v_pages, block_table, lengths, *, scale):
 # --- the launch -----------------------------------------------------------------------------------
 
 
-def choose_config(head_bytes):
-    """Tokens in a block, warps and stages for heads of Dh · element size bytes."""
-    block = max(16, BUFFER_BYTES // head_bytes)
-    return {"block": block, "num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
-
-
 @functools.cache
 def programs_at_once(device):
     """Programs that the GPU runs at a time; without one, five on each processor of an H200."""
@@ -111,15 +104,12 @@ def split_count(rows, kv_heads, capacity, block, at_once, most=MAX_PARTS):
     time; it works through all of them in waves of that many. The best number of pieces is the one
     that is done first, counting for each wave a piece's tokens and its start.
     """
-    best = 1
-    least = math.inf
-    for splits in range(1, min(most, math.ceil(capacity / block)) + 1):
+
+    def cost(splits):
         waves = math.ceil(rows * kv_heads * splits / at_once)
-        cost = waves * (split_length(capacity, splits, block) + TOKENS_PER_START)
-        if cost < least:
-            best = splits
-            least = cost
-    return best
+        return waves * (split_length(capacity, splits, block) + TOKENS_PER_START)
+
+    return min(range(1, min(most, math.ceil(capacity / block)) + 1), key=cost, default=1)
 
 
 @jit
@@ -260,7 +250,8 @@ def triton_paged_attention(
     """The Triton form of `paged_attention`; `splits` and `config` are for tests and tuning."""
     B, Hq, Dh = q.shape
     _, page_size, Hkv, _ = k_pages.shape
-    config = dict(config or choose_config(Dh * q.element_size()))
+    block = max(16, BUFFER_BYTES // (Dh * q.element_size()))
+    config = {"block": block, "num_warps": 4, "num_stages": NUM_STAGES} | (config or {})
     block = config.pop("block")
     sharing = Hq // Hkv
     if runs is None:
@@ -279,50 +270,39 @@ def triton_paged_attention(
     part_acc = torch.empty(B, Hq, parts, Dh, dtype=torch.float32, device=q.device)
     part_max = torch.empty(B, Hq, parts, dtype=torch.float32, device=q.device)
     part_sum = torch.zeros_like(part_max)  # 0: a row has no such part
+    found = part_acc, part_max, part_sum
     out = torch.empty_like(q)
+    sizes = {"HQ": Hq, "HKV": Hkv, "DH": Dh, "SHARING": sharing, "PAGE": page_size, "BLOCK": block}
     for some, pieces, rows in launches:
+        tensors = q, k_pages, v_pages, block_table, some, *found
+        numbers = scale * math.log2(math.e), pieces, shared_splits, parts, *block_table.stride()
+        tile = max(16, triton.next_power_of_2(rows * sharing))
         split_kernel[(len(some) * Hkv, pieces)](
-            q,
-            k_pages,
-            v_pages,
-            block_table,
-            some,
-            part_acc,
-            part_max,
-            part_sum,
-            scale * math.log2(math.e),
-            pieces,
-            shared_splits,
-            parts,
-            *block_table.stride(),
-            HQ=Hq,
-            HKV=Hkv,
-            DH=Dh,
-            SHARING=sharing,
-            TILE=max(16, triton.next_power_of_2(rows * sharing)),
-            FIELDS=RUN_FIELDS,
-            PAGE=page_size,
-            BLOCK=block,
-            **config,
+            *tensors, *numbers, **sizes, TILE=tile, FIELDS=RUN_FIELDS, **config
         )
-    merge_kernel[(B * Hq,)](
-        part_acc,
-        part_max,
-        part_sum,
-        out,
-        parts,
-        DH=Dh,
-        PARTS_PADDED=triton.next_power_of_2(parts),
-        num_warps=4,
-    )
+    padded = triton.next_power_of_2(parts)
+    merge_kernel[(B * Hq,)](*found, out, parts, DH=Dh, PARTS_PADDED=padded, num_warps=4)
     return out
 
 
 # --- the entry point ------------------------------------------------------------------------------
 
 
-def check(q, k_pages, v_pages, block_table, lengths, runs, by_triton):
-    """ValueError for shapes and types that neither form takes, or that the kernels do not."""
+def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, runs=None):
+    """Attention of one query token per row over its paged keys and values.
+
+    q [B, Hq, Dh], Dh one of 16, 32, 64, 128, 256; k_pages, v_pages [pages, page_size, Hkv, Dh], all
+    fp32, fp16 or bf16; block_table [B, pages of a row] int32: a row's pages in order (those past
+    its length are never read); lengths [B] int32, in tokens; scale: usually Dh^-0.5. Returns
+    [B, Hq, Dh] in q's dtype. A row of length 0 (padding of a CUDA graph's bucket) gives zeros.
+    ValueError if the shapes or types do not fit.
+
+    runs [R + B, 5] int32 say what is read once for several rows; they change the time only. Each is
+    (begin, end, first, last, level): rows begin:end (at most rows_of_a_run) have the same pages for
+    their tokens first:last, whole pages, and `level` < LEVELS other runs before it. The last B are
+    the rows themselves, each with what no run reads for it, at level LEVELS. Zeros are no run.
+    """
+    by_triton = use_triton(q)
     B, Hq, Dh = q.shape
     fits = (
         k_pages.dim() == 4
@@ -343,27 +323,8 @@ def check(q, k_pages, v_pages, block_table, lengths, runs, by_triton):
             types.append(torch.bfloat16)
         fits &= Dh in (16, 32, 64, 128, 256) and q.dtype in types
         fits &= all(x.is_contiguous() for x in (q, k_pages, v_pages, lengths))
-    if not fits:
-        inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "runs": runs}
-        raise misfit("paged_attention", **inputs, block_table=block_table, lengths=lengths)
-
-
-def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, runs=None):
-    """Attention of one query token per row over its paged keys and values.
-
-    q [B, Hq, Dh], Dh one of 16, 32, 64, 128, 256; k_pages, v_pages [pages, page_size, Hkv, Dh], all
-    fp32, fp16 or bf16; block_table [B, pages of a row]
-    int32: a row's pages in order (those past its length are never read); lengths [B] int32, in
-    tokens; scale: usually Dh^-0.5. Returns [B, Hq, Dh] in q's dtype. A row of length 0 (padding of
-    a CUDA graph's bucket) gives zeros. ValueError if the shapes or types do not fit.
-
-    runs [R + B, 5] int32 say what is read once for several rows; they change the time only. Each is
-    (begin, end, first, last, level): rows begin:end (at most rows_of_a_run) have the same pages for
-    their tokens first:last, whole pages, and `level` < LEVELS other runs before it. The last B are
-    the rows themselves, each with what no run reads for it, at level LEVELS. Zeros are no run.
-    """
-    by_triton = use_triton(q)
-    check(q, k_pages, v_pages, block_table, lengths, runs, by_triton)
+    inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "runs": runs}
+    check(fits, "paged_attention", **inputs, block_table=block_table, lengths=lengths)
     if not by_triton:
         return reference(q, k_pages, v_pages, block_table, lengths, scale=scale)
     return triton_paged_attention(q, k_pages, v_pages, block_table, lengths, scale=scale, runs=runs)

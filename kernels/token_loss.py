@@ -29,7 +29,7 @@ from __future__ import annotations
 import torch
 
 import grpo
-from kernels.backend import jit, misfit, tl, triton, use_triton
+from kernels.backend import check, jit, tl, triton, use_triton
 
 CONFIG = {"BLOCK": 1024, "num_warps": 4}
 SUMS = 4  # columns of `partial`: loss, live tokens, clipped tokens, Σ KL
@@ -48,7 +48,6 @@ def grpo_kernel(
     lowest,
     highest,
     kl_beta,
-    HAS_REF: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -71,7 +70,7 @@ def grpo_kernel(
     loss = -tl.minimum(unclipped, clipped)
     gradient = tl.where(clipped < unclipped, 0.0, -unclipped)
     kl = tl.zeros((BLOCK,), tl.float32)
-    if HAS_REF:
+    if ref_ptr is not None:
         d = tl.load(ref_ptr + token, mask=live, other=0.0) - logprob
         # The closed forms cancel for small d; there the series of exp(d) − 1 − d keeps its digits.
         series = 1 / 120 + d * (1 / 720 + d * (1 / 5040))
@@ -99,23 +98,9 @@ class _GRPOLoss(torch.autograd.Function):
         programs = max(1, triton.cdiv(N, CONFIG["BLOCK"]))
         gradient = torch.empty_like(logprob)
         partial = torch.empty(programs, SUMS, dtype=torch.float32, device=logprob.device)
-        has_ref = ref_logprob is not None
-        grpo_kernel[(programs,)](
-            logprob,
-            old_logprob,
-            ref_logprob if has_ref else logprob,
-            advantage,
-            weight,
-            gradient,
-            partial,
-            N,
-            1 - options["clip_low"],
-            1 + options["clip_high"],
-            options["kl_beta"],
-            HAS_REF=has_ref,
-            SUMS=SUMS,
-            **CONFIG,
-        )
+        tokens = logprob, old_logprob, ref_logprob, advantage, weight
+        numbers = N, 1 - options["clip_low"], 1 + options["clip_high"], options["kl_beta"]
+        grpo_kernel[(programs,)](*tokens, gradient, partial, *numbers, SUMS=SUMS, **CONFIG)
         ctx.save_for_backward(gradient)
         loss, live, clipped, kl = partial.double().sum(0).float()
         live = live.clamp(min=1)
@@ -152,17 +137,13 @@ def grpo_loss(
         "ref_logprob": ref_logprob,
     }
     options = {"clip_low": clip_low, "clip_high": clip_high, "kl_beta": kl_beta}
-    for x in (logprob, *tokens.values()):
-        if x is None:
-            continue
-        if x.dim() != 1 or x.shape != logprob.shape or x.device != logprob.device:
-            raise misfit("grpo_loss", logprob=logprob, **tokens)
-    if not use_triton(logprob) or logprob.dtype == torch.float64:
+    given = {name: x for name, x in tokens.items() if x is not None}
+    by_triton = use_triton(logprob) and logprob.dtype != torch.float64
+    fits = logprob.dim() == 1 and not (by_triton and logprob.dtype != torch.float32)
+    fits &= all((x.shape, x.device) == (logprob.shape, logprob.device) for x in given.values())
+    check(fits, "grpo_loss", logprob=logprob, **tokens)
+    if not by_triton:
         return grpo.grpo_loss(logprob, **tokens, **options)
-    if logprob.dtype != torch.float32:
-        raise misfit("grpo_loss", logprob=logprob)
-    for name, x in tokens.items():
-        if x is not None:
-            tokens[name] = x.detach().float().contiguous()
+    tokens |= {name: x.detach().float().contiguous() for name, x in given.items()}
     loss, clip_share, kl = _GRPOLoss.apply(logprob.contiguous(), *tokens.values(), options)
     return loss, {"clip_share": clip_share, "kl": kl}

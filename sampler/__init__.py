@@ -4,22 +4,9 @@ Read engine.py first, then scheduler.py, pages.py, plan.py, model.py, attention.
 vllm.py has the same face before vLLM servers.
 """
 
-from sampler.draws import greedy, hashed, sample_token, uniform
+from sampler.draws import hashed
 from sampler.engine import Sampler
 from sampler.pages import Pages
 from sampler.request import Completion, Conversation, Lost, Request
-from sampler.scheduler import Scheduler
 
-__all__ = [
-    "Completion",
-    "Conversation",
-    "Lost",
-    "Pages",
-    "Request",
-    "Sampler",
-    "Scheduler",
-    "greedy",
-    "hashed",
-    "sample_token",
-    "uniform",
-]
+__all__ = ["Completion", "Conversation", "Lost", "Pages", "Request", "Sampler", "hashed"]

@@ -28,7 +28,6 @@ Speed: python -m bench.sampler
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,18 +37,13 @@ from kernels.paged_attention import rows_of_a_run
 from sampler.draws import Buffers, greedy, hashed, sample_token, uniform
 from sampler.graphs import Graphs
 from sampler.model import Model
-from sampler.plan import Batch, Copies, Decode, Plan, kernel_runs, to_device
+from sampler.plan import Copies, Decode, kernel_runs, to_device
 from sampler.request import Completion, Conversation, Request, check
 from sampler.scheduler import Scheduler
 
-
-@dataclass
-class Unread:
-    """A decode step whose tokens the host has not read yet."""
-
-    decode: Decode
-    result: Tensor  # fp64 [2, B]: tokens (fp64 holds them exactly) and log-probs, in one copy
-    ready: "torch.cuda.Event | None"
+# A decode step whose tokens the host has not read yet: its plan; fp64 [2, B], tokens (held exactly)
+# and log-probs in one copy; on CUDA the event after that copy.
+Unread = tuple[Decode, Tensor, "torch.cuda.Event | None"]
 
 
 class Sampler:
@@ -89,29 +83,19 @@ class Sampler:
         parameter = next(model.parameters())
         self.device = torch.device(device or parameter.device)
         cuda = self.device.type == "cuda"
-        if page_size is None:
-            page_size = 64 if cuda else 16
-        if prefill_chunk is None:
-            prefill_chunk = 8192 if cuda else 512
-        if dtype is None:
-            dtype = torch.bfloat16 if cuda else parameter.dtype
+        page_size = page_size or (64 if cuda else 16)
+        dtype = dtype or (torch.bfloat16 if cuda else parameter.dtype)
         self.model = Model(model, dtype, self.device)
         self.scheduler = Scheduler(
             pages=max_tokens // page_size,
             page_size=page_size,
             max_sequences=max_sequences,
-            prefill_chunk=prefill_chunk,
+            prefill_chunk=prefill_chunk or (8192 if cuda else 512),
         )
         self.pages = self.scheduler.pages
         self.stats = self.scheduler.stats
-        shape = (
-            2,  # keys, values
-            self.model.layers,
-            self.pages.count,
-            page_size,
-            self.model.kv_heads,
-            self.model.head_size,
-        )
+        heads = self.model.kv_heads, self.model.head_size
+        shape = 2, self.model.layers, self.pages.count, page_size, *heads  # 2: keys, values
         self.pool = torch.zeros(shape, dtype=self.model.cache_dtype, device=self.device)
         self.newest = torch.zeros(max_sequences, dtype=torch.int64, device=self.device)  # per row
         self.overlap = cuda if overlap is None else overlap
@@ -119,7 +103,6 @@ class Sampler:
         if buckets or (buckets is None and cuda):
             self.graphs = Graphs(self.model, self.pool, max_sequences)
         self.buffers = Buffers()
-        self.steps = 0
         self.unread: Unread | None = None
 
     # ---- what callers use
@@ -132,30 +115,20 @@ class Sampler:
     @property
     def pages_in_use(self) -> int:
         """Pages that conversations hold now."""
-        return self.pages.in_use
+        return self.pages.count - len(self.pages.free)
 
     def open(self) -> Conversation:
         """A new, empty conversation."""
         return Conversation()
 
-    def submit(
-        self,
-        conversation: Conversation,
-        tokens: list[int],
-        *,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        stop_ids=(),
-        seed: int = 0,
-    ) -> Request:
+    def submit(self, conversation: Conversation, tokens: list[int], **options) -> Request:
         """Appends `tokens` to the conversation and asks for an answer, which step() will produce.
 
-        temperature 0 is greedy. The t-th new token's draw depends on (seed, t) only. ValueError
-        for what cannot be done; nothing has changed then.
+        options: `Request`'s max_new_tokens, temperature (0 is greedy), top_p, stop_ids and seed.
+        The t-th new token's draw depends on (seed, t) only. ValueError for what cannot be done;
+        nothing has changed then.
         """
-        given, stops = list(tokens), frozenset(stop_ids)
-        request = Request(conversation, given, max_new_tokens, temperature, top_p, stops, seed)
+        request = Request(conversation, list(tokens), **options)
         check(request, self.model.vocabulary, self.pages.count * self.pages.size)
         self.scheduler.submit(request)
         return request
@@ -163,17 +136,21 @@ class Sampler:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Some prefill, then one new token for every ready row. Returns the finished requests."""
-        self.steps += 1
         if self.unread is not None and self.scheduler.lacks_slots():
             self._postprocess()  # who gives way must have all its tokens on the host
-        plan = self.scheduler.schedule(unread=self.unread is not None)
-        unread = self._run(plan)
+        copies, prefill, late_copies, decode = self.scheduler.schedule(self.unread is not None)
+        self._copy_pages(copies)
+        if prefill is not None:
+            self.model.fill(prefill.to(self.device), self.pool)
+        self._copy_pages(late_copies)
+        unread = self._decode(decode) if decode is not None else None
         self._postprocess()  # of the step before, while the device computes this one
         self.unread = unread
         if not self.overlap:
             self._postprocess()
-        self.scheduler.count_load()
-        return self.scheduler.hand_out()
+        finished = self.scheduler.finished
+        self.scheduler.finished = []
+        return finished
 
     def close(self, conversation: Conversation) -> None:
         """Gives a conversation's pages back; its open request, if any, ends with an error."""
@@ -189,15 +166,6 @@ class Sampler:
         self.model.load(model)
 
     # ---- one step
-
-    def _run(self, plan: Plan) -> Unread | None:
-        self._copy_pages(plan.copies)
-        if plan.prefill is not None:
-            self.model.fill(plan.prefill.to(self.device), self.pool)
-        self._copy_pages(plan.late_copies)
-        if plan.decode is None:
-            return None
-        return self._decode(plan.decode)
 
     def _copy_pages(self, copies: Copies) -> None:
         """One after the other, because a later source may be an earlier target."""
@@ -216,49 +184,45 @@ class Sampler:
             batch.runs = kernel_runs(batch.block_table, batch.lengths, self.pages.size, most)
         batch = batch.to(self.device)
         batch.ids = self.newest[rows]
-        tokens, logprobs = self._choose(self._logits(batch), decode)
+        if self.graphs:
+            logits = self.graphs.decode(batch)
+        else:
+            logits = self.model.decode(batch, self.pool)
+        tokens, logprobs = self._choose(logits, decode)
         self.newest[rows] = tokens
         result = torch.stack((tokens.double(), logprobs.double())).to("cpu", non_blocking=True)
         ready = None
         if self.device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record()
-        return Unread(decode, result, ready)
-
-    def _logits(self, batch: Batch) -> Tensor:
-        """fp32 [B, V]."""
-        if self.graphs:
-            return self.graphs.decode(batch)
-        return self.model.decode(batch, self.pool)
+        return decode, result, ready
 
     def _choose(self, logits: Tensor, decode: Decode) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs of the rows; computes only what some row asks for."""
+        """Tokens and log-probs of the rows from fp32 [B, V]; computes what some row asks for."""
         if not decode.temperature.any():
             return greedy(logits)
         uniforms = to_device(uniform(decode.seeds, decode.drawn), self.device)
-        temperature = None
-        if (decode.temperature != 1).any():
-            temperature = to_device(decode.temperature, self.device)
-        top_p = None
-        if (decode.top_p != 1).any():
-            top_p = to_device(decode.top_p, self.device)
-        return sample_token(logits, uniforms, temperature, top_p, self.buffers)
+        options = [
+            to_device(option, self.device) if (option != 1).any() else None
+            for option in (decode.temperature, decode.top_p)
+        ]
+        return sample_token(logits, uniforms, *options, self.buffers)
 
     def _postprocess(self) -> None:
         """Reads the tokens of the unread step, if any, and ends the requests that are complete."""
-        unread = self.unread
-        self.unread = None
-        if unread is None:
+        if self.unread is None:
             return
-        if unread.ready is not None:
-            unread.ready.synchronize()
-        tokens, logprobs = unread.result.tolist()
+        decode, result, ready = self.unread
+        self.unread = None
+        if ready is not None:
+            ready.synchronize()
+        tokens, logprobs = result.tolist()
         if math.isnan(sum(logprobs)):
             raise FloatingPointError(
                 "the sampler met NaN among the model's logits: its weights are damaged, or an "
                 "update threw them far; go on from an earlier state with a lower --lr"
             )
-        self.scheduler.collect(unread.decode, [int(token) for token in tokens], logprobs)
+        self.scheduler.collect(decode, [int(token) for token in tokens], logprobs)
 
     # ---- all at once, for benches and tests
 
@@ -274,13 +238,12 @@ class Sampler:
 
         options: temperature, top_p and stop_ids, as in `submit`. Row i draws from (seed, i).
         """
-        wanted = max_new_tokens
-        if isinstance(wanted, int):
-            wanted = [wanted] * len(prompts)
+        if isinstance(max_new_tokens, int):
+            max_new_tokens = [max_new_tokens] * len(prompts)
         requests = []
-        for i, (prompt, new) in enumerate(zip(prompts, wanted, strict=True)):
-            given = {"max_new_tokens": new, "seed": hashed(seed, i), **options}
-            requests.append(self.submit(self.open(), prompt, **given))
+        for i, (prompt, new) in enumerate(zip(prompts, max_new_tokens, strict=True)):
+            options |= {"max_new_tokens": new, "seed": hashed(seed, i)}
+            requests.append(self.submit(self.open(), prompt, **options))
         while self.busy:
             for request in self.step():
                 self.close(request.conversation)

@@ -9,6 +9,8 @@ Padding rows have length 0 and slot -1: they read nothing and write nothing.
 Where nothing can be captured, the same padded batches run without a graph, for tests.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -33,22 +35,28 @@ class Graphs:
         self.sizes = sorted({min(size, max_rows) for size in sizes})
         self.buffers = {size: self.make_buffers(size) for size in self.sizes}
         self.captured: dict[int, tuple] = {}  # rows -> (graph, its hidden states)
-        if can_capture(pool):
-            self.capture_all()
+        if not can_capture(pool):
+            return
+        # Every size is captured before the first request, since a capture waits for the whole
+        # device. The largest goes first: the graphs run one at a time, so the others reuse its
+        # memory.
+        memory = None
+        for size in reversed(self.sizes):
+            graph, hidden = self.capture(self.buffers[size], memory)
+            self.captured[size] = graph, hidden
+            memory = graph.pool()
 
     def make_buffers(self, size: int) -> Batch:
         """A batch of `size` padding rows."""
-        device = self.pool.device
-        pages = self.pool.shape[2]
+        long = partial(torch.zeros, dtype=torch.int64, device=self.pool.device)
+        short = partial(torch.zeros, dtype=torch.int32, device=self.pool.device)
         return Batch(
-            ids=torch.zeros(size, dtype=torch.int64, device=device),
-            positions=torch.zeros(size, dtype=torch.int64, device=device),
-            slots=torch.full((size,), -1, dtype=torch.int64, device=device),
-            block_table=torch.zeros(size, pages, dtype=torch.int32, device=device),
-            lengths=torch.zeros(size, dtype=torch.int32, device=device),
-            runs=torch.zeros(
-                LEVELS * (size // 2) + size, RUN_FIELDS, dtype=torch.int32, device=device
-            ),
+            ids=long(size),
+            positions=long(size),
+            slots=long(size) - 1,
+            block_table=short(size, self.pool.shape[2]),
+            lengths=short(size),
+            runs=short(LEVELS * (size // 2) + size, RUN_FIELDS),
         )
 
     def decode(self, batch: Batch) -> Tensor:
@@ -75,17 +83,6 @@ class Graphs:
         graph.replay()
         # Logits are made outside the graphs: each graph would keep [size, V] of its own.
         return self.model.logits(hidden[:rows])
-
-    def capture_all(self) -> None:
-        """Captures every size before the first request, since a capture waits for the whole device.
-
-        The largest goes first. The graphs run one at a time, so the others reuse its memory.
-        """
-        memory = None
-        for size in reversed(self.sizes):
-            graph, hidden = self.capture(self.buffers[size], memory)
-            self.captured[size] = graph, hidden
-            memory = graph.pool()
 
     def capture(self, static: Batch, memory) -> tuple:
         """(graph, its hidden states) over the buffers `static`."""

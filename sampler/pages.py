@@ -20,14 +20,9 @@ class Pages:
         self.free = list(range(count))  # a heap
         self.references = [0] * count
 
-    @property
-    def in_use(self) -> int:
-        return self.count - len(self.free)
-
     def missing(self, block_table: list[int], tokens: int) -> int:
         """Pages that `block_table` lacks to hold `tokens` tokens."""
-        needed = -(-tokens // self.size)
-        return max(0, needed - len(block_table))
+        return max(0, -(-tokens // self.size) - len(block_table))
 
     def extend(self, block_table: list[int], tokens: int) -> bool:
         """Adds pages until the table holds `tokens` tokens. False: too few are free, no change."""

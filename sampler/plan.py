@@ -32,7 +32,6 @@ class Rows:
     """
 
     def __init__(self, count: int, pages: int):
-        self.count = count
         self.free = list(range(count - 1, -1, -1))
         self.block_table = np.zeros((count, pages), np.int32)
         self.length = np.zeros(count, np.int64)  # tokens, the one it feeds next included
@@ -41,6 +40,8 @@ class Rows:
         self.seed = np.zeros(count, np.uint64)
         self.temperature = np.zeros(count, np.float32)
         self.top_p = np.ones(count, np.float32)
+        self.fresh = np.zeros(count, bool)  # it has not decoded yet: the host feeds it `newest`
+        self.newest = np.zeros(count, np.int64)
 
     def enter(self, request: Request) -> None:
         """Gives the request a row. Its conversation's pages must be complete."""
@@ -54,6 +55,8 @@ class Rows:
         self.seed[row] = hashed(request.seed)
         self.temperature[row] = request.temperature
         self.top_p[row] = request.top_p
+        self.fresh[row] = True
+        self.newest[row] = conversation.tokens[-1]
 
     def leave(self, request: Request) -> None:
         self.free.append(request.row)
@@ -105,16 +108,6 @@ class Decode:
     newest: np.ndarray  # int64
 
 
-@dataclass
-class Plan:
-    """One step, in the order in which the device does it."""
-
-    copies: Copies = field(default_factory=list)
-    prefill: Batch | None = None
-    late_copies: Copies = field(default_factory=list)
-    decode: Decode | None = None
-
-
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A tensor on the device; the host does not wait for the copy."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -143,9 +136,8 @@ def plan_prefill(chunks: list[Chunk], state: Rows, page_size: int) -> Batch:
     )
 
 
-def plan_decode(
-    requests: list[Request], started: list[Request], state: Rows, page_size: int
-) -> Decode:
+def plan_decode(requests: list[Request], state: Rows, page_size: int) -> Decode:
+    """The next token of these requests, whose rows are fresh no more."""
     rows = np.array([request.row for request in requests])
     width = -(-int(state.length[rows].max()) // page_size)
     # Sorted by their pages, so that rows with the same first ones are neighbours. What stands
@@ -165,6 +157,8 @@ def plan_decode(
         lengths=lengths.astype(np.int32),
         spans=lengths.tolist(),
     )
+    started = rows[state.fresh[rows]]
+    state.fresh[started] = False
     return Decode(
         batch=batch,
         requests=[requests[i] for i in order],
@@ -173,8 +167,8 @@ def plan_decode(
         drawn=state.drawn[rows],
         temperature=state.temperature[rows],
         top_p=state.top_p[rows],
-        started=np.array([request.row for request in started], np.int64),
-        newest=np.array([request.conversation.tokens[-1] for request in started], np.int64),
+        started=started,
+        newest=state.newest[started],
     )
 
 
@@ -242,9 +236,8 @@ def kernel_runs(
     for run in shared_runs(block_table, LEAST_TOKENS / page_size, LEVELS):
         first, last = run.first * page_size, run.last * page_size
         own[run.begin : run.end, 2] = last
-        for piece in np.array_split(
-            np.arange(run.begin, run.end), -((run.begin - run.end) // most)
-        ):
+        count = -(-(run.end - run.begin) // most)
+        for piece in np.array_split(np.arange(run.begin, run.end), count):
             pieces.append((piece[0], piece[-1] + 1, first, last, run.level))
     if pieces:
         shared[: len(pieces)] = pieces

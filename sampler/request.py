@@ -1,6 +1,7 @@
 """What the sampler is asked, and what it answers. Test: pytest tests/test_sampler.py -k refused"""
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 # Beyond these, fp32 logits divided by the temperature overflow or lose their differences.
@@ -62,7 +63,7 @@ class Request:
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
-    stop_ids: frozenset[int] = frozenset()
+    stop_ids: Collection[int] = ()
     seed: int = 0
     number: int = -1
     tokens: list[int] = field(default_factory=list)

@@ -5,15 +5,15 @@ A request's way, and the list it is in:
   prefilling   it has a row and pages; keys and values of its context are still missing
   decoding     only the newest token's key and value are missing: each step feeds that token and
                samples the next
-  ending       its last token is being computed, and the host has not read it yet
+  (none)       its last token is being computed, and the host has not read it yet
   finished     it has a completion and is handed to the caller next
 
 When pages run out, conversations that do not run give way first, the youngest first, and then the
 newest request. So the oldest request that runs always goes on, and no request waits for ever.
 
-A step is planned ahead as a `Plan` (plan.py): the device copies pages, prefills, copies pages and
-decodes. The order matters, because a page may change hands within one step. What the host learns
-only afterwards, the tokens, comes back through `collect`.
+A step is planned ahead (plan.py): the device copies pages, prefills, copies pages and decodes. The
+order matters, because a page may change hands within one step. What the host learns only
+afterwards, the tokens, comes back through `collect`.
 
 Read `schedule` and what it calls from top to bottom. How prompts that begin alike share pages
 stands at the end of the file and can be read later.
@@ -22,122 +22,101 @@ Test: pytest tests/test_scheduler.py
 """
 
 import bisect
+import collections
 import itertools
 from operator import attrgetter
 
 import numpy as np
 
 from sampler.pages import Pages
-from sampler.plan import Batch, Copies, Decode, Plan, Rows, plan_decode, plan_prefill
+from sampler.plan import Batch, Copies, Decode, Rows, plan_decode, plan_prefill
 from sampler.request import Completion, Conversation, Request
 
-# Sums since the start, and behind them what is so now.
-STATS = "prefilled_tokens decoded_tokens shared_tokens preemptions".split()
-STATS += "running waiting pages_in_use".split()
 number_of = attrgetter("number")
 age_of = attrgetter("age")
+prompt_of = attrgetter("prompt")
 
 
 class Scheduler:
-    """Hands out rows and pages; see the head of this file."""
+    """Hands out rows and pages; see the head of this file.
+
+    stats: prefilled_tokens and shared_tokens, and preemptions: how often pages were taken away.
+    """
 
     def __init__(self, *, pages: int, page_size: int, max_sequences: int, prefill_chunk: int):
         self.pages = Pages(pages, page_size)
         self.prefill_chunk = prefill_chunk
         self.numbers = itertools.count()
-        self.stats = dict.fromkeys(STATS, 0)
+        self.stats = collections.Counter()
         self.rows = Rows(max_sequences, pages)
-        self.live: set[Conversation] = set()
-        self.requests: dict[int, Request] = {}  # the open ones, by number
+        self.requests: set[Request] = set()  # the open ones
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
-        self.ending: list[Request] = []
         self.finished: list[Request] = []
-        self.started: list[Request] = []  # began to decode in the step that is being planned
-        self.holders: dict[tuple, list[Conversation]] = {}  # prompt -> whose pages hold it
-        self.prompts: list[tuple] = []  # the keys of `holders`, sorted
+        self.holders: list[Conversation] = []  # those that have pages, sorted by their prompts
 
     # ---- conversations and requests
 
     def submit(self, request: Request) -> None:
-        """Takes a checked request. Its conversation is live from then on, until it is closed."""
+        """Takes a checked request."""
         conversation = request.conversation
         request.number = next(self.numbers)
-        self.live.add(conversation)
         conversation.request = request
         conversation.tokens += request.given
         conversation.prompt = conversation.prompt or tuple(request.given)
-        self.requests[request.number] = request
+        self.requests.add(request)
         self.waiting.append(request)
 
     def close(self, conversation: Conversation) -> None:
         """See Sampler.close."""
         conversation.closed = True
-        if conversation not in self.live:
-            return
         request = conversation.request
         if request is not None:
-            for queue in (self.waiting, self.prefilling, self.decoding, self.ending):
-                if request in queue:
-                    queue.remove(request)
             request.error = f"request {request.number}: its conversation was closed"
             self._end(request)
         self._release(conversation)
-        self.live.discard(conversation)
-
-    def hand_out(self) -> list[Request]:
-        """The requests that finished since the last call, in the order in which they did."""
-        finished = self.finished
-        self.finished = []
-        return finished
-
-    def count_load(self) -> None:
-        """What the progress line shows."""
-        self.stats["running"] = len(self.prefilling) + len(self.decoding)
-        self.stats["waiting"] = len(self.waiting)
-        self.stats["pages_in_use"] = self.pages.in_use
 
     # ---- schedule
 
-    def schedule(self, unread: bool) -> Plan:
-        """Plans one step. unread: the step before is under way and its tokens are not known yet."""
-        plan = Plan()
-        self.started = []
-        plan.copies, followers = self._admit(unread)
-        plan.prefill = self._plan_prefill()
-        if followers:  # the plan may prefill what they wait for; they copy pages after it
-            plan.late_copies, _ = self._admit(unread)
-        self._reserve()
-        plan.decode = self._plan_decode()
-        return plan
+    def schedule(self, unread: bool) -> tuple[Copies, Batch | None, Copies, Decode | None]:
+        """One step, in the order in which the device does it.
 
-    def _admit(self, unread: bool) -> tuple[Copies, list[Request]]:
+        unread: the step before is under way and its tokens are not known yet.
+        """
+        copies = self._admit(unread)
+        prefill = self._plan_prefill()
+        # Who waited for what is prefilled now can copy it after that.
+        late_copies = self._admit(unread)
+        self._reserve()
+        return copies, prefill, late_copies, self._plan_decode()
+
+    def _admit(self, unread: bool) -> Copies:
         """Gives rows and pages to waiting requests, the oldest first.
 
         A conversation whose prompt begins as a leader's in the pool forks its pages. While the
         leader still prefills them, its followers are passed over and a row is kept for each of
-        them. Returns the page copies that the forks need, and the followers.
+        them. Returns the page copies that the forks need.
         """
         copies = []
         followers = []
         while self.waiting and len(followers) < len(self.rows.free):
-            request = self.waiting[0]
-            conversation = request.conversation
+            conversation = self.waiting[0].conversation
             leader, shared = self._leader(conversation)
             if leader is not None and leader.num_cached_tokens < shared:
                 followers.append(self.waiting.pop(0))
                 continue
             if self._lacks_pages(conversation, shared):
-                if not self._make_room(conversation, unread):
+                if unread and not self.prefilling and not self.decoding:
+                    break  # the tokens that are under way may end their requests and free pages
+                victim = self._youngest_idle(but=conversation)
+                if victim is None:
                     break
+                self._preempt(victim)
                 continue  # the leader itself may have given way
-            self.waiting.pop(0)
-            if leader is not None:
-                copies += self._fork(leader, conversation, shared)
-            self._enter(request)
+            copies += self._enter(self.waiting.pop(0), leader, shared)
         self.waiting[:0] = followers
-        return copies, followers
+        return copies
 
     def _lacks_pages(self, conversation: Conversation, shared: int) -> bool:
         """Whether too few pages are free for a conversation that shares its first `shared` tokens.
@@ -149,37 +128,27 @@ class Scheduler:
         running = len(self.prefilling) + len(self.decoding)
         return needed + running > len(self.pages.free)
 
-    def _make_room(self, conversation: Conversation, unread: bool) -> bool:
-        """Preempts the youngest idle conversation other than this one.
-
-        False, and this one must wait, if there is none or tokens under way may free pages first.
-        """
-        if unread and not self.prefilling and not self.decoding:
-            return False  # the tokens that are under way may end their requests
-        victim = self._youngest_idle(but=conversation)
-        if victim is None:
-            return False
-        self._preempt(victim)
-        return True
-
     def _youngest_idle(self, but: Conversation | None = None) -> Conversation | None:
         """The youngest conversation, other than `but`, that holds pages and no row."""
-        idle = [c for c in self.live if c.block_table and c.idle and c is not but]
+        idle = [holder for holder in self.holders if holder.idle and holder is not but]
         return max(idle, key=age_of, default=None)
 
-    def _enter(self, request: Request) -> None:
+    def _enter(self, request: Request, leader: Conversation | None, shared: int) -> Copies:
+        """Gives a request a row, and its conversation pages: the first ones from its leader."""
         conversation = request.conversation
+        copies = []
+        if not conversation.block_table:
+            bisect.insort(self.holders, conversation, key=prompt_of)
+        if leader is not None:
+            conversation.block_table, copy = self.pages.fork(leader.block_table, shared)
+            conversation.num_cached_tokens = shared
+            self.stats["shared_tokens"] += shared
+            copies += [copy] if copy else []
         self.pages.extend(conversation.block_table, len(conversation.tokens))
-        self._hold(conversation)
         self.rows.enter(request)
-        if lacks_tokens(conversation):
-            self.prefilling.append(request)
-        else:
-            self._start_decoding([request])
-
-    def _start_decoding(self, requests: list[Request]) -> None:
-        self.decoding += requests
-        self.started += requests
+        queue = self.prefilling if lacks_tokens(conversation) else self.decoding
+        queue.append(request)
+        return copies
 
     def lacks_slots(self) -> bool:
         """Whether a row would have to give way for another row's next token.
@@ -195,49 +164,47 @@ class Scheduler:
         return [self.decoding[i] for i in np.flatnonzero(ends)]
 
     def _reserve(self) -> None:
-        """A slot for the token that each decoding row feeds, for the oldest request first."""
-        for request in sorted(self._at_page_end(), key=number_of):
-            if request.row is None:
-                continue  # it gave way to an older one
-            block_table = request.conversation.block_table
-            length = int(self.rows.length[request.row])
-            while request.row is not None and not self.pages.extend(block_table, length):
-                self._preempt(self._victim())
-            if request.row is not None:
-                self.rows.block_table[request.row, len(block_table) - 1] = block_table[-1]
+        """A slot for the token that each decoding row feeds, for the oldest request first.
 
-    def _victim(self) -> Conversation:
-        """Who gives way for a running row: the youngest idle one, or else the newest request's."""
-        victim = self._youngest_idle()
-        if victim is not None:
-            return victim
-        return max(self.prefilling + self.decoding, key=number_of).conversation
+        The youngest idle conversation gives way for it, or else the newest request.
+        """
+        for request in sorted(self._at_page_end(), key=number_of):
+            block_table = request.conversation.block_table
+            while request.row is not None:  # else it gave way itself
+                if self.pages.extend(block_table, int(self.rows.length[request.row])):
+                    self.rows.block_table[request.row, len(block_table) - 1] = block_table[-1]
+                    break
+                newest = max(self.prefilling + self.decoding, key=number_of)
+                self._preempt(self._youngest_idle() or newest.conversation)
 
     def _preempt(self, conversation: Conversation) -> None:
         """Takes a conversation's pages; its request, if it runs, waits again."""
         if not conversation.idle:
-            self._unschedule(conversation.request)
+            request = conversation.request
+            self._leave(request)
+            bisect.insort(self.waiting, request, key=number_of)
         self._release(conversation)
         self.stats["preemptions"] += 1
 
-    def _unschedule(self, request: Request) -> None:
-        queue = self.decoding if request in self.decoding else self.prefilling
-        queue.remove(request)
-        self.rows.leave(request)
-        bisect.insort(self.waiting, request, key=number_of)
+    def _leave(self, request: Request) -> None:
+        """The request is in no list any more, and its row is free."""
+        for queue in (self.waiting, self.prefilling, self.decoding):
+            if request in queue:
+                queue.remove(request)
+        if request.row is not None:
+            self.rows.leave(request)
 
     def _release(self, conversation: Conversation) -> None:
-        """Gives its pages back."""
-        self._let_go(conversation)
+        """Gives its pages back, if it has any."""
+        if conversation.block_table:
+            self.holders.remove(conversation)
         conversation.num_cached_tokens = 0
         self.pages.release(conversation.block_table)
 
     def release_all(self) -> None:
         """Everybody gives way: no page holds keys and values any more."""
-        for request in self.prefilling + self.decoding:
-            self._unschedule(request)
-        for conversation in self.live:
-            self._release(conversation)
+        for conversation in list(self.holders):
+            self._preempt(conversation)
 
     # ---- plan
 
@@ -248,43 +215,34 @@ class Scheduler:
         for request in self.prefilling:
             conversation = request.conversation
             begin = conversation.num_cached_tokens
-            count = min(budget, len(conversation.tokens) - 1 - begin)
-            budget -= count
-            if count:
-                chunks.append((request, begin, begin + count))
+            end = min(begin + budget, len(conversation.tokens) - 1)
+            if begin < end:
+                chunks.append((request, begin, end))
+                conversation.num_cached_tokens = end
+                budget -= end - begin
         if not chunks:
             return None
-        prefill = plan_prefill(chunks, self.rows, self.pages.size)
-        for request, _, end in chunks:
-            request.conversation.num_cached_tokens = end
-        self.stats["prefilled_tokens"] += len(prefill.ids)
-        ready = [request for request in self.prefilling if not lacks_tokens(request.conversation)]
+        self.stats["prefilled_tokens"] += self.prefill_chunk - budget
+        self.decoding += [r for r in self.prefilling if not lacks_tokens(r.conversation)]
         self.prefilling = [r for r in self.prefilling if lacks_tokens(r.conversation)]
-        self._start_decoding(ready)
-        return prefill
+        return plan_prefill(chunks, self.rows, self.pages.size)
 
     def _plan_decode(self) -> Decode | None:
         """One token for every row that is ready. Counts them as drawn, though nobody read them."""
         if not self.decoding:
             return None
-        started = [request for request in self.started if request.row is not None]
-        decode = plan_decode(self.decoding, started, self.rows, self.pages.size)
         state = self.rows
-        rows = decode.rows
-        state.length[rows] += 1
-        state.drawn[rows] += 1
-        last = np.flatnonzero(state.drawn[rows] == state.wanted[rows])
-        if len(last):
-            self.ending += [decode.requests[i] for i in last]
+        decode = plan_decode(self.decoding, state, self.pages.size)
+        state.length[decode.rows] += 1
+        state.drawn[decode.rows] += 1
+        if (state.drawn == state.wanted)[decode.rows].any():
             self.decoding = [r for r in self.decoding if state.drawn[r.row] < r.max_new_tokens]
-        self.stats["decoded_tokens"] += len(rows)
         return decode
 
     # ---- postprocess
 
     def collect(self, decode: Decode, tokens: list[int], logprobs: list[float]) -> None:
         """Appends a step's tokens and ends the requests that are complete."""
-        ended = len(self.finished)
         for request, token, logprob in zip(decode.requests, tokens, logprobs, strict=True):
             if request.done:  # it stopped one token ago, or was closed: the token is discarded
                 continue
@@ -298,16 +256,12 @@ class Scheduler:
                 request.completion = Completion(request.tokens, request.logprobs, request.finish)
                 self._end(request)
                 self.finished.append(request)
-        if len(self.finished) > ended:
-            self.decoding = [request for request in self.decoding if not request.done]
-            self.ending = [request for request in self.ending if not request.done]
 
     def _end(self, request: Request) -> None:
-        """The request is done: it is open no more, and its row is free."""
-        del self.requests[request.number]
+        """The request is done and open no more."""
+        self._leave(request)
+        self.requests.remove(request)
         request.conversation.request = None
-        if request.row is not None:
-            self.rows.leave(request)
 
     # ---- prompts that begin alike: read this later
     #
@@ -321,50 +275,24 @@ class Scheduler:
 
         (None, 0) if the conversation has pages already, or nothing can be shared. Among sorted
         prompts those beside a prompt begin most like it. An equal prompt is shared up to its last
-        token, which is fed again for its logits; of others only full pages are. Only the first
-        holder of a prompt can still be prefilling: every later one forked it.
+        token, which is fed again for its logits; of others only full pages are. Holders of one
+        prompt have forked its first holder, so all hold the same pages of it.
         """
         prompt = conversation.prompt
-        if conversation.block_table:
-            return None, 0
-        if prompt in self.holders:
-            return self.holders[prompt][0], len(prompt) - 1
-        i = bisect.bisect_left(self.prompts, prompt)
         leader, shared = None, 0
-        for other in self.prompts[max(0, i - 1) : i + 1]:
+        if conversation.block_table:
+            return leader, shared
+        i = bisect.bisect_left(self.holders, prompt, key=prompt_of)
+        for holder in self.holders[max(0, i - 1) : i + 1]:
+            if holder.prompt == prompt:
+                return holder, len(prompt) - 1
             # The last token of a prompt is not prefilled.
-            common = min(common_prefix(prompt, other), len(prompt) - 1, len(other) - 1)
+            common = min(common_prefix(prompt, holder.prompt), len(prompt) - 1)
+            common = min(common, len(holder.prompt) - 1)
             full = common - common % self.pages.size
             if full > shared:
-                leader, shared = self.holders[other][0], full
+                leader, shared = holder, full
         return leader, shared
-
-    def _fork(self, leader: Conversation, conversation: Conversation, shared: int) -> Copies:
-        """The conversation gets the pages of the leader's first `shared` tokens."""
-        conversation.block_table, copy = self.pages.fork(leader.block_table, shared)
-        conversation.num_cached_tokens = shared
-        self.stats["shared_tokens"] += shared
-        if copy is None:
-            return []
-        return [copy]
-
-    def _hold(self, conversation: Conversation) -> None:
-        """It has pages from now on."""
-        if conversation.prompt not in self.holders:
-            bisect.insort(self.prompts, conversation.prompt)
-        holders = self.holders.setdefault(conversation.prompt, [])
-        if conversation not in holders:
-            holders.append(conversation)
-
-    def _let_go(self, conversation: Conversation) -> None:
-        """It has pages no more."""
-        holders = self.holders.get(conversation.prompt, [])
-        if conversation not in holders:
-            return
-        holders.remove(conversation)
-        if not holders:
-            del self.holders[conversation.prompt]
-            del self.prompts[bisect.bisect_left(self.prompts, conversation.prompt)]
 
 
 def lacks_tokens(conversation: Conversation) -> bool:

@@ -38,17 +38,8 @@ PAUSE = 0.5  # seconds before what has failed is asked again
 LEAST, SLACK = -1e6, 1e-3  # a log-prob lies between them: bf16 rounds, also to above 0
 
 
-@dataclass
 class Refused(Exception):
-    """An answer that is not one of success."""
-
-    status: int
-    text: str
-
-    @property
-    def final(self) -> bool:
-        """Whether the server has understood what was asked, and refused it for good."""
-        return 400 <= self.status < 500 and self.status not in (408, 429)
+    """The server has understood what was asked, and refused it for good."""
 
 
 @dataclass(eq=False)
@@ -63,11 +54,13 @@ class Server:
     loading: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, path: str, body: dict | None = None):
-        """Its answer, an httpx2.Response, to a POST of `body`, or to a GET; else Refused."""
+        """Its httpx2.Response to a POST of `body`, or to a GET; an error unless it is a success."""
         method = "GET" if body is None else "POST"
         answer = self.client.request(method, self.url + path, json=body)
         if not answer.is_success:
-            raise Refused(answer.status_code, answer.text)
+            final = answer.is_client_error and answer.status_code not in (408, 429)
+            kind = Refused if final else ConnectionError
+            raise kind(f"HTTP {answer.status_code} {answer.text}")
         return answer
 
     def held(self) -> str:
@@ -151,12 +144,11 @@ class Remote:
 
     folder: str = ""  # the weights that are to be sampled with
     expected: list[float] = field(default_factory=list)  # their log-probs of the probe
-    stats: dict[str, int] = field(default_factory=dict)
-    conversations: set[Conversation] = field(default_factory=set)  # open ones
     requests: set[Request] = field(default_factory=set)  # open ones
     answers: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
 
     failure = Lost  # what a request that has failed raises
+    pages_in_use = 0  # the pages are the servers'
 
     def __post_init__(self):
         self.path = f"vLLM at {', '.join(server.url for server in self.servers)}"
@@ -164,8 +156,6 @@ class Remote:
         length = min(32, self.positions - 1)
         self.probe = [37 * i % min(self.vocabulary, 1000) for i in range(1, length + 1)]
         self.turns = threading.Semaphore(self.parallel)
-        self.stats["decoded_tokens"] = 0
-        self._count_load()
 
     # ---- what callers use
 
@@ -174,20 +164,12 @@ class Remote:
         """True while a request is open that step() has not returned yet."""
         return bool(self.requests)
 
-    @property
-    def pages_in_use(self) -> int:
-        """Open conversations; the pages are the servers'."""
-        return len(self.conversations)
-
     def open(self) -> Conversation:
         """A new, empty conversation."""
-        conversation = Conversation()
-        self.conversations.add(conversation)
-        return conversation
+        return Conversation()
 
     def close(self, conversation: Conversation) -> None:
         """Ends a conversation; its open request, if any, ends with an error."""
-        self.conversations.discard(conversation)
         if request := conversation.request:
             request.error = "the conversation was closed"
             self.requests.discard(request)
@@ -213,32 +195,21 @@ class Remote:
         """The requests that have been answered; waits a moment for one if there is none."""
         done = []
         with contextlib.suppress(queue.Empty):
-            request, outcome = self.answers.get(timeout=0.01)
             while True:
-                if request in self.requests:  # else its conversation was closed
-                    self._finish(request, outcome)
-                    done.append(request)
-                request, outcome = self.answers.get_nowait()
-        self._count_load()
+                request, outcome = self.answers.get(timeout=0 if done else 0.01)
+                if request not in self.requests:  # its conversation was closed
+                    continue
+                if isinstance(outcome, Completion):
+                    request.completion = outcome
+                    request.conversation.tokens += outcome.tokens
+                elif isinstance(outcome, Lost):
+                    request.error = str(outcome)
+                else:
+                    raise outcome
+                request.conversation.request = None
+                self.requests.remove(request)
+                done.append(request)
         return done
-
-    def _finish(self, request: Request, outcome: Completion | Exception) -> None:
-        if isinstance(outcome, Lost):
-            request.error = str(outcome)
-        elif isinstance(outcome, Exception):
-            raise outcome
-        else:
-            request.completion = outcome
-            request.conversation.tokens += outcome.tokens
-            self.stats["decoded_tokens"] += len(outcome.tokens)
-        request.conversation.request = None
-        self.requests.remove(request)
-
-    def _count_load(self) -> None:
-        """What the progress line shows."""
-        running = min(self.parallel, len(self.requests))
-        waiting = len(self.requests) - running
-        self.stats |= {"running": running, "waiting": waiting, "pages_in_use": self.pages_in_use}
 
     # ---- new weights
 
@@ -264,18 +235,18 @@ class Remote:
         while True:
             with concurrent.futures.ThreadPoolExecutor(len(self.servers)) as threads:
                 loads = [threads.submit(self._bring, server, True) for server in self.servers]
-            errors = [load.exception() for load in loads]
-            for error in errors:
+            failed = [(server, load.exception()) for server, load in zip(self.servers, loads)]
+            failed = [(server, error) for server, error in failed if error]
+            for _, error in failed:
                 if isinstance(error, UserError):
                     return str(error)
-            refused = any(isinstance(error, Refused) and error.final for error in errors)
-            if None in errors and not refused:
+            refused = any(isinstance(error, Refused) for _, error in failed)
+            if not refused and len(failed) < len(loads):
                 return None
             if refused or time.monotonic() > end:
                 break
             time.sleep(PAUSE)
-        pairs = [(server, error) for server, error in zip(self.servers, errors) if error]
-        listed = "; ".join(f"{server.url}: {reason(error)}" for server, error in pairs)
+        listed = "; ".join(f"{server.url}: {reason(error)}" for server, error in failed)
         return (
             f"the weights in {self.folder} were not loaded ({listed}): see to the servers "
             "(docs/engines.md says how they are started), then --resume"
@@ -326,7 +297,7 @@ class Remote:
                 raise
             except Exception as error:  # whatever a server sends reaches the parsers
                 why = f"{server.url}: {reason(error)}"
-                if isinstance(error, Refused) and error.final:
+                if isinstance(error, Refused):
                     raise Lost(why) from None
             server.version = ""  # it may have been started anew
             if request.done or attempt and time.monotonic() > end:
@@ -365,7 +336,4 @@ def read_answer(choice: dict, request: Request, vocabulary: int, url: str) -> Co
 
 def reason(error: BaseException) -> str:
     """Why an exchange failed, on one short line."""
-    said = f"{error} ({type(error).__name__})"
-    if isinstance(error, Refused):
-        said = f"HTTP {error.status} {error.text}"
-    return " ".join(said.split())[:200]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -188,9 +188,9 @@ def token_loss(function, dtype, tokens):
     return loss.detach(), stats, tokens["logprob"].grad
 
 
-def check_tokens(function, seed=0, N=700):
+def check_tokens(function, N=700):
     """As `check`, for the loss on given log-probs."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(N)
     logprob = -3 * torch.rand(N, generator=generator).double()
     tokens = make_tokens(logprob, generator)
     tokens["weight"] = tokens.pop("token_weight")
@@ -220,19 +220,15 @@ def test_linear_loss(name, form, small_chunks):
 
 @pytest.mark.parametrize("N", [1, 1024, 2500])
 def test_grpo_loss(N, form):
-    check_tokens(kernels.grpo_loss, seed=N, N=N)
+    check_tokens(kernels.grpo_loss, N)
 
 
-def test_small_kl_keeps_its_digits(form):
+@pytest.mark.parametrize("d", [1e-4, -1e-4, 1e-3, 0.49, 0.51])
+def test_small_kl_keeps_its_digits(d, form):
     """k3 ≈ d²/2: exp(d) − 1 − d in fp32 has no digit left at d = 1e-4."""
     zero = torch.zeros(1, device=DEVICE)
-    one = torch.ones(1, device=DEVICE)
-    for value in (1e-4, -1e-4, 1e-3, 0.49, 0.51):
-        d = torch.tensor([value], device=DEVICE)
-        loss, stats = kernels.grpo_loss(zero, zero, zero, one, kl_beta=1.0, ref_logprob=d)
-        truth = math.expm1(d.item()) - d.item()
-        assert abs(loss - truth) < 2e-3 * truth
-        assert abs(stats["kl"] - truth) < 2e-3 * truth
+    loss, stats = kernels.grpo_loss(zero, zero, zero, zero + 1, kl_beta=1.0, ref_logprob=zero + d)
+    assert [loss.item(), stats["kl"].item()] == pytest.approx([math.expm1(d) - d] * 2, rel=2e-3)
 
 
 def test_linear_logprob(form, small_chunks):
@@ -268,15 +264,6 @@ def test_an_edit_of_the_formula_reaches_the_fused_loss(form, small_chunks, monke
 
 
 # --- what else the contract says ------------------------------------------------------------------
-
-
-def test_bitwise_reproducible(form, small_chunks):
-    case = make_case()
-    runs = [run(kernels.linear_grpo_loss, case) for _ in range(2)]
-    (loss, stats, *gradients), (same_loss, same_stats, *same_gradients) = runs
-    for one, other in zip([*stats.values(), *gradients], [*same_stats.values(), *same_gradients]):
-        assert torch.equal(one, other)
-    assert loss == same_loss
 
 
 @given(st.integers(0, 20_000), st.sampled_from([300, 151_936]), st.booleans())
@@ -316,7 +303,9 @@ def test_three_products_and_no_logits(small_chunks):
 
 def test_autocast_rounds_hidden_but_not_logits(form):
     case = make_case(dtype=torch.bfloat16, masked=0)
-    widened = case | {"hidden": case["hidden"].float(), "weight": case["weight"].float()}
+    # What lies between two numbers of bf16 is rounded away.
+    hidden = case["hidden"].float() * (1 + 2**-12)
+    widened = case | {"hidden": hidden, "weight": case["weight"].float()}
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         _, stats = kernels.linear_grpo_loss(**widened)
     truth = LL.reference(**as_double(case))[1]["logprob"]
@@ -380,14 +369,15 @@ def test_misuse_is_refused(change, form):
         kernels.linear_grpo_loss(**case)
 
 
-def test_any_layout_of_hidden_and_target(form):
+def test_the_same_bits_from_any_layout_of_hidden_and_target(form, small_chunks):
     case = make_case(masked=0)
-    loss = kernels.linear_grpo_loss(**case)[0]
     apart = torch.stack((case["target"], torch.zeros_like(case["target"])), 1)[:, 0]
-    flipped = case["hidden"].T.contiguous().T
-    near(
-        "loss", kernels.linear_grpo_loss(**case | {"target": apart, "hidden": flipped})[0], loss, 0
-    )
+    other = case | {"target": apart, "hidden": case["hidden"].T.contiguous().T}
+    loss, stats, *gradients = run(kernels.linear_grpo_loss, case)
+    same_loss, same_stats, *same_gradients = run(kernels.linear_grpo_loss, other)
+    assert loss == same_loss
+    for one, same in zip([*stats.values(), *gradients], [*same_stats.values(), *same_gradients]):
+        assert torch.equal(one, same)
 
 
 @pytest.mark.parametrize("choice, missing", [("cuda", ""), ("triton", "triton")])
@@ -481,26 +471,3 @@ def test_triton_token_mutants_are_caught(name, tmp_path, monkeypatch):
     monkeypatch.setenv("MARS_KERNELS", "triton")
     mutant = load_mutant("kernels/token_loss.py", *TRITON_TOKEN_MUTANTS[name], tmp_path)
     assert is_caught(partial(check_tokens, mutant.grpo_loss))
-
-
-# --- on a GPU -------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA GPU with 20 GB free")
-def test_more_than_2_31_logits():
-    """One chunk of 2³¹ + logits: the last rows equal the same rows alone."""
-    C = 14_200
-    V = 151_936
-    assert C * V > 2**31
-    z = torch.randn(C, V, device="cuda")
-    target = torch.randint(0, V, (C,), device="cuda")
-    tail = z[-3:].clone()
-    whole = LL.triton_stats(z, target, 1.0)
-    alone = LL.triton_stats(tail, target[-3:], 1.0)
-    for a, b in zip(whole, alone, strict=True):
-        assert torch.equal(a[-3:], b)
-    c = torch.randn(C, device="cuda")
-    dz = LL.triton_gradient(z, target, whole[2], c, 1.0, torch.bfloat16)
-    dz_alone = LL.triton_gradient(tail, target[-3:], alone[2], c[-3:], 1.0, torch.bfloat16)
-    assert torch.equal(dz[-3:], dz_alone)

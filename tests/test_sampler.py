@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from helpers import tiny
 
-from sampler import Sampler, hashed, sample_token, uniform
+from sampler import Sampler, hashed
+from sampler.draws import sample_token, uniform
 
 V = tiny.SHAPE["vocab_size"]
 PAGE = 4
@@ -64,11 +65,17 @@ def generated(kind, prompt, new):
 
 
 @torch.no_grad()
+def last_logprobs(model, tokens, count, temperature=1.0):
+    """fp32 log-probs of a text's last `count` tokens, by the stock model over the whole text."""
+    ids = torch.tensor([tokens], device=model.device)
+    logits = model(ids).logits[0, -count - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).cpu().gather(1, ids[0, -count:, None].cpu())[:, 0]
+
+
 def logprob_error(model, prompt, completion, temperature=1.0):
-    """Largest difference to the fp32 log-softmax of the stock model over the whole text."""
-    logits = model(torch.tensor([prompt + completion.tokens])).logits[0].float()
-    logprobs = F.log_softmax(logits / temperature, -1)[len(prompt) - 1 : -1]
-    expected = logprobs.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+    """Largest difference to the stock model's log-probs."""
+    tokens = completion.tokens
+    expected = last_logprobs(model, prompt + tokens, len(tokens), temperature)
     return (expected - torch.tensor(completion.logprobs)).abs().max().item()
 
 
@@ -87,9 +94,8 @@ def finish(sampler):
 
 
 def nothing_leaked(sampler):
-    if sampler.pages_in_use or any(sampler.pages.references):
-        return False
-    return not sampler.scheduler.holders
+    held = sampler.pages_in_use or any(sampler.pages.references) or sampler.scheduler.holders
+    return not held
 
 
 # ---------------------------------------------------------------- exact
@@ -112,14 +118,9 @@ def test_greedy_equals_generate(kind, device):
         assert error < (1e-4 if device == "cpu" else 1e-3)
     assert nothing_leaked(sampler)
     assert device == "cpu" or sampler.overlap and sampler.graphs.captured
-
-
-@torch.no_grad()
-def last_logprobs(model, tokens, count):
-    """fp32 log-probs of a text's last `count` tokens."""
-    ids = torch.tensor([tokens], device=model.device)
-    logits = model(ids).logits[0, -count - 1 : -1].float()
-    return logits.log_softmax(-1).cpu().gather(1, ids[0, -count:, None].cpu())[:, 0]
+    sampled = sampler.generate(prompts, max_new_tokens=8, temperature=0.6, top_p=0.9, seed=1)
+    for prompt, completion in zip(prompts, sampled, strict=True):  # at the sampling temperature
+        assert logprob_error(model_of(kind), prompt, completion, 0.6) < 1e-3
 
 
 @on_devices
@@ -188,14 +189,6 @@ def test_draws_depend_on_seed_and_place_only():
     assert crowd[0].tokens != other[0].tokens
 
 
-def test_logprobs_are_at_the_sampling_temperature():
-    prompts = prompts_of()
-    sampler = make("llama grouped")
-    out = sampler.generate(prompts, max_new_tokens=8, temperature=0.6, top_p=0.9, seed=1)
-    for prompt, completion in zip(prompts, out, strict=True):
-        assert logprob_error(model_of("llama grouped"), prompt, completion, 0.6) < 1e-4
-
-
 # ---------------------------------------------------------------- draws
 
 
@@ -249,15 +242,6 @@ def test_a_row_s_successive_draws_are_independent_uniforms():
     assert hashed(3) != hashed(3, 0)
 
 
-def test_edges_of_the_draw():
-    """The first and the last uniform never pick a token of probability zero."""
-    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0, -math.inf]]).expand(2, -1)
-    uniforms = torch.tensor([0.0, 1 - 2.0**-48], dtype=torch.float64)
-    tokens, logprobs = sample_token(logits, uniforms, None, None)
-    assert tokens.tolist() == [1, 3]
-    assert torch.allclose(logprobs, F.log_softmax(torch.tensor([0.0, 1.0]), -1))
-
-
 @pytest.mark.parametrize("size", [1024, 1000, 997])  # blocks of 256, 8 and 1 tokens
 def test_each_token_is_drawn_by_the_uniforms_of_its_part_of_the_running_sum(size):
     torch.manual_seed(0)
@@ -267,6 +251,10 @@ def test_each_token_is_drawn_by_the_uniforms_of_its_part_of_the_running_sum(size
     tokens, logprobs = sample_token(logits.expand(size, -1), middles, None, None)
     assert torch.equal(tokens, torch.arange(size))
     torch.testing.assert_close(logprobs, logits[0].log_softmax(-1), rtol=0, atol=1e-6)
+    # The first and the last uniform never pick a token of probability zero.
+    logits[0, :3] = logits[0, -3:] = -math.inf
+    edges = torch.tensor([0.0, 1 - 2.0**-48], dtype=torch.float64)
+    assert sample_token(logits.expand(2, -1), edges, None, None)[0].tolist() == [3, size - 4]
 
 
 def test_top_p_of_a_neighbour_changes_nothing():
@@ -297,9 +285,8 @@ def test_rows_wait_as_little_as_they_can():
         conversation = sampler.open()
         requests.append(sampler.submit(conversation, prompt, max_new_tokens=new, temperature=0))
     ended = {}
-    while sampler.busy:
-        for request in sampler.step():
-            ended[request] = sampler.steps
+    for step in range(1, 13):
+        ended |= dict.fromkeys(sampler.step(), step)
     # 40 tokens are ten chunks. The others never waited for them.
     assert [ended[request] for request in requests] == [3, 12, 7]
 
