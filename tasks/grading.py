@@ -17,7 +17,7 @@ import re
 import string
 from collections.abc import Callable, Sequence
 
-from tasks.judge import Judge
+from tasks.judge import judge_from_environment
 from tasks.questions import Question
 
 DASHES = str.maketrans(dict.fromkeys("−‐‑‒–—―", "-"))
@@ -51,5 +51,5 @@ def grader(name: str) -> Callable[[Question, str], float]:
     """
     if name == "em":
         return lambda question, answer: float(exact_match(answer, question.golden_answers))
-    judge = Judge.from_environment()
+    judge = judge_from_environment()
     return lambda question, answer: float(judge(question, answer))

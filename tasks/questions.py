@@ -147,15 +147,9 @@ def split(
     all. What asks the same as a held-out question is not trained on, whatever its id or set.
     """
     reserved = load_questions(held_out_data or data, limit=held_out, seed=seed)
+    asked = {same_question(question.text) for question in reserved}
     questions = load_questions(data, seed=seed)
-    twins = {question.id for question in overlap(questions, reserved)}
-    return [question for question in questions if question.id not in twins], reserved
-
-
-def overlap(train: list[Question], held_out: list[Question]) -> list[Question]:
-    """The training questions that ask the same as a held-out one, under whatever id."""
-    asked = {same_question(question.text) for question in held_out}
-    return [question for question in train if same_question(question.text) in asked]
+    return [one for one in questions if same_question(one.text) not in asked], reserved
 
 
 def same_question(text: str) -> str:
@@ -288,10 +282,8 @@ def decrypt(text: str, canary: str) -> str:
     """A text of BrowseComp: base64 of its UTF-8, XORed with the canary's SHA-256 over and over.
 
     It stays in memory: the set asks that its questions never stand on the web in plain text.
+    ValueError if the canary is another one.
     """
-    try:
-        key = hashlib.sha256(canary.encode()).digest()
-        secret = base64.b64decode(text, validate=True)
-        return bytes(a ^ b for a, b in zip(secret, itertools.cycle(key))).decode()
-    except ValueError:
-        raise ValueError("its canary does not decrypt it") from None
+    key = hashlib.sha256(canary.encode()).digest()
+    secret = base64.b64decode(text, validate=True)
+    return bytes(a ^ b for a, b in zip(secret, itertools.cycle(key))).decode()

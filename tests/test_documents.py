@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from loopback import needs_lxml, needs_pypdf
 
 from config import UserError
-from tools import Document, documents, reader, search
+from tools import Document, documents, reader
 
 # Characters --------------------------------------------------------------------------------------
 
@@ -262,6 +262,7 @@ def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
     (folder / "out.md").symlink_to(tmp_path / "secret.md")
     (folder / "in.md").symlink_to(folder / "a.md")
     (folder / "loop").symlink_to(folder)
+    (folder / "circle.txt").symlink_to("circle.txt")
     os.mkfifo(folder / "pipe.md")
     real_read = documents.Path.read_bytes
 
@@ -276,17 +277,17 @@ def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
     assert read.pop("in.md") == read.pop("a.md") == "# A\nplain"
     assert read == {"b.rst": "rest", "latin.txt": "café"}
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "2 (x.docx, y.png): of a kind that is not read" in said
+    assert said.count("\n") == 6 and "2 (x.docx, y.png): of a kind that is not read" in said
     for part in (
         "out.md): a link out of",
-        "pipe.md): not a file",
+        "2 (circle.txt, pipe.md): no file",
         "huge.txt): more than 64 MiB",
         "binary.md): it is binary",
         "closed.md): cannot be opened (Permission denied)",
     ):
         assert part in said
     with pytest.raises(UserError, match="huge.txt cannot be read: more than 64 MiB"):
-        search.local(folder / "huge.txt", 1)
+        texts_of(folder / "huge.txt")
 
 
 @needs_lxml
@@ -374,10 +375,3 @@ def test_passages_of_a_pdf_know_their_page_and_those_of_the_web_keep_their_url()
 def test_text_without_spaces_is_cut_by_its_characters(text):
     parts = documents.passages(Document("a", "", "", text), 200, 50)
     assert [len(part.text) for part in parts] == [200, 200, 200, 150]
-
-
-def test_a_link_in_a_circle_is_skipped_and_named(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "loop.txt").symlink_to("loop.txt")
-    assert [document.text for document in documents.read_documents(tmp_path)] == ["text"]
-    assert "loop.txt" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from tasks.questions import (
     decrypt,
     load_questions,
     mix,
-    overlap,
+    same_question,
     split,
 )
 
@@ -182,13 +182,14 @@ def test_no_question_is_in_both_parts(tmp_path):
     path = write(tmp_path / "twins.jsonl", *twins)
     train, held_out = split(path, "", held_out=10, seed=0)
     assert held_out == load_questions(path, limit=10) != split(path, "", held_out=10, seed=1)[1]
-    assert not overlap(train, held_out)
     asked = {question.text.strip(" ?").lower() for question in held_out}
+    assert not asked & {question.text.strip(" ?").lower() for question in train}
     assert len(train) == 40 - 2 * len(asked)
     other = write(tmp_path / "other.jsonl", *map(line, range(4)))
     train, held_out = split(path, other, held_out=None, seed=0)
     assert [question.text for question in held_out] == ["q0?", "q1?", "q2?", "q3?"]
-    assert len(train) == 32 and not overlap(train, held_out)
+    assert len(train) == 32
+    assert same_question(" Ｗho\nwas  it?!") == same_question("who was it.")
 
 
 # ------------------------------------------------------------------------------------------ the hub
@@ -325,5 +326,5 @@ def test_the_key_of_browsecomp():
     secret = base64.b64encode(bytes([0x2D ^ ord("h"), 0x71 ^ ord("i")])).decode()
     assert decrypt(secret, "x") == "hi"
     for text, canary in ((encrypted(LONG, "one"), "two"), ("Ada Baker", "one")):
-        with pytest.raises(ValueError, match="does not decrypt"):
+        with pytest.raises(ValueError):
             decrypt(text, canary)

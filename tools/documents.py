@@ -17,12 +17,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from config import UserError
 from tools import Document, one_line, reader
 from tools.reader import NotText
-from tools.web import in_threads
 
 KINDS = {
     ".txt": "text",
@@ -74,7 +74,7 @@ def split_title(contents: str) -> tuple[str, str]:
 
 
 def read_documents(path: Path) -> list[Document]:
-    """Every document under `path`. Skipped files are listed in one line on standard error.
+    """Every document under `path`. Skipped files are counted on standard error, by reason.
 
     UserError for a path that is missing, malformed (file and line are named) or without a document.
     """
@@ -93,20 +93,12 @@ def read_documents(path: Path) -> list[Document]:
             documents = list(_read_jsonl(path))
         except OSError as error:
             raise UserError(f"{shown} cannot be read ({error.strerror})") from None
-    if skipped:
-        print(f"{shown}: skipped {_list(skipped)}", file=sys.stderr, flush=True)
+    for reason, names in skipped.items():
+        some = ", ".join([one_line(name, 60) for name in names[:3]] + ["…"] * (len(names) > 3))
+        print(f"{shown}: skipped {len(names)} ({some}): {reason}", file=sys.stderr, flush=True)
     if not documents:
         raise UserError(f"{shown} holds no document: give {WHAT_IS_READ}")
     return documents
-
-
-def _list(skipped: dict[str, list[str]]) -> str:
-    """ "4 (a.doc, b.doc, c.doc, …): why; 1 (d.md): why" """
-    parts = []
-    for reason, names in skipped.items():
-        shown = [one_line(name, 60) for name in sorted(names)[:3]] + ["…"] * (len(names) > 3)
-        parts.append(f"{len(names)} ({', '.join(shown)}): {reason}")
-    return "; ".join(parts)
 
 
 def files_below(folder: Path) -> list[Path]:
@@ -136,10 +128,8 @@ def _read_files(files: list[Path], folder: Path, skipped: dict[str, list[str]]) 
             return error
 
     documents = []
-    at_once = os.cpu_count() or 1  # HTML and PDF are read in child processes.
-    for start in range(0, len(files), at_once):
-        batch = files[start : start + at_once]
-        for file, text in zip(batch, in_threads(attempt, batch), strict=True):
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # child processes read HTML and PDF
+        for file, text in zip(files, threads.map(attempt, files), strict=True):
             name = file.relative_to(folder).as_posix()
             if isinstance(text, NotText):
                 skipped.setdefault(str(text), []).append(name)
@@ -152,19 +142,17 @@ def _read_file(file: Path, home: Path) -> str:
     """A file's text; NotText says why there is none."""
     kind = KINDS.get(file.suffix.lower())
     try:
-        if file.is_dir():
-            raise NotText("a folder that cannot be opened")
+        if not file.is_file():
+            raise NotText("no file, or a folder that cannot be opened")
         if kind is None:
             raise NotText("of a kind that is not read")
         if not file.resolve().is_relative_to(home):
             raise NotText("a link out of the folder")
-        if not file.is_file():
-            raise NotText("not a file")
         if file.stat().st_size > LARGEST_FILE:
             raise NotText(f"more than {LARGEST_FILE >> 20} MiB")
         return reader.read(file.read_bytes(), kind)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
-        raise NotText(f"cannot be opened ({getattr(error, 'strerror', error)})") from None
+    except OSError as error:
+        raise NotText(f"cannot be opened ({error.strerror})") from None
 
 
 def _read_jsonl(path: Path) -> Iterator[Document]:

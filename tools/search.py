@@ -70,7 +70,7 @@ def make(
     client = web.Client(None if cache is None else Path(cache) / "web", **client_options)
     if backend == "serper":
         url = f"{base_url('MARS_SERPER_URL')}/{'scholar' if scholar else 'search'}"
-        headers = {"X-API-KEY": _key("SERPER_API_KEY")}
+        headers = {"X-API-KEY": web.key_of("SERPER_API_KEY")}
         read = serper_documents
     else:
         if scholar:
@@ -99,15 +99,6 @@ def make(
 def base_url(variable: str) -> str:
     """The service's URL from the environment, or its default; UserError if it is malformed."""
     return web.check_base_url(variable, os.environ.get(variable) or URLS[variable])
-
-
-def _key(variable: str) -> str:
-    key = os.environ.get(variable, "").strip()
-    if not re.fullmatch(r"[!-~]+", key):
-        raise UserError(
-            f"{variable} is not set to a key: export {variable}=…, or choose another backend"
-        )
-    return key
 
 
 # Services ----------------------------------------------------------------------------------------
@@ -234,7 +225,7 @@ def jina_reader(client: web.Client, block: tuple[str, ...]) -> Callable[[str], s
     base = base_url("MARS_JINA_URL")
     headers = {"Accept": "application/json"}
     if os.environ.get("JINA_API_KEY", "").strip():
-        headers["Authorization"] = f"Bearer {_key('JINA_API_KEY')}"
+        headers["Authorization"] = f"Bearer {web.key_of('JINA_API_KEY')}"
     client = replace(client, tries=min(client.tries, 2))  # dead pages are common
     page = functools.partial(jina_page, block=block)
 

@@ -205,3 +205,11 @@ def check_base_url(name: str, url: str) -> str:
     if not re.fullmatch(r"https?://[^@/?#\s\\]+(/[^@?#\s\\]*)?", url):
         raise UserError(f"{name} is no address: give http(s)://host:port, without user or password")
     return url
+
+
+def key_of(variable: str) -> str:
+    """A service's key from the environment; UserError, which does not show it, if it is none."""
+    key = os.environ.get(variable, "").strip()
+    if not re.fullmatch(r"[!-~]+", key):
+        raise UserError(f"{variable} is not set to a key: export {variable}=…, or do without it")
+    return key
