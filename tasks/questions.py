@@ -21,7 +21,6 @@ Test: pytest tests/test_questions.py
 import base64
 import csv
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -47,17 +46,16 @@ class Question:
 
 
 FLASHRAG = "RUC-NLPIR/FlashRAG_datasets"
-# Short name: FlashRAG's folder and its splits. The first split is for evaluation.
+# Short name: FlashRAG's folder, and the split for evaluation.
 SETS = {
-    "nq": ("nq", ("test", "dev", "train")),
-    "triviaqa": ("triviaqa", ("test", "dev", "train")),
-    "popqa": ("popqa", ("test",)),
-    "hotpotqa": ("hotpotqa", ("dev", "train")),
-    "2wiki": ("2wikimultihopqa", ("dev", "train")),
-    "musique": ("musique", ("dev", "train")),
-    "bamboogle": ("bamboogle", ("test",)),
+    "nq": ("nq", "test"),
+    "triviaqa": ("triviaqa", "test"),
+    "popqa": ("popqa", "test"),
+    "hotpotqa": ("hotpotqa", "dev"),
+    "2wiki": ("2wikimultihopqa", "dev"),
+    "musique": ("musique", "dev"),
+    "bamboogle": ("bamboogle", "test"),
 }
-
 # Short name: a file on the hub, and the names of question and answer in it.
 BENCHMARKS = {
     "frames": ("google/frames-benchmark/test.tsv", "Prompt", "Answer"),
@@ -168,14 +166,10 @@ def load_set(name: str) -> list[Question]:
         rows = read_rows(from_hub(address), name)
         alone = ((n, row) for n, row in rows if not row.get("image") and not row.get("file_name"))
         return read_questions(alone, name, question, answer)
-    short, slash, split_name = name.partition("/")
+    short, _, part = name.partition("/")
     if short in SETS:
-        folder, splits = SETS[short]
-        if slash and split_name not in splits:
-            raise UserError(
-                f"{short} has no split '{split_name:.100}': choose from {', '.join(splits)}"
-            )
-        path = from_hub(f"{FLASHRAG}/{folder}/{split_name or splits[0]}.jsonl")
+        folder, evaluated = SETS[short]
+        path = from_hub(f"{FLASHRAG}/{folder}/{part or evaluated}.jsonl")
     elif name.startswith("hub:"):
         path = from_hub(name.removeprefix("hub:"))
     else:
@@ -208,34 +202,30 @@ def read_rows(path: Path, name: str) -> Iterator[tuple[int, dict]]:
             f"hub:OWNER/REPO/path.jsonl, or one of {', '.join([*SETS, *BENCHMARKS])}"
         )
     try:
-        content = path.read_bytes()
-        if path.suffix in (".tsv", ".parquet"):
-            yield from enumerate(read_table(content, name, path.suffix), 1)
-            return
-        lines = content.decode("utf-8-sig").split("\n")
+        if path.suffix == ".tsv":
+            with open(path, encoding="utf-8", newline="") as file:
+                rows = list(csv.DictReader(file, delimiter="\t"))
+        elif path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        else:
+            rows = path.read_bytes().decode("utf-8-sig").split("\n")
+    except ImportError as error:
+        raise UserError(f"{name} is a parquet file: pip install pyarrow") from error
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"the questions in {name:.100} cannot be read ({error})") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{name}, line {number}: not JSON ({error})") from error
+    for number, row in enumerate(rows, 1):
+        if isinstance(row, str):
+            if not row.strip():
+                continue
+            try:
+                row = json.loads(row)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{name}, line {number}: not JSON ({error})") from error
         if not isinstance(row, dict):
             raise UserError(f"{name}, line {number}: not a JSON object")
         yield number, row
-
-
-def read_table(content: bytes, name: str, suffix: str) -> list[dict]:
-    """The rows of a table. FRAMES is a .tsv, other benchmarks are .parquet."""
-    if suffix == ".tsv":
-        return list(csv.DictReader(io.StringIO(content.decode(), newline=""), delimiter="\t"))
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"{name} is a parquet file: pip install pyarrow") from error
-    return pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
 
 
 def read_questions(

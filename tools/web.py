@@ -57,10 +57,7 @@ def in_threads(function: Callable, items: list) -> list:
             outcome.set_exception(error)
 
     for item, outcome in zip(items, outcomes, strict=True):
-        try:
-            threading.Thread(target=work, args=(item, outcome), daemon=True).start()
-        except RuntimeError:
-            raise ToolError("this machine has no thread left for the call") from None
+        threading.Thread(target=work, args=(item, outcome), daemon=True).start()
     return [outcome.result() for outcome in outcomes]
 
 
