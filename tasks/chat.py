@@ -32,18 +32,14 @@ from config import UserError
 from tasks.format import Action, Call
 from tools import Document, Tool
 
-# ------------------------------------------------------------------------------------------ wording
-
 
 @dataclass(frozen=True)
 class Template:
-    """A role's first messages. `user` names its slots as {slot}.
-
-    `fill` makes the slots' contents, text or token ids, from the keywords of `ChatFormat.prompt`.
-    """
+    """A role's first messages; `user` names its slots as {slot}."""
 
     system: str
     user: str
+    # The slots' contents, text or ids, from the keywords of ChatFormat.prompt.
     fill: Callable[..., dict[str, str | list[int]]]
 
 
@@ -272,10 +268,7 @@ class ChatFormat:
         )
 
     def _without_thoughts(self, tokens: list[int], opened: list[int]) -> list[int]:
-        """`tokens` without <think> … </think>.
-
-        `opened`: the ids just before them may leave a thought open.
-        """
+        """`tokens` without thoughts. `opened`: the ids before them, which may open one."""
         kept = []
         thinking = False
         for position, token in enumerate([*opened, *tokens], -len(opened)):
@@ -329,14 +322,12 @@ class ChatFormat:
         return [self._end]
 
     def document(self, document: Document) -> list[int]:
-        """One document as it stands in a chunk: a header, the text, a blank line.
-
-        Text that looks like a header of ours, or like the end of the documents, gets other
-        brackets, so that no page can pass for two or speak in the researcher's name.
-        """
+        """One document as it stands in a chunk: a header, the text, a blank line."""
         url = f"({document.url})" if document.url else ""
         header = " ".join(f"{DOCUMENT} {document.title} {url}".split())
         lines = document.text.strip().splitlines()  # at every kind of line break
+        # What looks like a header of ours, or like the end of the documents, gets other brackets,
+        # so that no page can pass for two or speak in the researcher's name.
         for number, line in enumerate(lines):
             normal = unicodedata.normalize("NFKC", line)  # as some tokenizers read it
             if FORGED.search(normal):
@@ -345,11 +336,7 @@ class ChatFormat:
         return self.encode(f"{header}\n{text}\n\n")
 
     def note(self, tokens: list[int]) -> list[int]:
-        """What others may read of sampled ids: a subsequence, possibly empty.
-
-        Without thoughts, without marks that could pass for the end of a tool result, without
-        blank edges.
-        """
+        """What others may read of sampled ids: all but thoughts, marks and blank edges."""
         said = self._without_thoughts(tokens, self._question_tail)
         note = [token for token in said if token not in self._control]
         while note and not self.text(note[:1]).strip():

@@ -47,7 +47,7 @@ def exact_match(answer: str | None, golds: Sequence[str]) -> bool:
 def grader(name: str) -> Callable[[Question, str], float]:
     """The reward of an answer, 0 or 1: "em" is exact match, "judge" asks the environment's judge.
 
-    The callable is thread-safe. The judge's may raise ToolError: then there is no reward, not 0.
+    The judge's may raise ToolError: then there is no reward, not 0.
     """
     if name == "em":
         return lambda question, answer: float(exact_match(answer, question.golden_answers))

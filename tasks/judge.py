@@ -5,13 +5,10 @@ confidence, correct yes|no) in our own words, so its figures are not the leaderb
 scripts the reply comes by schema (`response_format`).
 
 A policy that is trained against a judge learns to talk to it. So its answer stands within a fence
-that no answer can write, and a verdict is the field of one JSON object, which the schema makes.
-Whatever is no verdict (other words, a reply that was cut) is asked for again, in case the server
-had a bad moment, and then raises ToolError, as a judge that is away does: no reward is made up, and
-the failure counts.
-
-A policy also learns to answer so that it cannot be wrong: with several candidates, with a hedge, or
-with "this cannot be determined". The prompt says that none of these is right.
+that no answer can write, and a verdict is a field of the JSON object that the schema makes.
+Whatever is no verdict is asked for again, in case the server had a bad moment, and then raises
+ToolError, as a judge that is away does: no reward is made up, and the failure counts. A policy also
+learns to answer so that it cannot be wrong; the prompt says that no such answer is right.
 
 Test: pytest tests/test_judge.py
 """

@@ -83,7 +83,6 @@ def load_questions(spec: str, *, limit: int | None = None, seed: int = 0) -> lis
     instead, and a limit draws from all of them. In a mix an id is "set/id".
 
     All draws depend on `seed` only. A smaller limit draws other questions, not fewer of the same.
-    UserError, one sentence, if anything is wrong.
     """
     items = [spec] if os.path.isfile(spec) else spec.split(",")
     weights = dict(read_item(item.strip()) for item in items)

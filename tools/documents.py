@@ -53,10 +53,7 @@ OVERLAP = 50
 
 
 def make_document(id: str, title: str, url: str, text: str) -> Document:
-    """A Document that is safe to show: title and url are one line, and UTF-8 can hold every field.
-
-    The outside world sends halves of surrogate pairs, and titles that pretend to be several lines.
-    """
+    """A Document that is safe to show: title and url are one line, UTF-8 can hold every field."""
     id, title, url, text = (s.encode("utf-8", "replace").decode() for s in (id, title, url, text))
     return Document(id, one_line(title, LONGEST_TITLE), one_line(url, 2000), text)
 
@@ -102,14 +99,11 @@ def read_documents(path: Path) -> list[Document]:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """The files below a folder, sorted, without hidden ones and what lies in hidden folders.
-
-    A folder that cannot be opened is one of them, so that it will be listed as skipped.
-    """
+    """The files below a folder, sorted, without hidden ones and what lies in hidden folders."""
     files = []
 
     def closed(error: OSError) -> None:
-        files.append(Path(error.filename))
+        files.append(Path(error.filename))  # so that it will be listed as skipped
 
     for parent, folders, names in os.walk(folder, onerror=closed):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -217,10 +211,7 @@ def passages(
 
 
 def _windows(text: str, words: int, overlap: int) -> list[tuple[int, int]]:
-    """(begin, end) of each passage; [] if there is no need to cut.
-
-    A passage that begins with a line begins with its indentation, as code needs it.
-    """
+    """(begin, end) of each passage; [] if there is no need to cut."""
     found = [match.span() for match in WORD.finditer(text)] if words else []
     if len(found) <= words:
         return []
@@ -228,7 +219,7 @@ def _windows(text: str, words: int, overlap: int) -> list[tuple[int, int]]:
     spans = [(0, found[words - 1][1])]
     for first in range(words - overlap, len(found) - overlap, words - overlap):
         begin = found[first][0]
-        line_begin = text.rfind("\n", found[first - 1][1], begin) + 1
+        line_begin = text.rfind("\n", found[first - 1][1], begin) + 1  # code needs its indentation
         last = min(first + words, len(found)) - 1
         spans.append((line_begin or begin, found[last][1]))
     return spans

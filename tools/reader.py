@@ -5,8 +5,7 @@ memory. So this file, run as a child, limits its own processor time, memory and 
 it imports nothing of the project.
 
 HTML is read by lxml, which knows real pages; webencodings knows what their names of encodings mean
-to browsers; PDF is read by pypdf. All are small, well kept and optional:
-pip install -r requirements-documents.txt
+to browsers; PDF is read by pypdf. All are optional: pip install -r requirements-documents.txt
 
 Facts must survive: "10<sup>28</sup>" becomes 10^28 and not 1028, an empty table cell leaves a bar,
 struck text is marked, <pre> keeps its indentation, a formula is its source. Dropped is what a
@@ -84,9 +83,9 @@ def read(raw: bytes, kind: str) -> str:
 
 
 def decode(raw: bytes, declared: str | None = None) -> str:
-    """The characters: by the byte order mark, the declared codec, or a guess.
+    """The characters: by the byte order mark, as declared, or UTF-8, else windows-1252.
 
-    The guess is UTF-8 if the bytes are, else windows-1252. NotText if the bytes are binary.
+    NotText if the bytes are binary.
     """
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return raw.decode("utf-16", "replace")

@@ -119,23 +119,19 @@ def serper_documents(raw: bytes) -> list[Document]:
 
 def _serper_document(row: dict, rank: int) -> Document:
     """One result; every field is optional. Scholar adds authors, journal, year and citations."""
-    url = _text(row.get("link")) or _text(row.get("pdfUrl"))
-    about = _text(row.get("publicationInfo"))
-    year = _text(row.get("year"))
-    cited = _text(row.get("citedBy"))
+    row = {name: str(value) for name, value in row.items() if value is not None}
+    url = row.get("link") or row.get("pdfUrl", "")
+    about = row.get("publicationInfo", "")
+    year = row.get("year", "")
     lines = [
         about,
-        year if year not in about else "",
-        _text(row.get("date")),
-        f"Cited by {cited}" if cited else "",
-        _text(row.get("snippet")),
+        "" if year in about else year,
+        row.get("date"),
+        f"Cited by {row['citedBy']}" if "citedBy" in row else "",
+        row.get("snippet"),
     ]
     text = "\n".join(filter(None, lines))
-    return make_document(url or f"result-{rank}", _text(row.get("title")), url, text)
-
-
-def _text(value) -> str:
-    return str(value) if isinstance(value, (str, int, float)) else ""
+    return make_document(url or f"result-{rank}", row.get("title", ""), url, text)
 
 
 def retriever_documents(raw: bytes) -> list[Document]:
@@ -149,24 +145,21 @@ def retriever_documents(raw: bytes) -> list[Document]:
 
 def _retrieved_document(found: dict, rank: int) -> Document:
     text = found["contents"]
-    title = _text(found.get("title"))
+    title = found.get("title")
     if not title:
         title, text = split_title(text)
-    name = _text(found.get("id")) or f"result-{rank}"
-    return make_document(name, title, _text(found.get("url")), text)
+    name = str(found.get("id", f"result-{rank}"))
+    return make_document(name, title, found.get("url") or "", text)
 
 
 # Hosts that are not asked ------------------------------------------------------------------------
 
 
 def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
-    """The hosts as they are compared. UserError for what is no name of a host.
-
-    www.example.org and example.org are one site, so either blocks both.
-    """
+    """The hosts as they are compared. UserError for what is no name of a host."""
     hosts = []
     for name in filter(str.strip, names):
-        host = plain_host(name.strip()).removeprefix("www.")
+        host = plain_host(name.strip()).removeprefix("www.")  # with or without it, it is one site
         if not re.fullmatch(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", host):
             raise UserError(
                 f"--block {one_line(name, 80)}: give hosts by commas, such as "
@@ -198,10 +191,7 @@ def plain_host(host: str) -> str:
 
 
 def with_pages(found: list[Document], read: Callable[[str], str]) -> list[Document]:
-    """Each result with the text of its page.
-
-    ToolError when there were pages to read and none could be.
-    """
+    """Each result with the text of its page; ToolError when there were pages and none was read."""
 
     def attempt(document: Document) -> Document | ToolError:
         try:
@@ -239,10 +229,7 @@ def jina_reader(client: web.Client, block: tuple[str, ...]) -> Callable[[str], s
 
 
 def jina_page(raw: bytes, block: tuple[str, ...] = ()) -> str:
-    """The text of a reader's answer.
-
-    The reader answers 200 also when it could not read the page, or read an error in its place.
-    """
+    """The text of a reader's answer, which is 200 also where it read an error in a page's place."""
     page = json.loads(raw)["data"]
     refused = re.search(r"returned error (\d{3})", str(page.get("warning")))
     if refused:

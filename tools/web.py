@@ -5,13 +5,12 @@ failure must never be taken for an empty answer. A failure that may pass (a time
 connection, 408, 429, 5xx, an answer of another shape) is tried again after a growing, jittered
 pause, no sooner than Retry-After asks. Other refusals are final.
 
-Good answers are kept on disk under sha256(url, body), without any key; failures are not kept. Equal
-requests that are under way at the same time (a group's first searches) are one: they share its
-outcome.
+Good answers are kept on disk under sha256(url, body), without any key. Equal requests that are
+under way at the same time (a group's first searches) are one: they share its outcome.
 
-What a ToolError says reaches System 2, the rollout records and the operator's terminal. It is one
-line of at most 200 characters, without our keys. About strangers' pages it says nothing that they
-or a service wrote, for a stranger must not speak to System 2 past System 1.
+What a ToolError says reaches System 2, the records and the terminal. It is one line of at most 200
+characters, without our keys. About strangers' pages it says nothing that they or a service wrote,
+for a stranger must not speak to System 2 past System 1.
 
 One exchange is httpx2's (huggingface_hub brings it): the machine's certificates, the environment's
 proxies, and no redirects, for our key would go along.
@@ -44,10 +43,7 @@ AT_ONCE = 16  # exchanges of one client
 
 
 def in_threads(function: Callable, items: list) -> list:
-    """[function(item) for each item], each in a thread of its own.
-
-    The threads are daemons: neither Ctrl-C nor the end of the program waits for them.
-    """
+    """[function(item) for each item], in threads that neither Ctrl-C nor a program's end awaits."""
     outcomes = [Future() for _ in items]
 
     def work(item, outcome: Future):
@@ -194,9 +190,9 @@ def retry_after(headers: Mapping[str, str]) -> float:
 
 
 def check_base_url(name: str, url: str) -> str:
-    """The base URL of a service without its last slashes; UserError, which names it, if it is none.
+    """The base URL of a service without its last slashes; UserError, which hides it, if it is none.
 
-    It is not shown, for it may hold a password, which would stand in every error message.
+    It may hold a password, which would stand in every error message.
     """
     url = url.strip().rstrip("/")
     if not re.fullmatch(r"https?://[^@/?#\s\\]+(/[^@?#\s\\]*)?", url):
