@@ -100,8 +100,7 @@ def test_the_judge_is_asked_by_schema(server, environment):
     (method, path, headers, body), _ = server.requests
     assert (method, path) == ("POST", "/v1/chat/completions")
     assert headers["Authorization"] == "Bearer its-own-key"
-    assert body["temperature"] == 0
-    assert body["model"] == "judge-model"
+    assert (body["temperature"], body["model"]) == (0, "judge-model")
     assert body["messages"] == [{"role": "user", "content": judge_prompt(QUESTION, "It is 42.")}]
     described = body["response_format"]["json_schema"]["schema"]
     assert described["required"][-1] == list(described["properties"])[-1] == "correct"
@@ -122,9 +121,7 @@ def test_a_refused_key_is_not_tried_again_and_not_shown(server, environment):
 @pytest.mark.parametrize(
     "variable, value",
     [
-        ("MARS_JUDGE_URL", ""),
         ("MARS_JUDGE_MODEL", ""),
-        ("MARS_JUDGE_URL", "127.0.0.1:9/v1"),
         ("MARS_JUDGE_URL", "https://me:hunter2@host/v1"),
         ("MARS_JUDGE_API_KEY", "hunter\n2"),
     ],

@@ -282,12 +282,9 @@ def pdf_to_text(raw: bytes) -> str:
 
 
 def limit(what: int, most: int) -> None:
-    """Sets a limit of this process, or keeps a lower one that holds already."""
-    ceiling = resource.getrlimit(what)[1]
-    if ceiling == resource.RLIM_INFINITY:
-        ceiling = most + 1  # at `most` comes a signal of its own, above it SIGKILL
-    with contextlib.suppress(ValueError, OSError):  # macOS does not limit address space
-        resource.setrlimit(what, (min(most, ceiling), ceiling))
+    """Sets a limit of this process: at `most` comes a signal of its own, above it SIGKILL."""
+    with contextlib.suppress(ValueError, OSError):  # a lower one holds; macOS limits no memory
+        resource.setrlimit(what, (most, most + 1))
 
 
 def main(kind: str, seconds: int) -> None:
