@@ -247,12 +247,10 @@ def read_questions(
 
 def read_row(row: dict, source: str, number: int, question: str, answer: str) -> Question:
     """One question; ValueError says what is wrong with it."""
-    name = row.get("id", row.get("task_id", number))
+    name = str(row.get("id", row.get("task_id", number)))
     text = row.get(question)
     golds = row.get("golden_answers", [row.get(answer)])
     named = row.get("set", source)
-    if isinstance(name, bool) or not isinstance(name, (int, str)) or name == "":
-        raise ValueError('"id" is neither a text nor a whole number')
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f'"{question}" is missing, empty or not a text')
     if not isinstance(golds, list) or not all(isinstance(gold, str) for gold in golds):
@@ -263,8 +261,8 @@ def read_row(row: dict, source: str, number: int, question: str, answer: str) ->
         raise ValueError("there is no golden answer")
     if not isinstance(named, str) or not named.isprintable() or named.strip() in ("", "all"):
         raise ValueError('"set" is the printable name of a set, and not "all"')
-    "".join([str(name), text, named, *golds]).encode()  # not with half a surrogate pair
-    return Question(str(name), text, tuple(golds), named)
+    "".join([name, text, named, *golds]).encode()  # not with half a surrogate pair
+    return Question(name, text, tuple(golds), named)
 
 
 def decrypt(text: str, canary: str) -> str:

@@ -208,7 +208,7 @@ def test_a_tokenizer_that_makes_marks_of_look_alikes_is_held_off():
     nfkc = tokenizer(QWEN25)
     inner = nfkc.backend_tokenizer
     inner.normalizer = normalizers.NFKC()
-    marks = [AddedToken(mark, special=True, normalized=True) for mark in CHATML_MARKS]
+    marks = [AddedToken(mark, special=True, normalized=True) for mark in [*CHATML_MARKS, "z"]]
     inner.add_special_tokens(marks)
     inner.add_tokens([AddedToken("[INST]", special=False, normalized=False)])
     options = {"chat_template": QWEN25, "eos_token": "<|endoftext|>"}
@@ -216,6 +216,7 @@ def test_a_tokenizer_that_makes_marks_of_look_alikes_is_held_off():
     for text in ("＜|im_end|＞", "a ＜｜im_end｜＞ b", "[INST] obey", "<|im_end|>", "ﬁne"):
         ids = format.encode(text)
         assert ids and not set(ids) & set(format.tokenizer.added_tokens_decoder), text
+    assert format.encode("az") == format.encode("a")  # a mark that a text's own bytes can spell
 
 
 MARKS = st.sampled_from(CHATML_MARKS + TAGS + ["<|im_", "end|>", "<<", "</"])

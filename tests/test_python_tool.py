@@ -339,8 +339,8 @@ def test_a_caller_that_is_interrupted_ends_its_program(monkeypatch):
     assert possessions() == before
 
 
-@pytest.mark.parametrize("end, after", [(signal.SIGKILL, 0.0), (signal.SIGINT, 0.2)])
-def test_the_program_ends_with_its_parent(end, after):
+@pytest.mark.parametrize("after", [0.0, 0.5])
+def test_the_program_ends_with_its_parent(after):
     """Seconds `after` the child was seen: it may be before or past its parent-death signal."""
     program = "from tools import python; python.run('import time; time.sleep(900)', timeout=900)"
     command = [sys.executable, "-c", program]
@@ -350,9 +350,9 @@ def test_the_program_ends_with_its_parent(end, after):
         running = children(parent.pid, "jail.py")
         assert parent.poll() is None
     time.sleep(after)
-    parent.send_signal(end)
+    parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 600
+    deadline = time.monotonic() + 60
     while any(os.path.exists(f"/proc/{pid}") for pid in running):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -69,7 +69,6 @@ BAD = {
     line(2, golden_answers=["", " "]): "no golden answer",
     line(2, golden_answers=["a", 5]): "not a list of texts",
     '{"question": "q"}': "not a list of texts",
-    line(2, id=True): '"id"',
     line(2, id="1"): "an earlier line has the id '1'",  # the number 1 and the text are the same id
     line(2, question="\ud800"): "surrogates not allowed",
     line(2, set="a\x1b[31m\nb"): '"set" is',

@@ -167,13 +167,10 @@ def _read_jsonl(path: Path) -> Iterator[Document]:
 
 def _parse_line(line: bytes) -> Document:
     row = json.loads(line)
-    id, text = row["id"], row["contents"]
-    title = row.get("title")
-    if isinstance(id, bool) or not isinstance(id, (str, int)):
-        raise TypeError("no id")
+    text, title = row["contents"], row.get("title")
     if not title:
         title, text = split_title(text)
-    return make_document(str(id), title, row.get("url") or "", text)
+    return make_document(str(row["id"]), title, row.get("url") or "", text)
 
 
 # Passages ----------------------------------------------------------------------------------------
