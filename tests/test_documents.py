@@ -29,14 +29,10 @@ from tools import Document, documents, reader
         ("<meta charset=utf-16>café".encode(), "html"),  # in ASCII it cannot say so
     ],
 )
-def test_bytes_are_decoded_as_they_declare(raw, kind):
+def test_bytes_are_decoded_as_they_declare_and_binary_is_no_text(raw, kind):
     if reader.missing(kind):
         pytest.skip(reader.missing(kind))
     assert reader.read(raw, kind) == "café"
-
-
-@pytest.mark.parametrize("kind", ["text", "html"])
-def test_binary_is_no_text(kind):
     with pytest.raises(reader.NotText):
         reader.read(b"\0\1" * 99, kind)
 

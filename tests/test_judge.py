@@ -99,14 +99,14 @@ def test_the_judge_is_asked_by_schema(server, environment):
     assert (grade(QUESTION, "It is 42."), grade(QUESTION, ADDRESSED)) == (1.0, 0.0)
     (method, path, headers, body), _ = server.requests
     assert (method, path) == ("POST", "/v1/chat/completions")
-    assert headers["Authorization"] == "Bearer its-own-key"
+    assert headers["authorization"] == "Bearer its-own-key"
     assert (body["temperature"], body["model"]) == (0, "judge-model")
     assert body["messages"] == [{"role": "user", "content": judge_prompt(QUESTION, "It is 42.")}]
     described = body["response_format"]["json_schema"]["schema"]
     assert described["required"][-1] == list(described["properties"])[-1] == "correct"
     environment.delenv("MARS_JUDGE_API_KEY")
     judge_from_environment()(QUESTION, "x")
-    assert "Authorization" not in server.requests[-1][2]
+    assert "authorization" not in server.requests[-1][2]
 
 
 def test_a_refused_key_is_not_tried_again_and_not_shown(server, environment):
