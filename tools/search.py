@@ -145,11 +145,11 @@ def retriever_documents(raw: bytes) -> list[Document]:
 
 def _retrieved_document(found: dict, rank: int) -> Document:
     text = found["contents"]
-    title = found.get("title")
+    title = str(found.get("title") or "")
     if not title:
         title, text = split_title(text)
     name = str(found.get("id", f"result-{rank}"))
-    return make_document(name, title, found.get("url") or "", text)
+    return make_document(name, title, str(found.get("url") or ""), text)
 
 
 # Hosts that are not asked ------------------------------------------------------------------------

@@ -53,7 +53,10 @@ def in_threads(function: Callable, items: list) -> list:
             outcome.set_exception(error)
 
     for item, outcome in zip(items, outcomes, strict=True):
-        threading.Thread(target=work, args=(item, outcome), daemon=True).start()
+        try:
+            threading.Thread(target=work, args=(item, outcome), daemon=True).start()
+        except RuntimeError:
+            raise ToolError("this machine has no thread left for the call") from None
     return [outcome.result() for outcome in outcomes]
 
 
