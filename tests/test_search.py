@@ -306,6 +306,7 @@ def test_jina_reads_the_pages_that_were_found(server, tmp_path, waits, monkeypat
     ada, bare, bob = serper(tmp_path, pages="jina")("ada")
     assert ada == Document(one, one, one, "# Ada\nborn 1968") and bare.text == "snippet "
     assert bob.text == f"{search.UNREAD}\nsnippet {two}"
+    assert len(server.requests) == 4 and len(waits) == 1  # a page is tried twice
     headers = server.requests[1][2]
     assert headers["authorization"] == f"Bearer {KEY}" and "x-api-key" not in headers
     assert headers["accept"] == "application/json"
