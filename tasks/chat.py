@@ -1,14 +1,12 @@
-"""How roles speak through a chat model's own template.
-
-Prompts, the call syntax, and what lies between turns: all of it as ids.
+"""How roles speak through a chat model's own template: prompts, calls, and what lies between turns.
 
 `ChatFormat` is the form of rollout.Format for any model with a chat template and a byte-level
 tokenizer; the toy has a format of its own. A method brings the wording (`Words`), this file the
 form: the <answer> tag, the headers of documents, the blank line between two notes. The call is
-Qwen's <tool_call> JSON with a third key, `purpose`, beside `name` and `arguments`; a purpose
-inside `arguments` is read too. The tools are described in the method's own system prompt and
-not through the template's `tools` argument, because templates then demand their own call
-syntax, without a purpose.
+Qwen's <tool_call> JSON with a third key, `purpose`, beside `name` and `arguments` (inside
+`arguments` it is read too). The tools are described in the method's own system prompt and not
+through the template's `tools` argument, because templates then demand their own call syntax,
+without a purpose.
 
 Ids are never re-encoded. The text around a tool result is found once, by comparing two
 renderings of the model's template. After that a context only grows: prompt, sampled ids,
@@ -34,18 +32,14 @@ from config import UserError
 from tasks.format import Action, Call
 from tools import Document, Tool
 
-# ------------------------------------------------------------------------------------------ wording
-
 
 @dataclass(frozen=True)
 class Template:
-    """A role's first messages. `user` names its slots as {slot}.
-
-    `fill` makes the slots' contents, text or token ids, from the keywords of `ChatFormat.prompt`.
-    """
+    """A role's first messages; `user` names its slots as {slot}."""
 
     system: str
     user: str
+    # The slots' contents, text or ids, from the keywords of ChatFormat.prompt.
     fill: Callable[..., dict[str, str | list[int]]]
 
 
@@ -71,12 +65,8 @@ def read_action(
     """One step from its text, without thoughts. Whatever is wrong becomes Action.error."""
     calls = list(CALL.finditer(text))
     answers = ANSWER.findall(CALL.sub("", text))
-    if calls and answers:
-        error = "The step holds both a call and an answer; give one of them."
-    elif len(calls) > 1:
-        error = f"The step holds {len(calls)} calls; make one call, then wait for its result."
-    elif len(answers) > 1:
-        error = f"The step holds {len(answers)} answers; give one."
+    if len(calls) + len(answers) > 1:
+        error = "The step holds more than one call or answer; give one, and end the step with it."
     elif calls and text[calls[0].end() :].strip():
         error = "There is text after the call; end the step with the call."
     elif calls and final:
@@ -87,10 +77,8 @@ def read_action(
         return Action(answer=answers[0].strip())
     elif answers:
         error = "The answer is empty."
-    elif "<tool_call>" in text:
-        error = "<tool_call> was not closed by </tool_call>."
-    elif "<answer>" in text:
-        error = "<answer> was not closed by </answer>."
+    elif "<tool_call>" in text or "<answer>" in text:
+        error = "A <tool_call> or an <answer> was opened and not closed."
     else:
         error = "The step holds neither a call nor an answer; end it with one of them."
     return Action(error=error)
@@ -103,8 +91,7 @@ def read_call(body: str, tools: Sequence[Tool], purpose: bool) -> Action:
     except (ValueError, RecursionError) as error:
         return Action(error=f"The call is not valid JSON: {error}.")
     if not isinstance(call, dict) or not isinstance(call.get("arguments"), dict):
-        error = 'The call must be a JSON object with "name" and "arguments", and "arguments" an '
-        return Action(error=error + "object.")
+        return Action(error='The call is no JSON object with "name" and an object "arguments".')
     name = call.get("name")
     tool = next((tool for tool in tools if tool.name == name), None)
     if tool is None:
@@ -112,16 +99,16 @@ def read_call(body: str, tools: Sequence[Tool], purpose: bool) -> Action:
         error = f"There is no tool named {json.dumps(name)[:100]}; the tools are: {listed}."
         return Action(error=error)
     argument = call["arguments"].get(tool.argument)
+    why = call.get("purpose", call["arguments"].get("purpose"))
     if not is_text(argument):
         error = f'The tool {name} needs the argument "{tool.argument}", a text that is not empty.'
-        return Action(error=error)
-    if not purpose:
+    elif not purpose:
         return Action(call=Call(name, argument))
-    why = call.get("purpose", call["arguments"].get("purpose"))
-    if not is_text(why):
+    elif not is_text(why):
         error = 'The call needs a "purpose": a text that says what to find out from the result.'
-        return Action(error=error)
-    return Action(call=Call(name, argument, why.strip()))
+    else:
+        return Action(call=Call(name, argument, why.strip()))
+    return Action(error=error)
 
 
 def is_text(value) -> bool:
@@ -141,6 +128,10 @@ FORGED = re.compile(r"[\[［](?=\s*(document|end\s+of\s+the\s+documents)\b)", re
 # Contents of probe messages. They are cut out of the rendered template again.
 QUESTION, STEP_A, RESULT_A, STEP_B, RESULT_B = (f"slot-{n}-of-the-template" for n in range(1, 6))
 SLOT = re.compile(r"\{(\w+)\}")
+REWRITES = (
+    "the model's chat template drops, repeats or rewrites what was said, so sampled tokens cannot "
+    "be kept: use a template that only appends"
+)
 # How a template switches thinking before a step.
 PREFILL = re.compile(r"<think>(\s*</think>)?\s*\Z")
 
@@ -205,10 +196,7 @@ class ChatFormat:
         steps = [PREFILL.sub("", piece) for piece in (after, pieces[1], pieces[3], pieces[5])]
         same = before == pieces[0] and pieces[2] == pieces[4]
         if not same or steps[0] != steps[1] or steps[2] != steps[3]:
-            raise UserError(
-                "the model's chat template rewrites earlier turns when later ones are added, so "
-                "sampled tokens cannot be kept: use a template that only appends"
-            )
+            raise UserError(REWRITES)
         self._question_tail = self._template_ids(after)
         self._end, *self._result_head = self._template_ids(pieces[2])
         self._result_tail = self._template_ids(pieces[5])
@@ -217,18 +205,16 @@ class ChatFormat:
                 "the model's chat template marks turns with plain text, so no step has an end and "
                 "a document could speak for anybody: choose another model"
             )
-        stops = [self._end]
-        if self.tokenizer.eos_token_id not in (None, self._end):
-            stops.append(self.tokenizer.eos_token_id)
-        self.stop_ids = tuple(stops)
+        stops = dict.fromkeys([self._end, self.tokenizer.eos_token_id])
+        self.stop_ids = tuple(stop for stop in stops if stop is not None)
 
-    def _find_frame(self, prompt: Template) -> list[tuple[str | None, list[int]]]:
-        """The ids before each slot of a role's prompt, and (None, ids) after the last one."""
+    def _find_frame(self, prompt: Template) -> tuple[list[str], list[list[int]]]:
+        """The slots of a role's prompt, and the ids around them: one piece more than slots."""
         names = SLOT.findall(prompt.user)
         marks = [f"slot-{name}-of-the-template" for name in names]
         user = SLOT.sub(r"slot-\1-of-the-template", prompt.user)
         pieces = self._render(self._open(prompt.system, user), *marks)
-        return [(name, self._template_ids(piece)) for name, piece in zip([*names, None], pieces)]
+        return names, [self._template_ids(piece) for piece in pieces]
 
     def _open(self, system: str, user: str) -> list[dict]:
         if self._system_role:
@@ -254,10 +240,7 @@ class ChatFormat:
         """The template's text, cut at the marks: one piece more than marks."""
         text = self._apply(messages)
         if any(text.count(mark) != 1 for mark in marks):
-            raise UserError(
-                "the model's chat template drops or repeats the content of a message: choose "
-                "another model"
-            )
+            raise UserError(REWRITES)
         return re.split("|".join(marks), text)
 
     def _template_ids(self, text: str) -> list[int]:
@@ -285,19 +268,12 @@ class ChatFormat:
         )
 
     def _without_thoughts(self, tokens: list[int], opened: list[int]) -> list[int]:
-        """`tokens` without <think> … </think>.
-
-        `opened`: the ids just before them may leave a thought open.
-        """
+        """`tokens` without thoughts. `opened`: the ids before them, which may open one."""
         kept = []
         thinking = False
         for position, token in enumerate([*opened, *tokens], -len(opened)):
-            if token == self._think_close:
-                if not thinking:
-                    kept = []  # closed but never opened: all of it was thought
-                thinking = False
-            elif token == self._think_open:
-                thinking = True
+            if token in (self._think_open, self._think_close):
+                thinking = token == self._think_open
             elif not thinking and position >= 0:
                 kept.append(token)
         return kept
@@ -307,13 +283,12 @@ class ChatFormat:
     def prompt(self, role: str, **keywords) -> list[int]:
         """A role's first tokens; the keywords are those of its Template's `fill`."""
         filled = self.words.prompts[role].fill(**keywords)
-        ids = []
-        for slot, piece in self._frames[role]:
-            ids += piece
-            if slot is None:
-                continue
+        slots, (first, *pieces) = self._frames[role]
+        ids = list(first)
+        for slot, piece in zip(slots, pieces):
             content = filled[slot]
             ids += self.encode(content) if isinstance(content, str) else content
+            ids += piece
         return ids
 
     def parse(self, tokens: list[int], *, final: bool = False) -> Action:
@@ -347,14 +322,12 @@ class ChatFormat:
         return [self._end]
 
     def document(self, document: Document) -> list[int]:
-        """One document as it stands in a chunk: a header, the text, a blank line.
-
-        Text that looks like a header of ours, or like the end of the documents, gets other
-        brackets, so that no page can pass for two or speak in the researcher's name.
-        """
+        """One document as it stands in a chunk: a header, the text, a blank line."""
         url = f"({document.url})" if document.url else ""
         header = " ".join(f"{DOCUMENT} {document.title} {url}".split())
         lines = document.text.strip().splitlines()  # at every kind of line break
+        # What looks like a header of ours, or like the end of the documents, gets other brackets,
+        # so that no page can pass for two or speak in the researcher's name.
         for number, line in enumerate(lines):
             normal = unicodedata.normalize("NFKC", line)  # as some tokenizers read it
             if FORGED.search(normal):
@@ -363,11 +336,7 @@ class ChatFormat:
         return self.encode(f"{header}\n{text}\n\n")
 
     def note(self, tokens: list[int]) -> list[int]:
-        """What others may read of sampled ids: a subsequence, possibly empty.
-
-        Without thoughts, without marks that could pass for the end of a tool result, without
-        blank edges.
-        """
+        """What others may read of sampled ids: all but thoughts, marks and blank edges."""
         said = self._without_thoughts(tokens, self._question_tail)
         note = [token for token in said if token not in self._control]
         while note and not self.text(note[:1]).strip():

@@ -17,7 +17,7 @@ import re
 import string
 from collections.abc import Callable, Sequence
 
-from tasks.judge import Judge
+from tasks.judge import judge_from_environment
 from tasks.questions import Question
 
 DASHES = str.maketrans(dict.fromkeys("−‐‑‒–—―", "-"))
@@ -47,9 +47,9 @@ def exact_match(answer: str | None, golds: Sequence[str]) -> bool:
 def grader(name: str) -> Callable[[Question, str], float]:
     """The reward of an answer, 0 or 1: "em" is exact match, "judge" asks the environment's judge.
 
-    The callable is thread-safe. The judge's may raise ToolError: then there is no reward, not 0.
+    The judge's may raise ToolError: then there is no reward, not 0.
     """
     if name == "em":
         return lambda question, answer: float(exact_match(answer, question.golden_answers))
-    judge = Judge.from_environment()
+    judge = judge_from_environment()
     return lambda question, answer: float(judge(question, answer))

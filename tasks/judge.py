@@ -5,13 +5,10 @@ confidence, correct yes|no) in our own words, so its figures are not the leaderb
 scripts the reply comes by schema (`response_format`).
 
 A policy that is trained against a judge learns to talk to it. So its answer stands within a fence
-that no answer can write, and a verdict is the field of one JSON object, which the schema makes.
-Whatever is no verdict (other words, a reply that was cut) is asked for again, in case the server
-had a bad moment, and then raises ToolError, as a judge that is away does: no reward is made up, and
-the failure counts.
-
-A policy also learns to answer so that it cannot be wrong: with several candidates, with a hedge, or
-with "this cannot be determined". The prompt says that none of these is right.
+that no answer can write, and a verdict is a field of the JSON object that the schema makes.
+Whatever is no verdict is asked for again, in case the server had a bad moment, and then raises
+ToolError, as a judge that is away does: no reward is made up, and the failure counts. A policy also
+learns to answer so that it cannot be wrong; the prompt says that no such answer is right.
 
 Test: pytest tests/test_judge.py
 """
@@ -20,11 +17,11 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from config import UserError
 from tasks.questions import Question
-from tools.web import Client, check_base_url
+from tools.web import Client, check_base_url, key_of
 
 PROMPT = """Decide whether a response to a question gives the correct answer.
 
@@ -64,10 +61,7 @@ SCHEMA = {
     "required": list(FIELDS),
     "additionalProperties": False,
 }
-BY_SCHEMA = {
-    "type": "json_schema",
-    "json_schema": {"name": "verdict", "strict": True, "schema": SCHEMA},
-}
+VERDICT = {"name": "verdict", "strict": True, "schema": SCHEMA}
 LONGEST_RESPONSE = 8000  # characters shown to the judge: length must not make the call fail
 
 
@@ -94,43 +88,31 @@ def read_verdict(raw: bytes) -> bool:
     return {"yes": True, "no": False}[json.loads(said)["correct"]]
 
 
-@dataclass
-class Judge:
-    """A model behind an OpenAI-compatible server.
+def judge_from_environment() -> Callable[[Question, str], bool]:
+    """judge(question, response): whether a response is right. ToolError without a verdict.
 
-    url: the base, with /v1 where the server has one. key: sent as a bearer token unless empty.
+    MARS_JUDGE_URL is the base, with /v1 where the server has one; MARS_JUDGE_MODEL its model.
     """
+    required = ("MARS_JUDGE_URL", "MARS_JUDGE_MODEL")
+    missing = [name for name in required if not os.environ.get(name)]
+    if missing:
+        raise UserError(f"the judge needs {' and '.join(missing)} in the environment")
+    url = check_base_url("MARS_JUDGE_URL", os.environ["MARS_JUDGE_URL"]) + "/chat/completions"
+    headers = {}
+    # No other service's key is used: it would go to whatever the URL names.
+    if os.environ.get("MARS_JUDGE_API_KEY", "").strip():
+        headers["Authorization"] = f"Bearer {key_of('MARS_JUDGE_API_KEY')}"
+    client = Client(cache=None, timeout=120.0, tries=3)
+    model = os.environ["MARS_JUDGE_MODEL"]
 
-    url: str
-    model: str
-    key: str = field(default="", repr=False)
-    client: Client = field(default_factory=lambda: Client(cache=None, timeout=120.0, tries=3))
-
-    def __post_init__(self):
-        self.url = check_base_url("MARS_JUDGE_URL", self.url)
-        if not all("!" <= character <= "~" for character in self.key):
-            raise UserError("MARS_JUDGE_API_KEY holds a blank or another sign that no key has")
-
-    @classmethod
-    def from_environment(cls) -> "Judge":
-        """MARS_JUDGE_URL, MARS_JUDGE_MODEL and, where the server wants one, MARS_JUDGE_API_KEY."""
-        required = ("MARS_JUDGE_URL", "MARS_JUDGE_MODEL")
-        missing = [name for name in required if not os.environ.get(name)]
-        if missing:
-            raise UserError(f"the judge needs {' and '.join(missing)} in the environment")
-        # No other service's key is used: it would go to whatever the URL names.
-        key = os.environ.get("MARS_JUDGE_API_KEY", "").strip()
-        return cls(os.environ["MARS_JUDGE_URL"], os.environ["MARS_JUDGE_MODEL"], key)
-
-    def __call__(self, question: Question, response: str) -> bool:
-        """Whether a response is right; ToolError if the judge failed or gave no verdict."""
+    def judge(question: Question, response: str) -> bool:
         body = {
-            "model": self.model,
+            "model": model,
             "temperature": 0,
             "max_tokens": 2048,
             "messages": [{"role": "user", "content": judge_prompt(question, response)}],
-            "response_format": BY_SCHEMA,
+            "response_format": {"type": "json_schema", "json_schema": VERDICT},
         }
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        url = f"{self.url}/chat/completions"
-        return self.client.call(url, read_verdict, body=body, headers=headers)
+        return client.call(url, read_verdict, body=body, headers=headers)
+
+    return judge

@@ -44,11 +44,11 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.close_connection = True
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        asked = json.loads(body) if body else None
         with server.lock:
             number = len(server.requests)
-            server.requests.append(
-                (self.command, self.path, dict(self.headers), json.loads(body) if body else None)
-            )
+            server.requests.append((self.command, self.path, headers, asked))
         server.replies[min(number, len(server.replies) - 1)](self)
 
     do_POST = do_CONNECT = do_GET

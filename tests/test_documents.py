@@ -3,14 +3,15 @@
 import html
 import os
 import re
+import resource
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loopback import needs_lxml, needs_pypdf
 
 from config import UserError
-from tools import Document, documents, reader, search
+from tools import Document, documents, reader
 
 # Characters --------------------------------------------------------------------------------------
 
@@ -29,14 +30,10 @@ from tools import Document, documents, reader, search
         ("<meta charset=utf-16>café".encode(), "html"),  # in ASCII it cannot say so
     ],
 )
-def test_bytes_are_decoded_as_they_declare(raw, kind):
+def test_bytes_are_decoded_as_they_declare_and_binary_is_no_text(raw, kind):
     if reader.missing(kind):
         pytest.skip(reader.missing(kind))
     assert reader.read(raw, kind) == "café"
-
-
-@pytest.mark.parametrize("kind", ["text", "html"])
-def test_binary_is_no_text(kind):
     with pytest.raises(reader.NotText):
         reader.read(b"\0\1" * 99, kind)
 
@@ -45,17 +42,14 @@ def test_binary_is_no_text(kind):
 
 
 def table(*rows):
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+    return f"<table>{''.join(f'<tr>{row}' for row in rows)}</table>"
 
 
 POWER = "<msup><mn>10</mn><mn>28</mn></msup>"
 SOURCE = '<annotation encoding="application/x-tex">10^{28}</annotation>'
 FACTS = [
     # blocks
-    (
-        "<title>A &amp; B</title><h1>Born <b>19</b>68</h1>In\n Paris",
-        "A & B\n## Born 1968\nIn Paris",
-    ),
+    ("<title>A &amp; B</title><h1>Born <b>19</b>68</h1>In\n P", "A & B\n## Born 1968\nIn P"),
     ("<ul><li>one<li>two<br/>caf&eacute;&nbsp;bar &amp;lt;</ul>", "one\ntwo\ncafé bar &lt;"),
     ("x<pre>\ndef f():\n\treturn 1\n\n    pass</pre>y", "x\ndef f():\n\treturn 1\n\n    pass\ny"),
     # tables
@@ -78,10 +72,7 @@ FACTS = [
     (f"<math>{POWER}</math>", "10 28"),
     # what looks like decoration and holds the page
     ("<title>T</title><nav>all <p>is here</nav>", "T\nall\nis here"),
-    (
-        "<blockquote>Words<footer>A. Einstein, 1926</footer></blockquote>",
-        "Words\nA. Einstein, 1926",
-    ),
+    ("<blockquote>Words<footer>Ada, 1926</footer></blockquote>", "Words\nAda, 1926"),
     ("<frameset><noframes>text</noframes></frameset>", "text"),
     ("<body style='display:none'>text", "text"),
     ("<p aria-hidden=true>text</p>", "text"),
@@ -100,7 +91,6 @@ def test_facts_survive(page, text):
     [
         "<p hidden>evil</p>",
         "<p style='color: red; DISPLAY : none'>evil <b hidden>evil</b></p>",
-        "<div style='visibility:hidden'><p>evil</p></div>",
         "<template><p>evil</p></template>",
         "<table hidden><tr><td>evil</table>",
         "<!-- evil -->",
@@ -126,31 +116,6 @@ def test_no_text_is_lost_and_no_markup_shown(parts):
     assert "".join(shown.split()) == "".join(expected.split())
 
 
-TAGS = (
-    "p div table tr td th pre sup sub del math mn annotation img nav h1 br ul li frameset noframes "
-    "svg select option q html body"
-).split()
-ATTRIBUTES = " hidden| style='display:none'| alt='a b'| alttext=x| class=katex-html|".split("|")
-PIECES = st.one_of(
-    st.tuples(st.sampled_from(TAGS), st.sampled_from(ATTRIBUTES)).map("<{0[0]}{0[1]}>".format),
-    st.sampled_from(TAGS).map("</{}>".format),
-    st.sampled_from(["<!-- x -->", "<?x?>", "&#0;", "]]>", "<![CDATA[x]]>", "10", " a+b ", "\n"]),
-    st.text(max_size=4),
-)
-
-
-@needs_lxml
-@settings(max_examples=300)
-@given(st.lists(PIECES, max_size=40).map("".join))
-def test_any_page_gives_bounded_text(page):
-    try:
-        text = reader.html_to_text(page.encode("utf-8", "replace"))
-    except reader.NotText:  # control characters
-        return
-    assert len(text) <= 40 * (1 + len(page))
-    text.encode("utf-8", "strict")
-
-
 DEEP = ["<div>", "<table>", "<td><table>", "<sup>x", "<math><msup><mn>1"]
 LONG = ["<!--", "<a |", "<script>", '<a x=">" ', "<pre>", "&#", "<td>x", "<img alt=x>"]
 
@@ -170,8 +135,10 @@ def test_html_that_keeps_the_parser_busy_is_given_up(monkeypatch):
     """By its processor time, which a busy machine does not change."""
     monkeypatch.setitem(reader.SECONDS, "html", 1)
     attributes = " ".join(f"a{i}=1" for i in range(200_000))  # quadratic in the library
-    with pytest.raises(reader.NotText, match="processor time"):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    with pytest.raises(reader.NotText, match="too large"):
         reader.read(f"<a {attributes}>x".encode(), "html")
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime < before + 4
 
 
 # PDF ---------------------------------------------------------------------------------------------
@@ -243,6 +210,7 @@ def texts_of(path):
     return {document.id: document.text for document in documents.read_documents(path)}
 
 
+@needs_lxml
 def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
     tmp_path, capsys, monkeypatch
 ):
@@ -253,7 +221,7 @@ def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
     (tmp_path / "secret.md").write_text("secret")
     (folder / "a.md").write_text("# A\nplain")
     (folder / "latin.txt").write_bytes(b"caf\xe9")
-    (folder / "b.rst").write_text("rest")
+    (folder / "b.html").write_text("<title>T</title><p>born in 19<b>68</b>")
     (folder / "binary.md").write_bytes(b"\x00\x01" * 50)
     (folder / "x.docx").write_bytes(b"PK")
     (folder / "y.png").write_bytes(b"PNG")
@@ -262,6 +230,7 @@ def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
     (folder / "out.md").symlink_to(tmp_path / "secret.md")
     (folder / "in.md").symlink_to(folder / "a.md")
     (folder / "loop").symlink_to(folder)
+    (folder / "circle.txt").symlink_to("circle.txt")
     os.mkfifo(folder / "pipe.md")
     real_read = documents.Path.read_bytes
 
@@ -274,27 +243,19 @@ def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
     monkeypatch.setattr(documents.Path, "read_bytes", read_bytes)
     read = texts_of(folder)
     assert read.pop("in.md") == read.pop("a.md") == "# A\nplain"
-    assert read == {"b.rst": "rest", "latin.txt": "café"}
+    assert read == {"b.html": "T\nborn in 1968", "latin.txt": "café"}
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "2 (x.docx, y.png): of a kind that is not read" in said
+    assert said.count("\n") == 6 and "2 (x.docx, y.png): of a kind that is not read" in said
     for part in (
         "out.md): a link out of",
-        "pipe.md): not a file",
+        "2 (circle.txt, pipe.md): no file",
         "huge.txt): more than 64 MiB",
         "binary.md): it is binary",
         "closed.md): cannot be opened (Permission denied)",
     ):
         assert part in said
     with pytest.raises(UserError, match="huge.txt cannot be read: more than 64 MiB"):
-        search.local(folder / "huge.txt", 1)
-
-
-@needs_lxml
-@needs_pypdf
-def test_html_and_pdf_files_are_read(tmp_path):
-    (tmp_path / "a.html").write_text("<title>T</title><p>born in 19<b>68</b>")
-    (tmp_path / "b.pdf").write_bytes(make_pdf(line("in Paris")))
-    assert texts_of(tmp_path) == {"a.html": "T\nborn in 1968", "b.pdf": "in Paris"}
+        texts_of(folder / "huge.txt")
 
 
 def test_without_the_library_files_are_skipped_with_what_to_install(tmp_path, capsys, monkeypatch):
@@ -354,30 +315,18 @@ def test_passages_know_their_file_lines_and_heading():
     assert [part.id for part in parts] == [f"deep/b.md#{i:04}" for i in range(1, len(parts) + 1)]
 
 
-def test_a_passage_that_begins_with_a_line_keeps_its_indentation():
-    code = "\n\n".join(f"    x{i} = {i}" for i in range(20))
-    parts = documents.passages(Document("a", "", "", f"  {code}"), words=3, overlap=0)
-    assert [part.text for part in parts][:2] == ["      x0 = 0", "    x1 = 1"]
-
-
 def test_passages_of_a_pdf_know_their_page_and_those_of_the_web_keep_their_url():
     text = f"{numbered(30)}\f{numbered(30)}"
-    for url, places in (
-        ("p.pdf", ["p.pdf, page 1", "p.pdf, page 2"]),
-        ("https://x.test/", ["https://x.test/"] * 2),
-    ):
+    web = "https://x.test/"
+    for url, places in (("p.pdf", ["p.pdf, page 1", "p.pdf, page 2"]), (web, [web, web])):
         parts = documents.passages(Document("p", "p", url, text), words=30, overlap=0)
         assert [part.url for part in parts] == places
 
 
-@pytest.mark.parametrize("text", ["東京" * 300, "สวัสดี" * 100])
-def test_text_without_spaces_is_cut_by_its_characters(text):
-    parts = documents.passages(Document("a", "", "", text), 200, 50)
-    assert [len(part.text) for part in parts] == [200, 200, 200, 150]
-
-
-def test_a_link_in_a_circle_is_skipped_and_named(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "loop.txt").symlink_to("loop.txt")
-    assert [document.text for document in documents.read_documents(tmp_path)] == ["text"]
-    assert "loop.txt" in capsys.readouterr().err
+def test_text_without_spaces_is_cut_by_its_characters_and_code_keeps_its_indentation():
+    for text in ("東京" * 300, "สวัสดี" * 100):
+        parts = documents.passages(Document("a", "", "", text), 200, 50)
+        assert [len(part.text) for part in parts] == [200, 200, 200, 150]
+    code = "\n\n".join(f"    x{i} = {i}" for i in range(20))
+    parts = documents.passages(Document("a", "", "", f"  {code}"), words=3, overlap=0)
+    assert [part.text for part in parts][:2] == ["      x0 = 0", "    x1 = 1"]

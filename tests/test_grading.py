@@ -54,19 +54,13 @@ DIFFERENT = [
 
 @pytest.mark.parametrize("said, gold", SAME)
 def test_right_answers(said, gold):
-    for one, other in ((said, gold), (gold, said)):
-        assert exact_match(one, [other])
-        assert exact_match(one, ["more", other])
+    assert exact_match(said, ["more", gold]) and exact_match(gold, [said])
 
 
 @pytest.mark.parametrize("said, gold", DIFFERENT)
 def test_wrong_answers(said, gold):
-    assert not exact_match(said, [gold])
-    assert not exact_match(gold, [said])
+    assert not exact_match(said, [gold]) and not exact_match(gold, [said])
     assert not exact_match("x", []) and not exact_match(None, [gold])
-
-
-# --------------------------------------------------------------------------------------- laws
 
 
 @given(st.text(max_size=30))
@@ -77,22 +71,13 @@ def test_without_numbers_it_is_the_usual_normalisation(text):
 
 @given(st.text("0123456789.,:/-+^' ax", max_size=14), st.text("0123456789.,-− ax", max_size=14))
 def test_what_ours_calls_the_same_the_usual_one_does_too(said, gold):
-    """But for the dashes of Unicode, ours is only stricter."""
+    """But for the dashes of Unicode, ours is only stricter; what is left of it is right."""
     if exact_match(said, [gold]):
         assert standard(said.replace("−", "-")) == standard(gold.replace("−", "-"))
-
-
-@given(st.text(max_size=30), st.lists(st.text(max_size=30), max_size=3))
-def test_laws_of_the_graders(said, golds):
-    if exact_match(said, golds):
-        assert normalise(said)
     assert exact_match(said, [said]) == bool(normalise(said))
-    assert not exact_match(None, golds)
 
 
 def test_the_grader_of_exact_match():
     question = Question("1", "What is 6 × 7?", ("42", "forty-two"), "test")
     grade = grader("em")
-    assert grade(question, "42.") == 1.0
-    assert grade(question, "Forty-two.") == 1.0
-    assert grade(question, "41") == 0.0
+    assert [grade(question, said) for said in ("42.", "Forty-two.", "41")] == [1.0, 1.0, 0.0]

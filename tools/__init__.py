@@ -14,10 +14,7 @@ from config import UserError, drop_output
 
 
 class ToolError(Exception):
-    """The outside world failed (network, quota, sandbox).
-
-    System 2 is told so and the run counts it.
-    """
+    """The outside world failed (network, quota, sandbox): System 2 is told, the run counts it."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +58,7 @@ def one_line(text: str, longest: int) -> str:
 
 
 def show(line: str) -> None:
-    """Prints a line of a tool's command; UserError when standard output cannot take it.
-
-    Quiet exit when nobody reads on, as in `… | head -1`.
-    """
+    """Prints a line; UserError if it cannot be written, a quiet exit if nobody reads on."""
     try:
         print(line, flush=True)
     except OSError as error:

@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import os
 import re
 import threading
 import unicodedata
@@ -85,9 +86,10 @@ def on_disk(path: Path, k: int, cache: Path, passage_words: int) -> Search:
     """A search over the passages of a path's documents; its index is kept in `cache`.
 
     One process builds, the others wait and load. When the documents change, the new index takes the
-    place of the old one, so that what was deleted does not live on in the cache.
+    place of the old one, so that what was deleted does not live on in the cache. UserError for a
+    path that is missing, malformed (file and line are named) or without a document.
     """
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # which takes links in a circle, as Path.resolve does not
     which = repr((str(path), passage_words)).encode("utf-8", "replace")
     folder = cache / f"index-{hashlib.sha256(which).hexdigest()[:16]}"
     made_of = _fingerprint(path)
@@ -138,12 +140,11 @@ def _load(folder: Path, k: int) -> Search:
 
 def _fingerprint(path: Path) -> str:
     """What shapes an index: the files' names, sizes and times, and what can be read here."""
-    files = files_below(path) if path.is_dir() else [path]
     states = []
-    for file in files:
+    for file in files_below(path) if os.path.isdir(path) else [path]:
         with contextlib.suppress(OSError):  # it is gone, or its folder is closed
-            for state in (file.lstat(), file.stat()):
-                states.append((str(file), state.st_size, state.st_mtime_ns, state.st_ctime_ns))
+            state = file.stat()
+            states.append((str(file), state.st_size, state.st_mtime_ns, state.st_ctime_ns))
     readers = [reader.missing(kind) for kind in ("html", "pdf")]
     shape = repr((LAYOUT, version("bm25s"), readers, states))
     return hashlib.sha256(shape.encode("utf-8", "surrogateescape")).hexdigest()

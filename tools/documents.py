@@ -17,12 +17,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from config import UserError
 from tools import Document, one_line, reader
 from tools.reader import NotText
-from tools.web import in_threads
 
 KINDS = {
     ".txt": "text",
@@ -53,10 +53,7 @@ OVERLAP = 50
 
 
 def make_document(id: str, title: str, url: str, text: str) -> Document:
-    """A Document that is safe to show: title and url are one line, and UTF-8 can hold every field.
-
-    The outside world sends halves of surrogate pairs, and titles that pretend to be several lines.
-    """
+    """A Document that is safe to show: title and url are one line, UTF-8 can hold every field."""
     id, title, url, text = (s.encode("utf-8", "replace").decode() for s in (id, title, url, text))
     return Document(id, one_line(title, LONGEST_TITLE), one_line(url, 2000), text)
 
@@ -74,7 +71,7 @@ def split_title(contents: str) -> tuple[str, str]:
 
 
 def read_documents(path: Path) -> list[Document]:
-    """Every document under `path`. Skipped files are listed in one line on standard error.
+    """Every document under `path`. Skipped files are counted on standard error, by reason.
 
     UserError for a path that is missing, malformed (file and line are named) or without a document.
     """
@@ -93,31 +90,20 @@ def read_documents(path: Path) -> list[Document]:
             documents = list(_read_jsonl(path))
         except OSError as error:
             raise UserError(f"{shown} cannot be read ({error.strerror})") from None
-    if skipped:
-        print(f"{shown}: skipped {_list(skipped)}", file=sys.stderr, flush=True)
+    for reason, names in skipped.items():
+        some = ", ".join([one_line(name, 60) for name in names[:3]] + ["…"] * (len(names) > 3))
+        print(f"{shown}: skipped {len(names)} ({some}): {reason}", file=sys.stderr, flush=True)
     if not documents:
         raise UserError(f"{shown} holds no document: give {WHAT_IS_READ}")
     return documents
 
 
-def _list(skipped: dict[str, list[str]]) -> str:
-    """ "4 (a.doc, b.doc, c.doc, …): why; 1 (d.md): why" """
-    parts = []
-    for reason, names in skipped.items():
-        shown = [one_line(name, 60) for name in sorted(names)[:3]] + ["…"] * (len(names) > 3)
-        parts.append(f"{len(names)} ({', '.join(shown)}): {reason}")
-    return "; ".join(parts)
-
-
 def files_below(folder: Path) -> list[Path]:
-    """The files below a folder, sorted, without hidden ones and what lies in hidden folders.
-
-    A folder that cannot be opened is one of them, so that it will be listed as skipped.
-    """
+    """The files below a folder, sorted, without hidden ones and what lies in hidden folders."""
     files = []
 
     def closed(error: OSError) -> None:
-        files.append(Path(error.filename))
+        files.append(Path(error.filename))  # so that it will be listed as skipped
 
     for parent, folders, names in os.walk(folder, onerror=closed):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -136,10 +122,8 @@ def _read_files(files: list[Path], folder: Path, skipped: dict[str, list[str]]) 
             return error
 
     documents = []
-    at_once = os.cpu_count() or 1  # HTML and PDF are read in child processes.
-    for start in range(0, len(files), at_once):
-        batch = files[start : start + at_once]
-        for file, text in zip(batch, in_threads(attempt, batch), strict=True):
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # child processes read HTML and PDF
+        for file, text in zip(files, threads.map(attempt, files), strict=True):
             name = file.relative_to(folder).as_posix()
             if isinstance(text, NotText):
                 skipped.setdefault(str(text), []).append(name)
@@ -152,19 +136,17 @@ def _read_file(file: Path, home: Path) -> str:
     """A file's text; NotText says why there is none."""
     kind = KINDS.get(file.suffix.lower())
     try:
-        if file.is_dir():
-            raise NotText("a folder that cannot be opened")
+        if not file.is_file():
+            raise NotText("no file, or a folder that cannot be opened")
         if kind is None:
             raise NotText("of a kind that is not read")
         if not file.resolve().is_relative_to(home):
             raise NotText("a link out of the folder")
-        if not file.is_file():
-            raise NotText("not a file")
         if file.stat().st_size > LARGEST_FILE:
             raise NotText(f"more than {LARGEST_FILE >> 20} MiB")
         return reader.read(file.read_bytes(), kind)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
-        raise NotText(f"cannot be opened ({getattr(error, 'strerror', error)})") from None
+    except OSError as error:
+        raise NotText(f"cannot be opened ({error.strerror})") from None
 
 
 def _read_jsonl(path: Path) -> Iterator[Document]:
@@ -185,13 +167,10 @@ def _read_jsonl(path: Path) -> Iterator[Document]:
 
 def _parse_line(line: bytes) -> Document:
     row = json.loads(line)
-    id, text = row["id"], row["contents"]
-    title = row.get("title")
-    if isinstance(id, bool) or not isinstance(id, (str, int)):
-        raise TypeError("no id")
+    text, title = row["contents"], row.get("title")
     if not title:
         title, text = split_title(text)
-    return make_document(str(id), title, row.get("url") or "", text)
+    return make_document(str(row["id"]), title, row.get("url") or "", text)
 
 
 # Passages ----------------------------------------------------------------------------------------
@@ -229,10 +208,7 @@ def passages(
 
 
 def _windows(text: str, words: int, overlap: int) -> list[tuple[int, int]]:
-    """(begin, end) of each passage; [] if there is no need to cut.
-
-    A passage that begins with a line begins with its indentation, as code needs it.
-    """
+    """(begin, end) of each passage; [] if there is no need to cut."""
     found = [match.span() for match in WORD.finditer(text)] if words else []
     if len(found) <= words:
         return []
@@ -240,7 +216,7 @@ def _windows(text: str, words: int, overlap: int) -> list[tuple[int, int]]:
     spans = [(0, found[words - 1][1])]
     for first in range(words - overlap, len(found) - overlap, words - overlap):
         begin = found[first][0]
-        line_begin = text.rfind("\n", found[first - 1][1], begin) + 1
+        line_begin = text.rfind("\n", found[first - 1][1], begin) + 1  # code needs its indentation
         last = min(first + words, len(found)) - 1
         spans.append((line_begin or begin, found[last][1]))
     return spans

@@ -119,9 +119,15 @@ def landlock(readable: list[str]) -> None:
         libc.syscall(LANDLOCK_CREATE_RULESET, denied, ctypes.c_size_t(len(denied)), 0),
         "no ruleset",
     )
-    for path in readable:
-        if os.path.exists(path):
-            allow_reading(ruleset, path)
+    for path in filter(os.path.exists, readable):
+        rights = READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = struct.pack("=Qi", rights, fd)
+        check(
+            libc.syscall(LANDLOCK_ADD_RULE, ruleset, LANDLOCK_PATH_BENEATH, rule, 0),
+            f"no Landlock rule for {path}",
+        )
+        os.close(fd)
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no PR_SET_NO_NEW_PRIVS")
     check(libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0), "Landlock could not be switched on")
     os.close(ruleset)
@@ -130,27 +136,12 @@ def landlock(readable: list[str]) -> None:
 def denied_rights(version: int) -> bytes:
     """Every right that this version of Landlock knows of, as the kernel's struct."""
     file_rights = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)
-    files = struct.pack("=Q", (1 << file_rights) - 1)
-    tcp = struct.pack("=Q", 3)
-    abstract_sockets_and_signals = struct.pack("=Q", 3)
-    if version < 4:
-        return files
-    if version < 6:
-        return files + tcp
-    return files + tcp + abstract_sockets_and_signals
-
-
-def allow_reading(ruleset: int, path: str) -> None:
-    rights = READ_FILE
-    if os.path.isdir(path):
-        rights |= READ_DIR
-    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    rule = struct.pack("=Qi", rights, fd)
-    check(
-        libc.syscall(LANDLOCK_ADD_RULE, ruleset, LANDLOCK_PATH_BENEATH, rule, 0),
-        f"no Landlock rule for {path}",
-    )
-    os.close(fd)
+    denied = [(1 << file_rights) - 1]
+    if version >= 4:
+        denied.append(3)  # TCP: bind, connect
+    if version >= 6:
+        denied.append(3)  # abstract sockets, signals
+    return struct.pack(f"={len(denied)}Q", *denied)
 
 
 def drop_privileges(user: str) -> None:

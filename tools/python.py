@@ -1,14 +1,9 @@
 """The Python tool: runs a program that a model wrote and returns what it printed.
 
-Such a program counts as hostile. It runs in a child that locks itself in (tools/jail.py). The child
-gets nothing of ours, no environment, no open file and no working folder, and has a session of its
-own. Its output goes to one nameless file in memory, which the program can only append to.
-
-Output that does not begin with the jail's word `locked` is refused with ToolError: there is no
-plain subprocess to fall back to. docs/jail.md says what holds a program and what does not.
-
-In training a call runs in a thread of its own (driver.ToolCall). When that thread ends, however it
-ends, the kernel kills the child (parent-death signal).
+Such a program counts as hostile. It runs in a child that locks itself in (tools/jail.py) and gets
+nothing of ours, no environment, no open file and no working folder. Its output goes to one nameless
+file in memory, which the program can only append to. Output that does not begin with the jail's
+word `locked` is refused with ToolError. docs/jail.md says what holds a program and what does not.
 
     python -m tools.python < program.py        prints what the model would see
     pytest tests/test_python_tool.py           runs the programs of tests/attacks/ among others
@@ -162,10 +157,7 @@ def _user(packages: tuple[str, ...]) -> str:
 
 
 def _is_public(folder: str) -> bool:
-    """Whether everybody can read a library folder and what lies directly in it.
-
-    A folder that is not there counts as public. Only the mode bits are looked at.
-    """
+    """Whether everybody can read a library folder, or there is none, by its files' mode bits."""
     if not os.path.isdir(folder):
         return True
     for parent in (*Path(folder).absolute().parents, *Path(folder).resolve().parents):
@@ -218,18 +210,14 @@ def _excess(pid: int, memory: int) -> str:
 
 
 def _death(returncode: int, timeout: float) -> str:
-    """The last line for a child that ended by a signal, or "".
-
-    SIGKILL comes from the kernel when the machine is out of memory.
-    """
+    """The last line for a child that ended by a signal, or ""."""
     if returncode >= 0:
         return ""
-    number = signal.Signals(-returncode)
-    if number == signal.SIGKILL:
-        return "killed: memory"
-    if number == signal.SIGXCPU:
+    if returncode == -signal.SIGXCPU:
         return f"timed out after {timeout:g} s"
-    return f"killed: {number.name}"
+    if returncode == -signal.SIGKILL:  # by the kernel, when the machine is out of memory
+        return "killed: memory"
+    return f"killed: {signal.Signals(-returncode).name}"
 
 
 def _read(printed: bytes, ended: str) -> str:

@@ -5,13 +5,12 @@ failure must never be taken for an empty answer. A failure that may pass (a time
 connection, 408, 429, 5xx, an answer of another shape) is tried again after a growing, jittered
 pause, no sooner than Retry-After asks. Other refusals are final.
 
-Good answers are kept on disk under sha256(url, body), without any key; failures are not kept. Equal
-requests that are under way at the same time (a group's first searches) are one: they share its
-outcome.
+Good answers are kept on disk under sha256(url, body), without any key. Equal requests that are
+under way at the same time (a group's first searches) are one: they share its outcome.
 
-What a ToolError says reaches System 2, the rollout records and the operator's terminal. It is one
-line of at most 200 characters, without our keys. About strangers' pages it says nothing that they
-or a service wrote, for a stranger must not speak to System 2 past System 1.
+What a ToolError says reaches System 2, the records and the terminal. It is one line of at most 200
+characters, without our keys. About strangers' pages it says nothing that they or a service wrote,
+for a stranger must not speak to System 2 past System 1.
 
 One exchange is httpx2's (huggingface_hub brings it): the machine's certificates, the environment's
 proxies, and no redirects, for our key would go along.
@@ -32,7 +31,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from config import UserError
 from tools import ToolError, one_line
@@ -41,14 +40,10 @@ LONGEST_WAIT = 60.0  # seconds; a larger Retry-After is cut to this
 LONGEST_MESSAGE = 200  # characters of a ToolError
 ANSWER_BYTES = 8 << 20  # of one answer, unpacked
 AT_ONCE = 16  # exchanges of one client
-Answer = TypeVar("Answer")
 
 
 def in_threads(function: Callable, items: list) -> list:
-    """[function(item) for each item], each in a thread of its own.
-
-    The threads are daemons: neither Ctrl-C nor the end of the program waits for them.
-    """
+    """[function(item) for each item], in threads that neither Ctrl-C nor a program's end awaits."""
     outcomes = [Future() for _ in items]
 
     def work(item, outcome: Future):
@@ -100,12 +95,12 @@ class Client:
     def call(
         self,
         url: str,
-        read: Callable[[bytes], Answer],
+        read: Callable[[bytes], Any],
         *,
         body: dict | None = None,
         headers: dict | None = None,
         quote: bool = True,
-    ) -> Answer:
+    ) -> Any:
         """What `read` makes of the answer of `url`: GET, or POST of `body` as JSON. Or ToolError.
 
         read(raw) raises when the answer, fresh or from the cache, is not the one asked for.
@@ -115,28 +110,36 @@ class Client:
         name = hashlib.sha256(request.encode()).hexdigest()
         mine = Future()
         outcome = self.under_way.setdefault(name, mine)
-        if outcome is not mine:
-            return outcome.result()
-        try:
-            mine.set_result(self._answer(name, url, read, body, headers or {}, quote))
-        except BaseException as error:
-            mine.set_exception(error)
-        finally:
-            del self.under_way[name]
-        return mine.result()
+        if outcome is mine:
+            try:
+                mine.set_result(self._answer(name, url, read, body, headers or {}, quote))
+            except BaseException as error:
+                mine.set_exception(error)
+            finally:
+                del self.under_way[name]
+        return outcome.result()
 
-    def _answer(self, name: str, url: str, read: Callable, *request) -> Answer:
+    def _answer(self, name: str, url: str, read: Callable, *request):
         """The answer that is kept under a name, or else a new one, which is kept."""
         if self.cache is not None:
             with contextlib.suppress(Exception):  # there is none, or none as we would write it
                 return read((self.cache / name).read_bytes())
         raw, answer = self._persist(url, read, *request)
-        self._keep(name, raw)
+        if self.cache is not None:
+            with contextlib.suppress(OSError):  # a full disk does not take the answer away
+                self._keep(name, raw)
         return answer
+
+    def _keep(self, name: str, raw: bytes) -> None:
+        """Writes the file whole or not at all."""
+        with tempfile.TemporaryDirectory(dir=self.cache, prefix="unfinished-") as folder:
+            unfinished = Path(folder, "answer")
+            unfinished.write_bytes(raw)
+            os.replace(unfinished, self.cache / name)
 
     def _persist(
         self, url: str, read: Callable, body: dict | None, headers: dict, quote: bool
-    ) -> tuple[bytes, Answer]:
+    ) -> tuple[bytes, Any]:
         """Makes attempts until one succeeds, or is refused for good, or none is left."""
         method = "GET" if body is None else "POST"
         content = None if body is None else json.dumps(body).encode()
@@ -163,28 +166,13 @@ class Client:
                 # them mean the same: there is no answer.
                 why = f"{type(error).__name__}: {error}" if quote else type(error).__name__
             for secret in headers.values():  # hidden first and cut afterwards, or a part is left
-                key = r"\\*".join(
-                    map(re.escape, secret.removeprefix("Bearer "))
-                )  # or as JSON has it
-                why = re.sub(key, "***", why, flags=re.IGNORECASE)
+                why = why.replace(secret.removeprefix("Bearer "), "***")
             why = one_line(f"{site}: {why[:1000]}", LONGEST_MESSAGE - 10)
             if not may_pass:
                 raise ToolError(why)
             if number < self.tries:
                 time.sleep(wait)
         raise ToolError(f"{why}, {self.tries} tries")
-
-    def _keep(self, name: str, raw: bytes) -> None:
-        """Writes the file whole or not at all. A full disk does not take the answer away."""
-        if self.cache is None:
-            return
-        with (
-            contextlib.suppress(OSError),
-            tempfile.TemporaryDirectory(dir=self.cache, prefix="unfinished-") as folder,
-        ):
-            unfinished = Path(folder, "answer")
-            unfinished.write_bytes(raw)
-            os.replace(unfinished, self.cache / name)
 
 
 def read_within(response, seconds: float) -> bytes:
@@ -205,11 +193,19 @@ def retry_after(headers: Mapping[str, str]) -> float:
 
 
 def check_base_url(name: str, url: str) -> str:
-    """The base URL of a service without its last slashes; UserError, which names it, if it is none.
+    """The base URL of a service without its last slashes; UserError, which hides it, if it is none.
 
-    It is not shown, for it may hold a password, which would stand in every error message.
+    It may hold a password, which would stand in every error message.
     """
     url = url.strip().rstrip("/")
     if not re.fullmatch(r"https?://[^@/?#\s\\]+(/[^@?#\s\\]*)?", url):
         raise UserError(f"{name} is no address: give http(s)://host:port, without user or password")
     return url
+
+
+def key_of(variable: str) -> str:
+    """A service's key from the environment; UserError, which does not show it, if it is none."""
+    key = os.environ.get(variable, "").strip()
+    if not re.fullmatch(r"[!-~]+", key):
+        raise UserError(f"{variable} is not set to a key: export {variable}=…, or do without it")
+    return key
