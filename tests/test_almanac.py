@@ -8,6 +8,7 @@ import re
 import shutil
 from argparse import Namespace
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -274,52 +275,49 @@ def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
     record = {"question_id": question.id, "reward": 1.0, "turns": [turn]}
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "step_0.jsonl").write_text(json.dumps(record) + "\n")
-    sums = bench.cells(tmp_path)
-    counted = {
-        name: (sums[name, "right"], sums[name, "asked"])
-        for name in (question.source, f"read {fact.group}", "rightly silent", "wrongly silent")
+    assert bench.cells(tmp_path) == {
+        question.source: [1, 1],
+        "all": [1, 1],
+        f"read {fact.group}": [1, 1],
+        "rightly silent": [1, 2],
+        "wrongly silent": [0, 1],
+        "contradicted": [1, 1],
     }
-    assert list(counted.values()) == [(1, 1), (1, 1), (1, 2), (0, 1)]
-    assert sums["contradicted", "right"] == 1
 
 
 def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monkeypatch):
     done = []
 
-    def carry_out(study, options, words, name):
+    def carry_out(options, line, name):
         done.append(name)
-        training = "eval" not in words
-        words = [word for word in words if word not in ("passages", "eval", "START")]
-        words = [word for word in words if not word.startswith("/")]
-        given = parse(parser(AlmanacConfig, ""), words)
+        passages = line[2] == "passages"
+        words = line[2 + passages :]
+        training = words[0] != "eval"
+        given = parse(parser(AlmanacConfig, ""), words if training else words[2:])
         if given.get("system1", "train") != "train":
             given["balance"] = "uniform"
-        given.setdefault("preset", "almanac-passages" if "passages" in name else "almanac")
+        given.setdefault("preset", "almanac-passages" if passages else "almanac")
         config = resolve(AlmanacConfig, given, presets=almanac.PRESETS, training=training)
-        (tmp_path / name).mkdir(exist_ok=True)
+        folder = Path(given["runs"]) / given["name"]
+        (folder / "rollouts").mkdir(parents=True, exist_ok=True)
         if training:
             assert config.resume == (name == "own-5")
             made = json.dumps(vars(config) | {"model": "START"})
-            (tmp_path / name / "config.json").write_text(made)
-            (tmp_path / name / "metrics.jsonl").write_text('{"step": 3, "eval_step": 4}\n')
+            (folder / "config.json").write_text(made)
+            (folder / "metrics.jsonl").write_text('{"step": 3, "eval_step": 4}\n')
             return
         given.pop("balance", None)
         evaluation.refuse_ignored(AlmanacConfig, given, asking=False)
-        (tmp_path / name / "table.json").write_text("[]")
-        (tmp_path / name / "rollouts").mkdir()
-        (tmp_path / name / "rollouts" / "step_0.jsonl").write_text("")
+        (folder / "rollouts" / "step_0.jsonl").write_text("")
 
     monkeypatch.setattr(arms, "carry_out", carry_out)
-    options = Namespace(seeds=[5], arms=bench.STUDY.arms, more=[], eval_questions="9")
-    options.runs, options.records = tmp_path, tmp_path / "records"
-    (tmp_path / "own-5").mkdir()
-    (tmp_path / "own-5" / "config.json").write_text("{}")
+    options = Namespace(seeds=[5], arms=bench.STUDY.arms, more=[], eval_questions="9", bf16="on")
+    options.runs, options.records = tmp_path / "runs", tmp_path / "records"
+    (options.runs / "own-5").mkdir(parents=True)
+    (options.runs / "own-5" / "config.json").write_text("{}")
     arms.run_missing(bench.STUDY, options)
-    assert (
-        len(done) == len(set(done)) == 3 * len(bench.STUDY.arms) + 2 * (1 + len(bench.STUDY.starts))
-    )
-    for folder in tmp_path.glob("*-*"):  # an evaluation with its record needs no run
-        if folder.is_dir():
-            shutil.rmtree(folder)
+    made = 3 * len(bench.STUDY.arms) + 2 * (1 + len(bench.STUDY.own_start))
+    assert len(done) == len(set(done)) == made
+    shutil.rmtree(options.runs)  # an evaluation with its record needs no run
     arms.run_missing(bench.STUDY, options)
-    assert len(done) == len(set(done))
+    assert len(done) == made
