@@ -12,7 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_chat import QWEN25, tokenizer
+from helpers.chat import QWEN25, tokenizer
+from helpers.samples import text_of
 
 import mars
 from bench import almanac as bench
@@ -133,12 +134,6 @@ def playing(**limits):
     return config, ChatFormat(tokenizer(QWEN25), mars.words(config, tools), tools), tools
 
 
-def said(sample, chat):
-    """(what a role was given first, what it wrote)."""
-    text = chat.text([token for token, own in zip(sample.tokens, sample.mask) if own])
-    return chat.text(sample.tokens[: sample.mask.index(True)]), text.removesuffix("<|im_end|>")
-
-
 @needs_pages
 def test_demonstrations_are_true_and_show_a_little_silence():
     config, chat, tools = playing(packing=False, idle=0.5)
@@ -155,10 +150,11 @@ def test_demonstrations_are_true_and_show_a_little_silence():
         assert chat.text(steps.tokens).count(found) == 2  # in a note, and in what was found
         told = 0
         for sample in trajectory.samples("sys1"):
-            given, note = said(sample, chat)
-            assert note == (f"T{found}" if fact.line in given else almanac.IDLE)
-            told += fact.line in given
-            idle += fact.line not in given
+            holds = fact.line in text_of(chat, sample, False)
+            note = text_of(chat, sample, True).removesuffix("<|im_end|>")
+            assert note == (f"T{found}" if holds else almanac.IDLE)
+            told += holds
+            idle += not holds
         assert told == 1
     assert 10 < idle < 30
     # Without a reader: only what System 2 itself can read.

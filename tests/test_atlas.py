@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.chat import QWEN25, tokenizer
+from helpers.samples import text_of
 
 import mars
 import train
@@ -172,12 +173,6 @@ def notes_of(world, hop):
     return notes
 
 
-def written(sample, chat):
-    """What a role wrote."""
-    text = chat.text([token for token, own in zip(sample.tokens, sample.mask) if own])
-    return text.removesuffix("<|im_end|>")
-
-
 @needs_facts
 @pytest.mark.parametrize("purpose", [True, False])
 def test_demonstrations_are_flawless_and_true(world, purpose):
@@ -191,11 +186,12 @@ def test_demonstrations_are_flawless_and_true(world, purpose):
         assert len(trajectory.turns) == len(plan.hops) + bool(plan.code) + 1
         possible = set().union(*(notes_of(world, hop) for hop in plan.hops))
         for sample in trajectory.samples("sys1"):
-            assert written(sample, chat) in {*possible, atlas.IDLE}
+            note = text_of(chat, sample, True).removesuffix("<|im_end|>")
+            assert note in {*possible, atlas.IDLE}
             assert ("What to find out: " in chat.text(sample.tokens)) == purpose
         system2 = trajectory.samples("sys2")[0]
         read = chat.text(system2.tokens)
-        assert ('"purpose"' in written(system2, chat)) == purpose
+        assert ('"purpose"' in text_of(chat, system2, True)) == purpose
         for hop in plan.hops:
             assert (f'"purpose": "{hop.purpose}"' in read) == purpose
             found = atlas.clause(world, hop, hop.fact[0])

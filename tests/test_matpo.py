@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.samples import prepared, text_of
 from helpers.script import Script
-from helpers.tiny import CPU, OBJECTIVE, model
+from helpers.tiny import OBJECTIVE, model
 from test_mars import SMALL
 
-import train
 import trainer
 from config import UserError, resolve
 from driver import Driver
@@ -62,9 +62,7 @@ def play(planner: list[str], worker: list[str], search=lambda query: PAGES, **op
     return trajectory, script
 
 
-def text(sample: Sample, sampled: bool) -> str:
-    return FORMAT.text([t for t, m in zip(sample.tokens, sample.mask) if m == sampled])
-
+text = functools.partial(text_of, FORMAT)
 
 PLANNER = [
     "<call> work anything about ada baker <eot>",
@@ -203,12 +201,6 @@ def credited(**options) -> tuple[list[Trajectory], dict[str, list[Sample]], matp
     return trajectories, matpo.credit(config, trajectories, 0), config
 
 
-def prepared(config, terms) -> tuple[list[Sample], list]:
-    policy = SimpleNamespace(packs=True)
-    run = SimpleNamespace(config=config, ranks=1, device=CPU, reference=None, policy=policy)
-    return train.prepare(run, terms)[:2]
-
-
 def gradient_by_hand(trajectories: list[Trajectory]) -> dict:
     """The gradient of the paper's objective at ρ = 1, one plain sum over all tokens."""
     reference = model("qwen3").float()
@@ -232,15 +224,15 @@ def test_the_gradient_is_that_of_the_papers_objective_also_beyond_the_planners_e
     planners = [trajectory.contexts[0].sample.advantage for trajectory in trajectories]
     a, b = math.sqrt(2), -1 / math.sqrt(2)
     assert planners == pytest.approx([a, b, b, 1.0, -1.0])
-    samples, _ = prepared(config, terms)
+    samples, *_ = prepared(config, terms)
     sampler = model("qwen3")
     policy = trainer.Policy(model("qwen3"), bf16=False)
     for made in samples:  # on policy, ρ is 1
         logits = sampler(input_ids=torch.tensor([made.tokens])).logits[0].detach()
         picked = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(made.tokens[1:])[:, None])
         made.logprobs = [0.0, *picked[:, 0].tolist()]
-    _, batches = prepared(config, terms)
-    trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)
+    _, batches, references = prepared(config, terms)
+    trainer.backward(policy, batches, references, **OBJECTIVE)
     found = {name.removeprefix("model."): p.grad for name, p in policy.named_parameters()}
     for name, wanted in gradient_by_hand(trajectories).items():
         assert float((found[name] - wanted).abs().max()) < 1e-5
