@@ -110,6 +110,7 @@ class Bench:
 
         A failure is a cell, not the end: the next row may be the one that was wanted.
         """
+        rates()  # while there is memory for it
         torch.cuda.empty_cache()  # of the row before
         try:
             row = name | function()

@@ -22,12 +22,9 @@ There, where pip refuses a wheel with a damaged piece, and passes over what is i
     cd .cache/wheels; for W in *.whl.aa; do cat ${W%aa}?? > ${W%.aa}; done
     pip install --no-index --no-deps *.whl
 
-What is left that only a GPU can show. Rehearsed on a CPU: all of these lines; kernels interpreted,
-and compiled for sm_80, sm_90 and sm_100 (tests/test_kernels_compile.py); the CUDA branches of
-sampler and trainer on fake tensors, graph capture by a stand-in (tests/test_fake_cuda.py);
-collectives and FSDP2 through gloo. Never run: the compiled kernels' numbers and speed; a captured
-graph's replay; pinned copies that overlap; backward through the CUDA kernels of packed attention;
-NCCL; peak memory against the plan; bf16 products on tensor cores, and their `mismatch_kl`.
+Never run so far: the compiled kernels' numbers and speed; a captured graph's replay; pinned copies
+that overlap; backward through the CUDA kernels of packed attention; NCCL; peak memory against the
+plan; bf16 products on tensor cores, and their `mismatch_kl`.
 
 Exit: 0 all went well, 1 a step failed or was cut, 2 there is no CUDA device.
 Tests: pytest tests/test_bench_gpu.py
@@ -102,8 +99,8 @@ def smollm2(bench: Bench, changed: tuple[str, ...] = ()) -> None:
         from recipes import atlas
 
         given = {"preset": "atlas"} | parse(parser(atlas.AtlasConfig, ""), command)
-        made = partial(resolve, atlas.AtlasConfig, given, presets=atlas.PRESETS)
-        bench.measure({"run": "resolved"}, lambda: vars(made()))
+        made = resolve(atlas.AtlasConfig, given, presets=atlas.PRESETS)
+        bench.measure({"run": "resolved"}, lambda: vars(made))
         return
     command = ["-m", "recipes.atlas", *command, "--cache", str(common.ROOT / ".cache")]
     one_run(bench, command)

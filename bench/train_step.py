@@ -75,9 +75,6 @@ def make_batches(samples: list[Sample], capacity: int, where) -> list:
     return trainer.micro_batches(samples, weights, capacity, where)
 
 
-# --- packed and padded ----------------------------------------------------------------------------
-
-
 def packed_step(policy, batches) -> tuple[float, int]:
     """(loss, tokens computed) of a step by the trainer, micro-batch by micro-batch."""
     stats = trainer.backward(policy, batches, [None] * len(batches), **OBJECTIVE)

@@ -21,7 +21,7 @@ import warm_start
 from mars import MarsConfig
 from plumbing import evaluation, models, outside
 from recipes import atlas, atlas_world
-from recipes.atlas_world import LONG, SHORT, Hop
+from recipes.atlas_world import LONG, SHORT
 from tasks import questions
 from tasks.chat import ChatFormat
 from tasks.grading import exact_match
@@ -198,36 +198,17 @@ def test_demonstrations_are_flawless_and_true(world, purpose):
             assert f" says: {found}." in read
             assert f"Found: {found}.\n" in read  # word for word as in the note
             assert found.startswith(f"{hop.purpose} is ")
-
-
-def test_what_was_found_takes_its_place_in_what_is_wanted():
-    known = {"capital": "Lima", "most populous neighbour": "Brazil", "area": "1,285,216"}
-    facts = {("Peru", name): text for name, text in known.items()}
-    facts["Brazil", "area"] = "8,515,767"
-    facts = {fact: atlas_world.Value(text, (text,)) for fact, text in facts.items()}
-    world = atlas_world.World(SHORT, 0, facts=facts)
-    lima = Hop("capital Lima", "the country with the capital Lima", ("Peru", "capital"), True)
-    peru, brazil = (atlas_world.hop_to_fact(name, "area") for name in ("Peru", "Brazil"))
-    neighbour = atlas_world.hop_to_fact("Peru", "most populous neighbour")
-
-    def said(*hops, gold, code=""):
-        steps = atlas.sayings(atlas_world.Plan("", "", hops, (gold,), code), world)
-        assert steps[-1].endswith(f"\n<answer> {gold}</answer>")
-        assert not code or f'"code": "{code}"' in steps[-2]
-        return [re.split(r"\n<", step)[0] for step in steps]
-
-    assert said(lima, neighbour, brazil, gold="8,515,767") == [
-        "Wanted: the area of the most populous neighbour of the country with the capital Lima.",
-        "Found: the country with the capital Lima is Peru.\n"
-        "Wanted: the area of the most populous neighbour of Peru.",
-        "Found: the most populous neighbour of Peru is Brazil.\nWanted: the area of Brazil.",
-        "Found: the area of Brazil is 8,515,767.",
-    ]
-    assert said(brazil, peru, gold="7230551", code="8515767 - 1285216")[1:] == [
-        "Found: the area of Brazil is 8,515,767.\nWanted: 8,515,767 - the area of Peru.",
-        "Found: the area of Peru is 1,285,216.\nWanted: 8,515,767 - 1,285,216.",
-        "Found: 8,515,767 - 1,285,216 is 7230551.",
-    ]
+        # What was found takes its place in what is wanted next: a country, or a part of a sum.
+        for i, wanted in enumerate(re.findall(r"Wanted: (.*)\.\n", read)):
+            assert not any(before.purpose in wanted for before in plan.hops[:i])
+            known = plan.hops[:i] if plan.code else plan.hops[:i][-1:]
+            assert all(atlas.value(world, before) in wanted for before in known)
+            now, *later = [hop.purpose for hop in plan.hops[i:]] or [""]
+            if plan.code:
+                assert all(purpose in wanted for purpose in (now, *later))
+            else:
+                of = "".join(f"the {hop.fact[1]} of " for hop in plan.hops[:i:-1])
+                assert wanted == of + now
 
 
 @needs_facts
