@@ -239,15 +239,9 @@ def test_an_attempt_that_no_server_answers_has_no_notes():
     config = AlmanacConfig(**almanac.ALMANAC)
     tools = [Tool("search", *KNOWN["search"], None)]
     sampler = SimpleNamespace(open=lambda: None, close=lambda conversation: None)
-    env = Env(
-        driver=SimpleNamespace(sample=lose),
-        samplers={"sys2": sampler},
-        chat=ChatFormat(tokenizer(QWEN25), mars.words(config, tools), tools),
-        tools={},
-        grade=None,
-        config=config,
-        step=0,
-    )
+    chat = ChatFormat(tokenizer(QWEN25), mars.words(config, tools), tools)
+    driver = SimpleNamespace(sample=lose)
+    env = Env(driver, {"sys2": sampler}, chat, {}, None, config, step=0)
     question = Asked("q", "What is the capital of Peru?", ("Lima",), "own", LIMA)
     trajectory = asyncio.run(env.play(almanac.METHOD, question, 0, 0))
     assert trajectory.ended.startswith("lost") and trajectory.reward is None

@@ -206,16 +206,6 @@ def test_a_form_with_another_loss_is_a_failure(monkeypatch):
     assert ["another loss" in row.get("failed", "") for row in made.rows] == [False, True, True]
 
 
-def test_samples_are_as_the_docstring_says():
-    samples = train_step.draw_samples(200, 1 / 16, 128)
-    for role, median, share in (("sys2", 400, 1 / 3), ("sys1", 120, 1 / 5)):
-        lengths = sorted(len(s.tokens) for s in samples if s.role == role)
-        trained = sum(sum(s.mask) for s in samples if s.role == role)
-        assert len(lengths) == 200 and lengths[-1] <= 1984
-        assert abs(lengths[100] / median - 1) < 0.2
-        assert abs(trained / sum(lengths) / share - 1) < 0.05
-
-
 def test_our_grpo_step_trains_what_it_sampled():
     model = bench.random_model(bench.TINY)
     before = model.lm_head.weight.clone()
