@@ -19,7 +19,7 @@ import mars
 from bench import almanac as bench
 from bench import arms
 from config import UserError, parse, parser, resolve
-from plumbing import evaluation
+from plumbing import evaluation, models
 from recipes import almanac, almanac_world
 from recipes.almanac import AlmanacConfig, Note
 from recipes.almanac_world import GROUPS, KINDS, PATTERNS, PLACES, Asked, Fact
@@ -280,26 +280,32 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
 
     def carry_out(options, line, name):
         done.append(name)
-        passages = line[2] == "passages"
-        words = line[2 + passages :]
-        training = words[0] != "eval"
-        given = parse(parser(AlmanacConfig, ""), words if training else words[2:])
-        if given.get("system1", "train") != "train":
-            given["balance"] = "uniform"
-        given.setdefault("preset", "almanac-passages" if passages else "almanac")
-        config = resolve(AlmanacConfig, given, presets=almanac.PRESETS, training=training)
+        preset = "almanac-passages" if line[2] == "passages" else "almanac"
+        words = line[3:] if line[2] == "passages" else line[2:]
+        asking = words[0] == "eval"
+        given = parse(parser(AlmanacConfig, ""), words[2:] if asking else words)
         folder = Path(given["runs"]) / given["name"]
         (folder / "rollouts").mkdir(parents=True, exist_ok=True)
-        if training:
-            assert config.resume == (name == "own-5")
-            made = json.dumps(vars(config) | {"model": "START"})
-            (folder / "config.json").write_text(made)
-            (folder / "metrics.jsonl").write_text('{"step": 3, "eval_step": 4}\n')
+        if asking:
+            evaluation.refuse_ignored(AlmanacConfig, given, asking=False)
+            given = almanac.complete(preset, [], "eval", given | {"checkpoint": words[1]})
+            assert evaluation.settings(almanac.METHOD, given, asking=False).eval_questions == 9
+            (folder / "rollouts" / "step_0.jsonl").write_text("")
             return
-        given.pop("balance", None)
-        evaluation.refuse_ignored(AlmanacConfig, given, asking=False)
-        (folder / "rollouts" / "step_0.jsonl").write_text("")
+        if given.get("system1", "train") != "train":
+            given["balance"] = "uniform"
+        config = resolve(AlmanacConfig, {"preset": preset} | given, presets=almanac.PRESETS)
+        assert config.resume == (name == "own-5")
+        made = json.dumps(vars(config) | {"model": "START"})
+        (folder / "config.json").write_text(made)
+        (folder / "metrics.jsonl").write_text('{"step": 3, "eval_step": 4}\n')
 
+    def find_checkpoint(method, path):
+        config = Path(path) / "config.json"
+        return path, json.loads(config.read_text()) if config.exists() else None
+
+    monkeypatch.setattr(models, "find_checkpoint", find_checkpoint)
+    monkeypatch.setattr(models, "run_of", lambda path: path if path.is_dir() else None)
     monkeypatch.setattr(arms, "carry_out", carry_out)
     options = Namespace(seeds=[5], arms=bench.STUDY.arms, more=[], eval_questions="9", bf16="on")
     options.runs, options.records = tmp_path / "runs", tmp_path / "records"
