@@ -320,10 +320,12 @@ METHOD = dataclasses.replace(
 
 
 def questions(config: AlmanacConfig, names: list[str], training: bool) -> tuple:
-    """The endless stream of training questions, and the held-out ones."""
+    """The endless stream of training questions, or None, and the held-out ones."""
     world = almanac_world.make_world(config.edition)
-    asked = almanac_world.training(world, config.seed) if training else []
     held_out = almanac_world.held_out(world)[: config.eval_questions or None]
+    if not training:
+        return None, held_out
+    asked = almanac_world.training(world, config.seed)
     return lambda i: asked[i % len(asked)], held_out
 
 

@@ -19,7 +19,7 @@ import mars
 from bench import almanac as bench
 from bench import arms
 from config import UserError, parse, parser, resolve
-from plumbing import evaluation, models
+from plumbing import evaluation, models, start
 from recipes import almanac, almanac_world
 from recipes.almanac import AlmanacConfig, Note
 from recipes.almanac_world import GROUPS, KINDS, PATTERNS, PLACES, Asked, Fact
@@ -275,6 +275,7 @@ def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
     }
 
 
+@needs_pages
 def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monkeypatch):
     done = []
 
@@ -289,7 +290,12 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         if asking:
             evaluation.refuse_ignored(AlmanacConfig, given, asking=False)
             given = almanac.complete(preset, [], "eval", given | {"checkpoint": words[1]})
-            assert evaluation.settings(almanac.METHOD, given, asking=False).eval_questions == 9
+            config = evaluation.settings(almanac.METHOD, given, asking=False)
+            arm = name.removeprefix("start-").rsplit("-", 2)[0]
+            reads = parse(parser(AlmanacConfig, ""), bench.STUDY.arms.get(arm, []))
+            assert reads.items() <= vars(config).items()
+            stream, held_out = almanac.questions(config, [], training=False)
+            assert start.first_questions(config, stream) == [] and len(held_out) == 9
             (folder / "rollouts" / "step_0.jsonl").write_text("")
             return
         if given.get("system1", "train") != "train":
