@@ -249,7 +249,7 @@ def test_form_by_hand():
     bad = [None, "malformed"]
     assert score(1.0, good, []) == pytest.approx(0.9 + 0.05)  # nobody was asked: half is missing
     assert score(0.0, bad, [good, bad, bad]) == pytest.approx(0.1 * 0.5 / 3)
-    assert score(0.0, good, [bad]) == pytest.approx(0.05)
+    assert score(0.0, good, [good, bad]) == pytest.approx(0.1 * (1 + 1 / 2) / 2)
     assert score(0.0, good, [], delegate=False) == pytest.approx(0.1)
 
 
