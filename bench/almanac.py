@@ -7,16 +7,14 @@
 How arms are run and compared: bench/arms.py. A cell is what RL has seen (country seen or new;
 attribute taught by demonstrations, trained by RL, or unseen), or what the notes are worth.
 
-Results: bench/results/almanac/table.json and arms.png. Tests: pytest tests/test_almanac.py
+Results: bench/results/almanac/table.json. Tests: pytest tests/test_almanac.py
 """
 
 import functools
-import sys
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 from bench import arms
-from bench.common import RESULTS
 from recipes import almanac, almanac_world
 
 WHOLE_GROUP = ["--balance", "none", "--credit"]
@@ -28,13 +26,13 @@ def held_out() -> dict[str, almanac_world.Asked]:
     return {asked.id: asked for asked in almanac_world.held_out(almanac_world.make_world())}
 
 
-def cells(folder: Path) -> Counter:
+def cells(folder: Path) -> dict[str, list[int]]:
     """Right answers by cell and in all, and what the notes are worth."""
-    sums = Counter()
+    counts = defaultdict(lambda: [0, 0])
 
     def count(name: str, right: bool) -> None:
-        sums[name, "right"] += right
-        sums[name, "asked"] += 1
+        counts[name][0] += right
+        counts[name][1] += 1
 
     for record in arms.rollouts(folder):
         question = held_out()[record["question_id"]]
@@ -55,7 +53,7 @@ def cells(folder: Path) -> Counter:
                     count("wrongly silent", note.silent)
             if turn["chunks"]:
                 count("contradicted", len(stated) > 1)  # two notes state different things
-    return sums
+    return counts
 
 
 STUDY = arms.Study(
@@ -77,38 +75,13 @@ STUDY = arms.Study(
         "no-purpose": ["--no-purpose"],
         "no-packing": ["--no-packing"],
     },
-    starts={
-        name: f"start-{name}"
-        for name in ("none", "one-agent", "passages", "no-purpose", "no-packing")
-    },
+    own_start=("none", "one-agent", "passages", "no-purpose", "no-packing"),
     cells=cells,
     asked="240",
     in_run=["--eval_questions", "12"],  # few: what counts is asked afterwards
-    commands={"passages": ["passages"]},
-    reads=("system1", "sys2_context", "purpose", "packing"),
+    command={"passages": ["passages"]},
 )
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    """Right answers, and what the notes are worth, of each arm: sampled, with 95 % intervals."""
-    from matplotlib.figure import Figure  # slow to load
-
-    rows = [row for row in rows if row["decoding"] == "sampled"][::-1]
-    titles = {"all": "right answers", "read trained": "fact there: told (attributes of RL)"}
-    titles |= {"rightly silent": "no fact there: “Nothing here.”"}
-    figure = Figure(figsize=(11, 1 + 0.3 * len(rows)), dpi=120, layout="constrained")
-    axes = figure.subplots(1, len(titles), sharey=True)
-    for ax, (name, title) in zip(axes, titles.items()):
-        for place, row in enumerate(rows):
-            if name in row:
-                share, low, high = row[name]
-                colour = "#777777" if row["arm"].startswith("start") else "#0072b2"
-                ax.errorbar(share, place, xerr=[[share - low], [high - share]], fmt="o", c=colour)
-        ax.set(title=title, xlim=(0, 1))
-    axes[0].set_yticks(range(len(rows)), [row["arm"] for row in rows])
-    figure.savefig(path)
-
-
 if __name__ == "__main__":
-    plot(arms.main(STUDY, __doc__), RESULTS / "almanac" / "arms.png")
-    sys.exit(0)
+    arms.main(STUDY, __doc__)

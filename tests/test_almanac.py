@@ -8,16 +8,18 @@ import re
 import shutil
 from argparse import Namespace
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_chat import QWEN25, tokenizer
+from helpers.chat import QWEN25, tokenizer
+from helpers.samples import text_of
 
 import mars
 from bench import almanac as bench
 from bench import arms
 from config import UserError, parse, parser, resolve
-from plumbing import evaluation
+from plumbing import evaluation, models, start
 from recipes import almanac, almanac_world
 from recipes.almanac import AlmanacConfig, Note
 from recipes.almanac_world import GROUPS, KINDS, PATTERNS, PLACES, Asked, Fact
@@ -132,12 +134,6 @@ def playing(**limits):
     return config, ChatFormat(tokenizer(QWEN25), mars.words(config, tools), tools), tools
 
 
-def said(sample, chat):
-    """(what a role was given first, what it wrote)."""
-    text = chat.text([token for token, own in zip(sample.tokens, sample.mask) if own])
-    return chat.text(sample.tokens[: sample.mask.index(True)]), text.removesuffix("<|im_end|>")
-
-
 @needs_pages
 def test_demonstrations_are_true_and_show_a_little_silence():
     config, chat, tools = playing(packing=False, idle=0.5)
@@ -154,10 +150,11 @@ def test_demonstrations_are_true_and_show_a_little_silence():
         assert chat.text(steps.tokens).count(found) == 2  # in a note, and in what was found
         told = 0
         for sample in trajectory.samples("sys1"):
-            given, note = said(sample, chat)
-            assert note == (f"T{found}" if fact.line in given else almanac.IDLE)
-            told += fact.line in given
-            idle += fact.line not in given
+            holds = fact.line in text_of(chat, sample, False)
+            note = text_of(chat, sample, True).removesuffix("<|im_end|>")
+            assert note == (f"T{found}" if holds else almanac.IDLE)
+            told += holds
+            idle += not holds
         assert told == 1
     assert 10 < idle < 30
     # Without a reader: only what System 2 itself can read.
@@ -242,15 +239,9 @@ def test_an_attempt_that_no_server_answers_has_no_notes():
     config = AlmanacConfig(**almanac.ALMANAC)
     tools = [Tool("search", *KNOWN["search"], None)]
     sampler = SimpleNamespace(open=lambda: None, close=lambda conversation: None)
-    env = Env(
-        driver=SimpleNamespace(sample=lose),
-        samplers={"sys2": sampler},
-        chat=ChatFormat(tokenizer(QWEN25), mars.words(config, tools), tools),
-        tools={},
-        grade=None,
-        config=config,
-        step=0,
-    )
+    chat = ChatFormat(tokenizer(QWEN25), mars.words(config, tools), tools)
+    driver = SimpleNamespace(sample=lose)
+    env = Env(driver, {"sys2": sampler}, chat, {}, None, config, step=0)
     question = Asked("q", "What is the capital of Peru?", ("Lima",), "own", LIMA)
     trajectory = asyncio.run(env.play(almanac.METHOD, question, 0, 0))
     assert trajectory.ended.startswith("lost") and trajectory.reward is None
@@ -274,52 +265,61 @@ def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
     record = {"question_id": question.id, "reward": 1.0, "turns": [turn]}
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "step_0.jsonl").write_text(json.dumps(record) + "\n")
-    sums = bench.cells(tmp_path)
-    counted = {
-        name: (sums[name, "right"], sums[name, "asked"])
-        for name in (question.source, f"read {fact.group}", "rightly silent", "wrongly silent")
+    assert bench.cells(tmp_path) == {
+        question.source: [1, 1],
+        "all": [1, 1],
+        f"read {fact.group}": [1, 1],
+        "rightly silent": [1, 2],
+        "wrongly silent": [0, 1],
+        "contradicted": [1, 1],
     }
-    assert list(counted.values()) == [(1, 1), (1, 1), (1, 2), (0, 1)]
-    assert sums["contradicted", "right"] == 1
 
 
+@needs_pages
 def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monkeypatch):
     done = []
 
-    def carry_out(study, options, words, name):
+    def carry_out(options, line, name):
         done.append(name)
-        training = "eval" not in words
-        words = [word for word in words if word not in ("passages", "eval", "START")]
-        words = [word for word in words if not word.startswith("/")]
-        given = parse(parser(AlmanacConfig, ""), words)
+        preset = "almanac-passages" if line[2] == "passages" else "almanac"
+        words = line[3:] if line[2] == "passages" else line[2:]
+        asking = words[0] == "eval"
+        given = parse(parser(AlmanacConfig, ""), words[2:] if asking else words)
+        folder = Path(given["runs"]) / given["name"]
+        (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        if asking:
+            evaluation.refuse_ignored(AlmanacConfig, given, asking=False)
+            given = almanac.complete(preset, [], "eval", given | {"checkpoint": words[1]})
+            config = evaluation.settings(almanac.METHOD, given, asking=False)
+            arm = name.removeprefix("start-").rsplit("-", 2)[0]
+            reads = parse(parser(AlmanacConfig, ""), bench.STUDY.arms.get(arm, []))
+            assert reads.items() <= vars(config).items()
+            stream, held_out = almanac.questions(config, [], training=False)
+            assert start.first_questions(config, stream) == [] and len(held_out) == 9
+            (folder / "rollouts" / "step_0.jsonl").write_text("")
+            return
         if given.get("system1", "train") != "train":
             given["balance"] = "uniform"
-        given.setdefault("preset", "almanac-passages" if "passages" in name else "almanac")
-        config = resolve(AlmanacConfig, given, presets=almanac.PRESETS, training=training)
-        (tmp_path / name).mkdir(exist_ok=True)
-        if training:
-            assert config.resume == (name == "own-5")
-            made = json.dumps(vars(config) | {"model": "START"})
-            (tmp_path / name / "config.json").write_text(made)
-            (tmp_path / name / "metrics.jsonl").write_text('{"step": 3, "eval_step": 4}\n')
-            return
-        given.pop("balance", None)
-        evaluation.refuse_ignored(AlmanacConfig, given, asking=False)
-        (tmp_path / name / "table.json").write_text("[]")
-        (tmp_path / name / "rollouts").mkdir()
-        (tmp_path / name / "rollouts" / "step_0.jsonl").write_text("")
+        config = resolve(AlmanacConfig, {"preset": preset} | given, presets=almanac.PRESETS)
+        assert config.resume == (name == "own-5")
+        made = json.dumps(vars(config) | {"model": "START"})
+        (folder / "config.json").write_text(made)
+        (folder / "metrics.jsonl").write_text('{"step": 3, "eval_step": 4}\n')
 
+    def find_checkpoint(method, path):
+        config = Path(path) / "config.json"
+        return path, json.loads(config.read_text()) if config.exists() else None
+
+    monkeypatch.setattr(models, "find_checkpoint", find_checkpoint)
+    monkeypatch.setattr(models, "run_of", lambda path: path if path.is_dir() else None)
     monkeypatch.setattr(arms, "carry_out", carry_out)
-    options = Namespace(seeds=[5], arms=bench.STUDY.arms, more=[], eval_questions="9")
-    options.runs, options.records = tmp_path, tmp_path / "records"
-    (tmp_path / "own-5").mkdir()
-    (tmp_path / "own-5" / "config.json").write_text("{}")
+    options = Namespace(seeds=[5], arms=bench.STUDY.arms, more=[], eval_questions="9", bf16="on")
+    options.runs, options.records = tmp_path / "runs", tmp_path / "records"
+    (options.runs / "own-5").mkdir(parents=True)
+    (options.runs / "own-5" / "config.json").write_text("{}")
     arms.run_missing(bench.STUDY, options)
-    assert (
-        len(done) == len(set(done)) == 3 * len(bench.STUDY.arms) + 2 * (1 + len(bench.STUDY.starts))
-    )
-    for folder in tmp_path.glob("*-*"):  # an evaluation with its record needs no run
-        if folder.is_dir():
-            shutil.rmtree(folder)
+    made = 3 * len(bench.STUDY.arms) + 2 * (1 + len(bench.STUDY.own_start))
+    assert len(done) == len(set(done)) == made
+    shutil.rmtree(options.runs)  # an evaluation with its record needs no run
     arms.run_missing(bench.STUDY, options)
-    assert len(done) == len(set(done))
+    assert len(done) == made

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.chat import QWEN25, tokenizer
+from helpers.samples import text_of
 
 import mars
 import train
@@ -20,7 +21,7 @@ import warm_start
 from mars import MarsConfig
 from plumbing import evaluation, models, outside
 from recipes import atlas, atlas_world
-from recipes.atlas_world import LONG, SHORT, Hop
+from recipes.atlas_world import LONG, SHORT
 from tasks import questions
 from tasks.chat import ChatFormat
 from tasks.grading import exact_match
@@ -172,12 +173,6 @@ def notes_of(world, hop):
     return notes
 
 
-def written(sample, chat):
-    """What a role wrote."""
-    text = chat.text([token for token, own in zip(sample.tokens, sample.mask) if own])
-    return text.removesuffix("<|im_end|>")
-
-
 @needs_facts
 @pytest.mark.parametrize("purpose", [True, False])
 def test_demonstrations_are_flawless_and_true(world, purpose):
@@ -191,47 +186,29 @@ def test_demonstrations_are_flawless_and_true(world, purpose):
         assert len(trajectory.turns) == len(plan.hops) + bool(plan.code) + 1
         possible = set().union(*(notes_of(world, hop) for hop in plan.hops))
         for sample in trajectory.samples("sys1"):
-            assert written(sample, chat) in {*possible, atlas.IDLE}
+            note = text_of(chat, sample, True).removesuffix("<|im_end|>")
+            assert note in {*possible, atlas.IDLE}
             assert ("What to find out: " in chat.text(sample.tokens)) == purpose
         system2 = trajectory.samples("sys2")[0]
         read = chat.text(system2.tokens)
-        assert ('"purpose"' in written(system2, chat)) == purpose
+        assert ('"purpose"' in text_of(chat, system2, True)) == purpose
         for hop in plan.hops:
             assert (f'"purpose": "{hop.purpose}"' in read) == purpose
             found = atlas.clause(world, hop, hop.fact[0])
             assert f" says: {found}." in read
             assert f"Found: {found}.\n" in read  # word for word as in the note
             assert found.startswith(f"{hop.purpose} is ")
-
-
-def test_what_was_found_takes_its_place_in_what_is_wanted():
-    known = {"capital": "Lima", "most populous neighbour": "Brazil", "area": "1,285,216"}
-    facts = {("Peru", name): text for name, text in known.items()}
-    facts["Brazil", "area"] = "8,515,767"
-    facts = {fact: atlas_world.Value(text, (text,)) for fact, text in facts.items()}
-    world = atlas_world.World(SHORT, 0, facts=facts)
-    lima = Hop("capital Lima", "the country with the capital Lima", ("Peru", "capital"), True)
-    peru, brazil = (atlas_world.hop_to_fact(name, "area") for name in ("Peru", "Brazil"))
-    neighbour = atlas_world.hop_to_fact("Peru", "most populous neighbour")
-
-    def said(*hops, gold, code=""):
-        steps = atlas.sayings(atlas_world.Plan("", "", hops, (gold,), code), world)
-        assert steps[-1].endswith(f"\n<answer> {gold}</answer>")
-        assert not code or f'"code": "{code}"' in steps[-2]
-        return [re.split(r"\n<", step)[0] for step in steps]
-
-    assert said(lima, neighbour, brazil, gold="8,515,767") == [
-        "Wanted: the area of the most populous neighbour of the country with the capital Lima.",
-        "Found: the country with the capital Lima is Peru.\n"
-        "Wanted: the area of the most populous neighbour of Peru.",
-        "Found: the most populous neighbour of Peru is Brazil.\nWanted: the area of Brazil.",
-        "Found: the area of Brazil is 8,515,767.",
-    ]
-    assert said(brazil, peru, gold="7230551", code="8515767 - 1285216")[1:] == [
-        "Found: the area of Brazil is 8,515,767.\nWanted: 8,515,767 - the area of Peru.",
-        "Found: the area of Peru is 1,285,216.\nWanted: 8,515,767 - 1,285,216.",
-        "Found: 8,515,767 - 1,285,216 is 7230551.",
-    ]
+        # What was found takes its place in what is wanted next: a country, or a part of a sum.
+        for i, wanted in enumerate(re.findall(r"Wanted: (.*)\.\n", read)):
+            assert not any(before.purpose in wanted for before in plan.hops[:i])
+            known = plan.hops[:i] if plan.code else plan.hops[:i][-1:]
+            assert all(atlas.value(world, before) in wanted for before in known)
+            now, *later = [hop.purpose for hop in plan.hops[i:]] or [""]
+            if plan.code:
+                assert all(purpose in wanted for purpose in (now, *later))
+            else:
+                of = "".join(f"the {hop.fact[1]} of " for hop in plan.hops[:i:-1])
+                assert wanted == of + now
 
 
 @needs_facts

@@ -17,10 +17,10 @@ MEASURED = [name for name, what in gpu.STEPS.items() if callable(what)]
 
 def test_each_part_fits_nine_minutes_and_eight_files():
     for steps in gpu.PARTS.values():
-        assert sum(seconds for seconds, _ in steps.values()) <= gpu.PART_SECONDS < 540
+        assert sum(seconds for seconds, _ in steps.values()) <= 530
         measured = [name for name in steps if name in MEASURED]
         runs = [name for name in measured if name.startswith(("toy", "smollm2"))]
-        assert len(measured) + len(runs) + 2 <= 8  # runs' metrics; part_N.json and part_N.log
+        assert len(measured) + len(runs) + 1 <= 8  # runs' metrics; part_N.log
 
 
 @NO_GPU
@@ -38,15 +38,12 @@ def test_a_step_is_rehearsed_by_the_lines_of_the_day(name, tmp_path, monkeypatch
     monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(run=forked))
     assert gpu.run_step(name, tmp_path, tiny=True) == []
     rows = json.loads((tmp_path / f"gpu_{name}.json").read_text())["rows"]
-    predicted = [key for row in rows for key in row if key.startswith("predicted")]
     if name == "toy":
         _, last = map(json.loads, open(tmp_path / "gpu_toy.jsonl"))
         assert rows[0]["mismatch_kl"] < 1e-10  # and the first step, which compiles, is left out
         assert rows[0]["seconds_rollout"] == last["seconds_rollout"]
     elif name.startswith("smollm2"):  # a rehearsal resolves its options only
         assert rows[0]["system1"] == ("frozen" if name.endswith("frozen") else "train")
-    else:
-        assert rows and bool(predicted) == (name != "accuracy")
 
 
 def test_a_step_that_is_cut_leaves_what_it_had_and_the_next_one_runs(tmp_path, monkeypatch):
@@ -59,14 +56,10 @@ def test_a_step_that_is_cut_leaves_what_it_had_and_the_next_one_runs(tmp_path, m
     }
     monkeypatch.setattr(gpu, "PARTS", {7: steps})
     assert not gpu.run_part(7, tmp_path)
-    rows = json.loads((tmp_path / "part_7.json").read_text())["rows"]
-    assert [re.sub(r"\d+ s", "N s", row["outcome"]) for row in rows] == [
-        "failed, exit 1",
-        "cut after N s",
-        "ok",
-    ]
+    log = (tmp_path / "part_7.log").read_text()
+    outcomes = "=== fails: failed, exit 1,.*=== cut: cut after .*=== well: ok, "
+    assert re.search(outcomes, log, re.DOTALL) and "no_such_module" in log
     assert half.read_text() == "row"
-    assert "no_such_module" in (tmp_path / "part_7.log").read_text()
 
 
 @NO_GPU

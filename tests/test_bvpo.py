@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.samples import prepared
+from helpers.tiny import OBJECTIVE
 from hypothesis import given
 from hypothesis import strategies as st
 
-import grpo
 import trainer
 from siblings import bvpo, bvpo_errors, solo
 from siblings import bvpo_toy as toy
@@ -107,13 +108,9 @@ def test_a_training_step_has_dpos_gradient(policies, traces, monkeypatch):
     run = SimpleNamespace(config=config, chat=CHAT, policy=policy, start="", rank=0, ranks=1)
     run.question = PAIRS.__getitem__
     (samples,) = bvpo.credit(config, bvpo.rollouts(run, 0), 0).values()
-    masks = [torch.tensor(sample.mask) for sample in samples]
-    copies = [sample.copies for sample in samples]
-    weights = grpo.token_weights(masks, sum(copies), copies=copies)  # as train.prepare makes them
-    batches = trainer.micro_batches(samples, weights, 10**6, torch.device("cpu"))
+    _, batches = prepared(config, {solo.ROLE: samples}, policy)
     policy.zero_grad(set_to_none=True)
-    objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
-    trainer.backward(policy, batches, **objective)
+    trainer.backward(policy, batches, **OBJECTIVE)
     found = torch.cat([p.grad.flatten() for p in policy.parameters()]).double()
 
     loss = 0

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import tiny
-from helpers.tiny import CPU
+from helpers.samples import prepared
 
 import mars
 import train
@@ -27,12 +27,8 @@ PLAN = {
 }
 
 
-def question(name: str) -> Question:
-    return Question(name, "?", ("x",), "own")
-
-
 def trajectory(place: int, attempt: int, reward: float, readers: int) -> Trajectory:
-    made = Trajectory(question(f"q{place}"), place, attempt, ended="answer", reward=reward)
+    made = Trajectory(None, place, attempt, ended="answer", reward=reward)
     lengths = [("sys2", 5), *(("sys1", 2 + j) for j in range(readers))]
     for role, length in lengths:
         sample = Sample(role, place, attempt, reward=reward)
@@ -53,13 +49,6 @@ def credited(**options) -> tuple[mars.MarsConfig, list[Sample], list[Sample]]:
     terms = mars.credit(config, played, 0)
     assert list(terms) == ["sys2", "sys1"]
     return config, *terms.values()
-
-
-def prepared(config, terms, policy=None) -> tuple:
-    """What train.prepare makes of them: samples, micro-batches."""
-    policy = policy or SimpleNamespace(packs=True)
-    run = SimpleNamespace(config=config, ranks=1, device=CPU, reference=None, policy=policy)
-    return train.prepare(run, terms)
 
 
 @pytest.mark.parametrize("decay, rates", [(False, [0.4, 0.8, 0.8]), (True, [0.4, 0.6, 0.4])])
@@ -239,24 +228,21 @@ def test_a_step_without_any_graded_trajectory_has_an_empty_update():
     assert samples == [] and len(batches) == 1 and len(batches[0].target) == 0
 
 
-def asked(count: int, stream, rank: int = 0, ranks: int = 1) -> list[tuple[int, str]]:
-    """What train.questions_of gives a rank in step 3 of `stream`: places and ids."""
-    config = mars.MarsConfig(questions=count)
-    run = SimpleNamespace(config=config, rank=rank, ranks=ranks)
-    run.question = lambda i: question(stream(i))
-    return [(place, one.id) for place, one in train.questions_of(run, 3)]
-
-
-def test_ranks_share_out_the_questions_in_runs_so_that_inner_steps_stay_even():
-    for rank, places in ((0, [0, 1]), (1, [2, 3, 4])):
-        told = [(place, f"q{15 + place}") for place in places]
-        assert asked(5, lambda i: f"q{i}", rank, 2) == told
-
-
-def test_a_question_that_comes_twice_in_a_step_is_drawn_anew():
-    """Across the end of an epoch; the same id would name the same draws, token for token."""
-    ids = [name for _, name in asked(6, lambda i: f"q{i % 4}")]
-    assert ids == ["q2", "q3", "q0", "q1", "q2#2", "q3#2"]
+@pytest.mark.parametrize(
+    "count, known, rank, ranks, told",
+    [
+        (5, 99, 0, 2, {0: "q15", 1: "q16"}),  # in runs, so that inner steps stay even
+        (5, 99, 1, 2, {2: "q17", 3: "q18", 4: "q19"}),
+        # Across the end of an epoch: the same id would name the same draws, token for token.
+        (6, 4, 0, 1, dict(enumerate(["q2", "q3", "q0", "q1", "q2#2", "q3#2"]))),
+    ],
+)
+def test_ranks_share_out_a_steps_questions_and_one_that_comes_twice_is_drawn_anew(
+    count, known, rank, ranks, told
+):
+    run = SimpleNamespace(config=mars.MarsConfig(questions=count), rank=rank, ranks=ranks)
+    run.question = lambda i: Question(f"q{i % known}", "?", ("x",), "own")
+    assert {place: one.id for place, one in train.questions_of(run, 3)} == told
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence", "off"])

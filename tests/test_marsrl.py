@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from helpers.samples import text_of
 from helpers.script import Script
 from test_mars import SMALL
 
@@ -59,8 +60,7 @@ def scripted(say, **options) -> SimpleNamespace:
 
 def given(context) -> str:
     """What an agent was given, as text."""
-    sample = context.sample
-    return CHAT.text([token for token, own in zip(sample.tokens, sample.mask) if not own])
+    return text_of(CHAT, context.sample, False)
 
 
 def system(*said: str, **options) -> Trajectory:

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.samples import prepared, text_of
 from helpers.script import Script
-from helpers.tiny import CPU, OBJECTIVE, model
+from helpers.tiny import OBJECTIVE, model
 from test_mars import SMALL
 
-import train
 import trainer
 from config import UserError, resolve
 from driver import Driver
@@ -62,9 +62,7 @@ def play(planner: list[str], worker: list[str], search=lambda query: PAGES, **op
     return trajectory, script
 
 
-def text(sample: Sample, sampled: bool) -> str:
-    return FORMAT.text([t for t, m in zip(sample.tokens, sample.mask) if m == sampled])
-
+text = functools.partial(text_of, FORMAT)
 
 PLANNER = [
     "<call> work anything about ada baker <eot>",
@@ -203,12 +201,6 @@ def credited(**options) -> tuple[list[Trajectory], dict[str, list[Sample]], matp
     return trajectories, matpo.credit(config, trajectories, 0), config
 
 
-def prepared(config, terms) -> tuple[list[Sample], list]:
-    policy = SimpleNamespace(packs=True)
-    run = SimpleNamespace(config=config, ranks=1, device=CPU, reference=None, policy=policy)
-    return train.prepare(run, terms)
-
-
 def gradient_by_hand(trajectories: list[Trajectory]) -> dict:
     """The gradient of the paper's objective at ρ = 1, one plain sum over all tokens."""
     reference = model("qwen3").float()
@@ -232,7 +224,7 @@ def test_the_gradient_is_that_of_the_papers_objective_also_beyond_the_planners_e
     planners = [trajectory.contexts[0].sample.advantage for trajectory in trajectories]
     a, b = math.sqrt(2), -1 / math.sqrt(2)
     assert planners == pytest.approx([a, b, b, 1.0, -1.0])
-    samples, _ = prepared(config, terms)
+    samples, *_ = prepared(config, terms)
     sampler = model("qwen3")
     policy = trainer.Policy(model("qwen3"), bf16=False)
     for made in samples:  # on policy, ρ is 1
@@ -257,7 +249,7 @@ def test_form_by_hand():
     bad = [None, "malformed"]
     assert score(1.0, good, []) == pytest.approx(0.9 + 0.05)  # nobody was asked: half is missing
     assert score(0.0, bad, [good, bad, bad]) == pytest.approx(0.1 * 0.5 / 3)
-    assert score(0.0, good, [bad]) == pytest.approx(0.05)
+    assert score(0.0, good, [good, bad]) == pytest.approx(0.1 * (1 + 1 / 2) / 2)
     assert score(0.0, good, [], delegate=False) == pytest.approx(0.1)
 
 

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.launch import launch
+from helpers.samples import prepared
+from helpers.tiny import CPU, OBJECTIVE
 from safetensors.torch import load_file
 
-import grpo
 import trainer
 from rollout import Trajectory
 from siblings import mifo, mifo_toy, solo
@@ -50,13 +51,9 @@ def test_scores_are_those_of_the_model(run):
 def test_sft_is_the_mean_log_likelihood_of_the_hard_tokens(run):
     trajectories = mifo.taught(run, 3, TASKS)
     (samples,) = mifo.credit(run.config, trajectories, step=run.config.rl_steps).values()
-    masks = [torch.tensor(sample.mask) for sample in samples]
-    copies = [sample.copies for sample in samples]
-    weights = grpo.token_weights(masks, sum(copies), copies=copies)  # as train.prepare makes them
-    batches = trainer.micro_batches(samples, weights, 10**6, torch.device("cpu"))
-    objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
-    (stats,) = trainer.backward(run.policy, batches, **objective)
-    gap = (stats["logprob"] - batches[0].behaviour_logprob).abs()
+    _, (batch,) = prepared(run.config, {solo.ROLE: samples}, run.policy)
+    (stats,) = trainer.backward(run.policy, [batch], **OBJECTIVE)
+    gap = (stats["logprob"] - batch.behaviour_logprob).abs()
     assert gap.max() < 1e-4, "the trainer's own log-probs are the old ones: rho is 1"
     found = [parameter.grad.clone() for parameter in run.policy.parameters()]
     run.policy.zero_grad()
@@ -66,7 +63,7 @@ def test_sft_is_the_mean_log_likelihood_of_the_hard_tokens(run):
     hard = mifo.hardest(torch.cat(entropies), run.config.hard)
     lengths = [len(sample.tokens) - 1 for sample in said]
     ones = [torch.ones(len(sample.tokens)) for sample in said]
-    batch = trainer.make_micro_batch(said, ones, lengths, torch.device("cpu"))
+    batch = trainer.make_micro_batch(said, ones, lengths, CPU)
     hidden, head = run.policy.hidden(batch)
     logprob = torch.log_softmax(hidden @ head.T, -1).gather(1, batch.target[:, None])[:, 0]
     (-logprob[hard].mean()).backward()

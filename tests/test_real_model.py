@@ -52,18 +52,8 @@ def stock(folder):
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer):
-    def prompt(question):
-        messages = [{"role": "user", "content": question}]
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
-
-    return [prompt(question) for question in QUESTIONS]
-
-
-@pytest.fixture(scope="module")
-def sampler(stock):
-    return Sampler(stock, max_tokens=4096)
+    asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    return tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
 
 
 # ---------------------------------------------------------------- from the package to a folder
@@ -91,8 +81,9 @@ def test_it_answers_and_finds_english_likely(stock, tokenizer, prompts):
 
 
 @needs_model
-def test_greedy_tokens_are_those_of_transformers(sampler, stock, prompts, tokenizer):
+def test_greedy_tokens_are_those_of_transformers(stock, prompts, tokenizer):
     stop = tokenizer.eos_token_id
+    sampler = Sampler(stock, max_tokens=4096)
     got = sampler.generate(prompts, max_new_tokens=20, temperature=0.0, stop_ids=(stop,))
     for prompt, completion in zip(prompts, got):
         made = stock.generate(

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from test_chat import QWEN25, tokenizer
+from helpers.chat import QWEN25, tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from siblings import slm_mux
