@@ -58,6 +58,8 @@ def refuse_ignored(config: type[Config], given: dict, asking: bool) -> None:
     ignored = config.for_training | (NOT_FOR_ASK if asking else set())
     for name in sorted(ignored.intersection(given)):
         raise UserError(f"{'ask' if asking else 'eval'} does not read --{name}; leave it out")
+    if asking and not given["question"].strip():
+        raise UserError("the question is empty")
     if asking and given["question"] != given["question"].encode("utf-8", "ignore").decode():
         raise UserError("the question is not text in UTF-8")
 

@@ -38,9 +38,12 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def read_json(path: Path) -> dict:
-    """What a JSON file holds, such as a run's config.json."""
+    """The object in a JSON file, such as a run's config.json."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        made = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(made, dict):
+            raise ValueError("it holds no object")
+        return made
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path} ({reason(error)}): it is missing or damaged") from None
 

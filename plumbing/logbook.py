@@ -291,6 +291,8 @@ def summary(run: Run) -> None:
     if run.rank:
         return
     lines = read_lines(run.folder / "metrics.jsonl")
+    if "eval_step" not in (lines or [{}])[-1]:  # where the end result stands
+        raise UserError(f"{run.folder / 'metrics.jsonl'} is damaged: its last line is missing")
     _, steps = ends(lines, "eval_step")
     for name, draw in draws(run).items():
         before, after = ends(lines, f"eval_{name}")

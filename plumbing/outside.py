@@ -82,7 +82,7 @@ def environment(
     tools = attempt(make_tools, config, "train", names) or []
     eval_tools = attempt(make_tools, config, "eval", names) or []
     urls = [url for url in config.server.split(",") if url]
-    servers = attempt(vllm.connect, urls, config.tool_seconds) if urls else []
+    servers = attempt(vllm.connect, urls, config.tool_seconds) if config.server else []
     # The toy's model takes two minutes to make: not for a run that cannot start.
     if start is None and (not problems or config.model != "toy"):
         start = attempt(start_model, config, base_model)

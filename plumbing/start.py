@@ -230,11 +230,12 @@ def go_on(config: Config, method: str) -> IO:
     lock = folders.lock(folder)
     if lock is None:
         raise UserError(f"another process works on {folder}; wait until it has ended")
-    saved = folders.read_json(folder / "config.json")
+    # An option that the older version did not have counts as its default.
+    saved = vars(type(config)()) | folders.read_json(folder / "config.json")
     changed = [
         f"{name} ({saved[name]} -> {value})"
         for name, value in vars(config).items()
-        if name not in config.may_change and saved.get(name, value) != value
+        if name not in config.may_change and saved[name] != value
     ]
     if changed:
         raise UserError(

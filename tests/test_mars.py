@@ -306,10 +306,16 @@ def test_resume_refuses_what_is_not_the_same_run(copied, base, capsys):
     folders.write_json(folder / "method.json", method | {"name": "another"})
     refused("method another", "--steps", 5, "--resume")
     folders.write_json(folder / "method.json", method)
+    saved = json.loads((folder / "config.json").read_text())
+    older = {key: value for key, value in saved.items() if key != "kl_beta"}
+    folders.write_json(folder / "config.json", older)
+    refused("kl_beta (0.0 -> 0.1)", "--steps", 5, "--resume", "--kl_beta", 0.1)
+    folders.write_json(folder / "config.json", saved)
     shutil.rmtree(folder / "state")
     refused("no whole state", "--steps", 5, "--resume")
-    (folder / "config.json").write_text("{")
-    refused("config.json", "--steps", 5, "--resume")
+    for damaged in ("{", "[]"):
+        (folder / "config.json").write_text(damaged)
+        refused("config.json", "--steps", 5, "--resume")
 
 
 def test_a_finished_run_is_left_as_it_is(copied, base, capsys):
@@ -324,6 +330,9 @@ def test_a_finished_run_is_left_as_it_is(copied, base, capsys):
     assert "after 4 steps" in capsys.readouterr().out
     assert before == {path: path.read_bytes() for path in files}
     assert (folder / "checkpoint").resolve() == (folder / "state/step_000004/model").resolve()
+    (folder / "metrics.jsonl").write_text("")
+    assert run(*options, "--resume") == 2
+    assert "metrics.jsonl is damaged" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------- eval and ask
