@@ -32,6 +32,7 @@ from pathlib import Path
 from bench.common import RESULTS, ROOT, provenance, read_metrics, save, table
 from plumbing import folders
 from plumbing.metrics import sign_test, wilson_interval, with_interval
+from whole import made_once
 
 DECODING = ("sampled", "greedy")
 
@@ -129,7 +130,7 @@ def evaluate(study: Study, options, program: list[str], arm: str, run: Path, nam
     def ask(folder: Path) -> None:
         carry_out(options, [*line, "--runs", str(folder), "--name", "eval"], name)
 
-    folder = folders.made_once(options.runs / name, ask) / "eval"
+    folder = made_once(options.runs / name, ask) / "eval"
     return {
         "made": {key: provenance()[key] for key in ("date", "cpu", "commit")},
         "settings": {key: made[key] for key in ("bf16", "steps", "questions", "group")},
