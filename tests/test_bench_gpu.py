@@ -99,5 +99,5 @@ def test_gpu_tests_are_collected_without_bm25s(tmp_path):
     code = launch.launch(script, *arguments, log=tmp_path / "log", world=1)
     said = (tmp_path / "log").read_text()
     assert code == 0, said[-3000:]
-    for name in ("test_kernels_loss", "test_kernels_decode", "test_sampler", "test_policy"):
+    for name in ("test_kernels_decode", "test_sampler", "test_policy"):
         assert name in said
