@@ -2,7 +2,7 @@
 
 An arm with a seed is a run RUNS/ARM-SEED, with its log beside it. The same command goes on where it
 stopped: a complete run is skipped, half a run is resumed. Options that a bench does not know go to
-its runs.
+its runs, and what is complete stays as it was made: other options want another --runs.
 
 The recipes on real models (a `Study`): a run's last and its first weights are asked the same
 held-out questions, both ways, in RUNS/ARM-SEED-DECODING and RUNS/START-SEED-DECODING. Most arms

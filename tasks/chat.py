@@ -273,6 +273,8 @@ class ChatFormat:
         thinking = False
         for position, token in enumerate([*opened, *tokens], -len(opened)):
             if token in (self._think_open, self._think_close):
+                if token == self._think_close and not thinking:
+                    kept = []  # closed but never opened: all of it was thought
                 thinking = token == self._think_open
             elif not thinking and position >= 0:
                 kept.append(token)

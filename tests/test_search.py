@@ -390,6 +390,7 @@ def test_blocked_results_are_left_out_and_pages_that_redirect_there(server, tmp_
     "backend, options, reason",
     [
         ("local", {}, "--docs"),
+        ("local", {"k": 0, "docs": "any"}, "at least 1"),
         ("retriever", {"scholar": True}, "scholar"),
         *(("serper", {"block": ["good.test", bad]}, "--block") for bad in ("a.b/x", "a b", "a:80")),
         *(

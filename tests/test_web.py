@@ -89,6 +89,16 @@ def test_a_refusal_is_final_and_shows_no_part_of_the_key(server, tmp_path, waits
     assert len(server.requests) == 1 and not waits  # nor was the key carried to another address
 
 
+@pytest.mark.parametrize("write", [str.swapcase, json.dumps, lambda key: key.replace("/", "\\/")])
+def test_a_key_is_hidden_however_a_service_writes_it(server, tmp_path, monkeypatch, write):
+    key = 'AbC/12"34\\xyz'
+    monkeypatch.setenv("SERPER_API_KEY", key)
+    server.replies = [says(f"bad key {write(key)}", 403)]
+    with pytest.raises(ToolError, match="HTTP 403 bad key") as caught:
+        serper(tmp_path)("ada")
+    assert "xyz" not in str(caught.value).lower()
+
+
 def test_pauses_grow_and_jitter_and_last_as_long_as_asked(server, tmp_path, waits):
     server.replies = [
         says("", 500),

@@ -56,10 +56,12 @@ def make(
     search.
 
     docs: the local backend's files, cut into passages of so many words (0: not at all). cache:
-    folder for the index and for answers; None keeps no answers. block: hosts from which nothing is
-    taken, nor from below them, such as those that publish a benchmark's answers. client_options:
-    see web.Client.
+    folder for the index or for answers; None, for a service, keeps none. block: hosts from which
+    nothing is taken, nor from below them, such as those that publish a benchmark's answers.
+    client_options: see web.Client.
     """
+    if k < 1:
+        raise UserError(f"k is {k}: ask for at least 1 document")
     block = blocked_hosts(block)
     if backend == "local":
         if docs is None:

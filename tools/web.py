@@ -166,7 +166,8 @@ class Client:
                 # them mean the same: there is no answer.
                 why = f"{type(error).__name__}: {error}" if quote else type(error).__name__
             for secret in headers.values():  # hidden first and cut afterwards, or a part is left
-                why = why.replace(secret.removeprefix("Bearer "), "***")
+                key = r"\\*".join(map(re.escape, secret.removeprefix("Bearer ")))  # JSON escapes
+                why = re.sub(key, "***", why, flags=re.IGNORECASE)
             why = one_line(f"{site}: {why[:1000]}", LONGEST_MESSAGE - 10)
             if not may_pass:
                 raise ToolError(why)
