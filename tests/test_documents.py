@@ -4,6 +4,8 @@ import html
 import os
 import re
 import resource
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -139,6 +141,18 @@ def test_html_that_keeps_the_parser_busy_is_given_up(monkeypatch):
     with pytest.raises(reader.NotText, match="too large"):
         reader.read(f"<a {attributes}>x".encode(), "html")
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime < before + 4
+
+
+def test_the_reader_of_hostile_pages_has_little_memory():
+    """Its own limits are looked at from outside, while it waits for the page."""
+    command = [sys.executable, reader.__file__, "html", "5"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as child:
+        while resource.prlimit(child.pid, resource.RLIMIT_CPU)[0] != 5:
+            assert child.poll() is None
+        while resource.prlimit(child.pid, resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY:
+            assert child.poll() is None
+        assert resource.prlimit(child.pid, resource.RLIMIT_AS)[0] == reader.MEMORY
+        child.kill()
 
 
 # PDF ---------------------------------------------------------------------------------------------
