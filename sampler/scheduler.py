@@ -188,11 +188,13 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         """The request is in no list any more, and its row is free."""
-        for queue in (self.waiting, self.prefilling, self.decoding):
+        if request.row is None:
+            self.waiting.remove(request)
+            return
+        for queue in (self.prefilling, self.decoding):
             if request in queue:
                 queue.remove(request)
-        if request.row is not None:
-            self.rows.leave(request)
+        self.rows.leave(request)
 
     def _release(self, conversation: Conversation) -> None:
         """Gives its pages back, if it has any."""
