@@ -114,7 +114,7 @@ def qk_norm_rope_store_reference(qkv, q_weight, k_weight, cos, sin, slots, k_pag
         qk = torch.cat((q_weight * normed[:, :-Hkv], k_weight * normed[:, -Hkv:]), 1)
     first, second = qk.chunk(2, -1)
     rotated = torch.cat((-second, first), -1)
-    qk = qk * cos[:, None] + rotated * sin[:, None]
+    qk = (qk * cos[:, None] + rotated * sin[:, None]).to(qkv.dtype)
     q = qk[:, :-Hkv]
     k = qk[:, -Hkv:]
     stored = slots >= 0

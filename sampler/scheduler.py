@@ -40,7 +40,7 @@ prompt_of = attrgetter("prompt")
 class Scheduler:
     """Hands out rows and pages; see the head of this file.
 
-    stats: prefilled_tokens and shared_tokens, and preemptions: how often pages were taken away.
+    stats: prefilled_tokens and shared_tokens, and preemptions: how often pages ran out.
     """
 
     def __init__(self, *, pages: int, page_size: int, max_sequences: int, prefill_chunk: int):
@@ -113,6 +113,7 @@ class Scheduler:
                 if victim is None:
                     break
                 self._preempt(victim)
+                self.stats["preemptions"] += 1
                 continue  # the leader itself may have given way
             copies += self._enter(self.waiting.pop(0), leader, shared)
         self.waiting[:0] = followers
@@ -176,6 +177,7 @@ class Scheduler:
                     break
                 newest = max(self.prefilling + self.decoding, key=number_of)
                 self._preempt(self._youngest_idle() or newest.conversation)
+                self.stats["preemptions"] += 1
 
     def _preempt(self, conversation: Conversation) -> None:
         """Takes a conversation's pages; its request, if it runs, waits again."""
@@ -184,15 +186,16 @@ class Scheduler:
             self._leave(request)
             bisect.insort(self.waiting, request, key=number_of)
         self._release(conversation)
-        self.stats["preemptions"] += 1
 
     def _leave(self, request: Request) -> None:
         """The request is in no list any more, and its row is free."""
-        for queue in (self.waiting, self.prefilling, self.decoding):
+        if request.row is None:
+            self.waiting.remove(request)
+            return
+        for queue in (self.prefilling, self.decoding):
             if request in queue:
                 queue.remove(request)
-        if request.row is not None:
-            self.rows.leave(request)
+        self.rows.leave(request)
 
     def _release(self, conversation: Conversation) -> None:
         """Gives its pages back, if it has any."""
