@@ -212,7 +212,7 @@ def draw_plan(world: World, rng: random.Random, tools: Collection[str] = TOOLS) 
     """A random question about a world that can be answered with these tools."""
     kinds = {kind: share for kind, share in SHARES.items() if NEEDS[kind] <= set(tools)}
     if not kinds:
-        raise UserError("the toy has no question without search: --tools search,scholar,python")
+        raise UserError("the toy has no question for these tools: give it search or scholar")
     (kind,) = rng.choices(list(kinds), kinds.values())
     draw = {"one": draw_one, "two": draw_two, "age": draw_age, "scholar": draw_scholar}[kind]
     return draw(world, rng, rng.choice(world.people))
