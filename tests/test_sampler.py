@@ -120,7 +120,8 @@ def test_greedy_equals_generate(kind, device):
     assert device == "cpu" or sampler.overlap and sampler.graphs.captured
     sampled = sampler.generate(prompts, max_new_tokens=8, temperature=0.6, top_p=0.9, seed=1)
     for prompt, completion in zip(prompts, sampled, strict=True):  # at the sampling temperature
-        assert logprob_error(model_of(kind), prompt, completion, 0.6) < 1e-3
+        error = logprob_error(model_of(kind), prompt, completion, 0.6)
+        assert error < (1e-4 if device == "cpu" else 1e-3)
 
 
 @on_devices
