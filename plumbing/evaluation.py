@@ -74,7 +74,7 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
         local = given.get("search", saved.get("search", "local")) == "local"
         if asking and local and not given.get("docs", saved.get("docs")):
             raise UserError(
-                "there is nothing to search: name your documents with --docs, or use --search serper"
+                "there is nothing to search: name documents with --docs, or use --search serper"
             )
     elif "preset" in given:
         raise UserError("a run has its own settings: leave --preset out")
