@@ -6,7 +6,6 @@ Each System 1 sample takes its attempt's reward. In this order:
     A_sys2 = (r − mean over the G) / std over the G      `group_advantages` on System 2's samples
     A_sys1 = (r − mean over the M) / std over the M      the same on System 1's: its own group
     System 1's samples are brought from M to G           `balance`, after the advantages saw all
-                                                         (or `balance_by_advantage`)
     L = L_sys2 + L_sys1                                  `grpo_loss`: −min(…) + λ·KL
         each a mean over its samples of                  `token_weights` makes both means
         −(1/|y|) Σ_t min(ρ_t A, clip(ρ_t, 1−ε, 1+ε) A)
@@ -76,36 +75,6 @@ def balance(
         missing = torch.randint(m, (target - m,), generator=generator).tolist()
         drawn = [*range(m), *missing]
     return [sys1_indices[i] for i in drawn]
-
-
-def balance_by_advantage(
-    advantages: Tensor, target: int, generator: torch.Generator | None
-) -> tuple[list[int], float]:
-    """Brings M samples to `target`, drawing sample i in proportion to |A_i|.
-
-    Returns how often each stands among the `target`, and mean |A|, which takes the place of |A_i|
-    in the loss: (1/target) Σ_drawn sign(A_i)·mean|A|·∇ has the expectation (1/M) Σ_i A_i·∇, so the
-    estimate stays unbiased. With a binary reward the |A| of the right ones and those of the wrong
-    ones have equal sums, and so half of the drawn are right, half wrong: PODS (arXiv 2504.13818).
-
-    Drawing is systematic: the samples lie in a row, the wrong ones first, else in random order,
-    each as long as its share of `target`. A comb with a tooth at every unit is laid over the row at
-    a random offset, and a sample is drawn once for each tooth on it. If all A are 0, `balance`
-    draws.
-    """
-    size = advantages.abs().double()
-    m = len(size)
-    if not size.sum() > 0:
-        drawn = balance(range(m), target, generator)
-        return [drawn.count(i) for i in range(m)], 0.0
-    order = torch.randperm(m, generator=generator)
-    order = order[advantages[order].sign().argsort(stable=True)]
-    ends = size[order].cumsum(0) / size.sum() * target  # where each sample's piece of the row ends
-    offset = torch.rand((), generator=generator, dtype=torch.float64)
-    teeth = torch.arange(target, dtype=torch.float64) + offset
-    hit = torch.searchsorted(ends, teeth, right=True).clamp(max=m - 1)
-    copies = torch.bincount(order[hit], minlength=m)
-    return copies.tolist(), float(size.mean())
 
 
 def token_weights(

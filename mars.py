@@ -64,7 +64,7 @@ class MarsConfig(Config):
 
     # arms for study
     system1: Literal["train", "frozen", "none"] = "train"  # frozen: start's weights; none: raw text
-    balance: Literal["uniform", "advantage", "none"] = "uniform"  # how G of System 1's M are drawn
+    balance: Literal["uniform", "none"] = "uniform"  # G of System 1's M samples are drawn; or all
     packing: bool = True  # without: one document per chunk
     purpose: bool = True  # without: System 1 is not told what to look for
     shared_group: bool = False  # System 1 inherits System 2's advantage, without a group of its own
@@ -100,9 +100,6 @@ class MarsConfig(Config):
             raise UserError("leave --balance and --shared_group out: System 1 does not learn")
         if self.system1 == "none" and not (self.packing and self.purpose):
             raise UserError("--no-packing and --no-purpose change System 1: leave out --system1")
-        # The KL term has no advantage by which it could be reweighted.
-        if self.balance == "advantage" and (self.loss_mean == "token" or self.kl_beta):
-            raise UserError("--balance advantage is biased with --loss_mean token or --kl_beta")
 
 
 # -------------------------------------------------------------------------------------------- words
@@ -370,28 +367,16 @@ def set_advantages(config: Config, samples: list[Sample]) -> None:
 
 
 def draw_sys1(config: MarsConfig, sys2: list[Sample], sys1: list[Sample], step: int) -> None:
-    """Sets System 1's copies: for each question as many as System 2 has samples.
-
-    Drawn uniformly, samples keep their advantage. Drawn in proportion to |A|, each gets
-    sign(A) · mean |A| instead, which keeps the estimate unbiased.
-    """
+    """Sets System 1's copies: for each question as many as System 2 has samples."""
     for question_index in {sample.question_index for sample in sys1}:
         members = [sample for sample in sys1 if sample.question_index == question_index]
         target = sum(sample.question_index == question_index for sample in sys2)
         # The generator is the question's own, so that any number of ranks draws the same samples.
         seed = random.Random(f"{config.seed} {step} {question_index}").getrandbits(63)
         generator = torch.Generator().manual_seed(seed)
-        if config.balance == "uniform":
-            drawn = grpo.balance(range(len(members)), target, generator)
-            for index, sample in enumerate(members):
-                sample.copies = drawn.count(index)
-            continue
-        advantages = torch.tensor([sample.advantage for sample in members])
-        copies, size = grpo.balance_by_advantage(advantages, target, generator)
-        signs = advantages.sign().tolist()
-        for sample, number, sign in zip(members, copies, signs):
-            sample.copies = number
-            sample.advantage = sign * size
+        drawn = grpo.balance(range(len(members)), target, generator)
+        for index, sample in enumerate(members):
+            sample.copies = drawn.count(index)
 
 
 # ----------------------------------------------------------------------- the method and its command

@@ -32,7 +32,6 @@ ARMS = {
         "system1_frozen": ["--system1", "frozen"],
         "system1_none": ["--system1", "none"],
         "balance_off": ["--balance", "none"],
-        "balance_advantage": ["--balance", "advantage"],
         "advantage_mean": ["--advantage", "mean"],
         "loss_mean_token": ["--loss_mean", "token"],
         "packing_off": ["--no-packing"],

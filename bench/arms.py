@@ -92,7 +92,6 @@ class Study:
     asked: str  # questions of an evaluation
     in_run: list[str] = field(default_factory=list)  # options of runs only
     command: dict[str, list[str]] = field(default_factory=dict)  # arms run by a subcommand
-    against: dict[str, str] = field(default_factory=dict)  # arms not compared with the first one
 
     def start(self, arm: str) -> str:
         """What an arm's start is called."""
@@ -179,7 +178,7 @@ def summarise(study: Study, options: argparse.Namespace) -> list[dict]:
             row[cell] = with_interval(right / asked, *wilson_interval(right, asked))
         for cost in records[0]["of a step"]:
             row[cost] = statistics.mean(record["of a step"][cost] for record in records)
-        others = {study.start(name), study.against.get(name, first)} if name in study.arms else ()
+        others = {study.start(name), first} if name in study.arms else ()
         for other in sorted({*others} - {name}):
             theirs = [made.get(other + place) for place in places]
             row |= compared(records, theirs, other)

@@ -31,14 +31,11 @@ STUDY = arms.Study(
         "no-purpose": ["--no-purpose"],  # purposes are taught in the warm start
         "balance-none": ["--balance", "none"],
         "sample-mean": ["--loss_mean", "sample"],
-        # Only a mean over samples lets this balancing be unbiased, so it is compared with that one.
-        "balance-advantage": ["--loss_mean", "sample", "--balance", "advantage"],
         "inherited": ["--shared_group"],
     },
     own_start=("no-purpose",),
     cells=cells,
     asked="200",
-    against={"balance-advantage": "sample-mean"},
 )
 
 

@@ -70,7 +70,7 @@ REFUSED = [
     ("--temperature 1e-9", "--temperature"),
     ("--temperature 0", "--temperature"),
     ("--questions 3", "--questions"),
-    ("--balance advantage --kl_beta 0.1", "--balance"),
+    ("--balance none --system1 frozen", "--balance"),
     ("--block hf.co", "--block"),
     ("--eval_data some.jsonl", "--eval_data"),
     ("--pages jina", "--pages"),

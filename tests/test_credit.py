@@ -146,17 +146,6 @@ def test_a_sample_weighs_its_copies_over_those_of_its_term(mean):
         assert sum(len(batch.weight) for batch in batches) == sum(sum(s.mask) for s in live)
 
 
-def test_drawn_by_advantage_system1_has_as_many_and_the_sign_of_its_advantage():
-    _, _, drawn = credited(balance="advantage")
-    _, _, uniform = credited()
-    assert [sum(s.copies for s in of(drawn, g)) for g in PLAN] == [3, 4, 4]
-    for g in PLAN:
-        size = sum(abs(s.advantage) for s in of(uniform, g)) / len(of(uniform, g))
-        for mine, theirs in zip(of(drawn, g), of(uniform, g)):
-            wanted = math.copysign(size, theirs.advantage)
-            assert mine.advantage == pytest.approx(wanted)
-
-
 def test_a_credit_of_ones_own_can_train_each_turn_by_itself():
     """It returns a sample for each turn: the same tokens, the turn's mask, an advantage."""
     whole = Sample("sys2", 0, 0)
@@ -177,8 +166,6 @@ def test_a_credit_of_ones_own_can_train_each_turn_by_itself():
 @pytest.mark.parametrize(
     "given",
     [
-        {"balance": "advantage", "kl_beta": 0.1},
-        {"balance": "advantage", "loss_mean": "token"},
         {"balance": "none", "system1": "frozen"},
         {"purpose": False, "system1": "none"},
         {"warmup": -1},

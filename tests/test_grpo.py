@@ -78,50 +78,6 @@ def test_without_the_division_only_the_mean_goes():
     assert advantages.tolist() == [0.75, -0.25, -0.25, -0.25, 0.0, 0.0]
 
 
-advantage_lists = st.lists(
-    st.sampled_from([-2.0, -1.0, -0.3, 0.0, 0.0, 0.5, 1.0, 1.7]), min_size=1, max_size=12
-)
-
-
-@given(advantage_lists, st.integers(1, 16), st.integers(0, 2**32))
-def test_a_sample_is_drawn_its_share_of_times_up_or_down(advantages, target, seed):
-    """Where all advantages are 0 `balance` draws."""
-    advantages = torch.tensor(advantages)
-    generator = torch.Generator().manual_seed(seed)
-    copies, size = grpo.balance_by_advantage(advantages, target, generator)
-    again = grpo.balance_by_advantage(advantages, target, generator.manual_seed(seed))
-    assert (copies, size) == again
-    assert sum(copies) == target and size == pytest.approx(advantages.abs().mean().item())
-    share = target * advantages.abs() / advantages.abs().sum()
-    for number, wanted in zip(copies, share.tolist()) if size else ():
-        assert math.floor(wanted - 1e-5) <= number <= math.ceil(wanted + 1e-5)
-
-
-@pytest.mark.parametrize("target", [1, 3, 8])
-def test_drawing_by_advantage_is_unbiased(target):
-    """The mean over many draws is the mean over all samples, for whatever a sample contributes."""
-    advantages = torch.tensor([1.7, -0.4, -0.4, -0.4, 0.0, 0.3])
-    contributions = torch.tensor([3.0, -1.0, 5.0, 0.5, 9.0, 2.0])
-    truth = float((advantages * contributions).mean())
-    generator = torch.Generator().manual_seed(0)
-    draws = []
-    for _ in range(4000):
-        copies, size = grpo.balance_by_advantage(advantages, target, generator)
-        drawn = torch.tensor(copies) * advantages.sign() * size
-        draws.append(float((drawn * contributions).sum()) / target)
-    draws = torch.tensor(draws)
-    assert abs(draws.mean() - truth) < 4 * draws.std() / math.sqrt(len(draws))
-
-
-@given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 10), st.integers(0, 2**32))
-def test_with_right_and_wrong_half_of_the_drawn_are_right(right, wrong, half, seed):
-    rewards = torch.tensor([1.0] * right + [0.0] * wrong)
-    advantages = grpo.group_advantages(rewards, [0] * len(rewards))
-    generator = torch.Generator().manual_seed(seed)
-    copies, _ = grpo.balance_by_advantage(advantages, 2 * half, generator)
-    assert sum(copies[:right]) == half
-
-
 masks_of_samples = st.lists(
     st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=8
 )

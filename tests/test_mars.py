@@ -210,7 +210,7 @@ ARMS = [
     {"system1": "frozen", "kl_beta": 0.01, "advantage": "mean"},
     {"system1": "none", "decay": True, "warmup": 3, "beta1": 0.5, "clip": 0.1},
     {"balance": "none", "shared_group": True, "importance": "token", "importance_cap": 2.0},
-    {"balance": "advantage", "inner_steps": 2, "purpose": False},
+    {"inner_steps": 2, "purpose": False},
     {"packing": False, "loss_mean": "token", "tools": "search,scholar"},
 ]
 
