@@ -243,7 +243,7 @@ async def distil(
     """Formula (2): the documents are packed into chunks; System 1 writes a note on each chunk.
 
     `texts` are the documents' token ids. `capacity` tokens of them fit into a prompt, beside
-    System 1's wording and the purpose.
+    System 1's wording and the purpose. Returns the notes in the order of the chunks.
     """
     bins = [[index] for index in range(len(texts))]
     if env.config.packing:

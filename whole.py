@@ -17,8 +17,9 @@ from config import UserError
 
 
 def reason(error: BaseException) -> str:
-    """Why the system refused, in a few words."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    """Why something failed, in one line: as the system says it, or as its error begins."""
+    said = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return said.splitlines()[0]
 
 
 @contextlib.contextmanager

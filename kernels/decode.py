@@ -42,8 +42,7 @@ def one_layout(dtype, *tensors) -> bool:
 
 def rms_norm_reference(x, eps):
     """x / √(mean(x²) + eps) in fp32, rounded to x's dtype."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
 
 
 def add_rms_norm_reference(x, residual, weight, eps):
@@ -110,21 +109,21 @@ def qk_norm_rope_store_reference(qkv, q_weight, k_weight, cos, sin, slots, k_pag
     qk = heads[:, :-Hkv]
     v = heads[:, -Hkv:]
     if q_weight is not None:
-        normed = rms_norm_reference(qk, eps)
-        qk = torch.cat((q_weight * normed[:, :-Hkv], k_weight * normed[:, -Hkv:]), 1)
+        qk = rms_norm_reference(qk, eps)
+        qk[:, :-Hkv] *= q_weight
+        qk[:, -Hkv:] *= k_weight
     first, second = qk.chunk(2, -1)
-    rotated = torch.cat((-second, first), -1)
-    qk = (qk * cos[:, None] + rotated * sin[:, None]).to(qkv.dtype)
-    q = qk[:, :-Hkv]
+    turned = torch.cat((-second, first), -1)
+    qk = (qk * cos[:, None]).add_(turned.mul_(sin[:, None]))
     k = qk[:, -Hkv:]
     stored = slots >= 0
     if not stored.all():
         slots = slots[stored]
         k = k[stored]
         v = v[stored]
-    k_pages.view(-1, Hkv, Dh)[slots] = k.to(k_pages.dtype)
-    v_pages.view(-1, Hkv, Dh)[slots] = v.to(v_pages.dtype)
-    return q.contiguous()
+    for pages, new in ((k_pages, k), (v_pages, v)):
+        pages.view(-1, Hkv, Dh).index_copy_(0, slots, new.to(pages.dtype))
+    return qk[:, :-Hkv]
 
 
 @jit

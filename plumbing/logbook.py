@@ -29,6 +29,7 @@ from plumbing.outside import tracker_init
 from plumbing.start import Run
 from rollout import Context, Sample, Trajectory, Turn
 from tasks.format import Format
+from whole import reason
 
 MOST_FAILED = 0.5  # share of a step's tool calls, judgements or rollouts; above it a run stops
 
@@ -267,7 +268,7 @@ def start_tracker(run: Run) -> None:
     try:
         run.tracker = tracker_init(config.track)(config=dataclasses.asdict(config), **options)
     except (Exception, SystemExit) as error:
-        said = f"--track {config.track} cannot start ({folders.reason(error)})"
+        said = f"--track {config.track} cannot start ({reason(error)})"
         raise UserError(f"{said}; mend that, then --resume") from error
 
 
@@ -280,7 +281,7 @@ def track(run: Run, metrics: dict) -> None:
         run.tracker.log(numbers, step=numbers.pop("step"))
     except (Exception, SystemExit) as error:
         run.tracker = None
-        tell(run, f"--track {run.config.track} failed ({folders.reason(error)}): going on without")
+        tell(run, f"--track {run.config.track} failed ({reason(error)}): going on without")
 
 
 # ------------------------------------------------------------------------------------- at the end

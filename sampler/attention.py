@@ -54,12 +54,6 @@ def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def store(new: Tensor, pages: Tensor, slots: Tensor) -> None:
-    """Writes the first len(slots) of the keys or values `new` [T, Hkv, Dh] into their slots."""
-    flat = pages.view(-1, *pages.shape[2:])
-    flat.index_copy_(0, slots, new[: len(slots)].to(pages.dtype))
-
-
 def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float) -> Tensor:
     """Causal attention of q [T, Hq, Dh] over its rows' pages -> [T, Hq, Dh]."""
     if batch.starts is None and (q.is_cuda or kernels.use_triton(q)):

@@ -16,11 +16,10 @@ Tests: pytest tests/test_decoder.py. Speed: python -m bench.sampler
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
-from sampler.attention import attention, cache_dtype, store
+from sampler.attention import attention, cache_dtype
 from sampler.plan import Batch
 
 FAMILY = ("qwen2", "qwen3", "llama", "mistral", "smollm3")  # a config's model_type
@@ -120,52 +119,6 @@ def can_pack(dtype: torch.dtype) -> bool:
         return False
     bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return bf16 or dtype == torch.float32
-
-
-# ---------------------------------------------------------------- the small operations on a CPU
-#
-# The kernels' plain forms are written to be read. These do the same in fp32 with fewer passes over
-# memory.
-
-
-def plain_fp32(x: Tensor) -> bool:
-    """Whether the operations below have a form of their own for x."""
-    return x.dtype == torch.float32 and not (x.is_cuda or kernels.use_triton(x))
-
-
-def add_rms_norm(x, residual, weight, eps):
-    """kernels.add_rms_norm; on a CPU the residual is changed in place."""
-    if not plain_fp32(x):
-        return kernels.add_rms_norm(x, residual, weight, eps)
-    residual = x if residual is None else residual.add_(x)
-    return F.rms_norm(residual, weight.shape, weight, eps), residual
-
-
-def rotate_and_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps):
-    """kernels.qk_norm_rope_store: qkv [T, (Hq + 2 · Hkv) · Dh] -> q [T, Hq, Dh].
-
-    Keys and values go to their pages.
-    """
-    if not plain_fp32(qkv):
-        return kernels.qk_norm_rope_store(
-            qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps
-        )
-    kv_heads, size = k_pages.shape[2:]
-    heads = qkv.unflatten(1, (-1, size))
-    qk = heads[:, :-kv_heads]
-    v = heads[:, -kv_heads:]
-    if q_weight is not None:
-        squares = torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_()
-        qk = qk * squares.div_(size).add_(eps).rsqrt_()
-        qk[:, :-kv_heads] *= q_weight
-        qk[:, -kv_heads:] *= k_weight
-    first, second = qk.chunk(2, -1)
-    turned = torch.cat((-second, first), -1)
-    rotated = (qk * cos[:, None]).addcmul_(turned, sin[:, None])
-    slots = slots[: len(slots) - int((slots < 0).sum())]  # padding rows come last
-    store(rotated[:, -kv_heads:], k_pages, slots)
-    store(v, v_pages, slots)
-    return rotated[:, :-kv_heads]
 
 
 # ---------------------------------------------------------------- the transformer
@@ -284,8 +237,8 @@ class Model:
         straight = torch.ones_like(cos), torch.zeros_like(sin)
         for i in range(self.layers):
             k_pages, v_pages = pool[:, i]
-            x, residual = add_rms_norm(x, residual, w[f"{i}.norm1"], self.eps)
-            q = rotate_and_store(
+            x, residual = kernels.add_rms_norm(x, residual, w[f"{i}.norm1"], self.eps)
+            q = kernels.qk_norm_rope_store(
                 self.linear(x, f"{i}.qkv"),
                 w[f"{i}.q_norm"],
                 w[f"{i}.k_norm"],
@@ -299,6 +252,6 @@ class Model:
                 return None
             x = attention(q, k_pages, v_pages, batch, self.scale)
             x = self.linear(x.flatten(1), f"{i}.o")
-            x, residual = add_rms_norm(x, residual, w[f"{i}.norm2"], self.eps)
+            x, residual = kernels.add_rms_norm(x, residual, w[f"{i}.norm2"], self.eps)
             x = self.linear(kernels.silu_mul(self.linear(x, f"{i}.gate_up")), f"{i}.down")
-        return add_rms_norm(x, residual, w["norm"], self.eps)[0]
+        return kernels.add_rms_norm(x, residual, w["norm"], self.eps)[0]

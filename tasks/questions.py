@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config import UserError
+from whole import reason
 
 
 @dataclass(frozen=True)
@@ -185,11 +186,11 @@ def from_hub(address: str) -> Path:
     try:
         return Path(hf_hub_download(f"{owner}/{repository}", file, repo_type="dataset"))
     except (OSError, ValueError, EntryNotFoundError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         advice = "check the name (OWNER/REPO/path) and the network"
         if isinstance(error, GatedRepoError):
             advice = "accept its terms on the hub and set HF_TOKEN"
-        raise UserError(f"cannot get {address:.200} from the hub ({reason}): {advice}") from error
+        why = f"cannot get {address:.200} from the hub ({reason(error)})"
+        raise UserError(f"{why}: {advice}") from error
 
 
 def read_rows(path: Path, name: str) -> Iterator[tuple[int, dict]]:

@@ -9,9 +9,7 @@ import pytest
 import torch
 from helpers.tiny import CPU, SHAPE, config_of, lively
 
-import kernels
 from sampler import Sampler, graphs
-from sampler import model as own
 from sampler.graphs import Graphs
 from sampler.model import PACKED_ROWS, Model, unsupported
 from sampler.plan import Batch
@@ -53,31 +51,6 @@ def test_packed_weights_give_the_same_products(length, bias):
     x = torch.randn(length, SHAPE["intermediate_size"])
     expected = other.model.layers[1].mlp.down_proj(x)
     assert torch.allclose(forward.linear(x, "1.down"), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("rows", [1, 20])
-def test_small_operations_equal_the_kernels(rows):
-    """The forms of a CPU against the kernels' own plain forms; padding rows store nothing."""
-    torch.manual_seed(0)
-    x = torch.randn(rows, 16)
-    residual = torch.randn(rows, 16)
-    weight = torch.randn(16)
-    expected = kernels.add_rms_norm(x, residual, weight, 1e-6)
-    normed, total = own.add_rms_norm(x, residual.clone(), weight, 1e-6)
-    assert torch.allclose(normed, expected[0], atol=1e-6)
-    assert torch.equal(total, expected[1])
-
-    angle = torch.randn(rows, 8).repeat(1, 2)
-    slots = torch.arange(rows).flip(0)
-    slots[rows // 2 + 1 :] = -1
-    qkv = torch.randn(rows, 8 * 16)
-    for norms in ((None, None), tuple(torch.randn(2, 16))):
-        results = []
-        for function in (kernels.qk_norm_rope_store, own.rotate_and_store):
-            k_pages, v_pages = torch.zeros(2, 12, 4, 2, 16)
-            given = (qkv, *norms, angle.cos(), angle.sin(), slots, k_pages, v_pages, 1e-6)
-            results.append((function(*given), k_pages, v_pages))
-        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results, strict=True))
 
 
 # ---------------------------------------------------------------- paths that only CUDA takes

@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.state_dict import (
 
 from config import UserError
 from processes import from_first_rank, on_first_rank
-from trainer.loading import first_line, load_model
+from trainer.loading import load_model
 from trainer.lora import ADAPTERS, adapter_weights, merged_weights
 from trainer.policy import unwrap
-from whole import point, write_folder
+from whole import point, reason, write_folder
 
 STATE_FILES = "step_" + 6 * "[0-9]" + "/state.json"  # of whole states
 STATES = 2  # so many stay, the newest
@@ -132,7 +132,7 @@ def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(policy, optimizer, moments, options=options)
     except Exception as error:  # torch raises many kinds for a file of another run
-        problem = f"cannot take up the optimizer of {state}: {first_line(error)}"
+        problem = f"cannot take up the optimizer of {state}: {reason(error)}"
         raise UserError(f"{problem}; {ONE_BEFORE}") from None
 
 
@@ -182,7 +182,7 @@ def write_once(write: Callable, what: str):
         except UserError:  # of load_model
             raise
         except Exception as error:  # safetensors and torch.save have errors of their own kind
-            why = getattr(error, "strerror", None) or first_line(error)
+            why = reason(error)
             if "inline_container" in why:  # torch.save on a full disk
                 why = "the disk did not take all of it"
             raise UserError(f"cannot {what} ({why}): make room and go on with --resume") from None

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from config import UserError
 from sampler.model import stranger
+from whole import reason
 
 transformers.logging.disable_progress_bar()
 transformers.logging.set_verbosity_error()  # `load_model` looks itself what became of its request
@@ -40,7 +41,7 @@ def load_model(path: str | Path, device, *, dtype=torch.float32) -> nn.Module:
             path, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:  # transformers and safetensors raise many kinds for a bad folder
-        raise UserError(f"cannot load a model from {path}: {first_line(error)}") from None
+        raise UserError(f"cannot load a model from {path}: {reason(error)}") from None
     missing = sorted(report["missing_keys"])
     if missing:
         raise UserError(
@@ -55,10 +56,5 @@ def load_shape(path: str | Path):
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # as in load_model
-        raise UserError(f"cannot read a model at {path}: {first_line(error)}") from None
+        raise UserError(f"cannot read a model at {path}: {reason(error)}") from None
     return config.get_text_config()
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, cut after its first line; its kind if it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

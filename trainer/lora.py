@@ -30,6 +30,7 @@ from config import UserError
 from processes import is_first
 from sampler.model import gather_full
 from trainer.policy import layers
+from whole import reason
 
 ALPHA = 32
 ADAPTERS = "adapters.safetensors"  # what a state calls `adapter_weights`
@@ -148,5 +149,5 @@ def read_adapters(folder: Path, model: nn.Module) -> None:
             if "lora_" in name:
                 parameter.copy_(weights[name].view_as(parameter))
     except Exception as error:  # safetensors has errors of its own kind
-        told = error or type(error).__name__
-        raise UserError(f"{folder / ADAPTERS} does not fit the model: {told}") from None
+        problem = f"{folder / ADAPTERS} does not fit the model: {reason(error)}"
+        raise UserError(problem) from None
