@@ -271,6 +271,13 @@ def test_prompts_that_begin_alike_are_shared_along_a_tree():
         assert prefilled(prompts) == pages * PAGE
 
 
+def test_attempts_at_one_prompt_decode_in_the_step_that_prefills_it():
+    engine = make()
+    requests = [engine.submit(engine.open(), STEM, max_new_tokens=2, seed=i) for i in range(5)]
+    engine.step()
+    assert [len(request.tokens) for request in requests] == [1] * 5
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_turn_prefills_what_is_new_and_nothing_twice(overlap):
     """Its own tokens and the last sampled one, but for the newest, which the first step reads."""
