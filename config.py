@@ -44,7 +44,7 @@ class Config:
     # model, questions, tools
     model: str = "toy"  # "toy", "smollm2", or what transformers loads (a folder, a hub name)
     data: str = "toy"  # training questions: "toy", or what tasks.questions.load_questions reads
-    eval_data: str = ""  # held-out questions; empty: the toy's other world, or the head of `data`
+    eval_data: str = ""  # held-out questions; empty: the toy's other world, or a draw from `data`
     grader: Literal["em", "judge"] = "em"  # reward 1: exact match, or an LLM judge says yes
     search: Literal["local", "serper", "retriever"] = "local"  # where search and scholar look
     docs: str = ""  # --search local: a file or a folder of documents; empty: the toy's world
@@ -56,10 +56,10 @@ class Config:
     questions: int = 16  # per step
     group: int = 8  # G: attempts per question
     temperature: float = 1.0  # of sampling, and so of the distribution that the loss differentiates
-    lr: float = 5e-4  # the toy's; at 1e-3 one seed of three slipped late on one CPU
+    lr: float = 5e-4  # learning rate, the toy's; at 1e-3 one seed of three slipped late
     warmup: int = 1  # steps of linear warm-up, then constant
     inner_steps: int = 1  # optimizer steps per batch of rollouts, each on a part of the questions
-    advantage: Literal["std", "mean"] = "std"  # r − mean, over std or not (Dr. GRPO)
+    advantage: Literal["std", "mean"] = "std"  # (r − mean) / std; mean: r − mean (Dr. GRPO)
     loss_mean: Literal["sample", "token"] = "sample"  # what each term of the loss is a mean over
     kl_beta: float = 0.0  # λ; needs a reference model in memory
     lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: all weights
@@ -68,7 +68,7 @@ class Config:
     # the machine
     server: str = ""  # URLs, by commas, of vLLM servers that sample instead: docs/engines.md
     bf16: Literal["auto", "on", "off"] = "auto"  # arithmetic of sampler and trainer; auto: on CUDA
-    threads: int = 1  # PyTorch's, on CPU, one process; a second one hardly pays for the toy
+    threads: int = 1  # PyTorch's, on a CPU with one process; a second thread hardly pays
     fsdp: bool = False  # shard the trainer's state (needed from about 3B parameters on)
     recompute_activations: bool = False  # in the backward pass, instead of keeping them
     micro_tokens: int = 8192  # tokens per micro-batch of the trainer
@@ -76,9 +76,9 @@ class Config:
     # no options
     clip: float = no_option(0.2)  # ε, down and up; the paper's is unknown (our choice)
     top_p: float = no_option(1.0)  # nucleus of the sampled evaluation; training has none
-    decay: bool = no_option(False)  # linear decay to 0 at --steps, also if --resume gives more
+    decay: bool = no_option(False)  # linear decay to 0 at --steps; if --resume raises them, there
     beta1: float = no_option(0.9)  # of AdamW; in a short run less: momentum outlives its gradient
-    importance_cap: float = no_option(3.0)  # a token's ratio is cut to it; a sequence's masked
+    importance_cap: float = no_option(3.0)  # a token's ratio is cut to it, a sequence above masked
     eval_docs: str = no_option("")  # documents for the held-out questions; empty: those of `docs`
     passage_words: int = no_option(200)  # documents are cut into passages of so many; 0: none are
     tool_seconds: float = no_option(600.0)  # a call that takes longer has failed
@@ -161,8 +161,8 @@ class OneLineParser(argparse.ArgumentParser):
         sys.exit(fail(message))
 
 
-def parser(options: type[Config], description: str) -> OneLineParser:
-    """Every field of the class `options` as an option, unless it is `no_option`."""
+def parser(options: type, description: str) -> OneLineParser:
+    """Every field of the dataclass `options` as an option, unless it is `no_option`."""
     made = OneLineParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
     sources = [inspect.getsource(part) for part in reversed(options.__mro__[:-1])]
     made.format_help = lambda: help_text(description, *sources)

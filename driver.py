@@ -9,7 +9,6 @@ Tests: pytest tests/test_driver.py
 
 import asyncio
 import collections
-import queue
 import selectors
 import threading
 import time
@@ -34,8 +33,8 @@ class ToolCall:
     outcome: tuple[Any, BaseException | None] | None = None  # result, error
     deadline: float = float("inf")
 
-    def start(self, finished: queue.SimpleQueue) -> None:
-        """Starts the thread; `finished` gets this call when it is over."""
+    def start(self, finished: threading.Event) -> None:
+        """Starts the thread, which sets `finished` at its end."""
 
         def work() -> None:
             try:
@@ -44,13 +43,13 @@ class ToolCall:
                 outcome = (None, error)
             if not self.over():  # past the deadline it stays a failure
                 self.outcome = outcome
-            finished.put(self)
+            finished.set()
 
         self.deadline = time.monotonic() + self.seconds
         threading.Thread(target=work, daemon=True).start()
 
     def over(self) -> bool:
-        """Whether there is an outcome; past the deadline it is a failure."""
+        """Whether the call has ended. Past its deadline it is ended here, as a failure."""
         if self.outcome is None and time.monotonic() > self.deadline:
             self.outcome = (None, ToolError(f"no answer within {self.seconds:g} seconds"))
         return self.outcome is not None
@@ -70,7 +69,7 @@ class IdleSelector(selectors.DefaultSelector):
     """Tells when an event loop has nothing left to do.
 
     A loop with work asks its selector to wait 0 seconds. Any other wait means that every
-    coroutine waits for somebody else: that moment is `on_idle`'s.
+    coroutine waits for somebody else; then `on_idle` is called. So no episode may sleep.
     """
 
     def __init__(self, on_idle: Callable[[], None]):
@@ -103,7 +102,7 @@ class Driver:
         self.waiting: dict[int, tuple[Request, asyncio.Future]] = {}
         self.queued: collections.deque[ToolCall] = collections.deque()
         self.running: list[ToolCall] = []  # started, and not handed over yet
-        self.finished: queue.SimpleQueue[ToolCall] = queue.SimpleQueue()
+        self.finished = threading.Event()  # some call has ended since the last look
 
     async def sample(
         self, sampler: Sampler, conversation: Conversation, tokens: list[int], **options
@@ -195,9 +194,7 @@ class Driver:
             raise RuntimeError("every episode waits, and nothing is under way that could wake one")
         if any(call.over() for call in self.running) and not self.deterministic:
             return
-        try:
-            self.finished.get(timeout=0.1)
-        except queue.Empty:
-            pass
+        self.finished.wait(0.1)
+        self.finished.clear()
         # Later calls of a long queue start while the first ones wait to be handed over.
         self._start_calls()

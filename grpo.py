@@ -18,7 +18,7 @@ System 2's sequence spans all turns of its attempt. On policy, with one optimize
 ρ is 1 and the gradient is the plain policy gradient.
 
 Where the paper is silent (docs/choices.md) the standard deviation is the population's, without an
-epsilon: so one sample, or equal rewards, give advantage 0, and the rewards' scale does not matter.
+epsilon, so the rewards' scale does not matter. One sample alone, or equal rewards, get advantage 0.
 |y| counts the tokens that carry loss. KL is the k3 estimator.
 
 Tests: pytest tests/test_grpo.py
@@ -58,9 +58,7 @@ def group_advantages(rewards: Tensor, groups: Sequence[Hashable], *, divide: boo
     return advantages
 
 
-def balance(
-    sys1_indices: Sequence[int], target: int, generator: torch.Generator | None
-) -> list[int]:
+def balance(sys1_indices: Sequence[int], target: int, generator: torch.Generator) -> list[int]:
     """Brings one question's M System 1 samples to `target` (System 2's number), drawing uniformly.
 
     M > target: `target` of them without replacement. 0 < M < target: all of them, and the

@@ -64,7 +64,7 @@ class MarsConfig(Config):
 
     # arms for study
     system1: Literal["train", "frozen", "none"] = "train"  # frozen: start's weights; none: raw text
-    balance: Literal["uniform", "none"] = "uniform"  # G of System 1's M samples are drawn; or all
+    balance: Literal["uniform", "none"] = "uniform"  # as many System 1 samples as System 2's; all
     packing: bool = True  # without: one document per chunk
     purpose: bool = True  # without: System 1 is not told what to look for
     shared_group: bool = False  # System 1 inherits System 2's advantage, without a group of its own
@@ -99,7 +99,7 @@ class MarsConfig(Config):
         if self.system1 != "train" and (self.balance != "uniform" or self.shared_group):
             raise UserError("leave --balance and --shared_group out: System 1 does not learn")
         if self.system1 == "none" and not (self.packing and self.purpose):
-            raise UserError("--no-packing and --no-purpose change System 1: leave out --system1")
+            raise UserError("--system1 none has no use for --no-packing and --no-purpose")
 
 
 # -------------------------------------------------------------------------------------------- words
@@ -275,8 +275,8 @@ def system1_prompt(env: Env, trajectory: Trajectory, call: Call, chunk: list[int
 def extend(env: Env, system2: Context, notes: list[list[int]], must_answer: bool = False) -> Prompt:
     """Formula (3): the notes in their wrapping, to follow the step that the context ends with.
 
-    A demand to answer stands at their end if `must_answer` is set, before the last turn, and when
-    the context is nearly full.
+    The prompt ends in a demand to answer in three cases: `must_answer` is set, the next turn is the
+    last one, or the context is nearly full.
     """
     config = env.config
     chat = env.chat
@@ -299,7 +299,10 @@ def extend(env: Env, system2: Context, notes: list[list[int]], must_answer: bool
 
 
 def room_left(env: Env, context: Context, prompt: Prompt) -> int:
-    """Tokens left for a step after `prompt`; room for a demand and its answer stays behind it."""
+    """Tokens left for a step after `prompt`.
+
+    Unless it demands an answer itself, room for a demand and its answer is kept free.
+    """
     room = env.config.sys2_context - len(context.sample.tokens) - len(prompt.tokens)
     return room if prompt.must_answer else room - reserve(env.config, env.chat)
 
@@ -311,7 +314,7 @@ def reserve(config: MarsConfig, chat: Format) -> int:
 
 
 def fits(config: MarsConfig, chat: Format, question: Question) -> None:
-    """UserError if a question leaves no room for a step, a demand and an answer, or documents."""
+    """UserError if a question leaves System 2 no room to step and answer, or System 1 to read."""
     length = len(chat.prompt("sys2", question=question.text))
     if length + config.step_tokens + reserve(config, chat) > config.sys2_context:
         raise UserError(
@@ -335,8 +338,8 @@ def credit(
 ) -> dict[str, list[Sample]]:
     """Rewards → advantages → how often each sample stands in the loss. L = L_sys2 + L_sys1.
 
-    Each role's samples of a question are a group of their own. System 1's are then drawn anew so
-    that they are as many as System 2's, after the advantages, which saw all of them.
+    Each role's samples of a question are a group of their own. Then as many of System 1's are drawn
+    as System 2 has, after the advantages, which compare all of them.
     """
     sys2 = [sample for t in trajectories for sample in t.samples("sys2")]
     sys1 = [sample for t in trajectories for sample in t.samples("sys1")]

@@ -91,8 +91,8 @@ class Trajectory:
     question: Question
     question_index: int  # in the step's batch
     attempt: int
-    # In the order of their opening. Not in repr: asyncio writes a result out when it gives Ctrl-C's
-    # handler back, and with all their tokens that took seconds.
+    # In the order of their opening. Not in repr: asyncio writes a result out when it puts Ctrl-C's
+    # former handler back, and with all their tokens that took seconds.
     contexts: list["Context"] = field(default_factory=list, repr=False)
     answer: str | None = None
     ended: str = ""  # "answer", "answer on demand", "no answer", "lost: …"
@@ -143,7 +143,7 @@ class Context:
         """Reads the tokens `given`, then samples up to `limit` tokens or the stop token.
 
         The seed of the draws depends on `key`, which must differ from that of every other `write`
-        of this role in the attempt: the turn's number does.
+        of this role in the attempt. In a role's only context the turn's number does.
         """
         env = self.env
         self.sample.append_given(given)
@@ -164,10 +164,6 @@ class Context:
 # ----------------------------------------------------------------------------- what an episode uses
 
 
-def ignore(kind: str, text: str) -> None:
-    """Nobody watches."""
-
-
 @dataclass
 class Env:
     """Everything that the episodes of one batch may use."""
@@ -178,10 +174,10 @@ class Env:
     tools: dict[str, Callable[[str], list[Document]]]
     grade: Callable[[Question, str], float]  # may block; ToolError if it cannot tell
     config: Config
-    step: int | str  # names the draws: the training step, or "eval"
+    step: int | str  # names the draws: the training step, "eval", "ask" or "demonstration"
     temperature: float = 1.0
     top_p: float = 1.0
-    on_event: Callable[[str, str], None] = ignore  # for somebody who watches
+    on_event: Callable[[str, str], None] = lambda kind, text: None  # for somebody who watches
 
     def seed(self, trajectory: Trajectory, *key: int | str) -> int:
         """The seed of one `write`: a hash of its key, whatever else was drawn before."""
@@ -231,7 +227,7 @@ class Env:
         return trajectory
 
     async def reward(self, trajectory: Trajectory) -> float | None:
-        """1 or 0; None if the judge cannot be reached or read."""
+        """The grade of the answer, 0 if there is none; None if nobody could grade it."""
         if trajectory.answer is None:
             return 0.0
         grade = functools.partial(self.grade, trajectory.question, trajectory.answer)

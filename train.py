@@ -75,14 +75,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
 
 def attempts(run: Run, step: int) -> list[Trajectory]:
     """G trajectories for each of this rank's questions."""
-    config = run.config
-    return run.rollouts(
-        questions_of(run, step),
-        config.group,
-        step=step,
-        tools=run.tools,
-        temperature=config.temperature,
-    )
+    return run.rollouts(questions_of(run, step), run.config.group, step=step, tools=run.tools)
 
 
 def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
@@ -105,7 +98,10 @@ def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
 
 
 def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
-    """One optimizer step on L = Σ over the terms; with `inner_steps` several, on parts of them."""
+    """One optimizer step on L = Σ over the terms.
+
+    With `inner_steps` above 1 there are several, each on a part of the questions.
+    """
     config = run.config
     objective = {
         "clip_low": config.clip,
@@ -199,11 +195,11 @@ def prepare(
 def skip(run: Run, step: int) -> None:
     """Counts and reports an update that is left out; the third in a row stops the run."""
     run.skipped += 1
-    print(f"step {step}: loss or gradient is not finite, step skipped", flush=True)
+    logbook.tell(run, f"step {step}: loss or gradient is not finite, step skipped")
     if run.skipped == 3:
         raise UserError(
-            "three steps in a row without a finite gradient; the last state on disk is whole, and "
-            "the run's rollouts show what was sampled"
+            "three steps in a row without a finite loss and gradient; states on disk are whole, "
+            "and the run's rollouts show what was sampled"
         )
 
 
@@ -274,7 +270,7 @@ OUT_OF_MEMORY = (
 )
 
 # Standard output on a full disk or behind a limit, a pipe that nobody reads, a terminal that is
-# gone. Every file of a run has a sentence of its own.
+# gone. A file of the run that cannot be written has an error message of its own.
 OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
 
 
@@ -288,17 +284,18 @@ def main(
 ) -> int:
     """Trains, or evaluates or asks what was trained; returns the exit code, or ends a rank with it.
 
-    `[options]` trains, `eval CKPT …` and `ask CKPT "question"` use a checkpoint. `complete` may add
-    options to those that were given, by the command's name; it may take minutes to make what they
-    name. `additions` are those of `build`: tools, questions, a grader, a base model or a language
+    `[options]` trains, `eval CKPT …` and `ask CKPT "question"` use a checkpoint. `complete(command,
+    given)` returns the given options with more added; it may take minutes to make what these name.
+    `additions` are those of `build`: tools, questions, a grader, a base model or a language
     of one's own.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # neither closed nor a notebook's
         # A terminal that lacks a letter is no reason to end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
     code = 0
+    training = arguments[:1] not in (["eval"], ["ask"])
     try:
-        if arguments[:1] in (["eval"], ["ask"]):
+        if not training:
             code = evaluation.main(method, arguments, complete, **additions)
         else:
             given = complete("train", parse(parser(method.config, description), arguments))
@@ -311,14 +308,14 @@ def main(
         out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not (out_of_memory or "can't allocate memory" in str(error)):  # the latter on a CPU
             raise
-        code = fail(OUT_OF_MEMORY)
+        code = fail(OUT_OF_MEMORY if training else "out of memory: lower --kv_tokens")
     except OSError as error:
         if error.errno not in OUTPUT_LOST:
             raise
         drop_output()
         code = fail(f"what is printed cannot be written ({error.strerror}); {GO_ON}")
     except KeyboardInterrupt:
-        fail(f"interrupted; {GO_ON}")
+        fail(f"interrupted; {GO_ON}" if training else "interrupted")
         code = 130
     processes.leave(code)
     return code

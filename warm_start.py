@@ -39,6 +39,7 @@ from config import Config, UserError, fail, parse, parser, uses_bf16
 from plumbing import models
 from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
+from tasks.chat import rendered
 from tasks.format import Format
 from tasks.questions import Question
 from tools import Tool
@@ -85,6 +86,8 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
     """
     start = models.find(options.model, options.cache)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and options.bf16 == "off":
+        raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
     if device.type == "cpu":
         torch.set_num_threads(min(options.threads, os.cpu_count() or 1))
     tokenizer = models.load_tokenizer(start)
@@ -266,14 +269,6 @@ def samples_of(messages: list[dict], tokenizer) -> list[Sample]:
         sample.append_sampled(Completion(said, [0.0] * len(said), "stop"))
         samples.append(sample)
     return samples
-
-
-def rendered(messages: list[dict], tokenizer, prompt: bool) -> str:
-    """The template's text; with `prompt` it ends where the assistant begins."""
-    try:  # the template is a program from outside
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    except Exception as error:
-        raise UserError(f"the model's chat template failed: {error}") from None
 
 
 # ------------------------------------------------------------------------------------- the command

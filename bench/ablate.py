@@ -71,11 +71,6 @@ ARMS = {
         "only_checkers": ["--learners", "checkers"],
     },
 }
-COMMANDS = {
-    "mars": ["mars.py"],
-    "matpo": ["-m", "siblings.matpo"],
-    "marsrl": ["-m", "siblings.marsrl"],
-}
 # Evaluations, the one that is compared first.
 SCORES = {
     "mars": ("eval_accuracy", "eval_greedy"),
@@ -154,9 +149,10 @@ def main() -> None:
         arms.add_options(own, known, f"ablate-{method}", seeds=[0, 1, 2], threads="1")
     options, options.more = parser.parse_known_args()
     method = options.method
+    program = ["mars.py"] if method == "mars" else ["-m", f"siblings.{method}"]
     if not options.table:
         for seed, arm in itertools.product(options.seeds, options.arms):
-            arms.complete_run(options, [*COMMANDS[method], *ARMS[method][arm]], arm, seed)
+            arms.complete_run(options, [*program, *ARMS[method][arm]], arm, seed)
     rows = summarise(method, options.runs)
     if not rows:
         sys.exit(f"no complete run in {options.runs}")

@@ -10,7 +10,6 @@ attribute taught by demonstrations, trained by RL, or unseen), or what the notes
 Results: bench/results/almanac/table.json. Tests: pytest tests/test_almanac.py
 """
 
-import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -20,22 +19,18 @@ from recipes import almanac, almanac_world
 WHOLE_GROUP = ["--balance", "none", "--credit"]
 
 
-@functools.cache
-def held_out() -> dict[str, almanac_world.Asked]:
-    """The held-out questions by id."""
-    return {asked.id: asked for asked in almanac_world.held_out(almanac_world.make_world())}
-
-
 def cells(folder: Path) -> dict[str, list[int]]:
     """Right answers by cell and in all, and what the notes are worth."""
     counts = defaultdict(lambda: [0, 0])
+    world = almanac_world.make_world()
+    held_out = {asked.id: asked for asked in almanac_world.held_out(world)}
 
     def count(name: str, right: bool) -> None:
         counts[name][0] += right
         counts[name][1] += 1
 
     for record in arms.rollouts(folder):
-        question = held_out()[record["question_id"]]
+        question = held_out[record["question_id"]]
         fact = question.fact
         for name in (question.source, "all"):
             count(name, record["reward"] == 1)

@@ -2,7 +2,8 @@
 
 An arm with a seed is a run RUNS/ARM-SEED, with its log beside it. The same command goes on where it
 stopped: a complete run is skipped, half a run is resumed. Options that a bench does not know go to
-its runs, and what is complete stays as it was made: other options want another --runs.
+its runs, and what is complete stays as it was made: other options want another --runs, and the
+recipes another --records.
 
 The recipes on real models (a `Study`): a run's last and its first weights are asked the same
 held-out questions, both ways, in RUNS/ARM-SEED-DECODING and RUNS/START-SEED-DECODING. Most arms
@@ -10,7 +11,7 @@ begin with the same weights; those that read in another way begin with a warm st
 that nobody meets what it was never shown. What the table needs of an evaluation is kept in
 RECORDS/NAME.json, a few kilobytes: which questions were right, counts by cell, what a step of the
 run took. An evaluation that has its record is not made again, so arms may be run on several
-machines. Benches of different arms may share RUNS and RECORDS.
+machines. Commands with other --arms may share RUNS and RECORDS.
 
 The table has a row for each arm, start and decoding, over its seeds: accuracy in each cell, and two
 comparisons question by question (McNemar's exact test): with the arm's start, and with another arm.
@@ -130,8 +131,9 @@ def evaluate(study: Study, options, program: list[str], arm: str, run: Path, nam
         carry_out(options, [*line, "--runs", str(folder), "--name", "eval"], name)
 
     folder = made_once(options.runs / name, ask) / "eval"
+    origin = provenance()
     return {
-        "made": {key: provenance()[key] for key in ("date", "cpu", "commit")},
+        "made": {key: origin[key] for key in ("date", "cpu", "commit")},
         "settings": {key: made[key] for key in ("bf16", "steps", "questions", "group")},
         "cells": study.cells(folder),
         "right": [one["question_id"] for one in rollouts(folder) if one["reward"] == 1],
@@ -156,6 +158,7 @@ def costs(run: Path) -> dict:
     return {
         name: sum(line.get(key, 0) for line in steps for key in keys) / len(steps)
         for name, keys in columns.items()
+        if not steps[0].keys().isdisjoint(keys)
     }
 
 
@@ -178,8 +181,8 @@ def summarise(study: Study, options: argparse.Namespace) -> list[dict]:
             row[cell] = with_interval(right / asked, *wilson_interval(right, asked))
         for cost in records[0]["of a step"]:
             row[cost] = statistics.mean(record["of a step"][cost] for record in records)
-        others = {study.start(name), first} if name in study.arms else ()
-        for other in sorted({*others} - {name}):
+        others = {study.start(name), first} if name in study.arms else set()
+        for other in sorted(others - {name}):
             theirs = [made.get(other + place) for place in places]
             row |= compared(records, theirs, other)
         rows.append(row)
@@ -211,7 +214,7 @@ def main(study: Study, description: str) -> None:
         run_missing(study, options)
     rows = summarise(study, options)
     if not rows:
-        sys.exit(f"nothing was evaluated in {options.runs}")
+        sys.exit(f"there is no record of an evaluation in {options.records}")
     print(table(rows))
     command = " ".join([f"python -m bench.{study.recipe}", *sys.argv[1:]])
     print(save(f"{study.recipe}/table", command, rows))

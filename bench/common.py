@@ -80,7 +80,7 @@ def added_bytes(function: Callable) -> float:
 def rates() -> dict:
     """What the machine can do: bytes a second of a copy, FLOP/s of a matrix product.
 
-    The copy counts each byte as read and written. On a CPU both are small.
+    The copy counts each byte as read and written. On a CPU both sizes are small.
     """
     size, n, rounds = (4 << 30, 8192, 7) if torch.cuda.is_available() else (64 << 20, 1024, 3)
     source = torch.empty(size, dtype=torch.uint8, device=device())
@@ -110,12 +110,13 @@ class Bench:
 
         A failure is a cell, not the end: the next row may be the one that was wanted.
         """
-        rates()  # while there is memory for it
+        rates()  # measured once, while there is memory for it
         torch.cuda.empty_cache()  # of the row before
         try:
             row = name | function()
         except Exception as error:
             row = name | {"failed": f"{type(error).__name__}: {error}".partition("\n")[0][:100]}
+        row = {name: x for name, x in row.items() if x == x}  # a NaN was not measured here
         self.rows.append(row)
         if self.folder:
             save(self.name, self.command, self.rows, self.folder, rates=rates())
@@ -129,12 +130,9 @@ def table(rows: list[dict]) -> str:
     for row in rows:
         cells = [row.get(column, "") for column in columns]
         lines.append([f"{x:.4g}" if isinstance(x, float) else str(x) for x in cells])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    text = []
-    for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths)]
-        text.append("  ".join(cells).rstrip())
-    return "\n".join(text)
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    padded = [[cell.ljust(width) for cell, width in zip(line, widths)] for line in lines]
+    return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
 def provenance() -> dict:
@@ -178,11 +176,14 @@ def main(name: str, description: str, parts: dict[str, Callable[[Bench], None]])
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--tiny", action="store_true", help="small sizes; writes no file")
-    parser.add_argument("--peers", nargs="+", default=[], metavar="PYTHON", help="bench/peers.py")
+    about = "interpreters of environments with peers: bench/peers.py"
+    parser.add_argument("--peers", nargs="+", default=[], metavar="PYTHON", help=about)
     options = parser.parse_args()
+    if torch.cuda.is_available():
+        parser.exit(2, f"bench.{name} measures a CPU; on a GPU: python -m bench.gpu\n")
     torch.set_num_threads(1)
     for part in options.only:
-        command = f"python -m bench.{name} --only {part}"
+        command = f"python -m bench.{name} --only {part}" + " --peers …" * bool(options.peers)
         folder = None if options.tiny else RESULTS
         bench = Bench(f"{name}_{part}", command, folder, options.tiny, options.peers)
         parts[part](bench)

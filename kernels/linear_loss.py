@@ -45,8 +45,9 @@ from kernels.backend import check, jit, tl, triton, use_triton
 # at V = 152k, D = 4k: by arithmetic 1.2 ms on an H200, beside 17 ms of products for 3,584 tokens).
 # So there should be few chunks, but chunk and ∂L/∂W together should stay under 5 GB.
 CHUNK_TOKENS_CUDA = 3584
-# On a CPU a chunk's logits should stay in the cache, and below malloc's limit for fresh pages. So a
-# chunk has as many tokens as make this many bytes of logits, but at least CHUNK_TOKENS_CPU.
+# On a CPU a chunk's logits should stay in the cache, and below the size from which malloc asks the
+# system for fresh pages. So a chunk has as many tokens as make this many bytes of logits, but at
+# least CHUNK_TOKENS_CPU.
 CHUNK_BYTES_CPU = 16 << 20
 CHUNK_TOKENS_CPU = 128
 STATS_CONFIG = {"BLOCK": 4096, "num_warps": 16}
@@ -233,7 +234,7 @@ def fit_block(config, V):
 
 
 def triton_stats(z, target, temperature):
-    """`plain_stats`; z is left as it is, and lse is all that the gradient needs besides."""
+    """As `plain_stats`, but z is left as it is: with z, lse is all that the gradient needs."""
     C, V = z.shape
     logprob = torch.empty(C, dtype=torch.float32, device=z.device)
     entropy = torch.empty_like(logprob)
@@ -348,11 +349,11 @@ def checked(hidden, weight, target):
     # The products take fp64 with fp64 only.
     fits &= (hidden.dtype == torch.float64) == (weight.dtype == torch.float64)
     fits &= target.dtype == torch.int64
-    check(fits, "linear_loss", hidden=hidden, weight=weight, target=target)
+    check(fits, "linear_grpo_loss", hidden=hidden, weight=weight, target=target)
     if hidden.dtype not in (torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"hidden is {hidden.dtype}; fp16 would lose small gradients, use bf16")
     V = len(weight)
-    # Unchecked, a kernel would read past the row. The GPU has little left to wait for here.
+    # Unchecked, a kernel would read past the row. The host waits for the GPU here.
     if N and not bool(((target >= 0) & (target < V)).all()):
         raise ValueError(f"a target is outside the vocabulary of {V} words")
     return hidden.contiguous(), target.contiguous()
@@ -379,10 +380,10 @@ def linear_grpo_loss(
     (token_weight 0) never enters the head: its gradient is exactly 0, whatever stands in it. hidden
     may be bf16 with an fp32 weight, whose gradient is fp32 then.
 
-    Returns (loss, stats), detached: loss; clip_share and kl, means over the unmasked tokens;
-    logprob [N] of the targets and entropy [N] of the softmax, both 0 where masked. An entropy is
-    NaN where a logit leaves fp32's range. ValueError if shapes or types do not fit, or an unmasked
-    target is outside the vocabulary.
+    Returns (loss, stats). Stats are detached: loss; clip_share and kl, means over the unmasked
+    tokens; logprob [N] of the targets and entropy [N] of the softmax, both 0 where masked. An
+    entropy is NaN where a logit leaves fp32's range. ValueError if shapes or types do not fit, or
+    an unmasked target is outside the vocabulary.
     """
     N = len(hidden)
     tokens = {

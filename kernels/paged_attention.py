@@ -27,7 +27,7 @@ keep the memory busy:
 
 Exponentials are base 2 (scale carries log₂ e): one instruction on the GPU. Sums are fp32.
 `reference()` is the plain PyTorch form that the kernel is tested against.
-Tests: `pytest tests/test_kernels_decode.py tests/test_kernels_compile.py`.
+Tests: `pytest tests/test_kernels_decode.py tests/test_attention.py tests/test_kernels_compile.py`.
 Speed: `python -m bench.gpu --step attention`.
 """
 
@@ -48,6 +48,7 @@ from kernels.backend import check, jit, tl, triton, use_triton
 BUFFER_BYTES = 8192
 # The pipeline uses up three stages on the way from block table to product. Five leave two buffers.
 NUM_STAGES = 5
+HEAD_SIZES = (16, 32, 64, 128, 256)  # what the kernels take
 MAX_PARTS = 64  # The merge holds [parts, Dh] in registers.
 # Starting a piece and merging it cost about as much as reading this many tokens (by arithmetic).
 TOKENS_PER_START = 32
@@ -70,7 +71,7 @@ def reference(q, k_pages, v_pages, block_table, lengths, *, scale):
         pages = block_table[row, : -(-length // page_size)].long()
         k = k_pages[pages].flatten(0, 1)[:length]  # [T, Hkv, Dh]
         v = v_pages[pages].flatten(0, 1)[:length]
-        # Heads that share a key stand where the tokens of the query would.
+        # The query heads of one key head stand as if they were several tokens of one head.
         query = q[row].unflatten(0, (Hkv, Hq // Hkv))
         k = k.transpose(0, 1)
         v = v.transpose(0, 1)
@@ -238,7 +239,7 @@ def rows_of_a_run(sharing):
 
 
 def own_runs(lengths):
-    """The runs [B, 5] of rows that share nothing."""
+    """The runs [B, 5] of rows that share nothing. Level 0: no shared piece stands before theirs."""
     row = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
     nothing = torch.zeros_like(row)
     return torch.stack((row, row + 1, nothing, lengths, nothing), 1)
@@ -263,7 +264,7 @@ def triton_paged_attention(
     shared_splits = 0
     launches = [(runs[shared:], own_splits, 1)]
     if shared:
-        # Only the host knows how many runs there are; a group has about eight rows.
+        # Only the host knows how many of the runs are real. About eight rows a run are assumed.
         shared_splits = splits or split_count(-(-B // 8), *layout)
         launches.append((runs[:shared], shared_splits, rows_of_a_run(sharing)))
     parts = LEVELS * shared_splits + own_splits
@@ -321,7 +322,7 @@ def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, runs=No
         types = [torch.float32, torch.float16]
         if q.is_cuda:  # Triton's interpreter gets bf16 wrong.
             types.append(torch.bfloat16)
-        fits &= Dh in (16, 32, 64, 128, 256) and q.dtype in types
+        fits &= Dh in HEAD_SIZES and q.dtype in types
         fits &= all(x.is_contiguous() for x in (q, k_pages, v_pages, lengths))
     inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "runs": runs}
     check(fits, "paged_attention", **inputs, block_table=block_table, lengths=lengths)

@@ -2,7 +2,7 @@
 
 PyTorch multiplies fp32 matrices on x86 by MKL, which on other makers' processors stops at AVX2,
 half the width of AVX-512. oneDNN, which PyTorch brings along for other work, uses all of it.
-Nothing is rounded: its sums are fp32 as well, on processors that have units for bf16 too.
+Nothing is rounded to bf16, also on processors with units for it.
 
 y = x Wᵀ + b ,   ∂L/∂x = dy W ,   ∂L/∂W = dyᵀ x ,   ∂L/∂b = Σ over tokens dy
 

@@ -55,8 +55,8 @@ def grpo_kernel(
     program = tl.program_id(0).to(tl.int64)
     token = program * BLOCK + tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + token, mask=token < N, other=0.0)
-    # The loads below are masked by it: what stands in a masked token, NaN included, is never read.
     live = weight != 0.0
+    # What stands in a token that is not live, NaN included, is never read below.
     logprob = tl.load(logprob_ptr + token, mask=live, other=0.0)
     old = tl.load(old_ptr + token, mask=live, other=0.0)
     advantage = tl.load(advantage_ptr + token, mask=live, other=0.0)

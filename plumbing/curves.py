@@ -37,7 +37,7 @@ LOOK = {
 # Title -> key in metrics.jsonl -> label, which may be empty.
 Panels = dict[str, dict[str, str]]
 HEADLINE: Panels = {
-    "Held-out accuracy": {"eval_accuracy": "temperature 1", "eval_greedy": "greedy"},
+    "Held-out accuracy": {"eval_accuracy": "sampled", "eval_greedy": "greedy"},
     "Reward in training": {"reward": ""},
 }
 WARNINGS = {

@@ -3,7 +3,7 @@
 CKPT is a run (runs/NAME), its checkpoint/ folder, or any model that transformers loads. A run
 brings its own settings, held-out questions and frozen model. Any other model takes the defaults, or
 a preset's limits; `eval` then needs `--data`, and `ask` something to search. `--docs FOLDER`
-searches your own documents. One process.
+searches your own documents. Both run in one process.
 
     python mars.py eval runs/toy --temperature 0 --eval_questions 500
     python mars.py eval Qwen/Qwen3-8B --preset paper --data bamboogle
@@ -54,7 +54,7 @@ def main(
 
 
 def refuse_ignored(config: type[Config], given: dict, asking: bool) -> None:
-    """UserError for options that would be read by nobody."""
+    """UserError for options that nobody would read, and for a question that is no text."""
     ignored = config.for_training | (NOT_FOR_ASK if asking else set())
     for name in sorted(ignored.intersection(given)):
         raise UserError(f"{'ask' if asking else 'eval'} does not read --{name}; leave it out")
@@ -116,20 +116,14 @@ def frozen_model(checkpoint: Path) -> Path:
 
 def evaluate(method: Method, config: Config, **additions) -> int:
     """Answers every held-out question; prints and writes the table and the page."""
-    made = models.run_of(Path(config.model)) or Path(config.model)
+    source = models.run_of(Path(config.model)) or Path(config.model)
     folders.refuse_run(Path(config.runs), config.name)
     run = build(method, config, training=False, **additions)
-    trajectories = run.rollouts(
-        list(enumerate(run.eval_questions)),
-        1,
-        step="eval",
-        tools=run.eval_tools,
-        temperature=config.temperature,
-        top_p=config.top_p,
-    )
+    batch = list(enumerate(run.eval_questions))
+    trajectories = run.rollouts(batch, 1, step="eval", tools=run.eval_tools, top_p=config.top_p)
     rows = [row(run, name, members) for name, members in by_set(trajectories)]
     try:
-        run.lock = new_folder(config, f"eval-{made.resolve().name}")
+        run.lock = new_folder(config, f"eval-{source.resolve().name}")
         run.folder = Path(config.runs) / config.name
         logbook.settings(run)
         folders.write_json(run.folder / "table.json", rows)
@@ -204,7 +198,6 @@ def ask(method: Method, config: Config, text: str, **additions) -> int:
         1,
         step="ask",
         tools=run.eval_tools,
-        temperature=config.temperature,
         top_p=config.top_p,
         on_event=lambda kind, text: say(method.roles.get(kind, kind).lower(), text),
     )

@@ -30,8 +30,10 @@ def read_lines(path: Path) -> list[dict]:
         ) from error
     records = []
     for number, line in enumerate(text.split("\n"), 1):
+        if not line:
+            continue
         try:
-            records += [json.loads(line)] if line else []
+            records.append(json.loads(line))
         except ValueError:
             print(f"{path}: line {number} is not a whole record, skipped", file=sys.stderr)
     return records
@@ -101,7 +103,7 @@ def resumable(folder: Path) -> bool:
 
 
 def refuse_run(runs: Path, name: str) -> None:
-    """UserError if no new run can be made below `runs`: of this name, or with none of any."""
+    """UserError if no run of this name can be made below `runs`; without a name, if none can."""
     folder = runs / name
     if name and os.path.lexists(folder):
         more = "add --resume to go on with it, or " if resumable(folder) else ""

@@ -24,9 +24,10 @@ import trainer
 from config import UserError
 from plumbing import folders, pages
 from plumbing.folders import append_lines, as_lines, on_disk, read_lines, write_json, write_whole
-from plumbing.metrics import live_tokens, ratio, reduced, wilson_interval, with_interval
+from plumbing.metrics import owned_by, ratio, reduced, wilson_interval, with_interval
 from plumbing.outside import tracker_init
 from plumbing.start import Run
+from processes import on_first_rank
 from rollout import Context, Sample, Trajectory, Turn
 from tasks.format import Format
 from whole import reason
@@ -40,21 +41,23 @@ def open_folder(run: Run) -> int:
     """Fills the run's folder, or takes up its newest whole state; returns the first step to do."""
     state = trainer.newest(run.folder) if run.config.resume else None
     first = state[0] if state else 0
-    if run.rank == 0 and state:
-        trainer.link_checkpoint(run.folder)  # a kill may have left it one state behind
-    if run.rank == 0 and first < run.config.steps:
-        settings(run)
-        start_tracker(run)
-        take_back(run, first)
+
+    def fill() -> None:
+        if state:
+            trainer.link_checkpoint(run.folder)  # a kill may have left it one state behind
+        if first < run.config.steps:
+            settings(run)
+            start_tracker(run)
+            take_back(run, first)
+
+    on_first_rank(fill)
     if run.config.frozen():  # after the options, without which no run could go on
         trainer.keep_frozen(run.folder, run.start, run.tokenizer)
-    if run.ranks > 1:
-        dist.barrier()
     return first
 
 
 def settings(run: Run) -> None:
-    """Writes the run's options, and how its roles are called."""
+    """Writes the run's options, and what its roles are called."""
     write_json(run.folder / "config.json", dataclasses.asdict(run.config))
     write_json(run.folder / "method.json", {"name": run.method.name, "roles": run.method.roles})
 
@@ -224,15 +227,16 @@ def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list
     A step's batch is the first one after new weights. It is scored before the optimizer moves, so
     that sampler and trainer should hold the same weights: `stats` are those of `batches`, and
     `samples` what their owners point into. Each server is measured by itself. The estimate of the
-    KL is k3, a mean over live tokens.
+    KL is k3, a mean over all sampled tokens, those included that importance weights leave out.
     """
     gaps = Counter()
     counts = Counter()
+    weighted = run.config.correction() != "off"  # then `prepare` has scored every token
     for server in dict.fromkeys(sample.server for sample in samples):
         own = [index for index, sample in enumerate(samples) if sample.server == server]
         for batch, numbers in zip(batches, stats):
-            live = live_tokens(batch, own)
-            gap = (numbers["logprob"] - batch.behaviour_logprob)[live]
+            scored = batch.old_logprob if weighted else numbers["logprob"]
+            gap = (scored - batch.behaviour_logprob)[owned_by(batch, own)]
             gaps[server] += float((torch.expm1(gap) - gap).sum())
             counts[server] += len(gap)
     gaps = reduced(gaps)
@@ -316,7 +320,7 @@ def draws(run: Run) -> dict[str, str]:
 
 
 def ends(lines: list[dict], key: str) -> tuple:
-    """(what the first evaluation found, what the last one did); None of what was never logged."""
+    """A key in the first evaluation and in the last one; None where it was not logged."""
     found = [line for line in lines if "eval_step" in line]
     # A run of one step has both evaluations in one line.
     first = found[0].get(f"{key}_before", found[0].get(key))
@@ -356,7 +360,7 @@ def report_card(run: Run, lines: list[dict]) -> str:
         before, after = (sure(value * asked, asked) for value in ends(lines, f"eval_{name}"))
         page.append(f"- {draw}: {before} before, {after} after")
         before, after = ends(lines, f"eval_{name}_by_kind")
-        for kind in after or ():
+        for kind in sorted((before or {}).keys() & (after or {}).keys()):
             page.append(
                 f"- {draw}, {kind}: {sure(*before[kind])} before, {sure(*after[kind])} after"
             )

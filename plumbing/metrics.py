@@ -1,7 +1,7 @@
 """What trajectories and updates add up to, over all ranks: the numbers of metrics.jsonl.
 
-Every mean over tokens is over live ones: those with a weight in the loss. A token that importance
-masking has left out was not even scored.
+Means of an update are over live tokens: those with a weight in the loss. A rollout's log-probs are
+means over all sampled tokens.
 
 Tests: pytest tests/test_metrics.py
 """
@@ -134,10 +134,9 @@ def right_by_kind(
     return {kind: [right[kind], asked[kind]] for kind in sorted(asked)}
 
 
-def live_tokens(batch: MicroBatch, owners: Iterable[int]) -> torch.Tensor:
-    """[N]: which loss tokens have a weight and belong to one of the samples `owners`."""
-    owned = torch.isin(batch.owner, torch.tensor([*owners], device=batch.owner.device))
-    return owned & (batch.weight != 0)
+def owned_by(batch: MicroBatch, owners: list[int]) -> torch.Tensor:
+    """[N]: which loss tokens belong to one of the samples `owners`."""
+    return torch.isin(batch.owner, torch.tensor(owners, device=batch.owner.device))
 
 
 def update_metrics(
@@ -151,15 +150,16 @@ def update_metrics(
     """
     sums = Counter()
     for batch, numbers, samples in scored:
-        live = int(live_tokens(batch, range(len(samples))).sum())
+        live = batch.weight != 0  # [N]
+        count = int(live.sum())
         sums["loss"] += float(numbers["loss"])
-        sums["tokens"] += len(batch.weight)
-        sums["live"] += live
-        sums["clipped"] += float(numbers["clip_share"]) * live
-        sums["kl"] += float(numbers["kl"]) * live
+        sums["tokens"] += len(live)
+        sums["live"] += count
+        sums["clipped"] += float(numbers["clip_share"]) * count
+        sums["kl"] += float(numbers["kl"]) * count
         for role in roles:
             owners = [i for i, sample in enumerate(samples) if sample.role == role]
-            owned = live_tokens(batch, owners)
+            owned = live & owned_by(batch, owners)
             sums[f"{role}_entropy"] += float(numbers["entropy"][owned].sum())
             sums[f"{role}_live"] += int(owned.sum())
     sums = reduced(sums)

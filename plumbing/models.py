@@ -114,7 +114,7 @@ def find_checkpoint(method: str, name: str) -> tuple[Path | str, dict | None]:
 def run_of(path: Path) -> Path | None:
     """The run's folder, seen from the run, from its checkpoint or from the model of a state.
 
-    Its frozen model is none of the run's: it is what the run began with.
+    A model in frozen/ belongs to no run: it is what the run began with.
     """
     path = path.resolve()  # its name alone would not say where a link or ".." leads
     above = [path, *path.parents][:4]  # runs/x/state/step_1/model lies three below the run

@@ -1,7 +1,7 @@
 """What a run needs from outside: this machine, tools, questions, servers, the model to start from.
 
-`environment` looks at all of it before any work and names all that is missing in one sentence. Here
-is chosen between the toy and the real world.
+`environment` looks at all of it before any work and names all that is missing in one sentence. The
+choice between the toy and the real world is made here.
 
 Tests: pytest tests/test_mars.py tests/test_credit.py
 """
@@ -83,7 +83,7 @@ def environment(
     eval_tools = attempt(make_tools, config, "eval", names) or []
     urls = [url for url in config.server.split(",") if url]
     servers = attempt(vllm.connect, urls, config.tool_seconds) if config.server else []
-    # The toy's model takes two minutes to make: not for a run that cannot start.
+    # The toy's model takes minutes to make: not for a run that cannot start.
     if start is None and (not problems or config.model != "toy"):
         start = attempt(start_model, config, base_model)
     memory = ""

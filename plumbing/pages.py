@@ -125,7 +125,7 @@ def put_out(value):
 
 
 def count(n: int, noun: str) -> str:
-    """ "1 turn", "2 turns"."""
+    """A number with its noun: 1 turn, 2 turns."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
@@ -154,7 +154,7 @@ def role_name(context: dict, roles: dict[str, str]) -> str:
 
 
 def parts_of(context: dict) -> list[dict]:
-    """A context's texts in order; one that was sampled has its turn, and all the turns so far."""
+    """A context's texts in order. A sampled one has its turn; `number` counts the turns so far."""
     turns = context["turns"]
     segments = context.get("segments") or [{"trained": True, "text": t["text"]} for t in turns]
     left = iter(turns)

@@ -70,8 +70,9 @@ class Run(Machine):
     ) -> list[Trajectory]:
         """`attempts` trajectories for each (index, question), all in one running batch.
 
-        `options` are those of Env: the step, the temperature, …
+        `options` are those of Env: the step, the temperature (the run's unless given), …
         """
+        options = {"temperature": self.config.temperature} | options
         env = Env(
             driver=self.driver,
             samplers=self.samplers,
@@ -133,7 +134,7 @@ def build(
     # Both a frozen role and the KL term need the model that the run began with. With adapters that
     # is the model itself, as long as it has none or they are off.
     first = model
-    if not config.lora_rank and (config.frozen() or (training and config.kl_beta)):
+    if not config.lora_rank and (config.frozen() or config.kl_beta):
         device = machine.device if config.kl_beta else "cpu"
         first = trainer.load_model(frozen or start, device, dtype=machine.dtype)
     if config.server:
@@ -250,7 +251,7 @@ def go_on(config: Config, method: str) -> IO:
     if state is None and os.path.lexists(folder / "checkpoint"):
         raise UserError(f"{folder} holds no whole state to go on from; choose another --name")
     if state and state[0] > config.steps:
-        raise UserError(f"the run at {folder} has done {state[0]} steps: give at least as many")
+        raise UserError(f"the run at {folder} has done {state[0]} steps: give --steps that or more")
     return lock
 
 
@@ -296,9 +297,9 @@ def make_remote(
 ) -> vllm.Remote:
     """The servers as a sampler. They must take the longest context, and read the run's folder."""
 
-    def write(model) -> str:
+    def write(trained) -> str:
         weights = Path(config.runs) / config.name / "weights"
-        return trainer.write_model(weights, model, machine.dtype)
+        return trainer.write_model(weights, trained, machine.dtype)
 
     sampler = vllm.Remote(
         found,

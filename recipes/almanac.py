@@ -74,9 +74,7 @@ class AlmanacConfig(MarsConfig):
         if self.credit != "mars" and (self.balance != "none" or self.system1 != "train"):
             raise UserError("--credit is about all notes of a System 1 that learns: --balance none")
         if self.credit != "mars" and self.shared_group:
-            raise UserError(
-                f"--credit {self.credit} and --shared_group are two rules: leave one out"
-            )
+            raise UserError(f"--credit {self.credit} and --shared_group are two rules: leave one")
         super().check(training)
 
 
@@ -116,7 +114,7 @@ PRESETS = {"almanac": ALMANAC, "almanac-passages": PASSAGES, "almanac-whole": WH
 
 
 def demonstrate(
-    question: Asked, config: MarsConfig, chat: ChatFormat, tools: list[Tool], rng: random.Random
+    question: Asked, config: AlmanacConfig, chat: ChatFormat, tools: list[Tool], rng: random.Random
 ) -> Trajectory | None:
     """MARS's own episode without a mistake; None if a limit hides the fact from who must read it.
 
@@ -124,7 +122,7 @@ def demonstrate(
         System 1    The median age of China is 40.2 years.
         System 2    Found: the median age of China is 40.2 years.  <answer> 40.2 years</answer>
 
-    Of System 1's notes on chunks without the fact only --idle are kept, on the average.
+    Of System 1's notes on chunks without the fact only --idle are kept, on average.
     """
     fact = question.fact
     query = fact.wanted.removeprefix("the ")
@@ -238,8 +236,7 @@ async def episode(env: Env, trajectory: Trajectory) -> None:
     trajectory.notes = []  # of an attempt that is lost there are none
     await mars.episode(env, trajectory)
     fact = trajectory.question.fact
-    for reader in (reader for turn in trajectory.turns for reader in turn.readers):
-        sample = reader.sample
+    for sample in trajectory.samples("sys1"):
         start = sample.mask.index(True)
         text = env.chat.text(env.chat.note(sample.tokens[start:]))
         read = env.chat.text(sample.tokens[:start])
@@ -339,6 +336,8 @@ def make_tool(preset: str) -> Tool:
 
 def complete(preset: str, tools: list[Tool], command: str, given: dict) -> dict:
     """What was given, with the preset, and with the model to start from, which is made here."""
+    if given.get("preset", preset) != preset:
+        raise UserError("the preset follows from the command (whole, passages): leave --preset out")
     if given.get("system1", "train") != "train":  # there is nothing to draw from
         given = {"balance": "uniform"} | given
     if command != "train":

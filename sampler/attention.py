@@ -6,13 +6,13 @@
     prefill, CPU or fp32     `row_attention`: one SDPA a row
 
 The cascade cuts a row's tokens into parts: the runs of pages that it shares with its neighbours in
-the batch (plan.shared_runs), and its own. A part s of the softmax is known by its output o_s and
-by l_s = log Σ exp(scores), and the parts are joined exactly:
+the batch (plan.shared_runs), and its own. Attention to part s alone gives an output o_s and
+l_s = log Σ exp(scores). The parts are joined exactly:
 
     out = Σ_s w_s · o_s ,   w = softmax over s of l_s
 
-So eight rows with one prompt are one product of 8 · Hq / Hkv queries a key head with its keys, and
-the prompt is read once (Hydragen, cascade attention).
+With eight rows of one prompt, each key head multiplies 8 · Hq / Hkv queries with the prompt's keys
+in one product, and the prompt is read once (Hydragen, cascade attention).
 
 Shapes: B rows, T packed tokens, Hq and Hkv query and key heads, Dh head size. The pages of one
 layer are k_pages and v_pages [pages, page_size, Hkv, Dh].
@@ -40,7 +40,7 @@ with warnings.catch_warnings():
 
 # torch 2.11 lacks this option. There keys and values are repeated for each head of the queries.
 VARLEN_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-# What F.scaled_dot_product_attention calls; this one also tells the logarithm of the softmax's sum.
+# The kernel behind F.scaled_dot_product_attention, which also returns log Σ exp(scores).
 sdpa_with_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -58,13 +58,7 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: 
     """Causal attention of q [T, Hq, Dh] over its rows' pages -> [T, Hq, Dh]."""
     if batch.starts is None and (q.is_cuda or kernels.use_triton(q)):
         return kernels.paged_attention(
-            q,
-            k_pages,
-            v_pages,
-            batch.block_table,
-            batch.lengths,
-            scale=scale,
-            runs=batch.runs,
+            q, k_pages, v_pages, batch.block_table, batch.lengths, scale=scale, runs=batch.runs
         )
     if batch.starts is None:
         return cascade(q, k_pages, v_pages, batch, scale)
@@ -76,7 +70,8 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: 
 # ---------------------------------------------------------------- decode on a CPU
 
 
-# A product for a run of shared pages costs as much as reading so many numbers of keys (measured).
+# A run's product costs as much as `attend_apart` of so many numbers: tokens · query heads · head
+# size (measured).
 WORTH = 200_000
 
 
@@ -108,15 +103,16 @@ def plan_cascade(q: Tensor, k_pages: Tensor, batch: Batch) -> Cascade:
     begins = np.zeros(rows, np.int32)
     for run in runs:
         begins[run.begin : run.end] = run.last * page_size
-    # The key vectors of each row's own tokens, those of the first head.
-    counts = batch.lengths[:rows].numpy() - begins
-    firsts = counts.cumsum(dtype=np.int32) - counts
-    row = np.repeat(np.arange(rows, dtype=np.int32), counts)
+    # Where each own token's key vector of the first head lies in k_pages.view(-1, Dh).
+    own_tokens = batch.lengths[:rows].numpy() - begins
+    firsts = own_tokens.cumsum(dtype=np.int32) - own_tokens
+    row = np.repeat(np.arange(rows, dtype=np.int32), own_tokens)
     position = np.arange(len(row), dtype=np.int32) + (begins - firsts)[row]
     page = table[row, position // page_size]
     vectors = (page * page_size + position % page_size) * kv_heads
-    # A line for each query head: its entries are the row's vectors, moved to the head's own.
-    counts = np.repeat(counts, heads)
+    # A query head has a line with an entry for each own token of its row: the token's key vector,
+    # moved to the key head that the query head reads.
+    counts = np.repeat(own_tokens, heads)
     offsets = counts.cumsum(dtype=np.int32) - counts
     entry = np.arange(len(row) * heads)
     entry += np.repeat(np.repeat(firsts, heads) - offsets, counts)
@@ -175,7 +171,7 @@ def cascade(q, k_pages, v_pages, batch, scale):
         joined = (plan.sums.softmax(0)[..., None] * plan.outs).sum(0)
     if plan.rows == len(q):
         return joined.to(q.dtype)
-    out = torch.zeros_like(q)  # of padding rows
+    out = torch.zeros_like(q)  # padding rows give zeros
     out[: plan.rows] = joined
     return out
 
@@ -187,7 +183,7 @@ def attend_together(q, keys, values, scale):
     """
     rows, heads, size = q.shape
     kv_heads = keys.shape[2]
-    # Heads that share a key stand where the tokens of one head's query would: [1, Hkv, R · G, Dh].
+    # The query heads of one key head stand as if they were tokens of one head: [1, Hkv, R · G, Dh].
     query = q.unflatten(1, (kv_heads, -1)).transpose(0, 1).reshape(1, kv_heads, -1, size)
     keys = keys.flatten(0, 1).transpose(0, 1)[None]
     values = values.flatten(0, 1).transpose(0, 1)[None]
@@ -208,7 +204,7 @@ def attend_apart(q, k_pages, v_pages, plan, scale):
     keys = k_pages.view(-1, size)
     torch.sparse.sampled_addmm(plan.own, queries, keys.t(), beta=0.0, alpha=scale, out=plan.own)
     scores = plan.own.values()
-    # A softmax of each line, whose division comes last; numpy has sums over ragged lines.
+    # A softmax of each line, whose division comes last. numpy can sum over lines of any lengths.
     top = np.maximum.reduceat(scores.numpy(), plan.offsets)
     scores.sub_(torch.from_numpy(np.repeat(top, plan.counts))).exp_()
     total = np.add.reduceat(scores.numpy(), plan.offsets)
@@ -243,13 +239,7 @@ def row_attention(q, k_pages, v_pages, batch, scale):
             position = torch.arange(length, device=q.device)
             mask = position <= position[past:, None]
         mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=True,
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
         out[start:end] = mixed[0].transpose(0, 1)
     return out

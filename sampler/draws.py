@@ -50,13 +50,13 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Buffers:
-    """Memory of the last draw for the next one: fresh pages cost more than the sums in them."""
+    """Memory of the last draw, used again by the next: fresh pages cost more than the sums."""
 
     def __init__(self):
         self.kept = torch.empty(0)
 
     def like(self, x: Tensor) -> Tensor:
-        """fp32 memory of x's shape that the last tensor from here may still be in."""
+        """fp32 memory of x's shape. What this returned before may lie in the same memory."""
         if self.kept.numel() < x.numel() or self.kept.device != x.device:
             self.kept = torch.empty(x.numel(), device=x.device)
         return self.kept[: x.numel()].view(x.shape)
@@ -113,7 +113,7 @@ def keep_likeliest(probs: Tensor, top_p: Tensor) -> Tensor:
     ordered, index = torch.sort(probs, dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1, dtype=torch.float64) - ordered
     outside = before >= top_p[:, None]
-    # Rounded probabilities may sum to more than 1. A row without top-p keeps all its tokens, or
-    # a neighbour's top-p would change its draws.
+    # A row without top-p keeps all its tokens, whatever its neighbours ask for. `before` alone
+    # might drop some, since rounded probabilities may sum to more than 1.
     outside &= (top_p < 1)[:, None]
     return probs.masked_fill(torch.zeros_like(outside).scatter(-1, index, outside), 0.0)

@@ -137,7 +137,7 @@ class Sampler:
     def step(self) -> list[Request]:
         """Some prefill, then one new token for every ready row. Returns the finished requests."""
         if self.unread is not None and self.scheduler.lacks_slots():
-            self._postprocess()  # who gives way must have all its tokens on the host
+            self._postprocess()  # a row that gives way is prefilled again, from tokens on the host
         copies, prefill, late_copies, decode = self.scheduler.schedule(self.unread is not None)
         self._copy_pages(copies)
         if prefill is not None:
@@ -159,7 +159,7 @@ class Sampler:
     def load_weights(self, model) -> None:
         """Copies the weights in. All pages are forgotten, and recomputed when they are next used.
 
-        model: the one that the sampler was built from, but for its weights.
+        model: of the same shape as the one that the sampler was built from.
         """
         self._postprocess()
         self.scheduler.release_all()
@@ -198,7 +198,7 @@ class Sampler:
         return decode, result, ready
 
     def _choose(self, logits: Tensor, decode: Decode) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs of the rows from fp32 [B, V]; computes what some row asks for."""
+        """Tokens and log-probs from fp32 logits [B, V]; computes only what some row asks for."""
         if not decode.temperature.any():
             return greedy(logits)
         uniforms = to_device(uniform(decode.seeds, decode.drawn), self.device)
@@ -220,7 +220,7 @@ class Sampler:
         if math.isnan(sum(logprobs)):
             raise FloatingPointError(
                 "the sampler met NaN among the model's logits: its weights are damaged, or an "
-                "update threw them far; go on from an earlier state with a lower --lr"
+                "update threw them far; begin a new run from an earlier state, with a lower --lr"
             )
         self.scheduler.collect(decode, [int(token) for token in tokens], logprobs)
 

@@ -21,7 +21,7 @@ from sampler.plan import Batch
 
 
 def can_capture(pool: Tensor) -> bool:
-    """The kernels' plain forms look at values on the host, which a graph cannot do."""
+    """Whether a graph can hold a decode step: the kernels' plain forms read values on the host."""
     return pool.is_cuda and kernels.use_triton(pool)
 
 

@@ -2,7 +2,8 @@
 
 It runs over an inference copy of the weights, with one product for queries, keys and values and one
 for gate and up. SmolLM2 is a Llama; Mistral is one where it has no window; SmolLM3 leaves the
-rotation out of some layers. `unsupported` names any other model, which is sampled by `--server`.
+rotation out of some layers. `unsupported` says why another model is none of these; a server samples
+it (`--server`).
 
 Departure from the textbook: `fill` computes no output. The sampler prefills all tokens of a
 context but the last and lets the decode step feed the last one. So a prefill needs no logits,
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
+from kernels.paged_attention import HEAD_SIZES
 from sampler.attention import attention, cache_dtype
 from sampler.plan import Batch
 
@@ -45,8 +47,8 @@ def unsupported(config) -> str | None:
 def stranger(config) -> str | None:
     """What sets a model apart from the family; None for one of it.
 
-    A window of attention, or rotary angles that depend on how long a row is, would tell a sample
-    that is packed beside others, or resumed from pages, from one alone.
+    With a window of attention, or rotary angles that depend on a row's length, a sample that is
+    packed beside others, or resumed from pages, would be computed otherwise than alone.
     """
     if config.model_type not in FAMILY:
         return f"architecture {config.model_type}"
@@ -77,15 +79,13 @@ def whole(module: nn.Module, kind: str) -> Tensor:
     return gather_full(getattr(module, kind))
 
 
-def concat_weights(modules: list[nn.Linear], kind: str) -> Tensor | None:
-    """Weights or biases of several products of one input, as one; None if the modules have none."""
-    if getattr(modules[0], kind) is None:
-        return None
+def concat_weights(modules: list[nn.Linear], kind: str) -> Tensor:
+    """Weights or biases of several products of one input, as one."""
     return torch.cat([whole(module, kind) for module in modules])
 
 
 def products(layer) -> dict[str, list[nn.Linear]]:
-    """A layer's products by name; those of one input are one."""
+    """A layer's linear modules by product; modules with the same input are one product."""
     attn = layer.self_attn
     mlp = layer.mlp
     return {
@@ -96,7 +96,7 @@ def products(layer) -> dict[str, list[nn.Linear]]:
     }
 
 
-def named_weights(model) -> Iterator[tuple[str, Tensor | None]]:
+def named_weights(model) -> Iterator[tuple[str, Tensor]]:
     """The inference copy's tensors, one at a time: all at once would double the memory."""
     yield "embed", gather_full(model.model.embed_tokens.weight)
     yield "head", gather_full(model.lm_head.weight)
@@ -106,11 +106,12 @@ def named_weights(model) -> Iterator[tuple[str, Tensor | None]]:
         yield f"{i}.norm1", gather_full(layer.input_layernorm.weight)
         yield f"{i}.norm2", gather_full(layer.post_attention_layernorm.weight)
         for name in ("q_norm", "k_norm"):
-            norm = getattr(layer.self_attn, name, None)
-            yield f"{i}.{name}", None if norm is None else gather_full(norm.weight)
+            if hasattr(layer.self_attn, name):
+                yield f"{i}.{name}", gather_full(getattr(layer.self_attn, name).weight)
         for name, modules in products(layer).items():
             yield f"{i}.{name}", concat_weights(modules, "weight")
-            yield f"{i}.{name}.bias", concat_weights(modules, "bias")
+            if modules[0].bias is not None:
+                yield f"{i}.{name}.bias", concat_weights(modules, "bias")
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -129,7 +130,10 @@ class Model:
 
     def __init__(self, model, dtype: torch.dtype, device: torch.device):
         config = model.config
+        self.head_size = head_size(config)
         reason = unsupported(config)
+        if device.type == "cuda" and self.head_size not in HEAD_SIZES:
+            reason = reason or f"head size {self.head_size}"
         if reason:
             raise ValueError(
                 f"the sampler cannot run {type(model).__name__} ({reason}); "
@@ -139,7 +143,6 @@ class Model:
         self.eps = config.rms_norm_eps
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
-        self.head_size = head_size(config)
         self.vocabulary = config.vocab_size
         self.scale = self.head_size**-0.5
         self.rope_scale = model.model.rotary_emb.attention_scaling
@@ -149,7 +152,7 @@ class Model:
         self.device = device
         self.cache_dtype = cache_dtype(dtype, device)
         self.tied = model.lm_head.weight is model.model.embed_tokens.weight
-        self.weights: dict[str, Tensor | None] = {}
+        self.weights: dict[str, Tensor] = {}
         self.packed: dict[str, Tensor] = {}
         self.load(model)
 
@@ -163,9 +166,6 @@ class Model:
         """
         cuda = self.device.type == "cuda"
         for name, value in named_weights(model):
-            if value is None:
-                self.weights[name] = None
-                continue
             if name == "head" and self.tied and cuda:
                 self.weights[name] = self.weights["embed"].t()
                 continue
@@ -188,7 +188,8 @@ class Model:
         if name == "inv_freq":
             return torch.float32
         if name == "head":
-            # A CPU has no product of bf16 matrices with an fp32 result, and logits are not rounded.
+            # Logits are not rounded. A CPU has no product of bf16 matrices with an fp32 result, so
+            # the head is fp32 there, as the cache is.
             return self.cache_dtype
         return self.dtype
 
@@ -213,7 +214,7 @@ class Model:
         self.hidden(batch, pool, last=self.layers - 1)
 
     def decode(self, batch: Batch, pool: Tensor) -> Tensor:
-        """The same, and fp32 logits [T, V], which are never rounded to bf16 on the way."""
+        """Writes them, too; returns fp32 logits [T, V], never rounded to bf16 on the way."""
         return self.logits(self.hidden(batch, pool))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -224,7 +225,7 @@ class Model:
     def hidden(self, batch: Batch, pool: Tensor, last: int | None = None) -> Tensor | None:
         """Last hidden states [T, D], final norm included.
 
-        None if it stops once layer `last` has stored its keys and values.
+        With `last` it stops once that layer has stored its keys and values, and returns None.
         """
         w = self.weights
         residual = None
@@ -240,8 +241,8 @@ class Model:
             x, residual = kernels.add_rms_norm(x, residual, w[f"{i}.norm1"], self.eps)
             q = kernels.qk_norm_rope_store(
                 self.linear(x, f"{i}.qkv"),
-                w[f"{i}.q_norm"],
-                w[f"{i}.k_norm"],
+                w.get(f"{i}.q_norm"),
+                w.get(f"{i}.k_norm"),
                 *(turned if self.rotates[i] else straight),
                 batch.slots,
                 k_pages,

@@ -16,7 +16,8 @@ from sampler.draws import hashed
 from sampler.request import Request
 
 # A run on CUDA is worth its pieces and their merge if it saves the reading of so many tokens (by
-# arithmetic: eight rows that start and merge one piece each, see TOKENS_PER_START there).
+# arithmetic: eight rows that start and merge one piece each, see TOKENS_PER_START in
+# kernels/paged_attention.py).
 LEAST_TOKENS = 256
 # (source, target) pages, to be copied in order: a later source may be an earlier target.
 Copies = list[tuple[int, int]]
@@ -44,7 +45,7 @@ class Rows:
         self.newest = np.zeros(count, np.int64)
 
     def enter(self, request: Request) -> None:
-        """Gives the request a row. Its conversation's pages must be complete."""
+        """Gives the request a row. Its conversation's pages must hold all its tokens."""
         conversation = request.conversation
         row = self.free.pop()
         request.row = row

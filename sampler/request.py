@@ -54,8 +54,8 @@ class Conversation:
 class Request:
     """One answer to be sampled. When step() returns it, `completion` or `error` is set.
 
-    given: the tokens that it appends to its conversation. row: its number among the running
-    sequences, while it runs.
+    given: the tokens that it appends to its conversation. number: counts submissions, so the
+    smallest is the oldest. row: its place among the running sequences, while it runs.
     """
 
     conversation: Conversation
@@ -100,8 +100,8 @@ def check(request: Request, vocabulary: int, pool: int) -> None:
     if outside or request.max_new_tokens < 1 or not SMALLEST_TOP_P <= request.top_p <= 1:
         raise ValueError(
             f"max_new_tokens {request.max_new_tokens}, temperature {request.temperature} and top_p "
-            f"{request.top_p} must be at least 1, 0 (greedy) or {COLDEST:g} to {HOTTEST:g}, and "
-            f"{SMALLEST_TOP_P:g} to 1"
+            f"{request.top_p}: the first must be at least 1, the second 0 (greedy) or {COLDEST:g} "
+            f"to {HOTTEST:g}, the third {SMALLEST_TOP_P:g} to 1"
         )
     context = len(conversation.tokens) + len(request.given)
     if context + request.max_new_tokens - 1 > pool:  # the newest token needs no slot

@@ -24,6 +24,7 @@ Test: pytest tests/test_scheduler.py
 import bisect
 import collections
 import itertools
+from collections.abc import Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -94,9 +95,9 @@ class Scheduler:
     def _admit(self, unread: bool) -> Copies:
         """Gives rows and pages to waiting requests, the oldest first.
 
-        A conversation whose prompt begins as a leader's in the pool forks its pages. While the
-        leader still prefills them, its followers are passed over and a row is kept for each of
-        them. Returns the page copies that the forks need.
+        A conversation whose prompt begins like that of one with pages, its leader, takes these
+        pages over (Pages.fork). While the leader still prefills them, its followers are passed over
+        and a row is kept for each of them. Returns the page copies that the forks need.
         """
         copies = []
         followers = []
@@ -152,7 +153,7 @@ class Scheduler:
         return copies
 
     def lacks_slots(self) -> bool:
-        """Whether a row would have to give way for another row's next token.
+        """Whether too few pages are free for the rows' next tokens, so that a row may give way.
 
         A row can only do so when the host knows all its tokens.
         """
@@ -238,7 +239,7 @@ class Scheduler:
         decode = plan_decode(self.decoding, state, self.pages.size)
         state.length[decode.rows] += 1
         state.drawn[decode.rows] += 1
-        if (state.drawn == state.wanted)[decode.rows].any():
+        if (state.drawn[decode.rows] == state.wanted[decode.rows]).any():
             self.decoding = [r for r in self.decoding if state.drawn[r.row] < r.max_new_tokens]
         return decode
 
@@ -303,7 +304,7 @@ def lacks_tokens(conversation: Conversation) -> bool:
     return conversation.num_cached_tokens < len(conversation.tokens) - 1
 
 
-def common_prefix(one: tuple, other: tuple) -> int:
-    """How many of their first tokens two prompts have in common."""
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many of their first tokens two contexts have in common."""
     pairs = zip(one, other)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

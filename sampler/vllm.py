@@ -4,11 +4,11 @@ A conversation lives here as token ids. Each request sends all of them and gets 
 back, never text, so a server holds nothing that could be lost: its prefix cache only spares work.
 
 New weights go by way of a folder that the servers can read. vLLM takes a model of another shape
-without a word. So a load counts when the server's log-probs of a fixed prompt, the probe, are those
-of our own weights. A server is told a version of its own for each load, and an answer counts only
-if it holds that version afterwards: one that was started anew, with the weights of its start, is
-noticed at its first answer and loads again. All else that can be wrong with a distribution is found
-in each step's batch (--max_mismatch_kl).
+without a word. So a load counts only when the server's log-probs of a fixed prompt, the probe, are
+those of our own weights. A server is told a version of its own for each load, and an answer counts
+only if it holds that version afterwards: one that was started anew, with the weights of its start,
+is noticed at its first answer and loads again. All else that can be wrong with a distribution is
+found in each step's batch (--max_mismatch_kl).
 
 Whatever goes wrong (a server that is lost or slow, 429, 5xx, an answer that does not hold what was
 asked for) is asked again, of the next server. Then `Lost` ends this trajectory and no other.
@@ -44,7 +44,7 @@ class Refused(Exception):
 
 @dataclass(eq=False)
 class Server:
-    """`vllm serve` with VLLM_SERVER_DEV_MODE=1 (run here: 0.32). Exceptions: see `reason`."""
+    """`vllm serve` with VLLM_SERVER_DEV_MODE=1 (run here: 0.32). Its methods may raise anything."""
 
     url: str
     client: Any  # an httpx2.Client
@@ -230,7 +230,7 @@ class Remote:
             raise UserError(problem)
 
     def _load_all(self) -> str | None:
-        """Brings the weights to every server that answers; what is wrong, if that is not enough."""
+        """Has every server load the weights. None if enough did to go on, else what is wrong."""
         end = time.monotonic() + self.seconds
         while True:
             with concurrent.futures.ThreadPoolExecutor(len(self.servers)) as threads:

@@ -51,11 +51,11 @@ from siblings import bvpo_toy as toy
 class BvpoConfig(solo.SoloConfig):
     """BVPO's own options."""
 
-    steps: int = 40
+    steps: int = 40  # batches of pairs
     questions: int = 8  # pairs a step
-    eval_every: int = 40
+    eval_every: int = 40  # steps between evaluations
     eval_questions: int = 2000  # half of them with a trace, half at once
-    lr: float = 1e-4
+    lr: float = 1e-4  # learning rate
     # preferences
     alpha: float = 0.5  # share of the traced gradient
     traces: int = 1  # K: of a pair

@@ -119,13 +119,13 @@ def is_about(game: Game, seat: int, hint: str, said: str) -> bool | None:
 class HanabiConfig(Config):
     """Options with defaults for this game."""
 
-    steps: int = 60
-    questions: int = 16
-    group: int = 8
-    eval_questions: int = 200
-    eval_every: int = 10
-    tools: str = ""
-    move_tokens: int = 3
+    steps: int = 60  # rollout batches
+    questions: int = 16  # deals a step
+    group: int = 8  # games with each deal
+    eval_questions: int = 200  # held-out deals
+    eval_every: int = 10  # steps between evaluations
+    tools: str = ""  # nobody calls one
+    move_tokens: int = 3  # of one move
 
     def longest(self) -> int:
         """Tokens of the longest sample: a seat moves at most 12 times."""

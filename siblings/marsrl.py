@@ -70,9 +70,9 @@ def role_of(stage: str) -> str:
 class MarsrlConfig(Config):
     """MarsRL's own options. Those of all methods have defaults for its toy."""
 
-    steps: int = 60
-    questions: int = 8
-    eval_every: int = 15
+    steps: int = 60  # rollout batches
+    questions: int = 8  # per step
+    eval_every: int = 15  # steps between evaluations
     tools: str = ""  # nobody calls one
     # arms for study
     rollouts: Literal["grouped", "pipelined", "linear"] = "grouped"  # linear: G whole systems
@@ -82,8 +82,8 @@ class MarsrlConfig(Config):
     learners: Literal["all", "solver", "checkers"] = "all"  # checkers: verifier and corrector
     # limits in tokens
     context: int = 112  # the longest sample; the toy's are shorter than 100
-    solution_tokens: int = 4
-    report_tokens: int = 16
+    solution_tokens: int = 4  # what a solver or a corrector writes
+    report_tokens: int = 16  # what a verifier writes
 
     for_training = Config.for_training | {"rollouts", "credit", "choice", "inputs", "learners"}
 
@@ -247,8 +247,7 @@ def solver_tasks(run: Run, step: int) -> list[tuple[int, Task]]:
 
 def play(run: Run, tasks: list[tuple[int, Task]], step: int) -> list[Trajectory]:
     """G outputs for each task."""
-    temperature = run.config.temperature
-    return run.rollouts(tasks, run.config.group, step=step, tools=[], temperature=temperature)
+    return run.rollouts(tasks, run.config.group, step=step, tools=[])
 
 
 def next_tasks(run: Run, played: list[Trajectory], step: int) -> list[tuple[int, Task]]:

@@ -56,7 +56,7 @@ class MifoConfig(solo.SoloConfig):
     # SFT between the phases of RL
     rl_steps: int = 30  # of a phase
     sft_steps: int = 30  # of a phase; 0: RL only
-    sft_lr: float = 1e-3
+    sft_lr: float = 1e-3  # its learning rate
     threshold: float = 0.25  # share of right attempts up to which a question is shown
     hard: float = 0.5  # share of tokens that SFT learns from, by entropy
     freeze: Literal["moved", "random", "none"] = "moved"  # which parameters SFT leaves alone

@@ -42,7 +42,7 @@ class SoloConfig(Config):
 
     tools: str = ""  # nobody calls one
     context: int = 40  # tokens of the longest sample
-    answer_tokens: int = 6
+    answer_tokens: int = 6  # an answer, its mark included
 
     def longest(self) -> int:
         """Tokens of the longest sample."""

@@ -1,6 +1,6 @@
 """How roles speak through a chat model's own template: prompts, calls, and what lies between turns.
 
-`ChatFormat` is the form of rollout.Format for any model with a chat template and a byte-level
+`ChatFormat` is the form of tasks.format.Format for any model with a chat template and a byte-level
 tokenizer; the toy has a format of its own. A method brings the wording (`Words`), this file the
 form: the <answer> tag, the headers of documents, the blank line between two notes. The call is
 Qwen's <tool_call> JSON with a third key, `purpose`, beside `name` and `arguments` (inside
@@ -102,13 +102,13 @@ def read_call(body: str, tools: Sequence[Tool], purpose: bool) -> Action:
     why = call.get("purpose", call["arguments"].get("purpose"))
     if not is_text(argument):
         error = f'The tool {name} needs the argument "{tool.argument}", a text that is not empty.'
-    elif not purpose:
+        return Action(error=error)
+    if not purpose:
         return Action(call=Call(name, argument))
-    elif not is_text(why):
+    if not is_text(why):
         error = 'The call needs a "purpose": a text that says what to find out from the result.'
-    else:
-        return Action(call=Call(name, argument, why.strip()))
-    return Action(error=error)
+        return Action(error=error)
+    return Action(call=Call(name, argument, why.strip()))
 
 
 def is_text(value) -> bool:
@@ -123,7 +123,17 @@ def is_text(value) -> bool:
 # A line before each document of a chunk, and one after the last. No document can write them.
 DOCUMENT = "[document]"
 END = "[end of the documents]"
-FORGED = re.compile(r"[\[［](?=\s*(document|end\s+of\s+the\s+documents)\b)", re.IGNORECASE)
+FORGED = re.compile(r"\[(?=\s*(document|end\s+of\s+the\s+documents)\b)", re.IGNORECASE)
+
+
+def unforged(line: str) -> str:
+    """A stranger's line, in which what looks like a line of ours has another bracket.
+
+    So no page can pass for two, or speak in the researcher's name.
+    """
+    normal = unicodedata.normalize("NFKC", line)  # as some tokenizers read it
+    return FORGED.sub("(", normal) if FORGED.search(normal) else line
+
 
 # Contents of probe messages. They are cut out of the rendered template again.
 QUESTION, STEP_A, RESULT_A, STEP_B, RESULT_B = (f"slot-{n}-of-the-template" for n in range(1, 6))
@@ -134,6 +144,14 @@ REWRITES = (
 )
 # How a template switches thinking before a step.
 PREFILL = re.compile(r"<think>(\s*</think>)?\s*\Z")
+
+
+def rendered(messages: list[dict], tokenizer, prompt: bool) -> str:
+    """The chat template's text; with `prompt` it ends where the assistant begins."""
+    try:  # the template is a program from outside
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    except Exception as error:
+        raise UserError(f"the model's chat template failed: {error}") from None
 
 
 class ChatFormat:
@@ -229,19 +247,14 @@ class ChatFormat:
         return [{"role": "assistant", "content": step}, reply]
 
     def _apply(self, messages) -> str:
-        try:  # the template is a program from outside
-            return self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:
-            raise UserError(f"the model's chat template failed: {error}") from error
+        return rendered(list(messages), self.tokenizer, True)
 
     def _render(self, messages, *marks) -> list[str]:
         """The template's text, cut at the marks: one piece more than marks."""
         text = self._apply(messages)
         if any(text.count(mark) != 1 for mark in marks):
             raise UserError(REWRITES)
-        return re.split("|".join(marks), text)
+        return re.split("|".join(marks), text) if marks else [text]
 
     def _template_ids(self, text: str) -> list[int]:
         # The template itself writes the special tokens.
@@ -280,7 +293,7 @@ class ChatFormat:
                 kept.append(token)
         return kept
 
-    # ---- rollout.Format
+    # ---- tasks.format.Format
 
     def prompt(self, role: str, **keywords) -> list[int]:
         """A role's first tokens; the keywords are those of its Template's `fill`."""
@@ -326,15 +339,9 @@ class ChatFormat:
     def document(self, document: Document) -> list[int]:
         """One document as it stands in a chunk: a header, the text, a blank line."""
         url = f"({document.url})" if document.url else ""
-        header = " ".join(f"{DOCUMENT} {document.title} {url}".split())
+        header = " ".join(f"{DOCUMENT} {unforged(f'{document.title} {url}')}".split())
         lines = document.text.strip().splitlines()  # at every kind of line break
-        # What looks like a header of ours, or like the end of the documents, gets other brackets,
-        # so that no page can pass for two or speak in the researcher's name.
-        for number, line in enumerate(lines):
-            normal = unicodedata.normalize("NFKC", line)  # as some tokenizers read it
-            if FORGED.search(normal):
-                lines[number] = FORGED.sub("(", normal)
-        text = "\n".join(lines)
+        text = "\n".join(map(unforged, lines))
         return self.encode(f"{header}\n{text}\n\n")
 
     def note(self, tokens: list[int]) -> list[int]:

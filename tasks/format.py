@@ -1,7 +1,7 @@
 """How roles speak: the actions that a step can be, and the methods that every format has.
 
 There are two formats: tasks/chat.py speaks through a chat model's template, toy/language.py in the
-toy's words.
+toy's words. Siblings' toys adapt the latter.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """When an answer counts as right: exact match.
 
 Exact match compares two texts after the usual normalisation of open-domain QA (SQuAD, FlashRAG):
-lower-case, no ASCII punctuation, no articles, single spaces. It takes 3.5 for 35, 9/11 for 911 and
--5 for 5, which a reward must not. So there are four departures; for any other text figures compare
-with everybody's:
+lower-case, no ASCII punctuation, no articles, single spaces. That alone would take 3.5 for 35, 9/11
+for 911 and -5 for 5, which a reward must not. So there are four departures; for any other text
+figures compare with everybody's:
 
 - A sign between two digits stays (3.5, 9/11, 2010-12), as does one that begins a number (-5, .5).
 - A comma between thousands goes: 1,000 is 1000.

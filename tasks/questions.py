@@ -61,11 +61,7 @@ SETS = {
 BENCHMARKS = {
     "frames": ("google/frames-benchmark/test.tsv", "Prompt", "Answer"),
     "webwalkerqa": ("callanwu/WebWalkerQA/data/main-00000-of-00001.jsonl", "question", "answer"),
-    "browsecomp": (
-        "smolagents/browse_comp/data/test-00000-of-00001.parquet",
-        "problem",
-        "answer",
-    ),
+    "browsecomp": ("smolagents/browse_comp/data/test-00000-of-00001.parquet", "problem", "answer"),
     "gaia": ("gaia-benchmark/GAIA/2023/validation/metadata.parquet", "Question", "Final answer"),
     "hle": ("cais/hle/data/test-00000-of-00001.parquet", "question", "answer"),
 }
@@ -119,7 +115,7 @@ def mix(
         density = min(density, limit / sum(weights.values()))
     mixed = []
     for name, weight in weights.items():
-        # Rounded up, so that `limit` questions are there; the cut takes a random one too many away.
+        # Rounded up, so that there are `limit`; what is too many is cut off after the shuffle.
         count = math.ceil(round(density * weight, 6))
         mixed += draw(sets[name], count, f"{seed}/{name}")
     random.Random(f"{seed}").shuffle(mixed)
@@ -179,13 +175,14 @@ def load_set(name: str) -> list[Question]:
 
 def from_hub(address: str) -> Path:
     """The file OWNER/REPO/path of a dataset repository, from the hub or its local cache."""
+    import httpx2
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError
 
     owner, repository, file = (address.split("/", 2) + ["", ""])[:3]
     try:
         return Path(hf_hub_download(f"{owner}/{repository}", file, repo_type="dataset"))
-    except (OSError, ValueError, EntryNotFoundError) as error:
+    except (OSError, ValueError, EntryNotFoundError, httpx2.HTTPError) as error:
         advice = "check the name (OWNER/REPO/path) and the network"
         if isinstance(error, GatedRepoError):
             advice = "accept its terms on the hub and set HF_TOKEN"
@@ -195,7 +192,7 @@ def from_hub(address: str) -> Path:
 
 def read_rows(path: Path, name: str) -> Iterator[tuple[int, dict]]:
     """(number from 1, row) for each JSON line, or each row of a benchmark's table."""
-    # A run reads its questions twice, and from a pipe nothing would come then, or never an end.
+    # A run reads its questions twice; a pipe gives them once, or never ends.
     if not os.path.isfile(path):
         raise UserError(
             f"there is no file of questions {name!r:.100}: give a JSONL file, "
@@ -247,7 +244,8 @@ def read_questions(
 
 
 def read_row(row: dict, source: str, number: int, question: str, answer: str) -> Question:
-    """One question; ValueError says what is wrong with it."""
+    """One question; ValueError says what is wrong with it. A null is a field that is not there."""
+    row = {name: value for name, value in row.items() if value is not None}
     name = str(row.get("id", row.get("task_id", number)))
     text = row.get(question)
     golds = row.get("golden_answers", [row.get(answer)])
@@ -257,12 +255,12 @@ def read_row(row: dict, source: str, number: int, question: str, answer: str) ->
     if not isinstance(golds, list) or not all(isinstance(gold, str) for gold in golds):
         raise ValueError(f'"golden_answers" is not a list of texts, nor "{answer}" a text')
     if source == "browsecomp":
-        text, *golds = [decrypt(part, row["canary"]) for part in (text, *golds)]
+        text, *golds = [decrypt(part, row.get("canary", "")) for part in (text, *golds)]
     if not "".join(golds).strip():
         raise ValueError("there is no golden answer")
     if not isinstance(named, str) or not named.isprintable() or named.strip() in ("", "all"):
         raise ValueError('"set" is the printable name of a set, and not "all"')
-    "".join([name, text, named, *golds]).encode()  # not with half a surrogate pair
+    "".join([name, text, named, *golds]).encode()  # raises for half a surrogate pair
     return Question(name, text, tuple(golds), named)
 
 

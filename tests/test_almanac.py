@@ -223,6 +223,11 @@ def test_a_rule_of_credit_beside_another_is_refused(other):
         AlmanacConfig(credit="own", **{"balance": "none"} | other).check(training=True)
 
 
+def test_a_preset_that_contradicts_the_command_is_refused(capsys):
+    assert almanac.main(["whole", "--preset", "almanac"]) == 2
+    assert "leave --preset out" in capsys.readouterr().err
+
+
 def test_what_a_note_is_worth():
     trajectories, notes = two_attempts()
     assert [note.right for note in notes] == [True, True, True, True, False, False]
@@ -253,7 +258,7 @@ def test_an_attempt_that_no_server_answers_has_no_notes():
 
 @needs_pages
 def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
-    question = next(iter(bench.held_out().values()))
+    question = almanac_world.held_out(almanac_world.make_world())[0]
     fact = question.fact
     read = f"{fact.title}\n{fact.line}"
     chunks = [

@@ -9,8 +9,23 @@ import pytest
 
 import config
 import mars
+import warm_start
 from config import UserError, parse, parser, resolve
+from recipes import almanac, atlas
+from siblings import bvpo, hanabi, marsrl, matpo, mifo, moe_routing, slm_mux
 
+CONFIGS = [
+    warm_start.WarmStart,
+    almanac.AlmanacConfig,
+    atlas.AtlasConfig,
+    bvpo.BvpoConfig,
+    hanabi.HanabiConfig,
+    marsrl.MarsrlConfig,
+    matpo.MatpoConfig,
+    mifo.MifoConfig,
+    moe_routing.RoutingConfig,
+    slm_mux.MuxConfig,
+]
 REPO = Path(__file__).parent.parent
 FIELDS = dataclasses.fields(mars.MarsConfig)
 OPTIONS = [field for field in FIELDS if field.metadata.get("option", True)]
@@ -18,6 +33,13 @@ OPTIONS = [field for field in FIELDS if field.metadata.get("option", True)]
 
 def given(*arguments: str) -> dict:
     return parse(parser(mars.MarsConfig, ""), list(arguments))
+
+
+@pytest.mark.parametrize("options", CONFIGS, ids=lambda options: options.__name__)
+def test_every_option_is_in_the_help(options):
+    told = {line.split()[0] for line in parser(options, "").format_help().splitlines() if line}
+    fields = [field for field in dataclasses.fields(options) if field.metadata.get("option", True)]
+    assert {f"--{field.name}" for field in fields} <= told
 
 
 def test_help_needs_no_torch_and_tells_every_option_once():

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 import test_memory
+from helpers import chat
 
 import mars
 import train
 import warm_start
 from plumbing import evaluation, models
 from recipes import atlas
+from tasks.chat import ChatFormat
+from tasks.questions import Question
 from toy import world
 
 REPO = Path(__file__).parent.parent
@@ -94,6 +97,15 @@ def program_of(command: str):
 @pytest.mark.parametrize("command", commands(PAGE))
 def test_it_is_accepted(command, accept):
     accept(command)
+
+
+@pytest.mark.parametrize("command", [c for c in commands(PAGE) if "mars.py" in c])
+def test_it_leaves_room_for_a_chat_models_prompts(command, accept):
+    """By a tokenizer that needs more tokens for them than any model's."""
+    config = accept(command)
+    words = chat.tokenizer(chat.QWEN25)
+    question = Question("q", "What did we decide about pricing?", (), "q")
+    mars.fits(config, ChatFormat(words, mars.words(config, chat.TOOLS), chat.TOOLS), question)
 
 
 ONE_GPU = PAGE.partition("## One GPU of 24 GB")[2].partition("\n## ")[0]

@@ -30,6 +30,7 @@ from tools import Document, documents, reader
         (b'<?xml version="1.0" encoding="iso-8859-1"?><html>caf\xe9', "html"),
         ("<meta charset=no-such>café".encode(), "html"),
         ("<meta charset=utf-16>café".encode(), "html"),  # in ASCII it cannot say so
+        ("<meta charset=iso-2022-kr>café".encode(), "html"),  # which Python does not have
     ],
 )
 def test_bytes_are_decoded_as_they_declare_and_binary_is_no_text(raw, kind):

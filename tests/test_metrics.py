@@ -45,15 +45,18 @@ def lines_of(folder) -> list[dict]:
 
 
 def measured(live: list[bool], values: torch.Tensor, owner: torch.Tensor) -> dict:
-    """The step's metrics of a batch of 8 tokens, in which the kernel scored the live ones."""
+    """The step's metrics of a batch of 8 tokens: all were scored, by the kernel the live ones."""
     weight = torch.tensor(live).float() / 8
     scored = [values[i] * (weight != 0) for i in range(2)]
-    batch = SimpleNamespace(weight=weight, owner=owner, behaviour_logprob=values[2])
+    batch = SimpleNamespace(weight=weight, owner=owner)
+    batch.old_logprob, _, batch.behaviour_logprob = values
     count = int((weight != 0).sum())
     numbers = {"loss": 0.5, "logprob": scored[0], "entropy": scored[1]}
     numbers |= {"clip_share": 0.25 if count else 0.0, "kl": 0.1 if count else 0.0}
     samples = [Sample(role, 0, 0) for role in ROLES]
-    run = SimpleNamespace(config=mars.MarsConfig(max_mismatch_kl=9.0), bf16=False)
+    run = SimpleNamespace(
+        config=mars.MarsConfig(max_mismatch_kl=9.0, importance="token"), bf16=False
+    )
     mismatch = {"mismatch_kl": stop_if_mismatched(run, [batch], [numbers], samples)}
     return update_metrics([(batch, numbers, samples)], ROLES) | mismatch
 
@@ -68,11 +71,10 @@ def test_with_any_mask_the_metrics_are_those_of_the_live_tokens(live, seed):
     kept = torch.tensor(live)
     alone = measured([True] * int(kept.sum()), values[:, kept], owner[kept])
     assert told["masked_share"] == 1 - sum(live) / 8 and told["trained_tokens"] == 8
-    for key in alone.keys() - {"masked_share", "trained_tokens"}:
+    for key in alone.keys() - {"masked_share", "trained_tokens", "mismatch_kl"}:
         assert told[key] == pytest.approx(alone[key]), key
-    gap = (values[0] - values[2])[kept]
-    if len(gap):
-        assert told["mismatch_kl"] == pytest.approx(float((gap.exp() - 1 - gap).mean()), abs=1e-6)
+    gap = values[0] - values[2]  # the guard looks at masked tokens as well
+    assert told["mismatch_kl"] == pytest.approx(float((gap.exp() - 1 - gap).mean()), abs=1e-6)
 
 
 def test_log_probs_that_are_nan_are_a_mismatch():

@@ -46,7 +46,7 @@ def test_both_forms_of_a_line(tmp_path):
     path = write(
         tmp_path / "q.jsonl",
         line(1, metadata={"x": 1}),
-        '{"question": "Who?", "answer": "Ada"}',
+        '{"question": "Who?", "answer": "Ada", "id": null, "golden_answers": null, "set": null}',
         '{"id": 7, "question": "Wo\\u2028?", "golden_answers": ["a", "b", ""], "set": "own"}',
     )
     assert load_questions(path) == [

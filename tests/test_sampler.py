@@ -21,16 +21,21 @@ from sampler.draws import sample_token, uniform
 V = tiny.SHAPE["vocab_size"]
 PAGE = 4
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+HEADS = dict(head_dim=16, num_key_value_heads=4)
+BIASES = dict(attention_bias=True, mlp_bias=True)
 KINDS = {
     "qwen3 grouped tied": ("Qwen3", dict(head_dim=16, tie_word_embeddings=True)),
-    "qwen2 grouped": ("Qwen2", dict(num_key_value_heads=1, tie_word_embeddings=False)),
-    "llama grouped": ("Llama", {}),
+    "qwen2 grouped": (
+        "Qwen2",
+        dict(head_dim=16, num_key_value_heads=1, tie_word_embeddings=False),
+    ),
+    "llama grouped": ("Llama", dict(head_dim=16)),
     "llama biased yarn": (
         "Llama",
-        dict(num_key_value_heads=4, attention_bias=True, mlp_bias=True, rope_parameters=YARN),
+        dict(HEADS | BIASES, rope_parameters=YARN),
     ),
     "mistral": ("Mistral", dict(head_dim=16, sliding_window=None)),
-    "smollm3": ("SmolLM3", dict(no_rope_layers=[1, 0])),
+    "smollm3": ("SmolLM3", dict(head_dim=16, no_rope_layers=[1, 0])),
 }
 LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, 5 * PAGE, 23)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

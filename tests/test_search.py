@@ -179,9 +179,10 @@ def test_a_damaged_index_is_named(tmp_path):
     (docs / "a.txt").write_text("ada born 1968")
     assert on_disk(docs, 5, cache)("ada")
     (damaged,) = cache.glob("index-*/params.index.json")
-    damaged.write_text("{")
-    with pytest.raises(UserError, match=f"{damaged.parent.name} is damaged"):
-        on_disk(docs, 5, cache)
+    for damage in (lambda: damaged.write_text("{"), damaged.unlink):
+        damage()
+        with pytest.raises(UserError, match=f"{damaged.parent.name} is damaged"):
+            on_disk(docs, 5, cache)
 
 
 def test_threads_read_the_index_on_disk_at_once(tmp_path):
@@ -364,6 +365,7 @@ def test_a_blocked_site_is_known_however_it_is_written(written):
     assert block == ("good.example", "bad.test")
     assert [url for url in SAME_SITE if not search.is_blocked(url, block)] == []
     assert [url for url in OTHER_SITES if search.is_blocked(url, block)] == []
+    assert search.is_blocked("http://[bad", block) and not search.is_blocked("http://[bad", ())
 
 
 def test_blocked_results_are_left_out_and_pages_that_redirect_there(server, tmp_path, waits):

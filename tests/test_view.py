@@ -296,7 +296,7 @@ def test_curves_draw_all_that_was_logged(tmp_path, panels):
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert len(panels) == 11 and all(panels.values())
     assert list(panels)[-2:] == ["Held-out accuracy", "Reward in training"]
-    assert panels["Held-out accuracy"] == {"temperature 1": [0.17] * 4, "greedy": [0.45] * 4}
+    assert panels["Held-out accuracy"] == {"sampled": [0.17] * 4, "greedy": [0.45] * 4}
     assert list(panels["Entropy, nats per token"]) == ["System 2", "System 1"]
 
 

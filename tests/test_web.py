@@ -156,6 +156,14 @@ def test_base_urls_with_passwords_and_other_nonsense_are_refused(url):
         assert web.check_base_url("x", f" {right}/") == right
 
 
+@pytest.mark.parametrize("proxy", ["socks4://user:pw@host:1", "http://user:pw@host:no"])
+def test_a_proxy_that_is_of_no_use_is_one_sentence_without_its_password(proxy, monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    with pytest.raises(UserError, match="proxy in the environment") as caught:
+        web.Client(None)
+    assert "pw" not in str(caught.value)
+
+
 # The cache, and equal requests -------------------------------------------------------------------
 
 

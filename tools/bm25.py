@@ -35,7 +35,9 @@ WORD = re.compile(rf"[{ALONE}]|[^\W_{ALONE}]+")
 # Accents, vowel signs and points of any script, and unseen marks (soft hyphens, directions).
 MARKS = [c for c in map(chr, range(0xD800)) if unicodedata.category(c) in ("Mn", "Mc", "Cf")]
 UNHEARD = re.compile(f"[{re.escape(''.join(MARKS))}]+")
-LAYOUT = 5  # to be raised when the index or reader.py changes: older indexes are built anew then
+# To be raised when this file, documents.py or reader.py makes other indexes: older ones are then
+# built anew.
+LAYOUT = 5
 Search = Callable[[str], list[Document]]
 
 
@@ -101,7 +103,7 @@ def on_disk(path: Path, k: int, cache: Path, passage_words: int) -> Search:
             if not kept.exists() or kept.read_text() != made_of:
                 build(path, folder, passage_words, made_of)
             return _load(folder, k)
-    except ValueError:
+    except (ValueError, FileNotFoundError):  # the latter where a file of it is gone
         raise UserError(
             f"the search index {one_line(str(folder), 300)} is damaged: remove that folder"
         ) from None

@@ -5,8 +5,8 @@ the next passage, so that no sentence falls between two. A passage knows its pla
 the heading it stands under, its url the file and the lines (or the page of a PDF), so that a note
 can say where it found something. A document that fits is one passage and stays as it is.
 
-A file that cannot be read is skipped and listed; it does not refuse the folder. Links that lead out
-of the folder are not followed, for a cloned folder may link to anything.
+A file that cannot be read is skipped and listed; it does not refuse the folder. Links to folders,
+and links that lead out of the folder, are not followed: a cloned folder may link to anything.
 
 Tests: pytest tests/test_documents.py
 """
@@ -24,15 +24,8 @@ from config import UserError
 from tools import Document, one_line, reader
 from tools.reader import NotText
 
-KINDS = {
-    ".txt": "text",
-    ".md": "text",
-    ".markdown": "text",
-    ".rst": "text",
-    ".html": "html",
-    ".htm": "html",
-    ".pdf": "pdf",
-}
+KINDS = dict.fromkeys((".txt", ".md", ".markdown", ".rst"), "text")
+KINDS |= {".html": "html", ".htm": "html", ".pdf": "pdf"}
 WHAT_IS_READ = f"a JSONL file, or a folder of {', '.join(KINDS)} files, or one such file"
 A_LINE = 'a line is {"id": …, "title"?: …, "contents": …}, with an id of its own'
 LARGEST_FILE = 64 << 20  # bytes
@@ -83,8 +76,8 @@ def read_documents(path: Path) -> list[Document]:
         raise UserError(f"{shown} is neither a file nor a folder: give {WHAT_IS_READ} as documents")
     elif path.suffix.lower() in KINDS:
         documents = _read_files([path], path.parent, skipped)
-        for reason in skipped:
-            raise UserError(f"{shown} cannot be read: {reason}")
+        if skipped:
+            raise UserError(f"{shown} cannot be read: {next(iter(skipped))}")
     else:
         try:
             documents = list(_read_jsonl(path))

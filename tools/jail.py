@@ -4,7 +4,7 @@
 
 tools/python.py starts it. The locks go on in this order: resource limits, Landlock (which files),
 user and capabilities, parent-death signal, seccomp (which system calls), number of threads.
-Only then does the child write `locked`, and only after that does it look at the program.
+Only then does the child write `locked`, and only after that does it compile the program's text.
 A step that fails ends the child, and the parent refuses output that does not begin with `locked`:
 nothing ever runs half locked. docs/jail.md says what each lock stops and what is left open.
 
@@ -242,9 +242,7 @@ def limit_threads(threads: int, user: str) -> None:
     # A stack of the usual size need not fit into the program's memory.
     _thread.stack_size(1 << 16)
     for limit in range(threads, MOST_TASKS, threads):
-        if ceiling != resource.RLIM_INFINITY:
-            limit = min(limit, ceiling)
-        resource.setrlimit(resource.RLIMIT_NPROC, (limit, ceiling))
+        set_limit(resource.RLIMIT_NPROC, limit, ceiling)
         try:
             _thread.start_new_thread(int, ())
         except RuntimeError:

@@ -33,7 +33,7 @@ import tempfile
 LIBRARIES = {"html": ("lxml", "webencodings"), "pdf": ("pypdf",)}
 HOW_TO_INSTALL = "pip install -r requirements-documents.txt"
 SECONDS = {"html": 20, "pdf": 60}  # of processor time, for one file
-PATIENCE = 20  # so many times as long may pass on the clock, for the machine may be busy
+PATIENCE = 20  # on the clock a child may take so many times as long: the machine may be busy
 MEMORY = 2 << 30  # bytes of address space
 MOST_CHARACTERS = 10_000_000  # of one file's text; a long book has three million
 CUT = "[The rest of this file is too long to be read.]"
@@ -111,7 +111,7 @@ BLOCKS = frozenset(
     "figcaption figure footer form h1 h2 h3 h4 h5 h6 head header hr html legend li main menu nav "
     "ol optgroup option p pre section summary table tbody tfoot thead title tr ul".split()
 )
-# One # more than the level: a single # stands before the title of a whole document.
+# One # more than the level: in Markdown a single # is for the title of the whole.
 HEADINGS = {f"h{level}": "#" * (level + 1) + " " for level in range(1, 7)}
 UNSEEN = (
     "audio base canvas datalist embed iframe link meta noembed object script style svg template "
@@ -163,9 +163,11 @@ def declared_codec(raw: bytes) -> str | None:
 
     declared = DECLARED.search(raw[:4096])
     encoding = declared and webencodings.lookup(declared[1].decode("ascii", "replace"))
-    if encoding and encoding.name.startswith("utf-16"):
+    if not encoding or encoding.name in ("replacement", "x-user-defined"):  # Python has neither
+        return None
+    if encoding.name.startswith("utf-16"):
         return "utf-8"  # bytes that declare themselves in ASCII cannot be UTF-16
-    return encoding.codec_info.name if encoding else None
+    return encoding.codec_info.name
 
 
 def _is_hidden(element) -> bool:
@@ -202,7 +204,7 @@ class _Page:
             self.line = [other]
 
     def break_line(self) -> None:
-        if any(self.small_cells[-1:]) and not self.pre:
+        if self.small_cells and self.small_cells[-1] and not self.pre:
             self.line.append(" ")
             return
         line = "".join(self.line)
@@ -232,7 +234,7 @@ class _Page:
         self.line.append(opens)
         self.closing.append(closes)
         text = element.text or ""
-        self.add(text.removeprefix("\n") if tag == "pre" else text)  # HTML does not count this one
+        self.add(text.removeprefix("\n") if tag == "pre" else text)  # HTML drops it
 
     def end(self, element) -> None:
         tag = element.tag
@@ -282,7 +284,7 @@ def pdf_to_text(raw: bytes) -> str:
 
 
 def limit(what: int, most: int) -> None:
-    """Sets a limit of this process: at `most` comes a signal of its own, above it SIGKILL."""
+    """Sets a limit of this process. Of processor time SIGKILL comes a second after the signal."""
     with contextlib.suppress(ValueError, OSError):  # a lower one holds; macOS limits no memory
         resource.setrlimit(what, (most, most + 1))
 

@@ -172,13 +172,16 @@ def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_blocked(url: str, block: tuple[str, ...]) -> bool:
-    """Whether a URL's host is one of `block` (blocked_hosts), or below one of them."""
-    # A retriever may leave the scheme out.
+    """Whether a URL's host is one of `block` (blocked_hosts), or below one of them.
+
+    An address that cannot be read counts as one.
+    """
+    # A retriever may leave the scheme out: what looks like a host gets // before it.
     plain = re.sub(r"^([a-z][a-z0-9+.-]*:)?/*(?=[^/:]*[.])", "//", url.strip(), flags=re.IGNORECASE)
     try:
         host = plain_host(urllib.parse.urlsplit(plain).hostname or "")
     except ValueError:
-        return "://" in url  # else it is a name with brackets
+        return bool(block) and "://" in url  # else it is a name with brackets, such as Doc[1]
     return any(host == name or host.endswith(f".{name}") for name in block)
 
 
@@ -224,7 +227,8 @@ def jina_reader(client: web.Client, block: tuple[str, ...]) -> Callable[[str], s
     def read(url: str) -> str:
         if not url.startswith(("http://", "https://")):
             raise ToolError("only http and https pages are read")
-        quoted = urllib.parse.quote(url, safe=string.punctuation)  # only what is not ASCII changes
+        # Only spaces and what is not ASCII change.
+        quoted = urllib.parse.quote(url, safe=string.punctuation)
         return client.call(f"{base}/{quoted}", page, headers=headers, quote=False)
 
     return read

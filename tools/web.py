@@ -75,12 +75,16 @@ class Client:
     def __post_init__(self):
         import httpx2  # here, so that a run without any service does not need it
 
-        self.http = httpx2.Client(
-            headers={"User-Agent": "mars", "Content-Type": "application/json"},
-            timeout=httpx2.Timeout(self.timeout, pool=None),
-            # No connection is kept: a server may close it just when it is used again.
-            limits=httpx2.Limits(max_connections=AT_ONCE, max_keepalive_connections=0),
-        )
+        try:
+            self.http = httpx2.Client(
+                headers={"User-Agent": "mars", "Content-Type": "application/json"},
+                timeout=httpx2.Timeout(self.timeout, pool=None),
+                # No connection is kept: a server may close it just when it is used again.
+                limits=httpx2.Limits(max_connections=AT_ONCE, max_keepalive_connections=0),
+            )
+        except Exception:  # what it says holds the proxy's address, with its password
+            said = "the proxy in the environment (HTTPS_PROXY, ALL_PROXY) is of no use: unset it"
+            raise UserError(said) from None
         self.under_way: dict[str, Future] = {}  # name of a request -> its outcome
         if self.cache is None:
             return
@@ -122,7 +126,7 @@ class Client:
     def _answer(self, name: str, url: str, read: Callable, *request):
         """The answer that is kept under a name, or else a new one, which is kept."""
         if self.cache is not None:
-            with contextlib.suppress(Exception):  # there is none, or none as we would write it
+            with contextlib.suppress(Exception):  # there is none, or `read` refuses it
                 return read((self.cache / name).read_bytes())
         raw, answer = self._persist(url, read, *request)
         if self.cache is not None:
@@ -166,7 +170,8 @@ class Client:
                 # them mean the same: there is no answer.
                 why = f"{type(error).__name__}: {error}" if quote else type(error).__name__
             for secret in headers.values():  # hidden first and cut afterwards, or a part is left
-                key = r"\\*".join(map(re.escape, secret.removeprefix("Bearer ")))  # JSON escapes
+                # JSON may put backslashes before any of its characters.
+                key = r"\\*".join(map(re.escape, secret.removeprefix("Bearer ")))
                 why = re.sub(key, "***", why, flags=re.IGNORECASE)
             why = one_line(f"{site}: {why[:1000]}", LONGEST_MESSAGE - 10)
             if not may_pass:

@@ -13,7 +13,6 @@ memory.py      what a process will hold
 from trainer.batches import MicroBatch, make_micro_batch, micro_batches
 from trainer.checkpoint import (
     FROZEN,
-    ONE_BEFORE,
     keep_frozen,
     link_checkpoint,
     load_optimizer,
@@ -22,7 +21,7 @@ from trainer.checkpoint import (
     save,
     write_model,
 )
-from trainer.loading import load_model, packs
+from trainer.loading import load_model
 from trainer.lora import add_adapters, read_adapters, reference
 from trainer.memory import memory_plan
 from trainer.policy import (

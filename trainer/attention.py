@@ -28,7 +28,6 @@ def packed_attention(
     v: Tensor,
     attention_mask=None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     *,
     lengths: list[int],
     cu_seqlens: Tensor,
@@ -42,8 +41,8 @@ def packed_attention(
     shared prefixes they are what each sample adds, and `keys` has the keys of each.
     """
     dtype = v.dtype
-    # Autocast left rotated queries and keys in fp32. On a GPU all are bf16 from here on. On a CPU
-    # all are fp32, for there the backward pass of bf16 attention is ten times slower.
+    # Autocast left rotated queries and keys in fp32. On a GPU all get the values' type, bf16. On a
+    # CPU all are fp32, for there the backward pass of bf16 attention is ten times slower.
     kind = dtype if q.is_cuda else promote_types(dtype, float32)
     q, k, v = (x.to(kind) for x in (q, k, v))
     key_lengths, key_cu_seqlens = lengths, cu_seqlens
@@ -57,7 +56,8 @@ def packed_attention(
     grouped = q.shape[1] != k.shape[1]
     masks = [None] * len(lengths)
     if keys is not None:
-        keys.masks = masks = keys.masks or causal_masks(lengths, key_lengths, kind)
+        keys.masks = keys.masks or causal_masks(lengths, key_lengths, kind)
+        masks = keys.masks
     parts = (q.split(lengths, 2), k.split(key_lengths, 2), v.split(key_lengths, 2), masks)
     out = []
     with autocast("cpu", enabled=False):
@@ -78,12 +78,14 @@ def packed_attention(
 def causal_masks(lengths: list[int], key_lengths: list[int], dtype) -> list[Tensor | None]:
     """What is added to the scores of each sequence, [queries, keys]; None where both are as many.
 
-    is_causal aligns at the start: there the first query would see the first key only.
+    is_causal would not do: it aligns at the start, so the first query would see one key only.
     """
     masks = []
     for queries, keys in zip(lengths, key_lengths, strict=True):
-        hidden = full((queries, keys), -inf, dtype=dtype).triu(keys - queries + 1)
-        masks.append(hidden if keys > queries else None)
+        mask = None
+        if keys > queries:
+            mask = full((queries, keys), -inf, dtype=dtype).triu(keys - queries + 1)
+        masks.append(mask)
     return masks
 
 

@@ -97,20 +97,16 @@ def make_micro_batch(
     """
     owners = owners or range(len(samples))
     inputs = [sample.tokens[:length] for sample, length in zip(samples, lengths, strict=True)]
-    tokens, positions, added, rows_of = prefixes.lay_out(inputs)
+    tokens, positions, added, rows_of = prefixes.lay_out(inputs or [[0]])
     loss_tokens = [
         (rows[i - 1], owner, sample.tokens[i], sample.logprobs[i], sample.advantage)
-        for sample, length, owner, rows in zip(samples, lengths, owners, rows_of, strict=True)
+        for sample, length, owner, rows in zip(samples, lengths, owners, rows_of)
         for i in range(1, length + 1)
         if sample.mask[i]
     ]
     columns = zip(*loss_tokens) if loss_tokens else [()] * 5
     loss_positions, owner, target, logprob, advantage = columns
     weight = [w[1:][torch.tensor(s.mask[1:])] for s, w in zip(samples, weights, strict=True)]
-    if not samples:
-        tokens = positions = [0]
-        added = [1]  # the one token
-        weight = [torch.zeros(0)]
 
     def integers(values: Sequence) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=device)
@@ -130,6 +126,6 @@ def make_micro_batch(
         behaviour_logprob=numbers(logprob),
         old_logprob=numbers(logprob),
         advantage=numbers(advantage),
-        weight=torch.cat(weight).to(device),
-        keys=prefixes.keys_of(added, rows_of, device) if samples else None,
+        weight=torch.cat([torch.zeros(0), *weight]).to(device),
+        keys=prefixes.keys_of(added, rows_of, device),
     )

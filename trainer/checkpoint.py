@@ -52,8 +52,8 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> No
     """
     if not all_finite(policy, optimizer):
         raise UserError(
-            f"the weights are not finite after {step} steps, so they were not saved: "
-            "go on from the last state with --resume and a lower --lr"
+            f"the weights are not finite after {step} steps, so they were not saved: begin a new "
+            "run from the last state, with --model RUN/checkpoint and a lower --lr"
         )
     # Gathered on rank 0 and named as without shards.
     model = unwrap(policy).model
@@ -123,7 +123,7 @@ def link_checkpoint(folder: Path) -> None:
 def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
     """Puts a saved optimizer state back, sharded or not, on every rank. UserError if none fits.
 
-    The ranks of a machine share the file's pages.
+    By mmap the ranks of a machine share one copy of the file in memory.
     """
     try:
         moments = torch.load(
@@ -174,7 +174,7 @@ def write_model(folder: Path, model, dtype: torch.dtype) -> str:
 
 
 def write_once(write: Callable, what: str):
-    """What `write` returns on rank 0, which alone calls it; `what` says what was to be done."""
+    """Calls `write` on rank 0; returns its result on every rank. `what` is named in errors."""
 
     def attempt():
         try:

@@ -22,7 +22,7 @@ from sampler.model import stranger
 from whole import reason
 
 transformers.logging.disable_progress_bar()
-transformers.logging.set_verbosity_error()  # `load_model` looks itself what became of its request
+transformers.logging.set_verbosity_error()  # `load_model` itself checks what was loaded
 
 
 def packs(shape) -> bool:

@@ -33,7 +33,7 @@ from trainer.policy import layers
 from whole import reason
 
 ALPHA = 32
-ADAPTERS = "adapters.safetensors"  # what a state calls `adapter_weights`
+ADAPTERS = "adapters.safetensors"  # a state's file of `adapter_weights`
 
 
 class LoRALinear(nn.Linear):
@@ -54,9 +54,9 @@ class LoRALinear(nn.Linear):
         bound = 1 / math.sqrt(self.in_features)
         a = torch.empty(rank, self.in_features, device="cpu")
         a.uniform_(-bound, bound, generator=generator)
-        b = torch.zeros(self.out_features, rank)
         self.lora_A = nn.Parameter(a.to(plain.weight.device))
-        self.lora_B = nn.Parameter(b.to(plain.weight.device))
+        b = torch.zeros(self.out_features, rank, device=plain.weight.device)
+        self.lora_B = nn.Parameter(b)
 
     def forward(self, x: Tensor) -> Tensor:
         y = kernels.linear(x, self.weight, self.bias)
@@ -93,7 +93,7 @@ def adapted(model: nn.Module) -> dict[str, LoRALinear]:
 
 
 def reference(policy: nn.Module):
-    """What `logprob` takes for the model as it was before it got its adapters: they are off."""
+    """A callable in the policy's place: the model with its adapters off, as it was at the start."""
 
     def call(batch, **options):
         found = adapted(policy).values()

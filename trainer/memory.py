@@ -1,7 +1,7 @@
 """What a process will hold in memory, by arithmetic and before anything is loaded.
 
-Activations come from one measured figure, bytes for each unit of a layer's width:
-tests/test_memory.py counts the tensors of a real step. What the C library keeps of freed memory is
+Activations come from measured figures, bytes for each unit of a layer's width: tests/test_memory.py
+counts the tensors of a real step. What the C library keeps of freed memory is
 not in the plan: on a CPU sixteen steps of recipes/almanac.py came to 10.2 GiB where 7.8 were
 planned, and to 6.4 with MALLOC_MMAP_THRESHOLD_=1000000 in the environment.
 """
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from config import UserError, uses_bf16
 from kernels import linear_loss
+from sampler.model import head_size
 from trainer.loading import load_shape, packs
 from trainer.lora import add_adapters
 from trainer.prefixes import MAX_KEYS_PER_TOKEN
@@ -39,11 +40,13 @@ def memory_plan(model, *, config, longest: int, world: int, device, training: bo
     total = sum(parts.values()) / GIB
     listed = ", ".join(f"{name} {part / GIB:.2f}" for name, part in parts.items() if part)
     if total > have:
-        raise UserError(
-            f"a process needs {total:.1f} GiB ({listed}) and has {have:.1f}: lower --kv_tokens or "
-            "--micro_tokens, or use --recompute_activations, --lora_rank 16, or --fsdp over more "
-            "processes"
-        )
+        advice = "lower --kv_tokens"
+        if training:
+            advice += (
+                " or --micro_tokens, or use --recompute_activations, --lora_rank 16, or --fsdp "
+                "over more processes"
+            )
+        raise UserError(f"a process needs {total:.1f} GiB ({listed}) and has {have:.1f}: {advice}")
     return f"memory per process, GiB: {listed}; {total:.2f} of {have:.1f}"
 
 
@@ -58,14 +61,14 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     trained = model.num_parameters(only_trainable=True)
     size = 2 if uses_bf16(config, kind == "cuda") else 4  # bytes of a number in products
     D, heads, layers = shape.hidden_size, shape.num_attention_heads, shape.num_hidden_layers
-    head = getattr(shape, "head_dim", None) or D // heads
+    head = head_size(shape)
     keys = head * (getattr(shape, "num_key_value_heads", None) or heads)
     samplers = (not config.server) + bool(config.frozen())  # frozen roles have one of their own
     pool = 2 * layers * keys * (2 if kind == "cuda" else 4) * config.kv_tokens
     copy = size * weights
     if kind == "cpu":  # a second copy in oneDNN's layout, and the head in fp32 in both
         copy += copy + 8 * shape.vocab_size * D
-    process = PROCESS[kind] + GRAPHS[kind] * bool(samplers) + NCCL[kind] * (world > 1)
+    process = PROCESS[kind] + GRAPHS[kind] * samplers + NCCL[kind] * (world > 1)
     parts = {"process": process, "KV pool": pool * samplers, "sampler": copy * samplers}
     if not training:
         return parts | {"weights": size * weights * (kind == "cpu")}

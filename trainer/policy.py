@@ -8,13 +8,13 @@ trained are always fp32 (master weights), also where the arithmetic is bf16.
 
 DDP is the default, `--fsdp` is PyTorch's fully_shard (FSDP2): the same loop and the same files. The
 gradient is a sum over ranks, since the weights already divide by global counts, so the mean that
-DDP and FSDP take is multiplied by their number.
+DDP and FSDP take is multiplied by the number of ranks.
 
 Departure from the textbook: the model never trains in training mode. Dropout would differentiate
 another distribution than the one that was sampled.
 
-Tests: `pytest tests/test_policy.py tests/test_loading.py`. Speed beside padded batches, and on a
-GPU: `python -m bench.train_step`.
+Tests: `pytest tests/test_policy.py tests/test_loading.py`. Speed beside padded batches:
+`python -m bench.train_step`; on a GPU `python -m bench.gpu --step training_step`.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 import kernels
+from config import UserError
 from trainer.attention import packed_attention
 from trainer.batches import MicroBatch, make_micro_batch
 from trainer.loading import packs
@@ -41,8 +42,8 @@ AttentionInterface.register("mars_packed", packed_attention)
 class Policy(nn.Module):
     """The language model with the objective as its forward pass.
 
-    `packs` says whether a micro-batch may hold several samples. DDP and FSDP hook only `forward`.
-    This way they see one call a micro-batch.
+    `packs` says whether a micro-batch may hold several samples. DDP and FSDP act around `forward`
+    only. With the objective in it they act once a micro-batch.
     """
 
     def __init__(self, model, *, bf16: bool, recompute_activations: bool = False):
@@ -70,13 +71,14 @@ class Policy(nn.Module):
     def hidden(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The hidden states [N, D] that predict the loss tokens, and the LM head [V, D].
 
-        The states are in the arithmetic's dtype. The head stays as it is, fp32 unless FSDP has
-        gathered it in bf16. The loss rounds the head for its products and sums the head's
-        gradient in fp32. If the head were cast here, that gradient would be rounded to bf16.
+        The states are in the arithmetic's dtype. The head stays as it is: fp32 where it is trained,
+        bf16 where FSDP gathers it in bf16, or adapters freeze it. The loss rounds the head for its
+        products and sums the head's gradient in fp32. If the head were cast here, that gradient
+        would be rounded to bf16.
         """
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
-            # transformers hands keyword arguments that it does not know on to the attention: the
-            # last three reach packed_attention.
+            # transformers hands keyword arguments that it does not know on to the attention, here
+            # the last three to packed_attention.
             states = self.model.base_model(
                 batch.tokens,
                 position_ids=batch.positions,
@@ -144,7 +146,7 @@ def layers(model) -> nn.ModuleList:
     for module in model.base_model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise ValueError(f"{type(model).__name__} has no list of its {count} layers")
+    raise UserError(f"{type(model).__name__} has no list of its {count} layers: use another model")
 
 
 @torch.no_grad()
@@ -211,7 +213,7 @@ def backward(policy: nn.Module, batches: list[MicroBatch], **objective) -> list[
                 stack.enter_context(policy.no_sync())
             loss, numbers = policy(batch, **objective)
             (loss * world).backward()
-        stats.append({"loss": loss.detach(), **numbers})
+        stats.append(numbers)
     return stats
 
 
@@ -228,8 +230,8 @@ def make_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW with β2 = 0.95 over what is trained.
 
-    A gradient moves the weights in 1 / (1 − β1) updates, ten at β1 = 0.9. A run of a few steps has
-    no room for that: a habit that three updates have changed is pushed on by seven more.
+    At β1 = 0.9 a gradient goes on moving the weights for about ten updates, 1 / (1 − β1). A run of
+    a few steps has no room for that.
 
     Fused on CUDA, since the other form takes memory of its own.
     """

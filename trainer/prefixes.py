@@ -4,11 +4,11 @@ The attempts of a group share their prompt, and often most of what follows. Samp
 their tokens, so that neighbours share the longest prefixes. A sample adds only the tokens after the
 prefix that it shares with the sample before it, and attends to that prefix and to its own tokens
 (`Keys`). All loss tokens of all samples are in the loss, so loss and gradient are the same up to
-rounding.
+rounding. (On CUDA the gradients of shared keys are sums in bf16, in no fixed order.)
 
-A prefix of a few tokens, as the first one of most vocabularies, is not worth its bookkeeping: there
-the row is cut into families. First-fit decreasing packs these into micro-batches, which is plain
-packing where nothing is shared.
+A prefix of a few tokens, such as the start token of most models, is not worth its bookkeeping:
+there the sorted samples are cut into families. First-fit decreasing packs the families into
+micro-batches; where nothing is shared, that is plain packing.
 
 Tests: `pytest tests/test_prefixes.py`.
 """
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from binpack import first_fit_decreasing
+from sampler.scheduler import common_prefix
 
 # The limit of keys per token of a micro-batch's capacity. Each layer copies these keys and values
 # for its backward pass. The memory plan counts them.
@@ -47,7 +48,7 @@ def pack(inputs: list[list[int]], loss_tokens: list[int], capacity: int) -> list
     """
     families = []
     sizes = []
-    counts = [0, 0, 0]  # of the last family: input tokens, loss tokens, keys as tokens of capacity
+    counts = [0, 0, 0]  # of the last family: input tokens, loss tokens, keys / MAX_KEYS_PER_TOKEN
     before = []
     for index in sorted(range(len(inputs)), key=lambda i: inputs[i]):
         current = inputs[index]
@@ -70,9 +71,7 @@ def pack(inputs: list[list[int]], loss_tokens: list[int], capacity: int) -> list
 
 def shared_prefix(before: list[int], current: list[int]) -> int:
     """The length of the longest prefix of both; 0 if it is too short to count for `current`."""
-    pairs = zip(before, current)
-    shorter = min(len(before), len(current))
-    alike = next((length for length, (a, b) in enumerate(pairs) if a != b), shorter)
+    alike = common_prefix(before, current)
     return alike if alike >= LEAST_SHARED * len(current) else 0
 
 
