@@ -199,6 +199,7 @@ class Env:
         try:
             turn.documents = await self.driver.call(timed, self.config.tool_seconds)
         except ToolError as error:
+            turn.seconds = turn.seconds or self.config.tool_seconds  # given up at its deadline
             turn.problem = f"tool failed: {error}"
             self.on_event("failed", str(error))
             raise

@@ -167,8 +167,9 @@ def make_sampler(shape: dict, tokens: int, rows: int) -> Sampler:
     return Sampler(model, max_tokens=tokens, max_sequences=rows)
 
 
-def decode_steps(shape: dict, rows: int, context: int, steps: int, rounds: int = 3) -> dict:
+def decode_steps(shape: dict, rows: int, context: int, steps: int) -> dict:
     """Milliseconds a decode step of `rows` rows that all hold `context` tokens."""
+    rounds = 3
     ahead = rows * context // 8192 + 16  # tokens that the first row has when the last is prefilled
     tokens = rows * (context + (rounds + 1) * steps + ahead + 64)
     sampler = make_sampler(shape, tokens, rows)

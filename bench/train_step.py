@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 import kernels
 import trainer
 from bench import common, peers
-from bench.sampler import QWEN3_0_6B, SMALL, TINY, pieces_of_text, random_model
+from bench.sampler import QWEN3_0_6B, SMALL, TINY, pieces_of_text, random_model, random_tokens
 from config import Config
 from grpo import token_weights
 from plumbing import models
@@ -60,8 +60,8 @@ def draw_samples(count: int, scale: float, vocabulary: int) -> list[Sample]:
             sampled = max(1, int(length * share))
             given = max(2, int(length) - sampled)
             for _ in range(steps):
-                sample.append_given([rng.randrange(vocabulary) for _ in range(given)])
-                tokens = [rng.randrange(vocabulary) for _ in range(sampled)]
+                sample.append_given(random_tokens(rng, given, vocabulary))
+                tokens = random_tokens(rng, sampled, vocabulary)
                 logprobs = [rng.gauss(-math.log(vocabulary), 0.1) for _ in tokens]
                 sample.append_sampled(Completion(tokens, logprobs, "length"))
             samples.append(sample)
@@ -142,13 +142,14 @@ def steps(bench: common.Bench) -> None:
     def result(packed=False, recompute=True, by_length=False) -> dict:
         model = random_model(shape, where)
         batches = make_batches(samples, capacity if packed else 1, where)
-        run = partial(padded_step, model, batches, by_length=by_length)
-        if cuda and not packed:
-            model.train()  # it has no dropout
-            model.gradient_checkpointing_enable()
         if packed:
             policy = trainer.Policy(model, bf16=cuda, recompute_activations=cuda and recompute)
             run = partial(packed_step, policy, batches)
+        else:
+            run = partial(padded_step, model, batches, by_length=by_length)
+            if cuda:
+                model.train()  # it has no dropout
+                model.gradient_checkpointing_enable()
         optimizer = trainer.make_optimizer(model, 1e-6, 0.0)
 
         def step():
@@ -160,7 +161,8 @@ def steps(bench: common.Bench) -> None:
             return *found, norm
 
         loss, computed, norm = step()
-        expected[:] = expected or [loss, norm]
+        if not expected:
+            expected.extend((loss, norm))
         for ours, first in zip((loss, norm), expected):
             if abs(ours - first) > (0.02 if cuda else 1e-5) * max(1.0, abs(first)):
                 raise ValueError(f"another loss or gradient: {loss}, {norm}; first {expected}")
