@@ -76,9 +76,9 @@ class Config:
     # no options
     clip: float = no_option(0.2)  # ε, down and up; the paper's is unknown (our choice)
     top_p: float = no_option(1.0)  # nucleus of the sampled evaluation; training has none
-    decay: bool = no_option(False)  # linear decay to 0 at --steps; if --resume raises them, there
+    decay: bool = no_option(False)  # linear decay to 0 at --steps, or where --resume puts them
     beta1: float = no_option(0.9)  # of AdamW; in a short run less: momentum outlives its gradient
-    importance_cap: float = no_option(3.0)  # a token's ratio is cut to it, a sequence above masked
+    importance_cap: float = no_option(3.0)  # cuts a token's ratio; a sequence above it is masked
     eval_docs: str = no_option("")  # documents for the held-out questions; empty: those of `docs`
     passage_words: int = no_option(200)  # documents are cut into passages of so many; 0: none are
     tool_seconds: float = no_option(600.0)  # a call that takes longer has failed

@@ -69,7 +69,7 @@ class IdleSelector(selectors.DefaultSelector):
     """Tells when an event loop has nothing left to do.
 
     A loop with work asks its selector to wait 0 seconds. Any other wait means that every
-    coroutine waits for somebody else; then `on_idle` is called. So no episode may sleep.
+    coroutine waits for somebody else; then `on_idle` is called. So no episode may await a sleep.
     """
 
     def __init__(self, on_idle: Callable[[], None]):

@@ -64,7 +64,7 @@ class MarsConfig(Config):
 
     # arms for study
     system1: Literal["train", "frozen", "none"] = "train"  # frozen: start's weights; none: raw text
-    balance: Literal["uniform", "none"] = "uniform"  # as many System 1 samples as System 2's; all
+    balance: Literal["uniform", "none"] = "uniform"  # as many notes as System 2's samples, or all
     packing: bool = True  # without: one document per chunk
     purpose: bool = True  # without: System 1 is not told what to look for
     shared_group: bool = False  # System 1 inherits System 2's advantage, without a group of its own

@@ -286,8 +286,8 @@ def main(
 
     `[options]` trains, `eval CKPT …` and `ask CKPT "question"` use a checkpoint. `complete(command,
     given)` returns the given options with more added; it may take minutes to make what these name.
-    `additions` are those of `build`: tools, questions, a grader, a base model or a language
-    of one's own.
+    `additions` are those of `build`: tools, questions, a grader, a base model or a language of
+    one's own.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # neither closed nor a notebook's
         # A terminal that lacks a letter is no reason to end a run.

@@ -84,12 +84,12 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
 
     There have to be at least as many batches as steps.
     """
-    start = models.find(options.model, options.cache)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda" and options.bf16 == "off":
-        raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
     if device.type == "cpu":
         torch.set_num_threads(min(options.threads, os.cpu_count() or 1))
+    elif options.bf16 == "off":
+        raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
+    start = models.find(options.model, options.cache)
     tokenizer = models.load_tokenizer(start)
     model = trainer.load_model(start, device)
     policy = trainer.Policy(model, bf16=uses_bf16(options, device.type == "cuda"))

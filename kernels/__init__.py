@@ -1,10 +1,9 @@
 """Custom kernels, one subject a file: a plain PyTorch reference, a Triton form, and the derivation.
-(`products` has no Triton form.)
 
     token_loss       the loss on given log-probs, forward and backward in one kernel
     linear_loss      LM head, log-prob, GRPO loss and its gradients without the logits in memory
     paged_attention  decode attention over a paged KV cache
-    products         fp32 products of a CPU, forward and backward, by the faster of two libraries
+    products         fp32 products of a CPU, by the faster of two libraries; no Triton form
     decode           norm, rotary embedding with cache write, SiLU product of a decode step
 
 token_loss is the first one to read: it is short, and has all the parts that the others have. (What

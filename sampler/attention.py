@@ -40,7 +40,7 @@ with warnings.catch_warnings():
 
 # torch 2.11 lacks this option. There keys and values are repeated for each head of the queries.
 VARLEN_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-# The kernel behind F.scaled_dot_product_attention, which also returns log Σ exp(scores).
+# What F.scaled_dot_product_attention calls. It returns log Σ exp(scores) as well.
 sdpa_with_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 

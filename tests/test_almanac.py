@@ -223,10 +223,10 @@ def test_a_rule_of_credit_beside_another_is_refused(other):
         AlmanacConfig(credit="own", **{"balance": "none"} | other).check(training=True)
 
 
-@needs_pages
-def test_a_preset_that_contradicts_the_command_is_refused(capsys):
-    assert almanac.main(["whole", "--preset", "almanac"]) == 2
-    assert "leave --preset out" in capsys.readouterr().err
+def test_a_preset_that_contradicts_the_command_is_refused():
+    given = {"preset": "almanac", "checkpoint": "nowhere"}
+    with pytest.raises(UserError, match="leave --preset out"):
+        almanac.complete("almanac-whole", [], "eval", given)
 
 
 def test_what_a_note_is_worth():

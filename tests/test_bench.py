@@ -206,6 +206,14 @@ def test_a_form_with_another_loss_is_a_failure(monkeypatch):
     assert ["another loss" in row.get("failed", "") for row in made.rows] == [False, True, True]
 
 
+@pytest.mark.parametrize("count", [4, 8, 64])
+def test_prompts_are_of_64_to_700_tokens_however_many_there_are(count):
+    made = bench.pieces_of_text(lambda text: {"input_ids": [*range(100_000)]}, count)
+    lengths = [len(prompt) for prompt in made]
+    assert len(made) == count and (min(lengths), max(lengths)) == (64, 700)
+    assert sum(lengths) / count == pytest.approx(382, abs=1)
+
+
 def test_our_grpo_step_trains_what_it_sampled():
     model = bench.random_model(bench.TINY)
     before = model.lm_head.weight.clone()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import launch
 
-from bench import gpu, kernels
+from bench import common, gpu, kernels
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 MEASURED = [name for name, what in gpu.STEPS.items() if callable(what)]
@@ -69,6 +69,17 @@ def test_without_a_gpu_it_says_so_and_ends_with_2(monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             gpu.main()
         assert ended.value.code == 2 and "no CUDA device" in capsys.readouterr().err
+
+
+def test_on_a_gpu_a_step_finds_its_folder_and_a_cpus_bench_says_where_to_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "run_step", lambda name, out: (out / "rows").write_text(name) and [])
+    monkeypatch.setattr(sys, "argv", ["gpu", "--step", "toy", "--out", str(tmp_path / "not/there")])
+    assert gpu.main() == 0
+    assert (tmp_path / "not/there/rows").read_text() == "toy"
+    monkeypatch.setattr(sys, "argv", ["kernels"])
+    with pytest.raises(SystemExit, match="2"):
+        common.main("kernels", "", {"accuracy": None})
 
 
 @pytest.mark.parametrize("shape", [("tiny", 3, 100, "mixed"), ("tiny", 8, 320, "shared")])

@@ -56,6 +56,11 @@ def test_packed_weights_give_the_same_products(length, bias):
 # ---------------------------------------------------------------- paths that only CUDA takes
 
 
+def test_a_head_size_that_the_kernel_does_not_take_is_refused_on_cuda():
+    with pytest.raises(ValueError, match="head size 8.*--server"):
+        Model(lively("Qwen3"), torch.float32, torch.device("cuda"))
+
+
 def test_graphs_are_captured_at_the_start(monkeypatch):
     """One graph a size before any request; a decode step replays one and captures none."""
     captured = []

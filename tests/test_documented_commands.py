@@ -96,13 +96,14 @@ def program_of(command: str):
 
 @pytest.mark.parametrize("command", commands(PAGE))
 def test_it_is_accepted(command, accept):
-    accept(command)
+    assert accept(command).bf16 in ("auto", "on")
 
 
 @pytest.mark.parametrize("command", [c for c in commands(PAGE) if "mars.py" in c])
 def test_it_leaves_room_for_a_chat_models_prompts(command, accept):
     """By a tokenizer that needs more tokens for them than any model's."""
     config = accept(command)
+    assert config.longest() <= config.kv_tokens
     words = chat.tokenizer(chat.QWEN25)
     question = Question("q", "What did we decide about pricing?", (), "q")
     mars.fits(config, ChatFormat(words, mars.words(config, chat.TOOLS), chat.TOOLS), question)

@@ -38,10 +38,10 @@ def new(kind: str):
     return AutoModelForCausalLM.from_config(MODELS[kind], dtype=torch.float32)
 
 
-def parts_of(model, longest=0, **options) -> dict[str, float]:
-    """The plan of one process on a CPU."""
+def parts_of(model, longest=0, kind="cpu", **options) -> dict[str, float]:
+    """The plan of one process."""
     config = mars.MarsConfig(**{"kv_tokens": 4096, "micro_tokens": 2000, **options})
-    return memory.memory_parts(model.config, config, longest, 1, "cpu", True)
+    return memory.memory_parts(model.config, config, longest, 1, kind, True)
 
 
 # ---------------------------------------------------------------- beside a real step
@@ -80,6 +80,8 @@ def test_the_plan_counts_what_a_step_holds(rank):
     two = parts_of(model, lora_rank=rank, system1="frozen")
     assert two["sampler"] == 2 * parts["sampler"] and two["KV pool"] == 2 * parts["KV pool"]
     assert parts_of(model, server="http://a")["sampler"] == 0
+    graphs = [parts_of(model, kind="cuda", system1=role)["process"] for role in ("frozen", "train")]
+    assert graphs[0] - graphs[1] == memory.GRAPHS["cuda"], "each sampler has graphs of its own"
 
 
 class Live(TorchDispatchMode):

@@ -1,5 +1,7 @@
 """The episode with scripted roles: every way it can go, and what is written down."""
 
+import threading
+
 import pytest
 from helpers.script import Script
 
@@ -128,6 +130,13 @@ def test_a_tool_that_fails_is_told_and_never_looks_like_an_empty_result():
         assert trajectory.turns[0].problem == problem
         assert asked[1][1] == f"<resp> {told} <eot>"
         assert trajectory.samples("sys1") == []
+
+
+def test_a_call_that_is_given_up_took_as_long_as_it_was_waited_for():
+    ended = threading.Event()
+    trajectory, _ = play([CALL, ANSWER], search=lambda query: ended.wait(60), tool_seconds=0.1)
+    ended.set()
+    assert trajectory.turns[0].seconds == 0.1 and "no answer" in trajectory.turns[0].problem
 
 
 def test_the_last_turn_must_answer():

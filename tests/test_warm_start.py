@@ -199,6 +199,12 @@ def test_the_command_writes_a_model_that_has_learned(command, tmp_path, capsys):
     assert command(**options) == 2 and "exists" in capsys.readouterr().err
 
 
+def test_fp32_on_cuda_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match="--bf16 off"):
+        warm_start.train(WarmStart(model="nowhere", bf16="off"), None, tmp_path)
+
+
 def test_bad_options_and_an_interrupt_are_one_sentence_and_leave_nothing(
     command, tmp_path, capsys, monkeypatch
 ):
