@@ -36,6 +36,7 @@ import asyncio
 import json
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -206,7 +207,7 @@ async def act(env: Env, system2: Context, prompt: Prompt, *key: int) -> Turn:
     return turn
 
 
-async def observe(env: Env, trajectory: Trajectory, turn: Turn) -> list[list[int]]:
+async def observe(env: Env, trajectory: Trajectory, turn: Turn) -> list[Sequence[int]]:
     """What System 2 gets to see of its call, as token ids: notes, or one sentence of ours."""
     config = env.config
     chat = env.chat
@@ -238,7 +239,7 @@ async def observe(env: Env, trajectory: Trajectory, turn: Turn) -> list[list[int
 
 
 async def distil(
-    env: Env, trajectory: Trajectory, turn: Turn, texts: list[list[int]], capacity: int
+    env: Env, trajectory: Trajectory, turn: Turn, texts: list[Sequence[int]], capacity: int
 ) -> list[list[int]]:
     """Formula (2): the documents are packed into chunks; System 1 writes a note on each chunk.
 
@@ -272,7 +273,9 @@ def system1_prompt(env: Env, trajectory: Trajectory, call: Call, chunk: list[int
     return env.chat.prompt("sys1", chunk=chunk, purpose=purpose, question=question)
 
 
-def extend(env: Env, system2: Context, notes: list[list[int]], must_answer: bool = False) -> Prompt:
+def extend(
+    env: Env, system2: Context, notes: list[Sequence[int]], must_answer: bool = False
+) -> Prompt:
     """Formula (3): the notes in their wrapping, to follow the step that the context ends with.
 
     The prompt ends in a demand to answer in three cases: `must_answer` is set, the next turn is the
@@ -284,7 +287,7 @@ def extend(env: Env, system2: Context, notes: list[list[int]], must_answer: bool
     if system2.turns[-1].sampled[-1] not in chat.stop_ids:
         close = chat.close_step()
 
-    def wrap(blocks: list[list[int]], final: bool) -> Prompt:
+    def wrap(blocks: list[Sequence[int]], final: bool) -> Prompt:
         return Prompt(close + chat.observation(blocks, final=final), must_answer=final)
 
     prompt = wrap(notes, must_answer or len(system2.turns) >= config.max_turns - 1)

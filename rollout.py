@@ -192,9 +192,12 @@ class Env:
         def timed() -> list[Document]:
             start = time.perf_counter()
             try:
-                return self.tools[call.tool](call.argument)
+                documents = self.tools[call.tool](call.argument)
             finally:
                 turn.seconds = time.perf_counter() - start
+            for document in documents:  # beside the decoding; the format keeps the ids
+                self.chat.document(document)
+            return documents
 
         try:
             turn.documents = await self.driver.call(timed, self.config.tool_seconds)

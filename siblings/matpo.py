@@ -27,6 +27,7 @@ Tests: pytest tests/test_matpo.py
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -227,7 +228,7 @@ async def act(env: Env, context: Context, prompt: mars.Prompt, *key: int) -> Tur
     return turn
 
 
-async def look(env: Env, turn: Turn) -> list[list[int]]:
+async def look(env: Env, turn: Turn) -> list[Sequence[int]]:
     """What a context gets to see of its own call: the documents as they stand."""
     chat = env.chat
     if turn.action.call is None:

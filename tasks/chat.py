@@ -20,6 +20,7 @@ is cut off after a call, and a call with text after it is malformed.
 Tests: pytest tests/test_chat.py
 """
 
+import functools
 import json
 import re
 import unicodedata
@@ -173,6 +174,8 @@ class ChatFormat:
         self._frames = {role: self._find_frame(prompt) for role, prompt in words.prompts.items()}
         self._separator = self.encode("\n\n")
         self._final = self.encode(words.final)
+        # Attempts at a question find the same documents.
+        self.document = functools.lru_cache(256)(self.document)
 
     # ---- what the template does, found once
 
@@ -271,7 +274,8 @@ class ChatFormat:
     def encode(self, text: str) -> list[int]:
         """Text from outside to ids. A mark inside it ("<|im_end|>" on a web page) stays text."""
         text = text.encode("utf-8", "replace").decode("utf-8")  # broken pages hold lone surrogates
-        ids = self._plain.encode(text, add_special_tokens=False).ids
+        # `encode` would keep all other threads waiting, which adds up to minutes for long pages.
+        ids = self._plain.encode_batch([text], add_special_tokens=False)[0].ids
         return [token_id for token_id in ids if token_id not in self._control]
 
     def text(self, tokens: list[int]) -> str:
@@ -313,7 +317,7 @@ class ChatFormat:
             said.pop()
         return read_action(self.text(said), self.tools, purpose=self.words.purpose, final=final)
 
-    def observation(self, notes: list[list[int]], *, final: bool = False) -> list[int]:
+    def observation(self, notes: list[Sequence[int]], *, final: bool = False) -> list[int]:
         """The ids between a step's stop token and the next step: notes, as a tool result.
 
         `final` adds the demand to answer now. Without any note it is the bare demand.
@@ -325,7 +329,7 @@ class ChatFormat:
             blocks = [self.encode(self.words.no_note)]
         joined = list(blocks[0])
         for block in blocks[1:]:
-            joined += self._separator + block
+            joined += [*self._separator, *block]
         return self._result_head + joined + self._result_tail
 
     def message(self, text: str) -> list[int]:
@@ -336,13 +340,13 @@ class ChatFormat:
         """The ids that end a step which was cut before its stop token: given, never trained."""
         return [self._end]
 
-    def document(self, document: Document) -> list[int]:
+    def document(self, document: Document) -> tuple[int, ...]:
         """One document as it stands in a chunk: a header, the text, a blank line."""
         url = f"({document.url})" if document.url else ""
         header = " ".join(f"{DOCUMENT} {unforged(f'{document.title} {url}')}".split())
         lines = document.text.strip().splitlines()  # at every kind of line break
         text = "\n".join(map(unforged, lines))
-        return self.encode(f"{header}\n{text}\n\n")
+        return tuple(self.encode(f"{header}\n{text}\n\n"))
 
     def note(self, tokens: list[int]) -> list[int]:
         """What others may read of sampled ids: all but thoughts, marks and blank edges."""

@@ -4,6 +4,7 @@ There are two formats: tasks/chat.py speaks through a chat model's template, toy
 toy's words. Siblings' toys adapt the latter.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,7 +54,7 @@ class Format(Protocol):
     def parse(self, tokens: list[int], *, final: bool = False) -> Action:
         """What a sampled step says. `final`: an answer was demanded before it."""
 
-    def observation(self, notes: list[list[int]], *, final: bool = False) -> list[int]:
+    def observation(self, notes: list[Sequence[int]], *, final: bool = False) -> list[int]:
         """What stands between two steps: notes in their wrapping; `final` demands an answer."""
 
     def message(self, text: str) -> list[int]:
@@ -62,8 +63,8 @@ class Format(Protocol):
     def close_step(self) -> list[int]:
         """Ends a step that was cut before its stop token."""
 
-    def document(self, document: Document) -> list[int]:
-        """A document as it stands in a chunk."""
+    def document(self, document: Document) -> Sequence[int]:
+        """A document as it stands in a chunk. Called from several threads."""
 
     def note(self, tokens: list[int]) -> list[int]:
         """What others may read of sampled ids."""

@@ -13,7 +13,8 @@ token ids come out, and only the parser looks at words. The base model that spea
 imperfectly, is made by base_model.py. Tests: pytest tests/test_toy.py
 """
 
-from collections.abc import Collection
+import functools
+from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -71,6 +72,8 @@ class ToyFormat:
         self.control = {word: tokenizer.convert_tokens_to_ids(word) for word in CONTROL}
         self.eot = self.control["<eot>"]
         self.stop_ids = (self.eot,)
+        # Attempts at a question find the same documents.
+        self.document = functools.lru_cache(256)(self.document)
 
     # ---- text and ids
 
@@ -99,11 +102,11 @@ class ToyFormat:
             tokens += self.encode(value) if isinstance(value, str) else value
         return tokens
 
-    def document(self, document: Document) -> list[int]:
+    def document(self, document: Document) -> tuple[int, ...]:
         """A document as it stands in a chunk."""
-        return [self.control["<doc>"], *self.encode(document.text)]
+        return self.control["<doc>"], *self.encode(document.text)
 
-    def observation(self, notes: list[list[int]], *, final: bool = False) -> list[int]:
+    def observation(self, notes: list[Sequence[int]], *, final: bool = False) -> list[int]:
         """`<resp> note note … <eot>`. `final` adds <answer>, so that only an answer can follow."""
         joined = [token for note in notes for token in note]
         wrapped = [self.control["<resp>"], *joined, self.eot]
