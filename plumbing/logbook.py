@@ -1,6 +1,6 @@
 """What a run writes, as it goes and at its end: its folder's files, lines on the screen, a report.
 
-Rank 0 writes for all ranks. Tests: pytest tests/test_mars.py tests/test_metrics.py
+Rank 0 writes all but the rollouts. Tests: pytest tests/test_mars.py tests/test_metrics.py
 """
 
 import dataclasses
@@ -81,22 +81,24 @@ def take_back(run: Run, first: int) -> None:
 
 
 def write(run: Run, records: list[dict], metrics: dict | None = None) -> None:
-    """Appends records to rollouts/step_N.jsonl, and a line of metrics to metrics.jsonl."""
-    if run.ranks > 1:
-        gathered = [None] * run.ranks if run.rank == 0 else None
-        dist.gather_object(records, gathered)
-        records = [one for part in gathered or [] for one in part]
-    if run.rank:
+    """Appends records to rollouts/step_N.jsonl, and a line of metrics to metrics.jsonl.
+
+    Ranks write one after the other. NCCL would gather their records, a gigabyte where pages are
+    long, in the memory of the first rank's GPU.
+    """
+    for rank in range(run.ranks):
+        if records and rank == run.rank:
+            name = f"step_{records[0]['step']}.jsonl"
+            append_lines(run.folder / "rollouts" / name, records)
+        if run.ranks > 1:
+            dist.barrier()
+    if metrics is None or run.rank:
         return
-    if records:
-        name = f"step_{records[0]['step']}.jsonl"
-        append_lines(run.folder / "rollouts" / name, records)
-    if metrics is not None:
-        for name, value in metrics.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                metrics[name] = None  # JSON has no NaN
-        append_lines(run.folder / "metrics.jsonl", [metrics])
-        track(run, metrics)
+    for name, value in metrics.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            metrics[name] = None  # JSON has no NaN
+    append_lines(run.folder / "metrics.jsonl", [metrics])
+    track(run, metrics)
 
 
 # ------------------------------------------------------------------- a trajectory as a JSON line

@@ -152,7 +152,7 @@ def test_two_ranks_walk_the_same_path(trained, base, tmp_path):
         assert one[key] == pytest.approx(two[key], abs=1e-5), key
     assert one["eval_greedy_by_kind"] == two["eval_greedy_by_kind_before"]
     records = records_of(tmp_path / "ranks", 0)
-    assert sum(r["split"] == "train" for r in records) == 16, "rank 0 writes for all"
+    assert sum(r["split"] == "train" for r in records) == 16, "both ranks write"
 
 
 def test_a_run_without_a_name_takes_the_first_that_is_free(base, tmp_path):
