@@ -26,14 +26,14 @@ from loopback import server, waits  # noqa: E402, F401
 
 @pytest.fixture(scope="session")
 def base():
-    """A base model that speaks the toy's language after 160 of its 700 training steps.
+    """A base model that speaks the toy's language after 80 of its 700 training steps.
 
     It is kept in .cache/tests under a hash of all that it follows from. No test may change it.
     """
     from toy import base_model
 
     cache = Path(__file__).parent.parent / ".cache" / "tests"
-    return base_model.build(cache, steps=(120, 40))
+    return base_model.build(cache, steps=(60, 20))
 
 
 @pytest.fixture(scope="session", autouse=True)
