@@ -46,7 +46,11 @@ class ToolCall:
             finished.set()
 
         self.deadline = time.monotonic() + self.seconds
-        threading.Thread(target=work, daemon=True).start()
+        try:
+            threading.Thread(target=work, daemon=True).start()
+        except RuntimeError:
+            self.outcome = (None, ToolError("this machine has no thread left for the call"))
+            finished.set()
 
     def over(self) -> bool:
         """Whether the call has ended. Past its deadline it is ended here, as a failure."""

@@ -37,15 +37,25 @@ def on_first_rank(function: Callable):
     return value
 
 
+def end_at_once(*error) -> None:
+    """A rank's sys.excepthook: prints the error as Python does, and ends without the group."""
+    sys.__excepthook__(*error)
+    leave(1)
+
+
 def leave(code: int) -> None:
     """Ends this process with `code`; alone it returns, and the caller ends as always.
 
     A process group's threads can outlive it, and Python's own end would abort on them (SIGABRT,
     after the work was done). So the process ends without it, once what was printed is flushed.
+
+    A rank that has failed does not take leave of the group: NCCL would wait for the others, which
+    may wait for this rank. torchrun ends them.
     """
     if not dist.is_initialized():
         return
-    dist.destroy_process_group()
+    if code == 0:
+        dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

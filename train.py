@@ -42,7 +42,9 @@ from rollout import Method, Sample, Trajectory
 from tasks.questions import Question
 
 MAX_NORM = 1.0  # of the gradient
-SAVE_EVERY = 10  # steps between states on disk at most: what a kill can cost
+# Steps and seconds between two states on disk, at most: what a kill can cost beside its own step.
+SAVE_EVERY = 10
+SAVE_SECONDS = 3600
 
 # ----------------------------------------------------------------------------------------- one step
 
@@ -60,6 +62,14 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     metrics = rollout_metrics(trajectories, run.method, seconds_rollout)
     # KV pages, counted before the sync empties the pool: 0 unless an episode left a context open.
     metrics["pages_in_use"] = sum(sampler.pages_in_use for sampler in run.driver.samplers)
+    try:
+        logbook.stop_if_blind(metrics, f"step {step}")
+    except UserError:  # nothing is learned from it; its reasons and the weights so far are kept
+        records = [record(trajectory, run.chat, step, "train") for trajectory in trajectories]
+        logbook.write(run, records, {"step": step, **metrics})
+        if step:
+            trainer.save(run.folder, step, run.policy, run.optimizer, run.tokenizer)
+        raise
 
     start = time.perf_counter()
     graded = [trajectory for trajectory in trajectories if trajectory.reward is not None]
@@ -212,6 +222,7 @@ def train(run: Run) -> None:
     first = logbook.open_folder(run)
     quiet = run.rank > 0 or not sys.stderr.isatty()
     steps = range(first, config.steps)
+    saved = time.monotonic()
     for step in tqdm(steps, initial=first, total=config.steps, disable=quiet):
         scores = {}
         if step % config.eval_every == 0:
@@ -225,9 +236,12 @@ def train(run: Run) -> None:
         records = [record(trajectory, run.chat, step, "train") for trajectory in trajectories]
         logbook.write(run, records, metrics)
         logbook.report(run, metrics)
-        logbook.stop_if_blind(metrics, f"step {step}")
-        if (step + 1) % min(SAVE_EVERY, config.eval_every) == 0 or step == config.steps - 1:
+        logbook.stop_if_blind(metrics, f"step {step}")  # in an evaluation
+        late = processes.from_first_rank(time.monotonic() - saved > SAVE_SECONDS)
+        regular = (step + 1) % min(SAVE_EVERY, config.eval_every) == 0
+        if late or regular or step == config.steps - 1:
             trainer.save(run.folder, step + 1, run.policy, run.optimizer, run.tokenizer)
+            saved = time.monotonic()
     logbook.summary(run)
 
 
@@ -264,9 +278,9 @@ def evaluate(run: Run, updates: int) -> dict:
 
 GO_ON = "a run that has begun goes on with --resume and its --name"
 OUT_OF_MEMORY = (
-    "out of memory within a step: lower --micro_tokens (activations), then --kv_tokens (the "
-    "sampler's pool), or train adapters (--lora_rank 16); on GPUs try --recompute_activations "
-    f"and --fsdp first; {GO_ON}"
+    "out of memory within a step: lower --kv_tokens (the sampler's pool), then --micro_tokens "
+    "(activations; of use above the longest sample), or train adapters (--lora_rank 16); on GPUs "
+    f"try --recompute_activations and --fsdp first; {GO_ON}"
 )
 
 # Standard output on a full disk or behind a limit, a pipe that nobody reads, a terminal that is

@@ -212,6 +212,7 @@ def stop_if_blind(told: dict, what: str) -> None:
     """
     kinds = {
         "tool_error_share": "tool calls",
+        "unread_share": "pages",
         "judge_failure_share": "judgements",
         "lost_share": "trajectories",
     }

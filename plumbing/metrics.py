@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from rollout import Method, Sample, Trajectory
 from tasks.questions import Question
+from tools.search import UNREAD
 from trainer import MicroBatch
 
 
@@ -73,6 +74,8 @@ def rollout_sums(trajectories: list[Trajectory]) -> Counter:
                 sums["malformed"] += problem.startswith("malformed")
                 sums["empty"] += problem == "no results"
                 sums["failed"] += problem.startswith("tool failed")
+                sums["documents"] += len(turn.documents)
+                sums["unread"] += sum(one.text.startswith(UNREAD) for one in turn.documents)
     sums["groups"] = len(rewards)
     sums["flat"] = sum(len(seen) == 1 for seen in rewards.values())  # nothing is learned there
     return reduced(sums)
@@ -82,6 +85,7 @@ def failures(s: Counter) -> dict[str, float]:
     """What the outside world did not do, from the sums of some trajectories."""
     return {
         "tool_error_share": ratio(s["failed"], s["calls"]),
+        "unread_share": ratio(s["unread"], s["documents"]),
         "judge_failures": s["unjudged"],
         "judge_failure_share": ratio(s["unjudged"], s["answered"]),
         "lost_share": ratio(s["lost"], s["trajectories"]),

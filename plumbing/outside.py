@@ -11,6 +11,7 @@ import functools
 import importlib
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 import kernels
+import processes
 import tasks.questions
 import trainer
 from config import Config, UserError, uses_bf16
 from plumbing import models
-from processes import on_first_rank
 from sampler import vllm
 from tasks import grading
 from tasks.questions import Question
@@ -139,6 +140,8 @@ def place(config: Config) -> Machine:
                 f"more processes than this machine's {gpus} GPUs: lower --nproc_per_node"
             )
         device = torch.device("cuda", local)
+        # No two micro-batches are of one size: memory in fixed segments would fall to pieces.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
     return Machine(device, rank, ranks, uses_bf16(config, device.type == "cuda"))
 
@@ -148,8 +151,9 @@ def join(config: Config) -> Machine:
     machine = place(config)
     cuda = machine.device.type == "cuda"
     if machine.ranks > 1 and not dist.is_initialized():
+        sys.excepthook = processes.end_at_once
         # Ranks wait for the slowest one's rollouts, and while rank 0 writes a state.
-        patience = datetime.timedelta(hours=2)
+        patience = datetime.timedelta(days=1)
         try:
             dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)
         except ValueError as error:
@@ -169,14 +173,14 @@ def check_machine(config: Config, machine: Machine) -> None:
         raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
     kernels.use_triton(torch.zeros(0, device=machine.device))  # UserError for a bad MARS_KERNELS
     if config.fsdp and machine.ranks == 1:
-        raise UserError("--fsdp shards over processes: start them with torchrun")
+        raise UserError("--fsdp shards over processes: start with torchrun, or give --no-fsdp")
 
 
 def start_model(config: Config, make: Callable[[str, int], Path]) -> Path | str:
     """The model to start from; the toy's is made at the first use, by rank 0."""
     if config.model != "toy":
         return models.find(config.model, config.cache)  # ranks wait for the one that makes it
-    on_first_rank(lambda: make(config.cache, config.seed))
+    processes.on_first_rank(lambda: make(config.cache, config.seed))
     return make(config.cache, config.seed)
 
 

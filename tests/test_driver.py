@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,6 +151,18 @@ def test_a_call_that_never_returns_has_failed_at_its_deadline(sampler, determini
     results = driver.run([episode(never.wait, 0.3), episode(lambda: 5, 10)])
     assert results == ["no answer within 0.3 seconds", 5]
     never.set()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_call_for_which_there_is_no_thread_has_failed(sampler, deterministic, monkeypatch):
+    driver = Driver([sampler], deterministic=deterministic)
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start")))
+
+    async def episode():
+        with pytest.raises(ToolError, match="no thread left"):
+            await driver.call(lambda: 5, 10)
+
+    driver.run([episode(), speak(driver, sampler)])
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 import mars
 import train
 import trainer
-from plumbing import curves, folders, outside, start
+from plumbing import curves, folders, logbook, outside, start
 from tools import ToolError
 
 REPO = Path(__file__).parent.parent
@@ -185,7 +185,7 @@ def interrupted(run, step):
     raise KeyboardInterrupt
 
 
-LOWER = ["out of memory", "--micro_tokens", "--kv_tokens", "--resume"]
+LOWER = ["out of memory", "--kv_tokens", "--micro_tokens", "--resume"]
 FAULTS = [
     (too_large, 2, LOWER),
     (too_large_for_a_gpu, 2, LOWER),
@@ -448,7 +448,7 @@ AWAY = [
     # Else an expired key would look like a low held-out accuracy.
     (outside, "make_call", away_in_evaluation, "tool calls", "eval_tool_error_share"),
     # Else it would train on nothing, and failures would look like wrong answers.
-    (outside.grading, "grader", away, "judgements", "eval_judge_failure_share"),
+    (outside.grading, "grader", away, "judgements", "judge_failure_share"),
 ]
 
 
@@ -463,6 +463,44 @@ def test_a_service_that_is_away_stops_the_run_with_its_state_whole(
     told = metrics(copied / "whole")[-1]
     assert told["step"] == 4 and told[failed] > 0.5 and told["empty_share"] < 0.5
     assert trainer.newest(copied / "whole")[0] == 4
+
+
+def test_a_step_without_tools_is_not_trained_on_and_loses_no_earlier_one(
+    trained, base, tmp_path, monkeypatch, capsys
+):
+    line = ["--model", base, "--runs", tmp_path, "--name", "blind", "--steps", 4, *SMALL]
+    search = outside.search.local
+
+    def failing(*given):
+        """A search that fails for the rest of step 1."""
+        found = search(*given)
+        return lambda query: broken() if "step 0/4" in said else found(query)
+
+    said = []
+    real = logbook.report
+    monkeypatch.setattr(logbook, "report", lambda *given: said.append("step 0/4") or real(*given))
+    monkeypatch.setattr(outside.search, "local", failing)
+    assert run(*line, grade=half) == 2
+    assert "of the tool calls of step 1 failed" in capsys.readouterr().err
+    assert trainer.newest(tmp_path / "blind")[0] == 1
+    told = metrics(tmp_path / "blind")[-1]
+    assert told["step"] == 1 and told["tool_error_share"] > 0.5 and "loss" not in told
+    assert records_of(tmp_path / "blind", 1)
+    monkeypatch.setattr(outside.search, "local", search)
+    assert run(*line, "--resume", grade=half) == 0
+    assert metrics(tmp_path / "blind") == metrics(trained / "whole")
+    assert same_weights(tmp_path / "blind/checkpoint", trained / "whole/checkpoint")
+
+
+def test_an_hour_does_not_pass_without_a_state(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "SAVE_SECONDS", 0)
+    line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 3, *SMALL]
+    line += ["--eval_every", 9, "--eval_questions", 1, "--inner_steps", 1]
+    assert run(*line, grade=half) == 0
+    assert {path.name for path in (tmp_path / "x/state").iterdir()} == {
+        "step_000002",
+        "step_000003",
+    }
 
 
 def test_steps_without_a_finite_gradient_are_skipped_and_three_stop_the_run(

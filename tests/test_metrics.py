@@ -16,11 +16,14 @@ import mars
 import train
 from config import UserError
 from plumbing import metrics, start
-from plumbing.logbook import stop_if_mismatched
+from plumbing.logbook import stop_if_blind, stop_if_mismatched
 from plumbing.metrics import sign_test, update_metrics, wilson_interval
-from rollout import Sample, Trajectory
+from rollout import Sample, Trajectory, Turn
 from sampler import Sampler
+from tasks.format import Action
 from tasks.questions import Question
+from tools import Document
+from tools.search import UNREAD
 
 ROLES = ("sys2", "sys1")
 SMALL = "--questions 4 --inner_steps 1 --group 4 --eval_questions 2 --kv_tokens 16384".split()
@@ -165,6 +168,19 @@ def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
     attempts = [attempt("x", None), *[attempt(None, 0.0)] * 3]
     assert metrics.rollout_metrics(attempts, method, 1.0)["judge_failure_share"] == 1.0
     assert metrics.rollout_metrics(attempts[:1], method, 1.0)["reward"] is None
+
+
+def test_pages_that_could_not_be_read_are_counted():
+    told = attempt("x", 1.0)
+    texts = ["a page", f"{UNREAD}\na snippet", f"{UNREAD}\na snippet"]
+    documents = [Document(text, "", "", text) for text in texts]
+    told.contexts = [SimpleNamespace(turns=[Turn([], Action(answer="x"), documents=documents)])]
+    told.contexts[0].role, told.contexts[0].chunk = "sys2", None
+    told.contexts[0].sample = Sample("sys2", 0, 0)
+    made = metrics.rollout_metrics([told, attempt("y", 0.0)], mars.METHOD, 1.0)
+    assert made["unread_share"] == 2 / 3
+    with pytest.raises(UserError, match="67% of the pages of step 4 failed"):
+        stop_if_blind(made, "step 4")
 
 
 def test_kinds_of_questions_are_counted_where_there_are_several():

@@ -44,7 +44,6 @@ OK = b"HTTP/1.1 200 OK\r\n"
 @pytest.mark.parametrize(
     "bad",
     [
-        says("slow down", 429),
         says("", 408),
         says("oops", 500),
         drops,
@@ -111,6 +110,17 @@ def test_pauses_grow_and_jitter_and_last_as_long_as_asked(server, tmp_path, wait
     assert 0.5 <= waits[0] <= 1 <= waits[1] <= 2
     assert waits[2:] == [20, web.LONGEST_WAIT]
     assert waits[0] != waits[1] / 2
+
+
+def test_a_service_that_has_too_much_to_do_is_asked_for_longer(server, tmp_path, waits):
+    busy = says("", 429)
+    server.replies = [busy] * (web.MORE_TRIES + 1) + [GOOD]
+    assert serper(tmp_path, tries=2)("ada")
+    assert len(waits) == web.MORE_TRIES + 1 and 20 < max(waits) <= web.LONGEST_WAIT
+    server.replies = [busy]
+    with pytest.raises(ToolError, match=f"HTTP 429.*, {web.MORE_TRIES + 2} tries") as caught:
+        serper(tmp_path, tries=2)("bob")
+    check_message(str(caught.value))
 
 
 @given(st.text(max_size=40) | st.sampled_from(["", "9" * 5000, "٣", "-5", "Wed, 21 Oct 2026"]))

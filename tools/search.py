@@ -35,6 +35,7 @@ URLS = {
     "MARS_RETRIEVER_URL": "http://127.0.0.1:8000",
 }
 local = bm25.in_memory  # local(documents, k): a search over documents in memory
+LONGEST_PAGE = 400_000  # characters: four times what a System 1 prompt of the paper holds
 UNREAD = "[This page could not be read; what follows is the search engine's snippet.]"
 
 
@@ -221,7 +222,8 @@ def jina_reader(client: web.Client, block: tuple[str, ...]) -> Callable[[str], s
     headers = {"Accept": "application/json"}
     if os.environ.get("JINA_API_KEY", "").strip():
         headers["Authorization"] = f"Bearer {web.key_of('JINA_API_KEY')}"
-    client = replace(client, tries=min(client.tries, 2))  # dead pages are common
+    # Dead pages are common, slow ones too: the mean is eight seconds by Jina's own account.
+    client = replace(client, tries=min(client.tries, 2), timeout=60.0)
     page = functools.partial(jina_page, block=block)
 
     def read(url: str) -> str:
@@ -242,7 +244,7 @@ def jina_page(raw: bytes, block: tuple[str, ...] = ()) -> str:
         raise ToolError(f"the page answered HTTP {refused[1]}")
     if is_blocked(str(page.get("url") or ""), block):  # the reader follows redirects itself
         raise ToolError("the page redirects to a blocked host")
-    text = page["content"].encode("utf-8", "replace").decode()
+    text = page["content"][:LONGEST_PAGE].encode("utf-8", "replace").decode()
     if not text.strip():
         raise ValueError("the reader found no text on the page")
     return text

@@ -3,7 +3,8 @@
 A call returns an answer or raises ToolError and nothing else, whatever the other side sent: a
 failure must never be taken for an empty answer. A failure that may pass (a time-out, a cut
 connection, 408, 429, 5xx, an answer of another shape) is tried again after a growing, jittered
-pause, no sooner than Retry-After asks. Other refusals are final.
+pause, no sooner than Retry-After asks; a 429, which only says that it is not our turn, for longer.
+Other refusals are final.
 
 Good answers are kept on disk under sha256(url, body), without any key. Equal requests that are
 under way at the same time (a group's first searches) are one: they share its outcome.
@@ -20,6 +21,7 @@ Tests: pytest tests/test_web.py (a loopback server that misbehaves)
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -36,7 +38,8 @@ from typing import Any
 from config import UserError
 from tools import ToolError, one_line
 
-LONGEST_WAIT = 60.0  # seconds; a larger Retry-After is cut to this
+LONGEST_WAIT = 60.0  # seconds between two tries
+MORE_TRIES = 8  # after a 429
 LONGEST_MESSAGE = 200  # characters of a ToolError
 ANSWER_BYTES = 8 << 20  # of one answer, unpacked
 AT_ONCE = 16  # exchanges of one client
@@ -148,8 +151,9 @@ class Client:
         method = "GET" if body is None else "POST"
         content = None if body is None else json.dumps(body).encode()
         site = one_line("/".join(url.split("/")[:3]), 80)
-        for number in range(1, self.tries + 1):
-            wait = self.pause * 2 ** (number - 1) * random.uniform(0.5, 1)
+        for number in itertools.count(1):
+            wait = min(self.pause * 2 ** (number - 1), LONGEST_WAIT) * random.uniform(0.5, 1)
+            status = None
             may_pass = True
             try:
                 with self.http.stream(method, url, content=content, headers=headers) as response:
@@ -176,9 +180,9 @@ class Client:
             why = one_line(f"{site}: {why[:1000]}", LONGEST_MESSAGE - 10)
             if not may_pass:
                 raise ToolError(why)
-            if number < self.tries:
-                time.sleep(wait)
-        raise ToolError(f"{why}, {self.tries} tries")
+            if number >= self.tries + MORE_TRIES * (status == 429):
+                raise ToolError(f"{why}, {number} tries")
+            time.sleep(wait)
 
 
 def read_within(response, seconds: float) -> bytes:

@@ -76,9 +76,10 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     layer = (weights - outside) / layers
     state = {"weights": 4 * trained + size * weights * adapters}
     state |= {"gradients": 4 * trained, "optimizer": 8 * trained}
-    if config.fsdp:  # gathered: what lies outside the layers, and two layers with their gradients
+    # FSDP gathers what lies outside the layers, in two copies, and two layers with their gradients.
+    if config.fsdp:
         state = {name: part / world for name, part in state.items()}
-        state["copies"] = size * outside + 2 * (4 + 2 * size) * layer
+        state["copies"] = 2 * size * outside + 2 * (4 + 2 * size) * layer
     else:  # autocast's copies of what is trained, and DDP's buckets beside the gradients
         state["copies"] = size * trained * (size == 2) + 4 * trained * (world > 1)
     parts |= state | {"reference": size * weights * bool(config.kl_beta and not adapters)}
