@@ -62,14 +62,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     metrics = rollout_metrics(trajectories, run.method, seconds_rollout)
     # KV pages, counted before the sync empties the pool: 0 unless an episode left a context open.
     metrics["pages_in_use"] = sum(sampler.pages_in_use for sampler in run.driver.samplers)
-    try:
-        logbook.stop_if_blind(metrics, f"step {step}")
-    except UserError:  # nothing is learned from it; its reasons and the weights so far are kept
-        records = [record(trajectory, run.chat, step, "train") for trajectory in trajectories]
-        logbook.write(run, records, {"step": step, **metrics})
-        if step:
-            trainer.save(run.folder, step, run.policy, run.optimizer, run.tokenizer)
-        raise
+    refuse_blind(run, step, metrics, trajectories)
 
     start = time.perf_counter()
     graded = [trajectory for trajectory in trajectories if trajectory.reward is not None]
@@ -105,6 +98,21 @@ def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
             question = dataclasses.replace(question, id=f"{question.id}#{times[question.id]}")
         batch.append((index, question))
     return batch[count * run.rank // run.ranks : count * (run.rank + 1) // run.ranks]
+
+
+def refuse_blind(run: Run, step: int, metrics: dict, trajectories: list[Trajectory]) -> None:
+    """UserError if tools or judges failed too often for the step to be trained on.
+
+    The reasons stand in rollouts/ then, and the weights so far are on disk.
+    """
+    try:
+        logbook.stop_if_blind(metrics, f"step {step}")
+    except UserError:
+        records = [record(trajectory, run.chat, step, "train") for trajectory in trajectories]
+        logbook.write(run, records, {"step": step, **metrics})
+        if step:
+            trainer.save(run.folder, step, run.policy, run.optimizer, run.tokenizer)
+        raise
 
 
 def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
