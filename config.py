@@ -16,6 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
+# Micro-batches differ in size: in segments of fixed size a GPU's memory would become fragmented.
+# PyTorch reads this at the first use of a GPU.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
 
 class UserError(Exception):
     """Bad input or environment: one sentence. Commands print it and exit with 2."""

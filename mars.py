@@ -416,8 +416,8 @@ PAPER = {
     "passage_words": 0,  # † a long page is cut at the chunk's end
     "fsdp": True,
     "recompute_activations": True,
-    "micro_tokens": 3072 + 28672,  # as a sample, so that readers of one chunk share a micro-batch
-    "kv_tokens": 96_000,  # the memory plan leaves a tenth of 80 GB to what it does not count
+    "micro_tokens": 3072 + 28672,  # the longest sample: readers of one chunk can share it
+    "kv_tokens": 80_000,  # the memory plan then leaves 4 of 79 GiB to what it does not count
     "eval_questions": 512,
     "eval_every": 10,
 }

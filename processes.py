@@ -38,7 +38,7 @@ def on_first_rank(function: Callable):
 
 
 def end_at_once(*error) -> None:
-    """A rank's sys.excepthook: prints the error as Python does, and ends without the group."""
+    """A rank's sys.excepthook: prints the error as Python does, and ends the process."""
     sys.__excepthook__(*error)
     leave(1)
 
@@ -49,8 +49,8 @@ def leave(code: int) -> None:
     A process group's threads can outlive it, and Python's own end would abort on them (SIGABRT,
     after the work was done). So the process ends without it, once what was printed is flushed.
 
-    A rank that has failed does not take leave of the group: NCCL would wait for the others, which
-    may wait for this rank. torchrun ends them.
+    A rank that has failed does not close the group: NCCL would wait for the other ranks, and they
+    may wait for this one. torchrun ends them.
     """
     if not dist.is_initialized():
         return

@@ -195,7 +195,7 @@ class Env:
                 documents = self.tools[call.tool](call.argument)
             finally:
                 turn.seconds = time.perf_counter() - start
-            for document in documents:  # beside the decoding; the format keeps the ids
+            for document in documents:  # here, beside the decoding: the format keeps the ids
                 self.chat.document(document)
             return documents
 

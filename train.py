@@ -42,7 +42,7 @@ from rollout import Method, Sample, Trajectory
 from tasks.questions import Question
 
 MAX_NORM = 1.0  # of the gradient
-# Steps and seconds between two states on disk, at most: what a kill can cost beside its own step.
+# A state is written after so many steps, and at the end of the first step after so many seconds.
 SAVE_EVERY = 10
 SAVE_SECONDS = 3600
 
@@ -101,9 +101,9 @@ def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
 
 
 def refuse_blind(run: Run, step: int, metrics: dict, trajectories: list[Trajectory]) -> None:
-    """UserError if tools or judges failed too often for the step to be trained on.
+    """UserError if tools, judges or servers failed too often: the step is not trained on.
 
-    The reasons stand in rollouts/ then, and the weights so far are on disk.
+    Its rollouts, with the reasons, and the state before it are then on disk.
     """
     try:
         logbook.stop_if_blind(metrics, f"step {step}")
@@ -244,7 +244,6 @@ def train(run: Run) -> None:
         records = [record(trajectory, run.chat, step, "train") for trajectory in trajectories]
         logbook.write(run, records, metrics)
         logbook.report(run, metrics)
-        logbook.stop_if_blind(metrics, f"step {step}")  # in an evaluation
         late = processes.from_first_rank(time.monotonic() - saved > SAVE_SECONDS)
         regular = (step + 1) % min(SAVE_EVERY, config.eval_every) == 0
         if late or regular or step == config.steps - 1:
@@ -276,7 +275,9 @@ def evaluate(run: Run, updates: int) -> dict:
             own = method_metrics(trajectories, run.method)
             scores |= {f"eval_{key}": value for key, value in own.items()}
             logbook.write(run, [record(t, run.chat, updates, "eval") for t in trajectories[:8]])
-    scores |= {f"eval_{key}": value for key, value in failures(total).items()}
+    failed = failures(total)
+    logbook.stop_if_blind(failed, f"the evaluation after {updates} steps")
+    scores |= {f"eval_{key}": value for key, value in failed.items()}
     scores["seconds_eval"] = time.perf_counter() - start
     logbook.report_scores(run, scores)
     return scores
@@ -287,7 +288,7 @@ def evaluate(run: Run, updates: int) -> dict:
 GO_ON = "a run that has begun goes on with --resume and its --name"
 OUT_OF_MEMORY = (
     "out of memory within a step: lower --kv_tokens (the sampler's pool), then --micro_tokens "
-    "(activations; of use above the longest sample), or train adapters (--lora_rank 16); on GPUs "
+    "(activations; no use below the longest sample), or train adapters (--lora_rank 16); on GPUs "
     f"try --recompute_activations and --fsdp first; {GO_ON}"
 )
 

@@ -1,6 +1,7 @@
 """What a run writes, as it goes and at its end: its folder's files, lines on the screen, a report.
 
-Rank 0 writes all but the rollouts. Tests: pytest tests/test_mars.py tests/test_metrics.py
+Each rank writes its own rollouts, rank 0 all else.
+Tests: pytest tests/test_mars.py tests/test_metrics.py
 """
 
 import dataclasses
@@ -83,8 +84,8 @@ def take_back(run: Run, first: int) -> None:
 def write(run: Run, records: list[dict], metrics: dict | None = None) -> None:
     """Appends records to rollouts/step_N.jsonl, and a line of metrics to metrics.jsonl.
 
-    Ranks write one after the other. NCCL would gather their records, a gigabyte where pages are
-    long, in the memory of the first rank's GPU.
+    Ranks write in turn. NCCL would gather all records in the first GPU's memory: a gigabyte where
+    pages are long.
     """
     for rank in range(run.ranks):
         if records and rank == run.rank:
@@ -206,9 +207,9 @@ def tell(run: Run, line: str) -> None:
 
 
 def stop_if_blind(told: dict, what: str) -> None:
-    """UserError when too many tool calls, judgements or rollouts of `what` failed.
+    """UserError when too many tool calls, pages, judgements or rollouts of `what` failed.
 
-    `told`: its metrics. Those of a step's evaluation count as well.
+    `told`: its metrics.
     """
     kinds = {
         "tool_error_share": "tool calls",
@@ -217,10 +218,9 @@ def stop_if_blind(told: dict, what: str) -> None:
         "lost_share": "trajectories",
     }
     for name, kind in kinds.items():
-        failed = max(told[name], told.get(f"eval_{name}", 0.0))
-        if failed > MOST_FAILED:
+        if told[name] > MOST_FAILED:
             raise UserError(
-                f"{failed:.0%} of the {kind} of {what} failed; the reasons stand in rollouts/"
+                f"{told[name]:.0%} of the {kind} of {what} failed; the reasons stand in rollouts/"
             )
 
 

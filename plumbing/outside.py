@@ -140,8 +140,6 @@ def place(config: Config) -> Machine:
                 f"more processes than this machine's {gpus} GPUs: lower --nproc_per_node"
             )
         device = torch.device("cuda", local)
-        # No two micro-batches are of one size: memory in fixed segments would fall to pieces.
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
     return Machine(device, rank, ranks, uses_bf16(config, device.type == "cuda"))
 
@@ -152,7 +150,7 @@ def join(config: Config) -> Machine:
     cuda = machine.device.type == "cuda"
     if machine.ranks > 1 and not dist.is_initialized():
         sys.excepthook = processes.end_at_once
-        # Ranks wait for the slowest one's rollouts, and while rank 0 writes a state.
+        # One rank's rollouts may take hours longer than another's.
         patience = datetime.timedelta(days=1)
         try:
             dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)

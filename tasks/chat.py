@@ -174,7 +174,7 @@ class ChatFormat:
         self._frames = {role: self._find_frame(prompt) for role, prompt in words.prompts.items()}
         self._separator = self.encode("\n\n")
         self._final = self.encode(words.final)
-        # Attempts at a question find the same documents.
+        # A cache, since attempts at one question find the same documents.
         self.document = functools.lru_cache(256)(self.document)
 
     # ---- what the template does, found once
@@ -274,8 +274,11 @@ class ChatFormat:
     def encode(self, text: str) -> list[int]:
         """Text from outside to ids. A mark inside it ("<|im_end|>" on a web page) stays text."""
         text = text.encode("utf-8", "replace").decode("utf-8")  # broken pages hold lone surrogates
-        # `encode` would keep all other threads waiting, which adds up to minutes for long pages.
-        ids = self._plain.encode_batch([text], add_special_tokens=False)[0].ids
+        # `encode` holds Python's lock: with long pages others would wait for minutes a step.
+        if len(text) < 2000:
+            ids = self._plain.encode(text, add_special_tokens=False).ids
+        else:
+            ids = self._plain.encode_batch([text], add_special_tokens=False)[0].ids
         return [token_id for token_id in ids if token_id not in self._control]
 
     def text(self, tokens: list[int]) -> str:

@@ -215,7 +215,7 @@ RANKS = """
 
 
 def test_all_ranks_hear_what_the_first_wrote_or_could_not_write(tmp_path):
-    """Else they would wait for it for two hours."""
+    """Else they would wait for it."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(RANKS))
     assert launch(script, tmp_path, log=tmp_path / "log") == 7

@@ -162,9 +162,9 @@ def plan_with(config, gib: int, world: int, monkeypatch, folder) -> str:
 
 
 def test_the_papers_setting_fits_eight_cards_of_80_gb(tmp_path, monkeypatch):
-    """An 80 GB card shows 79 GiB."""
+    """An 80 GB card shows 79 GiB; some are left to what the plan does not count."""
     paper = "--preset paper --model Qwen/Qwen3-8B"
-    assert "of 78.0" in plan_of(paper, 78, 8, monkeypatch, tmp_path)
+    assert "of 75.0" in plan_of(paper, 75, 8, monkeypatch, tmp_path)
     with pytest.raises(UserError, match="lower --kv_tokens"):
         plan_of(f"{paper} --kv_tokens 180000", 78, 8, monkeypatch, tmp_path)
     for less in ("--no-fsdp", "--no-recompute_activations"):

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import textwrap
+from unittest.mock import Mock, call
 
 import pytest
 from helpers.launch import launch
 from test_mars import SMALL
 
 import mars
+import processes
 import train
 from config import UserError
 from plumbing import evaluation
@@ -107,3 +109,15 @@ def test_eval_refuses_every_option_that_only_training_reads(method):
     for name in method.config.for_training:
         with pytest.raises(UserError, match=f"eval does not read --{name}"):
             evaluation.refuse_ignored(method.config, {name: 1}, asking=False)
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_rank_that_has_failed_leaves_its_group_open(monkeypatch, code):
+    """NCCL would wait for the others to close it, and they for this rank."""
+    calls = Mock()
+    monkeypatch.setattr(processes.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(processes.dist, "destroy_process_group", calls.close)
+    monkeypatch.setattr(processes.os, "_exit", calls.exit)
+    processes.leave(code)
+    closed = [] if code else [call.close()]
+    assert calls.mock_calls == [*closed, call.exit(code)]

@@ -222,8 +222,8 @@ def jina_reader(client: web.Client, block: tuple[str, ...]) -> Callable[[str], s
     headers = {"Accept": "application/json"}
     if os.environ.get("JINA_API_KEY", "").strip():
         headers["Authorization"] = f"Bearer {web.key_of('JINA_API_KEY')}"
-    # Dead pages are common, slow ones too: the mean is eight seconds by Jina's own account.
-    client = replace(client, tries=min(client.tries, 2), timeout=60.0)
+    # Dead pages are common. Live ones take eight seconds in the mean, by Jina's account.
+    client = replace(client, tries=min(client.tries, 2), timeout=max(client.timeout, 60.0))
     page = functools.partial(jina_page, block=block)
 
     def read(url: str) -> str:

@@ -3,8 +3,8 @@
 A call returns an answer or raises ToolError and nothing else, whatever the other side sent: a
 failure must never be taken for an empty answer. A failure that may pass (a time-out, a cut
 connection, 408, 429, 5xx, an answer of another shape) is tried again after a growing, jittered
-pause, no sooner than Retry-After asks; a 429, which only says that it is not our turn, for longer.
-Other refusals are final.
+pause, no sooner than Retry-After asks. A 429 only says that it is not our turn: it uses up no try,
+but the client's patience. Other refusals are final.
 
 Good answers are kept on disk under sha256(url, body), without any key. Equal requests that are
 under way at the same time (a group's first searches) are one: they share its outcome.
@@ -38,8 +38,8 @@ from typing import Any
 from config import UserError
 from tools import ToolError, one_line
 
-LONGEST_WAIT = 60.0  # seconds between two tries
-MORE_TRIES = 8  # after a 429
+LONGEST_WAIT = 60.0  # seconds, also where Retry-After asks for more
+PATIENCE = 240.0  # seconds between the first try and the last: a call of several has 600
 LONGEST_MESSAGE = 200  # characters of a ToolError
 ANSWER_BYTES = 8 << 20  # of one answer, unpacked
 AT_ONCE = 16  # exchanges of one client
@@ -67,7 +67,8 @@ def in_threads(function: Callable, items: list) -> list:
 class Client:
     """Thread-safe. cache: a folder, or None. timeout: seconds for one exchange.
 
-    tries, pause: how often, and seconds before the second try (doubled for each further one).
+    tries: how often, a 429 aside. pause: seconds before the second try (doubled for each further
+    one, up to LONGEST_WAIT).
     """
 
     cache: Path | None
@@ -151,6 +152,8 @@ class Client:
         method = "GET" if body is None else "POST"
         content = None if body is None else json.dumps(body).encode()
         site = one_line("/".join(url.split("/")[:3]), 80)
+        failed = 0  # tries that were no 429
+        waited = 0.0
         for number in itertools.count(1):
             wait = min(self.pause * 2 ** (number - 1), LONGEST_WAIT) * random.uniform(0.5, 1)
             status = None
@@ -180,7 +183,9 @@ class Client:
             why = one_line(f"{site}: {why[:1000]}", LONGEST_MESSAGE - 10)
             if not may_pass:
                 raise ToolError(why)
-            if number >= self.tries + MORE_TRIES * (status == 429):
+            failed += status != 429
+            waited += wait
+            if failed >= self.tries or waited > PATIENCE:
                 raise ToolError(f"{why}, {number} tries")
             time.sleep(wait)
 

@@ -72,7 +72,7 @@ class ToyFormat:
         self.control = {word: tokenizer.convert_tokens_to_ids(word) for word in CONTROL}
         self.eot = self.control["<eot>"]
         self.stop_ids = (self.eot,)
-        # Attempts at a question find the same documents.
+        # A cache, since attempts at one question find the same documents.
         self.document = functools.lru_cache(256)(self.document)
 
     # ---- text and ids

@@ -76,7 +76,7 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     layer = (weights - outside) / layers
     state = {"weights": 4 * trained + size * weights * adapters}
     state |= {"gradients": 4 * trained, "optimizer": 8 * trained}
-    # FSDP gathers what lies outside the layers, in two copies, and two layers with their gradients.
+    # FSDP gathers two layers with their gradients, and two copies of what lies outside the layers.
     if config.fsdp:
         state = {name: part / world for name, part in state.items()}
         state["copies"] = 2 * size * outside + 2 * (4 + 2 * size) * layer
