@@ -4,6 +4,7 @@ A small, briefly trained base model. Runs are in this process, where it need not
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import time
 import types
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -487,7 +489,8 @@ def test_a_step_without_tools_is_not_trained_on_and_loses_no_earlier_one(
     assert "of the tool calls of step 1 failed" in capsys.readouterr().err
     assert trainer.newest(tmp_path / "blind")[0] == 1
     told = metrics(tmp_path / "blind")[-1]
-    assert told["step"] == 1 and told["tool_error_share"] > 0.5 and "loss" not in told
+    assert told["step"] == 1 and told["tool_error_share"] > 0.5 and told["empty_share"] < 0.5
+    assert "loss" not in told
     assert records_of(tmp_path / "blind", 1)
     monkeypatch.setattr(outside.search, "local", search)
     assert run(*line, "--resume", grade=half) == 0
@@ -496,14 +499,16 @@ def test_a_step_without_tools_is_not_trained_on_and_loses_no_earlier_one(
 
 
 def test_an_hour_does_not_pass_without_a_state(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "SAVE_SECONDS", 0)
-    line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 3, *SMALL]
+    hours = itertools.count(0, 0.6)  # each look at the clock is 36 minutes after the one before
+    clock = SimpleNamespace(monotonic=lambda: 3600 * next(hours), perf_counter=time.perf_counter)
+    monkeypatch.setattr(train, "time", clock)
+    saved = []
+    save = trainer.save
+    monkeypatch.setattr(trainer, "save", lambda *given: saved.append(given[1]) or save(*given))
+    line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 5, *SMALL]
     line += ["--eval_every", 9, "--eval_questions", 1, "--inner_steps", 1]
     assert run(*line, grade=half) == 0
-    assert {path.name for path in (tmp_path / "x/state").iterdir()} == {
-        "step_000002",
-        "step_000003",
-    }
+    assert saved == [2, 4, 5]
 
 
 def test_steps_without_a_finite_gradient_are_skipped_and_three_stop_the_run(

@@ -122,6 +122,8 @@ def test_a_service_that_has_too_much_to_do_is_asked_for_longer(server, tmp_path,
     with pytest.raises(ToolError, match=r"HTTP 429.*, \d+ tries") as caught:
         serper(tmp_path, tries=2)("bob")
     check_message(str(caught.value))
+    server.replies = [GOOD]
+    assert len(serper(tmp_path, tries=2)("bob")) == 1, "a refusal is not kept"
     assert web.PATIENCE - web.LONGEST_WAIT < sum(waits) <= web.PATIENCE
 
 

@@ -39,7 +39,7 @@ from config import UserError
 from tools import ToolError, one_line
 
 LONGEST_WAIT = 60.0  # seconds, also where Retry-After asks for more
-PATIENCE = 240.0  # seconds between the first try and the last: a call of several has 600
+PATIENCE = 240.0  # seconds between all tries; a tool's call, which may ask twice, has 600
 LONGEST_MESSAGE = 200  # characters of a ToolError
 ANSWER_BYTES = 8 << 20  # of one answer, unpacked
 AT_ONCE = 16  # exchanges of one client
