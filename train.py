@@ -168,7 +168,7 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
 def prepare(
     run: Run, terms: dict[str, list[Sample]]
 ) -> tuple[list[Sample], list[trainer.MicroBatch]]:
-    """This rank's trained samples and their micro-batches.
+    """The samples that this rank trains on and their micro-batches.
 
     Weights are divided by counts over all ranks. A sample of advantage 0 counts in the mean but has
     no gradient, so it is left out unless there is a KL term.
@@ -188,6 +188,7 @@ def prepare(
         copies = [sample.copies for sample in samples]
         kept += samples
         weights += grpo.token_weights(masks, counts[term], copies=copies, mean=config.loss_mean)
+    kept, weights = trainer.even_out(kept, weights)
     pack = trainer.unwrap(run.policy).packs
     batches = trainer.micro_batches(kept, weights, config.micro_tokens, run.device, pack=pack)
     # All ranks need equally many, at least one, because the collectives of `backward` pair up.

@@ -152,8 +152,10 @@ def join(config: Config) -> Machine:
         sys.excepthook = processes.end_at_once
         # One rank's rollouts may take hours longer than another's.
         patience = datetime.timedelta(days=1)
+        # Objects, such as rollouts, go by way of the CPU.
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         try:
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)
+            dist.init_process_group(backend, timeout=patience)
         except ValueError as error:
             raise UserError(
                 f"WORLD_SIZE is {machine.ranks}, but this is none of torchrun's processes "

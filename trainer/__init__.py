@@ -3,6 +3,7 @@
 loading.py     a model, and whether its samples can be packed
 batches.py     samples -> micro-batches
 prefixes.py    what samples begin with alike, only once
+exchange.py    samples -> the ranks that train on them
 attention.py   attention within samples that lie end to end
 policy.py      the model with the objective as its forward pass; DDP, FSDP2; backward
 lora.py        adapters beside frozen weights
@@ -21,6 +22,7 @@ from trainer.checkpoint import (
     save,
     write_model,
 )
+from trainer.exchange import even_out
 from trainer.loading import load_model
 from trainer.lora import add_adapters, read_adapters, reference
 from trainer.memory import memory_plan
