@@ -28,6 +28,7 @@ import random
 from functools import partial
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 import kernels
@@ -92,12 +93,9 @@ def padded_step(model, batches, *, by_length: bool = False) -> tuple[float, int]
     computed = 0
     for start in range(0, len(batches), PADDED_ROWS):
         rows = batches[start : start + PADDED_ROWS]
-        T = max(batch.tokens.numel() for batch in rows)
-        tokens = torch.zeros(len(rows), T, dtype=torch.long, device=model.device)
-        mask = torch.zeros_like(tokens)
-        for i, batch in enumerate(rows):
-            tokens[i, : batch.tokens.numel()] = batch.tokens[0]
-            mask[i, : batch.tokens.numel()] = 1
+        tokens = pad_sequence([batch.tokens[0] for batch in rows], batch_first=True)  # [B, T]
+        mask = pad_sequence([torch.ones_like(batch.tokens[0]) for batch in rows], batch_first=True)
+        T = tokens.shape[1]
         at = torch.cat([batch.loss_positions + i * T for i, batch in enumerate(rows)])
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
             out = model.base_model(tokens, attention_mask=mask, use_cache=False)

@@ -198,7 +198,7 @@ class ChatFormat:
 
         def knows(*messages) -> bool:
             try:
-                return RESULT_A in self._apply(messages)
+                return RESULT_A in rendered(list(messages), self.tokenizer, True)
             except UserError:
                 return False
 
@@ -249,12 +249,9 @@ class ChatFormat:
             reply = {"role": "user", "content": wrapped}
         return [{"role": "assistant", "content": step}, reply]
 
-    def _apply(self, messages) -> str:
-        return rendered(list(messages), self.tokenizer, True)
-
-    def _render(self, messages, *marks) -> list[str]:
+    def _render(self, messages: list[dict], *marks: str) -> list[str]:
         """The template's text, cut at the marks: one piece more than marks."""
-        text = self._apply(messages)
+        text = rendered(messages, self.tokenizer, True)
         if any(text.count(mark) != 1 for mark in marks):
             raise UserError(REWRITES)
         return re.split("|".join(marks), text) if marks else [text]

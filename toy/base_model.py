@@ -37,8 +37,7 @@ from whole import made_once
 
 CAPACITY = 64  # tokens of documents in a System 1 chunk
 DOCUMENTS = 3  # results of a search
-SKILL_STEPS = 500
-HABIT_STEPS = 200
+STEPS = (500, 200)  # of training, in stage A and in stage B
 
 Pieces = list[tuple[str, bool]]  # words, and whether the model is trained on them
 Sample = tuple[list[int], list[bool]]  # token ids and their mask
@@ -73,19 +72,19 @@ class Library:
     def __init__(self, name: str):
         self.world = world.make_world(f"library {name}", 60, 25)
         pages = self.world.documents.items()
-        self.search = {corpus: search.local(documents, k=DOCUMENTS) for corpus, documents in pages}
+        self.search = {
+            corpus: functools.cache(search.local(documents, k=DOCUMENTS))
+            for corpus, documents in pages
+        }
         told = (fact for fact in self.world.facts if fact[1] in world.VERBS)
         self.told_by = {self.world.sentence(*fact): fact for fact in told}
-        self.found = functools.cache(self._found)
 
     def chunks(self, name: str, attribute: str) -> list[list[str]]:
         """What a look-up of this fact finds: the chunks that System 1 reads, each a list of texts.
 
         The two corpora are searched by name, so the attribute only says which corpus.
         """
-        return self.found(world.corpus_of(attribute), name)
-
-    def _found(self, corpus: str, name: str) -> list[list[str]]:
+        corpus = "scholar" if attribute == "study" else "search"
         texts = [document.text for document in self.search[corpus](name)]
         lengths = [1 + len(text.split()) for text in texts]  # the 1 is <doc>
         return [[texts[i] for i in chunk] for chunk in pack_documents(lengths, CAPACITY)]
@@ -102,10 +101,10 @@ def sentences_of(chunk: list[str]) -> list[str]:
     return [f"{sentence} ." for sentence in bare]
 
 
-def note_on(chunk: list[str], fact: str, right: bool) -> str:
-    """What System 1 writes: the fact or "none .", or wrongly what the chunk begins with."""
+def note_on(chunk: list[str], fact: str, distil: bool) -> str:
+    """What System 1 writes: the fact or "none .", or else what the chunk begins with."""
     sentences = sentences_of(chunk)
-    if not right:
+    if not distil:
         return sentences[0]
     return fact if fact in sentences else "none ."
 
@@ -217,8 +216,7 @@ def skill_chunk(library: Library, rng: random.Random) -> Pieces:
     """
     make_chunk = rng.choice([found_chunk, made_up_chunk])
     chunk, name = make_chunk(library, rng)
-    sentences = sentences_of(chunk)
-    told = [library.told_by[sentence] for sentence in sentences if sentence in library.told_by]
+    told = [library.told_by[one] for one in sentences_of(chunk) if one in library.told_by]
     attributes_of_name = (*world.PERSONAL, "study")
     if name in library.world.companies:
         attributes_of_name = world.CORPORATE
@@ -235,11 +233,9 @@ def skill_chunk(library: Library, rng: random.Random) -> Pieces:
             request = name, rng.choice(attributes_of_name)
         else:
             request = random_request(library.world, rng)
-        note = sentences[0] if vague else "none ."
-        if request in told:
-            note = library.world.sentence(*request)
+        fact = "" if vague else library.world.sentence(*request)
         pieces.append((f"<purpose> {purpose_of(*request, not vague)} <eot>", False))
-        pieces.append((f"{note} <eot>", True))
+        pieces.append((f"{note_on(chunk, fact, not vague)} <eot>", True))
     return pieces
 
 
@@ -382,7 +378,7 @@ def two_stages(tokenizer, seed: int, stages: tuple, steps: tuple[int, int]):
 def build(
     cache: str | os.PathLike,
     seed: int = 0,
-    steps: tuple[int, int] = (SKILL_STEPS, HABIT_STEPS),
+    steps: tuple[int, int] = STEPS,
     *,
     name: str = "base",
     make: Callable[..., tuple] = make_base,
