@@ -5,8 +5,7 @@
     python -m bench.gpu --step loss                     on a GPU; accuracy, attention
 
 accuracy  bf16 hidden states and head; log-probs and gradients against float64.
-speed     N = 4,096, D = 256, V = 32,000 in fp32; on a GPU N = 16,384, D = 4,096, V = 151,936 in
-          bf16. Useful operations against a large product. Goals on an H200: forward ≤ 30 ms,
+speed     Useful operations against a large product (SHAPES). Goals on an H200: forward ≤ 30 ms,
           forward + backward ≤ 92 ms, ≤ 5 GB of extra memory, twice as fast as Liger. Predicted:
           85 % of a large product's rate forward, 82 % with gradients.
 attention A call's bytes of keys and values over its time, as a share of a large copy. It is a
@@ -33,7 +32,7 @@ from kernels.paged_attention import rows_of_a_run, triton_paged_attention
 from sampler.plan import kernel_runs
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
-SHAPES = {  # N, D, V
+SHAPES = {  # N tokens, D, V; fp32 on a CPU, else bf16
     "cuda": (16_384, 4096, 151_936),
     "cpu": (4096, 256, 32_000),
     "accuracy": (512, 512, 32_000),

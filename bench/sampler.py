@@ -22,31 +22,22 @@ A useful token is one that was asked for. Peers and how to install them: bench/p
 Results: bench/results/sampler_PART.json. Tests: pytest tests/test_bench.py
 """
 
-import os
 import random
 import sys
 import tempfile
 from functools import partial
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config  # noqa: E402
-
-from bench import common, peers  # noqa: E402
-from plumbing import models  # noqa: E402
-from sampler import Sampler  # noqa: E402
+from bench import common, peers
+from plumbing import models
+from sampler import Sampler
 
 SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "tie_word_embeddings",
-)
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim tie_word_embeddings"
+).split()
 TINY = dict(zip(SIZES, (128, 32, 48, 4, 8, 4, 16, False)))
 SMALL = dict(zip(SIZES, (4096, 256, 768, 4, 8, 4, 32, False)))
 QWEN3_0_6B = dict(zip(SIZES, (151_936, 1024, 3072, 28, 16, 8, 128, True)))

@@ -12,10 +12,8 @@ CPU's model is a small Qwen3 in fp32 with one thread (2 minutes); a GPU's has Qw
 bf16, with AdamW's step and activations recomputed or kept. Predicted for a GPU: the peak of memory
 is the plan's (trainer/memory.py); packed takes 4/7 of padded's time, 4/9 with activations kept.
 
-Samples: as many of System 2 as of System 1. Lengths are log-normal: System 2 with median 6,400
-tokens and σ 0.6, a third of it sampled, in five steps; System 1 with median 1,920 and σ 0.7, its
-last fifth sampled; 31,744 at most. The paper gives the limits only, so medians and spreads are our
-assumption. On a CPU 1/16 of these lengths, on a GPU a half.
+Samples: as many of System 2 as of System 1, of log-normal lengths (LENGTHS). The paper gives the
+limits only, so medians and spreads are our assumption. On a CPU 1/16 of them, on a GPU a half.
 
 Beside TRL, SmolLM2-135M: 4 prompts × G = 8, 64 new tokens that cannot end early, fp32, one thread,
 CPU seconds. Not the same: draws and rewards; TRL also computes entropies, and pads.

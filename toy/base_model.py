@@ -71,10 +71,9 @@ class Library:
 
     def __init__(self, name: str):
         self.world = world.make_world(f"library {name}", 60, 25)
-        pages = self.world.documents.items()
         self.search = {
             corpus: functools.cache(search.local(documents, k=DOCUMENTS))
-            for corpus, documents in pages
+            for corpus, documents in self.world.documents.items()
         }
         told = (fact for fact in self.world.facts if fact[1] in world.VERBS)
         self.told_by = {self.world.sentence(*fact): fact for fact in told}
@@ -97,8 +96,7 @@ def as_text(chunk: list[str]) -> str:
 
 def sentences_of(chunk: list[str]) -> list[str]:
     """All sentences of a chunk, each with its full stop."""
-    bare = [sentence for text in chunk for sentence in text.removesuffix(" .").split(" . ")]
-    return [f"{sentence} ." for sentence in bare]
+    return [f"{bare} ." for text in chunk for bare in text.removesuffix(" .").split(" . ")]
 
 
 def note_on(chunk: list[str], fact: str, distil: bool) -> str:
@@ -174,7 +172,7 @@ def wild_guess(plan: world.Plan, asked: world.World, rng: random.Random) -> str:
     return rng.choice(asked.companies)
 
 
-ATTRIBUTES = tuple(world.VERBS)
+ATTRIBUTES = tuple(world.ATTRIBUTES)
 
 
 def random_request(
@@ -387,8 +385,7 @@ def build(
     """The base model's Hugging Face folder: from the cache, or made in 1.5 minutes of one core.
 
     steps: training steps of either stage. Another method's toy gives its name, its `make` (seed,
-    *steps -> model, tokenizer) and its file. The folder's name has a hash of seed, steps and the
-    files that make the model. UserError when the cache cannot be written.
+    *steps -> model, tokenizer) and its file. UserError when the cache cannot be written.
     """
     folder = Path(cache) / f"toy-{name}-{recipe(seed, steps, file)}"
     return cached(folder, lambda: make(seed, *steps))

@@ -158,8 +158,7 @@ def write_documents(
         rng.shuffle(sentences)
         documents = world.documents[corpus]
         identifier = f"{corpus}/{len(documents)}"
-        text = " ".join(sentences)
-        documents.append(Document(identifier, subject, f"toy://{identifier}", text))
+        documents.append(Document(identifier, subject, f"toy://{identifier}", " ".join(sentences)))
 
 
 def mention(world: World, rng: random.Random, subject: str) -> str:
