@@ -1,7 +1,6 @@
 """The sampler beside other engines on a CPU, and beside what the memory allows on a GPU.
 
     python -m bench.sampler                     mixed, smollm2
-    python -m bench.sampler --only smollm2      one part
     python -m bench.sampler --peers FOLDER/bin/python …     engines of other environments too
     python -m bench.sampler --only mixed --tiny             in seconds; writes no file
     python -m bench.gpu --step decode           on a GPU; likewise --step requests
@@ -154,7 +153,7 @@ def token_bytes(shape: dict) -> int:
 
 def make_sampler(shape: dict, tokens: int, rows: int) -> Sampler:
     """A sampler of a random model; on a GPU both are in bf16 (8B with 64 rows of 4k: 75 GB)."""
-    model = random_model(shape, common.device(), common.dtype())
+    model = random_model(shape, common.DEVICE, common.DTYPE)
     return Sampler(model, max_tokens=tokens, max_sequences=rows)
 
 

@@ -3,7 +3,6 @@
     python -m bench.train_step --only cpu                 packed against padded, on a CPU
     python -m bench.gpu --step training_step              the same on a GPU
     python -m bench.train_step --only trl --peers FOLDER/bin/python      a step beside GRPOTrainer
-    python -m bench.train_step --only cpu --tiny          in seconds; writes no file
 
 Packed is the trainer (micro_batches, backward); padded is the step that code around Hugging Face
 models takes: batches of 4 samples, right-padded, with an attention mask, in random order or sorted
@@ -126,7 +125,7 @@ def planned_bytes(shape: dict, capacity: int, recompute: bool) -> float:
 
 def steps(bench: common.Bench) -> None:
     """A row for each form; on a GPU with an optimizer step."""
-    where = common.device()
+    where = common.DEVICE
     cuda = where.type == "cuda"
     shape = QWEN3_0_6B if cuda else SMALL | {"tie_word_embeddings": True}
     count, scale, capacity = (16, 1 / 2, 16_384) if cuda else (16, 1 / 16, 2048)

@@ -41,6 +41,7 @@ STEPS = (500, 200)  # of training, in stage A and in stage B
 
 Pieces = list[tuple[str, bool]]  # words, and whether the model is trained on them
 Sample = tuple[list[int], list[bool]]  # token ids and their mask
+Source = Callable[[], list[Sample]]  # makes a batch when called
 
 
 # ------------------------------------------------------------------- demonstrations
@@ -155,11 +156,10 @@ def look_up(
 
 def add_call(pieces: Pieces, rng: random.Random, request: str, response: str) -> None:
     """Adds a call and its response, rarely after a mishap."""
-    if rng.random() < MISHAP:
+    responses = ["error", response] if rng.random() < MISHAP else [response]
+    for said in responses:
         pieces.append((f"<call> {request} <eot>", True))
-        pieces.append(("<resp> error <eot>", False))
-    pieces.append((f"<call> {request} <eot>", True))
-    pieces.append((f"<resp> {response} <eot>", False))
+        pieces.append((f"<resp> {said} <eot>", False))
 
 
 def wild_guess(plan: world.Plan, asked: world.World, rng: random.Random) -> str:
@@ -291,14 +291,14 @@ def backward(model: Qwen3ForCausalLM, samples: list[Sample]) -> float:
 def train(
     model: Qwen3ForCausalLM,
     title: str,
-    sources: Sequence[Callable[[], list[Sample]]],
+    sources: Sequence[Source],
     steps: int,
     lr: float,
     warmup: int,
 ) -> None:
     """AdamW with a cosine decay to a tenth of `lr`.
 
-    A source makes a batch when called. A step's loss is the sum of the sources' mean losses.
+    A step's loss is the sum of the sources' mean losses.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(steps):
@@ -341,7 +341,7 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
     libraries = [Library(f"{seed} {i}") for i in range(30)]
     rng = random.Random(f"base {seed}")
 
-    def demonstrations(size: int, make: Callable, *habits: Habits) -> Callable[[], list[Sample]]:
+    def demonstrations(size: int, make: Callable, *habits: Habits) -> Source:
         return batches(size, lambda: make(rng.choice(libraries), rng, *habits), ids)
 
     skills = demonstrations(24, skill_chunk), demonstrations(6, trajectory, FLAWLESS)
@@ -349,9 +349,7 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
     return two_stages(tokenizer, seed, (skills, habits), (skill_steps, habit_steps)), tokenizer
 
 
-def batches(
-    size: int, demonstrate: Callable[[], Pieces], ids: dict[str, int]
-) -> Callable[[], list[Sample]]:
+def batches(size: int, demonstrate: Callable[[], Pieces], ids: dict[str, int]) -> Source:
     """A source of batches for `train`."""
     return lambda: [encode(demonstrate(), ids) for _ in range(size)]
 
