@@ -279,7 +279,6 @@ class ChatFormat:
         return [token_id for token_id in ids if token_id not in self._control]
 
     def text(self, tokens: list[int]) -> str:
-        """The text of ids, marks included."""
         return self.tokenizer.decode(
             tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -325,10 +324,9 @@ class ChatFormat:
         blocks = [note for note in notes if note]
         if final:
             blocks.append(self._final)
-        if not blocks:
-            blocks = [self.encode(self.words.no_note)]
-        joined = list(blocks[0])
-        for block in blocks[1:]:
+        first, *others = blocks or [self.encode(self.words.no_note)]
+        joined = list(first)
+        for block in others:
             joined += [*self._separator, *block]
         return self._result_head + joined + self._result_tail
 

@@ -166,10 +166,8 @@ def wild_guess(plan: world.Plan, asked: world.World, rng: random.Random) -> str:
     """A random answer of the right sort."""
     if plan.expression:
         return str(rng.randint(1, 24))
-    for values in (world.CITIES, world.PRODUCTS, world.HOBBIES, world.YEARS):
-        if plan.answer in values:
-            return rng.choice(values)
-    return rng.choice(asked.companies)
+    sorts = (world.CITIES, world.PRODUCTS, world.HOBBIES, world.YEARS, asked.companies)
+    return rng.choice(next(values for values in sorts if plan.answer in values))
 
 
 ATTRIBUTES = tuple(world.ATTRIBUTES)

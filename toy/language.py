@@ -80,7 +80,6 @@ class ToyFormat:
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def text(self, tokens: list[int]) -> str:
-        """The words of ids, control words included."""
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
     # ---- what the roles are given
@@ -101,7 +100,6 @@ class ToyFormat:
         return tokens
 
     def document(self, document: Document) -> tuple[int, ...]:
-        """A document as it stands in a chunk."""
         return self.control["<doc>"], *self.encode(document.text)
 
     def observation(self, notes: list[Sequence[int]], *, final: bool = False) -> list[int]:
@@ -117,7 +115,6 @@ class ToyFormat:
         return self.encode("none ." if text.startswith("no results") else "error")
 
     def close_step(self) -> list[int]:
-        """The ids that end a step of System 2 which was cut."""
         return [self.eot]
 
     # ---- what the roles say
