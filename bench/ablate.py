@@ -71,29 +71,23 @@ ARMS = {
         "only_checkers": ["--learners", "checkers"],
     },
 }
+OF_CHECKS = ("eval_verifier_accuracy", "eval_recall", "eval_false_alarm_share")
 # Evaluations, the one that is compared first.
 SCORES = {
     "mars": ("eval_accuracy", "eval_greedy"),
     "matpo": ("eval_accuracy", "eval_greedy"),
-    "marsrl": (
-        "eval_system",
-        "eval_solver",
-        "eval_verifier_accuracy",
-        "eval_recall",
-        "eval_false_alarm_share",
-    ),
+    "marsrl": ("eval_system", "eval_solver", *OF_CHECKS),
 }
 
 
 def evaluations(run: Path, method: str) -> dict[int, dict[str, float]]:
     """Steps done -> scores then. The last line holds two: before its step, and after."""
-    found = {}
-    for line in read_metrics(run):
-        for when in ("_before", ""):
-            if f"eval_step{when}" in line:
-                values = {name: line[name + when] for name in SCORES[method]}
-                found[line[f"eval_step{when}"]] = values
-    return found
+    return {
+        line[f"eval_step{when}"]: {name: line[name + when] for name in SCORES[method]}
+        for line in read_metrics(run)
+        for when in ("_before", "")
+        if f"eval_step{when}" in line
+    }
 
 
 def summarise(method: str, runs: Path) -> list[dict]:

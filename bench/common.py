@@ -32,13 +32,9 @@ PACKAGES = ("torch", "triton", "transformers", "numpy", "liger_kernel")
 # --- time and memory, on a GPU and on a CPU -------------------------------------------------------
 
 
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def dtype() -> torch.dtype:
-    """What products are in; a CPU need not have units for bf16."""
-    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# What products are in; a CPU need not have units for bf16.
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
 def clock() -> float:
@@ -83,9 +79,9 @@ def rates() -> dict:
     The copy counts each byte as read and written. On a CPU both sizes are small.
     """
     size, n, rounds = (4 << 30, 8192, 7) if torch.cuda.is_available() else (64 << 20, 1024, 3)
-    source = torch.empty(size, dtype=torch.uint8, device=device())
+    source = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    a, b = torch.randn(2, n, n, device=device(), dtype=dtype())
+    a, b = torch.randn(2, n, n, device=DEVICE, dtype=DTYPE)
     copy = statistics.median(timed(lambda: target.copy_(source), rounds))
     product = statistics.median(timed(lambda: a @ b, rounds))
     return {"copy": 2 * size / copy, "product": 2 * n**3 / product}

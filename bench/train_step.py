@@ -3,7 +3,6 @@
     python -m bench.train_step --only cpu                 packed against padded, on a CPU
     python -m bench.gpu --step training_step              the same on a GPU
     python -m bench.train_step --only trl --peers FOLDER/bin/python      a step beside GRPOTrainer
-    python -m bench.train_step --only cpu --tiny          in seconds; writes no file
 
 Packed is the trainer (micro_batches, backward); padded is the step that code around Hugging Face
 models takes: batches of 4 samples, right-padded, with an attention mask, in random order or sorted
@@ -12,10 +11,8 @@ CPU's model is a small Qwen3 in fp32 with one thread (2 minutes); a GPU's has Qw
 bf16, with AdamW's step and activations recomputed or kept. Predicted for a GPU: the peak of memory
 is the plan's (trainer/memory.py); packed takes 4/7 of padded's time, 4/9 with activations kept.
 
-Samples: as many of System 2 as of System 1. Lengths are log-normal: System 2 with median 6,400
-tokens and σ 0.6, a third of it sampled, in five steps; System 1 with median 1,920 and σ 0.7, its
-last fifth sampled; 31,744 at most. The paper gives the limits only, so medians and spreads are our
-assumption. On a CPU 1/16 of these lengths, on a GPU a half.
+Samples: as many of System 2 as of System 1, of log-normal lengths (LENGTHS). The paper gives the
+limits only, so medians and spreads are our assumption. On a CPU 1/16 of them, on a GPU a half.
 
 Beside TRL, SmolLM2-135M: 4 prompts × G = 8, 64 new tokens that cannot end early, fp32, one thread,
 CPU seconds. Not the same: draws and rewards; TRL also computes entropies, and pads.
@@ -28,6 +25,7 @@ import random
 from functools import partial
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 import kernels
@@ -92,12 +90,9 @@ def padded_step(model, batches, *, by_length: bool = False) -> tuple[float, int]
     computed = 0
     for start in range(0, len(batches), PADDED_ROWS):
         rows = batches[start : start + PADDED_ROWS]
-        T = max(batch.tokens.numel() for batch in rows)
-        tokens = torch.zeros(len(rows), T, dtype=torch.long, device=model.device)
-        mask = torch.zeros_like(tokens)
-        for i, batch in enumerate(rows):
-            tokens[i, : batch.tokens.numel()] = batch.tokens[0]
-            mask[i, : batch.tokens.numel()] = 1
+        tokens = pad_sequence([batch.tokens[0] for batch in rows], batch_first=True)  # [B, T]
+        mask = pad_sequence([torch.ones_like(batch.tokens[0]) for batch in rows], batch_first=True)
+        T = tokens.shape[1]
         at = torch.cat([batch.loss_positions + i * T for i, batch in enumerate(rows)])
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
             out = model.base_model(tokens, attention_mask=mask, use_cache=False)
@@ -130,7 +125,7 @@ def planned_bytes(shape: dict, capacity: int, recompute: bool) -> float:
 
 def steps(bench: common.Bench) -> None:
     """A row for each form; on a GPU with an optimizer step."""
-    where = common.device()
+    where = common.DEVICE
     cuda = where.type == "cuda"
     shape = QWEN3_0_6B if cuda else SMALL | {"tie_word_embeddings": True}
     count, scale, capacity = (16, 1 / 2, 16_384) if cuda else (16, 1 / 16, 2048)

@@ -198,7 +198,7 @@ class ChatFormat:
 
         def knows(*messages) -> bool:
             try:
-                return RESULT_A in self._apply(messages)
+                return RESULT_A in rendered(list(messages), self.tokenizer, True)
             except UserError:
                 return False
 
@@ -249,12 +249,9 @@ class ChatFormat:
             reply = {"role": "user", "content": wrapped}
         return [{"role": "assistant", "content": step}, reply]
 
-    def _apply(self, messages) -> str:
-        return rendered(list(messages), self.tokenizer, True)
-
-    def _render(self, messages, *marks) -> list[str]:
+    def _render(self, messages: list[dict], *marks: str) -> list[str]:
         """The template's text, cut at the marks: one piece more than marks."""
-        text = self._apply(messages)
+        text = rendered(messages, self.tokenizer, True)
         if any(text.count(mark) != 1 for mark in marks):
             raise UserError(REWRITES)
         return re.split("|".join(marks), text) if marks else [text]
@@ -282,7 +279,6 @@ class ChatFormat:
         return [token_id for token_id in ids if token_id not in self._control]
 
     def text(self, tokens: list[int]) -> str:
-        """The text of ids, marks included."""
         return self.tokenizer.decode(
             tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -328,10 +324,9 @@ class ChatFormat:
         blocks = [note for note in notes if note]
         if final:
             blocks.append(self._final)
-        if not blocks:
-            blocks = [self.encode(self.words.no_note)]
-        joined = list(blocks[0])
-        for block in blocks[1:]:
+        first, *others = blocks or [self.encode(self.words.no_note)]
+        joined = list(first)
+        for block in others:
             joined += [*self._separator, *block]
         return self._result_head + joined + self._result_tail
 

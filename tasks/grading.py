@@ -38,9 +38,7 @@ def normalise(text: str) -> str:
 
 def exact_match(answer: str | None, golds: Sequence[str]) -> bool:
     """Whether the answer equals any gold answer after normalisation. No answer (None) is wrong."""
-    if answer is None:
-        return False
-    said = normalise(answer)
+    said = normalise(answer or "")
     return said != "" and any(said == normalise(gold) for gold in golds)
 
 

@@ -124,8 +124,7 @@ def mix(
 
 def draw(questions: list[Question], count: int, seed: str) -> list[Question]:
     """At most `count` of the questions, without replacement, in their order."""
-    count = min(count, len(questions))
-    chosen = random.Random(seed).sample(range(len(questions)), count)
+    chosen = random.Random(seed).sample(range(len(questions)), min(count, len(questions)))
     return [questions[index] for index in sorted(chosen)]
 
 

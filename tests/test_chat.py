@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 
 import mars
 from config import UserError
-from tasks.chat import read_action
+from tasks.chat import read_action, rendered
 from tasks.format import Action, Call
 from tools import Document
 
@@ -108,7 +108,7 @@ def test_the_context_is_what_the_template_renders(kind, question, steps):
         messages += format._round(
             format.text(step), format.text(note) + ("\n\n" + mars.FINAL) * final
         )
-    assert format.text(context) == format._apply(messages)
+    assert format.text(context) == rendered(messages, format.tokenizer, True)
     for place, step in sampled_at:
         assert context[place : place + len(step)] == step
 
@@ -127,7 +127,8 @@ def test_ids_are_those_of_the_whole_text(kind):
         + format.close_step()
         + format.observation([format.encode(note)])
     )
-    whole = format._apply(ask(format, "Who is it?") + format._round(step, note))
+    messages = ask(format, "Who is it?") + format._round(step, note)
+    whole = rendered(messages, format.tokenizer, True)
     assert context == format.tokenizer.encode(whole, add_special_tokens=False)
 
 

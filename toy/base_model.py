@@ -37,11 +37,11 @@ from whole import made_once
 
 CAPACITY = 64  # tokens of documents in a System 1 chunk
 DOCUMENTS = 3  # results of a search
-SKILL_STEPS = 500
-HABIT_STEPS = 200
+STEPS = (500, 200)  # of training, in stage A and in stage B
 
 Pieces = list[tuple[str, bool]]  # words, and whether the model is trained on them
 Sample = tuple[list[int], list[bool]]  # token ids and their mask
+Source = Callable[[], list[Sample]]  # makes a batch when called
 
 
 # ------------------------------------------------------------------- demonstrations
@@ -72,20 +72,19 @@ class Library:
 
     def __init__(self, name: str):
         self.world = world.make_world(f"library {name}", 60, 25)
-        pages = self.world.documents.items()
-        self.search = {corpus: search.local(documents, k=DOCUMENTS) for corpus, documents in pages}
+        self.search = {
+            corpus: functools.cache(search.local(documents, k=DOCUMENTS))
+            for corpus, documents in self.world.documents.items()
+        }
         told = (fact for fact in self.world.facts if fact[1] in world.VERBS)
         self.told_by = {self.world.sentence(*fact): fact for fact in told}
-        self.found = functools.cache(self._found)
 
     def chunks(self, name: str, attribute: str) -> list[list[str]]:
         """What a look-up of this fact finds: the chunks that System 1 reads, each a list of texts.
 
         The two corpora are searched by name, so the attribute only says which corpus.
         """
-        return self.found(world.corpus_of(attribute), name)
-
-    def _found(self, corpus: str, name: str) -> list[list[str]]:
+        corpus = "scholar" if attribute == "study" else "search"
         texts = [document.text for document in self.search[corpus](name)]
         lengths = [1 + len(text.split()) for text in texts]  # the 1 is <doc>
         return [[texts[i] for i in chunk] for chunk in pack_documents(lengths, CAPACITY)]
@@ -98,14 +97,13 @@ def as_text(chunk: list[str]) -> str:
 
 def sentences_of(chunk: list[str]) -> list[str]:
     """All sentences of a chunk, each with its full stop."""
-    bare = [sentence for text in chunk for sentence in text.removesuffix(" .").split(" . ")]
-    return [f"{sentence} ." for sentence in bare]
+    return [f"{bare} ." for text in chunk for bare in text.removesuffix(" .").split(" . ")]
 
 
-def note_on(chunk: list[str], fact: str, right: bool) -> str:
-    """What System 1 writes: the fact or "none .", or wrongly what the chunk begins with."""
+def note_on(chunk: list[str], fact: str, distil: bool) -> str:
+    """What System 1 writes: the fact or "none .", or else what the chunk begins with."""
     sentences = sentences_of(chunk)
-    if not right:
+    if not distil:
         return sentences[0]
     return fact if fact in sentences else "none ."
 
@@ -158,24 +156,21 @@ def look_up(
 
 def add_call(pieces: Pieces, rng: random.Random, request: str, response: str) -> None:
     """Adds a call and its response, rarely after a mishap."""
-    if rng.random() < MISHAP:
+    responses = ["error", response] if rng.random() < MISHAP else [response]
+    for said in responses:
         pieces.append((f"<call> {request} <eot>", True))
-        pieces.append(("<resp> error <eot>", False))
-    pieces.append((f"<call> {request} <eot>", True))
-    pieces.append((f"<resp> {response} <eot>", False))
+        pieces.append((f"<resp> {said} <eot>", False))
 
 
 def wild_guess(plan: world.Plan, asked: world.World, rng: random.Random) -> str:
     """A random answer of the right sort."""
     if plan.expression:
         return str(rng.randint(1, 24))
-    for values in (world.CITIES, world.PRODUCTS, world.HOBBIES, world.YEARS):
-        if plan.answer in values:
-            return rng.choice(values)
-    return rng.choice(asked.companies)
+    sorts = (world.CITIES, world.PRODUCTS, world.HOBBIES, world.YEARS, asked.companies)
+    return rng.choice(next(values for values in sorts if plan.answer in values))
 
 
-ATTRIBUTES = tuple(world.VERBS)
+ATTRIBUTES = tuple(world.ATTRIBUTES)
 
 
 def random_request(
@@ -217,8 +212,7 @@ def skill_chunk(library: Library, rng: random.Random) -> Pieces:
     """
     make_chunk = rng.choice([found_chunk, made_up_chunk])
     chunk, name = make_chunk(library, rng)
-    sentences = sentences_of(chunk)
-    told = [library.told_by[sentence] for sentence in sentences if sentence in library.told_by]
+    told = [library.told_by[one] for one in sentences_of(chunk) if one in library.told_by]
     attributes_of_name = (*world.PERSONAL, "study")
     if name in library.world.companies:
         attributes_of_name = world.CORPORATE
@@ -235,11 +229,9 @@ def skill_chunk(library: Library, rng: random.Random) -> Pieces:
             request = name, rng.choice(attributes_of_name)
         else:
             request = random_request(library.world, rng)
-        note = sentences[0] if vague else "none ."
-        if request in told:
-            note = library.world.sentence(*request)
+        fact = "" if vague else library.world.sentence(*request)
         pieces.append((f"<purpose> {purpose_of(*request, not vague)} <eot>", False))
-        pieces.append((f"{note} <eot>", True))
+        pieces.append((f"{note_on(chunk, fact, not vague)} <eot>", True))
     return pieces
 
 
@@ -297,14 +289,14 @@ def backward(model: Qwen3ForCausalLM, samples: list[Sample]) -> float:
 def train(
     model: Qwen3ForCausalLM,
     title: str,
-    sources: Sequence[Callable[[], list[Sample]]],
+    sources: Sequence[Source],
     steps: int,
     lr: float,
     warmup: int,
 ) -> None:
     """AdamW with a cosine decay to a tenth of `lr`.
 
-    A source makes a batch when called. A step's loss is the sum of the sources' mean losses.
+    A step's loss is the sum of the sources' mean losses.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(steps):
@@ -347,7 +339,7 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
     libraries = [Library(f"{seed} {i}") for i in range(30)]
     rng = random.Random(f"base {seed}")
 
-    def demonstrations(size: int, make: Callable, *habits: Habits) -> Callable[[], list[Sample]]:
+    def demonstrations(size: int, make: Callable, *habits: Habits) -> Source:
         return batches(size, lambda: make(rng.choice(libraries), rng, *habits), ids)
 
     skills = demonstrations(24, skill_chunk), demonstrations(6, trajectory, FLAWLESS)
@@ -355,9 +347,7 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
     return two_stages(tokenizer, seed, (skills, habits), (skill_steps, habit_steps)), tokenizer
 
 
-def batches(
-    size: int, demonstrate: Callable[[], Pieces], ids: dict[str, int]
-) -> Callable[[], list[Sample]]:
+def batches(size: int, demonstrate: Callable[[], Pieces], ids: dict[str, int]) -> Source:
     """A source of batches for `train`."""
     return lambda: [encode(demonstrate(), ids) for _ in range(size)]
 
@@ -382,7 +372,7 @@ def two_stages(tokenizer, seed: int, stages: tuple, steps: tuple[int, int]):
 def build(
     cache: str | os.PathLike,
     seed: int = 0,
-    steps: tuple[int, int] = (SKILL_STEPS, HABIT_STEPS),
+    steps: tuple[int, int] = STEPS,
     *,
     name: str = "base",
     make: Callable[..., tuple] = make_base,
@@ -391,8 +381,7 @@ def build(
     """The base model's Hugging Face folder: from the cache, or made in 1.5 minutes of one core.
 
     steps: training steps of either stage. Another method's toy gives its name, its `make` (seed,
-    *steps -> model, tokenizer) and its file. The folder's name has a hash of seed, steps and the
-    files that make the model. UserError when the cache cannot be written.
+    *steps -> model, tokenizer) and its file. UserError when the cache cannot be written.
     """
     folder = Path(cache) / f"toy-{name}-{recipe(seed, steps, file)}"
     return cached(folder, lambda: make(seed, *steps))

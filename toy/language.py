@@ -8,9 +8,8 @@ The language is word-level. System 2 speaks
 and System 1 sees `<s1> <doc> … <doc> … <purpose> birth of ada baker <eot>` and writes
 `ada baker born 1968 . <eot>`, or `none . <eot>`.
 
-`ToyFormat` has the same methods as the format of chat models (tasks/chat.py): token ids go in,
-token ids come out, and only the parser looks at words. The base model that speaks the language,
-imperfectly, is made by base_model.py. Tests: pytest tests/test_toy.py
+`ToyFormat` is its tasks.format.Format; base_model.py makes the model that speaks it, imperfectly.
+Tests: pytest tests/test_toy.py
 """
 
 import functools
@@ -25,7 +24,6 @@ from toy import world
 
 CONTROL = tuple("<pad> <unk> <eot> <s2> <s1> <call> <purpose> <resp> <answer> <doc>".split())
 OWN_WORDS = "search scholar python - none . error anything about of".split()
-# A slot in braces is filled with token ids, or with text from outside.
 # The toy shows the question to System 2 only.
 PROMPTS = {
     "sys2": "<s2> {question} <eot>",
@@ -82,7 +80,6 @@ class ToyFormat:
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def text(self, tokens: list[int]) -> str:
-        """The words of ids, control words included."""
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
     # ---- what the roles are given
@@ -103,7 +100,6 @@ class ToyFormat:
         return tokens
 
     def document(self, document: Document) -> tuple[int, ...]:
-        """A document as it stands in a chunk."""
         return self.control["<doc>"], *self.encode(document.text)
 
     def observation(self, notes: list[Sequence[int]], *, final: bool = False) -> list[int]:
@@ -119,7 +115,6 @@ class ToyFormat:
         return self.encode("none ." if text.startswith("no results") else "error")
 
     def close_step(self) -> list[int]:
-        """The ids that end a step of System 2 which was cut."""
         return [self.eot]
 
     # ---- what the roles say
@@ -161,5 +156,4 @@ class ToyFormat:
 
     def note(self, tokens: list[int]) -> list[int]:
         """System 1's words without control words: it can neither speak for System 2 nor end it."""
-        control = set(self.control.values())
-        return [token for token in tokens if token not in control]
+        return [token for token in tokens if token not in self.control.values()]

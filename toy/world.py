@@ -73,34 +73,22 @@ FILLER = [
 # The scholar corpus tells one more attribute of a person: "study".
 PERSONAL = ("employer", "birth", "home", "hobby")
 CORPORATE = ("base", "founding", "product")
-VERBS = {
-    "employer": "joined",
-    "birth": "born",
-    "home": "inhabits",
-    "hobby": "enjoys",
-    "study": "published",
-    "base": "occupies",
-    "founding": "began",
-    "product": "makes",
+# Each attribute: the verb that states it, and how it is asked for.
+ATTRIBUTES = {
+    "employer": ("joined", "which firm employs {} ?"),
+    "birth": ("born", "when was {} born ?"),
+    "home": ("inhabits", "where does {} live ?"),
+    "hobby": ("enjoys", "what does {} enjoy ?"),
+    "study": ("published", "when did {} publish on {} ?"),
+    "base": ("occupies", "where is {} based ?"),
+    "founding": ("began", "when was {} founded ?"),
+    "product": ("makes", "what does {} make ?"),
 }
-ASK = {
-    "employer": "which firm employs {} ?",
-    "birth": "when was {} born ?",
-    "home": "where does {} live ?",
-    "hobby": "what does {} enjoy ?",
-    "study": "when did {} publish on {} ?",
-    "base": "where is {} based ?",
-    "founding": "when was {} founded ?",
-    "product": "what does {} make ?",
-}
+VERBS = {attribute: verb for attribute, (verb, _) in ATTRIBUTES.items()}
+ASK = {attribute: question for attribute, (_, question) in ATTRIBUTES.items()}
 MENTIONS = ("{0} was praised by {1} .", "{1} wrote about {0} .")
 AGE = "how old was {} in {} ?"
 EMPLOYER_OF = "the employer of {}"
-
-
-def corpus_of(attribute: str) -> str:
-    """The corpus that tells an attribute."""
-    return "scholar" if attribute == "study" else "search"
 
 
 # --------------------------------------------------------------------------- worlds
@@ -170,8 +158,7 @@ def write_documents(
         rng.shuffle(sentences)
         documents = world.documents[corpus]
         identifier = f"{corpus}/{len(documents)}"
-        text = " ".join(sentences)
-        documents.append(Document(identifier, subject, f"toy://{identifier}", text))
+        documents.append(Document(identifier, subject, f"toy://{identifier}", " ".join(sentences)))
 
 
 def mention(world: World, rng: random.Random, subject: str) -> str:
