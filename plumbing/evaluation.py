@@ -20,7 +20,6 @@ from pathlib import Path
 import trainer
 from config import Config, UserError, parse, parser, resolve
 from plumbing import folders, logbook, models, pages
-from plumbing.logbook import record
 from plumbing.metrics import failures, ratio, rollout_sums, wilson_interval, with_interval
 from plumbing.start import Run, build, new_folder
 from rollout import Method, Trajectory
@@ -127,8 +126,7 @@ def evaluate(method: Method, config: Config, **additions) -> int:
         run.folder = Path(config.runs) / config.name
         logbook.settings(run)
         folders.write_json(run.folder / "table.json", rows)
-        records = [record(trajectory, run.chat, 0, "eval") for trajectory in trajectories]
-        folders.append_lines(run.folder / "rollouts" / "step_0.jsonl", records)
+        logbook.write(run, trajectories, 0, "eval")
     finally:  # where the disk takes nothing, the result of hours is seen at least
         print(table(rows), flush=True)
     print(f"{'table':<14}{run.folder / 'table.json'}")

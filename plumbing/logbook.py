@@ -81,16 +81,18 @@ def take_back(run: Run, first: int) -> None:
             file.unlink(missing_ok=True)
 
 
-def write(run: Run, records: list[dict], metrics: dict | None = None) -> None:
-    """Appends records to rollouts/step_N.jsonl, and a line of metrics to metrics.jsonl.
+def write(
+    run: Run, trajectories: list[Trajectory], step: int, split: str, metrics: dict | None = None
+) -> None:
+    """Appends trajectories to rollouts/step_N.jsonl, and a line of metrics to metrics.jsonl.
 
     Ranks write in turn. NCCL would gather all records in the first GPU's memory: a gigabyte where
     pages are long.
     """
+    records = [record(trajectory, run.chat, step, split) for trajectory in trajectories]
     for rank in range(run.ranks):
         if records and rank == run.rank:
-            name = f"step_{records[0]['step']}.jsonl"
-            append_lines(run.folder / "rollouts" / name, records)
+            append_lines(run.folder / "rollouts" / f"step_{step}.jsonl", records)
         if run.ranks > 1:
             dist.barrier()
     if metrics is None or run.rank:
