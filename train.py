@@ -316,7 +316,7 @@ def main(
     training = arguments[:1] not in (["eval"], ["ask"])
     try:
         if not training:
-            code = evaluation.main(method, arguments, complete, **additions)
+            evaluation.main(method, arguments, complete, **additions)
         else:
             given = complete("train", parse(parser(method.config, description), arguments))
             config = resolve(method.config, given, presets=method.presets)

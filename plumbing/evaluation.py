@@ -31,7 +31,7 @@ NOT_FOR_ASK = {"name", "runs", "data", "grader", "eval_questions"}
 
 def main(
     method: Method, arguments: list[str], complete: Callable[[str, dict], dict], **additions
-) -> int:
+) -> None:
     """`eval CKPT [options]` or `ask CKPT "question" [options]`; the rest is train.main's."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("eval and ask run in one process: start them without torchrun")
@@ -41,15 +41,15 @@ def main(
     if asking:
         options.add_argument("question")
     given = parse(options, arguments[1:])
-    checkpoint = Path(given["checkpoint"])
     refuse_ignored(method.config, given, asking)
     given = complete(arguments[0], given)
     config = settings(method, given, asking)
     if config.frozen():  # else every role is played by the checkpoint
-        additions["frozen"] = frozen_model(checkpoint)
+        additions["frozen"] = frozen_model(Path(given["checkpoint"]))
     if asking:
-        return ask(method, config, given["question"], **additions)
-    return evaluate(method, config, **additions)
+        ask(method, config, given["question"], **additions)
+    else:
+        evaluate(method, config, **additions)
 
 
 def refuse_ignored(config: type[Config], given: dict, asking: bool) -> None:
@@ -113,7 +113,7 @@ def frozen_model(checkpoint: Path) -> Path:
 # --------------------------------------------------------------------------------------------- eval
 
 
-def evaluate(method: Method, config: Config, **additions) -> int:
+def evaluate(method: Method, config: Config, **additions) -> None:
     """Answers every held-out question; prints and writes the table and the page."""
     source = models.run_of(Path(config.model)) or Path(config.model)
     folders.refuse_run(Path(config.runs), config.name)
@@ -133,7 +133,6 @@ def evaluate(method: Method, config: Config, **additions) -> int:
     print(f"{'trajectories':<14}{pages.of_run(run.folder, questions=12)}")
     for line in rows:
         logbook.stop_if_blind(line, f"set {line['set']}")
-    return 0
 
 
 def by_set(trajectories: list[Trajectory]) -> list[tuple[str, list[Trajectory]]]:
@@ -185,7 +184,7 @@ def table(rows: list[dict]) -> str:
 # ---------------------------------------------------------------------------------------------- ask
 
 
-def ask(method: Method, config: Config, text: str, **additions) -> int:
+def ask(method: Method, config: Config, text: str, **additions) -> None:
     """Answers one question, showing how as it happens."""
     run = build(method, config, training=False, **additions)
     run.grade = lambda question, answer: 0.0  # nobody knows the right answer here
@@ -199,7 +198,6 @@ def ask(method: Method, config: Config, text: str, **additions) -> int:
         top_p=config.top_p,
         on_event=lambda kind, text: say(method.roles.get(kind, kind).lower(), text),
     )
-    return 0
 
 
 def say(kind: str, text: str) -> None:
