@@ -170,7 +170,7 @@ def table(rows: list[dict]) -> str:
     """The rows as text: shares in percent, the accuracy's 95 % interval, calls an attempt."""
     lines = [f"{'set':<14}{'n':>6}  {'accuracy (95 %)':<22}{'calls':>8}{'malformed':>11}"]
     for r in rows:
-        accuracy = with_interval(r["accuracy"], r["low"], r["high"])
+        accuracy = with_interval(r["accuracy"] * r["questions"], r["questions"])
         calls = f"{r['calls']:>8.2f}{r['malformed']:>11.1%}"
         lines.append(f"{r['set']:<14}{r['questions']:>6}  {accuracy:<22}{calls}")
     whole = rows[-1]

@@ -25,7 +25,7 @@ import trainer
 from config import UserError
 from plumbing import folders, pages
 from plumbing.folders import append_lines, as_lines, on_disk, read_lines, write_json, write_whole
-from plumbing.metrics import owned_by, ratio, reduced, wilson_interval, with_interval
+from plumbing.metrics import owned_by, ratio, reduced, with_interval
 from plumbing.outside import tracker_init
 from plumbing.start import Run
 from processes import on_first_rank
@@ -362,19 +362,13 @@ def report_card(run: Run, lines: list[dict]) -> str:
     asked = len(run.eval_questions)
     page += ["", f"Held-out accuracy on {asked} questions, with its 95 % interval:", ""]
     for name, draw in draws(run).items():
-        before, after = (sure(value * asked, asked) for value in ends(lines, f"eval_{name}"))
-        page.append(f"- {draw}: {before} before, {after} after")
-        before, after = ends(lines, f"eval_{name}_by_kind")
-        for kind in sorted((before or {}).keys() & (after or {}).keys()):
-            page.append(
-                f"- {draw}, {kind}: {sure(*before[kind])} before, {sure(*after[kind])} after"
-            )
+        shares = [with_interval(share * asked, asked) for share in ends(lines, f"eval_{name}")]
+        page.append(f"- {draw}: {shares[0]} before, {shares[1]} after")
+        before, after = (kinds or {} for kinds in ends(lines, f"eval_{name}_by_kind"))
+        for kind in sorted(before.keys() & after.keys()):
+            shares = [with_interval(*kinds[kind]) for kinds in (before, after)]
+            page.append(f"- {draw}, {kind}: {shares[0]} before, {shares[1]} after")
     return pages.plain("\n".join(page) + "\n")
-
-
-def sure(right: float, asked: int) -> str:
-    """A share in percent with its interval."""
-    return with_interval(ratio(right, asked), *wilson_interval(right, asked))
 
 
 def commit() -> str:
