@@ -114,10 +114,7 @@ def refuse_blind(run: Run, step: int, metrics: dict, trajectories: list[Trajecto
 
 
 def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
-    """One optimizer step on L = Σ over the terms.
-
-    With `inner_steps` above 1 there are several, each on a part of the questions.
-    """
+    """`inner_steps` optimizer steps on L = Σ over the terms, each on a part of the questions."""
     config = run.config
     objective = {
         "clip_low": config.clip,

@@ -1,8 +1,5 @@
 """From options to a Run: all that is alive in a run, and its rollouts.
 
-`build` looks at everything outside first (outside.py). The run's folder is made when nothing can be
-missing any more.
-
 Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
 
@@ -104,8 +101,8 @@ def build(
     """A Run; with `training` also its folder, policy, optimizer and reference (for a KL term).
 
     The folder is made when all else is there; without --name it is called after the model.
-    `frozen`: the model that plays frozen roles in an evaluation. `language`: how the roles speak,
-    by a toy's tokenizer and the tools' names. `additions` are those of `environment`.
+    `frozen`: the model that plays frozen roles in an evaluation. `language`: how the roles of a toy
+    speak, by its tokenizer and the tools' names. `additions` are those of `environment`.
     """
     machine = join(config)
     folder = Path(config.runs) / config.name
@@ -123,7 +120,11 @@ def build(
     start = outside["start"]
     servers = outside.pop("servers")
     tokenizer = models.load_tokenizer(start)
-    chat = make_format(method, config, tokenizer, outside["tools"], language)
+    tools = outside["tools"]
+    if "<s2>" in tokenizer.get_vocab():  # one token: the model was made for a toy's language
+        chat = language(tokenizer, [tool.name for tool in tools])
+    else:
+        chat = ChatFormat(tokenizer, method.words(config, tools), tools)
     for question in first_questions(config, outside["question"]) + outside["eval_questions"]:
         method.fits(config, chat, question)
 
@@ -182,10 +183,7 @@ def first_questions(config: Config, question: Callable[[int], Question] | None) 
 
 
 def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None:
-    """Adds to a run what learns: policy, optimizer, reference, as of `state` if it is resumed.
-
-    `first` is the model that the run began with, where a frozen role or the KL term needs it.
-    """
+    """Adds to a run what learns: policy, optimizer, reference, as of `state` if it is resumed."""
     config = run.config
     if config.lora_rank:
         trainer.add_adapters(model, config.lora_rank, config.seed)
@@ -319,16 +317,3 @@ def make_remote(
     path = Path(origin)
     sampler.load_folder(str(path.resolve() if path.exists() else origin))
     return sampler
-
-
-# ------------------------------------------------------------------------------- its language
-
-
-def make_format(method: Method, config: Config, tokenizer, tools: list[Tool], language) -> Format:
-    """How the roles speak: a toy's language if the model was made for it, else a chat template.
-
-    No option says so: then `<s2>`, which opens System 2's prompt, is one token.
-    """
-    if "<s2>" in tokenizer.get_vocab():
-        return language(tokenizer, [tool.name for tool in tools])
-    return ChatFormat(tokenizer, method.words(config, tools), tools)
