@@ -209,10 +209,7 @@ def tell(run: Run, line: str) -> None:
 
 
 def stop_if_blind(told: dict, what: str) -> None:
-    """UserError when too many tool calls, pages, judgements or rollouts of `what` failed.
-
-    `told`: its metrics.
-    """
+    """UserError when `told`, the metrics of `what`, has a share above MOST_FAILED."""
     kinds = {
         "tool_error_share": "tool calls",
         "unread_share": "pages",
