@@ -129,7 +129,11 @@ def build(
         method.fits(config, chat, question)
 
     origin = state[1] / "model" if state and not config.lora_rank else start
-    model = load_model(config, origin, machine, training)
+    # The sampler copies from the CPU, and FSDP takes layer by layer to the device. Weights that are
+    # trained are fp32; the frozen ones beside adapters have the arithmetic's type.
+    device = machine.device if training and not config.fsdp else "cpu"
+    dtype = torch.float32 if training and not config.lora_rank else machine.dtype
+    model = trainer.load_model(origin, device, dtype=dtype)
     if len(tokenizer) > models.vocabulary(model):
         raise UserError(f"{start}: its tokenizer has more tokens than its model knows")
     # Both a frozen role and the KL term need the model that the run began with. With adapters that
@@ -253,20 +257,7 @@ def go_on(config: Config, method: str) -> IO:
     return lock
 
 
-# ------------------------------------------------------------------------------- the models
-
-
-def load_model(config: Config, origin: Path | str, machine: Machine, training: bool):
-    """The model that is trained, in fp32, or else the one that the sampler copies.
-
-    Under adapters its weights are frozen, so they have the arithmetic's type.
-    """
-    if not training:
-        return trainer.load_model(origin, "cpu", dtype=machine.dtype)
-    # FSDP takes the model to the device a layer at a time, and cuts each.
-    device = "cpu" if config.fsdp else machine.device
-    dtype = machine.dtype if config.lora_rank else torch.float32
-    return trainer.load_model(origin, device, dtype=dtype)
+# ------------------------------------------------------------------------------- its sampler
 
 
 def make_sampler(config: Config, model, machine: Machine) -> Sampler:
