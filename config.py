@@ -262,9 +262,8 @@ def resolve(
     preset = given.get("preset", "toy")
     if preset not in ("toy", *presets):
         raise UserError(f"--preset {preset}: choose from {', '.join(['toy', *presets])}")
-    values = dict(presets.get(preset, {}))
-    values |= {name: value for name, value in (saved or {}).items() if name in names}
-    values |= {name: value for name, value in given.items() if name in names}
+    told = (saved or {}) | given
+    values = presets.get(preset, {}) | {name: told[name] for name in names & told.keys()}
     config = options(**values)
     config.check(training)
     return config

@@ -140,18 +140,12 @@ class Driver:
 
         async def play_all() -> list:
             tasks.extend(asyncio.ensure_future(episode) for episode in episodes)
-            try:
-                return await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            return await asyncio.gather(*tasks)
 
-        def new_loop() -> asyncio.AbstractEventLoop:
-            return asyncio.SelectorEventLoop(IdleSelector(on_idle))
-
+        loop = asyncio.SelectorEventLoop(IdleSelector(on_idle))
         try:
-            with asyncio.Runner(loop_factory=new_loop) as runner:
+            # At its end the runner cancels the episodes that an error in another one left open.
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 return runner.run(play_all())
         finally:
             for episode in episodes:

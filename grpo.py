@@ -10,16 +10,10 @@ Each System 1 sample takes its attempt's reward. In this order:
         each a mean over its samples of                  `token_weights` makes both means
         −(1/|y|) Σ_t min(ρ_t A, clip(ρ_t, 1−ε, 1+ε) A)
 
-As in GRPO, advantages are z-scores and the loss is a mean per sequence. Two arms for study differ:
-without the division by std (Dr. GRPO, arXiv 2503.20783), and with one mean over all tokens of a
-role (DAPO, arXiv 2503.14476, takes that mean within each question's group).
-
 System 2's sequence spans all turns of its attempt. On policy, with one optimizer step per batch,
 ρ is 1 and the gradient is the plain policy gradient.
 
-Where the paper is silent (docs/choices.md) the standard deviation is the population's, without an
-epsilon, so the rewards' scale does not matter. One sample alone, or equal rewards, get advantage 0.
-|y| counts the tokens that carry loss. KL is the k3 estimator.
+docs/choices.md says what is our choice where the paper is silent, and names the switches.
 
 Tests: pytest tests/test_grpo.py
 """
@@ -33,9 +27,10 @@ from torch import Tensor
 def group_advantages(rewards: Tensor, groups: Sequence[Hashable], *, divide: bool = True) -> Tensor:
     """Normalises rewards, one per sample, within their groups: (r − mean) / std, fp32.
 
-    Without `divide` it is r − mean. `groups[i]` names the group of sample i (any hashable key, so
-    groups may have any size and order). A group whose rewards are all equal gets 0. Raises
-    ValueError if a reward is not finite or the lengths differ.
+    The std is the population's, without an epsilon, so the rewards' scale does not matter. Without
+    `divide` it is r − mean (Dr. GRPO, arXiv 2503.20783). `groups[i]` names the group of sample i
+    (any hashable key, so groups may have any size and order). One sample alone, or equal rewards,
+    get 0. Raises ValueError if a reward is not finite or the lengths differ.
 
     >>> group_advantages(torch.tensor([1., 0., 0., 1.]), ["a", "a", "b", "a"])    # "b" stands alone
     tensor([ 0.7071, -1.4142,  0.0000,  0.7071])

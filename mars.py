@@ -11,8 +11,8 @@ role sampled, and balanced numbers of samples.
 
 and then `credit`: rewards → advantages → how often each sample stands in the loss.
 
-This file is the whole method: its options, its words, `episode`, `credit`. The loop that all
-methods share is train.py.
+This file is the whole method. Read on in rollout.py, grpo.py, binpack.py, and in train.py, the loop
+that all methods share.
 
     python mars.py                             the embedded toy: CPU, no key, no download, minutes
     torchrun --nproc_per_node=8 mars.py        the same on 8 processes (gloo on CPU, nccl on CUDA)
@@ -20,8 +20,6 @@ methods share is train.py.
 
     # the paper's setting, Qwen3-8B
     torchrun --nproc_per_node=8 mars.py --preset paper --data … --search serper
-
-Reading order: this file, rollout.py, grpo.py, binpack.py, train.py.
 
 Shapes everywhere: B rows in a batch, T tokens, V vocabulary, D hidden size, H heads (Hq query,
 Hkv key/value), Dh head size, N loss tokens, G attempts at a question, M System 1 samples of a
@@ -366,8 +364,7 @@ def set_advantages(config: Config, samples: list[Sample]) -> None:
     """Sets each sample's advantage: its reward beside those of its question's other samples."""
     rewards = torch.tensor([sample.reward for sample in samples])
     groups = [sample.question_index for sample in samples]
-    divide = config.advantage == "std"
-    advantages = grpo.group_advantages(rewards, groups, divide=divide)
+    advantages = grpo.group_advantages(rewards, groups, divide=config.advantage == "std")
     for sample, advantage in zip(samples, advantages.tolist()):
         sample.advantage = advantage
 

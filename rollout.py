@@ -1,15 +1,8 @@
 """What an episode of any method is made of; mars.py shows one.
 
-    Sample      what one role read and wrote in one context: tokens, loss mask, log-probs
-    Context     one role's growing context: a Sample, and the KV pages that hold it. `write` is
-                the only way in which tokens arise.
-    Trajectory  one attempt at a question: its contexts, its answer, its reward.
-    Env         what an episode may use: samplers, tools, the chat format, a grader, the options.
-    Method      words, `episode` and `credit`: what is handed to the loop in train.py.
-
-Tokens, masks and log-probs are stored as they arise and never remade: no context is decoded and
-encoded again. An episode is a straight-line coroutine, and a new multi-agent method is a new
-`async def`. driver.py runs hundreds of them over one sampler.
+Tokens, masks and log-probs are stored as they arise, in `Context.write`, and never remade: no
+context is decoded and encoded again. An episode is a straight-line coroutine, and a new multi-agent
+method is a new `async def`. driver.py runs hundreds of them over one sampler.
 
 Tests: pytest tests/test_rollout.py
 """
@@ -33,7 +26,7 @@ from tools import Document, Tool, ToolError
 
 @dataclass
 class Sample:
-    """What one role wrote in one context. The three lists have one entry per token."""
+    """What one role read and wrote in one context. The three lists have one entry per token."""
 
     role: str
     question_index: int  # in the step's batch: the key of its advantage groups
@@ -112,13 +105,7 @@ class Trajectory:
 
 @dataclass
 class Context:
-    """One role's growing context.
-
-    Its KV pages are held from `async with` to its end:
-
-        async with Context(env, trajectory, "sys2") as system2:
-            completion = await system2.write(prompt, 64, turn)
-    """
+    """One role's growing context. Its KV pages are held from `async with` to its end."""
 
     env: "Env"
     trajectory: Trajectory

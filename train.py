@@ -26,7 +26,6 @@ import processes
 import trainer
 from config import UserError, drop_output, fail, parse, parser, resolve
 from plumbing import evaluation, logbook
-from plumbing.logbook import record
 from plumbing.metrics import (
     failures,
     method_metrics,
@@ -108,18 +107,14 @@ def refuse_blind(run: Run, step: int, metrics: dict, trajectories: list[Trajecto
     try:
         logbook.stop_if_blind(metrics, f"step {step}")
     except UserError:
-        records = [record(trajectory, run.chat, step, "train") for trajectory in trajectories]
-        logbook.write(run, records, {"step": step, **metrics})
+        logbook.write(run, trajectories, step, "train", {"step": step, **metrics})
         if step:
             trainer.save(run.folder, step, run.policy, run.optimizer, run.tokenizer)
         raise
 
 
 def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
-    """One optimizer step on L = Σ over the terms.
-
-    With `inner_steps` above 1 there are several, each on a part of the questions.
-    """
+    """`inner_steps` optimizer steps on L = Σ over the terms, each on a part of the questions."""
     config = run.config
     objective = {
         "clip_low": config.clip,
@@ -242,8 +237,7 @@ def train(run: Run) -> None:
             scores = {f"{key}_before": value for key, value in scores.items()}
             scores |= evaluate(run, config.steps)
         metrics = {"step": step, **metrics, **scores}
-        records = [record(trajectory, run.chat, step, "train") for trajectory in trajectories]
-        logbook.write(run, records, metrics)
+        logbook.write(run, trajectories, step, "train", metrics)
         logbook.report(run, metrics)
         late = processes.from_first_rank(time.monotonic() - saved > SAVE_SECONDS)
         regular = (step + 1) % min(SAVE_EVERY, config.eval_every) == 0
@@ -275,7 +269,7 @@ def evaluate(run: Run, updates: int) -> dict:
         if name == "accuracy":
             own = method_metrics(trajectories, run.method)
             scores |= {f"eval_{key}": value for key, value in own.items()}
-            logbook.write(run, [record(t, run.chat, updates, "eval") for t in trajectories[:8]])
+            logbook.write(run, trajectories[:8], updates, "eval")
     failed = failures(total)
     logbook.stop_if_blind(failed, f"the evaluation after {updates} steps")
     scores |= {f"eval_{key}": value for key, value in failed.items()}
@@ -320,7 +314,7 @@ def main(
     training = arguments[:1] not in (["eval"], ["ask"])
     try:
         if not training:
-            code = evaluation.main(method, arguments, complete, **additions)
+            evaluation.main(method, arguments, complete, **additions)
         else:
             given = complete("train", parse(parser(method.config, description), arguments))
             config = resolve(method.config, given, presets=method.presets)

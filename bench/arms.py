@@ -31,7 +31,7 @@ from pathlib import Path
 
 from bench.common import RESULTS, ROOT, provenance, read_metrics, save, table
 from plumbing import folders
-from plumbing.metrics import sign_test, wilson_interval, with_interval
+from plumbing.metrics import sign_test, with_interval
 from whole import made_once
 
 DECODING = ("sampled", "greedy")
@@ -177,7 +177,7 @@ def summarise(study: Study, options: argparse.Namespace) -> list[dict]:
         for cell in dict.fromkeys(cell for record in records for cell in record["cells"]):
             counts = [record["cells"].get(cell, (0, 0)) for record in records]
             right, asked = map(sum, zip(*counts))
-            row[cell] = with_interval(right / asked, *wilson_interval(right, asked))
+            row[cell] = with_interval(right, asked)
         for cost in records[0]["of a step"]:
             row[cost] = statistics.mean(record["of a step"][cost] for record in records)
         others = {study.start(name), first} if name in study.arms else set()

@@ -123,7 +123,7 @@ def pieces_of_text(tokenizer, count: int) -> list[list[int]]:
 
 def smollm2(bench: common.Bench) -> None:
     """With --tiny one round, at full size."""
-    folder = str(models.smollm2(common.ROOT / ".cache"))
+    folder = str(models.find("smollm2", common.ROOT / ".cache"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for precision in ("float32", "bfloat16"):

@@ -204,7 +204,7 @@ def our_step(model, prompts: list[list[int]], group: int, new: int) -> dict:
 
 def beside_trl(bench: common.Bench) -> None:
     """A step of ours and one of TRL's."""
-    folder = str(models.smollm2(common.ROOT / ".cache"))
+    folder = str(models.find("smollm2", common.ROOT / ".cache"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = pieces_of_text(tokenizer, 4)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

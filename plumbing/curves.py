@@ -1,9 +1,7 @@
 """curves.png and diagnostics.png: what a run logged, over its steps.
 
-The first has the two panels that everybody looks at, held-out accuracy and reward. The second has
-all others. A quantity that was never logged leaves its panel empty.
-
-Whoever needs it imports it when a picture is drawn: matplotlib is slow to load.
+The first has the two panels that everybody looks at; a quantity that was never logged leaves its
+panel empty. Whoever draws imports this file only then: matplotlib is slow to load.
 Tests: pytest tests/test_view.py
 """
 
@@ -86,10 +84,7 @@ def of_run(run: Path) -> Path:
 def draw(
     title: str, lines: list[dict], panels: Panels, *, shape: tuple[int, int], top: float = 0.0
 ) -> bytes:
-    """A PNG of panels in rows and columns, as `shape` says; their y-axes reach to `top` at least.
-
-    `lines`: the metrics of each step.
-    """
+    """A PNG of panels in `shape`, (rows, columns); their y-axes reach to `top` at least."""
     rows, columns = shape
     picture = io.BytesIO()
     with matplotlib.rc_context(LOOK):

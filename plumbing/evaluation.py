@@ -20,7 +20,6 @@ from pathlib import Path
 import trainer
 from config import Config, UserError, parse, parser, resolve
 from plumbing import folders, logbook, models, pages
-from plumbing.logbook import record
 from plumbing.metrics import failures, ratio, rollout_sums, wilson_interval, with_interval
 from plumbing.start import Run, build, new_folder
 from rollout import Method, Trajectory
@@ -32,7 +31,7 @@ NOT_FOR_ASK = {"name", "runs", "data", "grader", "eval_questions"}
 
 def main(
     method: Method, arguments: list[str], complete: Callable[[str, dict], dict], **additions
-) -> int:
+) -> None:
     """`eval CKPT [options]` or `ask CKPT "question" [options]`; the rest is train.main's."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("eval and ask run in one process: start them without torchrun")
@@ -42,15 +41,15 @@ def main(
     if asking:
         options.add_argument("question")
     given = parse(options, arguments[1:])
-    checkpoint = Path(given["checkpoint"])
     refuse_ignored(method.config, given, asking)
     given = complete(arguments[0], given)
     config = settings(method, given, asking)
     if config.frozen():  # else every role is played by the checkpoint
-        additions["frozen"] = frozen_model(checkpoint)
+        additions["frozen"] = frozen_model(Path(given["checkpoint"]))
     if asking:
-        return ask(method, config, given["question"], **additions)
-    return evaluate(method, config, **additions)
+        ask(method, config, given["question"], **additions)
+    else:
+        evaluate(method, config, **additions)
 
 
 def refuse_ignored(config: type[Config], given: dict, asking: bool) -> None:
@@ -114,7 +113,7 @@ def frozen_model(checkpoint: Path) -> Path:
 # --------------------------------------------------------------------------------------------- eval
 
 
-def evaluate(method: Method, config: Config, **additions) -> int:
+def evaluate(method: Method, config: Config, **additions) -> None:
     """Answers every held-out question; prints and writes the table and the page."""
     source = models.run_of(Path(config.model)) or Path(config.model)
     folders.refuse_run(Path(config.runs), config.name)
@@ -127,15 +126,13 @@ def evaluate(method: Method, config: Config, **additions) -> int:
         run.folder = Path(config.runs) / config.name
         logbook.settings(run)
         folders.write_json(run.folder / "table.json", rows)
-        records = [record(trajectory, run.chat, 0, "eval") for trajectory in trajectories]
-        folders.append_lines(run.folder / "rollouts" / "step_0.jsonl", records)
+        logbook.write(run, trajectories, 0, "eval")
     finally:  # where the disk takes nothing, the result of hours is seen at least
         print(table(rows), flush=True)
     print(f"{'table':<14}{run.folder / 'table.json'}")
     print(f"{'trajectories':<14}{pages.of_run(run.folder, questions=12)}")
     for line in rows:
         logbook.stop_if_blind(line, f"set {line['set']}")
-    return 0
 
 
 def by_set(trajectories: list[Trajectory]) -> list[tuple[str, list[Trajectory]]]:
@@ -173,7 +170,7 @@ def table(rows: list[dict]) -> str:
     """The rows as text: shares in percent, the accuracy's 95 % interval, calls an attempt."""
     lines = [f"{'set':<14}{'n':>6}  {'accuracy (95 %)':<22}{'calls':>8}{'malformed':>11}"]
     for r in rows:
-        accuracy = with_interval(r["accuracy"], r["low"], r["high"])
+        accuracy = with_interval(r["accuracy"] * r["questions"], r["questions"])
         calls = f"{r['calls']:>8.2f}{r['malformed']:>11.1%}"
         lines.append(f"{r['set']:<14}{r['questions']:>6}  {accuracy:<22}{calls}")
     whole = rows[-1]
@@ -187,7 +184,7 @@ def table(rows: list[dict]) -> str:
 # ---------------------------------------------------------------------------------------------- ask
 
 
-def ask(method: Method, config: Config, text: str, **additions) -> int:
+def ask(method: Method, config: Config, text: str, **additions) -> None:
     """Answers one question, showing how as it happens."""
     run = build(method, config, training=False, **additions)
     run.grade = lambda question, answer: 0.0  # nobody knows the right answer here
@@ -201,7 +198,6 @@ def ask(method: Method, config: Config, text: str, **additions) -> int:
         top_p=config.top_p,
         on_event=lambda kind, text: say(method.roles.get(kind, kind).lower(), text),
     )
-    return 0
 
 
 def say(kind: str, text: str) -> None:

@@ -1,9 +1,5 @@
 """Files and folders that are there whole or not at all, and the claim of a run's folder.
 
-    read_lines, read_json, rollout_files      what a run has written
-    write_whole, write_json                   a file: written beside its place, then renamed
-    make, lock                                runs/NAME belongs to one process
-
 Tests: pytest tests/test_folders.py
 """
 
@@ -15,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from config import UserError
-from whole import on_disk, reason
+from whole import on_disk, reason, sync
 
 # ------------------------------------------------------------------------------------------- files
 
@@ -55,10 +51,8 @@ def write_whole(path: Path, content: bytes) -> Path:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with on_disk(f"write {path}"):
         try:
-            with open(part, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            part.write_bytes(content)
+            sync(part)
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
@@ -83,8 +77,7 @@ def append_lines(path: Path, records: list[dict]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
             file.write(as_lines(records))
-            file.flush()
-            os.fsync(file.fileno())  # a state that counts on these lines is on the disk as well
+        sync(path)  # a state that counts on these lines is on the disk as well
 
 
 def rollout_files(run: Path) -> dict[int, Path]:

@@ -25,7 +25,7 @@ import trainer
 from config import UserError
 from plumbing import folders, pages
 from plumbing.folders import append_lines, as_lines, on_disk, read_lines, write_json, write_whole
-from plumbing.metrics import owned_by, ratio, reduced, wilson_interval, with_interval
+from plumbing.metrics import owned_by, ratio, reduced, with_interval
 from plumbing.outside import tracker_init
 from plumbing.start import Run
 from processes import on_first_rank
@@ -81,16 +81,18 @@ def take_back(run: Run, first: int) -> None:
             file.unlink(missing_ok=True)
 
 
-def write(run: Run, records: list[dict], metrics: dict | None = None) -> None:
-    """Appends records to rollouts/step_N.jsonl, and a line of metrics to metrics.jsonl.
+def write(
+    run: Run, trajectories: list[Trajectory], step: int, split: str, metrics: dict | None = None
+) -> None:
+    """Appends trajectories to rollouts/step_N.jsonl, and a line of metrics to metrics.jsonl.
 
     Ranks write in turn. NCCL would gather all records in the first GPU's memory: a gigabyte where
     pages are long.
     """
+    records = [record(trajectory, run.chat, step, split) for trajectory in trajectories]
     for rank in range(run.ranks):
         if records and rank == run.rank:
-            name = f"step_{records[0]['step']}.jsonl"
-            append_lines(run.folder / "rollouts" / name, records)
+            append_lines(run.folder / "rollouts" / f"step_{step}.jsonl", records)
         if run.ranks > 1:
             dist.barrier()
     if metrics is None or run.rank:
@@ -207,10 +209,7 @@ def tell(run: Run, line: str) -> None:
 
 
 def stop_if_blind(told: dict, what: str) -> None:
-    """UserError when too many tool calls, pages, judgements or rollouts of `what` failed.
-
-    `told`: its metrics.
-    """
+    """UserError when `told`, the metrics of `what`, has a share above MOST_FAILED."""
     kinds = {
         "tool_error_share": "tool calls",
         "unread_share": "pages",
@@ -360,19 +359,13 @@ def report_card(run: Run, lines: list[dict]) -> str:
     asked = len(run.eval_questions)
     page += ["", f"Held-out accuracy on {asked} questions, with its 95 % interval:", ""]
     for name, draw in draws(run).items():
-        before, after = (sure(value * asked, asked) for value in ends(lines, f"eval_{name}"))
-        page.append(f"- {draw}: {before} before, {after} after")
-        before, after = ends(lines, f"eval_{name}_by_kind")
-        for kind in sorted((before or {}).keys() & (after or {}).keys()):
-            page.append(
-                f"- {draw}, {kind}: {sure(*before[kind])} before, {sure(*after[kind])} after"
-            )
+        shares = [with_interval(share * asked, asked) for share in ends(lines, f"eval_{name}")]
+        page.append(f"- {draw}: {shares[0]} before, {shares[1]} after")
+        before, after = (kinds or {} for kinds in ends(lines, f"eval_{name}_by_kind"))
+        for kind in sorted(before.keys() & after.keys()):
+            shares = [with_interval(*kinds[kind]) for kinds in (before, after)]
+            page.append(f"- {draw}, {kind}: {shares[0]} before, {shares[1]} after")
     return pages.plain("\n".join(page) + "\n")
-
-
-def sure(right: float, asked: int) -> str:
-    """A share in percent with its interval."""
-    return with_interval(ratio(right, asked), *wilson_interval(right, asked))
 
 
 def commit() -> str:

@@ -202,9 +202,10 @@ def wilson_interval(correct: float, total: float) -> tuple[float, float]:
     return min(part, max(0.0, centre - half)), max(part, min(1.0, centre + half))
 
 
-def with_interval(part: float, low: float, high: float) -> str:
-    """A share in percent with its interval: "50.0% (23.7%–76.3%)"."""
-    return f"{part:.1%} ({low:.1%}–{high:.1%})"
+def with_interval(right: float, asked: float) -> str:
+    """A share in percent with its 95 % interval: "50.0% (23.7%–76.3%)"."""
+    low, high = wilson_interval(right, asked)
+    return f"{ratio(right, asked):.1%} ({low:.1%}–{high:.1%})"
 
 
 def sign_test(gained: int, lost: int) -> float:

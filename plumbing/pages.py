@@ -27,11 +27,7 @@ SIGNS = {"up": "▲", "down": "▼", "flat": "●"}
 
 
 def of_run(run: Path, *, steps: list[int] | None = None, questions: int = 3) -> Path:
-    """Writes RUN/trajectories.html: `questions` groups of each of `steps`.
-
-    The default are the first, the middle and the last step recorded. UserError when there is
-    nothing to show.
-    """
+    """Writes RUN/trajectories.html: `choose` says of what. UserError when there is nothing."""
     title = f"Trajectories of run {cut(run.resolve().name, 60)}"
     return write(run / "trajectories.html", title, choose(run, steps, questions), roles_of(run))
 
@@ -58,7 +54,7 @@ def write(path: Path, title: str, groups: list[list[dict]], roles: dict[str, str
 
 
 def choose(run: Path, steps: list[int] | None, questions: int) -> list[list[dict]]:
-    """The attempts at some questions of each step: by default of the first, middle and last.
+    """All attempts at `questions` questions of each of `steps`, by default first, middle, last.
 
     In a step, training stands before held-out questions, then mixed rewards.
     """
@@ -114,11 +110,6 @@ def cut(text, limit: int) -> str:
     """At most `limit` characters of a text, and a note where some are missing."""
     text = "" if text is None else str(text)
     return text if len(text) <= limit else f"{text[:limit]} …[cut]"
-
-
-def put_out(value):
-    """What the template does with a value before it escapes it: only its own pieces are trusted."""
-    return value if isinstance(value, Markup) else plain(value)
 
 
 # ---------------------------------------------------------------- what the template asks for
@@ -187,21 +178,17 @@ def facts(record: dict) -> str:
     return " · ".join(said)
 
 
-def load_template():
-    """The macros of pages.html."""
-    made = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        finalize=put_out,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.filters |= {"cut": cut, "number": lambda n: f"{n:,}"}
-    asked = (count, push, mark, role_name, parts_of, blocks, ordered, facts)
-    made.globals |= {function.__name__: function for function in asked} | LIMITS
-    made.globals["SIGNS"] = SIGNS
-    return made.get_template("pages.html").module
-
-
-TEMPLATE = load_template()
+ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    # Before a value is escaped: only the template's own pieces are trusted.
+    finalize=lambda value: value if isinstance(value, Markup) else plain(value),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+ENVIRONMENT.filters |= {"cut": cut, "number": lambda n: f"{n:,}"}
+ASKED = (count, push, mark, role_name, parts_of, blocks, ordered, facts)
+ENVIRONMENT.globals |= {function.__name__: function for function in ASKED}
+ENVIRONMENT.globals |= LIMITS | {"SIGNS": SIGNS}
+TEMPLATE = ENVIRONMENT.get_template("pages.html").module  # its macros

@@ -1,8 +1,5 @@
 """From options to a Run: all that is alive in a run, and its rollouts.
 
-`build` looks at everything outside first (outside.py). The run's folder is made when nothing can be
-missing any more.
-
 Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
 
@@ -104,8 +101,8 @@ def build(
     """A Run; with `training` also its folder, policy, optimizer and reference (for a KL term).
 
     The folder is made when all else is there; without --name it is called after the model.
-    `frozen`: the model that plays frozen roles in an evaluation. `language`: how the roles speak,
-    by a toy's tokenizer and the tools' names. `additions` are those of `environment`.
+    `frozen`: the model that plays frozen roles in an evaluation. `language`: how the roles of a toy
+    speak, by its tokenizer and the tools' names. `additions` are those of `environment`.
     """
     machine = join(config)
     folder = Path(config.runs) / config.name
@@ -123,12 +120,20 @@ def build(
     start = outside["start"]
     servers = outside.pop("servers")
     tokenizer = models.load_tokenizer(start)
-    chat = make_format(method, config, tokenizer, outside["tools"], language)
+    tools = outside["tools"]
+    if "<s2>" in tokenizer.get_vocab():  # one token: the model was made for a toy's language
+        chat = language(tokenizer, [tool.name for tool in tools])
+    else:
+        chat = ChatFormat(tokenizer, method.words(config, tools), tools)
     for question in first_questions(config, outside["question"]) + outside["eval_questions"]:
         method.fits(config, chat, question)
 
     origin = state[1] / "model" if state and not config.lora_rank else start
-    model = load_model(config, origin, machine, training)
+    # The sampler copies from the CPU, and FSDP takes layer by layer to the device. Weights that are
+    # trained are fp32; the frozen ones beside adapters have the arithmetic's type.
+    device = machine.device if training and not config.fsdp else "cpu"
+    dtype = torch.float32 if training and not config.lora_rank else machine.dtype
+    model = trainer.load_model(origin, device, dtype=dtype)
     if len(tokenizer) > models.vocabulary(model):
         raise UserError(f"{start}: its tokenizer has more tokens than its model knows")
     # Both a frozen role and the KL term need the model that the run began with. With adapters that
@@ -182,10 +187,7 @@ def first_questions(config: Config, question: Callable[[int], Question] | None) 
 
 
 def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None:
-    """Adds to a run what learns: policy, optimizer, reference, as of `state` if it is resumed.
-
-    `first` is the model that the run began with, where a frozen role or the KL term needs it.
-    """
+    """Adds to a run what learns: policy, optimizer, reference, as of `state` if it is resumed."""
     config = run.config
     if config.lora_rank:
         trainer.add_adapters(model, config.lora_rank, config.seed)
@@ -255,20 +257,7 @@ def go_on(config: Config, method: str) -> IO:
     return lock
 
 
-# ------------------------------------------------------------------------------- the models
-
-
-def load_model(config: Config, origin: Path | str, machine: Machine, training: bool):
-    """The model that is trained, in fp32, or else the one that the sampler copies.
-
-    Under adapters its weights are frozen, so they have the arithmetic's type.
-    """
-    if not training:
-        return trainer.load_model(origin, "cpu", dtype=machine.dtype)
-    # FSDP takes the model to the device a layer at a time, and cuts each.
-    device = "cpu" if config.fsdp else machine.device
-    dtype = machine.dtype if config.lora_rank else torch.float32
-    return trainer.load_model(origin, device, dtype=dtype)
+# ------------------------------------------------------------------------------- its sampler
 
 
 def make_sampler(config: Config, model, machine: Machine) -> Sampler:
@@ -319,16 +308,3 @@ def make_remote(
     path = Path(origin)
     sampler.load_folder(str(path.resolve() if path.exists() else origin))
     return sampler
-
-
-# ------------------------------------------------------------------------------- its language
-
-
-def make_format(method: Method, config: Config, tokenizer, tools: list[Tool], language) -> Format:
-    """How the roles speak: a toy's language if the model was made for it, else a chat template.
-
-    No option says so: then `<s2>`, which opens System 2's prompt, is one token.
-    """
-    if "<s2>" in tokenizer.get_vocab():
-        return language(tokenizer, [tool.name for tool in tools])
-    return ChatFormat(tokenizer, method.words(config, tools), tools)

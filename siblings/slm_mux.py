@@ -45,7 +45,7 @@ import trainer
 import warm_start
 from config import UserError, fail, parse, parser
 from plumbing import folders, models
-from plumbing.metrics import sign_test, wilson_interval, with_interval
+from plumbing.metrics import sign_test, with_interval
 from recipes import atlas_world
 from sampler import Sampler
 from tasks import grading
@@ -216,7 +216,7 @@ def against(chosen: list[Vote], other: list[Vote]) -> str:
     gained = sum(a.right and not b.right for a, b in zip(chosen, other))
     lost = sum(b.right and not a.right for a, b in zip(chosen, other))
     right = sum(one.right for one in other)
-    told = with_interval(right / len(other), *wilson_interval(right, len(other)))
+    told = with_interval(right, len(other))
     return f"{told}; SLM-MUX +{gained} −{lost}, p {sign_test(gained, lost):.2g}"
 
 

@@ -285,7 +285,7 @@ def options_of(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "build", stop)
     monkeypatch.setattr(evaluation, "build", stop)
-    monkeypatch.setattr(models, "smollm2", lambda cache: "smollm2")
+    monkeypatch.setattr(models, "find", lambda name, cache: name)
     monkeypatch.setattr(outside, "environment", lambda *given, **more: None)
     monkeypatch.setattr(atlas, "warm_model", lambda config: "warm/atlas")
 
@@ -348,7 +348,7 @@ def test_what_is_refused_is_refused_before_the_warm_start(
     line, reason, monkeypatch, capsys, tmp_path
 ):
     monkeypatch.setattr(warm_start, "train", lambda *given: pytest.fail("a warm start began"))
-    monkeypatch.setattr(models, "smollm2", lambda cache: "smollm2")
+    monkeypatch.setattr(models, "find", lambda name, cache: name)
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
     monkeypatch.chdir(tmp_path)
     Path("runs/taken").mkdir(parents=True)

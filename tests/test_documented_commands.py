@@ -69,7 +69,7 @@ def accept(tmp_path, monkeypatch):
     monkeypatch.setattr(atlas.folders, "refuse_run", lambda runs, name: None)
     monkeypatch.setattr(atlas, "warm_model", lambda config: config.model)
     monkeypatch.setattr(warm_start, "train", stop)
-    monkeypatch.setattr(models, "smollm2", lambda cache: "smollm2")
+    monkeypatch.setattr(models, "find", lambda name, cache: name)
 
     def run(command: str):
         program, arguments = program_of(command)

