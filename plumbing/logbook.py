@@ -86,8 +86,7 @@ def write(
 ) -> None:
     """Appends trajectories to rollouts/step_N.jsonl, and a line of metrics to metrics.jsonl.
 
-    Ranks write in turn. NCCL would gather all records in the first GPU's memory: a gigabyte where
-    pages are long.
+    Ranks write in turn: where pages are long, the records of all would take gigabytes of one.
     """
     records = [record(trajectory, run.chat, step, split) for trajectory in trajectories]
     for rank in range(run.ranks):
