@@ -183,8 +183,8 @@ def prepare(
         copies = [sample.copies for sample in samples]
         kept += samples
         weights += grpo.token_weights(masks, counts[term], copies=copies, mean=config.loss_mean)
-    kept, weights = trainer.even_out(kept, weights)
     pack = trainer.unwrap(run.policy).packs
+    kept, weights = trainer.even_out(kept, weights, pack=pack)
     batches = trainer.micro_batches(kept, weights, config.micro_tokens, run.device, pack=pack)
     # All ranks need equally many, at least one, because the collectives of `backward` pair up.
     number = torch.tensor(max(1, len(batches)), device=run.device)

@@ -31,6 +31,7 @@ from tasks import grading
 from tasks.questions import Question
 from tools import KNOWN, Tool, python, search
 from toy import base_model, world
+from whole import reason
 
 
 @dataclass
@@ -152,7 +153,7 @@ def join(config: Config) -> Machine:
         sys.excepthook = processes.end_at_once
         # One rank's rollouts may take hours longer than another's.
         patience = datetime.timedelta(days=1)
-        # Objects, such as rollouts, go by way of the CPU.
+        # Objects, such as samples, go by way of the CPU.
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         try:
             dist.init_process_group(backend, timeout=patience)
@@ -161,6 +162,14 @@ def join(config: Config) -> Machine:
                 f"WORLD_SIZE is {machine.ranks}, but this is none of torchrun's processes "
                 f"({error}): start with torchrun, or unset WORLD_SIZE"
             ) from None
+        except RuntimeError as error:
+            raise UserError(
+                f"{machine.ranks} processes cannot reach each other ({reason(error)}); between "
+                "machines set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network's interface"
+            ) from None
+        if cuda:
+            # GPUs that cannot talk are found out now, not after an hour of rollouts.
+            dist.all_reduce(torch.zeros(1, device=machine.device))
     elif machine.ranks == 1 and not cuda:
         torch.set_num_threads(min(config.threads, os.cpu_count() or 1))
     return machine

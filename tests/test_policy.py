@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import trainer
 from trainer import policy as policy_module
 
-MODES = ("ddp", "fsdp recomputing", "ddp lora", "fsdp lora recomputing")
+MODES = ("ddp", "ddp even", "fsdp recomputing", "ddp lora", "fsdp lora recomputing")
 WORLD = 4
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -133,7 +133,7 @@ def steps(qwen3, tmp_path_factory):
 def test_ranks_are_one_process(steps, mode):
     """Loss, norm, clipped gradients, weights on disk and in the sampler, optimizer state.
 
-    The ranks' shares are uneven, and one has no sample at all.
+    The ranks' shares are uneven, and one has no sample at all, unless they are evened out.
     """
     modes = "single lora" if "lora" in mode else "single", mode
     one, two = (torch.load(steps / name / "numbers.pt") for name in modes)

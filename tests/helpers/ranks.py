@@ -21,7 +21,7 @@ SHARES = [0, 7, 8, 13, 13]
 def step(model: str, out: Path, mode: str) -> None:
     """One optimizer step of this rank.
 
-    `mode` is "single", "ddp" or "fsdp", perhaps with " lora" or " recomputing" behind.
+    `mode` is "single", "ddp" or "fsdp", perhaps with " lora", " recomputing" or " even" behind.
     """
     fsdp = mode.startswith("fsdp")
     single = mode.startswith("single")
@@ -41,10 +41,15 @@ def step(model: str, out: Path, mode: str) -> None:
     policy = trainer.parallel(policy, fsdp=fsdp, device=CPU)
     sampler = Sampler(trainer.load_model(model, CPU), max_tokens=64)
     optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
-    batches = trainer.micro_batches(mine, weigh(mine, counts(samples)), 60, CPU)
+    weights = weigh(mine, counts(samples))
+    if "even" in mode:
+        mine, weights = trainer.even_out(mine, weights, pack=True)
+        assert mine, "the last rank had no sample"
+    batches = trainer.micro_batches(mine, weights, 60, CPU)
     count = torch.tensor(len(batches))
     if world > 1:
         dist.all_reduce(count, dist.ReduceOp.MAX)
+    if world > 1 and "even" not in mode:
         assert len(batches) < int(count) or rank < world - 1, "the last rank adds empty ones"
     empty = range(int(count) - len(batches))
     batches += [trainer.make_micro_batch([], [], [], CPU) for _ in empty]
