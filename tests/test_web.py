@@ -106,7 +106,7 @@ def test_pauses_grow_and_jitter_and_last_as_long_as_asked(server, tmp_path, wait
         says("", 429, {"Retry-After": "86400"}),
         GOOD,
     ]
-    serper(tmp_path, tries=6, pause=1)("ada")
+    serper(tmp_path, tries=6)("ada")
     assert 0.5 <= waits[0] <= 1 <= waits[1] <= 2
     assert waits[2:] == [20, web.LONGEST_WAIT]
     assert waits[0] != waits[1] / 2

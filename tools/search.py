@@ -27,7 +27,7 @@ from pathlib import Path
 from config import UserError
 from tools import Document, ToolError, bm25, one_line, web
 from tools.bm25 import Search
-from tools.documents import PASSAGE_WORDS, WHAT_IS_READ, make_document, split_title
+from tools.documents import PASSAGE_WORDS, WHAT_IS_READ, from_contents, make_document
 
 URLS = {
     "MARS_SERPER_URL": "https://google.serper.dev",
@@ -92,8 +92,7 @@ def make(
         if backend == "retriever":
             body = {"queries": [query], "topk": k, "return_scores": True}
         found = client.call(url, read, body=body, headers=headers)[:k]
-        if block:
-            found = [d for d in found if not is_blocked(d.url or d.id, block)]
+        found = [d for d in found if not is_blocked(d.url or d.id, block)]
         return with_pages(found, page) if page else found
 
     return search
@@ -147,12 +146,9 @@ def retriever_documents(raw: bytes) -> list[Document]:
 
 
 def _retrieved_document(found: dict, rank: int) -> Document:
-    text = found["contents"]
-    title = str(found.get("title") or "")
-    if not title:
-        title, text = split_title(text)
-    name = str(found.get("id", f"result-{rank}"))
-    return make_document(name, title, str(found.get("url") or ""), text)
+    id = str(found.get("id", f"result-{rank}"))
+    title, url = (str(found.get(field) or "") for field in ("title", "url"))
+    return from_contents(id, title, url, found["contents"])
 
 
 # Hosts that are not asked ------------------------------------------------------------------------
@@ -210,10 +206,10 @@ def with_pages(found: list[Document], read: Callable[[str], str]) -> list[Docume
     if errors and len(errors) == sum(bool(document.url) for document in found):
         why = f"none of the {len(errors)} pages found could be read: {errors[0]}"
         raise ToolError(one_line(why, web.LONGEST_MESSAGE))
-    for place, document in enumerate(found):
-        if isinstance(pages[place], ToolError):
-            pages[place] = replace(document, text=f"{UNREAD}\n{document.text}")
-    return pages
+    return [
+        replace(document, text=f"{UNREAD}\n{document.text}") if page in errors else page
+        for document, page in zip(found, pages, strict=True)
+    ]
 
 
 def jina_reader(client: web.Client, block: tuple[str, ...]) -> Callable[[str], str]:
@@ -236,7 +232,7 @@ def jina_reader(client: web.Client, block: tuple[str, ...]) -> Callable[[str], s
     return read
 
 
-def jina_page(raw: bytes, block: tuple[str, ...] = ()) -> str:
+def jina_page(raw: bytes, block: tuple[str, ...]) -> str:
     """The text of a reader's answer, which is 200 also where it read an error in a page's place."""
     page = json.loads(raw)["data"]
     refused = re.search(r"returned error (\d{3})", str(page.get("warning")))
