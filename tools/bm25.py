@@ -35,8 +35,7 @@ WORD = re.compile(rf"[{ALONE}]|[^\W_{ALONE}]+")
 # Accents, vowel signs and points of any script, and unseen marks (soft hyphens, directions).
 MARKS = [c for c in map(chr, range(0xD800)) if unicodedata.category(c) in ("Mn", "Mc", "Cf")]
 UNHEARD = re.compile(f"[{re.escape(''.join(MARKS))}]+")
-# To be raised when this file, documents.py or reader.py makes other indexes: older ones are then
-# built anew.
+# Raise it when this file, documents.py or reader.py makes other indexes: older ones are rebuilt.
 LAYOUT = 5
 Search = Callable[[str], list[Document]]
 
@@ -88,8 +87,7 @@ def on_disk(path: Path, k: int, cache: Path, passage_words: int) -> Search:
     """A search over the passages of a path's documents; its index is kept in `cache`.
 
     One process builds, the others wait and load. When the documents change, the new index takes the
-    place of the old one, so that what was deleted does not live on in the cache. UserError for a
-    path that is missing, malformed (file and line are named) or without a document.
+    place of the old one, so that what was deleted does not live on in the cache.
     """
     path = Path(os.path.realpath(path))  # which takes links in a circle, as Path.resolve does not
     which = repr((str(path), passage_words)).encode("utf-8", "replace")

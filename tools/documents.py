@@ -166,14 +166,13 @@ def passages(
         return [document]
     unit, mark = ("page", "\f") if "\f" in text else ("line", "\n")
     ends = [match.start() for match in re.finditer(mark, text)]
-    found = [match for match in HEADING.finditer(text) if not match["fence"]]
-    headings = [match.start() for match in found]
+    headings = [match for match in HEADING.finditer(text) if not match["fence"]]
     cut = []
     for number, (begin, end) in enumerate(spans, 1):
         title = document.title
-        above = bisect.bisect_right(headings, begin)
+        above = bisect.bisect_right(headings, begin, key=re.Match.start)
         if above:
-            heading = found[above - 1]["marked"] or found[above - 1]["underlined"]
+            heading = headings[above - 1]["marked"] or headings[above - 1]["underlined"]
             title = f"{title} › {heading[:LONGEST_TITLE].rstrip(' #')}"
         first = bisect.bisect_left(ends, begin) + 1
         last = bisect.bisect_left(ends, end) + 1

@@ -154,7 +154,8 @@ def html_to_text(raw: bytes) -> str:
             page.begin(element)
         else:
             page.end(element)
-    return page.text()
+    page.break_line()
+    return "\n".join(page.lines).strip("\n")
 
 
 def declared_codec(raw: bytes) -> str | None:
@@ -188,10 +189,6 @@ class _Page:
         self.pre = 0  # depth of <pre> elements
         self.small_cells: list[bool] = []  # for each open table cell, whether it fits one line
         self.closing: list[str] = []  # what closes each open element
-
-    def text(self) -> str:
-        self.break_line()
-        return "\n".join(self.lines).strip("\n")
 
     def add(self, text: str) -> None:
         if not self.pre:

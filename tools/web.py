@@ -47,19 +47,20 @@ ANSWER_BYTES = 8 << 20  # of one answer, unpacked
 AT_ONCE = 16  # exchanges of one client
 
 
+def settle(outcome: Future, function: Callable, *arguments) -> None:
+    """Runs the function; `outcome` takes what it returns or raises."""
+    try:
+        outcome.set_result(function(*arguments))
+    except BaseException as error:
+        outcome.set_exception(error)
+
+
 def in_threads(function: Callable, items: list) -> list:
     """[function(item) for each item], in threads that neither Ctrl-C nor a program's end awaits."""
     outcomes = [Future() for _ in items]
-
-    def work(item, outcome: Future):
-        try:
-            outcome.set_result(function(item))
-        except BaseException as error:
-            outcome.set_exception(error)
-
     for item, outcome in zip(items, outcomes, strict=True):
         try:
-            threading.Thread(target=work, args=(item, outcome), daemon=True).start()
+            threading.Thread(target=settle, args=(outcome, function, item), daemon=True).start()
         except RuntimeError:
             raise ToolError("this machine has no thread left for the call") from None
     return [outcome.result() for outcome in outcomes]
@@ -110,12 +111,8 @@ class Client:
         mine = Future()
         outcome = self.under_way.setdefault(name, mine)
         if outcome is mine:
-            try:
-                mine.set_result(self._answer(name, url, read, body, headers, quote))
-            except BaseException as error:
-                mine.set_exception(error)
-            finally:
-                del self.under_way[name]
+            settle(mine, self._answer, name, url, read, body, headers, quote)
+            del self.under_way[name]
         return outcome.result()
 
     def _answer(self, name: str, url: str, read: Callable, *request):
