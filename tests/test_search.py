@@ -183,6 +183,8 @@ def test_a_damaged_index_is_named(tmp_path):
         damage()
         with pytest.raises(UserError, match=f"{damaged.parent.name} is damaged"):
             on_disk(docs, 5, cache)
+    (damaged.parent / "made_of").write_bytes(b"\xff")  # so it is not known what it was made of
+    assert on_disk(docs, 5, cache)("ada")
 
 
 def test_threads_read_the_index_on_disk_at_once(tmp_path):

@@ -6,9 +6,9 @@ serper     Google and Google Scholar: POST {MARS_SERPER_URL}/search or /scholar,
            reader gives it: GET {MARS_JINA_URL}/{page}. A JINA_API_KEY raises its limits.
 retriever  A Search-R1 server: POST {MARS_RETRIEVER_URL}/retrieve.
 
-The MARS_*_URL come from the operator and may name any machine, loopback too. A search that fails
-raises ToolError; [] means that it ran and found nothing. A result whose page cannot be read keeps
-its snippet and says so in the text. Only when no page at all could be read has the search failed.
+The MARS_*_URL come from the operator and may name any machine, loopback too. A result whose page
+cannot be read keeps its snippet and says so in the text. Only when no page at all could be read has
+the search failed.
 
 Tests: pytest tests/test_search.py
 """
@@ -53,8 +53,7 @@ def make(
 ) -> Search:
     """The search tool of a backend: search(query) -> at most k documents, best first.
 
-    An empty query finds nothing. UserError for what is missing or makes no sense, before any
-    search.
+    UserError for what is missing or makes no sense, before any search.
 
     docs: the local backend's files, cut into passages of so many words (0: not at all). cache:
     folder for the index or for answers; None, for a service, keeps none. block: hosts from which

@@ -1,10 +1,9 @@
 """The client of every service that is asked over HTTP: search, page reader, judge.
 
-A call returns an answer or raises ToolError and nothing else, whatever the other side sent: a
-failure must never be taken for an empty answer. A failure that may pass (a time-out, a cut
-connection, 408, 429, 5xx, an answer of another shape) is tried again after a growing, jittered
-pause, no sooner than Retry-After asks. A 429 only says that it is not our turn: it uses up no try,
-but the client's patience. Other refusals are final.
+A call returns an answer or raises ToolError, whatever the other side sent. A failure that may pass
+(a time-out, a cut connection, 408, 429, 5xx, an answer of another shape) is tried again after a
+growing, jittered pause, no sooner than Retry-After asks. A 429 only says that it is not our turn:
+it uses up no try, but the client's patience. Other refusals are final.
 
 Good answers are kept on disk under sha256(url, body), without any key. Equal requests that are
 under way at the same time (a group's first searches) are one: they share its outcome.
