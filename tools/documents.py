@@ -17,7 +17,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -81,7 +80,7 @@ def read_documents(path: Path) -> list[Document]:
             raise UserError(f"{shown} cannot be read: {next(iter(skipped))}")
     else:
         try:
-            documents = list(_read_jsonl(path))
+            documents = _read_jsonl(path)
         except OSError as error:
             raise UserError(f"{shown} cannot be read ({error.strerror})") from None
     for reason, names in skipped.items():
@@ -135,8 +134,8 @@ def _read_file(file: Path, home: Path) -> str | NotText:
         return error
 
 
-def _read_jsonl(path: Path) -> Iterator[Document]:
-    ids = set()
+def _read_jsonl(path: Path) -> list[Document]:
+    documents: dict[str, Document] = {}
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -147,10 +146,10 @@ def _read_jsonl(path: Path) -> Iterator[Document]:
                 document = from_contents(str(row["id"]), *given)
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
                 document = None
-            if document is None or document.id in ids:
+            if document is None or document.id in documents:
                 raise UserError(f"{path}, line {number}: {A_LINE}")
-            ids.add(document.id)
-            yield document
+            documents[document.id] = document
+    return list(documents.values())
 
 
 # Passages ----------------------------------------------------------------------------------------

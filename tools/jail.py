@@ -185,10 +185,7 @@ def seccomp() -> None:
     try:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError:
-        sys.exit(
-            "libseccomp.so.2 is missing; "
-            "install libseccomp2 (Debian, Ubuntu) or libseccomp (Fedora, Arch)"
-        )
+        sys.exit("libseccomp.so.2 is missing: install libseccomp2 (Fedora, Arch: libseccomp)")
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(EPERM))
 

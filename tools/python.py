@@ -81,9 +81,7 @@ def available() -> str | None:
         answer = run("20 + 22")
     except ToolError as error:
         return str(error)
-    if answer != "42":
-        return f"the Python tool gave {answer[-200:]!r} for 20 + 22"
-    return None
+    return None if answer == "42" else f"the Python tool gave {answer[-200:]!r} for 20 + 22"
 
 
 # The jail -----------------------------------------------------------------------------------------

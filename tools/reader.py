@@ -72,9 +72,7 @@ def read(raw: bytes, kind: str) -> str:
                 check=True,
             )
         except subprocess.SubprocessError:
-            raise NotText(
-                f"it is {kind.upper()} that cannot be read (damaged, locked, or too large)"
-            ) from None
+            raise NotText(f"{kind.upper()} that is damaged, locked or too large") from None
         output.seek(0)
         text = output.read().decode("utf-8", "replace")
     if not text.strip():

@@ -65,9 +65,7 @@ def make(
     block = blocked_hosts(block)
     if backend == "local":
         if docs is None:
-            raise UserError(
-                f"the local backend searches your documents: name {WHAT_IS_READ} by --docs"
-            )
+            raise UserError(f"--docs names what the local backend searches: {WHAT_IS_READ}")
         return bm25.on_disk(Path(docs), k, Path(cache), passage_words)
     client = web.Client(None if cache is None else Path(cache) / "web", **client_options)
     if backend == "serper":
@@ -76,9 +74,7 @@ def make(
         read = serper_documents
     else:
         if scholar:
-            raise UserError(
-                "the retriever has no scholar search: leave it out with --tools search,python"
-            )
+            raise UserError("the retriever has no scholar search: give --tools search,python")
         url = f"{base_url('MARS_RETRIEVER_URL').removesuffix('/retrieve')}/retrieve"
         headers = {}
         read = retriever_documents
