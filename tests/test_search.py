@@ -263,7 +263,7 @@ def test_every_field_of_serper_is_optional_and_scholar_has_more():
     "row, expected",
     [
         ({"id": 7, "contents": '"Ada"\nborn'}, ("7", "Ada", "born")),
-        ({"id": "7", "title": "Ada", "contents": "born", "url": "u"}, ("7", "Ada", "born")),
+        ({"id": "7", "title": "Ada", "contents": '"a"\nb', "url": "u"}, ("7", "Ada", '"a"\nb')),
         ({"contents": '"quoted"'}, ("result-1", "", '"quoted"')),
     ],
 )

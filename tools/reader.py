@@ -152,7 +152,6 @@ def html_to_text(raw: bytes) -> str:
             page.begin(element)
         else:
             page.end(element)
-    page.break_line()
     return "\n".join(page.lines).strip("\n")
 
 
