@@ -82,10 +82,6 @@ def drops(handler):
     handler.connection.shutdown(socket.SHUT_RDWR)
 
 
-def cut_chunks(handler):
-    handler.wfile.write(b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n6\r\n{"org\r\n')
-
-
 def routes(pages):
     """A reply chosen by path; 404 for a path without one."""
     return lambda handler: pages.get(handler.path, says("no such page", 404))(handler)

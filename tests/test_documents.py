@@ -196,7 +196,7 @@ def test_a_pdf_is_read_page_by_page_and_a_damaged_one_is_no_text():
     raw = make_pdf(line("born in 1968"), line("in Paris"))
     assert reader.read(raw, "pdf") == "born in 1968\fin Paris"
     for damaged in (raw[:50], b"", b"%PDF-1.4\n" + b"x" * 100):
-        with pytest.raises(reader.NotText, match="cannot be read"):
+        with pytest.raises(reader.NotText, match="PDF that is damaged"):
             reader.read(damaged, "pdf")
 
 

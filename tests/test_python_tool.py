@@ -186,6 +186,9 @@ def test_where_it_cannot_start_a_process_or_lock_one_it_says_so(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError(11, "unavailable")))
         assert "could not start a process" in python.available()
+    with monkeypatch.context() as patch:
+        patch.setattr(python, "run", lambda code: "41")
+        assert "gave '41' for 20 + 22" in python.available()
     monkeypatch.setattr(sys, "platform", "darwin")
     assert "Linux" in python.available()
 

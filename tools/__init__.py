@@ -52,9 +52,7 @@ def one_line(text: str, longest: int) -> str:
     """At most `longest` characters in one line: control and invisible characters become spaces."""
     visible = [" " if unicodedata.category(c)[0] in "CZ" else c for c in text]
     line = " ".join("".join(visible).split())
-    if len(line) > longest:
-        line = line[: longest - 1] + "…"
-    return line
+    return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def show(line: str) -> None:

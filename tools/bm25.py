@@ -24,10 +24,10 @@ from pathlib import Path
 
 import numpy as np
 
+import whole
 from config import UserError
 from tools import Document, one_line, reader
 from tools.documents import UNSPACED, files_below, passages, read_documents
-from whole import write_folder
 
 # Each character is a word: Korean has spaces, but its endings grow onto the words.
 ALONE = UNSPACED + "\uac00-\ud7a3"
@@ -35,8 +35,7 @@ WORD = re.compile(rf"[{ALONE}]|[^\W_{ALONE}]+")
 # Accents, vowel signs and points of any script, and unseen marks (soft hyphens, directions).
 MARKS = [c for c in map(chr, range(0xD800)) if unicodedata.category(c) in ("Mn", "Mc", "Cf")]
 UNHEARD = re.compile(f"[{re.escape(''.join(MARKS))}]+")
-# To be raised when this file, documents.py or reader.py makes other indexes: older ones are then
-# built anew.
+# Raise it when this file, documents.py or reader.py makes other indexes: older ones are rebuilt.
 LAYOUT = 5
 Search = Callable[[str], list[Document]]
 
@@ -88,30 +87,25 @@ def on_disk(path: Path, k: int, cache: Path, passage_words: int) -> Search:
     """A search over the passages of a path's documents; its index is kept in `cache`.
 
     One process builds, the others wait and load. When the documents change, the new index takes the
-    place of the old one, so that what was deleted does not live on in the cache. UserError for a
-    path that is missing, malformed (file and line are named) or without a document.
+    place of the old one, so that what was deleted does not live on in the cache.
     """
     path = Path(os.path.realpath(path))  # which takes links in a circle, as Path.resolve does not
     which = repr((str(path), passage_words)).encode("utf-8", "replace")
     folder = cache / f"index-{hashlib.sha256(which).hexdigest()[:16]}"
     made_of = _fingerprint(path)
-    try:
+    with whole.on_disk(f"keep the search index in {one_line(str(cache), 80)}"):
         cache.mkdir(parents=True, exist_ok=True)
         with open(folder.with_suffix(".lock"), "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             kept = folder / "made_of"
-            if not kept.exists() or kept.read_text() != made_of:
+            if not kept.exists() or kept.read_bytes() != made_of.encode():
                 build(path, folder, passage_words, made_of)
-            return _load(folder, k)
-    except (ValueError, FileNotFoundError):  # the latter where a file of it is gone
-        raise UserError(
-            f"the search index {one_line(str(folder), 300)} is damaged: remove that folder"
-        ) from None
-    except OSError as error:
-        raise UserError(
-            f"the search index cannot be kept in {one_line(str(cache), 80)} "
-            f"({error.strerror or error}): make room, or name another cache folder"
-        ) from None
+            try:
+                return _load(folder, k)
+            except (ValueError, FileNotFoundError):  # the latter where a file of it is gone
+                raise UserError(
+                    f"the search index {one_line(str(folder), 300)} is damaged: remove that folder"
+                ) from None
 
 
 def build(path: Path, folder: Path, passage_words: int, made_of: str) -> None:
@@ -124,7 +118,7 @@ def build(path: Path, folder: Path, passage_words: int, made_of: str) -> None:
         index.save(empty, corpus=[vars(document) for document in cut], show_progress=False)
         (empty / "made_of").write_text(made_of)
 
-    write_folder(folder, fill)
+    whole.write_folder(folder, fill)
 
 
 def _load(folder: Path, k: int) -> Search:

@@ -12,11 +12,11 @@ Tests: pytest tests/test_documents.py
 """
 
 import bisect
+import functools
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -51,13 +51,13 @@ def make_document(id: str, title: str, url: str, text: str) -> Document:
     return Document(id, one_line(title, LONGEST_TITLE), one_line(url, 2000), text)
 
 
-def split_title(contents: str) -> tuple[str, str]:
-    """The title and text of Search-R1's `"Title"\\ntext`; other contents have no title."""
+def from_contents(id: str, title: str | None, url: str | None, contents: str) -> Document:
+    """A Document as Search-R1 writes it: where no title is given, contents of `"Title"\\ntext`."""
     first, _, rest = contents.partition("\n")
     first = first.strip()
-    if rest and len(first) > 2 and first[0] == first[-1] == '"':
-        return first[1:-1], rest
-    return "", contents
+    if not title and rest and len(first) > 2 and first[0] == first[-1] == '"':
+        title, contents = first[1:-1], rest
+    return make_document(id, title or "", url or "", contents)
 
 
 # Reading -----------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def read_documents(path: Path) -> list[Document]:
             raise UserError(f"{shown} cannot be read: {next(iter(skipped))}")
     else:
         try:
-            documents = list(_read_jsonl(path))
+            documents = _read_jsonl(path)
         except OSError as error:
             raise UserError(f"{shown} cannot be read ({error.strerror})") from None
     for reason, names in skipped.items():
@@ -94,29 +94,19 @@ def read_documents(path: Path) -> list[Document]:
 def files_below(folder: Path) -> list[Path]:
     """The files below a folder, sorted, without hidden ones and what lies in hidden folders."""
     files = []
-
-    def closed(error: OSError) -> None:
-        files.append(Path(error.filename))  # so that it will be listed as skipped
-
-    for parent, folders, names in os.walk(folder, onerror=closed):
+    closed = []  # folders, which will be listed as skipped
+    for parent, folders, names in os.walk(folder, onerror=closed.append):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(parent, name) for name in names if not name.startswith(".")]
-    return sorted(files)
+    return sorted(files + [Path(error.filename) for error in closed])
 
 
 def _read_files(files: list[Path], folder: Path, skipped: dict[str, list[str]]) -> list[Document]:
     """One document a file; its url is the path below `folder`."""
-    home = folder.resolve()
-
-    def attempt(file: Path) -> str | NotText:
-        try:
-            return _read_file(file, home)
-        except NotText as error:
-            return error
-
     documents = []
+    read = functools.partial(_read_file, home=folder.resolve())
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # child processes read HTML and PDF
-        for file, text in zip(files, threads.map(attempt, files), strict=True):
+        for file, text in zip(files, threads.map(read, files), strict=True):
             name = file.relative_to(folder).as_posix()
             if isinstance(text, NotText):
                 skipped.setdefault(str(text), []).append(name)
@@ -125,45 +115,41 @@ def _read_files(files: list[Path], folder: Path, skipped: dict[str, list[str]]) 
     return documents
 
 
-def _read_file(file: Path, home: Path) -> str:
-    """A file's text; NotText says why there is none."""
+def _read_file(file: Path, home: Path) -> str | NotText:
+    """A file's text, or why there is none."""
     kind = KINDS.get(file.suffix.lower())
     try:
         if not file.is_file():
-            raise NotText("no file, or a folder that cannot be opened")
+            return NotText("no file, or a folder that cannot be opened")
         if kind is None:
-            raise NotText("of a kind that is not read")
+            return NotText("of a kind that is not read")
         if not file.resolve().is_relative_to(home):
-            raise NotText("a link out of the folder")
+            return NotText("a link out of the folder")
         if file.stat().st_size > LARGEST_FILE:
-            raise NotText(f"more than {LARGEST_FILE >> 20} MiB")
+            return NotText(f"more than {LARGEST_FILE >> 20} MiB")
         return reader.read(file.read_bytes(), kind)
     except OSError as error:
-        raise NotText(f"cannot be opened ({error.strerror})") from None
+        return NotText(f"cannot be opened ({error.strerror})")
+    except NotText as error:
+        return error
 
 
-def _read_jsonl(path: Path) -> Iterator[Document]:
-    ids = set()
+def _read_jsonl(path: Path) -> list[Document]:
+    documents: dict[str, Document] = {}
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                document = _parse_line(line)
+                row = json.loads(line)
+                given = row.get("title"), row.get("url"), row["contents"]
+                document = from_contents(str(row["id"]), *given)
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
                 document = None
-            if document is None or document.id in ids:
+            if document is None or document.id in documents:
                 raise UserError(f"{path}, line {number}: {A_LINE}")
-            ids.add(document.id)
-            yield document
-
-
-def _parse_line(line: bytes) -> Document:
-    row = json.loads(line)
-    text, title = row["contents"], row.get("title")
-    if not title:
-        title, text = split_title(text)
-    return make_document(str(row["id"]), title, row.get("url") or "", text)
+            documents[document.id] = document
+    return list(documents.values())
 
 
 # Passages ----------------------------------------------------------------------------------------
@@ -179,14 +165,13 @@ def passages(
         return [document]
     unit, mark = ("page", "\f") if "\f" in text else ("line", "\n")
     ends = [match.start() for match in re.finditer(mark, text)]
-    found = [match for match in HEADING.finditer(text) if not match["fence"]]
-    headings = [match.start() for match in found]
+    headings = [match for match in HEADING.finditer(text) if not match["fence"]]
     cut = []
     for number, (begin, end) in enumerate(spans, 1):
         title = document.title
-        above = bisect.bisect_right(headings, begin)
+        above = bisect.bisect_right(headings, begin, key=re.Match.start)
         if above:
-            heading = found[above - 1]["marked"] or found[above - 1]["underlined"]
+            heading = headings[above - 1]["marked"] or headings[above - 1]["underlined"]
             title = f"{title} › {heading[:LONGEST_TITLE].rstrip(' #')}"
         first = bisect.bisect_left(ends, begin) + 1
         last = bisect.bisect_left(ends, end) + 1

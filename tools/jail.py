@@ -2,11 +2,10 @@
 
     python jail.py SECONDS MEMORY OUTPUT THREADS PARENT USER READABLE...  < program
 
-tools/python.py starts it. The locks go on in this order: resource limits, Landlock (which files),
-user and capabilities, parent-death signal, seccomp (which system calls), number of threads.
-Only then does the child write `locked`, and only after that does it compile the program's text.
-A step that fails ends the child, and the parent refuses output that does not begin with `locked`:
-nothing ever runs half locked. docs/jail.md says what each lock stops and what is left open.
+tools/python.py starts it. Only when all locks are on does the child write `locked`, and only after
+that does it compile the program's text. A step that fails ends the child, and the parent refuses
+output that does not begin with `locked`: nothing ever runs half locked. docs/jail.md says what each
+lock stops and what is left open.
 
 Imports are few on purpose: a start takes 10 to 15 ms, and `ast` or `traceback` at the top would
 add 5 to 8 ms.
@@ -49,6 +48,9 @@ LANDLOCK_VERSION_FLAG = 1
 LANDLOCK_PATH_BENEATH = 1
 READ_FILE = 1 << 2
 READ_DIR = 1 << 3
+
+# The folders of the trainer's packages, which a program may import from.
+PACKAGES = ("/site-packages", "/dist-packages")
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
@@ -115,18 +117,14 @@ def landlock(readable: list[str]) -> None:
         "this kernel has no Landlock; Linux 5.13 or later with Landlock switched on is needed",
     )
     denied = denied_rights(version)
-    ruleset = check(
-        libc.syscall(LANDLOCK_CREATE_RULESET, denied, ctypes.c_size_t(len(denied)), 0),
-        "no ruleset",
-    )
+    size = ctypes.c_size_t(len(denied))
+    ruleset = check(libc.syscall(LANDLOCK_CREATE_RULESET, denied, size, 0), "no ruleset")
     for path in filter(os.path.exists, readable):
         rights = READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         rule = struct.pack("=Qi", rights, fd)
-        check(
-            libc.syscall(LANDLOCK_ADD_RULE, ruleset, LANDLOCK_PATH_BENEATH, rule, 0),
-            f"no Landlock rule for {path}",
-        )
+        added = libc.syscall(LANDLOCK_ADD_RULE, ruleset, LANDLOCK_PATH_BENEATH, rule, 0)
+        check(added, f"no Landlock rule for {path}")
         os.close(fd)
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no PR_SET_NO_NEW_PRIVS")
     check(libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0), "Landlock could not be switched on")
@@ -158,11 +156,9 @@ def drop_privileges(user: str) -> None:
         # The limit on threads goes by the real user, the right to read files by the effective one.
         os.setgroups([])
         os.setresuid(number, 0, 0)
+    header = struct.pack("=Ii", CAPABILITY_VERSION, 0)
     nothing = bytes(24)
-    check(
-        libc.capset(struct.pack("=Ii", CAPABILITY_VERSION, 0), nothing),
-        "capabilities could not be dropped",
-    )
+    check(libc.capset(header, nothing), "capabilities could not be dropped")
     # RLIMIT_CORE does not stop a core that goes into a *pipe*. A change of user resets this flag.
     check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "no PR_SET_DUMPABLE")
 
@@ -179,15 +175,9 @@ def die_with(parent: int) -> None:
         sys.exit("the parent has gone")
 
 
-class Comparison(ctypes.Structure):
-    """libseccomp's condition on one argument of a system call."""
-
-    _fields_ = [
-        ("argument", ctypes.c_uint),
-        ("operator", ctypes.c_int),
-        ("a", ctypes.c_uint64),
-        ("b", ctypes.c_uint64),
-    ]
+def comparison(argument: int, operator: int, a: int, b: int = 0) -> bytes:
+    """libseccomp's condition on one argument of a system call, as its struct."""
+    return struct.pack("=IiQQ", argument, operator, a, b)
 
 
 def seccomp() -> None:
@@ -195,10 +185,7 @@ def seccomp() -> None:
     try:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError:
-        sys.exit(
-            "libseccomp.so.2 is missing; "
-            "install libseccomp2 (Debian, Ubuntu) or libseccomp (Fedora, Arch)"
-        )
+        sys.exit("libseccomp.so.2 is missing: install libseccomp2 (Fedora, Arch: libseccomp)")
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(EPERM))
 
@@ -207,26 +194,26 @@ def seccomp() -> None:
         # A call that is newer than this libseccomp stays denied.
         if number == UNKNOWN_CALL:
             return
-        array = (Comparison * len(comparisons))(*comparisons)
-        error = library.seccomp_rule_add_array(context, action, number, len(comparisons), array)
+        packed = b"".join(comparisons)
+        error = library.seccomp_rule_add_array(context, action, number, len(comparisons), packed)
         if error and error != NOT_OF_THIS_ARCHITECTURE:
             sys.exit(f"no seccomp rule for {name} ({os.strerror(-error)})")
 
     for name in ALLOWED:
         add_rule(ALLOW, name)
     # Landlock overlooks /proc/self/fd/1 and, in its first version, O_TRUNC.
-    add_rule(ALLOW, "open", Comparison(1, MASKED_EQUAL, WRITING, 0))
-    add_rule(ALLOW, "openat", Comparison(2, MASKED_EQUAL, WRITING, 0))
-    add_rule(ALLOW, "clone", Comparison(0, MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD))
+    add_rule(ALLOW, "open", comparison(1, MASKED_EQUAL, WRITING, 0))
+    add_rule(ALLOW, "openat", comparison(2, MASKED_EQUAL, WRITING, 0))
+    add_rule(ALLOW, "clone", comparison(0, MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD))
     # The flags of clone3 lie in memory, where seccomp cannot look; glibc falls back to clone.
     add_rule(ENOSYS, "clone3")
     own_process = 0
-    add_rule(ALLOW, "prlimit64", Comparison(0, EQUAL, own_process))
+    add_rule(ALLOW, "prlimit64", comparison(0, EQUAL, own_process))
     for request in HARMLESS_IOCTLS:
-        add_rule(ALLOW, "ioctl", Comparison(1, EQUAL, request))
+        add_rule(ALLOW, "ioctl", comparison(1, EQUAL, request))
     # F_SETFL is left out, so that the output stays append-only, and F_SETOWN, which sends signals.
-    add_rule(ALLOW, "fcntl", Comparison(1, LESS_OR_EQUAL, F_GETFL))
-    add_rule(ALLOW, "fcntl", Comparison(1, EQUAL, F_DUPFD_CLOEXEC))
+    add_rule(ALLOW, "fcntl", comparison(1, LESS_OR_EQUAL, F_GETFL))
+    add_rule(ALLOW, "fcntl", comparison(1, EQUAL, F_DUPFD_CLOEXEC))
     error = library.seccomp_load(context)
     if error:
         sys.exit(f"seccomp could not be switched on ({os.strerror(-error)})")
@@ -305,7 +292,7 @@ def main() -> None:
     limit_threads(threads, user)
     os.write(1, b"locked\n")
     sys.argv[:] = [""]
-    sys.path += [path for path in readable if path.endswith(("/site-packages", "/dist-packages"))]
+    sys.path += [path for path in readable if path.endswith(PACKAGES)]
     # These two make exit, quit and help, which python -S leaves out.
     site.setquit()
     site.sethelper()

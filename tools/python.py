@@ -81,9 +81,7 @@ def available() -> str | None:
         answer = run("20 + 22")
     except ToolError as error:
         return str(error)
-    if answer != "42":
-        return f"the Python tool gave {answer[-200:]!r} for 20 + 22"
-    return None
+    return None if answer == "42" else f"the Python tool gave {answer[-200:]!r} for 20 + 22"
 
 
 # The jail -----------------------------------------------------------------------------------------
@@ -121,9 +119,7 @@ def _command(timeout: float, memory: int) -> list[str]:
 
     Only library folders are readable: /usr or a prefix as a whole may hold somebody's keys.
     """
-    packages = tuple(
-        path for path in sys.path if path.endswith(("/site-packages", "/dist-packages"))
-    )
+    packages = tuple(path for path in sys.path if path.endswith(jail.PACKAGES))
     readable = list(packages)
     for prefix in (sys.prefix, sys.base_prefix, "/usr", "/usr/local", ""):
         readable += [f"{prefix}/lib", f"{prefix}/lib64"]
@@ -160,13 +156,11 @@ def _is_public(folder: str) -> bool:
     """Whether everybody can read a library folder, or there is none, by its files' mode bits."""
     if not os.path.isdir(folder):
         return True
-    for parent in (*Path(folder).absolute().parents, *Path(folder).resolve().parents):
-        if not parent.stat().st_mode & 0o001:
-            return False
-    for path in (Path(folder), *Path(folder).iterdir()):
-        if path.exists() and not path.stat().st_mode & 0o004:
-            return False
-    return True
+    above = (*Path(folder).absolute().parents, *Path(folder).resolve().parents)
+    if not all(parent.stat().st_mode & 0o001 for parent in above):
+        return False
+    inside = filter(Path.exists, (Path(folder), *Path(folder).iterdir()))
+    return all(path.stat().st_mode & 0o004 for path in inside)
 
 
 def _wait(pid: int, timeout: float, memory: int) -> str:

@@ -72,9 +72,7 @@ def read(raw: bytes, kind: str) -> str:
                 check=True,
             )
         except subprocess.SubprocessError:
-            raise NotText(
-                f"it is {kind.upper()} that cannot be read (damaged, locked, or too large)"
-            ) from None
+            raise NotText(f"{kind.upper()} that is damaged, locked or too large") from None
         output.seek(0)
         text = output.read().decode("utf-8", "replace")
     if not text.strip():
@@ -154,7 +152,7 @@ def html_to_text(raw: bytes) -> str:
             page.begin(element)
         else:
             page.end(element)
-    return page.text()
+    return "\n".join(page.lines).strip("\n")
 
 
 def declared_codec(raw: bytes) -> str | None:
@@ -188,10 +186,6 @@ class _Page:
         self.pre = 0  # depth of <pre> elements
         self.small_cells: list[bool] = []  # for each open table cell, whether it fits one line
         self.closing: list[str] = []  # what closes each open element
-
-    def text(self) -> str:
-        self.break_line()
-        return "\n".join(self.lines).strip("\n")
 
     def add(self, text: str) -> None:
         if not self.pre:

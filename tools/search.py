@@ -6,9 +6,9 @@ serper     Google and Google Scholar: POST {MARS_SERPER_URL}/search or /scholar,
            reader gives it: GET {MARS_JINA_URL}/{page}. A JINA_API_KEY raises its limits.
 retriever  A Search-R1 server: POST {MARS_RETRIEVER_URL}/retrieve.
 
-The MARS_*_URL come from the operator and may name any machine, loopback too. A search that fails
-raises ToolError; [] means that it ran and found nothing. A result whose page cannot be read keeps
-its snippet and says so in the text. Only when no page at all could be read has the search failed.
+The MARS_*_URL come from the operator and may name any machine, loopback too. A result whose page
+cannot be read keeps its snippet and says so in the text. Only when no page at all could be read has
+the search failed.
 
 Tests: pytest tests/test_search.py
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 from config import UserError
 from tools import Document, ToolError, bm25, one_line, web
 from tools.bm25 import Search
-from tools.documents import PASSAGE_WORDS, WHAT_IS_READ, make_document, split_title
+from tools.documents import PASSAGE_WORDS, WHAT_IS_READ, from_contents, make_document
 
 URLS = {
     "MARS_SERPER_URL": "https://google.serper.dev",
@@ -53,8 +53,7 @@ def make(
 ) -> Search:
     """The search tool of a backend: search(query) -> at most k documents, best first.
 
-    An empty query finds nothing. UserError for what is missing or makes no sense, before any
-    search.
+    UserError for what is missing or makes no sense, before any search.
 
     docs: the local backend's files, cut into passages of so many words (0: not at all). cache:
     folder for the index or for answers; None, for a service, keeps none. block: hosts from which
@@ -66,9 +65,7 @@ def make(
     block = blocked_hosts(block)
     if backend == "local":
         if docs is None:
-            raise UserError(
-                f"the local backend searches your documents: name {WHAT_IS_READ} by --docs"
-            )
+            raise UserError(f"--docs names what the local backend searches: {WHAT_IS_READ}")
         return bm25.on_disk(Path(docs), k, Path(cache), passage_words)
     client = web.Client(None if cache is None else Path(cache) / "web", **client_options)
     if backend == "serper":
@@ -77,9 +74,7 @@ def make(
         read = serper_documents
     else:
         if scholar:
-            raise UserError(
-                "the retriever has no scholar search: leave it out with --tools search,python"
-            )
+            raise UserError("the retriever has no scholar search: give --tools search,python")
         url = f"{base_url('MARS_RETRIEVER_URL').removesuffix('/retrieve')}/retrieve"
         headers = {}
         read = retriever_documents
@@ -92,8 +87,7 @@ def make(
         if backend == "retriever":
             body = {"queries": [query], "topk": k, "return_scores": True}
         found = client.call(url, read, body=body, headers=headers)[:k]
-        if block:
-            found = [d for d in found if not is_blocked(d.url or d.id, block)]
+        found = [d for d in found if not is_blocked(d.url or d.id, block)]
         return with_pages(found, page) if page else found
 
     return search
@@ -147,12 +141,9 @@ def retriever_documents(raw: bytes) -> list[Document]:
 
 
 def _retrieved_document(found: dict, rank: int) -> Document:
-    text = found["contents"]
-    title = str(found.get("title") or "")
-    if not title:
-        title, text = split_title(text)
-    name = str(found.get("id", f"result-{rank}"))
-    return make_document(name, title, str(found.get("url") or ""), text)
+    id = str(found.get("id", f"result-{rank}"))
+    title, url = (str(found.get(field) or "") for field in ("title", "url"))
+    return from_contents(id, title, url, found["contents"])
 
 
 # Hosts that are not asked ------------------------------------------------------------------------
@@ -210,10 +201,10 @@ def with_pages(found: list[Document], read: Callable[[str], str]) -> list[Docume
     if errors and len(errors) == sum(bool(document.url) for document in found):
         why = f"none of the {len(errors)} pages found could be read: {errors[0]}"
         raise ToolError(one_line(why, web.LONGEST_MESSAGE))
-    for place, document in enumerate(found):
-        if isinstance(pages[place], ToolError):
-            pages[place] = replace(document, text=f"{UNREAD}\n{document.text}")
-    return pages
+    return [
+        replace(document, text=f"{UNREAD}\n{document.text}") if page in errors else page
+        for document, page in zip(found, pages, strict=True)
+    ]
 
 
 def jina_reader(client: web.Client, block: tuple[str, ...]) -> Callable[[str], str]:
@@ -236,7 +227,7 @@ def jina_reader(client: web.Client, block: tuple[str, ...]) -> Callable[[str], s
     return read
 
 
-def jina_page(raw: bytes, block: tuple[str, ...] = ()) -> str:
+def jina_page(raw: bytes, block: tuple[str, ...]) -> str:
     """The text of a reader's answer, which is 200 also where it read an error in a page's place."""
     page = json.loads(raw)["data"]
     refused = re.search(r"returned error (\d{3})", str(page.get("warning")))

@@ -1,10 +1,9 @@
 """The client of every service that is asked over HTTP: search, page reader, judge.
 
-A call returns an answer or raises ToolError and nothing else, whatever the other side sent: a
-failure must never be taken for an empty answer. A failure that may pass (a time-out, a cut
-connection, 408, 429, 5xx, an answer of another shape) is tried again after a growing, jittered
-pause, no sooner than Retry-After asks. A 429 only says that it is not our turn: it uses up no try,
-but the client's patience. Other refusals are final.
+A call returns an answer or raises ToolError, whatever the other side sent. A failure that may pass
+(a time-out, a cut connection, 408, 429, 5xx, an answer of another shape) is tried again after a
+growing, jittered pause, no sooner than Retry-After asks. A 429 only says that it is not our turn:
+it uses up no try, but the client's patience. Other refusals are final.
 
 Good answers are kept on disk under sha256(url, body), without any key. Equal requests that are
 under way at the same time (a group's first searches) are one: they share its outcome.
@@ -37,7 +36,9 @@ from typing import Any
 
 from config import UserError
 from tools import ToolError, one_line
+from whole import on_disk
 
+FIRST_WAIT = 1.0  # seconds before the second try, doubled for each further one
 LONGEST_WAIT = 60.0  # seconds, also where Retry-After asks for more
 PATIENCE = 240.0  # seconds between all tries; a tool's call, which may ask twice, has 600
 LONGEST_MESSAGE = 200  # characters of a ToolError
@@ -45,19 +46,20 @@ ANSWER_BYTES = 8 << 20  # of one answer, unpacked
 AT_ONCE = 16  # exchanges of one client
 
 
+def settle(outcome: Future, function: Callable, *arguments) -> None:
+    """Runs the function; `outcome` takes what it returns or raises."""
+    try:
+        outcome.set_result(function(*arguments))
+    except BaseException as error:
+        outcome.set_exception(error)
+
+
 def in_threads(function: Callable, items: list) -> list:
     """[function(item) for each item], in threads that neither Ctrl-C nor a program's end awaits."""
     outcomes = [Future() for _ in items]
-
-    def work(item, outcome: Future):
-        try:
-            outcome.set_result(function(item))
-        except BaseException as error:
-            outcome.set_exception(error)
-
     for item, outcome in zip(items, outcomes, strict=True):
         try:
-            threading.Thread(target=work, args=(item, outcome), daemon=True).start()
+            threading.Thread(target=settle, args=(outcome, function, item), daemon=True).start()
         except RuntimeError:
             raise ToolError("this machine has no thread left for the call") from None
     return [outcome.result() for outcome in outcomes]
@@ -65,16 +67,11 @@ def in_threads(function: Callable, items: list) -> list:
 
 @dataclass
 class Client:
-    """Thread-safe. cache: a folder, or None. timeout: seconds for one exchange.
+    """Asks services, from any thread."""
 
-    tries: how often, a 429 aside. pause: seconds before the second try (doubled for each further
-    one, up to LONGEST_WAIT).
-    """
-
-    cache: Path | None
-    timeout: float = 20.0
-    tries: int = 5
-    pause: float = 1.0
+    cache: Path | None  # a folder, or None to keep nothing
+    timeout: float = 20.0  # seconds for one exchange
+    tries: int = 5  # how often, a 429 aside
 
     def __post_init__(self):
         import httpx2  # here, so that a run without any service does not need it
@@ -90,23 +87,17 @@ class Client:
             said = "the proxy in the environment (HTTPS_PROXY, ALL_PROXY) is of no use: unset it"
             raise UserError(said) from None
         self.under_way: dict[str, Future] = {}  # name of a request -> its outcome
-        if self.cache is None:
-            return
-        try:
-            self.cache.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"the cache folder {one_line(str(self.cache), 80)} cannot be made "
-                f"({error.strerror}): name another one"
-            ) from None
+        if self.cache is not None:
+            with on_disk(f"make the cache folder {one_line(str(self.cache), 80)}"):
+                self.cache.mkdir(parents=True, exist_ok=True)
 
     def call(
         self,
         url: str,
         read: Callable[[bytes], Any],
         *,
+        headers: dict,
         body: dict | None = None,
-        headers: dict | None = None,
         quote: bool = True,
     ) -> Any:
         """What `read` makes of the answer of `url`: GET, or POST of `body` as JSON. Or ToolError.
@@ -119,12 +110,8 @@ class Client:
         mine = Future()
         outcome = self.under_way.setdefault(name, mine)
         if outcome is mine:
-            try:
-                mine.set_result(self._answer(name, url, read, body, headers or {}, quote))
-            except BaseException as error:
-                mine.set_exception(error)
-            finally:
-                del self.under_way[name]
+            settle(mine, self._answer, name, url, read, body, headers, quote)
+            del self.under_way[name]
         return outcome.result()
 
     def _answer(self, name: str, url: str, read: Callable, *request):
@@ -134,16 +121,15 @@ class Client:
                 return read((self.cache / name).read_bytes())
         raw, answer = self._persist(url, read, *request)
         if self.cache is not None:
-            with contextlib.suppress(OSError):  # a full disk does not take the answer away
-                self._keep(name, raw)
+            # The file is written whole or not at all; a full disk does not take the answer away.
+            with (
+                contextlib.suppress(OSError),
+                tempfile.TemporaryDirectory(dir=self.cache, prefix="unfinished-") as folder,
+            ):
+                unfinished = Path(folder, "answer")
+                unfinished.write_bytes(raw)
+                os.replace(unfinished, self.cache / name)
         return answer
-
-    def _keep(self, name: str, raw: bytes) -> None:
-        """Writes the file whole or not at all."""
-        with tempfile.TemporaryDirectory(dir=self.cache, prefix="unfinished-") as folder:
-            unfinished = Path(folder, "answer")
-            unfinished.write_bytes(raw)
-            os.replace(unfinished, self.cache / name)
 
     def _persist(
         self, url: str, read: Callable, body: dict | None, headers: dict, quote: bool
@@ -155,7 +141,7 @@ class Client:
         failed = 0  # tries that were no 429
         waited = 0.0
         for number in itertools.count(1):
-            wait = min(self.pause * 2 ** (number - 1), LONGEST_WAIT) * random.uniform(0.5, 1)
+            wait = min(FIRST_WAIT * 2 ** (number - 1), LONGEST_WAIT) * random.uniform(0.5, 1)
             status = None
             may_pass = True
             try:

@@ -113,6 +113,7 @@ class Witnesses:
         self.marker = "mars-attack-" + self.token
         self.folder = tempfile.mkdtemp(prefix="witness-", dir=HERE)
         os.chmod(self.folder, 0o755)  # that it is another user's must not be what guards it
+        self.open_folders = self.folder, "/tmp", "/dev/shm"
         self.file = Path(self.folder, "secret.py")
         self.file.write_text(f"text = '{self.secret}'\n")
         self.fd = os.open(self.file, os.O_RDONLY)
@@ -170,15 +171,8 @@ class Witnesses:
         if not self.file.exists():
             return None
         file = os.stat(self.file)
-        return [
-            file.st_mode,
-            file.st_mtime,
-            file.st_size,
-            file.st_nlink,
-            file.st_uid,
-            file.st_ino,
-            read_if_there(self.file),
-        ]
+        but_times = file[:7]
+        return [*but_times, file.st_mtime, read_if_there(self.file)]
 
     def names(self) -> dict:
         """What a program is told: where everything is, but no secret."""
@@ -233,10 +227,7 @@ class Witnesses:
         folders += [os.path.dirname(os.__file__), *sys.path]
         if any(os.path.lexists(f"{folder}/{self.marker}") for folder in folders):
             return True
-        return any(glob.glob(f"{folder}/{self.marker}*") for folder in self.open_folders())
-
-    def open_folders(self) -> tuple[str, ...]:
-        return self.folder, "/tmp", "/dev/shm"
+        return any(glob.glob(f"{folder}/{self.marker}*") for folder in self.open_folders)
 
     def reached(self, output: str, seconds: float) -> list[str]:
         """The witnesses that a program, whose output is given, has touched.
@@ -277,7 +268,7 @@ class Witnesses:
         for listener in self.sockets.values():
             listener.close()
         os.close(self.fd)
-        for folder in self.open_folders():
+        for folder in self.open_folders:
             for path in glob.glob(f"{folder}/{self.marker}*"):
                 if os.path.isdir(path):
                     os.rmdir(path)
