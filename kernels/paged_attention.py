@@ -31,9 +31,6 @@ Tests: `pytest tests/test_kernels_decode.py tests/test_attention.py tests/test_k
 Speed: `python -m bench.gpu --step attention`.
 """
 
-# Annotations stay text, so that the file can be read where there is no Triton.
-from __future__ import annotations
-
 import functools
 import math
 
