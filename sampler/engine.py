@@ -34,7 +34,7 @@ from torch import Tensor
 
 import kernels
 from kernels.paged_attention import rows_of_a_run
-from sampler.draws import Buffers, greedy, hashed, sample_token, uniform
+from sampler.draws import greedy, hashed, sample_token, uniform
 from sampler.graphs import Graphs
 from sampler.model import Model
 from sampler.plan import Copies, Decode, kernel_runs, to_device
@@ -102,7 +102,7 @@ class Sampler:
         self.graphs = None
         if buckets or (buckets is None and cuda):
             self.graphs = Graphs(self.model, self.pool, max_sequences)
-        self.buffers = Buffers()
+        self.memory = torch.empty(0, device=self.device)  # of the last draw
         self.unread: Unread | None = None
 
     # ---- what callers use
@@ -148,8 +148,7 @@ class Sampler:
         self.unread = unread
         if not self.overlap:
             self._postprocess()
-        finished = self.scheduler.finished
-        self.scheduler.finished = []
+        finished, self.scheduler.finished = self.scheduler.finished, []
         return finished
 
     def close(self, conversation: Conversation) -> None:
@@ -206,7 +205,7 @@ class Sampler:
             to_device(option, self.device) if (option != 1).any() else None
             for option in (decode.temperature, decode.top_p)
         ]
-        return sample_token(logits, uniforms, *options, self.buffers)
+        return sample_token(logits, uniforms, *options, self.memory)
 
     def _postprocess(self) -> None:
         """Reads the tokens of the unread step, if any, and ends the requests that are complete."""
