@@ -34,7 +34,7 @@ from torch import Tensor
 
 import kernels
 from kernels.paged_attention import rows_of_a_run
-from sampler.draws import greedy, hashed, sample_token, uniform
+from sampler.draws import greedy, hashed, sample_token
 from sampler.graphs import Graphs
 from sampler.model import Model
 from sampler.plan import Copies, Decode, kernel_runs, to_device
@@ -200,7 +200,7 @@ class Sampler:
         """Tokens and log-probs from fp32 logits [B, V]; computes only what some row asks for."""
         if not decode.temperature.any():
             return greedy(logits)
-        uniforms = to_device(uniform(decode.seeds, decode.drawn), self.device)
+        uniforms = to_device(decode.uniforms, self.device)
         options = [
             to_device(option, self.device) if (option != 1).any() else None
             for option in (decode.temperature, decode.top_p)

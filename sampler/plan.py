@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.paged_attention import LEVELS, RUN_FIELDS
-from sampler.draws import hashed
+from sampler.draws import hashed, uniform
 from sampler.request import Request
 
 # A run on CUDA is worth its pieces and their merge if it saves the reading of so many tokens (by
@@ -101,8 +101,7 @@ class Decode:
     batch: Batch
     requests: list[Request]
     rows: np.ndarray  # int64 [B]
-    seeds: np.ndarray  # uint64 [B]
-    drawn: np.ndarray  # int64 [B]: how many new tokens each request has before this one
+    uniforms: np.ndarray  # fp64 [B]: the numbers that decide the draws
     temperature: np.ndarray  # fp32 [B]
     top_p: np.ndarray  # fp32 [B]
     started: np.ndarray  # int64
@@ -164,8 +163,7 @@ def plan_decode(requests: list[Request], state: Rows, page_size: int) -> Decode:
         batch=batch,
         requests=[requests[i] for i in order],
         rows=rows,
-        seeds=state.seed[rows],
-        drawn=state.drawn[rows],
+        uniforms=uniform(state.seed[rows], state.drawn[rows]),
         temperature=state.temperature[rows],
         top_p=state.top_p[rows],
         started=started,
