@@ -84,7 +84,6 @@ class Cascade:
     rows: int  # those behind are padding
     shared: list[tuple[Run, Tensor | range]]  # a run and its pages
     own: Tensor
-    offsets: np.ndarray  # int32 [rows · Hq]: a line's first entry
     counts: np.ndarray  # int32 [rows · Hq]: a line's entries
     outs: Tensor  # [levels + 1, rows, Hq, Dh]
     sums: Tensor  # [levels + 1, rows, Hq]; -inf where a row has no run at a level
@@ -124,7 +123,6 @@ def plan_cascade(q: Tensor, k_pages: Tensor, batch: Batch) -> Cascade:
         rows=rows,
         shared=[(run, pages_of(run, batch.block_table)) for run in runs],
         own=own,
-        offsets=offsets,
         counts=counts,
         outs=torch.zeros(levels + 1, rows, heads, size, dtype=k_pages.dtype),
         sums=torch.full((levels + 1, rows, heads), float("-inf"), dtype=k_pages.dtype),
@@ -197,14 +195,15 @@ def attend_apart(q, k_pages, v_pages, plan, scale):
     keys = k_pages.view(-1, size)
     torch.sparse.sampled_addmm(plan.own, queries, keys.t(), beta=0.0, alpha=scale, out=plan.own)
     scores = plan.own.values()
+    offsets = plan.own.crow_indices()[:-1]  # a line's first entry
     # A softmax of each line, whose division comes last. numpy can sum over lines of any lengths.
-    top = np.maximum.reduceat(scores.numpy(), plan.offsets)
+    top = np.maximum.reduceat(scores.numpy(), offsets.numpy())
     scores.sub_(torch.from_numpy(np.repeat(top, plan.counts))).exp_()
-    total = np.add.reduceat(scores.numpy(), plan.offsets)
+    total = np.add.reduceat(scores.numpy(), offsets.numpy())
     mixed = F.embedding_bag(
         plan.own.col_indices(),
         v_pages.view(-1, size),
-        plan.own.crow_indices()[:-1],
+        offsets,
         mode="sum",
         per_sample_weights=scores,
     )

@@ -18,8 +18,7 @@ Two invariants carry the code:
 On CUDA the choice of a token stays on the GPU, and the host reads it one step later (`overlap`): it
 launches step n + 1 and then reads the tokens of step n. If a row turns out to have stopped at n,
 the token that it computed in n + 1 is discarded. Batches are padded to a few sizes, and a CUDA
-graph of that size is replayed (`buckets`). Both can be switched on anywhere. Off CUDA `buckets`
-pads the batches and replays no graph.
+graph of that size is replayed (`buckets`; off CUDA they are only padded).
 
 After an exception, a Ctrl-C included, a Sampler is thrown away.
 
@@ -61,7 +60,7 @@ class Sampler:
     prefilled in one step at most, so that a long prompt does not starve the rows that decode
     (default 512; on CUDA 8,192). dtype: of weights and cache (default the model's; on CUDA bf16).
 
-    overlap and buckets, for tests: see the head of this file; on for CUDA.
+    overlap and buckets: see the head of this file; on for CUDA, and anywhere for tests.
     """
 
     failure = RuntimeError  # what a request that ends with an error raises

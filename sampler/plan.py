@@ -37,7 +37,6 @@ class Rows:
         self.block_table = np.zeros((count, pages), np.int32)
         self.length = np.zeros(count, np.int64)  # tokens, the one it feeds next included
         self.drawn = np.zeros(count, np.int64)  # new tokens so far
-        self.wanted = np.zeros(count, np.int64)  # new tokens in all
         self.seed = np.zeros(count, np.uint64)
         self.temperature = np.zeros(count, np.float32)
         self.top_p = np.ones(count, np.float32)
@@ -52,7 +51,6 @@ class Rows:
         self.block_table[row, : len(conversation.block_table)] = conversation.block_table
         self.length[row] = len(conversation.tokens)
         self.drawn[row] = len(request.tokens)
-        self.wanted[row] = request.max_new_tokens
         self.seed[row] = hashed(request.seed)
         self.temperature[row] = request.temperature
         self.top_p[row] = request.top_p

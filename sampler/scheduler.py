@@ -238,8 +238,7 @@ class Scheduler:
         decode = plan_decode(self.decoding, state, self.pages.size)
         state.length[decode.rows] += 1
         state.drawn[decode.rows] += 1
-        if (state.drawn[decode.rows] == state.wanted[decode.rows]).any():
-            self.decoding = [r for r in self.decoding if state.drawn[r.row] < r.max_new_tokens]
+        self.decoding = [r for r in self.decoding if state.drawn[r.row] < r.max_new_tokens]
         return decode
 
     # ---- postprocess
