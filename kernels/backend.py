@@ -5,6 +5,7 @@ CPU tensors means Triton's interpreter, which is slow and meant for tests.
 """
 
 import os
+from types import SimpleNamespace
 
 from config import UserError
 
@@ -17,7 +18,7 @@ try:
     INTERPRETED = triton.knobs.runtime.interpret
 except ImportError:  # There is no Triton for this machine, such as macOS.
     triton = None
-    tl = None
+    tl = SimpleNamespace(constexpr=None)  # the kernels' annotations name it
     INTERPRETED = False
 
     def jit(kernel):

@@ -13,9 +13,6 @@ between their log-probs.
 Tests: `pytest tests/test_kernels_decode.py`.
 """
 
-# Annotations stay text, so that the file can be read where there is no Triton.
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -30,9 +30,6 @@ Tests: `pytest tests/test_kernels_loss.py`.
 Accuracy and speed beside other implementations: `python -m bench.kernels`.
 """
 
-# Annotations stay text, so that the file can be read where there is no Triton.
-from __future__ import annotations
-
 import math
 
 import torch

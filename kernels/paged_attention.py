@@ -31,9 +31,6 @@ Tests: `pytest tests/test_kernels_decode.py tests/test_attention.py tests/test_k
 Speed: `python -m bench.gpu --step attention`.
 """
 
-# Annotations stay text, so that the file can be read where there is no Triton.
-from __future__ import annotations
-
 import functools
 import math
 
@@ -69,12 +66,10 @@ def reference(q, k_pages, v_pages, block_table, lengths, *, scale):
         if length == 0:
             continue
         pages = block_table[row, : -(-length // page_size)].long()
-        k = k_pages[pages].flatten(0, 1)[:length]  # [T, Hkv, Dh]
-        v = v_pages[pages].flatten(0, 1)[:length]
+        k = k_pages[pages].flatten(0, 1)[:length].transpose(0, 1)  # [Hkv, T, Dh]
+        v = v_pages[pages].flatten(0, 1)[:length].transpose(0, 1)
         # The query heads of one key head stand as if they were several tokens of one head.
         query = q[row].unflatten(0, (Hkv, Hq // Hkv))
-        k = k.transpose(0, 1)
-        v = v.transpose(0, 1)
         out[row] = F.scaled_dot_product_attention(query, k, v, scale=scale).flatten(0, 1)
     return out
 
@@ -92,11 +87,6 @@ def programs_at_once(device):
     return gpu.multi_processor_count * programs
 
 
-def split_length(length, splits, block):
-    """Tokens of a piece, whole blocks, when a row is cut into `splits`."""
-    return math.ceil(length / splits / block) * block
-
-
 @functools.lru_cache(maxsize=4096)
 def split_count(rows, kv_heads, capacity, block, at_once, most=MAX_PARTS):
     """Pieces a row is cut into, from shapes only; `most` at most.
@@ -108,7 +98,8 @@ def split_count(rows, kv_heads, capacity, block, at_once, most=MAX_PARTS):
 
     def cost(splits):
         waves = math.ceil(rows * kv_heads * splits / at_once)
-        return waves * (split_length(capacity, splits, block) + TOKENS_PER_START)
+        piece = math.ceil(capacity / splits / block) * block  # tokens, whole blocks
+        return waves * (piece + TOKENS_PER_START)
 
     return min(range(1, min(most, math.ceil(capacity / block)) + 1), key=cost, default=1)
 

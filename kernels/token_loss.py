@@ -23,9 +23,6 @@ This kernel stands beside it, for log-probs that are in memory already, and is t
 Tests: `pytest tests/test_kernels_loss.py`.
 """
 
-# Annotations stay text, so that the file can be read where there is no Triton.
-from __future__ import annotations
-
 import torch
 
 import grpo

@@ -20,7 +20,6 @@ Tests: pytest tests/test_attention.py
 """
 
 import inspect
-import itertools
 import warnings
 from dataclasses import dataclass
 
@@ -31,7 +30,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 import kernels
-from sampler.plan import Batch, Run, shared_runs
+from sampler.plan import Batch, Run, shared_runs, to_device
 
 # The first CSR tensor of a process brings a warning that they are in beta. It is silenced here.
 with warnings.catch_warnings():
@@ -49,9 +48,7 @@ def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
     A CPU has its sparse products in fp32 and fp64 only, so bf16 keys and values lie there in fp32.
     """
-    if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
-        return torch.float32
-    return dtype
+    return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
 
 def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float) -> Tensor:
@@ -87,7 +84,6 @@ class Cascade:
     rows: int  # those behind are padding
     shared: list[tuple[Run, Tensor | range]]  # a run and its pages
     own: Tensor
-    offsets: np.ndarray  # int32 [rows · Hq]: a line's first entry
     counts: np.ndarray  # int32 [rows · Hq]: a line's entries
     outs: Tensor  # [levels + 1, rows, Hq, Dh]
     sums: Tensor  # [levels + 1, rows, Hq]; -inf where a row has no run at a level
@@ -103,21 +99,17 @@ def plan_cascade(q: Tensor, k_pages: Tensor, batch: Batch) -> Cascade:
     begins = np.zeros(rows, np.int32)
     for run in runs:
         begins[run.begin : run.end] = run.last * page_size
-    # Where each own token's key vector of the first head lies in k_pages.view(-1, Dh).
-    own_tokens = batch.lengths[:rows].numpy() - begins
-    firsts = own_tokens.cumsum(dtype=np.int32) - own_tokens
-    row = np.repeat(np.arange(rows, dtype=np.int32), own_tokens)
-    position = np.arange(len(row), dtype=np.int32) + (begins - firsts)[row]
-    page = table[row, position // page_size]
-    vectors = (page * page_size + position % page_size) * kv_heads
-    # A query head has a line with an entry for each own token of its row: the token's key vector,
-    # moved to the key head that the query head reads.
-    counts = np.repeat(own_tokens, heads)
-    offsets = counts.cumsum(dtype=np.int32) - counts
-    entry = np.arange(len(row) * heads)
-    entry += np.repeat(np.repeat(firsts, heads) - offsets, counts)
+    # A query head has a line with an entry for each own token of its row: where the token's key
+    # vector for this head lies in k_pages.view(-1, Dh).
+    slots = table[:, :, None] * page_size + np.arange(page_size, dtype=np.int32)
     kv_head = np.arange(heads, dtype=np.int32) // (heads // kv_heads)
-    columns = vectors[entry] + np.repeat(np.tile(kv_head, rows), counts)
+    vectors = slots.reshape(rows, 1, -1) * kv_heads + kv_head[:, None]  # [rows, Hq, W · page_size]
+    position = np.arange(vectors.shape[2])
+    lengths = batch.lengths[:rows].numpy()
+    own_tokens = (position >= begins[:, None]) & (position < lengths[:, None])
+    columns = vectors[own_tokens[:, None].repeat(heads, 1)]
+    counts = np.repeat(lengths - begins, heads)
+    offsets = counts.cumsum(dtype=np.int32) - counts
     # Indices of half the width are read faster. No memory holds 2^31 key vectors.
     own = torch.sparse_csr_tensor(
         torch.from_numpy(np.append(offsets, np.int32(len(columns)))),
@@ -131,7 +123,6 @@ def plan_cascade(q: Tensor, k_pages: Tensor, batch: Batch) -> Cascade:
         rows=rows,
         shared=[(run, pages_of(run, batch.block_table)) for run in runs],
         own=own,
-        offsets=offsets,
         counts=counts,
         outs=torch.zeros(levels + 1, rows, heads, size, dtype=k_pages.dtype),
         sums=torch.full((levels + 1, rows, heads), float("-inf"), dtype=k_pages.dtype),
@@ -204,14 +195,15 @@ def attend_apart(q, k_pages, v_pages, plan, scale):
     keys = k_pages.view(-1, size)
     torch.sparse.sampled_addmm(plan.own, queries, keys.t(), beta=0.0, alpha=scale, out=plan.own)
     scores = plan.own.values()
+    offsets = plan.own.crow_indices()[:-1]  # a line's first entry
     # A softmax of each line, whose division comes last. numpy can sum over lines of any lengths.
-    top = np.maximum.reduceat(scores.numpy(), plan.offsets)
+    top = np.maximum.reduceat(scores.numpy(), offsets.numpy())
     scores.sub_(torch.from_numpy(np.repeat(top, plan.counts))).exp_()
-    total = np.add.reduceat(scores.numpy(), plan.offsets)
+    total = np.add.reduceat(scores.numpy(), offsets.numpy())
     mixed = F.embedding_bag(
         plan.own.col_indices(),
         v_pages.view(-1, size),
-        plan.own.crow_indices()[:-1],
+        offsets,
         mode="sum",
         per_sample_weights=scores,
     )
@@ -245,8 +237,8 @@ def row_attention(q, k_pages, v_pages, batch, scale):
     return out
 
 
-def packed_plan(batch: Batch, page_size: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """What varlen_attn needs: slots of all rows' keys, both cu_seqlens, the longest query."""
+def packed_plan(batch: Batch, page_size: int) -> tuple[Tensor, tuple[Tensor, Tensor, int, int]]:
+    """The slots of all rows' keys, and the bounds that `varlen` takes."""
     device = batch.block_table.device
     lengths = batch.lengths.long()
     cu_keys = F.pad(lengths.cumsum(0), (1, 0))
@@ -254,20 +246,19 @@ def packed_plan(batch: Batch, page_size: int) -> tuple[Tensor, Tensor, Tensor, i
     row = torch.repeat_interleave(rows, lengths, output_size=sum(batch.spans))
     position = torch.arange(len(row), device=device) - cu_keys[row]
     slots = batch.block_table[row, position // page_size].long() * page_size + position % page_size
-    cu_queries = torch.tensor(batch.starts, dtype=torch.int32, pin_memory=device.type == "cuda")
-    cu_queries = cu_queries.to(device, non_blocking=True)
-    longest = max(end - start for start, end in itertools.pairwise(batch.starts))
-    return slots, cu_queries, cu_keys.int(), longest
+    cu_queries = to_device(np.array(batch.starts, np.int32), device)
+    longest = int(np.diff(batch.starts).max())
+    return slots, (cu_queries, cu_keys.int(), longest, max(batch.spans))
 
 
 def packed_attention(q, k_pages, v_pages, batch, scale):
     """One variable-length launch over the rows' gathered keys and values."""
     if "packed" not in batch.cache:
         batch.cache["packed"] = packed_plan(batch, k_pages.shape[1])
-    slots, *cu_seqlens, longest = batch.cache["packed"]
+    slots, bounds = batch.cache["packed"]
     keys = k_pages.flatten(0, 1)[slots]  # [keys, Hkv, Dh]
     values = v_pages.flatten(0, 1)[slots]
-    return varlen(q, keys, values, (*cu_seqlens, longest, max(batch.spans)), scale)
+    return varlen(q, keys, values, bounds, scale)
 
 
 def varlen(q, k, v, bounds: tuple[Tensor, Tensor, int, int], scale) -> Tensor:

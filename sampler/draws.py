@@ -49,37 +49,25 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, best - logits.logsumexp(-1)
 
 
-class Buffers:
-    """Memory of the last draw, used again by the next: fresh pages cost more than the sums."""
-
-    def __init__(self):
-        self.kept = torch.empty(0)
-
-    def like(self, x: Tensor) -> Tensor:
-        """fp32 memory of x's shape. What this returned before may lie in the same memory."""
-        if self.kept.numel() < x.numel() or self.kept.device != x.device:
-            self.kept = torch.empty(x.numel(), device=x.device)
-        return self.kept[: x.numel()].view(x.shape)
-
-
 def sample_token(
     logits: Tensor,
     uniforms: Tensor,
     temperature: Tensor | None,
     top_p: Tensor | None,
-    buffers: Buffers | None = None,
+    memory: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token a row and its log-prob: logits fp32 [B, V], uniforms fp64 [B] -> both [B].
 
     temperature [B]: 0 is greedy; None is 1 everywhere. top_p [B]: the draw is restricted to the
     likeliest tokens that together reach it; None is 1 everywhere. The log-prob is always that of
-    the full vocabulary at the temperature (at 1 where it is greedy).
+    the full vocabulary at the temperature (at 1 where it is greedy). memory, fp32 of any size, is
+    that of the last draw, used again: fresh pages cost more than the sums.
     """
-    buffers = buffers or Buffers()
     if temperature is not None:
         is_greedy = temperature == 0
         logits = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
-    probs = torch.softmax(logits, -1, out=buffers.like(logits))
+    out = None if memory is None else memory.resize_(logits.shape)
+    probs = torch.softmax(logits, -1, out=out)
     drawn_from = probs if top_p is None else keep_likeliest(probs, top_p)
     # First a block of the vocabulary, then a token in it: a running sum of all tokens takes longer
     # than the softmax.

@@ -18,8 +18,7 @@ Two invariants carry the code:
 On CUDA the choice of a token stays on the GPU, and the host reads it one step later (`overlap`): it
 launches step n + 1 and then reads the tokens of step n. If a row turns out to have stopped at n,
 the token that it computed in n + 1 is discarded. Batches are padded to a few sizes, and a CUDA
-graph of that size is replayed (`buckets`). Both can be switched on anywhere. Off CUDA `buckets`
-pads the batches and replays no graph.
+graph of that size is replayed (`buckets`; off CUDA they are only padded).
 
 After an exception, a Ctrl-C included, a Sampler is thrown away.
 
@@ -34,7 +33,7 @@ from torch import Tensor
 
 import kernels
 from kernels.paged_attention import rows_of_a_run
-from sampler.draws import Buffers, greedy, hashed, sample_token, uniform
+from sampler.draws import greedy, hashed, sample_token
 from sampler.graphs import Graphs
 from sampler.model import Model
 from sampler.plan import Copies, Decode, kernel_runs, to_device
@@ -61,7 +60,7 @@ class Sampler:
     prefilled in one step at most, so that a long prompt does not starve the rows that decode
     (default 512; on CUDA 8,192). dtype: of weights and cache (default the model's; on CUDA bf16).
 
-    overlap and buckets, for tests: see the head of this file; on for CUDA.
+    overlap and buckets: see the head of this file; on for CUDA, and anywhere for tests.
     """
 
     failure = RuntimeError  # what a request that ends with an error raises
@@ -102,7 +101,7 @@ class Sampler:
         self.graphs = None
         if buckets or (buckets is None and cuda):
             self.graphs = Graphs(self.model, self.pool, max_sequences)
-        self.buffers = Buffers()
+        self.memory = torch.empty(0, device=self.device)  # of the last draw
         self.unread: Unread | None = None
 
     # ---- what callers use
@@ -148,8 +147,7 @@ class Sampler:
         self.unread = unread
         if not self.overlap:
             self._postprocess()
-        finished = self.scheduler.finished
-        self.scheduler.finished = []
+        finished, self.scheduler.finished = self.scheduler.finished, []
         return finished
 
     def close(self, conversation: Conversation) -> None:
@@ -201,12 +199,12 @@ class Sampler:
         """Tokens and log-probs from fp32 logits [B, V]; computes only what some row asks for."""
         if not decode.temperature.any():
             return greedy(logits)
-        uniforms = to_device(uniform(decode.seeds, decode.drawn), self.device)
+        uniforms = to_device(decode.uniforms, self.device)
         options = [
             to_device(option, self.device) if (option != 1).any() else None
             for option in (decode.temperature, decode.top_p)
         ]
-        return sample_token(logits, uniforms, *options, self.buffers)
+        return sample_token(logits, uniforms, *options, self.memory)
 
     def _postprocess(self) -> None:
         """Reads the tokens of the unread step, if any, and ends the requests that are complete."""

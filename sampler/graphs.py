@@ -32,8 +32,8 @@ class Graphs:
         self.model = model
         self.pool = pool
         sizes = [1, 2, 4, 8, 16, *range(32, max_rows + 32, 32)]
-        self.sizes = sorted({min(size, max_rows) for size in sizes})
-        self.buffers = {size: self.make_buffers(size) for size in self.sizes}
+        sizes = sorted({min(size, max_rows) for size in sizes})
+        self.buffers = {size: self.make_buffers(size) for size in sizes}
         self.captured: dict[int, tuple] = {}  # rows -> (graph, its hidden states)
         if not can_capture(pool):
             return
@@ -41,7 +41,7 @@ class Graphs:
         # device. The largest goes first: the graphs run one at a time, so the others reuse its
         # memory.
         memory = None
-        for size in reversed(self.sizes):
+        for size in reversed(sizes):
             graph, hidden = self.capture(self.buffers[size], memory)
             self.captured[size] = graph, hidden
             memory = graph.pool()
@@ -62,7 +62,7 @@ class Graphs:
     def decode(self, batch: Batch) -> Tensor:
         """model.decode(batch) in the smallest size that holds the batch."""
         rows, width = batch.block_table.shape
-        size = next(size for size in self.sizes if size >= rows)
+        size = next(size for size in self.buffers if size >= rows)
         static = self.buffers[size]
         for name, padding in (("ids", 0), ("positions", 0), ("slots", -1), ("lengths", 0)):
             buffer = getattr(static, name)

@@ -34,9 +34,8 @@ PACKED_ROWS = 8
 def unsupported(config) -> str | None:
     """Why `Model` would be wrong for models of this transformers config; None where it is right."""
     size = head_size(config)
-    apart = stranger(config)
-    if apart:
-        return apart
+    if reason := stranger(config):
+        return reason
     if size & (size - 1):
         return f"head size {size}, no power of two"
     if config.hidden_act not in ("silu", "swish"):
@@ -72,28 +71,11 @@ def gather_full(parameter: Tensor) -> Tensor:
     return parameter.detach()
 
 
-def whole(module: nn.Module, kind: str) -> Tensor:
-    """A module's weight, or another tensor of it, gathered; the adapters beside it merged in."""
-    if kind == "weight" and hasattr(module, "merged_weight"):  # trainer/lora.py
+def merged(module: nn.Linear) -> Tensor:
+    """A module's weight, gathered; the adapters beside it merged in."""
+    if hasattr(module, "merged_weight"):  # trainer/lora.py
         return module.merged_weight()
-    return gather_full(getattr(module, kind))
-
-
-def concat_weights(modules: list[nn.Linear], kind: str) -> Tensor:
-    """Weights or biases of several products of one input, as one."""
-    return torch.cat([whole(module, kind) for module in modules])
-
-
-def products(layer) -> dict[str, list[nn.Linear]]:
-    """A layer's linear modules by product; modules with the same input are one product."""
-    attn = layer.self_attn
-    mlp = layer.mlp
-    return {
-        "qkv": [attn.q_proj, attn.k_proj, attn.v_proj],
-        "o": [attn.o_proj],
-        "gate_up": [mlp.gate_proj, mlp.up_proj],
-        "down": [mlp.down_proj],
-    }
+    return gather_full(module.weight)
 
 
 def named_weights(model) -> Iterator[tuple[str, Tensor]]:
@@ -103,15 +85,23 @@ def named_weights(model) -> Iterator[tuple[str, Tensor]]:
     yield "norm", gather_full(model.model.norm.weight)
     yield "inv_freq", model.model.rotary_emb.inv_freq
     for i, layer in enumerate(model.model.layers):
+        attn = layer.self_attn
+        mlp = layer.mlp
         yield f"{i}.norm1", gather_full(layer.input_layernorm.weight)
         yield f"{i}.norm2", gather_full(layer.post_attention_layernorm.weight)
         for name in ("q_norm", "k_norm"):
-            if hasattr(layer.self_attn, name):
-                yield f"{i}.{name}", gather_full(getattr(layer.self_attn, name).weight)
-        for name, modules in products(layer).items():
-            yield f"{i}.{name}", concat_weights(modules, "weight")
+            if hasattr(attn, name):
+                yield f"{i}.{name}", gather_full(getattr(attn, name).weight)
+        products = {  # Modules with the same input are one product.
+            "qkv": [attn.q_proj, attn.k_proj, attn.v_proj],
+            "o": [attn.o_proj],
+            "gate_up": [mlp.gate_proj, mlp.up_proj],
+            "down": [mlp.down_proj],
+        }
+        for name, modules in products.items():
+            yield f"{i}.{name}", torch.cat([merged(m) for m in modules])
             if modules[0].bias is not None:
-                yield f"{i}.{name}.bias", concat_weights(modules, "bias")
+                yield f"{i}.{name}.bias", torch.cat([gather_full(m.bias) for m in modules])
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -160,11 +150,14 @@ class Model:
     def load(self, model) -> None:
         """Copies the weights in, and in place after the first time: CUDA graphs keep addresses.
 
-        Matrices are kept as [in, out]. On a CPU that layout is up to twice as fast for few
-        rows, so they are really transposed there, and a second copy is packed for many rows. On
-        CUDA they are transposed views, and a tied head is the embedding itself.
+        Matrices are kept as [in, out]. On a CPU that layout is up to twice as fast for few rows, so
+        they are really transposed there, and a second copy is packed for many rows, as oneDNN likes
+        it best. On CUDA they are transposed views, and a tied head is the embedding itself.
         """
         cuda = self.device.type == "cuda"
+        # Logits are not rounded. A CPU has no product of bf16 matrices with an fp32 result, so the
+        # head is fp32 there, as the cache is.
+        dtypes = {"inv_freq": torch.float32, "head": self.cache_dtype}
         for name, value in named_weights(model):
             if name == "head" and self.tied and cuda:
                 self.weights[name] = self.weights["embed"].t()
@@ -175,30 +168,14 @@ class Model:
             if name not in self.weights:
                 self.weights[name] = torch.empty_like(
                     value,
-                    dtype=self.type_of(name),
+                    dtype=dtypes.get(name, self.dtype),
                     device=self.device,
                     memory_format=torch.preserve_format if cuda else torch.contiguous_format,
                 )
-            self.weights[name].copy_(value)
-            if matrix and not cuda:
-                self.pack(name)
-
-    def type_of(self, name: str) -> torch.dtype:
-        """The type in which a weight is kept."""
-        if name == "inv_freq":
-            return torch.float32
-        if name == "head":
-            # Logits are not rounded. A CPU has no product of bf16 matrices with an fp32 result, so
-            # the head is fp32 there, as the cache is.
-            return self.cache_dtype
-        return self.dtype
-
-    def pack(self, name: str) -> None:
-        """A copy of a matrix in the layout that oneDNN likes best for this processor."""
-        weight = self.weights[name]
-        if can_pack(weight.dtype):
-            rows_out = weight.t().contiguous()  # [out, in]
-            self.packed[name] = torch.ops.mkldnn._reorder_linear_weight(rows_out)
+            weight = self.weights[name].copy_(value)
+            if matrix and not cuda and can_pack(weight.dtype):
+                rows_out = weight.t().contiguous()  # [out, in]
+                self.packed[name] = torch.ops.mkldnn._reorder_linear_weight(rows_out)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x [T, in] -> [T, out]."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.paged_attention import LEVELS, RUN_FIELDS
-from sampler.draws import hashed
+from sampler.draws import hashed, uniform
 from sampler.request import Request
 
 # A run on CUDA is worth its pieces and their merge if it saves the reading of so many tokens (by
@@ -37,7 +37,6 @@ class Rows:
         self.block_table = np.zeros((count, pages), np.int32)
         self.length = np.zeros(count, np.int64)  # tokens, the one it feeds next included
         self.drawn = np.zeros(count, np.int64)  # new tokens so far
-        self.wanted = np.zeros(count, np.int64)  # new tokens in all
         self.seed = np.zeros(count, np.uint64)
         self.temperature = np.zeros(count, np.float32)
         self.top_p = np.ones(count, np.float32)
@@ -52,7 +51,6 @@ class Rows:
         self.block_table[row, : len(conversation.block_table)] = conversation.block_table
         self.length[row] = len(conversation.tokens)
         self.drawn[row] = len(request.tokens)
-        self.wanted[row] = request.max_new_tokens
         self.seed[row] = hashed(request.seed)
         self.temperature[row] = request.temperature
         self.top_p[row] = request.top_p
@@ -101,8 +99,7 @@ class Decode:
     batch: Batch
     requests: list[Request]
     rows: np.ndarray  # int64 [B]
-    seeds: np.ndarray  # uint64 [B]
-    drawn: np.ndarray  # int64 [B]: how many new tokens each request has before this one
+    uniforms: np.ndarray  # fp64 [B]: the numbers that decide the draws
     temperature: np.ndarray  # fp32 [B]
     top_p: np.ndarray  # fp32 [B]
     started: np.ndarray  # int64
@@ -164,8 +161,7 @@ def plan_decode(requests: list[Request], state: Rows, page_size: int) -> Decode:
         batch=batch,
         requests=[requests[i] for i in order],
         rows=rows,
-        seeds=state.seed[rows],
-        drawn=state.drawn[rows],
+        uniforms=uniform(state.seed[rows], state.drawn[rows]),
         temperature=state.temperature[rows],
         top_p=state.top_p[rows],
         started=started,

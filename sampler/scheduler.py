@@ -34,7 +34,6 @@ from sampler.plan import Batch, Copies, Decode, Rows, plan_decode, plan_prefill
 from sampler.request import Completion, Conversation, Request
 
 number_of = attrgetter("number")
-age_of = attrgetter("age")
 prompt_of = attrgetter("prompt")
 
 
@@ -133,7 +132,7 @@ class Scheduler:
     def _youngest_idle(self, but: Conversation | None = None) -> Conversation | None:
         """The youngest conversation, other than `but`, that holds pages and no row."""
         idle = [holder for holder in self.holders if holder.idle and holder is not but]
-        return max(idle, key=age_of, default=None)
+        return max(idle, key=attrgetter("age"), default=None)
 
     def _enter(self, request: Request, leader: Conversation | None, shared: int) -> Copies:
         """Gives a request a row, and its conversation pages: the first ones from its leader."""
@@ -239,8 +238,7 @@ class Scheduler:
         decode = plan_decode(self.decoding, state, self.pages.size)
         state.length[decode.rows] += 1
         state.drawn[decode.rows] += 1
-        if (state.drawn[decode.rows] == state.wanted[decode.rows]).any():
-            self.decoding = [r for r in self.decoding if state.drawn[r.row] < r.max_new_tokens]
+        self.decoding = [r for r in self.decoding if state.drawn[r.row] < r.max_new_tokens]
         return decode
 
     # ---- postprocess
@@ -291,8 +289,7 @@ class Scheduler:
             if holder.prompt == prompt:
                 return holder, len(prompt) - 1
             # The last token of a prompt is not prefilled.
-            common = min(common_prefix(prompt, holder.prompt), len(prompt) - 1)
-            common = min(common, len(holder.prompt) - 1)
+            common = common_prefix(prompt[:-1], holder.prompt[:-1])
             full = common - common % self.pages.size
             if full > shared:
                 leader, shared = holder, full

@@ -157,15 +157,13 @@ class Remote:
         self.probe = [37 * i % min(self.vocabulary, 1000) for i in range(1, length + 1)]
         self.turns = threading.Semaphore(self.parallel)
 
-    # ---- what callers use
+    # ---- what callers use, as of Sampler
 
     @property
     def busy(self) -> bool:
-        """True while a request is open that step() has not returned yet."""
         return bool(self.requests)
 
     def open(self) -> Conversation:
-        """A new, empty conversation."""
         return Conversation()
 
     def close(self, conversation: Conversation) -> None:

@@ -175,7 +175,7 @@ def test_split_count_is_the_cheapest_and_no_piece_is_shorter_than_a_block(
 ):
     def cost(splits):
         waves = math.ceil(rows * kv_heads * splits / at_once)
-        piece = attention.split_length(capacity, splits, block)
+        piece = math.ceil(capacity / splits / block) * block
         return waves * (piece + attention.TOKENS_PER_START)
 
     splits = attention.split_count(rows, kv_heads, capacity, block, at_once)

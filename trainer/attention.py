@@ -9,6 +9,8 @@ The causal mask is aligned at the end, as in flash-attn: the last query sees all
 Tests: `pytest tests/test_policy.py tests/test_prefixes.py`.
 """
 
+from functools import partial
+
 from torch import Tensor, autocast, cat, float32, full, inf, promote_types
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -53,25 +55,18 @@ def packed_attention(
     if q.is_cuda:
         bounds = (cu_seqlens, key_cu_seqlens, max(lengths), max(key_lengths))
         return cuda_attention(q, k, v, scaling, bounds), None
-    grouped = q.shape[1] != k.shape[1]
     masks = [None] * len(lengths)
     if keys is not None:
         keys.masks = keys.masks or causal_masks(lengths, key_lengths, kind)
         masks = keys.masks
+    grouped = q.shape[1] != k.shape[1]
+    attend = partial(scaled_dot_product_attention, scale=scaling, enable_gqa=grouped)
     parts = (q.split(lengths, 2), k.split(key_lengths, 2), v.split(key_lengths, 2), masks)
-    out = []
     with autocast("cpu", enabled=False):
-        for q_part, k_part, v_part, mask in zip(*parts, strict=True):
-            mixed = scaled_dot_product_attention(
-                q_part,
-                k_part,
-                v_part,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=grouped,
-            )
-            out.append(mixed)
+        out = [
+            attend(q_part, k_part, v_part, attn_mask=mask, is_causal=mask is None)
+            for q_part, k_part, v_part, mask in zip(*parts, strict=True)
+        ]
     return cat(out, dim=2).transpose(1, 2).to(dtype), None
 
 

@@ -12,6 +12,7 @@ Tests: `pytest tests/test_prefixes.py`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,13 +108,8 @@ def make_micro_batch(
     columns = zip(*loss_tokens) if loss_tokens else [()] * 5
     loss_positions, owner, target, logprob, advantage = columns
     weight = [w[1:][torch.tensor(s.mask[1:])] for s, w in zip(samples, weights, strict=True)]
-
-    def integers(values: Sequence) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=device)
-
-    def numbers(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
-
+    integers = partial(torch.tensor, dtype=torch.long, device=device)
+    numbers = partial(torch.tensor, dtype=torch.float32, device=device)
     sequences = [count for count in added if count]
     return MicroBatch(
         lengths=sequences,

@@ -40,7 +40,6 @@ from whole import point, reason, write_folder
 STATE_FILES = "step_" + 6 * "[0-9]" + "/state.json"  # of whole states
 STATES = 2  # so many stay, the newest
 FROZEN = "frozen"  # the model that plays the frozen roles
-ONE_BEFORE = "remove that state to go on from the one before it"
 
 # ------------------------------------------------------------------------------------------- states
 
@@ -126,14 +125,13 @@ def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
     By mmap the ranks of a machine share one copy of the file in memory.
     """
     try:
-        moments = torch.load(
-            state / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True
-        )
+        path = state / "optimizer.pt"
+        moments = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(policy, optimizer, moments, options=options)
     except Exception as error:  # torch raises many kinds for a file of another run
         problem = f"cannot take up the optimizer of {state}: {reason(error)}"
-        raise UserError(f"{problem}; {ONE_BEFORE}") from None
+        raise UserError(f"{problem}; remove that state to go on from the one before it") from None
 
 
 # ------------------------------------------------------------------------------------------- models

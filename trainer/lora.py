@@ -55,8 +55,7 @@ class LoRALinear(nn.Linear):
         a = torch.empty(rank, self.in_features, device="cpu")
         a.uniform_(-bound, bound, generator=generator)
         self.lora_A = nn.Parameter(a.to(plain.weight.device))
-        b = torch.zeros(self.out_features, rank, device=plain.weight.device)
-        self.lora_B = nn.Parameter(b)
+        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, device=plain.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
         y = kernels.linear(x, self.weight, self.bias)
@@ -149,5 +148,4 @@ def read_adapters(folder: Path, model: nn.Module) -> None:
             if "lora_" in name:
                 parameter.copy_(weights[name].view_as(parameter))
     except Exception as error:  # safetensors has errors of its own kind
-        problem = f"{folder / ADAPTERS} does not fit the model: {reason(error)}"
-        raise UserError(problem) from None
+        raise UserError(f"{folder / ADAPTERS} does not fit the model: {reason(error)}") from None

@@ -31,6 +31,7 @@ from transformers import AttentionInterface
 
 import kernels
 from config import UserError
+from sampler.model import gather_full
 from trainer.attention import packed_attention
 from trainer.batches import MicroBatch, make_micro_batch
 from trainer.loading import packs
@@ -167,9 +168,7 @@ def score(policy: nn.Module, tokens: list[int]) -> list[float]:
 
 def unwrap(policy: nn.Module) -> Policy:
     """The Policy inside DDP. FSDP2 changes a policy in place."""
-    if isinstance(policy, nn.parallel.DistributedDataParallel):
-        return policy.module
-    return policy
+    return getattr(policy, "module", policy)
 
 
 def parallel(policy: Policy, *, fsdp: bool, device) -> nn.Module:
@@ -208,9 +207,8 @@ def backward(policy: nn.Module, batches: list[MicroBatch], **objective) -> list[
     stats = []
     for batch in batches:
         last = len(stats) == len(batches) - 1
-        with contextlib.ExitStack() as stack:
-            if hasattr(policy, "no_sync") and not last:  # DDP
-                stack.enter_context(policy.no_sync())
+        waits = hasattr(policy, "no_sync") and not last  # DDP
+        with policy.no_sync() if waits else contextlib.nullcontext():
             loss, numbers = policy(batch, **objective)
             (loss * world).backward()
         stats.append(numbers)
@@ -219,21 +217,14 @@ def backward(policy: nn.Module, batches: list[MicroBatch], **objective) -> list[
 
 def gradient_norm(policy: nn.Module, limit: float) -> float:
     """Clips the gradient's norm to `limit`; returns the norm before, of all ranks."""
-    norm = nn.utils.clip_grad_norm_(policy.parameters(), limit)
-    if hasattr(norm, "full_tensor"):  # FSDP2
-        norm = norm.full_tensor()
-    return float(norm)
+    return float(gather_full(nn.utils.clip_grad_norm_(policy.parameters(), limit)))
 
 
-def make_optimizer(
-    policy: nn.Module, lr: float, weight_decay: float, beta1: float = 0.9
-) -> torch.optim.AdamW:
+def make_optimizer(policy: nn.Module, lr: float, weight_decay: float, beta1: float = 0.9):
     """AdamW with β2 = 0.95 over what is trained.
 
     At β1 = 0.9 a gradient goes on moving the weights for about ten updates, 1 / (1 − β1). A run of
-    a few steps has no room for that.
-
-    Fused on CUDA, since the other form takes memory of its own.
+    a few steps has no room for that. Fused on CUDA, since the other form takes memory of its own.
     """
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     fused = parameters[0].is_cuda or None  # None: PyTorch's own choice on a CPU

@@ -87,9 +87,8 @@ def lay_out(
     positions = []
     added = []
     rows_of = []
-    before = []
     rows = []
-    for current in inputs:
+    for before, current in zip([[], *inputs], inputs):
         alike = shared_prefix(before, current)
         own = current[alike:]
         rows = rows[:alike] + list(range(len(tokens), len(tokens) + len(own)))
@@ -97,7 +96,6 @@ def lay_out(
         positions += range(alike, len(current))
         added.append(len(own))
         rows_of.append(rows)
-        before = current
     return tokens, positions, added, rows_of
 
 

@@ -139,17 +139,6 @@ def pin(tensor):
     return tensor
 
 
-real_tensor = torch.tensor
-
-
-def tensor(*args, pin_memory=False, **options):
-    """torch.tensor."""
-    made = real_tensor(*args, **options)
-    if pin_memory:
-        return pin(made)
-    return made
-
-
 def launch(kernel, *args, grid, warmup, **options):
     """A kernel's launch: all tensors must be on the device."""
     assert all(x.is_cuda for x in args if isinstance(x, Tensor)), "a kernel got a host's tensor"
@@ -166,7 +155,6 @@ def capture(graphs, static, memory):
 def fake(monkeypatch):
     """All tensors are fake, and what asks the driver is replaced."""
     monkeypatch.delenv("MARS_KERNELS", raising=False)
-    monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
