@@ -20,6 +20,7 @@ Tests: pytest tests/test_bench.py tests/test_almanac.py
 """
 
 import argparse
+import io
 import itertools
 import json
 import statistics
@@ -29,9 +30,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
 from bench.common import RESULTS, ROOT, provenance, read_metrics, save, table
-from plumbing import folders
-from plumbing.metrics import sign_test, with_interval
+from plumbing import curves, folders
+from plumbing.metrics import sign_test, wilson_interval, with_interval
 from whole import made_once
 
 DECODING = ("sampled", "greedy")
@@ -188,6 +193,35 @@ def summarise(study: Study, options: argparse.Namespace) -> list[dict]:
     return rows
 
 
+def picture(study: Study, options: argparse.Namespace) -> bytes:
+    """A PNG of the share of right answers, sampled, with intervals: by arm or start, and seed."""
+    names = dict.fromkeys(name for arm in study.arms for name in (study.start(arm), arm))
+    names = [name for name in names if any(options.records.glob(f"{name}-[0-9]*-sampled.json"))]
+    png = io.BytesIO()
+    with matplotlib.rc_context(curves.LOOK | {"axes.grid.axis": "x"}):
+        figure = Figure(figsize=(6, 0.8 + 0.4 * len(names)), dpi=150, layout="constrained")
+        axes = figure.subplots()
+        for place, seed in enumerate(options.seeds):
+            for row, name in enumerate(names):
+                path = options.records / f"{name}-{seed}-sampled.json"
+                if path.exists():
+                    right, asked = folders.read_json(path)["cells"]["all"]
+                    low, high = wilson_interval(right, asked)
+                    share = right / asked
+                    interval = [[share - low], [high - share]]
+                    color = curves.COLOURS[place % len(curves.COLOURS)]
+                    axes.errorbar(share, row + place / 5, xerr=interval, fmt="o", color=color)
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.margins(y=0.1)
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_formatter(PercentFormatter(1))
+        seeds = ", ".join(map(str, options.seeds))
+        axes.set_title(f"right of the held-out questions; from above, seeds {seeds}", fontsize=9)
+        figure.savefig(png, format="png")
+    return png.getvalue()
+
+
 def compared(mine: list[dict], theirs: list[dict | None], other: str) -> dict:
     """Questions that an arm has right and `other` has not, the reverse, and p, over the seeds.
 
@@ -217,3 +251,4 @@ def main(study: Study, description: str) -> None:
     print(table(rows))
     command = " ".join([f"python -m bench.{study.recipe}", *sys.argv[1:]])
     print(save(f"{study.recipe}/table", command, rows))
+    print(folders.write_whole(RESULTS / study.recipe / "arms.png", picture(study, options)))
