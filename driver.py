@@ -9,6 +9,7 @@ Tests: pytest tests/test_driver.py
 
 import asyncio
 import collections
+import functools
 import selectors
 import threading
 import time
@@ -142,10 +143,10 @@ class Driver:
             tasks.extend(asyncio.ensure_future(episode) for episode in episodes)
             return await asyncio.gather(*tasks)
 
-        loop = asyncio.SelectorEventLoop(IdleSelector(on_idle))
+        new_loop = functools.partial(asyncio.SelectorEventLoop, IdleSelector(on_idle))
         try:
             # At its end the runner cancels the episodes that an error in another one left open.
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            with asyncio.Runner(loop_factory=new_loop) as runner:
                 return runner.run(play_all())
         finally:
             for episode in episodes:

@@ -31,7 +31,6 @@ PACKAGES = ("torch", "triton", "transformers", "numpy", "liger_kernel")
 
 # --- time and memory, on a GPU and on a CPU -------------------------------------------------------
 
-
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # What products are in; a CPU need not have units for bf16.
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32

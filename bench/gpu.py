@@ -43,6 +43,7 @@ from pathlib import Path
 
 import torch
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that it starts
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are defined
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import trainer
 from config import Config, UserError, parse, parser, resolve
 from plumbing import folders, logbook, models, pages
-from plumbing.metrics import failures, ratio, rollout_sums, wilson_interval, with_interval
+from plumbing.metrics import failures, ratio, rollout_sums, wilson_interval
 from plumbing.start import Run, build, new_folder
 from rollout import Method, Trajectory
 from tasks.questions import Question
@@ -170,7 +170,7 @@ def table(rows: list[dict]) -> str:
     """The rows as text: shares in percent, the accuracy's 95 % interval, calls an attempt."""
     lines = [f"{'set':<14}{'n':>6}  {'accuracy (95 %)':<22}{'calls':>8}{'malformed':>11}"]
     for r in rows:
-        accuracy = with_interval(r["accuracy"] * r["questions"], r["questions"])
+        accuracy = f"{r['accuracy']:.1%} ({r['low']:.1%}–{r['high']:.1%})"
         calls = f"{r['calls']:>8.2f}{r['malformed']:>11.1%}"
         lines.append(f"{r['set']:<14}{r['questions']:>6}  {accuracy:<22}{calls}")
     whole = rows[-1]

@@ -86,7 +86,8 @@ def write(
 ) -> None:
     """Appends trajectories to rollouts/step_N.jsonl, and a line of metrics to metrics.jsonl.
 
-    Ranks write in turn: where pages are long, the records of all would take gigabytes of one.
+    Ranks write in turn: where pages are long, all records together would take gigabytes of the
+    first one's memory.
     """
     records = [record(trajectory, run.chat, step, split) for trajectory in trajectories]
     for rank in range(run.ranks):
@@ -358,11 +359,11 @@ def report_card(run: Run, lines: list[dict]) -> str:
     asked = len(run.eval_questions)
     page += ["", f"Held-out accuracy on {asked} questions, with its 95 % interval:", ""]
     for name, draw in draws(run).items():
-        shares = [with_interval(share * asked, asked) for share in ends(lines, f"eval_{name}")]
+        shares = [with_interval(part * asked, asked) for part in ends(lines, f"eval_{name}")]
         page.append(f"- {draw}: {shares[0]} before, {shares[1]} after")
         before, after = (kinds or {} for kinds in ends(lines, f"eval_{name}_by_kind"))
         for kind in sorted(before.keys() & after.keys()):
-            shares = [with_interval(*kinds[kind]) for kinds in (before, after)]
+            shares = [with_interval(*counts[kind]) for counts in (before, after)]
             page.append(f"- {draw}, {kind}: {shares[0]} before, {shares[1]} after")
     return pages.plain("\n".join(page) + "\n")
 

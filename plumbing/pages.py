@@ -27,7 +27,7 @@ SIGNS = {"up": "▲", "down": "▼", "flat": "●"}
 
 
 def of_run(run: Path, *, steps: list[int] | None = None, questions: int = 3) -> Path:
-    """Writes RUN/trajectories.html: `choose` says of what. UserError when there is nothing."""
+    """Writes RUN/trajectories.html, of what `choose` picks. UserError if there is nothing."""
     title = f"Trajectories of run {cut(run.resolve().name, 60)}"
     return write(run / "trajectories.html", title, choose(run, steps, questions), roles_of(run))
 

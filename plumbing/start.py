@@ -121,7 +121,7 @@ def build(
     servers = outside.pop("servers")
     tokenizer = models.load_tokenizer(start)
     tools = outside["tools"]
-    if "<s2>" in tokenizer.get_vocab():  # one token: the model was made for a toy's language
+    if "<s2>" in tokenizer.get_vocab():  # as one token: the model speaks a toy's language
         chat = language(tokenizer, [tool.name for tool in tools])
     else:
         chat = ChatFormat(tokenizer, method.words(config, tools), tools)
@@ -129,8 +129,8 @@ def build(
         method.fits(config, chat, question)
 
     origin = state[1] / "model" if state and not config.lora_rank else start
-    # The sampler copies from the CPU, and FSDP takes layer by layer to the device. Weights that are
-    # trained are fp32; the frozen ones beside adapters have the arithmetic's type.
+    # The sampler copies from the CPU, and FSDP takes layer by layer to the device. Only what is
+    # trained is fp32; other weights, as those beside adapters, have the arithmetic's type.
     device = machine.device if training and not config.fsdp else "cpu"
     dtype = torch.float32 if training and not config.lora_rank else machine.dtype
     model = trainer.load_model(origin, device, dtype=dtype)
@@ -140,8 +140,8 @@ def build(
     # is the model itself, as long as it has none or they are off.
     first = model
     if not config.lora_rank and (config.frozen() or config.kl_beta):
-        device = machine.device if config.kl_beta else "cpu"
-        first = trainer.load_model(frozen or start, device, dtype=machine.dtype)
+        where = machine.device if config.kl_beta else "cpu"
+        first = trainer.load_model(frozen or start, where, dtype=machine.dtype)
     if config.server:
         sampler = make_remote(config, servers, origin, model, machine)
     else:

@@ -99,15 +99,17 @@ def plan_cascade(q: Tensor, k_pages: Tensor, batch: Batch) -> Cascade:
     begins = np.zeros(rows, np.int32)
     for run in runs:
         begins[run.begin : run.end] = run.last * page_size
+    lengths = batch.lengths[:rows].numpy()
+    slots = table[:, :, None] * page_size + np.arange(page_size, dtype=np.int32)
+    slots = slots.reshape(rows, -1)  # [rows, tokens]
     # A query head has a line with an entry for each own token of its row: where the token's key
     # vector for this head lies in k_pages.view(-1, Dh).
-    slots = table[:, :, None] * page_size + np.arange(page_size, dtype=np.int32)
     kv_head = np.arange(heads, dtype=np.int32) // (heads // kv_heads)
-    vectors = slots.reshape(rows, 1, -1) * kv_heads + kv_head[:, None]  # [rows, Hq, W · page_size]
-    position = np.arange(vectors.shape[2])
-    lengths = batch.lengths[:rows].numpy()
-    own_tokens = (position >= begins[:, None]) & (position < lengths[:, None])
-    columns = vectors[own_tokens[:, None].repeat(heads, 1)]
+    lines = [
+        row[begin:end] * kv_heads + kv_head[:, None]  # [Hq, own tokens]
+        for row, begin, end in zip(slots, begins, lengths)
+    ]
+    columns = np.concatenate(lines, axis=None)
     counts = np.repeat(lengths - begins, heads)
     offsets = counts.cumsum(dtype=np.int32) - counts
     # Indices of half the width are read faster. No memory holds 2^31 key vectors.

@@ -60,8 +60,8 @@ def sample_token(
 
     temperature [B]: 0 is greedy; None is 1 everywhere. top_p [B]: the draw is restricted to the
     likeliest tokens that together reach it; None is 1 everywhere. The log-prob is always that of
-    the full vocabulary at the temperature (at 1 where it is greedy). memory, fp32 of any size, is
-    that of the last draw, used again: fresh pages cost more than the sums.
+    the full vocabulary at the temperature (at 1 where it is greedy). memory: an fp32 tensor that is
+    resized and overwritten, the same one each time: fresh pages cost more than the sums.
     """
     if temperature is not None:
         is_greedy = temperature == 0

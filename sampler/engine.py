@@ -60,7 +60,7 @@ class Sampler:
     prefilled in one step at most, so that a long prompt does not starve the rows that decode
     (default 512; on CUDA 8,192). dtype: of weights and cache (default the model's; on CUDA bf16).
 
-    overlap and buckets: see the head of this file; on for CUDA, and anywhere for tests.
+    overlap and buckets: see the head of this file; by default on CUDA only, in tests anywhere.
     """
 
     failure = RuntimeError  # what a request that ends with an error raises

@@ -65,7 +65,7 @@ def head_size(config) -> int:
 
 
 def gather_full(parameter: Tensor) -> Tensor:
-    """A parameter's values; where it is sharded (FSDP2) every rank must call this."""
+    """A tensor's values, without gradient; where it is sharded (FSDP2) every rank must call it."""
     if hasattr(parameter, "full_tensor"):
         parameter = parameter.full_tensor()
     return parameter.detach()
@@ -174,8 +174,8 @@ class Model:
                 )
             weight = self.weights[name].copy_(value)
             if matrix and not cuda and can_pack(weight.dtype):
-                rows_out = weight.t().contiguous()  # [out, in]
-                self.packed[name] = torch.ops.mkldnn._reorder_linear_weight(rows_out)
+                # From [out, in].
+                self.packed[name] = torch.ops.mkldnn._reorder_linear_weight(weight.t().contiguous())
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x [T, in] -> [T, out]."""

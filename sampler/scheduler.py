@@ -34,6 +34,7 @@ from sampler.plan import Batch, Copies, Decode, Rows, plan_decode, plan_prefill
 from sampler.request import Completion, Conversation, Request
 
 number_of = attrgetter("number")
+age_of = attrgetter("age")
 prompt_of = attrgetter("prompt")
 
 
@@ -132,7 +133,7 @@ class Scheduler:
     def _youngest_idle(self, but: Conversation | None = None) -> Conversation | None:
         """The youngest conversation, other than `but`, that holds pages and no row."""
         idle = [holder for holder in self.holders if holder.idle and holder is not but]
-        return max(idle, key=attrgetter("age"), default=None)
+        return max(idle, key=age_of, default=None)
 
     def _enter(self, request: Request, leader: Conversation | None, shared: int) -> Copies:
         """Gives a request a row, and its conversation pages: the first ones from its leader."""
@@ -289,7 +290,8 @@ class Scheduler:
             if holder.prompt == prompt:
                 return holder, len(prompt) - 1
             # The last token of a prompt is not prefilled.
-            common = common_prefix(prompt[:-1], holder.prompt[:-1])
+            common = common_prefix(prompt, holder.prompt)
+            common = min(common, len(prompt) - 1, len(holder.prompt) - 1)
             full = common - common % self.pages.size
             if full > shared:
                 leader, shared = holder, full

@@ -157,7 +157,7 @@ class Remote:
         self.probe = [37 * i % min(self.vocabulary, 1000) for i in range(1, length + 1)]
         self.turns = threading.Semaphore(self.parallel)
 
-    # ---- what callers use, as of Sampler
+    # ---- what callers use: Sampler's
 
     @property
     def busy(self) -> bool:

@@ -52,7 +52,7 @@ def make_document(id: str, title: str, url: str, text: str) -> Document:
 
 
 def from_contents(id: str, title: str | None, url: str | None, contents: str) -> Document:
-    """A Document as Search-R1 writes it: where no title is given, contents of `"Title"\\ntext`."""
+    """A Document. Without a title, contents of `"Title"\\ntext` give it, as Search-R1 writes."""
     first, _, rest = contents.partition("\n")
     first = first.strip()
     if not title and rest and len(first) > 2 and first[0] == first[-1] == '"':
@@ -94,7 +94,7 @@ def read_documents(path: Path) -> list[Document]:
 def files_below(folder: Path) -> list[Path]:
     """The files below a folder, sorted, without hidden ones and what lies in hidden folders."""
     files = []
-    closed = []  # folders, which will be listed as skipped
+    closed = []  # errors, whose folders will be listed as skipped
     for parent, folders, names in os.walk(folder, onerror=closed.append):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(parent, name) for name in names if not name.startswith(".")]
@@ -142,8 +142,8 @@ def _read_jsonl(path: Path) -> list[Document]:
                 continue
             try:
                 row = json.loads(line)
-                given = row.get("title"), row.get("url"), row["contents"]
-                document = from_contents(str(row["id"]), *given)
+                title, url = row.get("title"), row.get("url")
+                document = from_contents(str(row["id"]), title, url, row["contents"])
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
                 document = None
             if document is None or document.id in documents:

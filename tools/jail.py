@@ -49,9 +49,6 @@ LANDLOCK_PATH_BENEATH = 1
 READ_FILE = 1 << 2
 READ_DIR = 1 << 3
 
-# The folders of the trainer's packages, which a program may import from.
-PACKAGES = ("/site-packages", "/dist-packages")
-
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_NO_NEW_PRIVS = 38
@@ -75,6 +72,8 @@ NOT_OF_THIS_ARCHITECTURE = -33
 # User numbers from here on belong to nobody: above what systemd, containers and subuid files use.
 FIRST_UNUSED_USER = 0x70000000
 MOST_TASKS = 1 << 16
+# How the folders end that hold the trainer's packages; a program may import from them.
+PACKAGES = ("/site-packages", "/dist-packages")
 
 libc = ctypes.CDLL(None, use_errno=True)
 

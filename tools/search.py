@@ -202,7 +202,9 @@ def with_pages(found: list[Document], read: Callable[[str], str]) -> list[Docume
         why = f"none of the {len(errors)} pages found could be read: {errors[0]}"
         raise ToolError(one_line(why, web.LONGEST_MESSAGE))
     return [
-        replace(document, text=f"{UNREAD}\n{document.text}") if page in errors else page
+        replace(document, text=f"{UNREAD}\n{document.text}")
+        if isinstance(page, ToolError)
+        else page
         for document, page in zip(found, pages, strict=True)
     ]
 

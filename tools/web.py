@@ -71,7 +71,7 @@ class Client:
 
     cache: Path | None  # a folder, or None to keep nothing
     timeout: float = 20.0  # seconds for one exchange
-    tries: int = 5  # how often, a 429 aside
+    tries: int = 5  # of one call; a 429 uses up none
 
     def __post_init__(self):
         import httpx2  # here, so that a run without any service does not need it

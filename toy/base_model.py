@@ -101,7 +101,7 @@ def sentences_of(chunk: list[str]) -> list[str]:
 
 
 def note_on(chunk: list[str], fact: str, distil: bool) -> str:
-    """What System 1 writes: the fact or "none .", or else what the chunk begins with."""
+    """What System 1 writes: the fact or "none ."; without `distil` what the chunk begins with."""
     sentences = sentences_of(chunk)
     if not distil:
         return sentences[0]

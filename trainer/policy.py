@@ -167,7 +167,7 @@ def score(policy: nn.Module, tokens: list[int]) -> list[float]:
 
 
 def unwrap(policy: nn.Module) -> Policy:
-    """The Policy inside DDP. FSDP2 changes a policy in place."""
+    """The Policy itself: DDP holds it as `module`, FSDP2 changes it in place."""
     return getattr(policy, "module", policy)
 
 
@@ -207,8 +207,8 @@ def backward(policy: nn.Module, batches: list[MicroBatch], **objective) -> list[
     stats = []
     for batch in batches:
         last = len(stats) == len(batches) - 1
-        waits = hasattr(policy, "no_sync") and not last  # DDP
-        with policy.no_sync() if waits else contextlib.nullcontext():
+        alone = hasattr(policy, "no_sync") and not last  # DDP adds ranks' gradients up at the last
+        with policy.no_sync() if alone else contextlib.nullcontext():
             loss, numbers = policy(batch, **objective)
             (loss * world).backward()
         stats.append(numbers)

@@ -13,6 +13,7 @@ micro-batches; where nothing is shared, that is plain packing.
 Tests: `pytest tests/test_prefixes.py`.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -88,7 +89,7 @@ def lay_out(
     added = []
     rows_of = []
     rows = []
-    for before, current in zip([[], *inputs], inputs):
+    for before, current in itertools.pairwise([[], *inputs]):
         alike = shared_prefix(before, current)
         own = current[alike:]
         rows = rows[:alike] + list(range(len(tokens), len(tokens) + len(own)))
