@@ -15,7 +15,7 @@ This file is the whole method. Read on in rollout.py, grpo.py, binpack.py, and i
 that all methods share.
 
     python mars.py                             the embedded toy: CPU, no key, no download, minutes
-    torchrun --nproc_per_node=8 mars.py        the same on 8 processes (gloo on CPU, nccl on CUDA)
+    torchrun --nproc_per_node=8 mars.py        the same on 8 processes
     python mars.py eval CKPT …      python mars.py ask CKPT "question"      python view.py RUN
 
     # the paper's setting, Qwen3-8B
