@@ -341,7 +341,7 @@ def complete(preset: str, tools: list[Tool], command: str, given: dict) -> dict:
     if given.get("system1", "train") != "train":  # there is nothing to draw from
         given = {"balance": "uniform"} | given
     if command != "train":
-        models.find_checkpoint(METHOD.name, given["checkpoint"])  # refuses a mistyped name
+        models.find_checkpoint(preset, given["checkpoint"])  # refuses a mistyped name
         run = models.run_of(Path(given["checkpoint"]))
         saved = folders.read_json(run / "config.json") if run else PRESETS[preset]
         if command == "eval":  # the held-out questions are the same ones, however many are asked

@@ -1,6 +1,7 @@
 """The almanac: golds stand in the pages, what is held out is not trained, the rules of credit."""
 
 import asyncio
+import dataclasses
 import importlib.util
 import json
 import random
@@ -296,7 +297,8 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         if asking:
             evaluation.refuse_ignored(AlmanacConfig, given, asking=False)
             given = almanac.complete(preset, [], "eval", given | {"checkpoint": words[1]})
-            config = evaluation.settings(almanac.METHOD, given, asking=False)
+            method = dataclasses.replace(almanac.METHOD, name=preset)
+            config = evaluation.settings(method, given, asking=False)
             arm = name.removeprefix("start-").rsplit("-", 2)[0]
             reads = parse(parser(AlmanacConfig, ""), bench.STUDY.arms.get(arm, []))
             assert reads.items() <= vars(config).items()
@@ -313,8 +315,11 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         (folder / "metrics.jsonl").write_text('{"step": 3, "eval_step": 4}\n')
 
     def find_checkpoint(method, path):
+        """It refuses a run of another method, and a method has its preset's name."""
         config = Path(path) / "config.json"
-        return path, json.loads(config.read_text()) if config.exists() else None
+        made = json.loads(config.read_text()) if config.exists() else None
+        assert made is None or method == made["preset"]
+        return path, made
 
     monkeypatch.setattr(models, "find_checkpoint", find_checkpoint)
     monkeypatch.setattr(models, "run_of", lambda path: path if path.is_dir() else None)
