@@ -114,7 +114,7 @@ def refuse_blind(run: Run, step: int, metrics: dict, trajectories: list[Trajecto
 
 
 def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
-    """`inner_steps` optimizer steps on L = Σ over the terms, each on a part of the questions."""
+    """Optimizer steps on L = Σ over the terms: `inner_steps`, which share out the questions."""
     config = run.config
     objective = {
         "clip_low": config.clip,

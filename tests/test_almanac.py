@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.chat import QWEN25, tokenizer
 from helpers.samples import text_of
+from matplotlib.axes import Axes
 
 import mars
 from bench import almanac as bench
@@ -334,3 +335,23 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
     shutil.rmtree(options.runs)  # an evaluation with its record needs no run
     arms.run_missing(bench.STUDY, options)
     assert len(done) == made
+
+
+def test_the_picture_has_a_dot_with_its_interval_for_each_record(tmp_path, monkeypatch):
+    for name, right in (("start-5", 1), ("mars-5", 3), ("mars-6", 4), ("none-5", 2)):
+        record = json.dumps({"cells": {"all": [right, 4]}})
+        (tmp_path / f"{name}-sampled.json").write_text(record)
+    drawn = []
+    plain = Axes.errorbar
+
+    def errorbar(self, x, y, **options):
+        drawn.append((x, y))
+        ((below,), (above,)) = options["xerr"]
+        assert below >= 0 and above >= 0 and below + above > 0.3
+        return plain(self, x, y, **options)
+
+    monkeypatch.setattr(Axes, "errorbar", errorbar)
+    png = arms.picture(bench.STUDY, Namespace(records=tmp_path, seeds=[5, 6]))
+    assert png.startswith(b"\x89PNG")
+    # Rows: start, mars, none.
+    assert sorted(drawn) == [(0.25, 0), (0.5, 2), (0.75, 1), (1.0, 1.2)]

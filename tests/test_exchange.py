@@ -10,6 +10,7 @@ from helpers.launch import launch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from config import UserError
 from plumbing import outside
 from trainer import exchange
 
@@ -101,3 +102,13 @@ def test_on_gpus_objects_go_by_way_of_the_cpu(monkeypatch):
     outside.join(SimpleNamespace())
     assert calls.init_process_group.call_args.args == ("cpu:gloo,cuda:nccl",)
     calls.all_reduce.assert_called_once()
+
+
+def test_machines_that_cannot_reach_each_other_are_one_sentence(monkeypatch):
+    two = outside.Machine(torch.device("cpu"), rank=0, ranks=2, bf16=False)
+    monkeypatch.setattr(outside, "place", lambda config: two)
+    monkeypatch.setattr(outside.sys, "excepthook", None)
+    begin = Mock(side_effect=RuntimeError("Gloo connectFullMesh failed\nat a line"))
+    monkeypatch.setattr(outside.dist, "init_process_group", begin)
+    with pytest.raises(UserError, match=r"connectFullMesh failed\).*GLOO_SOCKET_IFNAME"):
+        outside.join(SimpleNamespace())

@@ -170,11 +170,11 @@ def wild_guess(plan: world.Plan, asked: world.World, rng: random.Random) -> str:
     return rng.choice(next(values for values in sorts if plan.answer in values))
 
 
-ATTRIBUTES = tuple(world.ATTRIBUTES)
+ALL_ATTRIBUTES = tuple(world.ATTRIBUTES)
 
 
 def random_request(
-    asked: world.World, rng: random.Random, attributes: Sequence[str] = ATTRIBUTES
+    asked: world.World, rng: random.Random, attributes: Sequence[str] = ALL_ATTRIBUTES
 ) -> tuple[str, str]:
     """A (name, attribute) that has a value in this world."""
     attribute = rng.choice(attributes)
@@ -194,7 +194,7 @@ def made_up_chunk(library: Library, rng: random.Random) -> tuple[list[str], str]
     Half of the time the facts are of two attributes only, which are easily confused.
     """
     invented = library.world
-    attributes = rng.sample(ATTRIBUTES, 2 if rng.random() < 0.5 else len(ATTRIBUTES))
+    attributes = rng.sample(ALL_ATTRIBUTES, 2 if rng.random() < 0.5 else len(ALL_ATTRIBUTES))
     told = [random_request(invented, rng, attributes) for _ in range(rng.randint(4, 11))]
     sentences = [invented.sentence(*request) for request in told]
     for _ in range(rng.randint(0, 3)):

@@ -61,7 +61,7 @@ def moves(sizes: list[dict[Lot, int]]) -> Iterator[tuple[Lot, int, int]]:
     """The lots that move: (lot, from this rank, to that). `sizes[rank]` are a rank's tokens by lot.
 
     Largest first: a lot stays if its rank then has at most the mean, else it goes to the rank with
-    the least so far. So none gets more than the mean plus one lot.
+    the least so far. So none has more than the mean plus one lot.
     """
     lots = [(size, rank, lot) for rank, own in enumerate(sizes) for lot, size in own.items()]
     mean = sum(size for size, _, _ in lots) / len(sizes)
