@@ -1,10 +1,12 @@
-"""The two forms of a kernel that a machine can test, for the tests of kernels/."""
+"""The forms of a kernel that a machine can test, and a stand-in for what only CUDA has."""
 
 import numpy
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import kernels
+from sampler import attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -26,3 +28,20 @@ def without_triton() -> str:
 
 needs_triton = pytest.mark.skipif(bool(without_triton()), reason=without_triton() or "never")
 FORMS = ["reference", pytest.param("triton", marks=needs_triton)]
+
+
+def plain_varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+    """torch's varlen_attn, sequence by sequence: causal, and the last query sees all keys."""
+    assert window_size == (-1, 0)
+    assert enable_gqa == attention.VARLEN_GROUPS_HEADS
+    assert enable_gqa or k.shape[1] == v.shape[1] == q.shape[1]
+    queries, keys = cu_q.diff().tolist(), cu_k.diff().tolist()
+    assert (max_q, max_k) == (max(queries), max(keys))
+    out = []
+    for query, key, value in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
+        ahead = len(key) - len(query)
+        mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(ahead)
+        row = (x.transpose(0, 1)[None] for x in (query, key, value))
+        mixed = scaled_dot_product_attention(*row, mask, scale=scale, enable_gqa=enable_gqa)
+        out.append(mixed[0].transpose(0, 1))
+    return torch.cat(out)

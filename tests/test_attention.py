@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from helpers import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_forms import needs_triton
+from kernel_forms import needs_triton, plain_varlen_attn
 from mutants import load_mutant
 
 import kernels
@@ -95,37 +95,16 @@ def test_large_scores():
 
 @pytest.mark.parametrize("gqa", [True, False], ids=["torch 2.13", "torch 2.11"])
 def test_varlen_prefill_passes_the_right_bounds(monkeypatch, gqa):
-    """The CUDA prefill, with a loop in place of varlen_attn, against the row-wise form."""
-
-    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
-        assert window_size == (-1, 0) and enable_gqa == gqa
-        assert gqa or k.shape == v.shape == (len(k), *q.shape[1:])
-        out = []
-        for i in range(len(cu_q) - 1):
-            (a, b), (c, d) = cu_q[i : i + 2].tolist(), cu_k[i : i + 2].tolist()
-            assert b - a <= max_q and d - c <= max_k
-            mask = torch.arange(d - c) <= torch.arange(d - c - (b - a), d - c)[:, None]
-            row = F.scaled_dot_product_attention(
-                *(x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])),
-                scale=scale,
-                attn_mask=mask,
-                enable_gqa=True,
-            )
-            out.append(row[0].transpose(0, 1))
-        return torch.cat(out)
-
-    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    """The CUDA prefill, by a plain varlen_attn, against the row-wise form."""
+    monkeypatch.setattr(attention, "varlen_attn", plain_varlen_attn)
     monkeypatch.setattr(attention, "VARLEN_GROUPS_HEADS", gqa)
     k_pages, v_pages = torch.randn(2, 24, PAGE, 2, 16)
     table = torch.stack([torch.randperm(24)[:5] for _ in range(3)]).int()
     lengths = torch.tensor([17, 9, 4], dtype=torch.int32)
     # The last 5 of 17, all 9, the last one of 4.
     batch = Batch(None, None, None, table, lengths, starts=[0, 5, 14, 15], spans=[17, 9, 4])
-    q = torch.randn(15, 4, 16)
-    args = q, k_pages, v_pages, batch, 0.25
-    assert torch.allclose(
-        attention.packed_attention(*args), attention.row_attention(*args), atol=1e-5
-    )
+    args = torch.randn(15, 4, 16), k_pages, v_pages, batch, 0.25
+    torch.testing.assert_close(attention.packed_attention(*args), attention.row_attention(*args))
 
 
 # ---------------------------------------------------------------- runs of the Triton kernel
