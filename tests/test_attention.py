@@ -11,7 +11,7 @@ from helpers import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_forms import needs_triton, plain_varlen_attn
-from mutants import load_mutant
+from mutants import load_mutant, read_mutants
 
 import kernels
 from kernels.paged_attention import LEVELS, reference, triton_paged_attention
@@ -21,6 +21,7 @@ from sampler.plan import Batch, kernel_runs
 # The package `kernels` exports a function under the name of this module.
 paged_attention = importlib.import_module("kernels.paged_attention")
 PAGE = 4
+CONFIG = {"block": 16, "num_warps": 4, "num_stages": 1}
 
 
 def random_tree(seed: int, count: int, page_size: int):
@@ -133,7 +134,7 @@ def test_runs_change_nothing_but_the_reads(
         most = paged_attention.rows_of_a_run(heads[0] // heads[1])
         runs = kernel_runs(batch.block_table.numpy(), np.array(batch.spans), page_size, most)
         arguments = *tensors, batch.block_table, batch.lengths
-        config = {"block": block, "num_warps": 4, "num_stages": 1}
+        config = CONFIG | {"block": block}
         out = triton_paged_attention(
             *arguments, scale=scale, runs=torch.from_numpy(runs), splits=splits, config=config
         )
@@ -164,47 +165,52 @@ def test_a_group_reads_its_prompt_once():
     assert (runs[:, 3] - runs[:, 2]).sum() == (2 * 64 + 16 * 2) * 16
 
 
-RUN_MUTANTS = {  # name: (what stands in kernels/paged_attention.py, what the mutant has)
-    "last row forgotten": ("m < (end - begin) * SHARING", "m < (end - begin - 1) * SHARING"),
-    "levels in one part": ("level * shared_splits + split", "split"),
-    "parts that nobody wrote": ("torch.zeros_like(part_max)", "torch.ones_like(part_max)"),
-    "heads of other keys": ("m // SHARING * HQ + m % SHARING", "m"),
-    "each run begins at 0": ("first = run_first + split * piece", "first = split * piece"),
-}
+RUN_MUTANTS = read_mutants(  # of kernels/paged_attention.py
+    """
+last row forgotten :: m < (end - begin) * SHARING → m < (end - begin - 1) * SHARING
+levels in one part :: level * shared_splits + split → split
+parts that nobody wrote :: torch.zeros_like(part_max) → torch.ones_like(part_max)
+heads of other keys :: m // SHARING * HQ + m % SHARING → m
+each run begins at 0 :: first = run_first + split * piece → first = split * piece
+"""
+)
 
 
-def run_check(function):
-    """A prompt of six rows, and a turn of three of them behind it."""
+def check_runs(module):
+    """A prompt of four rows, and a turn of two of them behind it."""
     prompt, turn = [0, 1, 2], [3, 4]
-    table = [prompt + turn + [5 + i] for i in range(3)] + [prompt + [8 + i, 0, 0] for i in range(3)]
-    lengths = [24, 21, 23, 14, 13, 16]
+    table = [prompt + turn + [5 + i] for i in range(2)] + [prompt + [8 + i, 0, 0] for i in range(2)]
+    lengths = [24, 21, 14, 13]
     torch.manual_seed(0)
-    q = torch.randn(6, 4, 16)
+    q = torch.randn(4, 4, 16)
     pages = torch.randn(2, 12, PAGE, 2, 16)
     runs = kernel_runs(np.array(table, np.int32), np.array(lengths), PAGE, 8)
-    assert runs[:2].tolist() == [[0, 6, 0, 12, 0], [0, 3, 12, 20, 1]]
+    assert runs[:2].tolist() == [[0, 4, 0, 12, 0], [0, 2, 12, 20, 1]]
     table, lengths, runs = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths, runs))
-    config = {"block": 16, "num_warps": 4, "num_stages": 1}
-    out = function(q, *pages, table, lengths, scale=0.5, runs=runs, splits=2, config=config)
+    out = module.triton_paged_attention(
+        q, *pages, table, lengths, scale=0.5, runs=runs, splits=2, config=CONFIG
+    )
     expected = reference(q, *pages, table, lengths, scale=0.5)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 @needs_triton
-@pytest.mark.parametrize("name", RUN_MUTANTS)
-def test_mutants_of_the_runs_are_caught(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", [None, *RUN_MUTANTS])
+def test_runs_of_two_levels_and_their_mutants(name, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "LEAST_TOKENS", 1)
-    run_check(triton_paged_attention)
-    mutant = load_mutant("kernels/paged_attention.py", *RUN_MUTANTS[name], tmp_path)
-    with pytest.raises(AssertionError):
-        run_check(mutant.triton_paged_attention)
+    if name is None:
+        check_runs(paged_attention)
+    else:
+        mutant = load_mutant("kernels/paged_attention.py", *RUN_MUTANTS[name], tmp_path)
+        with pytest.raises(AssertionError):
+            check_runs(mutant)
 
 
 @needs_triton
 def test_a_sampler_on_the_kernels_chooses_the_same_tokens(monkeypatch):
     """Groups of a shared prompt, and padded batches; all kernels are Triton's."""
-    model = tiny.model("qwen3")
-    prompts = [[i, *range(12)] for i in (1, 1, 2, 2)]
+    model = tiny.lively("Qwen3", num_hidden_layers=1, head_dim=16)
+    prompts = [[i, *range(4)] for i in (1, 1, 2, 2)]
 
     def answers():
         sampler = Sampler(model, max_tokens=400, page_size=4, buckets=True, max_sequences=6)

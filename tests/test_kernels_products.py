@@ -1,70 +1,61 @@
 """oneDNN's products beside fp64: gradients, the fused loss, and a whole policy."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.tiny import CPU, OBJECTIVE, make_samples, model, weigh
-from test_kernels_loss import CASES, check, make_case
+from test_kernels_loss import CASES, LL, check, make_case, use_small_chunks
 
 import kernels
 import trainer
 from kernels import products
 
-needs_onednn = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="PyTorch has no oneDNN here"
 )
 
 
 @pytest.fixture
 def counted(monkeypatch):
-    """As on a machine where oneDNN is faster; a list with an entry for each of its products."""
-    calls = []
-    plain = products.onednn
-
-    def noted(a, b):
-        calls.append((a.shape, b.shape))
-        return plain(a, b)
-
+    """As on a machine where oneDNN is faster; the mock that counts its products."""
+    watched = Mock(side_effect=products.onednn)
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
-    monkeypatch.setattr(products, "onednn", noted)
-    return calls
+    monkeypatch.setattr(products, "onednn", watched)
+    return watched
 
 
 def gradients(function, dtype, bias: bool):
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 37, 24), (19, 24), (19,)][: 2 + bias]
     inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    for x in inputs:
-        x.requires_grad_()
-    y = function(*inputs)
+    y = function(*[x.requires_grad_() for x in inputs])
     above = torch.randn(y.shape, generator=generator).to(dtype)
     return [y.detach(), *torch.autograd.grad(y, inputs, above)]
 
 
-@needs_onednn
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_and_its_gradients_are_those_of_fp64(bias, counted):
     found = gradients(products.linear, torch.float32, bias)
-    assert len(counted) == 3
+    assert counted.call_count == 3
     for value, truth in zip(found, gradients(F.linear, torch.float64, bias), strict=True):
         assert value.dtype == torch.float32
         assert (value - truth).norm() < 1e-6 * truth.norm()  # bf16 would be off by 4e-3
     gradients(products.linear, torch.float64, bias)
     with torch.autocast("cpu", torch.bfloat16):
         products.linear(torch.ones(2, 3), torch.ones(4, 3))
-    assert len(counted) == 3, "other types and autocast are PyTorch's"
+    assert counted.call_count == 3, "other types and autocast are PyTorch's"
 
 
-@needs_onednn
 @pytest.mark.parametrize("name", ["usual", "all masked"])
 def test_the_fused_loss_by_onednn(name, counted, monkeypatch):
     monkeypatch.setenv("MARS_KERNELS", "reference")
-    case = {n: x.cpu() if torch.is_tensor(x) else x for n, x in make_case(**CASES[name]).items()}
-    check(kernels.linear_grpo_loss, case)
-    assert bool(counted) == (name == "usual")
+    use_small_chunks(LL, monkeypatch)
+    check(kernels.linear_grpo_loss, make_case(**CASES[name], device="cpu"))
+    assert counted.called == (name == "usual")
 
 
-@needs_onednn
 def test_a_policy_with_adapters_by_onednn(counted, monkeypatch):
     found = []
     for faster in (True, False):
@@ -75,12 +66,11 @@ def test_a_policy_with_adapters_by_onednn(counted, monkeypatch):
         (batch,) = trainer.micro_batches(make_samples(), weigh(make_samples()), 10_000, CPU)
         trainer.backward(policy, [batch], **OBJECTIVE)
         found.append([p.grad for p in policy.parameters() if p.requires_grad])
-        assert len(counted) > 2 * 7 * 2
+        assert counted.call_count > 2 * 7 * 2
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-@needs_onednn
 @pytest.mark.parametrize(
     "cpu, faster",
     [

@@ -92,18 +92,14 @@ class Live(TorchDispatchMode):
         self.sizes = {}
         self.peak = 0
 
-    def note(self, storage):
-        key = storage._cdata
-        if key not in self.sizes:
-            self.sizes[key] = storage.nbytes()
-            self.peak = max(self.peak, sum(self.sizes.values()))
-            weakref.finalize(storage, self.sizes.pop, key)
-
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.note(tensor.untyped_storage())
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage and storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.peak = max(self.peak, sum(self.sizes.values()))
+                weakref.finalize(storage, self.sizes.pop, storage._cdata)
         return out
 
 
@@ -142,15 +138,14 @@ LINES_24_GB = re.findall(r"\| `(--model Qwen/Qwen3-.*)` \|", DOCS)
 assert {line.split()[1].removeprefix("Qwen/Qwen3-") for line in LINES_24_GB} == set(QWEN3)
 
 
-def plan_of(options: str, gib: int, world: int, monkeypatch, folder) -> str:
-    """The plan of a run of a Qwen3 on cards that show `gib` GiB."""
+def plan_of(options: str, *where) -> str:
+    """As `plan_with`, for a command's options."""
     given = parse(parser(mars.MarsConfig, ""), options.split())
-    config = resolve(mars.MarsConfig, given, presets=mars.METHOD.presets)
-    return plan_with(config, gib, world, monkeypatch, folder)
+    return plan_with(resolve(mars.MarsConfig, given, presets=mars.METHOD.presets), *where)
 
 
 def plan_with(config, gib: int, world: int, monkeypatch, folder) -> str:
-    """The same for settings that are there."""
+    """The plan of a run of a Qwen3 on cards that show `gib` GiB."""
     name = config.model.removeprefix("Qwen/Qwen3-")
     sizes = "hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
     shape = dict(zip(sizes, QWEN3[name], strict=True)) | {"tie_word_embeddings": name != "8B"}
@@ -184,7 +179,7 @@ def test_what_the_docs_offer_for_24_gb_fits(options, tmp_path, monkeypatch):
     (limits,) = re.findall(r"--sys2_context 8192 .*", DOCS)
     given = f"{limits} {options}", 22, 1, monkeypatch, tmp_path
     if options in TOO_LARGE:
-        with pytest.raises(UserError, match=f"a process needs {TOO_LARGE[options]}"):
+        with pytest.raises(UserError, match=f"needs {TOO_LARGE[options]}"):
             plan_of(*given)
     else:
         assert "of 22.0" in plan_of(*given)
@@ -205,7 +200,9 @@ def test_the_plan_of_a_cpu(tmp_path, monkeypatch):
     # GPT-2 has no num_key_value_heads, head_dim or intermediate_size.
     GPT2Config(n_embd=64, n_head=4, n_layer=3).save_pretrained(tmp_path / "gpt2")
     assert plan(tmp_path / "gpt2")
-    monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else 1000)
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else GIB)
+    assert "of 1.0" in plan(folder)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UserError, match="--fsdp"):
         plan(folder)
     (folder / "config.json").write_text("[]")
