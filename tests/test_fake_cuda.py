@@ -10,8 +10,6 @@ import torch
 import kernels
 
 ROOT = Path(__file__).parent.parent
-
-
 missing = torch.version.cuda is None or kernels.triton is None
 reason = "fake CUDA tensors need a build of torch with CUDA, Triton, and no GPU"
 

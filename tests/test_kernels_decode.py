@@ -49,7 +49,7 @@ def convert(case, dtype):
 
 def attention_case(
     lengths,
-    Hq=8,
+    Hq=4,
     Hkv=2,
     Dh=32,
     page_size=32,
@@ -58,13 +58,12 @@ def attention_case(
     scale=0.1,
     layout=torch.Tensor.contiguous,
     dtype=torch.float32,
-    seed=0,
 ):
     """Arguments of paged_attention.
 
     What must not be read is NaN in the pages and far outside the pool in the block table.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     B = len(lengths)
     width = max(1, math.ceil(max(lengths, default=0) / page_size)) + spare
     count = B * width + 1
@@ -82,12 +81,10 @@ def attention_case(
         "q": torch.randn(B, Hq, Dh, generator=generator),
         "k_pages": k_pages,
         "v_pages": v_pages,
-        "block_table": table,
         "lengths": torch.tensor(lengths, dtype=torch.int32),
         "scale": scale,
     }
-    case = convert(case, dtype)
-    return case | {"block_table": layout(case["block_table"])}
+    return convert(case, dtype) | {"block_table": layout(table.to(DEVICE))}
 
 
 # A GPU's exp2 is approximate.
@@ -109,11 +106,11 @@ def columns_together(table):
 
 ATTENTION_CASES = {
     "odd lengths and padding rows": dict(lengths=[1, 0, 131, 77, 0]),
-    "page boundaries": dict(lengths=[31, 32, 33, 64, 65, 96]),
+    "page boundaries": dict(lengths=[31, 32, 33, 64, 65, 96], Hq=2, Hkv=1),
     "nothing but padding": dict(lengths=[0, 0]),
     "no row": dict(lengths=[]),
     "page of 16": dict(lengths=[16, 17, 150, 5], page_size=16),
-    "page of 256, head of 128": dict(lengths=[256, 300, 2], page_size=256, Dh=128, Hq=2, Hkv=1),
+    "page of 256, head of 128": dict(lengths=[257, 2], page_size=256, Dh=128, Hq=2, Hkv=1, spare=0),
     "multi-head": dict(lengths=[33, 70], Hq=3, Hkv=3),
     "group of 7": dict(lengths=[33, 70], Hq=14, Hkv=2),
     "one page in the table": dict(lengths=[5, 32], spare=0),
@@ -134,13 +131,13 @@ def test_attention(name, triton_form):
 
 
 def check_splits(module, poisoned):
-    """Pages of 32 and of 8 in blocks of 16 and five pieces of a row, some of them empty.
+    """Pages of 32 and of 8 in blocks of 16 and three pieces of a row, some of them empty.
 
     A mutant answers, wrongly, only where pool and table are readable everywhere.
     """
-    function = partial(module.triton_paged_attention, splits=5, config=SMALL_BLOCKS)
+    function = partial(module.triton_paged_attention, splits=3, config=SMALL_BLOCKS)
     for page_size in (32, 8):
-        case = attention_case([131, 0, 1, 64], page_size=page_size)
+        case = attention_case([67, 0, 1, 33], page_size=page_size)
         if not poisoned:
             case["k_pages"] = case["k_pages"].nan_to_num(1.5)
             case["v_pages"] = case["v_pages"].nan_to_num(1.5)
@@ -170,9 +167,7 @@ def test_nan_stays_in_its_row(triton_form):
     block=st.sampled_from([16, 32, 128]),
     at_once=st.integers(1, 2000),
 )
-def test_split_count_is_the_cheapest_and_no_piece_is_shorter_than_a_block(
-    rows, kv_heads, capacity, block, at_once
-):
+def test_split_count_is_the_cheapest(rows, kv_heads, capacity, block, at_once):
     def cost(splits):
         waves = math.ceil(rows * kv_heads * splits / at_once)
         piece = math.ceil(capacity / splits / block) * block
@@ -187,23 +182,23 @@ def test_split_count_is_the_cheapest_and_no_piece_is_shorter_than_a_block(
 # --- the small kernels: against references that round as transformers does -----------------------
 
 
-def norm_case(B=5, D=123, *, first=False, size=1.0, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def norm_case(B=5, D=123, *, first=False, size=1.0):
+    generator = torch.Generator().manual_seed(0)
     x, residual = size * torch.randn(2, B, D, generator=generator)
     weight = 1 + torch.randn(D, generator=generator)
     return {"x": x, "residual": None if first else residual, "weight": weight, "eps": 1e-2}
 
 
-def rope_case(B=5, Hq=4, Hkv=2, Dh=32, *, norm=True, page_size=4, pages=5, size=0.3, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def rope_case(B=5, Hq=4, Hkv=2, Dh=32, *, norm=True):
+    generator = torch.Generator().manual_seed(0)
     angle = 10 * torch.randn(B, Dh // 2, generator=generator).repeat(1, 2)
     q_weight, k_weight = 1 + torch.randn(2, Dh, generator=generator)
-    # The last slot stays free, for a mutant that writes into the next one.
-    slots = torch.randperm(pages * page_size - 1, generator=generator)[:B]
+    # The last of 20 slots stays free, for a mutant that writes into the next one.
+    slots = torch.randperm(19, generator=generator)[:B]
     slots[1::3] = -1
-    k_pages, v_pages = torch.randn(2, pages, page_size, Hkv, Dh, generator=generator)
+    k_pages, v_pages = torch.randn(2, 5, 4, Hkv, Dh, generator=generator)
     return {
-        "qkv": size * torch.randn(B, (Hq + 2 * Hkv) * Dh, generator=generator),
+        "qkv": 0.3 * torch.randn(B, (Hq + 2 * Hkv) * Dh, generator=generator),
         "q_weight": q_weight if norm else None,
         "k_weight": k_weight if norm else None,
         "cos": angle.cos(),
@@ -215,8 +210,8 @@ def rope_case(B=5, Hq=4, Hkv=2, Dh=32, *, norm=True, page_size=4, pages=5, size=
     }
 
 
-def silu_case(B=3, F=1337, seed=0):
-    return {"gate_up": 4 * torch.randn(B, 2 * F, generator=torch.Generator().manual_seed(seed))}
+def silu_case(B=3, F=1337):
+    return {"gate_up": 4 * torch.randn(B, 2 * F, generator=torch.Generator().manual_seed(0))}
 
 
 def outputs(function, case):
@@ -248,7 +243,7 @@ SMALL_CASES = {
     "add_rms_norm": [norm_case(), norm_case(first=True), norm_case(1, 256, size=0.05)],
     "qk_norm_rope_store": [
         rope_case(),
-        rope_case(norm=False, seed=1),
+        rope_case(2, norm=False),
         rope_case(3, 3, 3, 16),
         rope_case(1, 8, 1, 64),
     ],
@@ -268,7 +263,7 @@ def test_small_kernels(name, triton_form):
     "name, change",
     [
         ("paged_attention", dict(block_table=torch.zeros(2, 3, dtype=torch.int64))),
-        ("paged_attention", dict(q=torch.zeros(2, 8, 32, dtype=torch.float16))),
+        ("paged_attention", dict(q=torch.zeros(2, 4, 32, dtype=torch.float16))),
         ("paged_attention", dict(runs=torch.zeros(1, 5, dtype=torch.int32))),
         ("add_rms_norm", dict(weight=torch.zeros(7))),
         ("add_rms_norm", dict(x=torch.zeros(123, 5).T)),

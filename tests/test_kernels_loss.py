@@ -189,11 +189,11 @@ def token_loss(function, dtype, tokens):
     return loss.detach(), stats, tokens["logprob"].grad
 
 
-def check_tokens(function, N=700):
+def check_tokens(function, N=700, masked=0.3):
     """As `check`, for the loss on given log-probs."""
     generator = torch.Generator().manual_seed(N)
     logprob = -3 * torch.rand(N, generator=generator).double()
-    tokens = make_tokens(logprob, generator)
+    tokens = make_tokens(logprob, generator, masked=masked)
     tokens["weight"] = tokens.pop("token_weight")
     dead = tokens["weight"] == 0
     tokens["logprob"] = torch.where(dead, math.nan, logprob.float())
@@ -219,9 +219,9 @@ def test_linear_loss(name, form, small_chunks):
     check(kernels.linear_grpo_loss, make_case(**CASES[name]))
 
 
-@pytest.mark.parametrize("N", [1, 1024, 2500])
-def test_grpo_loss(N, form):
-    check_tokens(kernels.grpo_loss, N)
+@pytest.mark.parametrize("N, masked", [(1, 0), (1024, 0.3), (2500, 0.3), (9, 1)])
+def test_grpo_loss(N, masked, form):
+    check_tokens(kernels.grpo_loss, N, masked)
 
 
 @pytest.mark.parametrize("d", [1e-4, -1e-4, 1e-3, 0.49, 0.51])

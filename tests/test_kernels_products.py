@@ -78,10 +78,12 @@ def test_a_policy_with_adapters_by_onednn(counted, monkeypatch):
         ("vendor_id: AuthenticAMD\nflags: avx2", False),
         ("vendor_id: GenuineIntel\nflags: avx2 avx512f", False),
         ("Features: asimd", False),
+        (None, False),
     ],
 )
 def test_onednn_is_taken_where_mkl_stops_at_avx2_and_the_processor_does_not(
     cpu, faster, monkeypatch
 ):
+    monkeypatch.setattr(products.Path, "exists", lambda self: cpu is not None)
     monkeypatch.setattr(products.Path, "read_text", lambda self: cpu)
     assert products.onednn_is_faster.__wrapped__() is faster

@@ -206,14 +206,11 @@ def test_the_watch_sees(kind, inference):
 # ---------------------------------------------------------------- the sampler
 
 
-FORMS = {"graphs": {}, "no graphs": {"buckets": False}}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_sampler_waits_for_nothing_but_a_step_s_result(form):
+@pytest.mark.parametrize("buckets", [None, False], ids=["graphs", "no graphs"])
+def test_the_sampler_waits_for_nothing_but_a_step_s_result(buckets):
     """Forks, chunks, all kinds of draws, later turns, preemption, closing, new weights."""
     sampler = Sampler(
-        model(), max_tokens=192, page_size=16, max_sequences=8, prefill_chunk=32, **FORMS[form]
+        model(), max_tokens=192, page_size=16, max_sequences=8, prefill_chunk=32, buckets=buckets
     )
     trained = model()
     draws = [(1.0, 1.0), (0.0, 1.0), (0.7, 1.0), (0.7, 0.9), (1.0, 0.5)]
