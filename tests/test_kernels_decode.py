@@ -405,33 +405,6 @@ def test_small_mutants_are_caught(name, tmp_path, triton_form):
             check_small(function, mutant, case)
 
 
-# --- large pools ----------------------------------------------------------------------------------
-
-
-@needs_triton
-def test_pools_of_more_than_2_31_elements(triton_form):
-    """Only the last page of each is ever touched, so that 4 GiB of them cost nothing on the CPU."""
-    page_size, Hkv, Dh = 256, 8, 128
-    pages = 2**31 // (page_size * Hkv * Dh) + 2
-    new = partial(torch.empty, dtype=torch.float16, device=DEVICE)
-    k_pages = new(pages, page_size, Hkv, Dh)
-    v_pages = new(pages, page_size, Hkv, Dh)
-    k_pages[-1], v_pages[-1] = torch.randn(2, page_size, Hkv, Dh)
-    table = torch.tensor([[pages - 1]], dtype=torch.int32, device=DEVICE)
-    lengths = torch.tensor([20], dtype=torch.int32, device=DEVICE)
-    q = torch.randn(1, 8, Dh, device=DEVICE).half()
-    mine = kernels.paged_attention(q, k_pages, v_pages, table, lengths, scale=0.1)
-    alone = k_pages[-1:], v_pages[-1:], 0 * table
-    assert torch.equal(mine, kernels.paged_attention(q, *alone, lengths, scale=0.1))
-
-    qkv = torch.randn(1, 3 * Hkv * Dh, device=DEVICE).half()
-    cos = torch.ones(1, Dh, device=DEVICE).half()  # no rotation
-    slots = torch.tensor([pages * page_size - 1], device=DEVICE)
-    decode.qk_norm_rope_store(qkv, None, None, cos, 0 * cos, slots, k_pages, v_pages, 1e-6)
-    stored = torch.cat((k_pages[-1, -1], v_pages[-1, -1])).flatten()
-    assert torch.equal(stored, qkv[0, Hkv * Dh :])
-
-
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
