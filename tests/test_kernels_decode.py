@@ -265,6 +265,7 @@ def test_small_kernels(name, triton_form):
         ("paged_attention", dict(block_table=torch.zeros(2, 3, dtype=torch.int64))),
         ("paged_attention", dict(q=torch.zeros(2, 4, 32, dtype=torch.float16))),
         ("paged_attention", dict(runs=torch.zeros(1, 5, dtype=torch.int32))),
+        ("paged_attention", attention_case([5, 40], Dh=48)),
         ("add_rms_norm", dict(weight=torch.zeros(7))),
         ("add_rms_norm", dict(x=torch.zeros(123, 5).T)),
         ("qk_norm_rope_store", dict(q_weight=None)),
