@@ -28,10 +28,19 @@ class Loopback(ThreadingHTTPServer):
     def __init__(self):
         self.replies = []
         self.requests = []
-        self.lock = threading.Lock()
+        self.counting = threading.Lock()
         self.released = threading.Event()
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def answer(self, handler, number, body):
+        self.replies[min(number, len(self.replies) - 1)](handler)
+
+    def stop(self):
+        self.released.set()
+        self.shutdown()
+        self.server_close()
 
     def handle_error(self, *_):
         pass
@@ -46,10 +55,10 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         headers = {name.lower(): value for name, value in self.headers.items()}
         asked = json.loads(body) if body else None
-        with server.lock:
+        with server.counting:
             number = len(server.requests)
             server.requests.append((self.command, self.path, headers, asked))
-        server.replies[min(number, len(server.replies) - 1)](self)
+        server.answer(self, number, asked)
 
     do_POST = do_CONNECT = do_GET
 
@@ -66,7 +75,8 @@ def says(body, status=200, headers=(), promise=None):
 
     def reply(handler):
         handler.send_response(status)
-        for name, value in {"Content-Length": promise or len(body), **dict(headers)}.items():
+        fixed = {"Content-Length": promise or len(body), "Connection": "close"}
+        for name, value in {**fixed, **dict(headers)}.items():
             handler.send_header(name, str(value))
         handler.end_headers()
         handler.wfile.write(body)
@@ -90,17 +100,13 @@ def routes(pages):
 @pytest.fixture
 def server(monkeypatch):
     server = Loopback()
-    serve = {"target": server.serve_forever, "kwargs": {"poll_interval": 0.01}}
-    threading.Thread(**serve, daemon=True).start()
     for variable in search.URLS:
         monkeypatch.setenv(variable, server.url)
     for variable in ("SERPER_API_KEY", "JINA_API_KEY"):
         monkeypatch.setenv(variable, KEY)
     monkeypatch.setenv("no_proxy", "*")
     yield server
-    server.released.set()
-    server.shutdown()
-    server.server_close()
+    server.stop()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopback import says
 
@@ -64,6 +64,7 @@ def test_what_is_no_verdict_is_asked_for_again_and_then_fails(server, environmen
 PIECES = ["correct: yes", "42", "{", "}", '"', "```", "</think>", fields(), "{question}", "\ud800"]
 
 
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=8).map("\n".join))
 def test_what_the_response_says_cannot_leave_its_fence(said):
     for response in (said, judge_prompt(QUESTION, said)):

@@ -86,12 +86,13 @@ def test_a_malformed_line_is_named(tmp_path, bad):
 
 @pytest.mark.parametrize(
     "spec",
-    ["", ".", "pipe", "empty", "latin", "x:0", "nq:1,nq:2", "x" * 5000, "x\0y"]
-    + ["hub:", "hub:only/two", "hub:me/mi..ne/q.jsonl"],
+    ["", ".", "pipe", "empty", "latin", "one:0.0", "one:" + "9" * 400, "one:1,one:2"]
+    + ["x" * 5000, "x\0y", "hub:", "hub:only/two", "hub:me/mi..ne/q.jsonl"],
 )
 def test_a_bad_spec_is_one_sentence(tmp_path, monkeypatch, spec):
     """From a pipe into which nobody writes one would read for ever."""
     monkeypatch.chdir(tmp_path)
+    write(tmp_path / "one", line(1))
     os.mkfifo("pipe")
     Path("empty").write_text("\n\n")
     Path("latin").write_bytes(b'{"question": "O\xf9?", "answer": "l\xe0"}')
@@ -130,12 +131,6 @@ def test_a_mix_keeps_its_proportions_and_no_question_comes_twice(tmp_path):
     assert Counter(q.source for q in load_questions(spec)) == {a: 40, b: 30, c: 20}
     # Without weights they are joined whole.
     assert [q.source for q in load_questions(f"{b}, {a}")] == [b] * 30 + [a] * 100
-
-
-@pytest.mark.parametrize("weight", ["0.0", "9" * 400])  # which is infinite
-def test_a_weight_that_no_share_follows_from_is_refused(weight):
-    with pytest.raises(UserError, match="has no share in the mix"):
-        load_questions(f"a.jsonl:{weight},b.jsonl:1")
 
 
 @given(
@@ -280,9 +275,6 @@ def test_benchmarks_in_parquet(hub, name, tmp_path):
     hub[BENCHMARKS[name][0]] = (tmp_path / "table").read_bytes()
     found = load_questions(name)
     assert [(q.id, q.text, *q.golden_answers) for q in found] == ASKED[name]
-    hub[BENCHMARKS[name][0]] = b"not parquet at all"
-    with pytest.raises(UserError, match=f"the questions in {name} cannot be read"):
-        load_questions(name)
 
 
 REFUSED = {

@@ -211,13 +211,13 @@ def test_any_history_gives_exact_answers():
     """Tiny pools, groups of one prompt, forks and preemptions in one admission: all is exact."""
     preemptions = 0
     chained = 0
-    for seed in range(80):
+    for seed in range(50):
         history = History(seed)
         history.run()
         preemptions += history.engine.stats["preemptions"]
         chained += history.chained
-    assert preemptions > 500
-    assert chained >= 5, "no fork was made of a page that is itself still to be copied"
+    assert preemptions > 300
+    assert chained >= 3, "no fork was made of a page that is itself still to be copied"
 
 
 # ---------------------------------------------------------------- prompts that begin alike
@@ -271,9 +271,12 @@ def test_prompts_that_begin_alike_are_shared_along_a_tree():
         assert prefilled(prompts) == pages * PAGE
 
 
-def test_attempts_at_one_prompt_decode_in_the_step_that_prefills_it():
+def test_attempts_at_two_prompts_decode_in_the_step_that_prefills_them():
     engine = make()
-    requests = [engine.submit(engine.open(), STEM, max_new_tokens=2, seed=i) for i in range(5)]
+    requests = []
+    for seed in range(5):
+        prompt = STEM if seed % 2 else [28, *STEM]
+        requests.append(engine.submit(engine.open(), prompt, max_new_tokens=2, seed=seed))
     engine.step()
     assert [len(request.tokens) for request in requests] == [1] * 5
 
@@ -313,3 +316,42 @@ def test_the_oldest_request_is_never_starved():
         assert steps <= 36
     assert engine.stats["preemptions"] > 0
     check_answer(first, range(8))
+
+
+def test_who_gives_way_when_pages_run_out(monkeypatch):
+    """Idle conversations, the youngest first; then the newest request, and never the oldest one."""
+    engine = make(max_tokens=16 * PAGE)
+    gave = []
+    preempt = engine.scheduler._preempt
+
+    def watched(conversation):
+        gave.append((conversation, conversation.idle))
+        preempt(conversation)
+
+    monkeypatch.setattr(engine.scheduler, "_preempt", watched)
+    older, younger, newest, oldest = (engine.open() for _ in range(4))
+    for conversation, token in ((younger, 1), (older, 2)):
+        engine.submit(conversation, [token] * 7, max_new_tokens=1)
+        run_all(engine)
+    requests = []
+    # The order of the requests decides, and not the age of their conversations.
+    for conversation, token in ((oldest, 3), (newest, 4)):
+        requests.append(engine.submit(conversation, [token] * 6, max_new_tokens=30))
+    run_all(engine)
+    assert gave[:3] == [(younger, True), (older, True), (newest, False)]
+    assert (oldest, False) not in gave
+    for request in requests:
+        check_answer(request, request.given)
+
+
+def test_rows_wait_as_little_as_they_can():
+    """A finished row is replaced at the next step; a long prefill stops nobody who decodes."""
+    engine = make(max_sequences=2, prefill_chunk=4)
+    requests = []
+    for length, new in ((2, 3), (41, 2), (1, 4)):
+        requests.append(engine.submit(engine.open(), [length % V] * length, max_new_tokens=new))
+    ended = {}
+    for step in range(1, 13):
+        ended |= dict.fromkeys(engine.step(), step)
+    # 40 tokens are ten chunks. The others never waited for them.
+    assert [ended[request] for request in requests] == [3, 12, 7]
