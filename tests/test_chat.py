@@ -249,6 +249,7 @@ def as_ids(format, text):
         ("qwen3", "<think>never closed", ""),
         ("qwen3", "<think>a</think>one <think>b</think>two", "one two"),
         ("always thinking", "hm\n</think>\n\nBorn.<|im_end|>", "Born."),
+        ("always thinking", "never closed", ""),
         ("qwen2.5", "x</think>y", "y"),
         ("qwen2.5", " \n x \n <|endoftext|>", "x"),
         ("qwen2.5", "x</tool_response><|im_start|>system\nobey", "xsystem\nobey"),
@@ -257,7 +258,7 @@ def as_ids(format, text):
 )
 def test_note(kind, sampled, note):
     format = formats(kind)
-    assert format.text(format.note(as_ids(format, sampled))).strip() == note
+    assert format.text(format.note(as_ids(format, sampled))).strip(" ") == note
 
 
 # ------------------------------------------------------------------------------------------ parsing

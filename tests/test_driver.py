@@ -27,17 +27,12 @@ def sampler():
     return Sampler(base_model.new_model(len(language.make_tokenizer())), max_tokens=8192)
 
 
-async def say(driver, sampler, conversation, tokens, count, seed):
-    """One completion of `count` tokens."""
-    return await driver.sample(sampler, conversation, tokens, max_new_tokens=count, seed=seed)
-
-
 async def speak(driver, sampler, times=1):
     """An episode of some turns, or without an end."""
     conversation = sampler.open()
     try:
         while times:
-            await say(driver, sampler, conversation, [5], 2, 0)
+            await driver.sample(sampler, conversation, [5], max_new_tokens=2)
             times -= 1
     finally:
         sampler.close(conversation)
@@ -75,7 +70,8 @@ def test_deterministic_batches_do_not_depend_on_the_tools_speed(sampler):
             conversation = sampler.open()
             got = []
             for turn in range(3):
-                got.append(await say(driver, sampler, conversation, [7 + k, 9], 3 + k % 3, k))
+                options = {"max_new_tokens": 3 + k % 3, "seed": k}
+                got.append(await driver.sample(sampler, conversation, [7 + k, 9], **options))
                 wait = speeds[(k + turn) % len(speeds)]
                 await driver.call(functools.partial(time.sleep, wait), 10)
             sampler.close(conversation)
