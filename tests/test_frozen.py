@@ -7,24 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_mars import SMALL, half, metrics
+from test_mars import run as command
 
-import mars
 from plumbing import models, start
-from siblings import matpo
 from trainer import load_model
-
-SMALL = "--questions 8 --group 8 --steps 2 --eval_questions 12 --eval_every 2"
-SMALL += " --kv_tokens 16384 --lr 3e-4"
 
 
 @pytest.fixture(scope="module")
 def trained(base, tmp_path_factory):
-    """runs/x of two steps at a rate that changes the weights much, with System 1 frozen."""
+    """runs/x of two steps with System 1 frozen."""
     folder = tmp_path_factory.mktemp("runs")
-    begin = folder / "start"
-    shutil.copytree(base, begin)
-    line = ["--model", str(begin), "--runs", str(folder / "runs"), "--name", "x", *SMALL.split()]
-    assert mars.main([*line, "--system1", "frozen"]) == 0
+    begin = shutil.copytree(base, folder / "start")
+    line = ["--model", begin, "--runs", folder / "runs", "--name", "x", "--steps", 2, *SMALL]
+    assert command(*line, "--system1", "frozen", grade=half) == 0
     shutil.rmtree(begin)  # an evaluation must not need it
     return folder / "runs" / "x"
 
@@ -49,18 +45,6 @@ def played(monkeypatch):
     return models
 
 
-def evaluated(asked: Path, *options: str) -> float:
-    """The accuracy that `eval` says."""
-    runs = models.run_of(asked).parent
-    assert mars.main(["eval", str(asked), "--runs", str(runs), "--name", "eval", *options]) == 0
-    return json.loads((runs / "eval" / "table.json").read_text())[-1]["accuracy"]
-
-
-def last_accuracy(run: Path) -> float:
-    """What the run said of itself at its end."""
-    return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["eval_accuracy"]
-
-
 def same(model, folder: Path) -> bool:
     """Whether a model has the weights that lie in a folder."""
     weights = dict(load_model(folder, "cpu").named_parameters())
@@ -68,41 +52,40 @@ def same(model, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("asked", ["", "checkpoint", "state/step_000002/model"])
-def test_eval_and_ask_play_each_role_with_its_own_model(run, base, asked, played):
+def test_an_evaluation_plays_each_role_with_its_own_model(run, base, asked, played):
     """Whatever folder of the run is named."""
-    assert evaluated(run / asked) == last_accuracy(run)
+    assert command("eval", run / asked, "--runs", run.parent, "--name", "eval", grade=half) == 0
     system2, system1 = played
-    assert same(system1, base) and same(system2, run / "checkpoint")
-    played.clear()
-    assert mars.main(["ask", str(run / asked), "when was ada baker born ?"]) == 0
-    system2, system1 = played
-    assert same(system1, base) and same(system2, run / "checkpoint")
-    assert not same(system2, base)
+    assert same(system1, base) and same(system2, run / "checkpoint") and not same(system2, base)
+    table = json.loads((run.parent / "eval" / "table.json").read_text())
+    assert table[-1]["accuracy"] == metrics(run)[-1]["eval_accuracy"]
 
 
 def test_a_run_without_its_frozen_model_says_what_to_do(run, played, capsys):
     """The trained model may play both roles."""
+    assert command("ask", run, "when was ada baker born ?") == 0
+    assert len(played) == 2
     shutil.rmtree(run / "frozen")
-    for command in (["eval", str(run)], ["ask", str(run), "who is ada ?"]):
-        assert mars.main(command) == 2
+    for line in (["eval", run], ["ask", run, "who is ada ?"]):
+        assert command(*line) == 2
         assert f"{run}/frozen is missing" in capsys.readouterr().err
-    evaluated(run, "--system1", "train")
+    played.clear()
+    assert command("eval", run, "--runs", run.parent, "--system1", "train") == 0
     (both,) = played
     assert same(both, run / "checkpoint")
 
 
-def resume(run: Path, begin: Path) -> int:
-    """One more step, from a start that lies elsewhere by now; the exit code."""
+def resume(run: Path, begin: Path, steps: int) -> int:
+    """It goes on from a start that lies elsewhere by now; the exit code."""
     saved = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(saved | {"model": str(begin)}))
-    small = SMALL.replace("--steps 2", "--steps 3").split()
-    line = ["--model", str(begin), "--runs", str(run.parent), "--name", "x", *small]
-    return mars.main([*line, "--system1", "frozen", "--resume"])
+    line = ["--model", begin, "--runs", run.parent, "--name", "x", "--steps", steps, *SMALL]
+    return command(*line, "--system1", "frozen", "--resume", grade=half)
 
 
 def test_a_resumed_run_goes_on_with_its_own_frozen_model(run, base, played):
     """Not with what the start has become in the meantime."""
-    assert resume(run, run / "checkpoint") == 0
+    assert resume(run, run / "checkpoint", 3) == 0
     _, system1 = played
     assert same(system1, base)
 
@@ -121,11 +104,11 @@ def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(
     monkeypatch.setattr(start.trainer, "load_model", noted)
     shutil.rmtree(run / "state")
     (run / "checkpoint").unlink()
-    assert resume(run, run / "nowhere") == 0
+    assert resume(run, run / "nowhere", 1) == 0
     assert origins == [run / "frozen"] * 2, "what is trained, and what plays System 1"
     _, system1 = played
     assert same(system1, base)
-    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["step"] == 0
+    assert [line["step"] for line in metrics(run)] == [0]
 
 
 @pytest.mark.parametrize("damage", ["dangling link", "a tensor less"])
@@ -140,7 +123,7 @@ def test_a_damaged_frozen_model_is_told_before_anything_is_changed(run, base, da
         save_file(weights, frozen / "model.safetensors", {"format": "pt"})
     logs = [run / "metrics.jsonl", *(run / "rollouts").iterdir()]
     before = [path.read_bytes() for path in logs]
-    assert resume(run, Path(json.loads((run / "config.json").read_text())["model"])) == 2
+    assert resume(run, run / "nowhere", 3) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "frozen" in said
     assert before == [path.read_bytes() for path in logs]
@@ -153,9 +136,3 @@ def test_a_folder_is_known_by_where_it_lies_and_not_by_its_name(run, tmp_path, m
     monkeypatch.chdir(run / "state")
     assert models.run_of(Path("step_000002")) == models.run_of(Path(".")) == run
     assert models.run_of(run / "frozen") is None, "it is what the run began with"
-
-
-def test_matpos_frozen_workers_are_evaluated_too(base, tmp_path):
-    line = ["--model", str(base), "--runs", str(tmp_path), "--name", "x", *SMALL.split()]
-    assert matpo.main([*line, "--workers", "frozen"]) == 0
-    assert matpo.main(["eval", str(tmp_path / "x"), "--runs", str(tmp_path)]) == 0

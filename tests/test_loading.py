@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from helpers.tiny import CPU, OBJECTIVE, SHAPE, make_samples, saved, weigh
+from helpers.tiny import CPU, OBJECTIVE, SHAPE, make_samples, pack, saved, weigh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
@@ -114,7 +114,7 @@ def test_an_empty_micro_batch_and_recomputing_work_for_them_too(name):
     gradients = []
     for recompute in (False, True):
         policy = trainer.Policy(copy.deepcopy(made), bf16=False, recompute_activations=recompute)
-        batches = trainer.micro_batches(samples, weigh(samples), 1, CPU, pack=False)
+        batches = pack(samples, pack=False)
         batches.append(trainer.make_micro_batch([], [], [], CPU))
         trainer.backward(policy, batches, **OBJECTIVE)
         gradients.append([parameter.grad for parameter in policy.parameters()])

@@ -5,7 +5,7 @@ Ranks and shards: tests/test_policy.py; the sampler's copy: tests/test_lora_and_
 
 import pytest
 import torch
-from helpers.tiny import CPU, OBJECTIVE, Tokenizer, make_samples, model, saved, weigh
+from helpers.tiny import CPU, OBJECTIVE, Tokenizer, make_samples, model, pack, saved
 
 import trainer
 from config import UserError
@@ -33,18 +33,12 @@ def merged_by_hand(plain, adapted):
     return plain
 
 
-def pack():
-    samples = make_samples()
-    return trainer.micro_batches(samples, weigh(samples), 10_000, CPU)
-
-
 def learn(policy):
     """Three optimizer steps on the samples; returns the optimizer."""
     optimizer = trainer.make_optimizer(policy, 1e-2, 0.0)
     for _ in range(3):
         optimizer.zero_grad(set_to_none=True)
-        batches = pack()
-        trainer.backward(policy, batches, **OBJECTIVE)
+        trainer.backward(policy, pack(make_samples()), **OBJECTIVE)
         optimizer.step()
     return optimizer
 
@@ -58,7 +52,7 @@ def test_the_gradient_is_the_dense_one_projected():
     dense = merged_by_hand(model("qwen2"), adapted)
     for plain in (adapted, dense):
         policy = trainer.Policy(plain, bf16=False)
-        trainer.backward(policy, pack(), **OBJECTIVE)
+        trainer.backward(policy, pack(make_samples()), **OBJECTIVE)
     layers = lora.adapted(adapted)
     assert len(layers) == 2 * 7
     for name, layer in layers.items():
@@ -72,7 +66,7 @@ def test_the_gradient_is_the_dense_one_projected():
 
 def test_training_begins_at_the_model_itself():
     """B is 0, and A is drawn from a seed alone, within the bounds of a linear layer's weight."""
-    (batch,) = pack()
+    (batch,) = pack(make_samples())
     expected = trainer.logprob(trainer.Policy(model("qwen3"), bf16=False), batch, 1.0)
     drawn = []
     for seed in (5, 5, 6):
@@ -94,7 +88,7 @@ def test_training_begins_at_the_model_itself():
 
 def test_with_the_adapters_off_the_policy_is_the_model_it_began_with():
     """Bit by bit, and they are on again afterwards, even after an error."""
-    (batch,) = pack()
+    (batch,) = pack(make_samples())
     start = trainer.logprob(trainer.Policy(model("llama"), bf16=False), batch, 1.0)
     policy = trainer.Policy(model("llama"), bf16=False)
     trainer.add_adapters(policy.model, RANK, seed=0)
@@ -125,7 +119,7 @@ def test_a_state_brings_the_adapters_back_beside_the_merged_model(tmp_path):
     other = trainer.make_optimizer(again, 1e-2, 0.0)
     trainer.load_optimizer(state, again, other)
     for one, taking in ((policy, optimizer), (again, other)):
-        (batch,) = pack()
+        (batch,) = pack(make_samples())
         merged = trainer.Policy(trainer.load_model(state / "model", CPU), bf16=False)
         gap = trainer.logprob(one, batch, 1.0) - trainer.logprob(merged, batch, 1.0)
         assert gap.abs().max() < 1e-5

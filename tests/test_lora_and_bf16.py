@@ -1,11 +1,11 @@
 """Whole runs of a briefly trained base model with adapters, and in bf16."""
 
 import json
-import zlib
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_mars import SMALL, half, metrics, run, weights
 
 import mars
 import train
@@ -14,29 +14,18 @@ from config import UserError, uses_bf16
 from plumbing.outside import Machine, check_machine
 from sampler import Sampler
 
-SMALL = (
-    "--questions 4 --inner_steps 1 --group 4 --eval_questions 2 --eval_every 2 --lr 5e-4 "
-    "--threads 1 --kv_tokens 16384"
-).split()
 ADAPTERS = ["--lora_rank", "4", "--kl_beta", "0.05", "--system1", "frozen"]
-
-
-def grade(question, answer) -> float:
-    """Half of the answers, so that there is something to learn from."""
-    return float(zlib.crc32(answer.encode()) % 2)
-
-
 STEP = train.train_step
 
 
-def start(base, folder, name, *arguments, one_step=STEP):
-    """A run in `folder`; its lines of metrics, without times."""
-    given = ["--model", str(base), "--runs", str(folder), "--name", name, *SMALL, *arguments]
+def start(base, folder, name, steps, *arguments, one_step=STEP):
+    """A run in `folder`; its lines of metrics."""
+    line = ["--model", base, "--runs", folder, "--name", name, "--steps", steps, *SMALL]
+    line += ["--inner_steps", 1, "--eval_questions", 2, *arguments]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "train_step", one_step)
-        assert train.main(mars.METHOD, given, "", grade=grade) == 0
-    lines = [json.loads(line) for line in open(folder / name / "metrics.jsonl")]
-    return [{key: line[key] for key in line if "second" not in key} for line in lines]
+        assert run(*line, grade=half) == 0
+    return metrics(folder / name)
 
 
 def sampler_weights(run, role):
@@ -50,45 +39,45 @@ def sampler_weights(run, role):
 
 @pytest.fixture(scope="module")
 def adapted(base, tmp_path_factory):
-    """Four steps with adapters, a KL term and a frozen System 1: (folder, metrics, weights)."""
+    """Two steps with adapters, a KL term and a frozen System 1: (folder, metrics, weights)."""
     folder = tmp_path_factory.mktemp("adapted")
-    weights = []
+    held = []
 
     def watched(run, step):
         if not step:
-            weights.append({role: sampler_weights(run, role) for role in run.samplers})
+            held.append({role: sampler_weights(run, role) for role in run.samplers})
         done = STEP(run, step)
-        weights.append({role: sampler_weights(run, role) for role in run.samplers})
+        held.append({role: sampler_weights(run, role) for role in run.samplers})
         return done
 
-    lines = start(base, folder, "whole", "--steps", "4", *ADAPTERS, one_step=watched)
-    return folder, lines, weights
+    lines = start(base, folder, "whole", 2, *ADAPTERS, one_step=watched)
+    return folder, lines, held
 
 
 def test_with_adapters_the_sampler_follows_the_trainer_and_the_frozen_role_stays(adapted):
     """And the checkpoint is what the sampler had."""
-    folder, lines, weights = adapted
+    folder, lines, held = adapted
     for line in lines:
         assert line["grad_norm"] > 0
         assert line["mismatch_kl"] < 1e-8
     assert lines[0]["kl"] == 0
-    assert lines[3]["kl"] > 0, "the reference is the base, not the policy"
-    for before, after in zip(weights, weights[1:]):
+    assert lines[1]["kl"] > 0, "the reference is the base, not the policy"
+    for before, after in zip(held, held[1:]):
         assert all(map(torch.equal, before["sys1"].values(), after["sys1"].values()))
         for name, value in before["sys2"].items():
             product = name.endswith((".qkv", ".o", ".gate_up", ".down"))
             assert torch.equal(value, after["sys2"][name]) != product, name
     sampler = Sampler(trainer.load_model(folder / "whole/checkpoint", "cpu"), max_tokens=64)
-    for name, value in weights[-1]["sys2"].items():
+    for name, value in held[-1]["sys2"].items():
         assert torch.equal(sampler.model.weights[name], value)
 
 
 def test_a_run_with_adapters_resumes_bit_by_bit(base, adapted):
     folder, whole, _ = adapted
-    start(base, folder, "halves", "--steps", "2", *ADAPTERS)
-    halves = start(base, folder, "halves", "--steps", "4", "--resume", *ADAPTERS)
-    assert whole[2:] == halves[2:]
-    for path in ("state/step_000004/adapters.safetensors", "checkpoint/model.safetensors"):
+    start(base, folder, "halves", 1, *ADAPTERS)
+    halves = start(base, folder, "halves", 2, "--resume", *ADAPTERS)
+    assert whole[1:] == halves[1:]
+    for path in ("state/step_000002/adapters.safetensors", "checkpoint/model.safetensors"):
         first, second = (load_file(folder / name / path) for name in ("whole", "halves"))
         assert first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)
@@ -112,15 +101,13 @@ def test_a_run_in_bf16_on_a_cpu_keeps_its_masters_in_fp32(base, tmp_path, adapte
         found.append(run)
         return STEP(run, step)
 
-    options = ["--steps", "2", "--bf16", "on", *adapters]
-    for line in start(base, tmp_path, "bf16", *options, one_step=watched):
+    for line in start(base, tmp_path, "bf16", 2, "--bf16", "on", *adapters, one_step=watched):
         assert line["grad_norm"] > 0
         assert 0 < line["mismatch_kl"] < 1e-3
     assert len(found) == 2
-    weights = load_file(tmp_path / "bf16/checkpoint/model.safetensors").values()
-    assert any(not torch.equal(w, w.bfloat16().float()) for w in weights) == (not adapters)
-    command = ["eval", str(tmp_path / "bf16"), "--runs", str(tmp_path)]
-    assert train.main(mars.METHOD, command, "", grade=grade) == 0
+    saved = weights(tmp_path / "bf16/checkpoint").values()
+    assert any(not torch.equal(w, w.bfloat16().float()) for w in saved) == (not adapters)
+    assert run("eval", tmp_path / "bf16", "--runs", tmp_path, grade=half) == 0
     assert json.loads((tmp_path / "eval-bf16/config.json").read_text())["bf16"] == "on"
 
 

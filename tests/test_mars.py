@@ -11,16 +11,15 @@ import shutil
 import subprocess
 import sys
 import time
-import types
 import zlib
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import launch
+from helpers import launch, tiny
 from helpers.chat import QWEN3, tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mars
 import train
@@ -178,34 +177,23 @@ def test_an_output_that_takes_no_more_ends_a_run_in_a_sentence(base, tmp_path, m
     assert said.count("\n") == 1 and "cannot be written" in said
 
 
-def too_large(run, step):
+def too_large(*given, **options):
     """What PyTorch raises on a CPU, from PyTorch itself."""
     torch.empty(2**60, dtype=torch.uint8)
-
-
-def too_large_for_a_gpu(run, step):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-
-
-def interrupted(run, step):
-    raise KeyboardInterrupt
 
 
 LOWER = ["out of memory", "--kv_tokens", "--micro_tokens", "--resume"]
 FAULTS = [
     (too_large, 2, LOWER),
-    (too_large_for_a_gpu, 2, LOWER),
-    (interrupted, 130, ["interrupted", "--resume"]),
+    (Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")), 2, LOWER),
+    (Mock(side_effect=KeyboardInterrupt), 130, ["interrupted", "--resume"]),
 ]
 
 
 @pytest.mark.parametrize("fault, code, words", FAULTS)
-def test_what_ends_a_step_is_one_sentence_with_advice(
-    base, tmp_path, monkeypatch, capsys, fault, code, words
-):
-    monkeypatch.setattr(train, "train_step", fault)
-    line = ["--model", base, "--runs", tmp_path, "--name", "x", *SMALL, "--eval_questions", 1]
-    assert run(*line) == code
+def test_what_ends_a_run_is_one_sentence_with_advice(monkeypatch, capsys, fault, code, words):
+    monkeypatch.setattr(train, "build", fault)
+    assert run() == code
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and sorted(words, key=said.index) == words
 
@@ -213,11 +201,9 @@ def test_what_ends_a_step_is_one_sentence_with_advice(
 # --------------------------------------------------------------------------------------------- arms
 
 ARMS = [
-    {"system1": "frozen", "kl_beta": 0.01, "advantage": "mean"},
-    {"system1": "none", "decay": True, "warmup": 3, "beta1": 0.5, "clip": 0.1},
-    {"balance": "none", "shared_group": True, "importance": "token", "importance_cap": 2.0},
-    {"inner_steps": 2, "purpose": False},
-    {"packing": False, "loss_mean": "token", "tools": "search,scholar"},
+    {"system1": "frozen", "kl_beta": 0.01, "advantage": "mean", "tools": "search,scholar"},
+    {"system1": "none", "decay": True, "warmup": 3, "beta1": 0.5, "clip": 0.1, "inner_steps": 2},
+    {"balance": "none", "shared_group": True, "importance": "token", "loss_mean": "token"},
 ]
 
 
@@ -228,19 +214,17 @@ def test_arms(base, tmp_path, arm):
     assert run(*line, "--eval_questions", 2, "--preset", "arm", method=method) == 0
     (line,) = metrics(tmp_path / "arm")
     records = [r for r in records_of(tmp_path / "arm", 0) if r["split"] == "train"]
-    chunks = [(r, c) for r in records for turn in r["turns"] for c in turn["chunks"]]
+    turns = [(record, turn) for record in records for turn in record["turns"]]
+    chunks = [(record, chunk) for record, turn in turns for chunk in turn["chunks"]]
     if arm.get("system1") == "none":
-        assert line["sys1_samples"] == 0
-    if arm.get("system1") == "frozen":
-        assert not any(chunk["drawn"] for _, chunk in chunks)
-    if arm.get("balance") == "none":
-        assert all(chunk["drawn"] == 1 for _, chunk in chunks)
-    if "packing" in arm:
-        assert all(len(chunk["documents"]) == 1 for _, chunk in chunks)
+        assert not chunks and line["sys1_samples"] == 0
+        return
+    drawn = 1 if "balance" in arm else 0
+    assert chunks and all(chunk["drawn"] == drawn for _, chunk in chunks)
     if "shared_group" in arm:
         assert all(chunk["advantage"] == record["advantage"] for record, chunk in chunks)
     if "tools" in arm:
-        called = [turn["call"]["tool"] for r in records for turn in r["turns"] if turn["call"]]
+        called = [turn["call"]["tool"] for _, turn in turns if turn["call"]]
         assert called and "python" not in called
 
 
@@ -249,22 +233,18 @@ def test_arms(base, tmp_path, arm):
 # A command line, and words of the sentence that refuses it.
 BAD = [
     ("--runs file/below --name x", "file"),
-    ("--runs file", "file"),
     ("--track wandb", "pip install wandb"),
     ("--tools search,fax", "fax"),
     ("--kv_tokens 95 --sys2_context 95", "--kv_tokens"),  # no whole page
     ("--sys1_prompt 17", "--sys1_prompt"),  # no room for documents
     ("--data nowhere.jsonl", "nowhere.jsonl"),
     ("--model no/such/model", "no/such/model"),
-    ("--docs nowhere", "nowhere"),
     ("--resume --name never", "never"),
     ("eval runs/never", "runs/never"),
     ("eval runs/x --model y", "--model"),
     ("ask runs/x who --lr 1", "--lr"),
     ("ask runs/never", "question"),
     ("--fsdp", "torchrun"),  # shards of one process
-    ("--data some.jsonl --search serper", "SERPER_API_KEY"),
-    ("--data some.jsonl --grader judge", "MARS_JUDGE_URL"),
     # All that is missing, at once.
     ("--preset paper --tools search", "SERPER_API_KEY MARS_JUDGE_URL --data (1)"),
 ]
@@ -279,8 +259,6 @@ def test_bad_input_is_one_sentence_exit_2_and_nothing_written(
     for variable in ("SERPER_API_KEY", "JINA_API_KEY", "MARS_JUDGE_URL", "MARS_JUDGE_MODEL"):
         monkeypatch.delenv(variable, raising=False)
     (tmp_path / "file").write_text("")
-    lines = [json.dumps({"question": f"who is {i} ?", "answer": str(i)}) for i in range(40)]
-    (tmp_path / "some.jsonl").write_text("\n".join(lines))
     before = sorted(p for p in tmp_path.rglob("*") if ".cache" not in p.parts)
     arguments = line.split()
     if arguments[0].startswith("--"):
@@ -319,9 +297,8 @@ def test_resume_refuses_what_is_not_the_same_run(copied, base, capsys):
     folders.write_json(folder / "config.json", saved)
     shutil.rmtree(folder / "state")
     refused("no whole state", "--steps", 5, "--resume")
-    for damaged in ("{", "[]"):
-        (folder / "config.json").write_text(damaged)
-        refused("config.json", "--steps", 5, "--resume")
+    (folder / "config.json").write_text("[]")
+    refused("config.json", "--steps", 5, "--resume")
 
 
 def test_a_finished_run_is_left_as_it_is(copied, base, capsys):
@@ -347,19 +324,14 @@ def test_a_finished_run_is_left_as_it_is(copied, base, capsys):
 def test_eval_and_ask(copied, capsys):
     last = json.loads((copied / "whole/metrics.jsonl").read_text().splitlines()[-1])
     options = ["--runs", copied, "--eval_questions", 6]
-    for checkpoint in ("whole", "whole/checkpoint", "whole/state/step_000004/model"):
-        assert run("eval", copied / checkpoint, *options, "--name", "eval", grade=half) == 0
-        *kinds, row = json.loads((copied / "eval" / "table.json").read_text())
-        assert row["questions"] == 6 and row["accuracy"] == last["eval_accuracy"]
-        assert sum(kind["questions"] for kind in kinds) == 6
-        assert (copied / "eval/trajectories.html").exists()
-        shutil.rmtree(copied / "eval")
     # A kill before the link was renewed leaves it at an older model.
     (copied / "whole/checkpoint").unlink()
     (copied / "whole/checkpoint").symlink_to("state/step_000002/model")
     assert run("eval", copied / "whole", *options, grade=half) == 0
-    row = json.loads((copied / "eval-whole/table.json").read_text())[-1]
-    assert row["accuracy"] == last["eval_accuracy"]
+    *kinds, row = json.loads((copied / "eval-whole" / "table.json").read_text())
+    assert row["questions"] == 6 and row["accuracy"] == last["eval_accuracy"]
+    assert sum(kind["questions"] for kind in kinds) == 6
+    assert (copied / "eval-whole/trajectories.html").exists()
     capsys.readouterr()
     assert run("ask", copied / "whole", "when was ada baker born ?") == 0
     said = capsys.readouterr().out
@@ -379,17 +351,20 @@ def test_an_evaluation_that_the_disk_does_not_take_is_shown(copied, monkeypatch,
     assert len(err.splitlines()) == 1 and "make room" in err
 
 
-def test_ones_own_questions_and_documents(base, tmp_path, monkeypatch, capsys):
-    """--data and --docs: another corpus, other questions; eval asks what was not trained on."""
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Options that name a document and twelve questions, in the current folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("ada baker born 1968 . ada baker enjoys chess .")
-    lines = [
-        json.dumps({"question": f"when was {'ada ' * i}baker born ?", "answer": "1968"})
-        for i in range(1, 13)
-    ]
+    questions = [f"when was {'ada ' * i}baker born ?" for i in range(1, 13)]
+    lines = [json.dumps({"question": question, "answer": "1968"}) for question in questions]
     (tmp_path / "own.jsonl").write_text("\n".join(lines))
-    own = ["--data", "own.jsonl", "--docs", "notes"]
+    return ["--data", "own.jsonl", "--docs", "notes"]
+
+
+def test_ones_own_questions_and_documents(base, own, tmp_path, capsys):
+    """Another corpus, other questions; eval asks what was not trained on."""
     assert run("--model", base, "--name", "own", "--steps", 1, *own, *SMALL) == 0
     records = records_of(tmp_path / "runs/own", 0)
     turns = [turn for r in records for turn in r["turns"] if turn["documents"]]
@@ -403,30 +378,24 @@ def test_ones_own_questions_and_documents(base, tmp_path, monkeypatch, capsys):
     assert "those held out" in capsys.readouterr().err
 
 
-def test_a_chat_model_trains_answers_and_is_evaluated(tmp_path, monkeypatch, capsys):
+def test_a_chat_model_trains_answers_and_is_evaluated(own, tmp_path, capsys):
     """Random weights: every step is malformed, and nothing breaks."""
-    monkeypatch.chdir(tmp_path)
     words = tokenizer(QWEN3)
     words.save_pretrained("chat")
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(words)}
-    config = Qwen3Config(**shape, max_position_embeddings=8192)
-    Qwen3ForCausalLM(config).save_pretrained("chat")
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "a.md").write_text("Ada Baker was born in 1968.")
-    lines = [json.dumps({"question": f"Who is {i}?", "answer": "Ada"}) for i in range(12)]
-    (tmp_path / "own.jsonl").write_text("\n".join(lines))
+    sizes = {"vocab_size": len(words), "max_position_embeddings": 8192}
+    tiny.lively("Qwen3", **sizes).save_pretrained("chat")
     limits = {"sys2_context": 3000, "step_tokens": 24, "answer_tokens": 16, "sys1_prompt": 1500}
-    limits |= {"sys1_response": 16, "max_turns": 3, "kv_tokens": 60_000, "docs": "notes"}
+    limits |= {"sys1_response": 16, "max_turns": 3, "kv_tokens": 60_000}
     method = dataclasses.replace(mars.METHOD, presets={"chat": limits})
-    own = ["--preset", "chat", "--data", "own.jsonl"]
+    own += ["--preset", "chat"]
     assert run("--model", "chat", "--steps", 1, *SMALL[:-2], *own, method=method) == 0
     (line,) = metrics(tmp_path / "runs/chat")
     assert line["malformed_share"] > 0.5 and line["mismatch_kl"] < 1e-8
     assert run("eval", "chat", *own, method=method) == 0
     assert len(records_of(tmp_path / "runs/eval-chat", 0)) == 12
-    assert run("ask", "chat", "Who is Ada Baker?", "--preset", "chat", method=method) == 0
-    assert run("ask", "chat", "Who is Ada Baker?", method=method) == 2
+    asked = ["ask", "chat", "Who is Ada Baker?", "--preset", "chat"]
+    assert run(*asked, "--docs", "notes", method=method) == 0
+    assert run(*asked, method=method) == 2
     assert "nothing to search" in capsys.readouterr().err
     Path("chat/chat_template.jinja").unlink()  # and it does not speak the toy's language either
     assert run("eval", "chat", *own, "--runs", "out", method=method) == 2
@@ -440,21 +409,16 @@ def broken(*given):
     raise ToolError("no route to the service")
 
 
-def away(*given):
-    return broken
-
-
 def away_in_evaluation(config, split, name, real=outside.make_call):
     return real(config, split, name) if split == "train" else broken
 
 
 # What is put in place of what, and what is said.
 AWAY = [
-    (outside.search, "local", away, "tool calls"),
     # Else an expired key would look like a low held-out accuracy.
     (outside, "make_call", away_in_evaluation, "tool calls"),
     # Else it would train on nothing, and failures would look like wrong answers.
-    (outside.grading, "grader", away, "judgements"),
+    (outside.grading, "grader", lambda name: broken, "judgements"),
 ]
 
 
@@ -498,17 +462,23 @@ def test_a_step_without_tools_is_not_trained_on_and_loses_no_earlier_one(
     assert same_weights(tmp_path / "blind/checkpoint", trained / "whole/checkpoint")
 
 
-def test_an_hour_does_not_pass_without_a_state(base, tmp_path, monkeypatch):
-    hours = itertools.count(0, 0.6)  # each look at the clock is 36 minutes after the one before
-    clock = SimpleNamespace(monotonic=lambda: 3600 * next(hours), perf_counter=time.perf_counter)
-    monkeypatch.setattr(train, "time", clock)
-    saved = []
-    save = trainer.save
-    monkeypatch.setattr(trainer, "save", lambda *given: saved.append(given[1]) or save(*given))
-    line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 5, *SMALL]
-    line += ["--eval_every", 9, "--eval_questions", 1, "--inner_steps", 1]
-    assert run(*line, grade=half) == 0
-    assert saved == [2, 4, 5]
+@pytest.mark.parametrize(
+    "pause, eval_every, steps, saved",
+    [(0.6, 9, 5, [2, 4, 5]), (0, 2, 3, [2, 3]), (0, 99, 12, [10, 12])],
+)
+def test_an_hour_or_ten_steps_do_not_pass_without_a_state(
+    monkeypatch, pause, eval_every, steps, saved
+):
+    """`pause` hours pass between any two looks at the clock."""
+    hours = itertools.count(0, pause)
+    monkeypatch.setattr(train, "time", Mock(monotonic=lambda: 3600 * next(hours)))
+    monkeypatch.setattr(train, "train_step", lambda run, step: ({}, []))
+    monkeypatch.setattr(train, "evaluate", lambda run, updates: {})
+    monkeypatch.setattr(train, "logbook", Mock(open_folder=lambda run: 0))
+    found = []
+    monkeypatch.setattr(trainer, "save", lambda folder, step, *rest: found.append(step))
+    train.train(Mock(config=mars.MarsConfig(steps=steps, eval_every=eval_every), rank=1))
+    assert found == saved
 
 
 def test_steps_without_a_finite_gradient_are_skipped_and_three_stop_the_run(
@@ -527,38 +497,23 @@ def test_steps_without_a_finite_gradient_are_skipped_and_three_stop_the_run(
 # ------------------------------------------------------------------------------------ a live view
 
 
-@pytest.fixture
-def tracker(monkeypatch):
-    """A stand-in for trackio that keeps what it gets and fails at step 3."""
-    kept = []
-
-    class Opened:
-        def log(self, numbers, step):
-            if step == 3:
-                raise ConnectionError("the network is away")
-            kept.append((step, numbers))
-
-        def finish(self):
-            kept.append("finish")
-
-    module = types.ModuleType("trackio")
-    module.init = lambda **options: kept.append(options) or Opened()
-    monkeypatch.setitem(sys.modules, "trackio", module)
-    return kept
-
-
-def test_a_tracked_run_goes_on_without_its_tracker(trained, base, copied, tracker, capsys):
+def test_a_tracked_run_goes_on_without_its_tracker(trained, base, copied, monkeypatch, capsys):
     """The tracker changes no number of the run, resumed or not."""
+    tracker = Mock()
+    opened = tracker.init.return_value
+    opened.log.side_effect = [None, ConnectionError("the network is away")]
+    monkeypatch.setitem(sys.modules, "trackio", tracker)
     shutil.rmtree(copied / "whole/state/step_000004")
     options = ["--model", base, "--runs", copied, "--name", "whole", *SMALL, "--track", "trackio"]
     assert run(*options, "--steps", 3, "--resume", grade=half) == 0
+    opened.finish.assert_called_once()
     assert run(*options, "--steps", 4, "--resume", grade=half) == 0
     assert capsys.readouterr().out.count("--track trackio failed (the network is away)") == 1
-    first, (step, numbers), end, again = tracker
-    assert end == "finish" and first["name"] == again["name"] == "whole"
+    assert [call.kwargs["name"] for call in tracker.init.call_args_list] == ["whole", "whole"]
     line = [json.loads(line) for line in open(copied / "whole/metrics.jsonl")][2]
     sent = {key: value for key, value in line.items() if isinstance(value, (int, float))}
-    assert numbers | {"step": step} == sent
+    (numbers,), step = opened.log.call_args_list[0]
+    assert numbers | step == sent
     assert metrics(copied / "whole")[3] == metrics(trained / "whole")[3]
 
 

@@ -8,21 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.chat import QWEN3, tokenizer
 from helpers.samples import prepared, text_of
 from helpers.script import Script
 from helpers.tiny import OBJECTIVE, model
-from test_mars import SMALL
+from test_mars import SMALL, metrics
 
 import trainer
 from config import UserError, resolve
-from driver import Driver
 from plumbing.logbook import record
-from rollout import Env, Sample, Trajectory, Turn
+from rollout import Sample, Trajectory, Turn
 from sampler import Completion
 from siblings import matpo, matpo_toy
 from tasks.chat import ChatFormat
 from tasks.format import Action, Call
-from tasks.grading import exact_match
 from tasks.questions import Question
 from tools import KNOWN, Document, Tool, ToolError
 from toy import world
@@ -49,15 +48,7 @@ def play(planner: list[str], worker: list[str], search=lambda query: PAGES, **op
     script = Script(FORMAT, say)
     config = matpo.MatpoConfig(**options)
     tools = {"search": search, "scholar": search, "python": search, "work": matpo.refuse}
-
-    def grade(question, answer):
-        return float(exact_match(answer, question.golden_answers))
-
-    driver = Driver([script], deterministic=True)
-    samplers = {"planner": script, "worker": script}
-    env = Env(driver, samplers, FORMAT, tools, grade, config, step=0)
-    (trajectory,) = driver.run([env.play(matpo.METHOD, QUESTION, 0, 0)])
-    assert script.opened == 0, "every context gives its pages back"
+    trajectory = script.play(matpo.METHOD, config, QUESTION, tools)
     assert not any(left.values()), f"not said: {left}"
     return trajectory, script
 
@@ -157,15 +148,12 @@ def test_what_goes_wrong_stays_within_the_worker():
 
 def sample(role: str, place: int, attempt: int, lengths: list[int], seed: int) -> Sample:
     """Given and sampled stretches by turns; ids that the tiny models know."""
-    generator = torch.Generator().manual_seed(seed)
+    rng = random.Random(seed)
     made = Sample(role, place, attempt)
-
-    def draw(count: int) -> list[int]:
-        return torch.randint(0, 61, (count,), generator=generator).tolist()
-
     for length in lengths:
-        made.append_given(draw(3))
-        made.append_sampled(Completion(draw(length), [-4.0] * length, "stop"))
+        made.append_given(rng.choices(range(61), k=3))
+        sampled = rng.choices(range(61), k=length)
+        made.append_sampled(Completion(sampled, [-4.0] * length, "stop"))
     return made
 
 
@@ -185,19 +173,15 @@ def attempt(place: int, number: int, reward: float, workers: list[list[int]]) ->
     return made
 
 
-def batch() -> list[Trajectory]:
-    return [
+def credited(**options) -> tuple[list[Trajectory], dict[str, list[Sample]], matpo.MatpoConfig]:
+    config = matpo.MatpoConfig(questions=2, **options)
+    trajectories = [
         attempt(0, 0, 1.0, [[5, 4], [2]]),
         attempt(0, 1, 0.0, [[3]]),
         attempt(0, 2, 0.0, []),
         attempt(1, 3, 1.0, [[9, 2], [1], [4]]),
         attempt(1, 4, 0.0, [[6], [2, 2]]),
     ]
-
-
-def credited(**options) -> tuple[list[Trajectory], dict[str, list[Sample]], matpo.MatpoConfig]:
-    config = matpo.MatpoConfig(**{"format_share": 0.0, "questions": 2, **options})
-    trajectories = batch()
     return trajectories, matpo.credit(config, trajectories, 0), config
 
 
@@ -224,15 +208,9 @@ def test_the_gradient_is_that_of_the_papers_objective_also_beyond_the_planners_e
     planners = [trajectory.contexts[0].sample.advantage for trajectory in trajectories]
     a, b = math.sqrt(2), -1 / math.sqrt(2)
     assert planners == pytest.approx([a, b, b, 1.0, -1.0])
-    samples, *_ = prepared(config, terms)
-    sampler = model("qwen3")
     policy = trainer.Policy(model("qwen3"), bf16=False)
-    for made in samples:  # on policy, ρ is 1
-        logits = sampler(input_ids=torch.tensor([made.tokens])).logits[0].detach()
-        picked = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(made.tokens[1:])[:, None])
-        made.logprobs = [0.0, *picked[:, 0].tolist()]
     _, batches = prepared(config, terms)
-    trainer.backward(policy, batches, **OBJECTIVE)
+    trainer.backward(policy, batches, on_policy=True, **OBJECTIVE)
     found = {name.removeprefix("model."): p.grad for name, p in policy.named_parameters()}
     for name, wanted in gradient_by_hand(trajectories).items():
         assert float((found[name] - wanted).abs().max()) < 1e-5
@@ -263,6 +241,12 @@ def test_mars_groups_compare_workers_with_workers():
     assert copies == [3, 2]
 
 
+def test_frozen_workers_are_not_trained():
+    trajectories, terms, _ = credited(workers="frozen")
+    assert len(terms["rollout"]) == len(trajectories)
+    assert not any(made.copies for t in trajectories for made in t.samples("worker"))
+
+
 # ------------------------------------------------------------------------------------------ the toy
 
 
@@ -287,31 +271,29 @@ def test_every_role_is_shown_how():
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run of a base model that has learned next to nothing."""
-    runs = tmp_path_factory.mktemp("runs")
-    base = matpo_toy.build(runs / "base", steps=(2, 2))
-    line = ["--model", base, "--runs", runs, "--name", "whole", "--steps", 2, *SMALL]
-    assert matpo.main([str(word) for word in line]) == 0
-    return runs / "whole"
+def novice(tmp_path_factory):
+    """A base model that has learned next to nothing."""
+    return matpo_toy.build(tmp_path_factory.mktemp("novice"), steps=(2, 2))
 
 
-def test_a_run_ask_and_eval(trained, tmp_path, capsys):
-    first, second = [json.loads(line) for line in open(trained / "metrics.jsonl")]
-    assert second["eval_step"] == 2 and 0 <= second["eval_accuracy"] <= 1
-    assert first["planner_samples"] == 16
-    assert first["mismatch_kl"] < 1e-8
-    line = ["eval", str(trained), "--eval_questions", "3", "--runs", str(tmp_path)]
-    assert matpo.main(line) == 0
-    assert matpo.main(["ask", str(trained), QUESTION.text]) == 0
+@pytest.mark.parametrize("workers", ["train", "frozen"])
+def test_a_run_ask_and_eval(novice, tmp_path, capsys, workers):
+    def main(*line) -> None:
+        assert matpo.main([str(word) for word in line]) == 0
+
+    runs = ["--runs", tmp_path]
+    options = ["--model", novice, "--name", "x", "--steps", 1, "--workers", workers]
+    main(*runs, *options, *SMALL)
+    (told,) = metrics(tmp_path / "x")
+    assert told["planner_samples"] == 16 and told["mismatch_kl"] < 1e-8
+    assert (tmp_path / "x/frozen").exists() == (workers == "frozen")
+    main("eval", tmp_path / "x", *runs, "--eval_questions", 3)
+    assert "planner_tokens" in (tmp_path / "eval-x/table.json").read_text()
+    main("ask", tmp_path / "x", QUESTION.text)
     assert "answer |" in capsys.readouterr().out
-    (table,) = tmp_path.glob("*/table.json")
-    assert "planner_tokens" in table.read_text()
 
 
 def test_a_chat_model_is_told_who_it_is():
-    from helpers.chat import QWEN3, tokenizer
-
     tools = [Tool(name, *KNOWN[name], call=None) for name in KNOWN] + [matpo.WORKER_TOOL]
     chat = ChatFormat(tokenizer(QWEN3), matpo.words(matpo.MatpoConfig(), tools), tools)
     for role, own, other in (
@@ -338,3 +320,10 @@ def test_options_that_contradict_each_other_are_refused():
     ):
         with pytest.raises(UserError, match=word):
             resolve(matpo.MatpoConfig, given, presets={})
+
+
+@pytest.mark.parametrize("delegate", [True, False])
+def test_a_question_that_leaves_no_room_is_refused(delegate):
+    matpo.fits(matpo.MatpoConfig(delegate=delegate), FORMAT, QUESTION)
+    with pytest.raises(UserError, match="raise it"):
+        matpo.fits(matpo.MatpoConfig(delegate=delegate, sys2_context=40), FORMAT, QUESTION)

@@ -1,20 +1,21 @@
 """What a method may bring beside words, episode and credit."""
 
 import dataclasses
-import json
-import textwrap
 from unittest.mock import Mock, call
 
 import pytest
+import torch.distributed as dist
 from helpers.launch import launch
-from test_mars import SMALL
+from test_almanac import two_attempts
+from test_mars import SMALL, metrics, records_of, run
 
 import mars
 import processes
 import train
 from config import UserError
 from plumbing import evaluation
-from recipes import atlas
+from plumbing.metrics import method_metrics
+from recipes import almanac, atlas
 from siblings import bvpo, marsrl, matpo, mifo
 from toy.language import ToyFormat
 
@@ -40,29 +41,16 @@ def test_a_method_brings_numbers_a_model_a_language_and_rollouts_of_its_own(base
         return train.attempts(run, step)[:-1]
 
     method = dataclasses.replace(mars.METHOD, name="own", metrics=own_metrics, rollouts=rollouts)
-    options = ["--runs", str(tmp_path), "--name", "x", "--steps", "1", *SMALL]
-    options += ["--cache", str(tmp_path)]
-    done = train.main(method, options, "", base_model=make, language=Language)
-    assert done == 0
-    assert (str(tmp_path), 0) in seen
-    assert "sys1" in seen and "sys2" in seen
-    line = json.loads((tmp_path / "x" / "metrics.jsonl").read_text().splitlines()[0])
-    assert 0 <= line["answered_share"] <= 1
-    rollouts = [json.loads(line) for line in open(tmp_path / "x" / "rollouts" / "step_0.jsonl")]
-    assert sum(record["split"] == "train" for record in rollouts) == 15
-    assert 0 <= line["eval_answered_share"] <= 1
+    line = ["--runs", tmp_path, "--name", "x", "--steps", 1, "--cache", tmp_path, *SMALL]
+    assert run(*line, method=method, base_model=make, language=Language) == 0
+    assert {(str(tmp_path), 0), "sys1", "sys2"} <= set(seen)
+    (line,) = metrics(tmp_path / "x")
+    assert 0 <= line["answered_share"] <= 1 and 0 <= line["eval_answered_share"] <= 1
+    assert sum(r["split"] == "train" for r in records_of(tmp_path / "x", 0)) == 15
 
 
-RANKS = """
-    import dataclasses
-    import torch.distributed as dist
-    from test_almanac import two_attempts
-    import mars
-    from plumbing.metrics import method_metrics
-    from processes import leave
-    from recipes import almanac
-
-    dist.init_process_group("gloo")
+def count_on_ranks() -> None:
+    """What each of two ranks does."""
     rank = dist.get_rank()
     counted = ({"a": (1, 2), "b": (3, 4), "d": (0, 0)}, {"b": (0, 2), "c": (5, 5), "a": (1, 1)})
     method = dataclasses.replace(mars.METHOD, metrics=lambda trajectories: counted[rank])
@@ -75,8 +63,6 @@ RANKS = """
     almanac.credit(options, mine, 0)
     # On both ranks together two notes tell the fact, and two do not.
     assert {note.sample.copies for t in mine for note in t.notes} == {1.0}
-    leave(7)
-"""
 
 
 def test_ranks_count_together(tmp_path):
@@ -84,18 +70,14 @@ def test_ranks_count_together(tmp_path):
 
     Shares of nothing are left out.
     """
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(RANKS))
-    assert launch(script, log=tmp_path / "log") == 7
+    assert launch(count_on_ranks, log=tmp_path / "log") == 0
 
 
 def test_all_ranks_hear_that_the_base_model_cannot_be_made(tmp_path):
     """The first one makes it; the others, left alone, would end with a traceback."""
     (tmp_path / "file").write_text("")
-    script = tmp_path / "script.py"
-    script.write_text("import sys, mars\nsys.exit(mars.main(sys.argv[1:]))")
     line = ["--cache", tmp_path / "file" / "below", "--runs", tmp_path]
-    assert launch(script, *line, log=tmp_path / "log") == 2
+    assert launch(mars.__file__, *line, log=tmp_path / "log") == 2
     said = (tmp_path / "log").read_text()
     assert said.count("cannot write") == 2 and "Traceback" not in said
 

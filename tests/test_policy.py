@@ -9,24 +9,19 @@ import pytest
 import torch
 from helpers import ranks
 from helpers.launch import launch
-from helpers.tiny import CPU, KINDS, OBJECTIVE, make_samples, model, saved, weigh
+from helpers.tiny import CPU, KINDS, OBJECTIVE, make_samples, model, pack, saved
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import trainer
 from trainer import policy as policy_module
 
 MODES = ("ddp", "ddp even", "fsdp recomputing", "ddp lora", "fsdp lora recomputing")
-WORLD = 4
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory):
     return saved("qwen3", tmp_path_factory.mktemp("qwen3"))
-
-
-def pack(samples, capacity=10_000, device=CPU, **options):
-    return trainer.micro_batches(samples, weigh(samples), capacity, device, **options)
 
 
 def gradients(plain, samples, capacity):
@@ -122,10 +117,8 @@ def test_the_rate_rises_stays_or_falls_and_never_is_nothing():
 def steps(qwen3, tmp_path_factory):
     """The folders of one optimizer step: by one process, and by four in every mode."""
     out = tmp_path_factory.mktemp("steps")
-    for mode in ("single", "single lora"):
-        (out / mode).mkdir()
-        ranks.step(str(qwen3), out / mode, mode)
-    assert launch(ranks.__file__, qwen3, out, *MODES, log=out / "log", world=WORLD) == 0
+    ranks.steps(qwen3, out, ["alone", "alone lora"])
+    assert launch(ranks.steps, qwen3, out, MODES, log=out / "log", world=4) == 0
     return out
 
 
@@ -135,7 +128,7 @@ def test_ranks_are_one_process(steps, mode):
 
     The ranks' shares are uneven, and one has no sample at all, unless they are evened out.
     """
-    modes = "single lora" if "lora" in mode else "single", mode
+    modes = "alone lora" if "lora" in mode else "alone", mode
     one, two = (torch.load(steps / name / "numbers.pt") for name in modes)
     assert abs(one["loss"] - two["loss"]) < 1e-5
     assert abs(one["norm"] - two["norm"]) < 1e-5

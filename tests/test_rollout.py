@@ -1,15 +1,14 @@
 """The episode with scripted roles: every way it can go, and what is written down."""
 
+import functools
 import threading
 
 import pytest
+from helpers.samples import text_of
 from helpers.script import Script
 
 import mars
-from driver import Driver
 from plumbing.logbook import record
-from rollout import Env, Sample
-from tasks.grading import exact_match
 from tasks.questions import Question
 from tools import Document, ToolError
 from toy import language
@@ -22,9 +21,8 @@ PAGES = [
     Document("d3", "", "", "see also the list of records ."),
 ]
 CALL = "<call> search ada baker <purpose> birth of ada baker <eot>"
-
-
 ANSWER = "<answer> 1968 <eot>"
+text = functools.partial(text_of, FORMAT)
 
 
 def play(system2, *, search=lambda query: PAGES, grade=None, attempt=0, **options):
@@ -41,30 +39,17 @@ def play(system2, *, search=lambda query: PAGES, grade=None, attempt=0, **option
             return "1968 <eot>" if tokens[-1] == FORMAT.control["<answer>"] else system2
         return left.pop(0)
 
-    def right(question, answer):
-        return float(exact_match(answer, question.golden_answers))
-
     script = Script(FORMAT, say)
-    config = mars.MarsConfig(**{"top_k": 3, **options})
+    config = mars.MarsConfig(**options)
     tools = {"search": search, "python": lambda code: [Document("python", "", "", "12\n")]}
-    driver = Driver([script], deterministic=True)
-    samplers = {"sys2": script, "sys1": script}
-    env = Env(driver, samplers, FORMAT, tools, grade or right, config, 0, 0.7, 0.9)
-    try:
-        (trajectory,) = driver.run([env.play(mars.METHOD, QUESTION, 0, attempt)])
-    finally:
-        assert script.opened == 0, "every conversation gives its pages back"
-    drawn = {"temperature": 0.7, "top_p": 0.9, "stop_ids": FORMAT.stop_ids}
-    assert script.options == drawn, "the batch's temperature and nucleus"
+    drawn = {"temperature": 0.7, "top_p": 0.9}
+    trajectory = script.play(mars.METHOD, config, QUESTION, tools, grade, attempt, **drawn)
+    assert script.options == drawn | {"stop_ids": FORMAT.stop_ids}
     asked = []
     for tokens, limit, seed in script.asked:
         role = "sys1" if tokens[0] == FORMAT.control["<s1>"] else "sys2"
         asked.append((role, FORMAT.text(tokens), limit, seed))
     return trajectory, asked
-
-
-def text(sample: Sample, trained: bool) -> str:
-    return FORMAT.text([t for t, m in zip(sample.tokens, sample.mask) if m == trained])
 
 
 def test_call_distil_answer():
@@ -181,10 +166,10 @@ def test_arms():
     assert [reader.chunk.documents for reader in unpacked.turns[0].readers] == [[0], [1], [2]]
     _, asked = play([CALL, ANSWER], purpose=False)
     assert all("birth" not in said for role, said, *_ in asked if role == "sys1")
-    trajectory, asked = play([CALL, ANSWER], system1="none")
+    trajectory, asked = play([CALL, ANSWER], system1="none", max_turns=13)
     assert trajectory.samples("sys1") == [] and all(role == "sys2" for role, *_ in asked)
-    seen = asked[1][1]
-    assert "<doc> ada baker born" in seen and len(seen.split()) <= 160 // 5 + 2
+    parts = ["<doc> ada baker born", "<doc> bob cohen wrote", "<doc> see also the"]
+    assert asked[1][1] == f"<resp> {' '.join(parts)} <eot>", "160 tokens for 13 turns of 3"
 
 
 def test_python_output_reaches_system2_as_it_is_unless_it_is_distilled():

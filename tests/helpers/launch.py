@@ -1,4 +1,4 @@
-"""Starts a script as several processes of one group, as torchrun would, or as one process.
+"""Starts a script, or a function, in several processes of one group, as torchrun would, or in one.
 
 A server imports what takes long, once, and forks: eight ranks cost little more than one.
 """
@@ -8,9 +8,13 @@ import os
 import runpy
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from processes import leave
 
 TESTS = Path(__file__).parent.parent
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -30,9 +34,8 @@ def start(script, *arguments, log, world: int = 1) -> list[multiprocessing.Proce
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    command = [str(script), *map(str, arguments)]
     ranks = [
-        CONTEXT.Process(target=run, args=(environment, rank, str(log), command))
+        CONTEXT.Process(target=run, args=(environment, rank, str(log), script, arguments))
         for rank in range(world)
     ]
     with pytest.MonkeyPatch.context() as patch:
@@ -43,14 +46,18 @@ def start(script, *arguments, log, world: int = 1) -> list[multiprocessing.Proce
     return ranks
 
 
-def run(environment: dict, rank: int, log: str, command: list[str]) -> None:
-    """What a process does."""
+def run(environment: dict, rank: int, log: str, script: Path | str | Callable, arguments) -> None:
+    """What a process does: a script joins the group itself, a function is called within it."""
     os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
+    if callable(script):
+        dist.init_process_group("gloo")
+        script(*arguments)
+        leave(0)
+    sys.argv = [str(script), *map(str, arguments)]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def launch(script, *arguments, log, world: int = 2) -> int:

@@ -1,9 +1,6 @@
-"""What each rank does in tests/test_policy.py: one step on its share of given samples.
+"""What each rank does in tests/test_policy.py: one step on its share of given samples."""
 
-Rank 0 saves what came of it.
-"""
-
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,86 +8,96 @@ import torch.distributed as dist
 from helpers.tiny import CPU, OBJECTIVE, Tokenizer, counts, make_samples, weigh
 
 import trainer
-from processes import leave
+from processes import is_first
 from sampler import Sampler
+from sampler.model import gather_full
 
 # Where each of four ranks' share of 13 samples begins: uneven, and the last one has none.
 SHARES = [0, 7, 8, 13, 13]
 
 
-def step(model: str, out: Path, mode: str) -> None:
-    """One optimizer step of this rank.
+def steps(model: Path, out: Path, modes: Sequence[str]) -> None:
+    """All the modes one after the other: most of a test's time goes into starting processes."""
+    for mode in modes:
+        step(model, out / mode, mode)
 
-    `mode` is "single", "ddp" or "fsdp", perhaps with " lora", " recomputing" or " even" behind.
+
+def step(model: Path, out: Path, mode: str) -> None:
+    """One optimizer step; the first rank saves what came of it.
+
+    `mode` names what is on: "fsdp" (else DDP), "lora", "recomputing", "even".
     """
-    fsdp = mode.startswith("fsdp")
-    single = mode.startswith("single")
-    rank = 0 if single else dist.get_rank()
-    world = 1 if single else dist.get_world_size()
-    samples = make_samples()
-    mine = samples if single else samples[SHARES[rank] : SHARES[rank + 1]]
-    loaded = trainer.load_model(model, CPU)
-    if "lora" in mode:
-        trainer.add_adapters(loaded, 3, seed=0)
-        with torch.no_grad():
-            for name, parameter in loaded.named_parameters():
-                if "lora" in name:
-                    parameter += 0.02
-    recompute = mode.endswith("recomputing")
-    policy = trainer.Policy(loaded, bf16=False, recompute_activations=recompute)
-    policy = trainer.parallel(policy, fsdp=fsdp, device=CPU)
-    sampler = Sampler(trainer.load_model(model, CPU), max_tokens=64)
+    policy = make_policy(model, mode)
     optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
-    weights = weigh(mine, counts(samples))
-    if "even" in mode:
-        mine, weights = trainer.even_out(mine, weights, pack=True)
-        assert mine, "the last rank had no sample"
-    batches = trainer.micro_batches(mine, weights, 60, CPU)
-    count = torch.tensor(len(batches))
-    if world > 1:
-        dist.all_reduce(count, dist.ReduceOp.MAX)
-    if world > 1 and "even" not in mode:
-        assert len(batches) < int(count) or rank < world - 1, "the last rank adds empty ones"
-    empty = range(int(count) - len(batches))
-    batches += [trainer.make_micro_batch([], [], [], CPU) for _ in empty]
-    if fsdp:
-        policy.register_forward_pre_hook(unsharded_gradients_are_gone(policy), prepend=True)
-    stats = trainer.backward(policy, batches, **OBJECTIVE)
-    loss = torch.tensor(sum(float(s["loss"]) for s in stats))
+    stats = trainer.backward(policy, share("even" in mode), **OBJECTIVE)
+    loss = torch.tensor(sum(float(numbers["loss"]) for numbers in stats))
+    if dist.is_initialized():
+        dist.all_reduce(loss)
     norm = trainer.gradient_norm(policy, 0.01)  # low enough to clip
     gradients = {
-        name: whole(parameter.grad)
+        name: gather_full(parameter.grad)
         for name, parameter in trainer.unwrap(policy).named_parameters()
         if parameter.requires_grad
     }
     optimizer.step()
+    sampler = Sampler(trainer.load_model(model, CPU), max_tokens=64)
     sampler.load_weights(trainer.unwrap(policy).model)
-    if world > 1:
-        dist.all_reduce(loss)
+    weights = {name: w for name, w in sampler.model.weights.items() if w is not None}
     trainer.save(out, 1, policy, optimizer, Tokenizer())
-    first = next(iter(optimizer.state))
-    before = [state["exp_avg"].clone() for state in optimizer.state.values()]
-    optimizer.state[first]["exp_avg"].zero_()
-    trainer.load_optimizer(out / "state" / "step_000001", policy, optimizer)
-    after = [state["exp_avg"] for state in optimizer.state.values()]
+    moments_come_back(out / "state" / "step_000001", policy, optimizer)
+    if is_first():
+        made = {"loss": loss, "norm": norm, "gradients": gradients, "sampler": weights}
+        torch.save(made, out / "numbers.pt")
+
+
+def make_policy(folder: Path, mode: str):
+    """The policy as the ranks wrap it, with adapters that are not 0."""
+    model = trainer.load_model(folder, CPU)
+    if "lora" in mode:
+        trainer.add_adapters(model, 3, seed=0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora" in name:
+                    parameter += 0.02
+    policy = trainer.Policy(model, bf16=False, recompute_activations="recomputing" in mode)
+    policy = trainer.parallel(policy, fsdp="fsdp" in mode, device=CPU)
+    if "fsdp" in mode:
+        policy.register_forward_pre_hook(unsharded_gradients_are_gone(policy), prepend=True)
+    return policy
+
+
+def share(even: bool) -> list[trainer.MicroBatch]:
+    """This rank's micro-batches, with as many empty ones as other ranks have more."""
+    samples = mine = make_samples()
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        mine = samples[SHARES[rank] : SHARES[rank + 1]]
+    weights = weigh(mine, counts(samples))
+    if even:
+        mine, weights = trainer.even_out(mine, weights, pack=True)
+        assert mine, "the last rank had no sample"
+    batches = trainer.micro_batches(mine, weights, 60, CPU)
+    most = torch.tensor(len(batches))
+    if dist.is_initialized():
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    missing = int(most) - len(batches)
+    return batches + [trainer.make_micro_batch([], [], [], CPU)] * missing
+
+
+def moments_come_back(state: Path, policy, optimizer) -> None:
+    """Each rank's part of the saved moments is what it had."""
+    before = [moments["exp_avg"].clone() for moments in optimizer.state.values()]
+    next(iter(optimizer.state.values()))["exp_avg"].zero_()
+    trainer.load_optimizer(state, policy, optimizer)
+    after = [moments["exp_avg"] for moments in optimizer.state.values()]
     for one, other in zip(before, after, strict=True):
         assert torch.equal(part(one), part(other))
     assert part(before[0]).any() or not part(before[0]).numel(), "some ranks hold nothing of it"
-    numbers = {"loss": loss, "norm": norm, "gradients": gradients}
-    weights = sampler.model.weights.items()
-    numbers["sampler"] = {name: weight for name, weight in weights if weight is not None}
-    if rank == 0:
-        torch.save(numbers, out / "numbers.pt")
 
 
 def part(tensor):
     """This rank's part of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def whole(tensor):
-    """All ranks' parts of a tensor."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def unsharded_gradients_are_gone(policy):
@@ -108,18 +115,3 @@ def unsharded_gradients_are_gone(policy):
         calls.append(1)
 
     return check
-
-
-def main(model: str, out: str, *modes: str) -> None:
-    """All the modes one after the other: most of a test's time goes into starting processes."""
-    dist.init_process_group("gloo")
-    for mode in modes:
-        if dist.get_rank() == 0:
-            (Path(out) / mode).mkdir()
-        dist.barrier()
-        step(model, Path(out) / mode, mode)
-    leave(0)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

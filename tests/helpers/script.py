@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from types import SimpleNamespace
 
+from driver import Driver
+from rollout import Env, Trajectory
 from sampler import Completion
 from tasks.format import Format
+from tasks.grading import grader
 
 
 class Script:
@@ -18,6 +21,18 @@ class Script:
         self.queue = []
         self.asked = []  # (the tokens that were given, limit, seed)
         self.opened = 0
+
+    def play(self, method, config, question, tools, grade=None, attempt=0, **drawn) -> Trajectory:
+        """One episode in which all roles speak by this script."""
+        driver = Driver([self], deterministic=True)
+        samplers = dict.fromkeys(method.roles, self)
+        grade = grade or grader("em")
+        env = Env(driver, samplers, self.chat, tools, grade, config, step=0, **drawn)
+        try:
+            (trajectory,) = driver.run([env.play(method, question, 0, attempt)])
+        finally:
+            assert self.opened == 0, "every context gives its pages back"
+        return trajectory
 
     def open(self):
         self.opened += 1

@@ -4,16 +4,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 import grpo
+import trainer
 from rollout import Sample
 
 CPU = torch.device("cpu")
@@ -34,17 +27,20 @@ LIVELY = SHAPE | {
     "bos_token_id": None,
     "pad_token_id": None,
 }
-KINDS = ("qwen3", "qwen2", "llama")
+OWN = {
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": False},
+    "llama": {"tie_word_embeddings": False},
+}
+KINDS = tuple(OWN)
 
 
 def model(kind: str):
     """A random model, the same at every call."""
     torch.manual_seed(0)
-    if kind == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(head_dim=16, tie_word_embeddings=True, **SHAPE))
-    if kind == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=False, **SHAPE))
-    return LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **SHAPE))
+    name = kind.capitalize()
+    config = getattr(transformers, f"{name}Config")(**SHAPE | OWN[kind])
+    return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
 def config_of(kind: str, **options):
@@ -108,6 +104,11 @@ def weigh(samples: list[Sample], total: dict[str, int] | None = None) -> list[to
     """grpo.token_weights; `total` counts the samples of each role, over all ranks."""
     total = total or counts(samples)
     return [grpo.token_weights([torch.tensor(s.mask)], total[s.role])[0] for s in samples]
+
+
+def pack(samples: list[Sample], capacity: int = 10_000, device=CPU, **options):
+    """Their micro-batches."""
+    return trainer.micro_batches(samples, weigh(samples), capacity, device, **options)
 
 
 class Tokenizer:
