@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_log_probs_loss_and_gradients_are_the_stock_models(name):
     loss, logprobs = stock_step(stock, samples, weights)
     policy = trainer.Policy(made, bf16=False)
     assert policy.packs == (name in PACKED)
-    batches = trainer.micro_batches(samples, weights, 10_000, CPU, pack=policy.packs)
+    batches = pack(samples, pack=policy.packs)
     assert len(batches) == (1 if policy.packs else len(samples))
     scored = [trainer.logprob(policy, batch, OBJECTIVE["temperature"]) for batch in batches]
     stats = trainer.backward(policy, batches, **OBJECTIVE)
@@ -125,10 +126,6 @@ def test_an_empty_micro_batch_and_recomputing_work_for_them_too(name):
 # ---------------------------------------------------------------- folders
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[:2000])
-
-
 def without_a_weight(folder):
     made = AutoModelForCausalLM.from_pretrained(folder)
     weights = made.state_dict()
@@ -149,7 +146,7 @@ def with_code(folder):
 
 BROKEN = {
     "no folder": lambda folder: folder.rename(folder.with_name("elsewhere")),
-    "weights cut": lambda folder: cut(folder / "model.safetensors"),
+    "weights cut": lambda folder: os.truncate(folder / "model.safetensors", 2000),
     "a weight missing": without_a_weight,
     "code of its own": with_code,
 }
