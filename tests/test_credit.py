@@ -51,35 +51,53 @@ def credited(**options) -> tuple[mars.MarsConfig, list[Sample], list[Sample]]:
     return config, *terms.values()
 
 
+@pytest.fixture
+def learner(monkeypatch):
+    """A run without a model: train.update calls stand-ins for the trainer."""
+    monkeypatch.setattr(train, "trainer", Mock(schedule=trainer.schedule))
+    train.trainer.backward.return_value = []
+    train.trainer.gradient_norm.return_value = 1.0
+    monkeypatch.setattr(train, "prepare", Mock(return_value=([], [])))
+    monkeypatch.setattr(train, "update_metrics", lambda scored, roles: {"loss": 3.0})
+    monkeypatch.setattr(train, "logbook", Mock())
+    config = mars.MarsConfig(temperature=0.7, inner_steps=2, questions=4, steps=4, lr=0.8)
+    return Mock(config=config, skipped=0, optimizer=Mock(param_groups=[{}]))
+
+
 @pytest.mark.parametrize("decay, rates", [(False, [0.4, 0.8, 0.8]), (True, [0.4, 0.6, 0.4])])
-def test_an_update_has_its_rate_and_temperature_and_parts_of_whole_questions(
-    decay, rates, monkeypatch
-):
-    """train.update without a model: what the optimizer and the trainer are told."""
-    parts, rate_of_steps = [], []
-
-    def prepare(run, terms):
-        parts.append({s.question_index for samples in terms.values() for s in samples})
-        return [], []
-
-    backward = Mock(return_value=[])
-    monkeypatch.setattr(train, "prepare", prepare)
-    monkeypatch.setattr(train.trainer, "backward", backward)
-    monkeypatch.setattr(train.trainer, "gradient_norm", lambda policy, limit: 1.0)
-    monkeypatch.setattr(train, "update_metrics", lambda sums, roles: {"loss": 3.0})
-    monkeypatch.setattr(train.logbook, "stop_if_mismatched", Mock())
-    group = {}
-    optimizer = Mock(param_groups=[group])
-    optimizer.step = lambda: rate_of_steps.append(group["lr"])
-    limits = {"steps": 4, "lr": 0.8, "warmup": 2, "decay": decay}
-    config = mars.MarsConfig(temperature=0.7, inner_steps=2, questions=4, **limits)
-    run = Mock(config=config, method=mars.METHOD, optimizer=optimizer)
+def test_an_update_has_its_rate_and_temperature_and_parts_of_whole_questions(learner, decay, rates):
+    learner.config.warmup = 2
+    learner.config.decay = decay
+    found = []
+    (group,) = learner.optimizer.param_groups
+    learner.optimizer.step = lambda: found.append(group["lr"])
     attempts = [Sample("sys2", index, k) for index in range(4) for k in range(3)]
     for step in range(3):
-        assert train.update(run, {"sys2": attempts}, step)["loss"] == 1.5, "the mean of the parts"
-    assert rate_of_steps[::2] == rate_of_steps[1::2] == pytest.approx(rates)
-    assert [call.kwargs["temperature"] for call in backward.call_args_list] == [0.7] * 6
-    assert parts == [{0, 2}, {1, 3}] * 3
+        told = train.update(learner, {"sys2": attempts}, step)
+        assert told["loss"] == 1.5, "the mean of the parts"
+    assert found[::2] == found[1::2] == pytest.approx(rates)
+    assert {call.kwargs["temperature"] for call in train.trainer.backward.mock_calls} == {0.7}
+    given = [call.args[1]["sys2"] for call in train.prepare.mock_calls]
+    assert [{s.question_index for s in part} for part in given] == [{0, 2}, {1, 3}] * 3
+
+
+def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner):
+    learner.config.inner_steps = 1
+
+    def moves(norm: float, loss: float) -> bool:
+        train.trainer.gradient_norm.return_value = norm
+        train.trainer.backward.return_value = [{"loss": loss}]
+        learner.optimizer.step.reset_mock()
+        moved = not train.update(learner, {}, 0)["skipped_steps"]
+        assert learner.optimizer.step.called == moved
+        return moved
+
+    assert not moves(math.nan, 0.0) and not moves(1.0, math.nan)
+    assert moves(1.0, 0.0)
+    assert not moves(math.inf, 0.0) and not moves(1.0, math.inf)
+    with pytest.raises(UserError, match="three steps in a row"):
+        moves(math.nan, 0.0)
+    assert not learner.optimizer.step.called
 
 
 def of(samples: list[Sample], group: int) -> list[Sample]:

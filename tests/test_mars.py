@@ -481,19 +481,6 @@ def test_an_hour_or_ten_steps_do_not_pass_without_a_state(
     assert found == saved
 
 
-def test_steps_without_a_finite_gradient_are_skipped_and_three_stop_the_run(
-    base, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(trainer, "gradient_norm", lambda policy, limit: float("nan"))
-    line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 5, *SMALL]
-    line += ["--inner_steps", 1, "--group", 2, "--eval_questions", 1, "--eval_every", 1]
-    assert run(*line, grade=half) == 2
-    said = capsys.readouterr()
-    assert [line["skipped_steps"] for line in metrics(tmp_path / "x")] == [1, 1]
-    assert said.out.count("step skipped") == 3 and "three steps in a row" in said.err
-    assert same_weights(tmp_path / "x/checkpoint", base), "a skipped step moves no weight"
-
-
 # ------------------------------------------------------------------------------------ a live view
 
 
