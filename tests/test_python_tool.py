@@ -29,32 +29,13 @@ NOBODY = 65534
 SYSTEM_PYTHON = "/usr/bin/python3"
 PROGRAMS = (ROOT / "tests" / "attacks" / "programs.txt").read_text()
 UNAVAILABLE = python.available()
-pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+REFUSES = UNAVAILABLE is not None and "20 + 22" not in UNAVAILABLE  # a wrong sum is a fault
+pytestmark = pytest.mark.skipif(REFUSES, reason=str(UNAVAILABLE))
 run = functools.partial(python.run, timeout=300)  # the machine may be busy
 needs_root = pytest.mark.skipif(OURSELVES != 0, reason="only root can become another user")
 
 
 # The attack suite ---------------------------------------------------------------------------------
-
-
-def copy_tool(without: str) -> Path:
-    """A folder with the harness and its own copy of the tool.
-
-    `without`: a line of the jail that the copy leaves out.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="attacks-"))
-    folder.chmod(0o755)
-    shutil.copytree(ROOT / "tests" / "attacks", folder, dirs_exist_ok=True)
-    (folder / "tools").mkdir()
-    for name in ("__init__.py", "python.py", "jail.py"):
-        shutil.copy(ROOT / "tools" / name, folder / "tools")
-    shutil.copy(ROOT / "config.py", folder)
-    if without:
-        jail = folder / "tools" / "jail.py"
-        line = f"    {without}\n"
-        assert line in jail.read_text()
-        jail.write_text(jail.read_text().replace(line, "    pass\n"))
-    return folder
 
 
 def python_of_everybody() -> str | None:
@@ -75,7 +56,17 @@ def identity(user: int) -> dict:
 
 
 def start_harness(mode: str, *programs: str, without="", user=OURSELVES, executable=sys.executable):
-    folder = copy_tool(without)
+    """In a folder with its own copy of the tool, whose jail lacks the line `without`."""
+    folder = Path(tempfile.mkdtemp(prefix="attacks-"))
+    folder.chmod(0o755)
+    shutil.copytree(ROOT / "tests" / "attacks", folder, dirs_exist_ok=True)
+    shutil.copytree(ROOT / "tools", folder / "tools")
+    shutil.copy(ROOT / "config.py", folder)
+    if without:
+        jail = folder / "tools" / "jail.py"
+        whole = jail.read_text()
+        assert whole.count(f"    {without}\n") == 1
+        jail.write_text(whole.replace(f"    {without}\n", "    pass\n"))
     if user != OURSELVES:
         subprocess.run(["chown", "-R", f"{user}:{user}", folder], check=True)
     environment = {name: os.environ.get(name, "/") for name in ("PATH", "HOME")}
@@ -118,7 +109,6 @@ def reports():
 def test_no_program_reaches_a_witness(reports, who):
     if who not in reports:
         pytest.skip("needs root, ATTACK_AS_EVERYONE=1 and a Python that everybody can read")
-    assert reports[who]["unavailable"] is None
     reached = reports[who]["reached"]
     assert len(reached) == PROGRAMS.count("\n### ") >= 60
     assert {name: hits for name, hits in reached.items() if hits} == {}
@@ -160,7 +150,6 @@ def test_each_layer_holds_something_that_the_others_do_not(layer, program):
     # A storm of threads races against the parent's next look, so it has several tries.
     for _ in range(30):
         report = read_report(*start_harness("locked", program, without=layer))
-        assert report["unavailable"] is None
         if report["reached"][program]:
             return
     pytest.fail("the other layers hold it, too")
@@ -183,29 +172,24 @@ len([bytearray(1 << 20) for _ in range(64)])"""
 
 
 def test_where_it_cannot_start_a_process_or_lock_one_it_says_so(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError(11, "unavailable")))
-        assert "could not start a process" in python.available()
-    with monkeypatch.context() as patch:
-        patch.setattr(python, "run", lambda code: "41")
-        assert "gave '41' for 20 + 22" in python.available()
+    monkeypatch.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError(11, "unavailable")))
+    assert "could not start a process" in python.available()
     monkeypatch.setattr(sys, "platform", "darwin")
     assert "Linux" in python.available()
+    monkeypatch.setattr(python, "run", lambda code: "41")
+    assert "gave '41' for 20 + 22" in python.available()
 
 
-def test_a_folder_is_public_when_everybody_can_read_it(tmp_path):
-    for parent in tmp_path.parents:
-        if not parent.stat().st_mode & 0o001:
-            parent.chmod(parent.stat().st_mode | 0o001)
-    package = tmp_path / "site-packages" / "package"
-    package.mkdir(parents=True)
-    (package / "gone").symlink_to("nowhere")
-    for path, mode, public in ((tmp_path, 0o755, True), (package, 0o700, False)):
-        path.chmod(mode)
-        assert python._is_public(str(package.parent)) == public
-    package.chmod(0o755)
-    tmp_path.chmod(0o700)
-    assert not python._is_public(str(package.parent))
+def test_a_folder_is_public_when_everybody_can_read_it():
+    with tempfile.TemporaryDirectory() as above:
+        packages = Path(above, "site-packages")
+        (packages / "package").mkdir(parents=True)
+        (packages / "gone").symlink_to("nowhere")
+        for mode, mode_inside in ((0o711, 0o755), (0o711, 0o751), (0o744, 0o755)):
+            os.chmod(above, mode)
+            (packages / "package").chmod(mode_inside)
+            public = (mode, mode_inside) == (0o711, 0o755)
+            assert python._is_public(str(packages)) == public
 
 
 # Fail closed --------------------------------------------------------------------------------------
@@ -213,7 +197,7 @@ def test_a_folder_is_public_when_everybody_can_read_it(tmp_path):
 # Landlock's three calls answer ENOSYS, as on a kernel without them.
 WITHOUT_LANDLOCK = """
 import ctypes, sys
-from tools import ToolError, python
+from tools import python
 library = ctypes.CDLL("libseccomp.so.2")
 library.seccomp_init.restype = ctypes.c_void_p
 allow_all = 0x7FFF0000
@@ -221,12 +205,7 @@ context = ctypes.c_void_p(library.seccomp_init(allow_all))
 for call in (444, 445, 446):
     assert library.seccomp_rule_add_array(context, 0x00050026, call, 0, None) == 0
 assert library.seccomp_load(context) == 0
-try:
-    print("RAN", python.run("print(6 * 7)"))
-except ToolError as error:
-    print("REFUSED", error)
-print("REASON", python.available())
-sys.argv = ["python"]
+print(python.available())
 sys.exit(python.main())
 """
 
@@ -239,9 +218,9 @@ def test_without_landlock_nothing_runs():
         capture_output=True,
         text=True,
     )
-    assert "REFUSED" in done.stdout and "42" not in done.stdout
-    assert done.stdout.count("Landlock") >= 2
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "Landlock" in done.stderr
+    assert done.returncode == 2 and "42" not in done.stdout + done.stderr
+    for said in (done.stdout, done.stderr):
+        assert said.count("\n") == 1 and "Landlock" in said
 
 
 NO_LIBRARY = python.JAIL.read_text().replace('CDLL("libseccomp.so.2")', 'CDLL("none.so")')
@@ -283,32 +262,6 @@ def possessions() -> tuple:
     return children(os.getpid()), sorted(os.listdir("/proc/self/fd")), free_slots
 
 
-MIXED = {
-    "print(sum(range(10)))": "45",
-    "1 / 0": "ZeroDivisionError",
-    "import os\nos.fork()": "PermissionError",
-    "print('x' * 10**6)": "output cut",
-    "bytearray(1 << 40)": "killed: memory",
-    "import ctypes\nctypes.string_at(1)": "killed: SIGSEGV",
-    "import threading, time\nthreading.Thread(target=time.sleep, args=(0.05,)).start()": "",
-    "open('/tmp/mars-leftover', 'w')": "PermissionError",
-    "import sys\nsys.exit('bye')": "bye",
-}
-
-
-def test_many_runs_from_many_threads_leave_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    programs = list(MIXED) * 8
-    before = possessions()
-    with ThreadPoolExecutor(32) as pool:
-        outputs = list(pool.map(run, programs))
-    assert possessions() == before
-    assert os.listdir(tmp_path) == []
-    assert not os.path.exists("/tmp/mars-leftover")
-    for code, output in zip(programs, outputs, strict=True):
-        assert MIXED[code] in output
-
-
 def test_a_tiny_time_limit_is_kept():
     """The program may not even have started: then the tool has failed, and says so."""
     before = possessions()
@@ -322,23 +275,16 @@ def test_a_tiny_time_limit_is_kept():
 
 def test_a_caller_that_is_interrupted_ends_its_program(monkeypatch):
     before = possessions()
-    waits = threading.Event()
+    interrupt = threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     real = python._wait
 
     def wait(*arguments):
-        waits.set()
+        interrupt.start()
         return real(*arguments)
 
-    def interrupt():
-        waits.wait()
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
     monkeypatch.setattr(python, "_wait", wait)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
     with pytest.raises(KeyboardInterrupt):
         run("while True: pass")
-    thread.join()
     assert possessions() == before
 
 
@@ -374,35 +320,46 @@ def test_a_program_outlives_other_threads_than_its_own():
 
 # What a model sees --------------------------------------------------------------------------------
 
-SHOWN = [
-    ("print(1)\n2 + 3", "1\n5"),
-    ("x = 4\nx", "4"),
-    ("None", ""),
-    ("x = 1", ""),
-    ("import sys\nprint(1, file=sys.stderr)\nprint('to stdout')", "1\nto stdout"),
-    (
-        "def f():\n    return 1 / 0\n\nf()",
-        'Traceback (most recent call last):\n  File "<code>", line 4, in <module>\n    f()\n',
+SHOWN = {  # a program, and all that is shown of it, or behind … a part of it
+    "print(1)\n2 + 3": "1\n5",
+    "x = 4\nx": "4",
+    "None": "",
+    "x = 1": "",
+    "import sys\nprint(1, file=sys.stderr)\nprint('to stdout')": "1\nto stdout",
+    "def f():\n    return 1 / 0\n\nf()": (
+        '…Traceback (most recent call last):\n  File "<code>", line 4, in <module>\n    f()\n'
     ),
-    ("x = (", "SyntaxError: '(' was never closed"),
-    ("raise KeyboardInterrupt", "KeyboardInterrupt"),
-    ("exit()", ""),
-    ("input()", "EOFError"),
-    ("print('é', '√', '\\U0001f600')", "é √ \U0001f600"),
-    ("import os\nos.write(1, b'\\xff\\xfe') and None", "\ufffd\ufffd"),
-    ("import os, sys\nos.getcwd(), sys.argv, __name__", "('/', [''], '__main__')"),
-    ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nA(1)", "A(x=1)"),
-    ("import json, re, math, decimal, fractions, statistics, random, sqlite3, csv\n7", "7"),
-    ("import numpy as np\nnp.linalg.det(np.eye(3) * 2).round(3).item()", "8.0"),
-]
+    "x = (": "…SyntaxError: '(' was never closed",
+    "raise KeyboardInterrupt": "…KeyboardInterrupt",
+    "exit()": "",
+    "import sys\nsys.exit('bye')": "bye",
+    "input()": "…EOFError",
+    "print('é', '√', '\\U0001f600')": "é √ \U0001f600",
+    "import os\nos.write(1, b'\\xff\\xfe') and None": "\ufffd\ufffd",
+    "import os, sys\nos.getcwd(), sys.argv, __name__": "('/', [''], '__main__')",
+    "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nA(1)": "A(x=1)",
+    "import json, re, math, decimal, fractions, statistics, random, sqlite3, csv\n7": "7",
+    "import numpy as np\nnp.linalg.det(np.eye(3) * 2).round(3).item()": "8.0",
+    "import os\nos.fork()": "…PermissionError",
+    "open('/tmp/mars-leftover', 'w')": "…PermissionError",
+    "import ctypes\nctypes.string_at(1)": "killed: SIGSEGV",
+    "import threading, time\nthreading.Thread(target=time.sleep, args=(0.05,)).start()": "",
+}
 
 
-@pytest.mark.parametrize("code, expected", SHOWN)
-def test_shown(code, expected):
-    output = run(code)
-    fault = any(word in expected for word in ("Error", "Traceback", "Interrupt"))
-    assert expected in output if fault else expected == output
-    assert "jail" not in output
+def test_what_many_programs_at_once_show_and_that_they_leave_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    programs = list(SHOWN) * 3
+    before = possessions()
+    with ThreadPoolExecutor(32) as pool:
+        outputs = list(pool.map(run, programs))
+    assert possessions() == before
+    assert os.listdir(tmp_path) == []
+    assert not os.path.exists("/tmp/mars-leftover")
+    for code, output in zip(programs, outputs, strict=True):
+        expected = SHOWN[code]
+        assert expected == output or (expected[:1] == "…" and expected[1:] in output), code
+        assert "jail" not in output
 
 
 def test_limits_are_said_and_what_was_printed_before_is_kept():

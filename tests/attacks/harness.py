@@ -2,17 +2,15 @@
 
     python harness.py locked|unlocked [NAME...]
 
-prints one line of JSON: {"unavailable": reason or null, "users": what the programs are,
-"reached": {name: [witness, ...]}}. `unlocked` replaces the jail by a child that only claims to be
-locked, to show that the witnesses do see what gets out.
+prints one line of JSON: {"users": what the programs are, "reached": {name: [witness, ...]}}.
+`unlocked` replaces the jail by a child that only claims to be locked, to show that the witnesses do
+see what gets out.
 
-There is no pytest in here: the file is copied with tools/ into a folder that another user can
-read, and run by that user's Python.
+It is copied with tools/ into a folder that another user can read, and run by that user's Python,
+which may have no pytest.
 
-Witnesses are things outside that must stay as they were: a victim process, sockets that must not
-be contacted, a file, a key in our environment, bytes in our memory, our own limits and files, the
-machine's process list. Messages prove nothing, with one exception: a program whose forbidden call
-leaves no trace prints a token when the call succeeds.
+Witnesses are things outside that must stay as they were. Messages prove nothing, with one
+exception: a program whose forbidden call leaves no trace prints a token when the call succeeds.
 """
 
 import ctypes
@@ -20,8 +18,10 @@ import glob
 import json
 import os
 import platform
+import re
 import resource
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -37,24 +37,14 @@ print("locked", flush=True)
 sys.modules["__main__"] = module = types.ModuleType("__main__")
 exec(sys.stdin.read(), vars(module))
 """
-# The numbers of system calls. ARM has no vfork: clone with CLONE_VFORK takes its place.
-CALLS = {
-    "x86_64": """
-clone=56 vfork=58 kill=62 fcntl=72 ptrace=101 setuid=105 setgid=106 setreuid=113 setregid=114
-setgroups=116 setresuid=117 setresgid=119 setfsuid=122 setfsgid=123 capget=125 capset=126
-rt_sigqueueinfo=129 prctl=157 reboot=169 init_module=175 tkill=200 tgkill=234 add_key=248
-request_key=249 keyctl=250 perf_event_open=298 prlimit64=302 kcmp=312 finit_module=313
-seccomp=317 bpf=321 userfaultfd=323
-    """,
-    "aarch64": """
-clone=220 vfork=220 kill=129 fcntl=25 ptrace=117 setuid=146 setgid=144 setreuid=145 setregid=143
-setgroups=159 setresuid=147 setresgid=149 setfsuid=151 setfsgid=152 capget=90 capset=91
-rt_sigqueueinfo=138 prctl=167 reboot=142 init_module=105 tkill=130 tgkill=131 add_key=217
-request_key=218 keyctl=219 perf_event_open=241 prlimit64=261 kcmp=272 finit_module=273
-seccomp=277 bpf=280 userfaultfd=282
-    """,
-}
-CALLS_EVERYWHERE = """
+# System calls that libseccomp can number; where one does not exist, its number is no call's.
+CALLS = """
+clone vfork kill fcntl ptrace setuid setgid setreuid setregid setgroups setresuid setresgid setfsuid
+setfsgid capset rt_sigqueueinfo prctl reboot init_module tkill tgkill add_key request_key keyctl
+perf_event_open prlimit64 kcmp finit_module seccomp bpf userfaultfd
+"""
+# It may be older than these, whose numbers are the same on every architecture.
+NEW_CALLS = """
 pidfd_send_signal=424 io_uring_setup=425 open_tree=428 fsopen=430 pidfd_open=434 clone3=435
 openat2=437 pidfd_getfd=438 process_madvise=440 landlock_create_ruleset=444 memfd_secret=447
 process_mrelease=448 fchmodat2=452
@@ -71,18 +61,18 @@ CLOCK = time.time() - time.monotonic()
 
 
 def numbers_of_calls() -> dict[str, int]:
-    pairs = f"{CALLS[platform.machine()]} {CALLS_EVERYWHERE}".split()
-    return {name: int(number) for name, number in (pair.split("=") for pair in pairs)}
+    number = ctypes.CDLL("libseccomp.so.2").seccomp_syscall_resolve_name
+    new = {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", NEW_CALLS)}
+    return {name: number(name.encode()) for name in CALLS.split()} | new
 
 
-def read_programs() -> dict[str, tuple[list[str], str]]:
+def read_programs() -> dict[str, tuple[dict[str, str], str]]:
     """name -> (options, program)"""
     programs = {}
     for block in (HERE / "programs.txt").read_text().split("\n### ")[1:]:
         head, _, body = block.partition("\n")
         name, *options = head.split()
-        assert name not in programs, name
-        programs[name] = options, body
+        programs[name] = dict(option.partition("=")[::2] for option in options), body
     return programs
 
 
@@ -105,8 +95,8 @@ def read_if_there(path) -> str | None:
 class Witnesses:
     """Everything a program could reach, in a known state. Made anew after every success."""
 
-    def __init__(self, key: str):
-        self.key = key
+    def __init__(self):
+        self.key = os.environ["SERPER_API_KEY"]  # so that /proc/PID/environ shows it
         self.token = secrets.token_hex(8)
         self.secret = secrets.token_hex(8)
         self.memory = secrets.token_hex(8)
@@ -144,11 +134,9 @@ class Witnesses:
             "priority": os.getpriority(os.PRIO_PROCESS, 0),
             "users": [os.getresuid(), os.getresgid(), os.getgroups()],
             "files": len(os.listdir("/proc/self/fd")),
-            "machine": [
-                platform.node(),
-                read_if_there("/proc/sys/kernel/core_pattern"),
-                read_if_there("/proc/self/mounts"),
-            ],
+            "host name": platform.node(),
+            "core pattern": read_if_there("/proc/sys/kernel/core_pattern"),
+            "mounts": read_if_there("/proc/self/mounts"),
             "clock": abs(time.time() - time.monotonic() - CLOCK) < 5,
         }
 
@@ -170,9 +158,8 @@ class Witnesses:
     def file_state(self) -> list | None:
         if not self.file.exists():
             return None
-        file = os.stat(self.file)
-        but_times = file[:7]
-        return [*but_times, file.st_mtime, read_if_there(self.file)]
+        file = self.file.stat()
+        return [file.st_mode, file.st_nlink, file.st_uid, file.st_mtime, self.file.read_text()]
 
     def names(self) -> dict:
         """What a program is told: where everything is, but no secret."""
@@ -210,24 +197,13 @@ class Witnesses:
         return found
 
     def contacted(self) -> list[str]:
-        names = []
-        for name, listener in self.sockets.items():
-            try:
-                if name == "udp":
-                    listener.recv(100)
-                else:
-                    listener.accept()[0].close()
-            except BlockingIOError:
-                continue
-            names.append(name)
-        return names
+        ready = select.select(self.sockets.values(), [], [], 0)[0]
+        return [name for name, listener in self.sockets.items() if listener in ready]
 
     def made_file(self) -> bool:
         folders = ["/var/tmp", "/", "/usr/lib", "/sys/fs/cgroup", os.path.expanduser("~")]
-        folders += [os.path.dirname(os.__file__), *sys.path]
-        if any(os.path.lexists(f"{folder}/{self.marker}") for folder in folders):
-            return True
-        return any(glob.glob(f"{folder}/{self.marker}*") for folder in self.open_folders)
+        folders += [*self.open_folders, os.path.dirname(os.__file__), *sys.path]
+        return any(glob.glob(f"{folder}/{self.marker}*") for folder in folders)
 
     def reached(self, output: str, seconds: float) -> list[str]:
         """The witnesses that a program, whose output is given, has touched.
@@ -276,29 +252,22 @@ class Witnesses:
                     os.unlink(path)
 
 
-def attack(python, witnesses: Witnesses, options: list[str], program: str) -> list[str]:
+def attack(python, witnesses: Witnesses, options: dict[str, str], program: str) -> list[str]:
     """Runs one program; returns the witnesses it reached.
 
     ToolError counts as one: no program may make the tool fail. What must reach one is waited for.
     """
     names = "".join(f"{name} = {value!r}\n" for name, value in witnesses.names().items())
-    limits = {"memory": 1024, "timeout": 10}
-    for option in options:
-        name, equals, value = option.partition("=")
-        if equals:
-            limits[name] = int(value)
+    memory = int(options.get("memory", 1024)) << 20
+    timeout = int(options.get("timeout", 10))
     failures = []
     start = time.monotonic()
     try:
-        output = python.run(
-            names + PRELUDE + program,
-            timeout=limits["timeout"],
-            memory=limits["memory"] << 20,
-        )
+        output = python.run(names + PRELUDE + program, timeout=timeout, memory=memory)
     except python.ToolError as error:
         output = str(error)
         failures.append(f"ToolError: {error}")
-    if time.monotonic() - start > limits["timeout"] + 300:  # a busy machine is slow, not endless
+    if time.monotonic() - start > timeout + 300:  # a busy machine is slow, not endless
         failures.append("time")
     if 'jail.py", line' in output:
         failures.append("frames of the tool")
@@ -309,31 +278,24 @@ def attack(python, witnesses: Witnesses, options: list[str], program: str) -> li
 def main(mode: str, wanted: list[str]) -> None:
     from tools import python
 
-    # The caller gives us the key, so that /proc/PID/environ shows it.
-    key = os.environ["SERPER_API_KEY"]
     programs = read_programs()
-    unavailable = None
-    users = None
     if mode == "unlocked":
         python.JAIL = HERE / "tools" / "unlocked.py"
         python.JAIL.write_text(UNLOCKED)
         marks = {"unlocked", "unlocked?"}
-        programs = {name: it for name, it in programs.items() if marks & set(it[0])}
-    else:
-        unavailable = python.available()
-    if mode == "locked" and not unavailable:
-        users = python.run("import os\n[*os.getresuid(), *os.getresgid(), *os.getgroups()]")
+        programs = {name: it for name, it in programs.items() if marks & it[0].keys()}
+    elif why := python.available():
+        sys.exit(why)
+    users = python.run("import os\n[*os.getresuid(), *os.getresgid(), *os.getgroups()]")
     reached = {}
-    witnesses = Witnesses(key)
-    for name, (options, program) in programs.items():
-        if unavailable or (wanted and name not in wanted):
-            continue
-        reached[name] = attack(python, witnesses, options, program)
+    witnesses = Witnesses()
+    for name in wanted or programs:
+        reached[name] = attack(python, witnesses, *programs[name])
         if reached[name]:
             witnesses.close()
-            witnesses = Witnesses(key)
+            witnesses = Witnesses()
     witnesses.close()
-    print(json.dumps({"unavailable": unavailable, "users": users, "reached": reached}))
+    print(json.dumps({"users": users, "reached": reached}))
 
 
 if __name__ == "__main__":
