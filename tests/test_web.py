@@ -3,88 +3,78 @@
 import contextlib
 import hashlib
 import json
-import socket
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from loopback import ECHO, GOOD, KEY, ROW, drops, hangs, says, serper
 
 from config import UserError
-from tools import ToolError, search, web
+from tools import ToolError, web
 
 ROOT = Path(__file__).parent.parent
-
-
-def check_message(message):
-    assert len(message) <= web.LONGEST_MESSAGE and message.isprintable()
 
 
 # Failures ----------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def fails(match):
+    """A ToolError is raised, whose message can be shown."""
+    with pytest.raises(ToolError, match=match) as caught:
+        yield caught
+    said = str(caught.value)
+    assert len(said) <= web.LONGEST_MESSAGE and said.isprintable() and KEY[:6] not in said
+
+
 def speaks(raw):
     """A reply of raw bytes, status line and all."""
-
-    def reply(handler):
-        with contextlib.suppress(OSError):
-            handler.wfile.write(raw)
-
-    return reply
+    return lambda handler: handler.wfile.write(raw)
 
 
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        says("", 408),
-        says("oops", 500),
-        drops,
-        speaks(OK + b'Transfer-Encoding: chunked\r\n\r\n6\r\n{"org\r\n'),
-        says('{"organic": []}', promise=99),
-        says("<html>"),
-        says("[" * 100_000),
-        says([]),
-        says({}),
-        says({"organic": [5]}),
-        says({"organic": None}),
-        says({**ECHO, "message": "Not enough credits"}),
-        says({**ECHO, "error": "Query too long"}),
-        says({"organic": [ROW]}, headers={"Content-Encoding": "gzip"}),
-        speaks(OK + b"Transfer-Encoding: chunked\r\n\r\n-5\r\nabc\r\n"),
-        speaks(OK + b"X: " + b"y" * 200_000 + b"\r\n\r\n"),
-        speaks(b"SSH-2.0-x\r\n"),
-        speaks(b""),
-    ],
-)
+BAD = [
+    says("", 408),
+    says("oops", 500),
+    drops,
+    says('{"organic": []}', promise=99),
+    says("<html>"),
+    says("[" * 100_000),
+    says({}),
+    says({"organic": [5]}),
+    says({**ECHO, "message": "Not enough credits"}),
+    says({**ECHO, "error": "Query too long"}),
+    says({"organic": [ROW]}, headers={"Content-Encoding": "gzip"}),
+    speaks(OK + b"Transfer-Encoding: chunked\r\n\r\n-5\r\nabc\r\n"),
+    speaks(b"SSH-2.0-x\r\n"),
+]
+
+
+@pytest.mark.parametrize("bad", BAD)
 def test_what_may_pass_is_tried_again_and_never_kept_or_taken_for_nothing_found(
     server, tmp_path, waits, bad
 ):
     server.replies = [bad]
     find = serper(tmp_path, tries=3)
-    with pytest.raises(ToolError, match="3 tries") as caught:
+    with fails("3 tries"):
         find("ada")
-    check_message(str(caught.value))
     assert len(server.requests) == 3 and len(waits) == 2
     server.replies = [bad] * 4 + [GOOD]
     assert len(find("ada")) == 1 and len(server.requests) == 5
 
 
-@pytest.mark.parametrize("status, before", [(400, 0), (403, 170), (404, 180), (302, 990)])
+@pytest.mark.parametrize("status, before", [(400, 0), (403, 137), (302, 990)])
 def test_a_refusal_is_final_and_shows_no_part_of_the_key(server, tmp_path, waits, status, before):
     said = f"no credit {'x' * before}{KEY}"
     server.replies = [says(said, status, {"Location": f"{server.url}/elsewhere"})]
-    with pytest.raises(ToolError, match=f"HTTP {status} no credit") as caught:
+    with fails(f"HTTP {status} no credit"):
         serper(tmp_path)("ada")
-    check_message(str(caught.value))
-    assert KEY[:6] not in str(caught.value)
     assert len(server.requests) == 1 and not waits  # nor was the key carried to another address
 
 
@@ -93,23 +83,20 @@ def test_a_key_is_hidden_however_a_service_writes_it(server, tmp_path, monkeypat
     key = 'AbC/12"34\\xyz'
     monkeypatch.setenv("SERPER_API_KEY", key)
     server.replies = [says(f"bad key {write(key)}", 403)]
-    with pytest.raises(ToolError, match="HTTP 403 bad key") as caught:
+    with fails("HTTP 403 bad key") as caught:
         serper(tmp_path)("ada")
     assert "xyz" not in str(caught.value).lower()
 
 
 def test_pauses_grow_and_jitter_and_last_as_long_as_asked(server, tmp_path, waits):
-    server.replies = [
-        says("", 500),
-        says("", 500),
-        says("", 429, {"Retry-After": "20"}),
-        says("", 429, {"Retry-After": "86400"}),
-        GOOD,
-    ]
+    asked = {"20": 20, "86400": web.LONGEST_WAIT, "9" * 5000: web.LONGEST_WAIT}
+    busy = [says("", 429, {"Retry-After": seconds}) for seconds in asked]
+    server.replies = [says("", 500), says("", 500), *busy, GOOD]
     serper(tmp_path, tries=6)("ada")
-    assert 0.5 <= waits[0] <= 1 <= waits[1] <= 2
-    assert waits[2:] == [20, web.LONGEST_WAIT]
-    assert waits[0] != waits[1] / 2
+    assert 0.5 <= waits[0] <= 1 <= waits[1] <= 2 and waits[0] != waits[1] / 2
+    assert waits[2:] == list(asked.values())
+    for nonsense in ("", "٣", "²", "-5", "Wed, 21 Oct 2026"):
+        assert web.retry_after({"Retry-After": nonsense}) == 0
 
 
 def test_a_service_that_has_too_much_to_do_is_asked_for_longer(server, tmp_path, waits):
@@ -119,17 +106,11 @@ def test_a_service_that_has_too_much_to_do_is_asked_for_longer(server, tmp_path,
     assert len(waits) == 6 and 15 < max(waits) <= web.LONGEST_WAIT
     waits.clear()
     server.replies = [busy]
-    with pytest.raises(ToolError, match=r"HTTP 429.*, \d+ tries") as caught:
+    with fails(r"HTTP 429.*, \d+ tries"):
         serper(tmp_path, tries=2)("bob")
-    check_message(str(caught.value))
     server.replies = [GOOD]
     assert len(serper(tmp_path, tries=2)("bob")) == 1, "a refusal is not kept"
     assert web.PATIENCE - web.LONGEST_WAIT < sum(waits) <= web.PATIENCE
-
-
-@given(st.text(max_size=40) | st.sampled_from(["", "9" * 5000, "٣", "-5", "Wed, 21 Oct 2026"]))
-def test_retry_after_is_always_a_wait_that_can_be_waited(header):
-    assert 0 <= web.retry_after({"Retry-After": header}) <= web.LONGEST_WAIT
 
 
 def drips(handler):
@@ -148,17 +129,9 @@ def test_a_service_that_is_silent_slow_or_endless_fails(
 ):
     monkeypatch.setattr(web, "ANSWER_BYTES", 10**5)
     server.replies = [reply]
-    with pytest.raises(ToolError, match=f"{why}.*, 2 tries"):
+    with fails(f"{why}.*, 2 tries"):
         serper(tmp_path, timeout=1.0, tries=2)("ada")
     assert len(server.requests) == 2
-
-
-def test_no_service_at_all_is_a_failure(tmp_path, monkeypatch, waits):
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MARS_RETRIEVER_URL", f"http://127.0.0.1:{unused.getsockname()[1]}")
-        with pytest.raises(ToolError, match="refused, 2 tries"):
-            search.make("retriever", cache=None, tries=2)("ada")
 
 
 @pytest.mark.parametrize("url", ["http://user:pw@host", "host", "http://", "ftp://h", "http://h?q"])
@@ -166,13 +139,11 @@ def test_base_urls_with_passwords_and_other_nonsense_are_refused(url):
     with pytest.raises(UserError, match="MARS_X_URL") as caught:
         web.check_base_url("MARS_X_URL", url)
     assert "pw" not in str(caught.value)
-    for right in ("https://h:8000/v1", "http://[::1]:80", "http://h"):
-        assert web.check_base_url("x", f" {right}/") == right
+    assert web.check_base_url("x", " https://h:8000/v1/ ") == "https://h:8000/v1"
 
 
-@pytest.mark.parametrize("proxy", ["socks4://user:pw@host:1", "http://user:pw@host:no"])
-def test_a_proxy_that_is_of_no_use_is_one_sentence_without_its_password(proxy, monkeypatch):
-    monkeypatch.setenv("ALL_PROXY", proxy)
+def test_a_proxy_that_is_of_no_use_is_one_sentence_without_its_password(monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", "http://user:pw@host:no")
     with pytest.raises(UserError, match="proxy in the environment") as caught:
         web.Client(None)
     assert "pw" not in str(caught.value)
@@ -208,10 +179,7 @@ def test_a_kept_answer_of_another_shape_is_asked_for_again(server, tmp_path, dam
 
 
 def test_a_full_disk_does_not_take_the_answer_away(server, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(web.os, "replace", full)
+    monkeypatch.setattr(web.os, "replace", Mock(side_effect=OSError(28, "No space left")))
     server.replies = [GOOD]
     assert len(serper(tmp_path)("ada")) == 1
     assert kept(tmp_path) == []
