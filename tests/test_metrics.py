@@ -18,7 +18,7 @@ from config import UserError
 from plumbing import metrics, start
 from plumbing.logbook import stop_if_blind, stop_if_mismatched
 from plumbing.metrics import sign_test, update_metrics, wilson_interval
-from rollout import Sample, Trajectory, Turn
+from rollout import Context, Sample, Trajectory, Turn
 from sampler import Sampler
 from tasks.format import Action
 from tasks.questions import Question
@@ -57,9 +57,8 @@ def measured(live: list[bool], values: torch.Tensor, owner: torch.Tensor) -> dic
     numbers = {"loss": 0.5, "logprob": scored[0], "entropy": scored[1]}
     numbers |= {"clip_share": 0.25 if count else 0.0, "kl": 0.1 if count else 0.0}
     samples = [Sample(role, 0, 0) for role in ROLES]
-    run = SimpleNamespace(
-        config=mars.MarsConfig(max_mismatch_kl=9.0, importance="token"), bf16=False
-    )
+    config = mars.MarsConfig(max_mismatch_kl=9.0, importance="token")
+    run = SimpleNamespace(config=config)
     mismatch = {"mismatch_kl": stop_if_mismatched(run, [batch], [numbers], samples)}
     return update_metrics([(batch, numbers, samples)], ROLES) | mismatch
 
@@ -128,23 +127,21 @@ def shifted_tokens(monkeypatch):
     monkeypatch.setattr(Sample, "append_given", mutant)
 
 
-@pytest.mark.parametrize(
-    "mutate, options",
-    [
-        (stale, []),
-        (stale, ["--lora_rank", "4"]),  # so the sampler misses the adapters
-        (wrong_rotation, []),
-        (shifted_tokens, []),
-        (shifted_tokens, ["--importance", "sequence"]),
-    ],
-)
-def test_a_sampler_that_is_mismatched_stops_the_run(
-    base, tmp_path, monkeypatch, capsys, mutate, options
+MISMATCHED = [
+    (stale, "--lora_rank 4", 1),  # so the sampler misses the adapters
+    (wrong_rotation, "", 0),
+    (shifted_tokens, "--importance sequence", 0),
+]
+
+
+@pytest.mark.parametrize("mutate, options, steps", MISMATCHED)
+def test_a_mismatched_sampler_stops_the_run(
+    base, tmp_path, monkeypatch, capsys, mutate, options, steps
 ):
     mutate(monkeypatch)
-    assert run(base, tmp_path, "--steps", "2", *options) == 2
+    assert run(base, tmp_path, "--steps", "2", *options.split()) == 2
     assert "does not sample what is trained: mismatch_kl" in capsys.readouterr().err
-    assert len(lines_of(tmp_path)) == (1 if mutate is stale else 0)
+    assert len(lines_of(tmp_path)) == steps
 
 
 def test_the_limit_may_be_raised(base, tmp_path, monkeypatch):
@@ -172,11 +169,10 @@ def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
 
 def test_pages_that_could_not_be_read_are_counted():
     told = attempt("x", 1.0)
-    texts = ["a page", f"{UNREAD}\na snippet", f"{UNREAD}\na snippet"]
-    documents = [Document(text, "", "", text) for text in texts]
-    told.contexts = [SimpleNamespace(turns=[Turn([], Action(answer="x"), documents=documents)])]
-    told.contexts[0].role, told.contexts[0].chunk = "sys2", None
-    told.contexts[0].sample = Sample("sys2", 0, 0)
+    texts = ["a page", *[f"{UNREAD}\na snippet"] * 2]
+    documents = [Document("", "", "", text) for text in texts]
+    turns = [Turn([], Action(answer="x"), documents=documents)]
+    Context(None, told, "sys2", turns=turns)
     made = metrics.rollout_metrics([told, attempt("y", 0.0)], mars.METHOD, 1.0)
     assert made["unread_share"] == 2 / 3
     with pytest.raises(UserError, match="67% of the pages of step 4 failed"):

