@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import test_memory
 from helpers import chat
+from helpers.stopped import options_of, stop
 
 import mars
 import train
 import warm_start
-from plumbing import evaluation, models
+from plumbing import models
 from recipes import atlas
 from tasks.chat import ChatFormat
 from tasks.questions import Question
@@ -36,17 +37,9 @@ def commands(text: str) -> list[str]:
     return [line for line in started if line.startswith(("python ", "torchrun "))]
 
 
-class Accepted(Exception):
-    """Raised where a command would go on to load a model, with its options."""
-
-
 @pytest.fixture
 def accept(tmp_path, monkeypatch):
     """A function that runs a command up to there, and returns its options."""
-
-    def stop(*given, **options):
-        (config,) = [x for x in given if dataclasses.is_dataclass(x) and hasattr(x, "bf16")]
-        raise Accepted(config)
 
     def find_checkpoint(method, name):
         if name.startswith("runs/"):
@@ -58,26 +51,15 @@ def accept(tmp_path, monkeypatch):
 
     (tmp_path / "own.jsonl").write_text(json.dumps({"messages": TALK}))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "build", stop)
-    monkeypatch.setattr(evaluation, "build", stop)
     monkeypatch.setattr(models, "find_checkpoint", find_checkpoint)
     monkeypatch.setattr(models, "run_of", run_of)
     files = {name: f"world/{file}" for name, file in atlas.FILES.items()}
     monkeypatch.setattr(atlas, "world_files", lambda config: files)
-    # What lies outside is looked at before the warm start; a run of that name may lie here.
-    monkeypatch.setattr(atlas.outside, "environment", lambda *given, **more: None)
+    # A run of that name may lie here.
     monkeypatch.setattr(atlas.folders, "refuse_run", lambda runs, name: None)
     monkeypatch.setattr(atlas, "warm_model", lambda config: config.model)
     monkeypatch.setattr(warm_start, "train", stop)
-    monkeypatch.setattr(models, "find", lambda name, cache: name)
-
-    def run(command: str):
-        program, arguments = program_of(command)
-        with pytest.raises(Accepted) as reached:
-            program(arguments)
-        return reached.value.args[0]
-
-    return run
+    return lambda command: options_of(*program_of(command))
 
 
 def program_of(command: str):

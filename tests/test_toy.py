@@ -1,27 +1,16 @@
-"""The toy's world, language and base model.
+"""The toy's world, language and base model."""
 
-Worlds and questions follow from names alone. The search finds what a question needs. What the
-roles say round-trips. The base model's cache is whole or absent.
-"""
-
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from binpack import pack_documents
 from tasks.format import Action, Call
 from tools import Document, search
 from toy import base_model, language, world
-
-REPOSITORY = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +19,6 @@ def form():
 
 
 # -------------------------------------------------------------- worlds and questions
-
-
-def test_worlds_and_questions_do_not_depend_on_the_process():
-    program = (
-        "import zlib; from toy import world; "
-        "said = repr((world.world('eval', 3), world.question('train', 3, 7))); "
-        "print(zlib.crc32(said.encode()))"
-    )
-    command = [sys.executable, "-c", program]
-    results = {
-        subprocess.check_output(command, cwd=REPOSITORY, env={**os.environ, "PYTHONHASHSEED": seed})
-        for seed in ("1", "2")
-    }
-    assert len(results) == 1
 
 
 def test_training_and_evaluation_ask_about_different_facts():
@@ -78,24 +53,21 @@ def test_the_plan_leads_to_the_answer():
             assert plan.answer == last
 
 
-@pytest.mark.parametrize("split, seed", [("train", 0), ("eval", 1)])
-def test_search_finds_the_needed_fact(split, seed):
-    asked = world.world(split, seed)
+def test_search_finds_the_needed_fact():
+    asked = world.world("train", 0)
     tools = {}
     for corpus, documents in asked.documents.items():
         tools[corpus] = search.local(documents, k=base_model.DOCUMENTS)
-    found, chunks, longest = [], [], 0
+    found, chunks = [], []
     for i in range(400):
         for corpus, name, attribute in world.draw_plan(asked, random.Random(i)).hops:
             texts = [document.text for document in tools[corpus](name)]
             found.append(any(asked.sentence(name, attribute) in text for text in texts))
             lengths = [1 + len(text.split()) for text in texts]
+            assert max(lengths) <= base_model.CAPACITY, "truncation has nothing to do"
             chunks.append(len(pack_documents(lengths, base_model.CAPACITY)))
-            longest = max(longest, *lengths)
     assert sum(found) / len(found) >= 0.99
-    # Packing has something to do, and truncation has not.
-    assert 2 <= sum(chunks) / len(chunks) <= 2.7
-    assert longest <= base_model.CAPACITY
+    assert 2 <= sum(chunks) / len(chunks) <= 2.7, "packing has"
 
 
 # ---------------------------------------------------------------------- the language
@@ -131,26 +103,17 @@ def test_text_from_outside_cannot_speak_in_control_words(form):
     assert form.text(form.note(note)) == "ada baker born 1968 ."
 
 
-NAMES = st.sampled_from(["ada baker", "acro corp", "volcanoes", "1968"])
-PURPOSES = st.sampled_from(["birth of ada baker", "anything about acro corp"])
-
-
-@given(st.sampled_from(["search", "scholar"]), NAMES, PURPOSES, st.booleans())
-@example("python", "1980 - 1968", "", True)
-def test_a_call_round_trips(form, tool, argument, purpose, stop):
-    tokens = spoken(form, f"<call> {tool} {argument}")
-    if purpose:
-        tokens += spoken(form, f"<purpose> {purpose}")
-    if stop:
-        tokens.append(form.eot)
-    assert form.parse(tokens).call == Call(tool, argument, purpose)
-
-
+CALLS = (
+    Call("search", "ada baker", "birth of ada baker"),
+    Call("scholar", "volcanoes", "anything about acro corp"),
+    Call("python", "1980 - 1968", ""),
+)
 MALFORMED = {
     "": "starts with",
     "ada baker <eot>": "starts with",
     "<answer> <eot>": "answer is empty",
     "<answer> 12 <call> <eot>": "control word",
+    "<call> <eot>": "unknown tool",
     "<call> baker ada <eot>": "unknown tool",
     "<call> search <purpose> birth of ada <eot>": "query is empty",
     "<call> search ada baker <eot>": "purpose is missing",
@@ -158,7 +121,13 @@ MALFORMED = {
 }
 
 
-def test_answers_and_what_is_malformed(form):
+def test_calls_answers_and_what_is_malformed(form):
+    for call in CALLS:
+        text = f"<call> {call.tool} {call.argument}"
+        if call.purpose:
+            text += f" <purpose> {call.purpose}"
+        for end in ("", " <eot>"):
+            assert form.parse(spoken(form, text + end)) == Action(call=call)
     for text, final in (("<answer> acro corp <eot>", False), ("acro corp", True)):
         assert form.parse(spoken(form, text), final=final) == Action(answer="acro corp")
     for text, complaint in MALFORMED.items():
@@ -166,14 +135,8 @@ def test_answers_and_what_is_malformed(form):
         assert form.parse(spoken(form, text), final=True).error or text.startswith("ada")
 
 
-@given(st.lists(st.integers(0, len(language.vocabulary()) - 1), max_size=14), st.booleans())
-def test_any_tokens_parse_to_a_step(form, tokens, final):
-    step = form.parse(tokens, final=final)
-    assert step.call is None or step.call.tool in world.TOOLS
-
-
 def test_what_the_roles_read(form):
-    """Beside what the demonstrations show below: messages, a demand, no question for System 1."""
+    """Beside what the demonstrations show below."""
     notes = [form.encode("ada baker born 1968 ."), form.encode("none .")]
     demanded = form.observation(notes, final=True)
     assert form.text(demanded) == "<resp> ada baker born 1968 . none . <eot> <answer>"
@@ -197,7 +160,7 @@ def test_demonstrations_speak_the_format(form, library):
     """Token for token what the format builds: RL asks nothing that the base model never saw."""
     ids = form.tokenizer.get_vocab()
     rng = random.Random(0)
-    for _ in range(200):
+    for _ in range(100):
         pieces = base_model.trajectory(library, rng, base_model.HABITS)
         given = [text for text, trained in pieces if not trained]
         question = given[0].removeprefix("<s2> ").removesuffix(" <eot>")
@@ -249,7 +212,6 @@ def folder(cache):
 def test_the_folder_loads_with_transformers(folder, form):
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert model.config.model_type == "qwen3"
     text = "<s2> where does ada baker live ? <eot>"
     prompt = form.prompt("sys2", question="where does ada baker live ?")
     assert tokenizer.encode(text) == form.tokenizer.encode(text) == prompt
