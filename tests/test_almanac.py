@@ -284,6 +284,7 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         preset, words = "almanac", line[2:]
         if words[0] == "passages":
             preset, words = "almanac-passages", words[1:]
+        assert preset.endswith("passages") == ("passages" in name)
         asking = words[0] == "eval"
         given = parse(parser(AlmanacConfig, ""), words[2:] if asking else words)
         folder = Path(given["runs"]) / given["name"]
@@ -340,7 +341,7 @@ def test_the_picture_has_a_dot_with_its_interval_for_each_record(tmp_path, monke
     def errorbar(self, x, y, xerr, **options):
         drawn.append((x, y))
         ((below,), (above,)) = xerr
-        assert below >= 0 and above >= 0 and below + above > 0.3
+        assert 0 <= x - below <= x <= x + above < 1.001 and below + above > 0.3
 
     monkeypatch.setattr(Axes, "errorbar", errorbar)
     png = arms.picture(bench.STUDY, Namespace(records=tmp_path, seeds=[5, 6]))

@@ -168,16 +168,6 @@ def playing(world, **limits):
     return config, ChatFormat(tokenizer(QWEN25), mars.words(config, tools), tools), tools
 
 
-def notes_of(world, hop):
-    """Every true note that a look-up can bring."""
-    notes = set()
-    for (name, attribute), told in world.told.items():
-        if attribute == hop.fact[1]:
-            said = atlas.clause(world, hop, name)
-            notes |= {f"The page {title} says: {said}." for title, _ in told}
-    return notes
-
-
 @needs_facts
 @pytest.mark.parametrize("purpose", [True, False])
 def test_demonstrations_are_flawless_and_true(world, purpose):
@@ -189,10 +179,7 @@ def test_demonstrations_are_flawless_and_true(world, purpose):
         assert trajectory.reward == 1 and trajectory.ended == "answer"
         assert not any(turn.problem for turn in trajectory.turns)
         assert len(trajectory.turns) == len(plan.hops) + bool(plan.code) + 1
-        possible = set().union(*(notes_of(world, hop) for hop in plan.hops))
         for sample in trajectory.samples("sys1"):
-            note = text_of(chat, sample, True).removesuffix("<|im_end|>")
-            assert note in {*possible, atlas.IDLE}
             assert ("What to find out: " in chat.text(sample.tokens)) == purpose
         system2 = trajectory.samples("sys2")[0]
         read = chat.text(system2.tokens)

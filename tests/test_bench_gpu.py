@@ -10,6 +10,7 @@ import torch
 from helpers import launch
 
 from bench import common, gpu, kernels
+from toy import base_model
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 MEASURED = [name for name, what in gpu.STEPS.items() if callable(what)]
@@ -25,10 +26,11 @@ def test_each_part_fits_nine_minutes_and_eight_files():
 
 @NO_GPU
 @pytest.mark.parametrize("name", MEASURED)
-def test_a_step_is_rehearsed_by_the_lines_of_the_day(name, tmp_path, monkeypatch):
+def test_a_step_is_rehearsed_by_the_lines_of_the_day(name, base, tmp_path, monkeypatch):
     """No row fails but a peer's that is not installed."""
     if name == "toy":
         pytest.importorskip("bm25s")  # the toy's search
+        monkeypatch.setattr(base_model, "build", lambda *given, **more: base)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def forked(line, *, cwd, check):

@@ -12,18 +12,9 @@ from config import UserError
 from rollout import Sample, Trajectory
 from siblings import hanabi, hanabi_toy
 from siblings.hanabi import HanabiConfig
-from siblings.hanabi_game import (
-    BEST,
-    CARDS,
-    HINTS,
-    LIVES,
-    Card,
-    Game,
-    deck,
-)
+from siblings.hanabi_game import BEST, CARDS, HINTS, LIVES, Card, Game, deck
 from siblings.hanabi_toy import play_script, scripted_score
 
-CHAT = hanabi_toy.Language(hanabi_toy.make_tokenizer())
 seeds = st.integers(0, 10**9)
 
 
@@ -124,7 +115,7 @@ def run(tmp_path_factory):
     """The folder of two steps on a base model that has hardly learned the game."""
     folder = tmp_path_factory.mktemp("hanabi")
     line = ["--cache", str(folder), "--runs", str(folder), "--name", "game", "--threads", "1"]
-    line += "--steps 2 --questions 4 --group 2 --eval_questions 20 --eval_every 1".split()
+    line += "--steps 2 --questions 4 --group 2 --eval_questions 20 --eval_every 2".split()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(hanabi_toy.build.keywords, "steps", (12, 2))
         assert hanabi.main(line) == 0

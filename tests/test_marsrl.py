@@ -152,10 +152,9 @@ def groups_of(trajectories: list[Trajectory]) -> dict[tuple, list[Trajectory]]:
     return found
 
 
-@pytest.mark.parametrize("choice", ["adaptive", "balanced", "random"])
-def test_a_group_is_one_input(choice):
+def test_a_group_is_one_input():
     """Its members were given the same tokens, other groups of its stage other ones."""
-    run = scripted(careless, questions=3, group=8, choice=choice)
+    run = scripted(careless, questions=3, group=8)
     played = marsrl.grouped(run, 0)
     METHOD.credit(run.config, played, 0)
     groups = groups_of(played)
@@ -288,7 +287,7 @@ def test_demonstrations_are_what_the_recipe_plays(role):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return marsrl_toy.build(tmp_path_factory.mktemp("base"), steps=(4, 4))
+    return marsrl_toy.build(tmp_path_factory.mktemp("base"), steps=(1, 1))
 
 
 def command(base, folder, name, *more) -> list[dict]:
@@ -322,7 +321,7 @@ def test_optimizer_steps_that_would_cut_a_questions_groups_are_refused():
 
 
 def test_the_pipeline_stays_on_policy(base, tmp_path):
-    lines = command(base, tmp_path, "pipe", "--steps", "3", "--rollouts", "pipelined")
+    lines = command(base, tmp_path, "pipe", "--steps", "2", "--rollouts", "pipelined")
     assert all(line["mismatch_kl"] < 1e-8 for line in lines)
     assert lines[0]["verifier_samples"] == 0 and "recall" not in lines[0]
     assert lines[1]["verifier_samples"] > 0 and lines[1]["solver_samples"] == 16

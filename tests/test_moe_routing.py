@@ -40,38 +40,25 @@ def test_the_divergence_is_symmetric_and_normalised():
 def test_steering_changes_the_chosen_logits_of_the_chosen_layers(model):
     """λ = 0 changes nothing. Else the chosen logits of the chosen layer rise by λ std(z).
 
-    What layers before it do is unchanged, and the raised expert is chosen more often: the hook sits
-    before softmax and top-k.
+    What layers before it do is unchanged, and layers after it meet other experts' work: the hook
+    sits before softmax and top-k.
     """
-    texts = moe_routing.held_out(0, 3, weak=False)
-    tokens = torch.tensor([texts[0].tokens])
+    texts = moe_routing.held_out(0, 1, weak=False)
 
-    def run():
-        seen = []
-        gates = [layer.mlp.gate for layer in model.model.layers]
-        hooks = [
-            g.register_forward_hook(lambda gate, given, made: seen.append(made)) for g in gates
-        ]
-        with torch.no_grad():
-            logits = model(tokens, use_cache=False).logits
-        for hook in hooks:
-            hook.remove()
-        return logits, seen
+    def logits(experts, strength):
+        with moe_routing.steered(model, experts, strength):
+            return moe_routing.read(model, texts)[1]
 
-    plain, before = run()
-    with moe_routing.steered(model, {1: [3], 2: [0, 5]}, 0.0):
-        same, _ = run()
-    with moe_routing.steered(model, {1: [3]}, 8.0):
-        _, after = run()
-    again, _ = run()
-    wanted = torch.zeros_like(after[1][0])  # [T, E]
-    wanted[:, 3] = 8.0 * before[1][0].std(-1)
-    assert torch.equal(plain, again)
+    plain = logits({}, 8.0)
+    same = logits({1: [3], 2: [0, 5]}, 0.0)
+    after = logits({1: [3]}, 8.0)
+    wanted = torch.zeros_like(plain[1])  # [T, E]
+    wanted[:, 3] = 8.0 * plain[1].std(-1)
+    assert torch.equal(logits({}, 8.0), plain), "the hook is gone"
     torch.testing.assert_close(same, plain, atol=1e-6, rtol=0)
-    torch.testing.assert_close(after[1][0] - before[1][0], wanted, atol=1e-5, rtol=0)
-    assert torch.equal(after[0][0], before[0][0])
-    assert (after[1][2] == 3).any(-1).all()
-    torch.testing.assert_close(after[1][1].sum(-1), torch.ones(len(wanted)))
+    torch.testing.assert_close(after[1] - plain[1], wanted, atol=1e-5, rtol=0)
+    assert torch.equal(after[0], plain[0])
+    assert (after[2] - plain[2]).abs().amax(-1).min() > 1e-3
 
 
 def test_texts_are_parallel():

@@ -84,10 +84,10 @@ def test_it_answers_and_finds_english_likely(stock, tokenizer, prompts):
 def test_greedy_tokens_are_those_of_transformers(stock, prompts, tokenizer):
     stop = tokenizer.eos_token_id
     sampler = Sampler(stock, max_tokens=4096)
-    got = sampler.generate(prompts, max_new_tokens=20, temperature=0.0, stop_ids=(stop,))
+    got = sampler.generate(prompts, max_new_tokens=12, temperature=0.0, stop_ids=(stop,))
     for prompt, completion in zip(prompts, got):
         made = stock.generate(
-            torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=stop
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=stop
         )
         assert completion.tokens == made[0, len(prompt) :].tolist()
 

@@ -3,9 +3,7 @@
 import importlib.util
 
 import pytest
-import torch
-from helpers.chat import QWEN25, tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from helpers.chat import random_model
 
 from siblings import slm_mux
 from siblings.slm_mux import MuxConfig
@@ -21,11 +19,6 @@ needs_countries = pytest.mark.skipif(
     importlib.util.find_spec("countryinfo") is None,
     reason="countryinfo is not installed: see requirements-real.txt",
 )
-
-
-VOTES = {
-    name: [slm_mux.vote(samples.split(), GOLDS) for samples in rows] for name, rows in SAID.items()
-}
 
 
 def test_the_most_consistent_model_is_believed():
@@ -44,14 +37,18 @@ def test_the_most_consistent_model_is_believed():
 
 def test_members_are_searched_for():
     """UnionAcc and Contradiction, counted by hand on SAID: they differ in what λ chooses."""
+    said = {
+        name: [slm_mux.vote(samples.split(), GOLDS) for samples in rows]
+        for name, rows in SAID.items()
+    }
     # Of "sure" the votes 2 and 5 are consistently wrong; "wide" has 2 right and 5 wrong.
     by_hand = {("sure", "wide"): (0.8, 0.2), ("sure", "shy"): (0.8, 0.4), ("wide", "shy"): (0.8, 0)}
     for names, told in by_hand.items():
-        rows = [VOTES[name] for name in names]
+        rows = [said[name] for name in names]
         assert (slm_mux.union(rows), slm_mux.contradiction(rows)) == pytest.approx(told)
-    assert slm_mux.search(VOTES, 2, 0.0) == ("sure", "wide")
-    assert slm_mux.search(VOTES, 2, 1.0) == ("wide", "shy")
-    assert slm_mux.search(VOTES, 1, 0.0) == ("wide",)
+    assert slm_mux.search(said, 2, 0.0) == ("sure", "wide")
+    assert slm_mux.search(said, 2, 1.0) == ("wide", "shy")
+    assert slm_mux.search(said, 1, 0.0) == ("wide",)
 
 
 def test_rivals_have_equal_samples():
@@ -89,14 +86,8 @@ def test_no_demonstration_names_a_country_that_is_asked_about():
 
 @needs_countries
 def test_the_command(tmp_path, monkeypatch, capsys):
-    """On a random chat model of 400 words; a second run finds the models in the cache."""
-    words = tokenizer(QWEN25, eos="<|im_end|>")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    tiny = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **shape, **heads))
-    tiny.save_pretrained(tmp_path / "start")
-    words.save_pretrained(tmp_path / "start")
+    """A second run finds the models in the cache."""
+    random_model(tmp_path / "start")
     monkeypatch.setattr(slm_mux, "MODELS", {"one": (slm_mux.NAMES, 1), "two": (slm_mux.CODES, 1)})
     line = "--validation 2 --test 3 --k 2  --model".split() + [str(tmp_path / "start")]
     line += ["--cache", str(tmp_path), "--runs", str(tmp_path / "runs")]

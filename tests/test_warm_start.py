@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.chat import LLAMA, LLAMA_MARKS, QWEN3, QWEN25, random_model, tokenizer
 from helpers.tiny import CPU, make_samples, model
-from test_chat import LLAMA, LLAMA_MARKS, QWEN3, QWEN25, tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trainer
 import warm_start
@@ -163,14 +163,8 @@ def test_every_demonstration_comes_once_a_round(tmp_path):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """A random chat model of 400 words."""
     folder = tmp_path_factory.mktemp("start")
-    tok = tokenizer(QWEN25, eos="<|im_end|>")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tok), **shape, **heads)).save_pretrained(folder)
-    tok.save_pretrained(folder)
+    random_model(folder)
     return folder
 
 

@@ -1,5 +1,6 @@
 """Chat templates as models bring them, and a tokenizer trained on a few lines; no download."""
 
+import torch
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -9,7 +10,7 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import mars
 from tasks.chat import ChatFormat
@@ -101,6 +102,17 @@ def tokenizer(template, marks=tuple(CHATML_MARKS), tags=tuple(TAGS), eos="<|endo
             f"{bos} $A", special_tokens=[(bos, bpe.token_to_id(bos))]
         )
     return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=template, eos_token=eos)
+
+
+def random_model(folder) -> None:
+    """A chat model of 400 words whose weights are random."""
+    words = tokenizer(QWEN25, eos="<|im_end|>")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **shape, **heads))
+    for part in (model, words):
+        part.save_pretrained(folder)
 
 
 def chat_format(tokenizer, tools=TOOLS, **options):
