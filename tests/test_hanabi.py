@@ -115,7 +115,7 @@ def run(tmp_path_factory):
     """The folder of two steps on a base model that has hardly learned the game."""
     folder = tmp_path_factory.mktemp("hanabi")
     line = ["--cache", str(folder), "--runs", str(folder), "--name", "game", "--threads", "1"]
-    line += "--steps 2 --questions 4 --group 2 --eval_questions 20 --eval_every 2".split()
+    line += "--steps 2 --questions 4 --group 2 --eval_questions 10 --eval_every 2".split()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(hanabi_toy.build.keywords, "steps", (12, 2))
         assert hanabi.main(line) == 0

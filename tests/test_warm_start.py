@@ -1,6 +1,7 @@
 """Warm start: the gradient is that of cross-entropy, and only the assistant's words are learned."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,14 +53,8 @@ def cross_entropy(stock, samples):
 # ---------------------------------------------------------------- the loss
 
 
-class NoStep:
-    """An optimizer that leaves the gradient to be looked at."""
-
-    def zero_grad(self, set_to_none):
-        pass
-
-    def step(self):
-        pass
+# An optimizer that leaves the gradient to be looked at.
+NO_STEP = SimpleNamespace(zero_grad=lambda set_to_none: None, step=lambda: None)
 
 
 @pytest.mark.parametrize("capacity", [40, 10_000])
@@ -74,7 +69,7 @@ def test_loss_and_gradient_are_those_of_cross_entropy(capacity):
     sum(expected.values()).backward()
     norm = float(torch.nn.utils.get_total_norm([p.grad for p in stock.parameters()]))
     options = WarmStart(micro_tokens=capacity)
-    losses = warm_start.learn(policy, NoStep(), batch_of(samples), options, CPU)
+    losses = warm_start.learn(policy, NO_STEP, batch_of(samples), options, CPU)
     for role, loss in losses.items():
         assert loss == pytest.approx(expected[role].item(), abs=1e-5)
     scale = min(1.0, 1 / norm)  # the gradient's norm is held to 1
@@ -84,7 +79,7 @@ def test_loss_and_gradient_are_those_of_cross_entropy(capacity):
     with torch.no_grad():
         policy.model.lm_head.weight[0, 0] = torch.nan
     with pytest.raises(UserError, match="lower --lr"):  # the gradient is no number
-        warm_start.learn(policy, NoStep(), batch_of(samples), options, CPU)
+        warm_start.learn(policy, NO_STEP, batch_of(samples), options, CPU)
 
 
 # ---------------------------------------------------------------- demonstrations in a file
