@@ -133,7 +133,9 @@ def test_the_theorems_hold_for_drawn_traces(policies):
     told = ref[:8].double().view(2, 4).softmax(1)
     assert torch.allclose(chance, told[0][:, None] * told[1])
     vectors = vectors_of(policy, pair)
-    said = bvpo_errors.measure(policy, other, [pair], BETA)["one pair"]
+    said, mean = bvpo_errors.measure(policy, other, [pair, pair], BETA).values()
+    assert mean.traced == pytest.approx(said.traced)
+    assert mean.variance == pytest.approx(said.variance / 2)
     generator = torch.Generator().manual_seed(0)
     drawn = chance.flatten().multinomial(4000, replacement=True, generator=generator)
     counts = drawn.bincount(minlength=16).double() / 4000  # [16]
