@@ -12,6 +12,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -166,11 +167,11 @@ class OneLineParser(argparse.ArgumentParser):
         sys.exit(fail(message))
 
 
-def parser(options: type, description: str) -> OneLineParser:
-    """Every field of the dataclass `options` as an option, unless it is `no_option`."""
+def parser(options: type, description: str, unread: Collection[str] = ()) -> OneLineParser:
+    """Every field of `options` as an option, unless it is `no_option`; the help lacks `unread`."""
     made = OneLineParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
     sources = [inspect.getsource(part) for part in reversed(options.__mro__[:-1])]
-    made.format_help = lambda: help_text(description, *sources)
+    made.format_help = lambda: help_text(description, *sources, unread=unread)
     for field in dataclasses.fields(options):
         if not field.metadata.get("option", True):
             continue
@@ -195,7 +196,7 @@ HEADING = re.compile(r"    # (.*)")
 KINDS = {"str": "TEXT", "int": "N", "float": "X", "bool": ""}
 
 
-def help_text(description: str, *sources: str) -> str:
+def help_text(description: str, *sources: str, unread: Collection[str] = ()) -> str:
     """The help of a command, read from the source of the classes that hold its options."""
     lines = [description.strip(), "", "A switch is turned on by --NAME and off by --no-NAME."]
     for number, source in enumerate(sources):
@@ -207,7 +208,7 @@ def help_text(description: str, *sources: str) -> str:
                 heading = title[1]
             elif field and any(f"\n    {field[1]}: " in later for later in sources[number + 1 :]):
                 continue  # a subclass has a default of its own
-            elif field and not field[3].startswith("no_option"):
+            elif field and field[1] not in unread and not field[3].startswith("no_option"):
                 if heading:
                     lines.append(f"\n{heading}:")
                     heading = ""

@@ -36,12 +36,13 @@ def main(
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("eval and ask run in one process: start them without torchrun")
     asking = arguments[0] == "ask"
-    options = parser(method.config, __doc__)
+    ignored = method.config.for_training | (NOT_FOR_ASK if asking else set())
+    options = parser(method.config, __doc__, ignored)
     options.add_argument("checkpoint")
     if asking:
         options.add_argument("question")
     given = parse(options, arguments[1:])
-    refuse_ignored(method.config, given, asking)
+    refuse_ignored(ignored, given, asking)
     given = complete(arguments[0], given)
     config = settings(method, given, asking)
     if config.frozen():  # else every role is played by the checkpoint
@@ -52,9 +53,8 @@ def main(
         evaluate(method, config, **additions)
 
 
-def refuse_ignored(config: type[Config], given: dict, asking: bool) -> None:
+def refuse_ignored(ignored: set[str], given: dict, asking: bool) -> None:
     """UserError for options that nobody would read, and for a question that is no text."""
-    ignored = config.for_training | (NOT_FOR_ASK if asking else set())
     for name in sorted(ignored.intersection(given)):
         raise UserError(f"{'ask' if asking else 'eval'} does not read --{name}; leave it out")
     if asking and not given["question"].strip():

@@ -90,15 +90,8 @@ def environment(
         start = attempt(start_model, config, base_model)
     memory = ""
     if start:
-        memory = attempt(
-            trainer.memory_plan,
-            start,
-            config=config,
-            longest=config.longest(),
-            world=machine.ranks,
-            device=machine.device,
-            training=training,
-        )
+        sizes = {"longest": config.longest(), "world": machine.ranks, "device": machine.device}
+        memory = attempt(trainer.memory_plan, start, config=config, training=training, **sizes)
     problems = list(dict.fromkeys(problems))  # both splits miss the same
     if len(problems) == 1:
         raise UserError(problems[0])

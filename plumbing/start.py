@@ -129,19 +129,9 @@ def build(
         method.fits(config, chat, question)
 
     origin = state[1] / "model" if state and not config.lora_rank else start
-    # The sampler copies from the CPU, and FSDP takes layer by layer to the device. Only what is
-    # trained is fp32; other weights, as those beside adapters, have the arithmetic's type.
-    device = machine.device if training and not config.fsdp else "cpu"
-    dtype = torch.float32 if training and not config.lora_rank else machine.dtype
-    model = trainer.load_model(origin, device, dtype=dtype)
+    model, first = load_models(config, machine, origin, frozen or start, training)
     if len(tokenizer) > models.vocabulary(model):
         raise UserError(f"{start}: its tokenizer has more tokens than its model knows")
-    # Both a frozen role and the KL term need the model that the run began with. With adapters that
-    # is the model itself, as long as it has none or they are off.
-    first = model
-    if not config.lora_rank and (config.frozen() or config.kl_beta):
-        where = machine.device if config.kl_beta else "cpu"
-        first = trainer.load_model(frozen or start, where, dtype=machine.dtype)
     if config.server:
         sampler = make_remote(config, servers, origin, model, machine)
     else:
@@ -184,6 +174,23 @@ def first_questions(config: Config, question: Callable[[int], Question] | None) 
     if isinstance(question, Questions):
         return question.loaded
     return [question(i) for i in range(config.questions)] if question else []
+
+
+def load_models(config: Config, machine: Machine, origin, first, training: bool) -> tuple:
+    """The model from `origin`, and the one that the run began with, from `first`.
+
+    A frozen role and the KL term need the latter. With adapters it is the model itself, as long as
+    it has none or they are off; where nobody needs it, too.
+    """
+    # The sampler copies from the CPU, and FSDP takes layer by layer to the device. Only what is
+    # trained is fp32; other weights, as those beside adapters, have the arithmetic's type.
+    device = machine.device if training and not config.fsdp else "cpu"
+    dtype = torch.float32 if training and not config.lora_rank else machine.dtype
+    model = trainer.load_model(origin, device, dtype=dtype)
+    if config.lora_rank or not (config.frozen() or config.kl_beta):
+        return model, model
+    where = machine.device if config.kl_beta else "cpu"
+    return model, trainer.load_model(first, where, dtype=machine.dtype)
 
 
 def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None:

@@ -86,11 +86,17 @@ METHODS = [mars.METHOD, matpo.METHOD, marsrl.METHOD, atlas.METHOD, mifo.METHOD, 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_eval_refuses_every_option_that_only_training_reads(method):
-    assert method.config.for_training <= {one.name for one in dataclasses.fields(method.config)}
-    for name in method.config.for_training:
+def test_eval_refuses_every_option_that_only_training_reads_and_shows_none(method, capsys):
+    ignored = method.config.for_training
+    assert ignored <= {one.name for one in dataclasses.fields(method.config)}
+    with pytest.raises(SystemExit):
+        evaluation.main(method, ["eval", "--help"], complete=None)
+    shown = capsys.readouterr().out
+    assert "--temperature " in shown
+    for name in ignored:
+        assert f"--{name} " not in shown
         with pytest.raises(UserError, match=f"eval does not read --{name}"):
-            evaluation.refuse_ignored(method.config, {name: 1}, asking=False)
+            evaluation.refuse_ignored(ignored, {name: 1}, asking=False)
 
 
 @pytest.mark.parametrize("code", [0, 2])
