@@ -75,6 +75,9 @@ def test_with_any_mask_the_metrics_are_those_of_the_live_tokens(live, seed):
     assert told["masked_share"] == 1 - sum(live) / 8 and told["trained_tokens"] == 8
     for key in alone.keys() - {"masked_share", "trained_tokens", "mismatch_kl"}:
         assert told[key] == pytest.approx(alone[key]), key
+    for index, role in enumerate(ROLES):
+        own = values[1][kept & (owner == index)]
+        assert told[f"{role}_entropy"] == (pytest.approx(own.mean().item()) if len(own) else None)
     gap = values[0] - values[2]  # the guard looks at masked tokens as well
     assert told["mismatch_kl"] == pytest.approx(float((gap.exp() - 1 - gap).mean()), abs=1e-6)
 
