@@ -100,8 +100,8 @@ def fake_run(path: Path, *, steps: int = 40) -> Path:
     (path / "method.json").write_text(json.dumps({"name": "mars", "roles": MARS}))
     easy = {"question_id": "easy", "question": "where does bob stone live ?", "advantage": 0.0}
     for step in (1, steps // 2, steps):
-        records = [fake_record(k, float(k in (0, 3, 6)), step=step) for k in range(8)]
-        records += [fake_record(k, 1.0, step=step, **easy) for k in range(8)]
+        records = [fake_record(k, 1.0, step=step, **easy) for k in range(8)]
+        records += [fake_record(k, float(k in (0, 3, 6)), step=step) for k in range(8)]
         write_lines(path / "rollouts" / f"step_{step}.jsonl", records)
     return path
 
@@ -295,12 +295,12 @@ def test_curves_make_do_with_partial_metrics_of_other_roles(tmp_path, panels):
     rows = [{"step": 1, "reward": None, "sys1_entropy": 0.2}]
     rows.append({"step": 2, "reward": 0.3, "planner_entropy": 0.4})
     write_lines(tmp_path / "metrics.jsonl", rows, tail='{"step": 4, "rew')
-    roles = {"planner": "Plan $x$", "verifier": "Verifier"}
+    roles = {"planner": "Plan $\\x$", "verifier": "Verifier"}
     (tmp_path / "method.json").write_text(json.dumps({"name": "team", "roles": roles}))
     curves.of_run(tmp_path)
     drawn = {title: list(lines.values()) for title, lines in panels.items() if lines}
     assert drawn == {"Reward in training": [[0.3]], "Entropy, nats per token": [[0.4]]}
-    assert list(panels["Entropy, nats per token"]) == ["Plan $x$"]
+    assert list(panels["Entropy, nats per token"]) == ["Plan $\\x$"]
 
 
 # ----------------------------------------------------------------------- the command
