@@ -132,7 +132,8 @@ def test_ranks_are_one_process(steps, mode):
     one, two = (torch.load(steps / name / "numbers.pt") for name in modes)
     assert abs(one["loss"] - two["loss"]) < 1e-5
     assert abs(one["norm"] - two["norm"]) < 1e-5
-    assert one["norm"] > 0.01
+    clipped = torch.stack([gradient.norm() for gradient in one["gradients"].values()]).norm()
+    assert one["norm"] > 0.01 and clipped == pytest.approx(0.01, rel=1e-3)
     assert close(one["gradients"], two["gradients"], 1e-7)
     assert close(one["sampler"], two["sampler"], 2e-5)
     states = [Path("state/step_000001") / name for name in ("model", "optimizer.pt")]
