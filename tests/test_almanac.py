@@ -290,7 +290,7 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         folder = Path(given["runs"]) / given["name"]
         (folder / "rollouts").mkdir(parents=True, exist_ok=True)
         if asking:
-            evaluation.refuse_ignored(AlmanacConfig, given, asking=False)
+            evaluation.refuse_ignored(AlmanacConfig.for_training, given, asking=False)
             given = almanac.complete(preset, [], "eval", given | {"checkpoint": words[1]})
             method = dataclasses.replace(almanac.METHOD, name=preset)
             config = evaluation.settings(method, given, asking=False)
