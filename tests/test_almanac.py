@@ -294,6 +294,7 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
             given = almanac.complete(preset, [], "eval", given | {"checkpoint": words[1]})
             method = dataclasses.replace(almanac.METHOD, name=preset)
             config = evaluation.settings(method, given, asking=False)
+            assert (config.temperature == 0) == name.endswith("greedy")
             arm = name.removeprefix("start-").rsplit("-", 2)[0]
             reads = parse(parser(AlmanacConfig, ""), bench.STUDY.arms.get(arm, []))
             assert reads.items() <= vars(config).items()
@@ -319,13 +320,12 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
     monkeypatch.setattr(models, "find_checkpoint", find_checkpoint)
     monkeypatch.setattr(models, "run_of", lambda path: path if path.is_dir() else None)
     monkeypatch.setattr(arms, "carry_out", carry_out)
-    monkeypatch.setattr(arms, "DECODING", ("sampled",))
     options = Namespace(seeds=[5], arms=bench.STUDY.arms, more=[], eval_questions="9", bf16="on")
     options.runs, options.records = tmp_path / "runs", tmp_path / "records"
     (options.runs / "own-5").mkdir(parents=True)
     (options.runs / "own-5" / "config.json").write_text("{}")
     arms.run_missing(bench.STUDY, options)
-    made = 2 * len(bench.STUDY.arms) + 1 + len(bench.STUDY.own_start)
+    made = 3 * len(bench.STUDY.arms) + 2 * (1 + len(bench.STUDY.own_start))
     assert len(done) == len(set(done)) == made
     shutil.rmtree(options.runs)  # an evaluation with its record needs no run
     arms.run_missing(bench.STUDY, options)

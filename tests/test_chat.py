@@ -339,10 +339,10 @@ PARTS = st.sampled_from(TAGS + CHATML_MARKS + ["<answer>", "</answer>", GOOD, '{
 
 
 @settings(max_examples=150)
-@given(st.lists(texts | PARTS, max_size=7).map("".join))
-def test_any_step_is_exactly_one_of_three_and_its_note_a_subsequence_without_marks(text):
+@given(st.lists(texts | PARTS, max_size=7).map("".join), st.lists(st.integers(0, 408), max_size=9))
+def test_any_step_is_exactly_one_of_three_and_its_note_a_subsequence_without_marks(text, odd):
     format = formats("qwen3")
-    tokens = as_ids(format, text)
+    tokens = as_ids(format, text) + odd  # a sampler splits words, and letters, as it likes
     # The constructor refuses anything but one of three.
     assert isinstance(format.parse(tokens), Action)
     note = format.note(tokens)

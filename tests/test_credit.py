@@ -60,12 +60,13 @@ def learner(monkeypatch):
     monkeypatch.setattr(train, "prepare", Mock(return_value=([], [])))
     monkeypatch.setattr(train, "update_metrics", lambda scored, roles: {"loss": 3.0})
     monkeypatch.setattr(train, "logbook", Mock())
-    config = mars.MarsConfig(temperature=0.7, inner_steps=2, questions=4, steps=4, lr=0.8)
+    config = mars.MarsConfig(inner_steps=2, questions=4, steps=4, lr=0.8)
+    config.temperature, config.clip, config.kl_beta = 0.7, 0.1, 0.02
     return Mock(config=config, skipped=0, optimizer=Mock(param_groups=[{}]))
 
 
 @pytest.mark.parametrize("decay, rates", [(False, [0.4, 0.8, 0.8]), (True, [0.4, 0.6, 0.4])])
-def test_an_update_has_its_rate_and_temperature_and_parts_of_whole_questions(learner, decay, rates):
+def test_an_update_has_its_rate_and_objective_and_parts_of_whole_questions(learner, decay, rates):
     learner.config.warmup = 2
     learner.config.decay = decay
     found = []
@@ -76,7 +77,9 @@ def test_an_update_has_its_rate_and_temperature_and_parts_of_whole_questions(lea
         told = train.update(learner, {"sys2": attempts}, step)
         assert told["loss"] == 1.5, "the mean of the parts"
     assert found[::2] == found[1::2] == pytest.approx(rates)
-    assert {call.kwargs["temperature"] for call in train.trainer.backward.mock_calls} == {0.7}
+    objective = {"clip_low": 0.1, "clip_high": 0.1, "kl_beta": 0.02, "temperature": 0.7}
+    assert all(call.kwargs == objective for call in train.trainer.backward.mock_calls)
+    assert {call.args[1] for call in train.trainer.gradient_norm.mock_calls} == {train.MAX_NORM}
     given = [call.args[1]["sys2"] for call in train.prepare.mock_calls]
     assert [{s.question_index for s in part} for part in given] == [{0, 2}, {1, 3}] * 3
 
@@ -98,6 +101,8 @@ def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner
     with pytest.raises(UserError, match="three steps in a row"):
         moves(math.nan, 0.0)
     assert not learner.optimizer.step.called
+    told = [call.args[1] for call in train.logbook.tell.mock_calls]
+    assert len(told) == 5 and all("step skipped" in line for line in told)
 
 
 def of(samples: list[Sample], group: int) -> list[Sample]:

@@ -41,6 +41,13 @@ def test_html_is_decoded_as_it_declares(page):
     assert reader.html_to_text(page) == "café"
 
 
+@needs_lxml
+def test_html_that_declares_nothing_is_decoded_as_text_is():
+    assert reader.html_to_text(b"<p>caf\xe9") == "café"
+    with pytest.raises(reader.NotText, match="binary"):
+        reader.html_to_text(b"\0\1" * 99)
+
+
 # HTML --------------------------------------------------------------------------------------------
 
 
@@ -122,8 +129,8 @@ def test_hostile_html_does_not_grow(unit):
 
 @needs_lxml
 def test_a_text_without_end_is_cut():
-    text = reader.read(b"x" * (reader.MOST_CHARACTERS + 1), "html")
-    assert text == "x" * reader.MOST_CHARACTERS + "\n" + reader.CUT
+    text = reader.read(("é" * (reader.MOST_CHARACTERS + 1)).encode(), "html")
+    assert text == "é" * reader.MOST_CHARACTERS + "\n" + reader.CUT
 
 
 @needs_lxml

@@ -213,6 +213,8 @@ def test_the_choice_of_inputs(seed):
     picked = chosen("balanced", "verifier1", said, 2, seed)
     assert picked.count("chess") == 1 and len(set(picked)) == 2
     assert len(chosen("balanced", "verifier1", ["lamps", "1968", "dover"], 2, seed)) == 2
+    assert set(chosen("random", "corrector1", reports, 4, seed)) == {"chess wrong", "1968 wrong"}
+    assert sorted(chosen("random", "verifier1", said, 4, seed)) == sorted(set(said))
 
 
 # ----------------------------------------------------------------------------- pipeline

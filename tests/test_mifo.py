@@ -93,6 +93,14 @@ def test_where_nothing_was_missed_nothing_is_taught(run):
     assert mifo.taught(run, 1, []) == []
 
 
+def test_ranks_share_what_is_taught(run):
+    whole = mifo.taught(run, 1, TASKS)
+    run.ranks = 2
+    for run.rank in (0, 1):
+        own = mifo.taught(run, 1, TASKS)
+        assert [one.samples() for one in own] == [one.samples() for one in whole[run.rank :: 2]]
+
+
 def test_tasks_have_one_answer_on_their_page_and_the_teacher_gives_it():
     for index in range(200):
         task = mifo_toy.question("test", 1, index)

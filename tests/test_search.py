@@ -260,12 +260,14 @@ def test_the_retriever_is_asked_and_read_as_search_r1_does(server, monkeypatch):
 
 def test_other_answers_of_a_retriever_are_failures_and_an_empty_one_is_none(server):
     find = search.make("retriever", cache=None, tries=1)
-    for result in (None, [[], []], [[5]], [[{"document": {"contents": 5}}]]):
-        server.replies = [says({"result": result})]
+    results = (None, [[], []], [[5]], [[{"document": {"contents": 5}}]])
+    for answer in ([], {"detail": "x"}, *({"result": result} for result in results)):
+        server.replies = [says(answer)]
         with pytest.raises(ToolError, match="1 tries"):
             find("ada")
     server.replies = [says({"result": [[]]})]
     assert find("ada") == []
+    assert {path for _, path, _, _ in server.requests} == {"/retrieve"}  # where no path is given
 
 
 # Pages behind the results -------------------------------------------------------------------------

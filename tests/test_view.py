@@ -173,6 +173,7 @@ def test_hostile_text_stays_text(tmp_path, text):
     reader = Reader(page_of(tmp_path, poison(right, text), poison(wrong, text)))
     said = reader.said()
     assert "ada baker" + pages.plain(text) in said, "nothing of it is lost"
+    assert pages.plain(said) == said, "nowhere a hidden character"
     clean = Reader(page_of(tmp_path, right, wrong))
     assert reader.tags <= clean.tags, "no tag, no attribute and no value of its making"
 

@@ -54,7 +54,7 @@ def engine(folder):
     made.stop()
 
 
-second = engine
+second = engine  # the same fixture once more: another server
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,7 @@ BAD = [
     says("[" * 100_000),
     says({}),
     says({"organic": [5]}),
+    says({"organic": None}),
     says({**ECHO, "message": "Not enough credits"}),
     says({**ECHO, "error": "Query too long"}),
     says({"organic": [ROW]}, headers={"Content-Encoding": "gzip"}),
@@ -142,8 +143,9 @@ def test_base_urls_with_passwords_and_other_nonsense_are_refused(url):
     assert web.check_base_url("x", " https://h:8000/v1/ ") == "https://h:8000/v1"
 
 
-def test_a_proxy_that_is_of_no_use_is_one_sentence_without_its_password(monkeypatch):
-    monkeypatch.setenv("ALL_PROXY", "http://user:pw@host:no")
+@pytest.mark.parametrize("proxy", ["socks4://user:pw@host:1", "http://user:pw@host:no"])
+def test_a_proxy_that_is_of_no_use_is_one_sentence_without_its_password(monkeypatch, proxy):
+    monkeypatch.setenv("ALL_PROXY", proxy)
     with pytest.raises(UserError, match="proxy in the environment") as caught:
         web.Client(None)
     assert "pw" not in str(caught.value)
