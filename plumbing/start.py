@@ -177,10 +177,10 @@ def first_questions(config: Config, question: Callable[[int], Question] | None) 
 
 
 def load_models(config: Config, machine: Machine, origin, first, training: bool) -> tuple:
-    """The model from `origin`, and the one that the run began with, from `first`.
+    """The model from `origin`, and from `first` the one that the run began with.
 
-    A frozen role and the KL term need the latter. With adapters it is the model itself, as long as
-    it has none or they are off; where nobody needs it, too.
+    Only a frozen role and the KL term need the second one. Elsewhere it is the first one again;
+    with adapters too, for without them, or with them off, that is what the run began with.
     """
     # The sampler copies from the CPU, and FSDP takes layer by layer to the device. Only what is
     # trained is fp32; other weights, as those beside adapters, have the arithmetic's type.
