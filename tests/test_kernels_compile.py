@@ -230,6 +230,14 @@ def test_page_offsets_are_64_bits(records):
         assert offsets == ["i64", "i64"], (label(record), offsets)
 
 
+def test_products_of_the_rotation_are_rounded_before_they_are_added(records):
+    """As transformers does: one fused operation would round once. sm_80 multiplies by fma."""
+    for record in of(records, "qk_norm_rope_store_kernel"):
+        if record["architecture"] >= 90:
+            assert re.search(r"mul(\.rn)?\.bf16", record["ptx"]), label(record)
+            assert not re.search(r"fma\.rn\.bf16", record["ptx"]), label(record)
+
+
 def test_row_offsets_of_the_loss_are_64_bits(records):
     """N·V passes 2³¹: every offset of a row is computed and added as i64."""
     for record in of(records, "stats_kernel", "gradient_kernel"):

@@ -286,9 +286,11 @@ def test_misuse_is_refused(name, change, triton_form):
 
 
 def assert_same(mine, theirs):
-    """Bit for bit. On a GPU a sum's order depends on the shape around it: one element in 200."""
-    allowed = 0.005 if DEVICE == "cuda" else 0
-    assert (mine != theirs).float().mean() <= allowed
+    """Bit for bit; on a GPU, where a sum's order depends on the shape around it, by rounding."""
+    if DEVICE == "cuda" and mine.dtype == torch.float32:
+        torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=2e-6)
+    else:
+        assert (mine != theirs).float().mean() <= (0.005 if DEVICE == "cuda" else 0)
 
 
 @torch.no_grad()

@@ -162,8 +162,11 @@ def check(function, case):
     loss, stats, d_hidden, d_weight = run(function, case)
     true_loss, true_stats, true_hidden, true_weight = run(LL.reference, as_double(case))
     dead = case["token_weight"] == 0
-    # In bf16 both gradients and dz are rounded to 8 bits.
-    rtol = 5e-3 if case["hidden"].dtype == torch.bfloat16 else 1e-5
+    # In bf16 both gradients and dz are rounded to 8 bits. A GPU adds up in another order than a
+    # CPU; peaked logits, of up to 215 and so rounded by 8e-6, carry that into the softmax.
+    rtol = 3e-5 if DEVICE == "cuda" else 1e-5
+    if case["hidden"].dtype == torch.bfloat16:
+        rtol = 5e-3
     assert loss.dtype == stats["logprob"].dtype == torch.float32
     assert not any(x.requires_grad for x in stats.values())
     assert d_hidden.dtype == case["hidden"].dtype
