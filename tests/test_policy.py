@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import ranks
 from helpers.launch import launch
 from helpers.tiny import CPU, KINDS, OBJECTIVE, make_samples, model, pack, saved
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import trainer
+from sampler.model import gather_full
 from trainer import policy as policy_module
 
 MODES = ("ddp", "ddp even", "fsdp recomputing", "ddp lora", "fsdp lora recomputing")
@@ -65,6 +67,26 @@ def test_a_step_on_a_gpu_is_that_of_the_cpu(kind, recompute):
         optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
         assert optimizer.defaults["fused"]
         optimizer.step()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_ddp_and_fsdp_over_nccl_are_a_plain_step(fsdp, tmp_path):
+    """One GPU is a group of one: all of the wrappers' code, and no second GPU."""
+    device = torch.device("cuda", 0)
+    meet = f"file://{tmp_path}/meet"
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=meet, rank=0, world_size=1)
+    try:
+        loss, expected, _ = gradients(model("qwen3"), make_samples(), 90)
+        policy = trainer.Policy(model("qwen3").to(device), bf16=True)
+        policy = trainer.parallel(policy, fsdp=fsdp, device=device)
+        stats = trainer.backward(policy, pack(make_samples(), 90, device), **OBJECTIVE)
+        assert abs(sum(float(s["loss"]) for s in stats) - loss) < 0.02
+        for name, parameter in trainer.unwrap(policy).named_parameters():
+            assert similarity(gather_full(parameter.grad).cpu(), expected[name]) > 0.98, name
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
