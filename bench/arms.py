@@ -198,6 +198,7 @@ def picture(study: Study, options: argparse.Namespace) -> bytes:
     names = dict.fromkeys(name for arm in study.arms for name in (study.start(arm), arm))
     names = [name for name in names if any(options.records.glob(f"{name}-[0-9]*-sampled.json"))]
     png = io.BytesIO()
+    middle = (len(options.seeds) - 1) / 2
     with matplotlib.rc_context(curves.LOOK | {"axes.grid.axis": "x"}):
         figure = Figure(figsize=(6, 0.8 + 0.4 * len(names)), dpi=150, layout="constrained")
         axes = figure.subplots()
@@ -210,7 +211,8 @@ def picture(study: Study, options: argparse.Namespace) -> bytes:
                     share = right / asked
                     interval = [[share - low], [high - share]]
                     color = curves.COLOURS[place % len(curves.COLOURS)]
-                    axes.errorbar(share, row + place / 5, xerr=interval, fmt="o", color=color)
+                    height = row + (place - middle) / 8
+                    axes.errorbar(share, height, xerr=interval, fmt="o", ms=4, color=color)
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.margins(y=0.1)

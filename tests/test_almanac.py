@@ -346,5 +346,5 @@ def test_the_picture_has_a_dot_with_its_interval_for_each_record(tmp_path, monke
     monkeypatch.setattr(Axes, "errorbar", errorbar)
     png = arms.picture(bench.STUDY, Namespace(records=tmp_path, seeds=[5, 6]))
     assert png.startswith(b"\x89PNG")
-    # Rows: start, mars, none.
-    assert sorted(drawn) == [(0.25, 0), (0.5, 2), (0.75, 1), (1.0, 1.2)]
+    # Rows: start, mars, none; the seeds on either side of their row's middle.
+    assert sorted(drawn) == [(0.25, -1 / 16), (0.5, 31 / 16), (0.75, 15 / 16), (1.0, 17 / 16)]
