@@ -13,7 +13,7 @@ RECORDS/NAME.json, a few kilobytes: which questions were right, counts by cell, 
 run took. An evaluation that has its record is not made again, so arms may be run on several
 machines. Commands with other --arms may share RUNS and RECORDS.
 
-The table gives accuracy in each cell, and compares an arm question by question (McNemar's exact
+The table, beside RECORDS, gives accuracy in each cell, and compares an arm question by question (McNemar's exact
 test) with its start and with the first arm: this finds smaller differences than two intervals do.
 
 Tests: pytest tests/test_bench.py tests/test_almanac.py
@@ -137,7 +137,7 @@ def evaluate(study: Study, options, program: list[str], arm: str, run: Path, nam
     folder = made_once(options.runs / name, ask) / "eval"
     origin = provenance()
     return {
-        "made": {key: origin[key] for key in ("date", "cpu", "commit")},
+        "made": {key: origin[key] for key in ("date", "cpu", "gpu", "commit")},
         "settings": {key: made[key] for key in ("bf16", "steps", "questions", "group")},
         "cells": study.cells(folder),
         "right": [one["question_id"] for one in rollouts(folder) if one["reward"] == 1],
@@ -183,8 +183,10 @@ def summarise(study: Study, options: argparse.Namespace) -> list[dict]:
             counts = [record["cells"].get(cell, (0, 0)) for record in records]
             right, asked = map(sum, zip(*counts))
             row[cell] = with_interval(right, asked)
+        machines = {(record["made"]["cpu"], record["made"].get("gpu")) for record in records}
         for cost in records[0]["of a step"]:
-            row[cost] = statistics.mean(record["of a step"][cost] for record in records)
+            if cost != "seconds" or len(machines) == 1:
+                row[cost] = statistics.mean(record["of a step"][cost] for record in records)
         others = {study.start(name), first} if name in study.arms else set()
         for other in sorted(others - {name}):
             theirs = [made.get(other + place) for place in places]
@@ -252,5 +254,6 @@ def main(study: Study, description: str) -> None:
         sys.exit(f"there is no record of an evaluation in {options.records}")
     print(table(rows))
     command = " ".join([f"python -m bench.{study.recipe}", *sys.argv[1:]])
-    print(save(f"{study.recipe}/table", command, rows))
-    print(folders.write_whole(RESULTS / study.recipe / "arms.png", picture(study, options)))
+    out = options.records.parent
+    print(save("table", command, rows, out))
+    print(folders.write_whole(out / "arms.png", picture(study, options)))

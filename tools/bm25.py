@@ -29,6 +29,9 @@ from config import UserError
 from tools import Document, one_line, reader
 from tools.documents import UNSPACED, files_below, passages, read_documents
 
+# bm25s tries JAX where that is installed, and JAX would take three quarters of a GPU's memory.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 # Each character is a word: Korean has spaces, but its endings grow onto the words.
 ALONE = UNSPACED + "\uac00-\ud7a3"
 WORD = re.compile(rf"[{ALONE}]|[^\W_{ALONE}]+")
