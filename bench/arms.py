@@ -13,8 +13,9 @@ RECORDS/NAME.json, a few kilobytes: which questions were right, counts by cell, 
 run took. An evaluation that has its record is not made again, so arms may be run on several
 machines. Commands with other --arms may share RUNS and RECORDS.
 
-The table, beside RECORDS, gives accuracy in each cell, and compares an arm question by question (McNemar's exact
-test) with its start and with the first arm: this finds smaller differences than two intervals do.
+The table, beside RECORDS, gives accuracy in each cell, and compares an arm question by question
+(McNemar's exact test) with its start and with the first arm: this finds smaller differences than
+two intervals do.
 
 Tests: pytest tests/test_bench.py tests/test_almanac.py
 """

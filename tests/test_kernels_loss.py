@@ -162,8 +162,8 @@ def check(function, case):
     loss, stats, d_hidden, d_weight = run(function, case)
     true_loss, true_stats, true_hidden, true_weight = run(LL.reference, as_double(case))
     dead = case["token_weight"] == 0
-    # In bf16 both gradients and dz are rounded to 8 bits. Peaked logits, of up to 215 and so rounded
-    # by 8e-6, gave 2e-5 on a GPU.
+    # In bf16 both gradients and dz are rounded to 8 bits. Peaked logits, of up to 215 and so
+    # rounded by 8e-6, gave 2e-5 on a GPU.
     rtol = 3e-5 if DEVICE == "cuda" else 1e-5
     if case["hidden"].dtype == torch.bfloat16:
         rtol = 5e-3
