@@ -22,8 +22,8 @@ There (pip refuses a damaged wheel, and passes over what is installed):
     cd .cache/wheels; for W in *.whl.aa; do cat ${W%aa}?? > ${W%.aa}; done
     pip install --no-index --no-deps *.whl
 
-What ran and what failed: docs/LOG.md, 2026-11-26. Never run: more than one GPU, padded steps, the
-step `almanac` in this form, long runs.
+What ran and what failed: docs/LOG.md, 2026-11-26. Never run: more than one GPU, padded steps, long
+runs; in their present form the rotation, the test over NCCL and the step `almanac`.
 
 Exit: 0 all went well, 1 a step failed or was cut, 2 there is no CUDA device.
 Tests: pytest tests/test_bench_gpu.py
@@ -90,7 +90,7 @@ def toy(bench: Bench) -> None:
 def almanac(bench: Bench) -> None:
     """MARS and System 1 frozen from one start, as bench.almanac runs them; its records stay.
 
-    A rehearsal only reads the options: the weights and a CPU's hours are not there.
+    A rehearsal only checks the arms' names: the weights and a CPU's hours are not there.
     """
     with tempfile.TemporaryDirectory() as folder:
         records = Path(folder) / "records"
@@ -99,8 +99,12 @@ def almanac(bench: Bench) -> None:
         def result(arm: str) -> dict:
             command = ["-m", "bench.almanac", "--arms", arm, "--runs", folder]
             command += ["--records", str(records), *["--help"] * bench.tiny]
-            subprocess.run([sys.executable, *command], cwd=common.ROOT, check=True)
-            shutil.copytree(records, bench.folder / "almanac", dirs_exist_ok=True)
+            try:
+                subprocess.run([sys.executable, *command], cwd=common.ROOT, check=True)
+            finally:
+                for log in sorted(Path(folder).glob("*.log")):
+                    print(log.name, log.read_text()[-1000:], flush=True)
+                shutil.copytree(records, bench.folder / "almanac", dirs_exist_ok=True)
             return {path.stem: len(read_json(path)["right"]) for path in records.iterdir()}
 
         for arm in ("mars", "frozen"):
