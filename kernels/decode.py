@@ -222,9 +222,8 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_page
     q = torch.empty(B, Hq, Dh, dtype=qkv.dtype, device=qkv.device)
     # Fused, the rotation's product and sum are rounded once; transformers rounds twice.
     options = {"HQ": Hq, "HKV": Hkv, "DH": Dh, "num_warps": 1, "enable_fp_fusion": False}
-    qk_norm_rope_store_kernel[(B, heads)](
-        qkv, q_weight, k_weight, cos, sin, slots, q, k_pages, v_pages, eps, **options
-    )
+    tensors = (qkv, q_weight, k_weight, cos, sin, slots, q, k_pages, v_pages)
+    qk_norm_rope_store_kernel[(B, heads)](*tensors, eps, **options)
     return q
 
 

@@ -151,6 +151,17 @@ def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, mon
     assert run["p start"] == pytest.approx(2 * 8 / 2**7)
     assert (frozen["arm"], frozen["against rl"]) == ("frozen", "+0 −1")
 
+    path = records / "rl-1-sampled.json"
+    record = json.loads(path.read_text())
+    record["made"]["gpu"] = "another machine, whose seconds are others"
+    path.write_text(json.dumps(record))
+    given = ["atlas", "--table", "--seeds", "0", "1", "--records", str(records)]
+    monkeypatch.setattr(sys, "argv", given)
+    arms.main(atlas.STUDY, "")
+    assert (tmp_path / "arms.png").exists()
+    _, run, _ = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert run["calls"] == 2 and "seconds" not in run
+
 
 # ---------------------------------------------------------------- the sampler and its peers
 
