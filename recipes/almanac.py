@@ -42,7 +42,7 @@ import train
 import warm_start
 from config import Config, UserError, fail, no_option, resolve, uses_bf16
 from mars import MarsConfig
-from plumbing import folders, models
+from plumbing import folders, models, outside
 from plumbing.metrics import reduced
 from recipes import almanac_world, atlas
 from recipes.almanac_world import GROUPS, Asked, Fact
@@ -353,7 +353,10 @@ def complete(preset: str, tools: list[Tool], command: str, given: dict) -> dict:
         return {name: saved[name] for name in ("preset", "model")} | given
     given = {"preset": preset} | given
     config = resolve(AlmanacConfig, given, presets=PRESETS)
-    folders.refuse_run(Path(config.runs), config.name)  # before minutes of warm start
+    # What can be refused is refused before minutes of warm start.
+    folders.refuse_run(Path(config.runs), config.name)
+    machine = outside.place(config)
+    outside.environment(config, machine, training=True, more_tools=tools, questions=questions)
     return given | {"model": str(warm_model(config, tools))}
 
 
