@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import mars
 import train
 import trainer
-from plumbing import curves, folders, logbook, outside, start
+from plumbing import curves, folders, logbook, outside
 from tools import ToolError
 
 REPO = Path(__file__).parent.parent
@@ -98,18 +98,13 @@ def test_a_run_leaves_what_it_promises(trained):
     tokens = AutoTokenizer.from_pretrained(folder / "checkpoint")("<s2> who ?", return_tensors="pt")
     model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
     assert model.generate(tokens["input_ids"], max_new_tokens=3).shape[1] > 3
-    assert all((folder / f"{name}.png").stat().st_size for name in ("curves", "diagnostics"))
     said = (folder / "report.md").read_text()
     rows = dict(line[2:].split(": ", 1) for line in said.splitlines() if line.startswith("- "))
-    facts = ["command", "commit", "machine", "versions", "seconds", "tokens", "peak memory"]
-    assert [*rows][:7] == facts
     first, last = lines[0], lines[-1]
     for draw, key in (("temperature 1", "eval_accuracy"), ("greedy", "eval_greedy")):
         before, after = rows[draw].split(" before, ")
         assert before.startswith(f"{first[key]:.1%} (") and after.startswith(f"{last[key]:.1%} (")
-    kinds = last["eval_greedy_by_kind"]
-    assert sum(asked for _, asked in kinds.values()) == 6
-    assert all(f"greedy, {kind}" in rows for kind in kinds)
+    assert sum(asked for _, asked in last["eval_greedy_by_kind"].values()) == 6
 
 
 def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained, base, tmp_path):
@@ -160,32 +155,13 @@ def test_two_ranks_walk_the_same_path(trained, base, tmp_path):
     assert asked == alone and len(asked) == 16, "ranks write in turn"
 
 
-def test_a_run_without_a_name_takes_the_first_that_is_free(base, tmp_path):
-    config = mars.MarsConfig(runs=str(tmp_path))
-    (tmp_path / "toy-2").mkdir()
-    for expected in ("toy", "toy-3"):
-        config.name = ""
-        assert start.new_folder(config, "toy") and config.name == expected
-
-
-def test_an_output_that_takes_no_more_ends_a_run_in_a_sentence(base, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
-    line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
-    assert run(*line, "--eval_questions", 1) == 2
-    sys.stdout.close()  # as Python does at its end, which must not fail once more
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "cannot be written" in said
-
-
 def too_large(*given, **options):
     """What PyTorch raises on a CPU, from PyTorch itself."""
     torch.empty(2**60, dtype=torch.uint8)
 
 
-LOWER = ["out of memory", "--kv_tokens", "--micro_tokens", "--resume"]
 FAULTS = [
-    (too_large, 2, LOWER),
-    (Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")), 2, LOWER),
+    (too_large, 2, ["out of memory", "--kv_tokens", "--micro_tokens", "--resume"]),
     (Mock(side_effect=KeyboardInterrupt), 130, ["interrupted", "--resume"]),
 ]
 
@@ -200,8 +176,8 @@ def test_what_ends_a_run_is_one_sentence_with_advice(monkeypatch, capsys, fault,
 
 # --------------------------------------------------------------------------------------------- arms
 
+# A frozen System 1 has runs of its own in test_frozen.py.
 ARMS = [
-    {"system1": "frozen", "kl_beta": 0.01, "advantage": "mean", "tools": "search,scholar"},
     {"system1": "none", "decay": True, "warmup": 3, "beta1": 0.5, "clip": 0.1, "inner_steps": 2},
     {"balance": "none", "shared_group": True, "importance": "token", "loss_mean": "token"},
 ]
@@ -214,36 +190,20 @@ def test_arms(base, tmp_path, arm):
     assert run(*line, "--eval_questions", 2, "--preset", "arm", method=method) == 0
     (line,) = metrics(tmp_path / "arm")
     records = [r for r in records_of(tmp_path / "arm", 0) if r["split"] == "train"]
-    turns = [(record, turn) for record in records for turn in record["turns"]]
-    chunks = [(record, chunk) for record, turn in turns for chunk in turn["chunks"]]
-    if arm.get("system1") == "none":
-        assert not chunks and line["sys1_samples"] == 0
-        return
-    drawn = 1 if "balance" in arm else 0
-    assert chunks and all(chunk["drawn"] == drawn for _, chunk in chunks)
-    if "shared_group" in arm:
-        assert all(chunk["advantage"] == record["advantage"] for record, chunk in chunks)
-    if "tools" in arm:
-        called = [turn["call"]["tool"] for _, turn in turns if turn["call"]]
-        assert called and "python" not in called
+    chunks = [(r, chunk) for r in records for turn in r["turns"] for chunk in turn["chunks"]]
+    assert bool(chunks) == bool(line["sys1_samples"]) == ("system1" not in arm)
+    for record, chunk in chunks:
+        assert chunk["drawn"] == 1 and chunk["advantage"] == record["advantage"]
 
 
 # ---------------------------------------------------------------------------- what cannot start
 
 # A command line, and words of the sentence that refuses it.
 BAD = [
-    ("--runs file/below --name x", "file"),
-    ("--track wandb", "pip install wandb"),
-    ("--tools search,fax", "fax"),
     ("--kv_tokens 95 --sys2_context 95", "--kv_tokens"),  # no whole page
     ("--sys1_prompt 17", "--sys1_prompt"),  # no room for documents
-    ("--data nowhere.jsonl", "nowhere.jsonl"),
     ("--model no/such/model", "no/such/model"),
-    ("--resume --name never", "never"),
-    ("eval runs/never", "runs/never"),
-    ("eval runs/x --model y", "--model"),
     ("ask runs/x who --lr 1", "--lr"),
-    ("ask runs/never", "question"),
     ("--fsdp", "torchrun"),  # shards of one process
     # All that is missing, at once.
     ("--preset paper --tools search", "SERPER_API_KEY MARS_JUDGE_URL --data (1)"),
@@ -254,11 +214,9 @@ BAD = [
 def test_bad_input_is_one_sentence_exit_2_and_nothing_written(
     base, tmp_path, monkeypatch, capsys, line, words
 ):
-    monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.chdir(tmp_path)
     for variable in ("SERPER_API_KEY", "JINA_API_KEY", "MARS_JUDGE_URL", "MARS_JUDGE_MODEL"):
         monkeypatch.delenv(variable, raising=False)
-    (tmp_path / "file").write_text("")
     before = sorted(p for p in tmp_path.rglob("*") if ".cache" not in p.parts)
     arguments = line.split()
     if arguments[0].startswith("--"):
@@ -290,15 +248,8 @@ def test_resume_refuses_what_is_not_the_same_run(copied, base, capsys):
     folders.write_json(folder / "method.json", method | {"name": "another"})
     refused("method another", "--steps", 5, "--resume")
     folders.write_json(folder / "method.json", method)
-    saved = json.loads((folder / "config.json").read_text())
-    older = {key: value for key, value in saved.items() if key != "kl_beta"}
-    folders.write_json(folder / "config.json", older)
-    refused("kl_beta (0.0 -> 0.1)", "--steps", 5, "--resume", "--kl_beta", 0.1)
-    folders.write_json(folder / "config.json", saved)
     shutil.rmtree(folder / "state")
     refused("no whole state", "--steps", 5, "--resume")
-    (folder / "config.json").write_text("[]")
-    refused("config.json", "--steps", 5, "--resume")
 
 
 def test_a_finished_run_is_left_as_it_is(copied, base, capsys):
@@ -313,9 +264,6 @@ def test_a_finished_run_is_left_as_it_is(copied, base, capsys):
     assert "after 4 steps" in capsys.readouterr().out
     assert before == {path: path.read_bytes() for path in files}
     assert (folder / "checkpoint").resolve() == (folder / "state/step_000004/model").resolve()
-    (folder / "metrics.jsonl").write_text("")
-    assert run(*options, "--resume") == 2
-    assert "metrics.jsonl is damaged" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------- eval and ask
@@ -328,16 +276,13 @@ def test_eval_and_ask(copied, capsys):
     (copied / "whole/checkpoint").unlink()
     (copied / "whole/checkpoint").symlink_to("state/step_000002/model")
     assert run("eval", copied / "whole", *options, grade=half) == 0
-    *kinds, row = json.loads((copied / "eval-whole" / "table.json").read_text())
+    *_, row = json.loads((copied / "eval-whole" / "table.json").read_text())
     assert row["questions"] == 6 and row["accuracy"] == last["eval_accuracy"]
-    assert sum(kind["questions"] for kind in kinds) == 6
     assert (copied / "eval-whole/trajectories.html").exists()
     capsys.readouterr()
     assert run("ask", copied / "whole", "when was ada baker born ?") == 0
     said = capsys.readouterr().out
     assert "system 2 |" in said and "answer |" in said
-    assert run("ask", copied / "whole", "where is ada ? " * 60) == 2
-    assert "leaves no room in --sys2_context" in capsys.readouterr().err
 
 
 def test_an_evaluation_that_the_disk_does_not_take_is_shown(copied, monkeypatch, capsys):
@@ -378,7 +323,7 @@ def test_ones_own_questions_and_documents(base, own, tmp_path, capsys):
     assert "those held out" in capsys.readouterr().err
 
 
-def test_a_chat_model_trains_answers_and_is_evaluated(own, tmp_path, capsys):
+def test_a_chat_model_trains_answers_and_is_evaluated(own, tmp_path):
     """Random weights: every step is malformed, and nothing breaks."""
     words = tokenizer(QWEN3)
     words.save_pretrained("chat")
@@ -393,13 +338,8 @@ def test_a_chat_model_trains_answers_and_is_evaluated(own, tmp_path, capsys):
     assert line["malformed_share"] > 0.5 and line["mismatch_kl"] < 1e-8
     assert run("eval", "chat", *own, method=method) == 0
     assert len(records_of(tmp_path / "runs/eval-chat", 0)) == 12
-    asked = ["ask", "chat", "Who is Ada Baker?", "--preset", "chat"]
-    assert run(*asked, "--docs", "notes", method=method) == 0
-    assert run(*asked, method=method) == 2
-    assert "nothing to search" in capsys.readouterr().err
-    Path("chat/chat_template.jinja").unlink()  # and it does not speak the toy's language either
-    assert run("eval", "chat", *own, "--runs", "out", method=method) == 2
-    assert "chat template" in capsys.readouterr().err and not Path("out").exists()
+    asked = ["ask", "chat", "Who is Ada Baker?", "--preset", "chat", "--docs", "notes"]
+    assert run(*asked, method=method) == 0
 
 
 # ------------------------------------------------------------------------- what ends a run early
@@ -409,27 +349,15 @@ def broken(*given):
     raise ToolError("no route to the service")
 
 
-def away_in_evaluation(config, split, name, real=outside.make_call):
-    return real(config, split, name) if split == "train" else broken
-
-
-# What is put in place of what, and what is said.
-AWAY = [
-    # Else an expired key would look like a low held-out accuracy.
-    (outside, "make_call", away_in_evaluation, "tool calls"),
-    # Else it would train on nothing, and failures would look like wrong answers.
-    (outside.grading, "grader", lambda name: broken, "judgements"),
-]
-
-
-@pytest.mark.parametrize("place, attribute, instead, what", AWAY)
-def test_a_service_that_is_away_stops_the_run_with_its_state_whole(
-    trained, copied, base, monkeypatch, capsys, place, attribute, instead, what
+def test_a_judge_that_is_away_stops_the_run_with_its_state_whole(
+    trained, copied, base, monkeypatch, capsys
 ):
-    monkeypatch.setattr(place, attribute, instead)
+    """Else it would train on nothing, and failures would look like wrong answers."""
+    monkeypatch.setattr(outside.grading, "grader", lambda name: broken)
     line = ["--model", base, "--runs", copied, "--name", "whole", "--steps", 6, *SMALL]
     assert run(*line, "--resume") == 2
-    assert f"of the {what} of the evaluation after 4 steps failed" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "of the judgements of the evaluation after 4 steps failed" in said
     assert metrics(copied / "whole") == metrics(trained / "whole")
     assert trainer.newest(copied / "whole")[0] == 4
     assert any(r["split"] == "eval" for r in records_of(copied / "whole", 4)), "with the reasons"
@@ -485,23 +413,20 @@ def test_an_hour_or_ten_steps_do_not_pass_without_a_state(
 
 
 def test_a_tracked_run_goes_on_without_its_tracker(trained, base, copied, monkeypatch, capsys):
-    """The tracker changes no number of the run, resumed or not."""
+    """The tracker changes no number of the run."""
     tracker = Mock()
-    opened = tracker.init.return_value
-    opened.log.side_effect = [None, ConnectionError("the network is away")]
+    log = tracker.init.return_value.log
+    log.side_effect = [None, ConnectionError("the network is away")]
     monkeypatch.setitem(sys.modules, "trackio", tracker)
     shutil.rmtree(copied / "whole/state/step_000004")
     options = ["--model", base, "--runs", copied, "--name", "whole", *SMALL, "--track", "trackio"]
-    assert run(*options, "--steps", 3, "--resume", grade=half) == 0
-    opened.finish.assert_called_once()
     assert run(*options, "--steps", 4, "--resume", grade=half) == 0
     assert capsys.readouterr().out.count("--track trackio failed (the network is away)") == 1
-    assert [call.kwargs["name"] for call in tracker.init.call_args_list] == ["whole", "whole"]
     line = [json.loads(line) for line in open(copied / "whole/metrics.jsonl")][2]
     sent = {key: value for key, value in line.items() if isinstance(value, (int, float))}
-    (numbers,), step = opened.log.call_args_list[0]
+    (numbers,), step = log.call_args_list[0]
     assert numbers | step == sent
-    assert metrics(copied / "whole")[3] == metrics(trained / "whole")[3]
+    assert metrics(copied / "whole") == metrics(trained / "whole")
 
 
 if __name__ == "__main__":

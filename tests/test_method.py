@@ -73,15 +73,6 @@ def test_ranks_count_together(tmp_path):
     assert launch(count_on_ranks, log=tmp_path / "log") == 0
 
 
-def test_all_ranks_hear_that_the_base_model_cannot_be_made(tmp_path):
-    """The first one makes it; the others, left alone, would end with a traceback."""
-    (tmp_path / "file").write_text("")
-    line = ["--cache", tmp_path / "file" / "below", "--runs", tmp_path]
-    assert launch(mars.__file__, *line, log=tmp_path / "log") == 2
-    said = (tmp_path / "log").read_text()
-    assert said.count("cannot write") == 2 and "Traceback" not in said
-
-
 METHODS = [mars.METHOD, matpo.METHOD, marsrl.METHOD, atlas.METHOD, mifo.METHOD, bvpo.METHOD]
 
 
