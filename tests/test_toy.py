@@ -7,9 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from binpack import pack_documents
 from tasks.format import Action, Call
-from tools import Document, search
 from toy import base_model, language, world
 
 
@@ -28,10 +26,7 @@ def test_training_and_evaluation_ask_about_different_facts():
     assert 0 < sum(training[key] == held_out[key] for key in shared) < 0.25 * len(shared)
 
 
-def test_the_kinds_come_in_their_shares_as_far_as_the_tools_answer_them():
-    sources = [world.question("train", 0, i).source for i in range(2000)]
-    for kind, share in world.SHARES.items():
-        assert sources.count(f"toy-{kind}") / 2000 == pytest.approx(share, abs=0.04)
+def test_no_question_needs_a_tool_that_is_missing():
     for tools, kinds in (("search scholar", "one two scholar"), ("scholar python", "scholar")):
         asked = [world.question("train", 0, i, tools.split()) for i in range(200)]
         assert {q.source for q in asked} == {f"toy-{kind}" for kind in kinds.split()}
@@ -53,23 +48,6 @@ def test_the_plan_leads_to_the_answer():
             assert plan.answer == last
 
 
-def test_search_finds_the_needed_fact():
-    asked = world.world("train", 0)
-    tools = {}
-    for corpus, documents in asked.documents.items():
-        tools[corpus] = search.local(documents, k=base_model.DOCUMENTS)
-    found, chunks = [], []
-    for i in range(400):
-        for corpus, name, attribute in world.draw_plan(asked, random.Random(i)).hops:
-            texts = [document.text for document in tools[corpus](name)]
-            found.append(any(asked.sentence(name, attribute) in text for text in texts))
-            lengths = [1 + len(text.split()) for text in texts]
-            assert max(lengths) <= base_model.CAPACITY, "truncation has nothing to do"
-            chunks.append(len(pack_documents(lengths, base_model.CAPACITY)))
-    assert sum(found) / len(found) >= 0.99
-    assert 2 <= sum(chunks) / len(chunks) <= 2.7, "packing has"
-
-
 # ---------------------------------------------------------------------- the language
 
 
@@ -87,8 +65,6 @@ def test_the_vocabulary_covers_all_that_the_toy_says(form):
             question = world.question(split, 1, i)
             for text in (question.text, *question.golden_answers):
                 assert form.text(form.encode(text)) == text
-    words = language.vocabulary()
-    assert len(set(words)) == len(words) == len(form.tokenizer)
 
 
 def test_text_from_outside_cannot_speak_in_control_words(form):
@@ -105,16 +81,13 @@ def test_text_from_outside_cannot_speak_in_control_words(form):
 
 CALLS = (
     Call("search", "ada baker", "birth of ada baker"),
-    Call("scholar", "volcanoes", "anything about acro corp"),
     Call("python", "1980 - 1968", ""),
 )
 MALFORMED = {
-    "": "starts with",
     "ada baker <eot>": "starts with",
     "<answer> <eot>": "answer is empty",
     "<answer> 12 <call> <eot>": "control word",
     "<call> <eot>": "unknown tool",
-    "<call> baker ada <eot>": "unknown tool",
     "<call> search <purpose> birth of ada <eot>": "query is empty",
     "<call> search ada baker <eot>": "purpose is missing",
     "<call> search ada <purpose> birth <purpose> birth <eot>": "control word",
@@ -133,19 +106,6 @@ def test_calls_answers_and_what_is_malformed(form):
     for text, complaint in MALFORMED.items():
         assert complaint in form.parse(spoken(form, text)).error
         assert form.parse(spoken(form, text), final=True).error or text.startswith("ada")
-
-
-def test_what_the_roles_read(form):
-    """Beside what the demonstrations show below."""
-    notes = [form.encode("ada baker born 1968 ."), form.encode("none .")]
-    demanded = form.observation(notes, final=True)
-    assert form.text(demanded) == "<resp> ada baker born 1968 . none . <eot> <answer>"
-    assert form.text(form.message("no results")) == "none ."
-    assert form.text(form.message("error: the tool failed (x)")) == "error"
-    chunk = form.document(Document("1", "unsaid", "", "ada baker born 1968 ."))
-    told = form.prompt("sys1", chunk=chunk, purpose="birth of ada baker", question="unsaid")
-    said = "<s1> <doc> ada baker born 1968 . <purpose> birth of ada baker <eot>"
-    assert form.text(told) == said
 
 
 # -------------------------------------------------------------------- demonstrations
@@ -182,7 +142,8 @@ def test_demonstrations_speak_the_format(form, library):
         assert spoken(form, prompt) == built
 
 
-def test_a_flawless_demonstration_is_right(library):
+def test_search_finds_the_needed_facts_and_a_flawless_demonstration_is_right(library):
+    known = 0
     for i in range(200):
         pieces = base_model.trajectory(library, random.Random(i), base_model.FLAWLESS)
         plan = world.draw_plan(library.world, random.Random(i))
@@ -192,41 +153,25 @@ def test_a_flawless_demonstration_is_right(library):
             for _, *fact in plan.hops
         )
         assert pieces[-1][0] == f"<answer> {plan.answer} <eot>" or not found
+        known += found
+    assert known >= 198
 
 
 # -------------------------------------------------------------------- the base model
 
-TINY = {"seed": 5, "steps": (2, 2)}
 
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def folder(cache):
-    return base_model.build(cache, **TINY)
-
-
-def test_the_folder_loads_with_transformers(folder, form):
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def test_a_build_is_repeatable_and_reused_and_loads_with_transformers(form, tmp_path):
+    one, other = (base_model.build(tmp_path / name, 5, (2, 2)) for name in ("one", "other"))
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (one, other)]
+    assert weights[0] == weights[1]
+    again = base_model.build(tmp_path / "one", 5, (2, 2), make=None)
+    assert again == one, "a second build would fail"
+    model = AutoModelForCausalLM.from_pretrained(one)
+    tokenizer = AutoTokenizer.from_pretrained(one)
     text = "<s2> where does ada baker live ? <eot>"
-    prompt = form.prompt("sys2", question="where does ada baker live ?")
-    assert tokenizer.encode(text) == form.tokenizer.encode(text) == prompt
-    reloaded = language.ToyFormat(tokenizer)
-    assert reloaded.encode("<eot> zurich") == form.encode("<eot> zurich")
+    assert tokenizer.encode(text) == form.prompt("sys2", question="where does ada baker live ?")
+    assert language.ToyFormat(tokenizer).encode("<eot> zurich") == form.encode("<eot> zurich")
     assert tokenizer.eos_token_id == model.config.eos_token_id == form.eot
-    assert tokenizer.pad_token_id == model.config.pad_token_id
-
-
-def test_a_build_is_reused_and_repeatable(folder, cache, tmp_path):
-    again = base_model.build(tmp_path, **TINY)
-    assert again.name == folder.name
-    weights = [path / "model.safetensors" for path in (again, folder)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert base_model.build(cache, **TINY, make=None) == folder  # a second build would fail
 
 
 def test_another_recipe_is_another_name(tmp_path, monkeypatch):

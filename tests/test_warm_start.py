@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,14 +23,6 @@ TALK = [
     {"role": "user", "content": "ada baker"},
     {"role": "assistant", "content": "ada"},
 ]
-
-
-def line_of(*messages, **fields):
-    """A line out of "role: content"; the fields are the last message's."""
-    pairs = [message.split(": ", 1) for message in messages]
-    talk = [{"role": role, "content": content} for role, content in pairs]
-    talk[-1] |= fields
-    return json.dumps({"messages": talk})
 
 
 def batch_of(samples):
@@ -112,19 +105,18 @@ def test_a_template_may_rewrite_what_came_before():
     assert "well" in first and "well" not in second and "a search" in second
 
 
-def test_a_bad_line_is_named(tmp_path):
+def test_a_line_that_a_model_could_not_learn_as_it_is_is_named(tmp_path):
+    """Without tools, calls and turns that a template might leave out, and the answer at its end."""
+    asked, answered = TALK[1:3]
     path = tmp_path / "data.jsonl"
     for line in (
-        "nonsense",
-        '{"messages": [{"role": "user"}]}',
-        line_of("user: q", "Assistant: a", "assistant: b"),
-        line_of("user: q", "assistant: a", tool_calls=[]),
-        line_of("user: q", "assistant: a")[:-1] + ', "tools": []}',
-        line_of("user: q", "assistant: a", "user: r"),
-        '{"messages": [{"role": "assistant", "content": ["a"]}]}',
-        '{"messages": []}',
+        {"messages": [asked, answered | {"tool_calls": []}]},
+        {"messages": [asked, answered], "tools": []},
+        {"messages": [asked, answered | {"role": "Assistant"}, answered]},
+        {"messages": [asked, answered, asked]},
+        [],
     ):
-        path.write_text(json.dumps({"messages": TALK}) + "\n" + line + "\n")
+        path.write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps(line) + "\n")
         with pytest.raises(UserError, match="line 2: it is not"):
             warm_start.from_file(WarmStart(data=str(path)))
 
@@ -140,9 +132,7 @@ def test_every_demonstration_comes_once_a_round(tmp_path):
     """U+2028 may stand within a text, and blank lines around."""
     path = tmp_path / "data.jsonl"
     texts = [f"answer\u2028{i}" for i in range(5)]
-    talks = [
-        [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}] for text in texts
-    ]
+    talks = [[TALK[1], {"role": "assistant", "content": text}] for text in texts]
     lines = [json.dumps({"messages": talk}, ensure_ascii=False) for talk in talks]
     path.write_text("\n\n".join(lines), encoding="utf-8-sig")
     tok = tokenizer(QWEN25, eos="<|im_end|>")
@@ -194,16 +184,12 @@ def test_fp32_on_cuda_is_refused_before_anything_is_loaded(tmp_path, monkeypatch
         warm_start.train(WarmStart(model="nowhere", bf16="off"), None, tmp_path)
 
 
-def test_bad_options_and_an_interrupt_are_one_sentence_and_leave_nothing(
-    command, tmp_path, capsys, monkeypatch
+@pytest.mark.parametrize("given, code", [({"model": "nowhere"}, 2), ({}, 130)])
+def test_a_start_that_is_missing_and_an_interrupt_leave_nothing(
+    command, tmp_path, capsys, monkeypatch, given, code
 ):
-    def interrupted(*given):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(warm_start, "learn", interrupted)
-    wrong = [{"steps": 0}, {"lr": -1}, {"data": "nowhere.jsonl"}, {"model": "nowhere"}, {}]
-    for given in wrong:
-        assert command(**given) == (2 if given else 130)
-        said = capsys.readouterr().err
-        assert said.startswith("mars: ") and said.count("\n") == 1
-        assert not any(path.is_dir() for path in tmp_path.iterdir()), "nor an unfinished one"
+    monkeypatch.setattr(warm_start, "learn", Mock(side_effect=KeyboardInterrupt))
+    assert command(**given) == code
+    said = capsys.readouterr().err
+    assert said.startswith("mars: ") and said.count("\n") == 1
+    assert not any(path.is_dir() for path in tmp_path.iterdir()), "nor an unfinished one"
