@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from binpack import first_fit_decreasing, pack_documents
+from binpack import first_fit_decreasing
 
 cases = st.integers(1, 60).flatmap(
     lambda capacity: st.tuples(st.lists(st.integers(0, capacity), max_size=40), st.just(capacity))
@@ -61,8 +61,3 @@ def test_never_more_than_11_9_of_the_fewest_plus_6_9(case):
 def test_a_negative_or_oversized_item_is_named(sizes, item):
     with pytest.raises(ValueError, match=f"item {item} "):
         first_fit_decreasing(sizes, 10)
-
-
-def test_a_document_over_the_limit_fills_a_chunk_of_its_own():
-    chunks = pack_documents([30, 500, 64, 20], 64)
-    assert [1] in chunks and [2] in chunks and [0, 3] in chunks

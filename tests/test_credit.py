@@ -12,7 +12,7 @@ from helpers.samples import prepared
 import mars
 import train
 import trainer
-from config import UserError, resolve
+from config import UserError
 from plumbing import folders, logbook
 from plumbing.outside import Questions
 from rollout import Sample, Trajectory
@@ -163,12 +163,6 @@ def test_a_sample_weighs_its_copies_over_those_of_its_term(mean, kl_beta):
         assert sum(len(batch.weight) for batch in batches) == sum(sum(s.mask) for s in live)
 
 
-@pytest.mark.parametrize("given", [{"purpose": False, "system1": "none"}, {"warmup": -1}])
-def test_options_that_contradict_each_other_are_refused(given):
-    with pytest.raises(UserError):
-        resolve(mars.MarsConfig, given, presets={})
-
-
 def test_what_resume_does_again_is_taken_back_and_a_last_evaluation_stays(tmp_path):
     run = SimpleNamespace(folder=tmp_path, config=mars.MarsConfig(eval_every=4))
     (tmp_path / "rollouts").mkdir()
@@ -201,11 +195,6 @@ def test_every_step_asks_of_every_set():
             kinds = [q.source for q in drawn[6 * step : 6 * step + 6]]
             assert (kinds.count("one"), kinds.count("two")) == (4, 2)
     assert stream.order(0) != stream.order(1)
-
-
-def test_a_step_without_any_graded_trajectory_has_an_empty_update():
-    samples, batches = prepared(mars.MarsConfig(), {"sys2": [], "sys1": []})
-    assert samples == [] and len(batches) == 1 and len(batches[0].target) == 0
 
 
 @pytest.mark.parametrize(
