@@ -26,7 +26,10 @@ def test_training_and_evaluation_ask_about_different_facts():
     assert 0 < sum(training[key] == held_out[key] for key in shared) < 0.25 * len(shared)
 
 
-def test_no_question_needs_a_tool_that_is_missing():
+def test_the_kinds_come_in_their_shares_as_far_as_the_tools_answer_them():
+    sources = [world.question("train", 0, i).source for i in range(2000)]
+    for kind, share in world.SHARES.items():
+        assert sources.count(f"toy-{kind}") / 2000 == pytest.approx(share, abs=0.04)
     for tools, kinds in (("search scholar", "one two scholar"), ("scholar python", "scholar")):
         asked = [world.question("train", 0, i, tools.split()) for i in range(200)]
         assert {q.source for q in asked} == {f"toy-{kind}" for kind in kinds.split()}
@@ -88,6 +91,7 @@ MALFORMED = {
     "<answer> <eot>": "answer is empty",
     "<answer> 12 <call> <eot>": "control word",
     "<call> <eot>": "unknown tool",
+    "<call> baker ada <eot>": "unknown tool",
     "<call> search <purpose> birth of ada <eot>": "query is empty",
     "<call> search ada baker <eot>": "purpose is missing",
     "<call> search ada <purpose> birth <purpose> birth <eot>": "control word",
@@ -161,7 +165,9 @@ def test_search_finds_the_needed_facts_and_a_flawless_demonstration_is_right(lib
 
 
 def test_a_build_is_repeatable_and_reused_and_loads_with_transformers(form, tmp_path):
-    one, other = (base_model.build(tmp_path / name, 5, (2, 2)) for name in ("one", "other"))
+    one = base_model.build(tmp_path / "one", 5, (2, 2))
+    torch.rand(1)  # what others draw changes nothing
+    other = base_model.build(tmp_path / "other", 5, (2, 2))
     weights = [(folder / "model.safetensors").read_bytes() for folder in (one, other)]
     assert weights[0] == weights[1]
     again = base_model.build(tmp_path / "one", 5, (2, 2), make=None)
@@ -170,7 +176,7 @@ def test_a_build_is_repeatable_and_reused_and_loads_with_transformers(form, tmp_
     tokenizer = AutoTokenizer.from_pretrained(one)
     text = "<s2> where does ada baker live ? <eot>"
     assert tokenizer.encode(text) == form.prompt("sys2", question="where does ada baker live ?")
-    assert language.ToyFormat(tokenizer).encode("<eot> zurich") == form.encode("<eot> zurich")
+    assert language.ToyFormat(tokenizer).encode("<eot> Zurich") == form.encode("<eot> zurich")
     assert tokenizer.eos_token_id == model.config.eos_token_id == form.eot
 
 
