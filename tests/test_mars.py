@@ -275,10 +275,11 @@ def test_eval_and_ask(copied, capsys):
     # A kill before the link was renewed leaves it at an older model.
     (copied / "whole/checkpoint").unlink()
     (copied / "whole/checkpoint").symlink_to("state/step_000002/model")
+    (copied / "eval-whole").mkdir()  # a name that is taken
     assert run("eval", copied / "whole", *options, grade=half) == 0
-    *_, row = json.loads((copied / "eval-whole" / "table.json").read_text())
+    *_, row = json.loads((copied / "eval-whole-2/table.json").read_text())
     assert row["questions"] == 6 and row["accuracy"] == last["eval_accuracy"]
-    assert (copied / "eval-whole/trajectories.html").exists()
+    assert (copied / "eval-whole-2/trajectories.html").exists()
     capsys.readouterr()
     assert run("ask", copied / "whole", "when was ada baker born ?") == 0
     said = capsys.readouterr().out
