@@ -13,17 +13,13 @@ from unittest.mock import Mock
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError
-from hypothesis import given
-from hypothesis import strategies as st
 
 from config import UserError
 from tasks.questions import (
     BENCHMARKS,
     FLASHRAG,
     Question,
-    decrypt,
     load_questions,
-    mix,
     same_question,
     split,
 )
@@ -34,20 +30,22 @@ def line(number, **more):
     return json.dumps(row | more)
 
 
-def write(path, *lines, end="\n"):
-    path.write_bytes("".join(text + end for text in lines).encode())
+def write(path, *lines):
+    path.write_bytes("".join(text + "\n" for text in lines).encode())
     return str(path)
 
 
 # -------------------------------------------------------------------------------------------- files
 
 
-def test_both_forms_of_a_line(tmp_path):
+def test_both_forms_of_a_line_as_programs_write_them(tmp_path):
+    """With a byte order mark, a carriage return and an empty line."""
     path = write(
         tmp_path / "q.jsonl",
-        line(1, metadata={"x": 1}),
+        "\ufeff" + line(1, metadata={"x": 1}) + "\r",
         '{"question": "Who?", "answer": "Ada", "id": null, "golden_answers": null, "set": null}',
-        '{"id": 7, "question": "Wo\\u2028?", "golden_answers": ["a", "b", ""], "set": "own"}',
+        " \r",
+        '{"id": 7, "question": "Wo\u2028?", "golden_answers": ["a", "b", ""], "set": "own"}',
     )
     assert load_questions(path) == [
         Question("test_1", "q1?", ("a1",), path),
@@ -56,22 +54,13 @@ def test_both_forms_of_a_line(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("before, after", [("\ufeff", "\n"), ("", ""), ("\r\n \r\n", "\r\n\n\t\n")])
-def test_a_file_of_one_question_as_programs_write_it(tmp_path, before, after):
-    path = write(tmp_path / "q.jsonl", before + line(1) + after, end="")
-    assert load_questions(path) == [Question("test_1", "q1?", ("a1",), path)]
-
-
 BAD = {
     "[" * 100_000: "not JSON",
-    "NaN": "not a JSON object",
     line(2, question=" "): '"question"',
     line(2, golden_answers=["", " "]): "no golden answer",
-    line(2, golden_answers=["a", 5]): "not a list of texts",
     '{"question": "q"}': "not a list of texts",
     line(2, id="1"): "an earlier line has the id '1'",  # the number 1 and the text are the same id
     line(2, question="\ud800"): "surrogates not allowed",
-    line(2, set="a\x1b[31m\nb"): '"set" is',
 }
 
 
@@ -84,17 +73,12 @@ def test_a_malformed_line_is_named(tmp_path, bad):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    ["", ".", "pipe", "empty", "latin", "one:0.0", "one:" + "9" * 400, "one:1,one:2"]
-    + ["x" * 5000, "x\0y", "hub:", "hub:only/two", "hub:me/mi..ne/q.jsonl"],
-)
+@pytest.mark.parametrize("spec", ["", "pipe", "latin", "one:0.0", "one:1,one:2", "hub:only/two"])
 def test_a_bad_spec_is_one_sentence(tmp_path, monkeypatch, spec):
     """From a pipe into which nobody writes one would read for ever."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "one", line(1))
     os.mkfifo("pipe")
-    Path("empty").write_text("\n\n")
     Path("latin").write_bytes(b'{"question": "O\xf9?", "answer": "l\xe0"}')
     with pytest.raises(UserError) as error:
         load_questions(spec)
@@ -104,12 +88,8 @@ def test_a_bad_spec_is_one_sentence(tmp_path, monkeypatch, spec):
 # --------------------------------------------------------------------------------- limits and mixes
 
 
-def file_of(path, size):
-    return write(path, *map(line, range(size)))
-
-
 def test_a_limit_draws_by_the_seed_and_keeps_the_order(tmp_path):
-    path = file_of(tmp_path / "a.jsonl", 100)
+    path = write(tmp_path / "a.jsonl", *map(line, range(100)))
     all_ = load_questions(path)
     some = load_questions(path, limit=10)
     assert some == load_questions(path, limit=10) != load_questions(path, limit=10, seed=1)
@@ -119,39 +99,22 @@ def test_a_limit_draws_by_the_seed_and_keeps_the_order(tmp_path):
 
 
 def test_a_mix_keeps_its_proportions_and_no_question_comes_twice(tmp_path):
-    a, b, c = (file_of(tmp_path / f"{size}.jsonl", size) for size in (100, 30, 500))
+    a, b, c = (
+        write(tmp_path / f"{size}.jsonl", *map(line, range(size))) for size in (100, 30, 500)
+    )
     spec = f"{a}:2,{b}:1.5,{c}"
     mixed = load_questions(spec, limit=45)
-    assert Counter(q.source for q in mixed) == {a: 20, b: 15, c: 10}
+    assert Counter(q.source for q in mixed) == {a: 20, b: 15, c: 10} and len({*mixed}) == 45
     assert all(q.id.startswith(q.source + "/") for q in mixed)
     assert mixed == load_questions(spec, limit=45)
+    assert len(load_questions(spec, limit=10)) == 10  # the shares, rounded up, are 12
+    assert load_questions(spec, limit=1000) == load_questions(spec)
     assert {*mixed} != {*load_questions(spec, limit=45, seed=1)}
     assert [q.source for q in mixed] != sorted(q.source for q in mixed)  # shuffled
     # Without a limit the scarcest set decides: 30 / 1.5 * (2 + 1.5 + 1) = 90 questions.
     assert Counter(q.source for q in load_questions(spec)) == {a: 40, b: 30, c: 20}
     # Without weights they are joined whole.
     assert [q.source for q in load_questions(f"{b}, {a}")] == [b] * 30 + [a] * 100
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=5),
-    st.none() | st.integers(1, 200),
-)
-def test_shares_of_a_mix(sets, limit):
-    names = [f"set{number}" for number in range(len(sets))]
-    sizes = dict(zip(names, (size for size, _ in sets)))
-    weights = {name: weight / 10 for name, (_, weight) in zip(names, sets)}
-    made = {n: [Question(f"{n}/{i}", "q", ("a",), n) for i in range(sizes[n])] for n in names}
-    mixed = mix(made, weights, limit, seed=0)
-    assert len(set(mixed)) == len(mixed) <= (limit or 10**9)
-    # Each share is right to one question more, and as many less as were cut.
-    density = min(size / weights[name] for name, size in sizes.items())
-    if limit:
-        density = min(density, limit / sum(weights.values()))
-    assert len(mixed) >= density * sum(weights.values()) - 1e-3
-    counts = Counter(question.source for question in mixed)
-    for name in names:
-        assert density * weights[name] - len(sets) < counts[name] < density * weights[name] + 1
 
 
 # ---------------------------------------------------------------------------------------- held out
@@ -189,7 +152,7 @@ def hub(monkeypatch, tmp_path):
             raise found
         path = tmp_path / repo.replace("/", "-") / filename
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(found if isinstance(found, bytes) else found.encode())
+        path.write_bytes(found.encode())
         return str(path)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
@@ -224,86 +187,56 @@ def secret_row(question, answer, canary):
     return {**row, "problem_topic": "Art", "canary": canary}
 
 
-# The first column of FRAMES has no name, and cells hold quotation marks and line breaks.
-FRAMES = (
-    "\tPrompt\tAnswer\twikipedia_link_1\twikipedia_link_11+\treasoning_types\twiki_links\r\n"
-    "0\tWho?\tAda\thttps://a\t\tNumerical\t['https://a']\r\n"
-    '1\t"Which ""first""\nname?"\tJane Ballou\t\t\tTabular\t[]\r\n'
-)
-WEBWALKERQA = {
-    "question": "Wann? 什么时候?",
-    "answer": "2025",
-    "root_url": "https://2025.aclweb.org/",
-    "info": {"hop": "multi-source", "lang": "zh", "golden_path": ["root->a"]},
-}
-PARQUET = {
-    "hle": [
-        {"id": "a", "question": "What is drawn?", "answer": "x", "image": "data:image/png,AA"},
-        {"id": "b", "question": "6 × 7?", "answer": "42", "image": ""},
-    ],
-    "gaia": [
-        {"task_id": "a", "Question": "Sum?", "Final answer": "3", "file_name": "a.xlsx"},
-        {"task_id": "b", "Question": "6 × 7?", "Final answer": "42", "file_name": None},
-    ],
-    "browsecomp": [secret_row(LONG, "Ada", "a GUID"), secret_row("Who?", "東京", "another")],
-}
-ASKED = {
-    "hle": [("b", "6 × 7?", "42")],
-    "gaia": [("b", "6 × 7?", "42")],
-    "browsecomp": [("1", LONG, "Ada"), ("2", "Who?", "東京")],
-}
-
-
-def test_frames_and_webwalkerqa(hub):
-    hub["google/frames-benchmark/test.tsv"] = FRAMES
-    assert load_questions("frames") == [
-        Question("1", "Who?", ("Ada",), "frames"),
-        Question("2", 'Which "first"\nname?', ("Jane Ballou",), "frames"),
-    ]
-    hub["callanwu/WebWalkerQA/data/main-00000-of-00001.jsonl"] = json.dumps(WEBWALKERQA)
-    *mixed, question = load_questions("frames,webwalkerqa")
-    assert [question.id for question in mixed] == ["frames/1", "frames/2"]
-    assert question == Question("webwalkerqa/1", "Wann? 什么时候?", ("2025",), "webwalkerqa")
-
-
-@pytest.mark.parametrize("name", PARQUET)
-def test_benchmarks_in_parquet(hub, name, tmp_path):
-    """Text only; BrowseComp is decrypted in memory."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(PARQUET[name]), tmp_path / "table")
-    hub[BENCHMARKS[name][0]] = (tmp_path / "table").read_bytes()
-    found = load_questions(name)
-    assert [(q.id, q.text, *q.golden_answers) for q in found] == ASKED[name]
-
-
-REFUSED = {
-    "hub:me/mine/bad.jsonl": ("me/mine/bad.jsonl", "{", "hub:me/mine/bad.jsonl, line 1: not JSON"),
-    "hub:me/mine/q.jsonl": ("another", "", "cannot get me/mine/q.jsonl from the hub .404.:"),
-    "hotpotqa/test": ("another", "", "cannot get .*/hotpotqa/test.jsonl from the hub .404.:"),
-    "frames": (BENCHMARKS["frames"][0], b"q\xff\tAnswer\n", "questions in frames cannot be read"),
-    "hle": (
-        BENCHMARKS["hle"][0],
-        GatedRepoError("gated", response=Mock()),
-        "cannot get cais/hle/.*gated.: accept its terms",
+# The first column of frames has no name, and cells hold quotation marks and line breaks.
+PUBLISHED = {
+    "frames": (
+        "\tPrompt\tAnswer\twikipedia_link_1\twikipedia_link_11+\treasoning_types\twiki_links\r\n"
+        "0\tWho?\tAda\thttps://a\t\tNumerical\t['https://a']\r\n"
+        '1\t"Which ""first""\nname?"\tJane Ballou\t\t\tTabular\t[]\r\n',
+        [("1", "Who?", "Ada"), ("2", 'Which "first"\nname?', "Jane Ballou")],
     ),
-    "gaia": (BENCHMARKS["gaia"][0], b"PAR1", "gaia is a parquet file: pip install pyarrow"),
+    "webwalkerqa": (
+        json.dumps({"question": "Wann? 什么时候?", "answer": "2025", "info": {"lang": "zh"}}),
+        [("1", "Wann? 什么时候?", "2025")],
+    ),
+    "hle": (
+        '[{"id": "a", "question": "What is drawn?", "answer": "x", "image": "data:image/png,AA"},'
+        '{"id": "b", "question": "6 × 7?", "answer": "42", "image": ""}]',
+        [("b", "6 × 7?", "42")],
+    ),
+    "gaia": (
+        '[{"task_id": "a", "Question": "Sum?", "Final answer": "3", "file_name": "a.xlsx"},'
+        '{"task_id": "b", "Question": "6 × 7?", "Final answer": "42", "file_name": null}]',
+        [("b", "6 × 7?", "42")],
+    ),
+    "browsecomp": (
+        json.dumps([secret_row(LONG, "Ada", "a GUID"), secret_row("Who?", "東京", "another")]),
+        [("1", LONG, "Ada"), ("2", "Who?", "東京")],
+    ),
 }
 
 
-@pytest.mark.parametrize("spec", REFUSED)
-def test_what_the_hub_does_not_give_is_one_sentence(hub, monkeypatch, spec):
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_benchmark_as_it_is_published(hub, monkeypatch, name):
+    """Text only; BrowseComp is decrypted in memory. What stands for a table in parquet is JSON."""
+    pyarrow = Mock()
+    pyarrow.parquet.read_table = lambda path: Mock(to_pylist=lambda: json.loads(path.read_text()))
+    monkeypatch.setitem(sys.modules, "pyarrow", pyarrow)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", pyarrow.parquet)
+    hub[BENCHMARKS[name][0]], asked = PUBLISHED[name]
+    found = load_questions(name)
+    assert [(q.id, q.text, *q.golden_answers) for q in found] == asked
+    assert {q.source for q in found} == {name}
+
+
+def test_what_the_hub_does_not_give_is_one_sentence(hub, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    file, content, says = REFUSED[spec]
-    hub[file] = content
-    with pytest.raises(UserError, match=says):
-        load_questions(spec)
-
-
-def test_the_key_of_browsecomp():
-    """Worked out by hand: sha256("x") begins with 2d 71, which is 0x48 ^ "e" and 0x18 ^ "i"."""
-    secret = base64.b64encode(bytes([0x2D ^ ord("h"), 0x71 ^ ord("i")])).decode()
-    assert decrypt(secret, "x") == "hi"
-    for text, canary in ((encrypted(LONG, "one"), "two"), ("Ada Baker", "one")):
-        with pytest.raises(ValueError):
-            decrypt(text, canary)
+    hub[BENCHMARKS["hle"][0]] = GatedRepoError("gated", response=Mock())
+    hub[BENCHMARKS["gaia"][0]] = "PAR1"
+    for spec, says in (
+        ("hotpotqa/test", "cannot get .*/hotpotqa/test.jsonl from the hub .404.:"),
+        ("hle", "cannot get cais/hle/.*gated.: accept its terms"),
+        ("gaia", "gaia is a parquet file: pip install pyarrow"),
+    ):
+        with pytest.raises(UserError, match=says):
+            load_questions(spec)
