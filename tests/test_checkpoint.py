@@ -1,5 +1,6 @@
 """States on disk are whole or absent, whatever happens while one is written."""
 
+import functools
 import itertools
 import os
 import shutil
@@ -8,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.disk import files_no_longer_than
 from helpers.launch import launch
 from helpers.tiny import CPU, Tokenizer, model
 from transformers import AutoModelForCausalLM
@@ -71,19 +71,6 @@ def test_what_is_not_finite_is_never_saved(where, bad, run, tmp_path):
     assert names(tmp_path) == ["step_000001"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "of another model"])
-def test_an_optimizer_that_does_not_fit_is_one_sentence(damage, run, tmp_path):
-    save(tmp_path, 1, run)
-    state = tmp_path / "state" / "step_000001"
-    if damage == "cut":
-        os.truncate(state / "optimizer.pt", 100)
-    policy = trainer.Policy(model("llama" if "model" in damage else "qwen3"), bf16=False)
-    optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
-    with pytest.raises(UserError, match="step_000001.*remove that state") as told:
-        trainer.load_optimizer(state, policy, optimizer)
-    assert "\n" not in str(told.value)
-
-
 # ---------------------------------------------------------------- ends in the middle
 
 
@@ -96,15 +83,12 @@ TOUCHES = {"save": torch, "fsync": os, "rename": os, "replace": os, "rmtree": sh
 
 
 def before_each_touch(patch, act):
-    def watched(real):
-        def touched(*args, **options):
-            act()
-            return real(*args, **options)
-
-        return touched
+    def touched(real, *args, **options):
+        act()
+        return real(*args, **options)
 
     for name, holder in TOUCHES.items():
-        patch.setattr(holder, name, watched(getattr(holder, name)))
+        patch.setattr(holder, name, functools.partial(touched, getattr(holder, name)))
 
 
 def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
@@ -167,17 +151,6 @@ def test_everything_is_fsynced_before_the_state_gets_its_name(run, tmp_path, mon
     monkeypatch.setattr(os, "rename", rename)
     save(tmp_path, 1, run)
     assert synced[-2:] == [tmp_path / "state", tmp_path]
-
-
-@pytest.mark.parametrize("limit", [10, 40_000, 100_000], ids=["config", "weights", "optimizer"])
-def test_a_disk_that_takes_no_more_is_one_sentence(limit, run, tmp_path):
-    save(tmp_path, 1, run)
-    said = "cannot write the state of step 2.*--resume"
-    with files_no_longer_than(limit), pytest.raises(UserError, match=said) as told:
-        save(tmp_path, 2, run)
-    assert "\n" not in str(told.value) and "enforce" not in str(told.value)
-    assert names(tmp_path) == ["step_000001"]
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
 
 
 class FullDisk:
