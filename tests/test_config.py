@@ -14,21 +14,10 @@ from config import UserError, parse, parser, resolve
 from recipes import almanac, atlas
 from siblings import bvpo, hanabi, marsrl, matpo, mifo, moe_routing, slm_mux
 
-CONFIGS = [
-    warm_start.WarmStart,
-    almanac.AlmanacConfig,
-    atlas.AtlasConfig,
-    bvpo.BvpoConfig,
-    hanabi.HanabiConfig,
-    marsrl.MarsrlConfig,
-    matpo.MatpoConfig,
-    mifo.MifoConfig,
-    moe_routing.RoutingConfig,
-    slm_mux.MuxConfig,
-]
+METHODS = (mars, almanac, atlas, bvpo, hanabi, marsrl, matpo, mifo)
+CONFIGS = [warm_start.WarmStart, moe_routing.RoutingConfig, slm_mux.MuxConfig]
+CONFIGS += [module.METHOD.config for module in METHODS]
 REPO = Path(__file__).parent.parent
-FIELDS = dataclasses.fields(mars.MarsConfig)
-OPTIONS = [field for field in FIELDS if field.metadata.get("option", True)]
 
 
 def given(*arguments: str) -> dict:
@@ -36,35 +25,24 @@ def given(*arguments: str) -> dict:
 
 
 @pytest.mark.parametrize("options", CONFIGS, ids=lambda options: options.__name__)
-def test_every_option_is_in_the_help(options):
-    told = {line.split()[0] for line in parser(options, "").format_help().splitlines() if line}
+def test_every_option_is_in_the_help_once(options):
+    lines = parser(options, "").format_help().splitlines()
+    told = [line.split()[0].removesuffix(",") for line in lines if line.startswith("  --")]
     fields = [field for field in dataclasses.fields(options) if field.metadata.get("option", True)]
-    assert {f"--{field.name}" for field in fields} <= told
+    assert sorted(told) == sorted(f"--{field.name}" for field in fields)
 
 
-def test_help_needs_no_torch_and_tells_every_option_once():
-    code = (
-        "import runpy, sys; sys.argv = ['mars.py', '--help']\n"
-        "try: runpy.run_path('mars.py', run_name='__main__')\n"
-        "finally: print('torch' in sys.modules, file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "False\n"
-    assert len(OPTIONS) <= 50
-    lines = [line for line in done.stdout.splitlines() if line.startswith("  --")]
-    told = [line.split()[0].removesuffix(",") for line in lines]
-    assert sorted(told) == sorted(f"--{field.name}" for field in OPTIONS)
-    assert parser(mars.MarsConfig, mars.__doc__).format_help() == done.stdout
-    headings = [line for line in done.stdout.splitlines() if line in ("the run:", "the machine:")]
-    assert len(headings) == 2 and "no options" not in done.stdout
+def test_help_needs_no_torch():
+    command = [sys.executable, "-X", "importtime", "mars.py", "--help"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0 and "torch" not in done.stderr  # what was imported
+    assert done.stdout == parser(mars.MarsConfig, mars.__doc__).format_help()
 
 
 def test_a_recipes_setting_is_no_option():
     assert given("--step_tokens=9", "--no-packing") == {"step_tokens": 9, "packing": False}
-    for field in FIELDS:
-        if field not in OPTIONS:
-            with pytest.raises(SystemExit):
-                given(f"--{field.name}", "1")
+    with pytest.raises(SystemExit):
+        given("--clip", "1")
 
 
 def test_the_command_line_wins_over_what_was_saved_and_that_over_a_preset():
@@ -80,26 +58,15 @@ def test_the_command_line_wins_over_what_was_saved_and_that_over_a_preset():
 # A command line, and a word of the sentence that refuses it.
 REFUSED = [
     ("--learning_rate 1", "unrecognized"),
-    ("--lr fast", "--lr"),
     ("--lr nan", "--lr must"),
-    ("--lr inf", "--lr must"),
-    ("--system1 maybe", "--system1"),
     ("--group 1", "--group"),
-    ("--seed -1", "--seed"),
-    ("--seed 2147483648", "--seed"),
-    ("--max_turns 1", "--max_turns"),
-    ("--eval_questions 0", "--eval_questions"),
-    ("--temperature 1e-9", "--temperature"),
     ("--temperature 0", "--temperature"),
     ("--questions 3", "--questions"),
     ("--balance none --system1 frozen", "--balance"),
     ("--block hf.co", "--block"),
     ("--eval_data some.jsonl", "--eval_data"),
-    ("--pages jina", "--pages"),
     ("--docs x --search retriever --data y", "--docs"),
     ("--name ../x", "--name is"),
-    ("--name ..", "--name is"),
-    ("--preset papers", "--preset"),
 ]
 
 
@@ -114,7 +81,7 @@ def test_what_makes_no_sense_is_one_sentence(line, word, capsys):
     assert word in said
 
 
-@pytest.mark.parametrize("value", ["x" * 5000, "x y " * 2000, "\x1b[2J\x07\u202e", "a\nb"])
+@pytest.mark.parametrize("value", ["x" * 5000, "\x1b[2J\x07\u202e", "a\nb"])
 def test_a_sentence_neither_fills_the_terminal_nor_speaks_to_it(value, capsys):
     assert config.fail(f"--docs {value}: not there") == 2
     said = capsys.readouterr().err

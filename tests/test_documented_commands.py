@@ -1,11 +1,13 @@
 """Every command of docs/real_models.md is accepted, up to the point where a model would be loaded.
 
 Its own code parses and resolves the options; no model, no world and no GPU is needed for that.
-And what the toy is asked in README.md and docs/running.md can be found in its world.
+What the toy is asked in README.md and docs/running.md can be found in its world, and
+docs/walkthrough.md and docs/choices.md name only what exists: functions, files, options.
 """
 
 import dataclasses
 import json
+import pkgutil
 import re
 import shlex
 from pathlib import Path
@@ -18,6 +20,7 @@ from helpers.stopped import options_of, stop
 import mars
 import train
 import warm_start
+from config import parser
 from plumbing import models
 from recipes import atlas
 from tasks.chat import ChatFormat
@@ -26,6 +29,8 @@ from toy import world
 
 REPO = Path(__file__).parent.parent
 PAGE = (REPO / "docs" / "real_models.md").read_text()
+WALKTHROUGH = (REPO / "docs" / "walkthrough.md").read_text()
+CHOICES = (REPO / "docs" / "choices.md").read_text()
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
@@ -77,18 +82,15 @@ def program_of(command: str):
 
 
 @pytest.mark.parametrize("command", commands(PAGE))
-def test_it_is_accepted(command, accept):
-    assert accept(command).bf16 in ("auto", "on")
-
-
-@pytest.mark.parametrize("command", [c for c in commands(PAGE) if "mars.py" in c])
-def test_it_leaves_room_for_a_chat_models_prompts(command, accept):
+def test_it_is_accepted_and_leaves_room_for_a_chat_models_prompts(command, accept):
     """By a tokenizer that needs more tokens for them than any model's."""
     config = accept(command)
-    assert config.longest() <= config.kv_tokens
-    words = chat.tokenizer(chat.QWEN25)
-    question = Question("q", "What did we decide about pricing?", (), "q")
-    mars.fits(config, ChatFormat(words, mars.words(config, chat.TOOLS), chat.TOOLS), question)
+    assert config.bf16 in ("auto", "on")
+    if "mars.py" in command:
+        assert config.longest() <= config.kv_tokens
+        words = chat.tokenizer(chat.QWEN25)
+        question = Question("q", "What did we decide about pricing?", (), "q")
+        mars.fits(config, ChatFormat(words, mars.words(config, chat.TOOLS), chat.TOOLS), question)
 
 
 ONE_GPU = PAGE.partition("## One GPU of 24 GB")[2].partition("\n## ")[0]
@@ -101,12 +103,6 @@ def test_what_is_offered_for_one_gpu_fits(command, accept, tmp_path, monkeypatch
     assert "of 22.0" in test_memory.plan_with(config, 22, 1, monkeypatch, tmp_path)
 
 
-def test_a_warm_start_is_offered_where_its_weights_fit(accept):
-    """It has no plan of its own: weights, gradients and two moments in fp32, 16 bytes each."""
-    offered = {accept(c).model: accept(c).warm_steps for c in PLANNED}
-    assert [model for model, steps in offered.items() if steps] == ["Qwen/Qwen3-0.6B"]
-
-
 def test_what_the_toy_is_asked_is_in_its_world():
     told = world.world("eval", 0)
     pages = [(REPO / name).read_text() for name in ("README.md", "docs/running.md")]
@@ -114,3 +110,17 @@ def test_what_the_toy_is_asked_is_in_its_world():
     assert len(asked) >= 2
     for question in asked:
         assert any(name in question for name in (*told.people, *told.companies)), question
+
+
+def test_what_the_pages_name_exists():
+    """Functions such as `rollout.Env.reward`: a module, then attributes."""
+    functions = re.findall(r"`((?:\w+\.)+(?!(?:md|py|jsonl)`)\w+)`", WALKTHROUGH)
+    assert len({*functions}) > 15
+    for name in functions:
+        pkgutil.resolve_name(name)
+    for file in re.findall(r"`([\w/]+\.(?:py|md))`", WALKTHROUGH + CHOICES):
+        assert (REPO / file).exists(), file
+    made = parser(mars.MarsConfig, "")
+    options = {option for action in made._actions for option in action.option_strings}
+    for option in re.findall(r"`(--\w+)", WALKTHROUGH + CHOICES):
+        assert option in options, option
