@@ -73,9 +73,10 @@ def test_of_many_that_claim_a_folder_one_gets_it(tmp_path):
 # -------------------------------------------------------------------------------------------- files
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch, call):
     path = folders.write_json(tmp_path / "a.json", {"a": 1})
-    monkeypatch.setattr(folders.os, "fsync", Mock(side_effect=OSError(28, "No space left")))
+    monkeypatch.setattr(folders.os, call, Mock(side_effect=OSError(28, "No space left")))
     with pytest.raises(UserError, match="No space left"):
         folders.write_json(path, {"a": 2})
     assert folders.read_json(path) == {"a": 1} and names(tmp_path) == {"a.json"}

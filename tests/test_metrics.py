@@ -61,6 +61,7 @@ def test_with_any_mask_the_metrics_are_those_of_the_live_tokens(live, seed):
     kept = torch.tensor(live)
     alone = measured([True] * int(kept.sum()), values[:, kept], owner[kept])
     assert told["masked_share"] == 1 - sum(live) / 8 and told["trained_tokens"] == 8
+    assert told["clip_share"] == (0.25 if any(live) else 0.0)
     for key in alone.keys() - {"masked_share", "trained_tokens", "mismatch_kl"}:
         assert told[key] == pytest.approx(alone[key]), key
     for index, role in enumerate(ROLES):
@@ -117,9 +118,9 @@ def test_pages_that_could_not_be_read_are_counted():
 
 
 def test_kinds_of_questions_are_counted_where_there_are_several():
-    attempts = [attempt("x", 1.0), attempt("y", None), attempt("x", 1.0, "b"), attempt("x", 1.0)]
+    attempts = [attempt("x", 1.0), attempt("y", 0.0), attempt("x", 1.0, "b"), attempt("z", None)]
     asked = [one.question for one in attempts]
-    assert metrics.right_by_kind(attempts, asked) == {"a": [2, 3], "b": [1, 1]}
+    assert metrics.right_by_kind(attempts, asked) == {"a": [1, 3], "b": [1, 1]}
     assert metrics.right_by_kind(attempts[:2], asked[:2]) == {}
 
 
