@@ -37,6 +37,7 @@ def test_help_needs_no_torch():
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0 and "torch" not in done.stderr  # what was imported
     assert done.stdout == parser(mars.MarsConfig, mars.__doc__).format_help()
+    assert done.stdout.count("\n  --") <= 50
 
 
 def test_a_recipes_setting_is_no_option():

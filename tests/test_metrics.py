@@ -1,5 +1,6 @@
 """Means are over live tokens, intervals are honest, and the guard stops what is mismatched."""
 
+import copy
 import dataclasses
 import math
 import zlib
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import mars
 import train
 from config import UserError
-from plumbing import metrics
+from plumbing import metrics, start
 from plumbing.logbook import stop_if_blind, stop_if_mismatched
 from plumbing.metrics import sign_test, update_metrics, wilson_interval
 from rollout import Context, Sample, Trajectory, Turn
@@ -79,14 +80,53 @@ def test_log_probs_that_are_nan_are_a_mismatch():
 # -------------------------------------------------------------------------------------- the guard
 
 
-def test_a_sampler_that_new_weights_never_reach_stops_the_run(base, tmp_path, monkeypatch, capsys):
-    """Only the second step tells: its sampler misses the adapters."""
+def stale(monkeypatch):
+    """New weights never reach the sampler; with adapters, from the second step on."""
     monkeypatch.setattr(Sampler, "load_weights", lambda self, model: None)
+
+
+def wrong_rotation(monkeypatch):
+    """The sampler turns its queries and keys by other angles."""
+    make = start.make_sampler
+
+    def mutant(config, model, machine):
+        model = copy.deepcopy(model)
+        for module in model.modules():
+            if hasattr(module, "inv_freq"):
+                module.inv_freq *= 1.1
+        model.config.rope_parameters["rope_theta"] /= 4
+        return make(config, model, machine)
+
+    monkeypatch.setattr(start, "make_sampler", mutant)
+
+
+def shifted_tokens(monkeypatch):
+    """The trainer is told of other tokens than the sampler was."""
+    given = Sample.append_given
+
+    def mutant(self, tokens):
+        given(self, [max(0, token - 1) for token in tokens])
+
+    monkeypatch.setattr(Sample, "append_given", mutant)
+
+
+MISMATCHED = [
+    (stale, "--lora_rank 4", 1),
+    (wrong_rotation, "", 0),
+    (shifted_tokens, "--importance sequence", 0),
+]
+
+
+@pytest.mark.parametrize("mutate, options, steps", MISMATCHED)
+def test_a_mismatched_sampler_stops_the_run(
+    base, tmp_path, monkeypatch, capsys, mutate, options, steps
+):
+    mutate(monkeypatch)
     where = ["--model", str(base), "--runs", str(tmp_path), "--name", "x"]
-    given = [*where, *SMALL, "--steps", "2", "--lora_rank", "4"]
+    given = [*where, *SMALL, "--steps", "2", *options.split()]
     assert train.main(mars.METHOD, given, "", grade=grade) == 2
     assert "does not sample what is trained: mismatch_kl" in capsys.readouterr().err
-    assert len((tmp_path / "x" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert len((tmp_path / "x" / "metrics.jsonl").read_text().splitlines()) == steps
 
 
 # ------------------------------------------------------------------------------ shares and counts
