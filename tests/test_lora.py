@@ -3,12 +3,10 @@
 Ranks and shards: tests/test_policy.py; the sampler's copy: tests/test_lora_and_bf16.py.
 """
 
-import pytest
 import torch
 from helpers.tiny import CPU, OBJECTIVE, Tokenizer, make_samples, model, pack, saved
 
 import trainer
-from config import UserError
 from trainer import lora
 
 RANK = 3
@@ -87,7 +85,7 @@ def test_training_begins_at_the_model_itself():
 
 
 def test_with_the_adapters_off_the_policy_is_the_model_it_began_with():
-    """Bit by bit, and they are on again afterwards, even after an error."""
+    """Bit by bit, and they are on again afterwards."""
     (batch,) = pack(make_samples())
     start = trainer.logprob(trainer.Policy(model("llama"), bf16=False), batch, 1.0)
     policy = trainer.Policy(model("llama"), bf16=False)
@@ -98,9 +96,6 @@ def test_with_the_adapters_off_the_policy_is_the_model_it_began_with():
     assert torch.equal(trainer.logprob(reference, batch, 1.0), start)
     assert torch.equal(trainer.logprob(policy, batch, 1.0), trained)
     assert not torch.equal(trained, start)
-    with pytest.raises(AttributeError):
-        reference(None, temperature=1.0)
-    assert torch.equal(trainer.logprob(policy, batch, 1.0), trained)
 
 
 # ---------------------------------------------------------------- on disk
@@ -127,8 +122,3 @@ def test_a_state_brings_the_adapters_back_beside_the_merged_model(tmp_path):
         trainer.backward(one, [batch], **OBJECTIVE)
         taking.step()
     assert all(map(torch.equal, policy.parameters(), again.parameters()))
-    wider = model("qwen3")
-    trainer.add_adapters(wider, RANK + 1, seed=0)
-    with pytest.raises(UserError, match="does not fit the model") as refusal:
-        trainer.read_adapters(state, wider)
-    assert "\n" not in str(refusal.value)

@@ -3,15 +3,17 @@
 import os
 import re
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import tiny
 from helpers.tiny import CPU, OBJECTIVE, make_samples, saved, weigh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 import mars
 import trainer
@@ -21,13 +23,11 @@ from sampler import Completion, Sampler
 from trainer import memory
 
 GIB = 2**30
-SHAPE = {
+SHAPE = tiny.SHAPE | {
     "vocab_size": 600,
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "tie_word_embeddings": False,
 }
 MODELS = {"qwen3": Qwen3Config(**SHAPE, head_dim=32), "qwen2": Qwen2Config(**SHAPE)}
@@ -167,44 +167,24 @@ def test_the_papers_setting_fits_eight_cards_of_80_gb(tmp_path, monkeypatch):
             plan_of(f"{paper} {less}", 139, 8, monkeypatch, tmp_path)
 
 
-TOO_LARGE = {
-    "--model Qwen/Qwen3-1.7B --recompute_activations --kv_tokens 32768": 43,
-    "--model Qwen/Qwen3-8B --lora_rank 16 --recompute_activations --kv_tokens 16384": 40,
-}
-
-
-@pytest.mark.parametrize("options", [*LINES_24_GB, *TOO_LARGE])
+@pytest.mark.parametrize("options", LINES_24_GB)
 def test_what_the_docs_offer_for_24_gb_fits(options, tmp_path, monkeypatch):
-    """Such a card may show 22 GiB. Within the documented limits all else is refused."""
+    """Such a card may show 22 GiB."""
     (limits,) = re.findall(r"--sys2_context 8192 .*", DOCS)
-    given = f"{limits} {options}", 22, 1, monkeypatch, tmp_path
-    if options in TOO_LARGE:
-        with pytest.raises(UserError, match=f"needs {TOO_LARGE[options]}"):
-            plan_of(*given)
-    else:
-        assert "of 22.0" in plan_of(*given)
+    assert "of 22.0" in plan_of(f"{limits} {options}", 22, 1, monkeypatch, tmp_path)
 
 
 # ---------------------------------------------------------------- on a CPU
 
 
 def test_the_plan_of_a_cpu(tmp_path, monkeypatch):
-    def plan(folder, **options):
-        config = mars.MarsConfig(kv_tokens=4096, micro_tokens=2000)
-        how = {"longest": 160, "world": 1, "device": CPU, **options}
-        return trainer.memory_plan(str(folder), config=config, **how)
-
-    folder = saved("qwen3", tmp_path)
-    assert "micro-batch" in plan(folder)
-    assert "micro-batch" not in plan(folder, training=False)
-    # GPT-2 has no num_key_value_heads, head_dim or intermediate_size.
-    GPT2Config(n_embd=64, n_head=4, n_layer=3).save_pretrained(tmp_path / "gpt2")
-    assert plan(tmp_path / "gpt2")
+    config = mars.MarsConfig(kv_tokens=4096, micro_tokens=2000)
+    how = {"config": config, "longest": 160, "world": 1, "device": CPU}
+    plan = partial(trainer.memory_plan, str(saved("qwen3", tmp_path)), **how)
+    assert "micro-batch" in plan()
+    assert "micro-batch" not in plan(training=False)
     monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else GIB)
-    assert "of 1.0" in plan(folder)
+    assert "of 1.0" in plan()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UserError, match="--fsdp"):
-        plan(folder)
-    (folder / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="cannot read a model at"):
-        plan(folder)
+        plan()
