@@ -64,19 +64,18 @@ def invent(runs, name: str, values: list[float], done: int) -> None:
     if done == 4:
         lines[1] = {"step": 3, "eval_step_before": 2, "eval_step": 4}
         lines[1] |= {f"{key}_before": values[1] for key in keys} | dict.fromkeys(keys, values[2])
-    (runs / name).mkdir(parents=True)
+    (runs / name).mkdir()
     (runs / name / "config.json").write_text("{}")
     (runs / name / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def test_arms_are_compared_seed_by_seed(tmp_path):
-    runs = tmp_path / "runs"
-    invent(runs, "full-0", [0.1, 0.5, 0.9], 4)
-    invent(runs, "full-1", [0.1, 0.3, 0.7], 4)
-    invent(runs, "purpose_off-0", [0.1, 0.2, 0.4], 4)
-    invent(runs, "purpose_off-1", [0.1, 0.2, 0.2], 4)
-    invent(runs, "purpose_off-2", [0.1, 0.2], 2)  # killed
-    rows = ablate.summarise("mars", runs)
+def test_arms_are_compared_seed_by_seed_and_only_what_is_missing_is_run(tmp_path, monkeypatch):
+    invent(tmp_path, "full-0", [0.1, 0.5, 0.9], 4)
+    invent(tmp_path, "full-1", [0.1, 0.3, 0.7], 4)
+    invent(tmp_path, "purpose_off-0", [0.1, 0.2, 0.4], 4)
+    invent(tmp_path, "purpose_off-1", [0.1, 0.2, 0.2], 4)
+    invent(tmp_path, "purpose_off-2", [0.1, 0.2], 2)  # killed
+    rows = ablate.summarise("mars", tmp_path)
     assert [(row["arm"], list(row["seeds"])) for row in rows] == [
         ("full", [0, 1]),
         ("purpose_off", [0, 1]),
@@ -85,6 +84,16 @@ def test_arms_are_compared_seed_by_seed(tmp_path):
     assert ablate.differences(rows[1], rows[0], "eval_greedy") == pytest.approx([-0.4, -0.3])
     shown = ablate.report(rows, "mars")
     assert "80.0 (70.0 … 90.0)" in shown and "-35.0 (-40.0 … -30.0)" in shown
+
+    started = []
+    monkeypatch.setattr(arms, "carry_out", lambda options, line, name: started.append(line))
+    monkeypatch.setattr(ablate, "save", lambda *given: None)
+    line = f"ablate mars --arms full purpose_off --seeds 0 2 --runs {tmp_path} --lr 1e-3"
+    monkeypatch.setattr(sys, "argv", line.split())
+    ablate.main()
+    full, off = started
+    assert "full-2" in full and "--resume" not in full
+    assert {"purpose_off-2", "--no-purpose", "--resume", "1e-3"} <= set(off)
 
 
 # ---------------------------------------------------------------- the atlas

@@ -355,12 +355,10 @@ def test_numbers_at_the_end_of_their_range(A, old, ref, loss, gradient, form):
 @pytest.mark.parametrize(
     "change",
     [
-        dict(target=torch.zeros(37)),
         dict(target=torch.full((37,), 507)),
         dict(target=torch.full((37,), -1)),
         dict(advantage=torch.zeros(5)),
         dict(hidden=torch.zeros(37, 123).half()),
-        dict(weight=torch.zeros(507, 123).double()),
     ],
 )
 def test_misuse_is_refused(change, form):

@@ -32,6 +32,7 @@ ALONE = {
     "mistral, window": ("mistral", SHAPE | {"sliding_window": 8}),
     "llama, dynamic rope": ("llama", SHAPE | {"rope_parameters": DYNAMIC}),
     "gemma2, capped logits": ("gemma2", SHAPE | {"head_dim": 16, "final_logit_softcapping": 2.0}),
+    "granite, scaled logits": ("granite", SHAPE | {"logits_scaling": 8.0}),
     "gpt2": ("gpt2", GPT2),
     "qwen3.5, linear layers": ("qwen3_5_text", SHAPE | LINEAR | {"head_dim": 16}),
     "mixtral": ("mixtral", SHAPE | {"num_local_experts": 4, "sliding_window": None}),
