@@ -15,18 +15,15 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tools import ToolError, python
 
 ROOT = Path(__file__).parent.parent
 OURSELVES = os.getuid()
 NOBODY = 65534
-SYSTEM_PYTHON = "/usr/bin/python3"
+SYSTEM_PYTHON = "/usr/bin/python3"  # 3.11 or later
 PROGRAMS = (ROOT / "tests" / "attacks" / "programs.txt").read_text()
 UNAVAILABLE = python.available()
 REFUSES = UNAVAILABLE is not None and "20 + 22" not in UNAVAILABLE  # a wrong sum is a fault
@@ -38,16 +35,6 @@ needs_root = pytest.mark.skipif(OURSELVES != 0, reason="only root can become ano
 # The attack suite ---------------------------------------------------------------------------------
 
 
-def python_of_everybody() -> str | None:
-    """A Python 3.11 or later that a user without rights can start."""
-    recent = "import sys; sys.exit(sys.version_info < (3, 11))"
-    for candidate in (sys.executable, SYSTEM_PYTHON):
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            subprocess.run([candidate, "-c", recent], cwd="/", check=True, **identity(NOBODY))
-            return candidate
-    return None
-
-
 def identity(user: int) -> dict:
     """Options of a process that is started as this user; root has groups for the jail to drop."""
     if user == 0:
@@ -56,7 +43,7 @@ def identity(user: int) -> dict:
 
 
 def start_harness(mode: str, *programs: str, without="", user=OURSELVES, executable=sys.executable):
-    """In a folder with its own copy of the tool, whose jail lacks the line `without`."""
+    """In a folder with its own copy of the tool, whose jail lacks the call `without`."""
     folder = Path(tempfile.mkdtemp(prefix="attacks-"))
     folder.chmod(0o755)
     shutil.copytree(ROOT / "tests" / "attacks", folder, dirs_exist_ok=True)
@@ -64,9 +51,10 @@ def start_harness(mode: str, *programs: str, without="", user=OURSELVES, executa
     shutil.copy(ROOT / "config.py", folder)
     if without:
         jail = folder / "tools" / "jail.py"
-        whole = jail.read_text()
-        assert whole.count(f"    {without}\n") == 1
-        jail.write_text(whole.replace(f"    {without}\n", "    pass\n"))
+        line = f"^    {re.escape(without)}.*$"
+        lacking, lines = re.subn(line, "    pass", jail.read_text(), flags=re.MULTILINE)
+        assert lines == 1
+        jail.write_text(lacking)
     if user != OURSELVES:
         subprocess.run(["chown", "-R", f"{user}:{user}", folder], check=True)
     environment = {name: os.environ.get(name, "/") for name in ("PATH", "HOME")}
@@ -99,16 +87,17 @@ def reports():
     """
     running = {"own user": start_harness("locked"), "no lock": start_harness("unlocked")}
     if OURSELVES == 0 and "ATTACK_AS_EVERYONE" in os.environ:
-        if executable := python_of_everybody():
-            for name, user in {"ordinary user": NOBODY, "unused user": 0}.items():
-                running[name] = start_harness("locked", user=user, executable=executable)
+        readable = python._is_public(os.path.dirname(os.__file__))
+        executable = os.path.realpath(sys.executable) if readable else SYSTEM_PYTHON
+        for name, user in {"ordinary user": NOBODY, "unused user": 0}.items():
+            running[name] = start_harness("locked", user=user, executable=executable)
     return {name: read_report(*harness) for name, harness in running.items()}
 
 
 @pytest.mark.parametrize("who", ["own user", "ordinary user", "unused user"])
 def test_no_program_reaches_a_witness(reports, who):
     if who not in reports:
-        pytest.skip("needs root, ATTACK_AS_EVERYONE=1 and a Python that everybody can read")
+        pytest.skip("needs root and ATTACK_AS_EVERYONE=1")
     reached = reports[who]["reached"]
     assert len(reached) == PROGRAMS.count("\n### ") >= 60
     assert {name: hits for name, hits in reached.items() if hits} == {}
@@ -132,18 +121,14 @@ def test_the_witnesses_see_the_same_programs_when_nothing_holds_them(reports):
     assert {name for name in missed if f"### {name} unlocked?" not in PROGRAMS} == set()
 
 
-LANDLOCK_LINE = """check(libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0), "Landlock could not \
-be switched on")"""
-
-
 @pytest.mark.parametrize(
     "layer, program",
     [
-        ("limit_resources(cpu_seconds, memory, output)", "memory_bomb"),
-        ("limit_threads(threads, user)", "thread_storm"),
-        pytest.param("drop_privileges(user)", "thread_storm", marks=needs_root),
-        ("seccomp()", "clone_raw"),
-        (LANDLOCK_LINE, "read_secret"),
+        ("limit_resources(", "memory_bomb"),
+        ("limit_threads(", "thread_storm"),
+        pytest.param("drop_privileges(", "thread_storm", marks=needs_root),
+        ("seccomp(", "clone_raw"),
+        ("check(libc.syscall(LANDLOCK_RESTRICT_SELF", "read_secret"),
     ],
 )
 def test_each_layer_holds_something_that_the_others_do_not(layer, program):
@@ -152,81 +137,18 @@ def test_each_layer_holds_something_that_the_others_do_not(layer, program):
     assert any(report["reached"][program] for report in reports), "the other layers hold it, too"
 
 
-# Threads and memory -------------------------------------------------------------------------------
-
-
-def test_as_many_threads_as_allowed_fit_into_the_memory():
-    """Nearly as many: the jail's trial thread may still be ending, and 14 once filled it."""
-    threads = python.THREADS - 4
-    program = f"""
-import threading
-everybody = threading.Barrier({threads})
-for _ in range({threads} - 1):
-    threading.Thread(target=everybody.wait).start()
-everybody.wait()
-len([bytearray(1 << 20) for _ in range(64)])"""
-    assert run(program) == "64"
-
-
-def test_where_it_cannot_start_a_process_or_lock_one_it_says_so(monkeypatch):
-    monkeypatch.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError(11, "unavailable")))
-    assert "could not start a process" in python.available()
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert "Linux" in python.available()
-    monkeypatch.setattr(python, "run", lambda code: "41")
-    assert "gave '41' for 20 + 22" in python.available()
-
-
-def test_a_folder_is_public_when_everybody_can_read_it():
-    with tempfile.TemporaryDirectory() as above:
-        packages = Path(above, "site-packages")
-        (packages / "package").mkdir(parents=True)
-        (packages / "gone").symlink_to("nowhere")
-        for mode, mode_inside in ((0o711, 0o755), (0o711, 0o751), (0o744, 0o755)):
-            os.chmod(above, mode)
-            (packages / "package").chmod(mode_inside)
-            public = (mode, mode_inside) == (0o711, 0o755)
-            assert python._is_public(str(packages)) == public
-
-
 # Fail closed --------------------------------------------------------------------------------------
 
-# Landlock's three calls answer ENOSYS, as on a kernel without them.
-WITHOUT_LANDLOCK = """
-import ctypes, sys
-from tools import python
-library = ctypes.CDLL("libseccomp.so.2")
-library.seccomp_init.restype = ctypes.c_void_p
-allow_all = 0x7FFF0000
-context = ctypes.c_void_p(library.seccomp_init(allow_all))
-for call in (444, 445, 446):
-    assert library.seccomp_rule_add_array(context, 0x00050026, call, 0, None) == 0
-assert library.seccomp_load(context) == 0
-print(python.available())
-sys.exit(python.main())
-"""
-
-
-def test_without_landlock_nothing_runs():
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_LANDLOCK],
-        cwd=ROOT,
-        input="print(6 * 7)",
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and "42" not in done.stdout + done.stderr
-    for said in (done.stdout, done.stderr):
-        assert said.count("\n") == 1 and "Landlock" in said
-
-
-NO_LIBRARY = python.JAIL.read_text().replace('CDLL("libseccomp.so.2")', 'CDLL("none.so")')
+# A number of no call, which answers as on a kernel without Landlock.
+NO_LANDLOCK = python.JAIL.read_text().replace(
+    "LANDLOCK_CREATE_RULESET = 444", "LANDLOCK_CREATE_RULESET = 9444"
+)
 
 
 @pytest.mark.parametrize(
     "child, reason",
     [
-        (NO_LIBRARY, "libseccomp2"),
+        (NO_LANDLOCK, "no Landlock"),
         ("import sys; exec(sys.stdin.read())", "refuses"),
         ("print('unlocked')\nprint('locked')", "refuses"),
     ],
@@ -257,17 +179,6 @@ def possessions() -> tuple:
     """What a call may leave behind: children, zombies included, descriptors, slots taken."""
     free_slots = python._slots._value
     return children(os.getpid()), sorted(os.listdir("/proc/self/fd")), free_slots
-
-
-def test_a_tiny_time_limit_is_kept():
-    """The program may not even have started: then the tool has failed, and says so."""
-    before = possessions()
-    for timeout in (0, 1e-9, 0.01, 0.01, 0.03, 0.03):
-        try:
-            assert "timed out" in python.run("while True: pass", timeout=timeout)
-        except ToolError as error:
-            assert "timed out" in str(error)
-    assert possessions() == before
 
 
 def test_a_caller_that_is_interrupted_ends_its_program(monkeypatch):
@@ -304,30 +215,16 @@ def test_the_program_ends_with_its_parent(after):
         time.sleep(0.01)
 
 
-def test_a_program_outlives_other_threads_than_its_own():
-    """The parent-death signal comes when the starting *thread* ends: it must hit no sibling."""
-    with ThreadPoolExecutor(1) as slow:
-        result = slow.submit(run, "import time\ntime.sleep(0.7)\nprint('done')")
-        for _ in range(3):
-            thread = threading.Thread(target=run, args=("1",))
-            thread.start()
-            thread.join()
-        assert result.result() == "done"
-
-
 # What a model sees --------------------------------------------------------------------------------
 
 SHOWN = {  # a program, and all that is shown of it, or behind … a part of it
     "print(1)\n2 + 3": "1\n5",
-    "x = 4\nx": "4",
-    "None": "",
     "x = 1": "",
     "import sys\nprint(1, file=sys.stderr)\nprint('to stdout')": "1\nto stdout",
     "def f():\n    return 1 / 0\n\nf()": (
         '…Traceback (most recent call last):\n  File "<code>", line 4, in <module>\n    f()\n'
     ),
     "x = (": "…SyntaxError: '(' was never closed",
-    "raise KeyboardInterrupt": "…KeyboardInterrupt",
     "exit()": "",
     "import sys\nsys.exit('bye')": "bye",
     "input()": "…EOFError",
@@ -337,10 +234,9 @@ SHOWN = {  # a program, and all that is shown of it, or behind … a part of it
     "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nA(1)": "A(x=1)",
     "import json, re, math, decimal, fractions, statistics, random, sqlite3, csv\n7": "7",
     "import numpy as np\nnp.linalg.det(np.eye(3) * 2).round(3).item()": "8.0",
-    "import os\nos.fork()": "…PermissionError",
     "open('/tmp/mars-leftover', 'w')": "…PermissionError",
     "import ctypes\nctypes.string_at(1)": "killed: SIGSEGV",
-    "import threading, time\nthreading.Thread(target=time.sleep, args=(0.05,)).start()": "",
+    "'half \ud800'": "'half ?'",
 }
 
 
@@ -360,7 +256,7 @@ def test_what_many_programs_at_once_show_and_that_they_leave_nothing(tmp_path, m
 
 
 def test_limits_are_said_and_what_was_printed_before_is_kept():
-    for timeout in (1.5, 20, 200):  # a busy machine may not even have begun after 1.5 s
+    for timeout in (0, 1.5, 20, 200):  # a busy machine may not even have begun after 1.5 s
         with contextlib.suppress(ToolError):
             shown = python.run("print('before')\nwhile True: pass", timeout=timeout)
             assert shown.removeprefix("before\n") == f"timed out after {timeout:g} s"
@@ -368,28 +264,19 @@ def test_limits_are_said_and_what_was_printed_before_is_kept():
                 break
     assert shown.startswith("before")
     assert run("print('before')\nx = 'x' * 10**11") == "before\nkilled: memory"
-    assert run("x = bytearray(300 << 20)", memory=256 << 20) == "killed: memory"
-    size = 300 << 20
-    assert run(f"x = bytearray({size})\nlen(x)", memory=512 << 20) == str(size)
+    for memory, expected in ((256 << 20, "killed: memory"), (512 << 20, str(300 << 20))):
+        assert run(f"len(bytearray({300 << 20}))", memory=memory) == expected
     lines = run("for i in range(10**6): print(i)").split("\n")
     assert (lines[0], lines[-1]) == ("0", f"output cut after {python.OUTPUT} bytes")
-    threads = """
-import threading, time
-threading.stack_size(65536)
-for _ in range(100):
-    threading.Thread(target=time.sleep, args=(2,)).start()"""
-    shown = run(threads, memory=64 << 30)
-    assert "can't start new thread" in shown or f"more than {python.THREADS} threads" in shown
-
-
-HARD_TEXTS = ["\ud800", "\0" * 9, "(" * 5000, "-" * 10**5 + "1", "'''"]
-
-
-@settings(max_examples=20)
-@given(st.text(st.characters(), max_size=40) | st.sampled_from(HARD_TEXTS))
-def test_any_text_can_be_shown_and_any_program_run(text):
-    assert isinstance(run(text), str)
-    assert run(f"print(ascii({ascii(text[:99])}))") == ascii(text[:99])
+    # The heaps of 14 threads once filled the memory. The jail's trial thread may still be ending.
+    threads = f"""
+import threading
+everybody = threading.Barrier({python.THREADS - 4})
+for _ in range(everybody.parties - 1):
+    threading.Thread(target=everybody.wait).start()
+everybody.wait()
+len([bytearray(1 << 20) for _ in range(64)])"""
+    assert run(threads) == "64"
 
 
 def test_as_a_tool_it_returns_one_document_and_as_a_command_its_text():
@@ -398,8 +285,5 @@ def test_as_a_tool_it_returns_one_document_and_as_a_command_its_text():
     assert python.tool("40 + 3")[0].id != document.id
     assert python.tool("x = 1")[0].text == python.NO_OUTPUT
     command = [sys.executable, "-m", "tools.python"]
-    options = {"cwd": ROOT, "capture_output": True, "text": True}
-    done = subprocess.run(command, input="print('hello')\n6 * 7", **options)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n42\n", "")
-    done = subprocess.run([*command, "file.py"], stdin=subprocess.DEVNULL, **options)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    shown = subprocess.check_output(command, cwd=ROOT, input=b"print('hello')\n6 * 7")
+    assert shown == b"hello\n42\n"
