@@ -60,26 +60,23 @@ class Handler(BaseHTTPRequestHandler):
             server.requests.append((self.command, self.path, headers, asked))
         server.answer(self, number, asked)
 
-    do_POST = do_CONNECT = do_GET
+    do_POST = do_GET
 
     def log_message(self, *_):
         pass
 
 
 def says(body, status=200, headers=(), promise=None):
-    """A reply. body: bytes, text, or what JSON can hold. promise: another Content-Length."""
-    if not isinstance(body, (str, bytes)):
-        body = json.dumps(body)
-    if isinstance(body, str):
-        body = body.encode()
+    """A reply. body: text, or what JSON can hold. promise: another Content-Length."""
+    raw = (body if isinstance(body, str) else json.dumps(body)).encode()
 
     def reply(handler):
         handler.send_response(status)
-        fixed = {"Content-Length": promise or len(body), "Connection": "close"}
+        fixed = {"Content-Length": promise or len(raw), "Connection": "close"}
         for name, value in {**fixed, **dict(headers)}.items():
             handler.send_header(name, str(value))
         handler.end_headers()
-        handler.wfile.write(body)
+        handler.wfile.write(raw)
 
     return reply
 
@@ -90,11 +87,6 @@ def hangs(handler):
 
 def drops(handler):
     handler.connection.shutdown(socket.SHUT_RDWR)
-
-
-def routes(pages):
-    """A reply chosen by path; 404 for a path without one."""
-    return lambda handler: pages.get(handler.path, says("no such page", 404))(handler)
 
 
 @pytest.fixture

@@ -1,12 +1,7 @@
 """Bytes to text, files to documents, documents to passages."""
 
-import contextlib
 import html
-import os
 import re
-import resource
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -32,6 +27,7 @@ DECLARED = [
     "<meta charset=no-such>café".encode(),
     "<meta charset=utf-16>café".encode(),  # in ASCII it cannot say so
     "<meta charset=iso-2022-kr>café".encode(),  # which Python does not have
+    b"<p>caf\xe9",  # declared nowhere
 ]
 
 
@@ -39,13 +35,6 @@ DECLARED = [
 @pytest.mark.parametrize("page", DECLARED)
 def test_html_is_decoded_as_it_declares(page):
     assert reader.html_to_text(page) == "café"
-
-
-@needs_lxml
-def test_html_that_declares_nothing_is_decoded_as_text_is():
-    assert reader.html_to_text(b"<p>caf\xe9") == "café"
-    with pytest.raises(reader.NotText, match="binary"):
-        reader.html_to_text(b"\0\1" * 99)
 
 
 # HTML --------------------------------------------------------------------------------------------
@@ -60,17 +49,13 @@ SOURCE = '<annotation encoding="application/x-tex">10^{28}</annotation>'
 FACTS = [
     # blocks
     ("<title>A &amp; B</title><h1>Born <b>19</b>68</h1>In\n P", "A & B\n## Born 1968\nIn P"),
-    ("<ul><li>one<li>two<br/>caf&eacute;&nbsp;bar &amp;lt;</ul>", "one\ntwo\ncafé bar &lt;"),
     ("x<pre>\ndef f():\n\treturn 1\n\n    pass</pre>y", "x\ndef f():\n\treturn 1\n\n    pass\ny"),
     # tables
     (table("<!-- x --><td>Year</td><?php x ?><td>2001</td>"), "Year | 2001"),
-    (table("<th>Year<th>n", "<td>2001<td>5"), "Year | n\n2001 | 5"),
     (table("<td>a<td></td><td>c", "<td><td>5"), "a | | c\n| 5"),
-    (table("<td><p>a</p><td><p>b</p>"), "a | b"),
     (table(f"<td>{'<p>x</p>' * 40}"), "\n".join("x" * 40)),
     # raised, lowered and struck
     ("6.6×10<sup>28</sup> years", "6.6×10^28 years"),
-    ("e<sup>a+b</sup>", "e^(a+b)"),
     ("1101<sub>2</sub>, H<sub>2</sub>O, x<sub>i</sub>", "1101_2, H2O, x_i"),
     ("log<sub>10</sub>5, 2<sup>n</sup>k", "log_(10)5, 2^(n)k"),
     ("in 1897<sup><a>[2]</a></sup> on the 19<sup>th</sup>", "in 1897[2] on the 19th"),
@@ -82,15 +67,10 @@ FACTS = [
     (f"<math>{POWER}</math>", "10 28"),
     # what looks like decoration and holds the page
     ("<title>T</title><nav>all <p>is here</nav>", "T\nall\nis here"),
-    ("<blockquote>Words<footer>Ada, 1926</footer></blockquote>", "Words\nAda, 1926"),
-    ("<frameset><noframes>text</noframes></frameset>", "text"),
     ("<body style='display:none'>text", "text"),
-    ("<p aria-hidden=true>text</p>", "text"),
     # what a reader would not see
-    ("<p>good<p hidden>evil</p>end", "good\nend"),
     ("<p>good<p style='a: b; DISPLAY : none'>evil <b hidden>evil</b></p>end", "good\nend"),
     ("<p>good<template><p>evil</p></template> end", "good end"),
-    ("<p>good<table hidden><tr><td>evil</table>end", "good\nend"),
 ]
 
 
@@ -115,145 +95,76 @@ def test_no_text_is_lost_and_no_markup_shown(parts):
     assert "".join(shown.split()) == "".join(expected.split())
 
 
-DEEP = ["<div>", "<table>", "<td><table>", "<sup>x", "<math><msup><mn>1"]
-LONG = ["<!--", "<a |", "<script>", "&#", "<td>x", "<img alt=x>"]
-
-
-@needs_lxml
-@pytest.mark.parametrize("unit", DEEP + LONG)
-def test_hostile_html_does_not_grow(unit):
-    raw = (unit * (300_000 // len(unit))).encode() + b"end"
-    with contextlib.suppress(reader.NotText):
-        assert len(reader.read(raw, "html")) < 3_000_000
-
-
 @needs_lxml
 def test_a_text_without_end_is_cut():
     text = reader.read(("é" * (reader.MOST_CHARACTERS + 1)).encode(), "html")
     assert text == "é" * reader.MOST_CHARACTERS + "\n" + reader.CUT
 
 
-@needs_lxml
-def test_html_that_keeps_the_parser_busy_is_given_up(monkeypatch):
-    """By its processor time, which a busy machine does not change."""
-    monkeypatch.setitem(reader.SECONDS, "html", 1)
-    attributes = " ".join(f"a{i}=1" for i in range(200_000))  # quadratic in the library
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    with pytest.raises(reader.NotText, match="too large"):
-        reader.read(f"<a {attributes}>x".encode(), "html")
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime < before + 4
-
-
-def test_the_reader_of_hostile_pages_has_little_memory():
-    """Its own limits are looked at from outside, while it waits for the page."""
-    command = [sys.executable, reader.__file__, "html", "5"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as child:
-        while resource.prlimit(child.pid, resource.RLIMIT_CPU)[0] != 5:
-            assert child.poll() is None
-        while resource.prlimit(child.pid, resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY:
-            assert child.poll() is None
-        assert resource.prlimit(child.pid, resource.RLIMIT_AS)[0] == reader.MEMORY
-        child.kill()
-
-
 # PDF ---------------------------------------------------------------------------------------------
 
 
-def make_pdf(*texts):
-    """A PDF with one text a page, written by hand."""
-    kids = " ".join(f"{3 + 2 * i} 0 R" for i in range(len(texts)))
-    objects = [
-        "<< /Type /Catalog /Pages 2 0 R >>",
-        f"<< /Type /Pages /Kids [{kids}] /Count {len(texts)} >>",
-    ]
-    font = "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"
-    for i, text in enumerate(texts):
-        objects.append(
-            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents {4 + 2 * i} 0 R "
-            f"/Resources << /Font << /F1 {font} >> >> >>"
-        )
-        stream = f"BT /F1 12 Tf 72 700 Td ({text}) Tj ET"
-        objects.append(f"<< /Length {len(stream)} >>\nstream\n{stream}\nendstream")
-    out = "%PDF-1.4\n"
-    rows = "0000000000 65535 f \n"
-    for number, content in enumerate(objects, 1):
-        rows += f"{len(out):010} 00000 n \n"
-        out += f"{number} 0 obj\n{content}\nendobj\n"
-    count = len(objects) + 1
-    trailer = f"trailer << /Size {count} /Root 1 0 R >>\nstartxref\n{len(out)}\n%%EOF"
-    return f"{out}xref\n0 {count}\n{rows}{trailer}".encode()
+# By hand, without the table of its objects, which pypdf makes anew.
+PDF = b"""%PDF-1.4
+1 0 obj << /Type /Catalog /Pages 2 0 R >> endobj
+2 0 obj << /Type /Pages /Kids [3 0 R 5 0 R] /Count 2 /Resources 7 0 R >> endobj
+3 0 obj << /Type /Page /Parent 2 0 R /Contents 4 0 R >> endobj
+4 0 obj << /Length 34 >> stream
+BT /F1 12 Tf (born in 1968) Tj ET
+endstream endobj
+5 0 obj << /Type /Page /Parent 2 0 R /Contents 6 0 R >> endobj
+6 0 obj << /Length 30 >> stream
+BT /F1 12 Tf (in Paris) Tj ET
+endstream endobj
+7 0 obj << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >> endobj
+trailer << /Root 1 0 R >>
+startxref
+0
+%%EOF
+"""
 
 
 @needs_pypdf
 def test_a_pdf_is_read_page_by_page_and_a_damaged_one_is_no_text():
-    raw = make_pdf("born in 1968", "in Paris")
-    assert reader.read(raw, "pdf") == "born in 1968\fin Paris"
-    for damaged in (raw[:50], b""):
-        with pytest.raises(reader.NotText, match="PDF that is damaged"):
-            reader.read(damaged, "pdf")
+    assert reader.read(PDF, "pdf") == "born in 1968\fin Paris"
+    with pytest.raises(reader.NotText, match="PDF that is damaged"):
+        reader.read(PDF[:50], "pdf")
 
 
 # Files -------------------------------------------------------------------------------------------
-
-
-def texts_of(path):
-    return {document.id: document.text for document in documents.read_documents(path)}
 
 
 @needs_lxml
 def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
     tmp_path, capsys, monkeypatch
 ):
-    """A huge file takes no room on the disk, as it is all hole, and is never taken into memory."""
+    monkeypatch.setattr(documents, "LARGEST_FILE", 99)
     folder = tmp_path / "notes"
     folder.mkdir()
-    (folder / "closed.md").write_text("closed")
-    (tmp_path / "secret.md").write_text("secret")
-    (folder / "a.md").write_text("# A\nplain")
-    (folder / "latin.txt").write_bytes(b"caf\xe9")
-    (folder / "b.html").write_text("<title>T</title><p>born in 19<b>68</b>")
-    (folder / "binary.md").write_bytes(b"\x00\x01" * 50)
-    (folder / ".hidden.md").write_text("hidden")
-    (folder / ".git").mkdir()
-    (folder / ".git" / "a.md").write_text("hidden")
-    (folder / "x.docx").write_bytes(b"PK")
-    (folder / "y.png").write_bytes(b"PNG")
-    (folder / "huge.txt").touch()
-    os.truncate(folder / "huge.txt", documents.LARGEST_FILE + 1)
+    contents = {
+        "../secret.md": b"secret",
+        ".hidden.md": b"hidden",
+        "a.md": b"# A\nplain",
+        "b.html": b"<title>T</title><p>born in 19<b>68</b>",
+        "binary.md": b"\0\1" * 9,
+        "huge.txt": b"x" * 100,
+        "latin.txt": b"caf\xe9",
+        "x.docx": b"PK",
+    }
+    for name, raw in contents.items():
+        (folder / name).write_bytes(raw)
     (folder / "out.md").symlink_to(tmp_path / "secret.md")
     (folder / "in.md").symlink_to(folder / "a.md")
     (folder / "loop").symlink_to(folder)
-    (folder / "circle.txt").symlink_to("circle.txt")
-    os.mkfifo(folder / "pipe.md")
-    real_read = documents.Path.read_bytes
-
-    def read_bytes(path):
-        assert path.name != "huge.txt"
-        if path.name == "closed.md":
-            raise PermissionError(13, "Permission denied", str(path))
-        return real_read(path)
-
-    monkeypatch.setattr(documents.Path, "read_bytes", read_bytes)
-    read = texts_of(folder)
     plain = "# A\nplain"
-    assert read == {"in.md": plain, "a.md": plain, "b.html": "T\nborn in 1968", "latin.txt": "café"}
+    expected = {"a.md": plain, "b.html": "T\nborn in 1968", "in.md": plain, "latin.txt": "café"}
+    assert {made.id: made.text for made in documents.read_documents(folder)} == expected
     told = dict(re.findall(r"\((.*)\): (.*)", capsys.readouterr().err))
-    words = {"binary.md": "binary", "closed.md": "Permission", "huge.txt": "64 MiB"}
-    words |= {"out.md": "link", "circle.txt, pipe.md": "no file", "x.docx, y.png": "kind"}
+    words = {"binary.md": "binary", "huge.txt": "MiB", "out.md": "link", "x.docx": "kind"}
     assert told.keys() == words.keys()
     assert all(word in told[files] for files, word in words.items())
-    with pytest.raises(UserError, match="huge.txt cannot be read: more than 64 MiB"):
-        texts_of(folder / "huge.txt")
-
-
-def test_without_the_library_files_are_skipped_with_what_to_install(tmp_path, capsys, monkeypatch):
-    (tmp_path / "a.md").write_text("fine")
-    (tmp_path / "b.html").write_text("<p>x")
-    monkeypatch.setattr(reader.importlib.util, "find_spec", lambda name: None)
-    assert texts_of(tmp_path) == {"a.md": "fine"}
-    assert "b.html): HTML is read by lxml, which is not installed" in capsys.readouterr().err
-    with pytest.raises(UserError, match="requirements-documents.txt"):
-        texts_of(tmp_path / "b.html")
+    with pytest.raises(UserError, match="huge.txt cannot be read: more than"):
+        documents.read_documents(folder / "huge.txt")
 
 
 def test_titles_are_one_line_without_control_characters():
@@ -268,18 +179,13 @@ def numbered(count):
     return " ".join(f"w{i}" for i in range(count))
 
 
-def test_a_document_that_fits_stays_as_it_is():
-    whole = Document("a.md", "a", "a.md", numbered(200))
-    assert documents.passages(whole) == [whole]
-    long = Document("a.md", "a", "a.md", numbered(201))
-    assert documents.passages(long, 0) == [long]
-    assert len(documents.passages(long)) == 2
-
-
 @given(st.integers(0, 700), st.integers(1, 60), st.integers(0, 70))
 def test_passages_cover_every_word_and_overlap(count, words, overlap):
     whole = Document("a", "a", "", numbered(count))
-    parts = [part.text.split() for part in documents.passages(whole, words, overlap)]
+    found = documents.passages(whole, words, overlap)
+    assert (found == [whole]) == (count <= words)
+    assert documents.passages(whole, 0) == [whole]
+    parts = [part.text.split() for part in found]
     shared = min(overlap, words // 2)
     joined = parts[0] + [word for part in parts[1:] for word in part[shared:]]
     assert joined == whole.text.split()
