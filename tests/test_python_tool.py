@@ -219,7 +219,6 @@ def test_the_program_ends_with_its_parent(after):
 
 SHOWN = {  # a program, and all that is shown of it, or behind … a part of it
     "print(1)\n2 + 3": "1\n5",
-    "x = 1": "",
     "import sys\nprint(1, file=sys.stderr)\nprint('to stdout')": "1\nto stdout",
     "def f():\n    return 1 / 0\n\nf()": (
         '…Traceback (most recent call last):\n  File "<code>", line 4, in <module>\n    f()\n'

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import sys
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
@@ -129,9 +130,13 @@ def test_the_index_on_disk_answers_as_the_one_in_memory_and_is_built_once(tmp_pa
     assert build.call_count == 1
     for query in ("old1 t3", "t3", "é", "nothing", "old0 old0 t0", "needle"):
         assert memory(query) == built(query) == loaded(query)
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
     with ThreadPoolExecutor(8) as threads:  # they share one file, which has one position
-        for found in threads.map(every, ["é"] * 400):
-            assert ids(found) == [f"{i:03}.md" for i in range(60)]
+        answers = list(threads.map(every, ["é"] * 400))
+    sys.setswitchinterval(usual)
+    for found in answers:
+        assert ids(found) == [f"{i:03}.md" for i in range(60)]
     (part,) = loaded("needle")
     assert part.title == "long › Top" and part.url == "long.md, line 2"
     (whole,) = on_disk(docs, 7, cache, passage_words=0)("needle")

@@ -32,7 +32,6 @@ BAD = [
     says('{"organic": []}', promise=99),
     says("[" * 100_000),
     says({}),
-    says({"organic": [5]}),
     says({**ECHO, "message": "Not enough credits"}),
 ]
 
@@ -63,7 +62,7 @@ def test_a_refusal_is_final_and_shows_no_part_of_the_key_however_a_service_write
 ):
     key = 'AbC/12"34\\xyz'
     monkeypatch.setenv("SERPER_API_KEY", key)
-    said = f"no credit {'.' * before}{write(key)}"
+    said = f"no credit {'.' * before}{write(key)}\n{'x' * 999}"
     server.replies = [says(said, status, {"Location": f"{server.url}/elsewhere"})]
     with fails(f"HTTP {status} no credit") as caught:
         serper(tmp_path)("ada")
@@ -112,9 +111,7 @@ def test_a_service_that_is_silent_slow_or_endless_fails(
 
 USELESS = [
     ("MARS_SERPER_URL", "http://user:pw@host"),
-    ("MARS_SERPER_URL", "pw-host"),
     ("SERPER_API_KEY", "two pw"),
-    ("SERPER_API_KEY", "pwé"),
     ("ALL_PROXY", "socks4://user:pw@host:1"),
 ]
 
