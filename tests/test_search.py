@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import sys
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,11 @@ def test_small_words_numbers_case_accents_and_other_scripts_are_found():
                 assert ids(find(unicodedata.normalize(form, query))) == [text], query
     for query in ("", "   ", "?!", "nothing here"):
         assert find(query) == []
+
+
+def test_a_search_takes_no_gpu():
+    """bm25s imports JAX where that is installed."""
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
 words = st.lists(st.sampled_from("a b c 1 22 the zebra".split()), max_size=8).map(" ".join)

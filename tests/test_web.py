@@ -30,9 +30,13 @@ BAD = [
     says("oops", 500),
     drops,
     says('{"organic": []}', promise=99),
+    says("<html>"),
     says("[" * 100_000),
     says({}),
+    says({"organic": [5]}),
+    says({"organic": None}),
     says({**ECHO, "message": "Not enough credits"}),
+    says({**ECHO, "error": "Query too long"}),
 ]
 
 
