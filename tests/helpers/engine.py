@@ -11,28 +11,19 @@ from transformers import AutoModelForCausalLM
 
 from sampler import Sampler
 
-LOADING = threading.Lock()  # transformers loads one model at a time
-
 
 class Engine(Loopback):
-    """faults: a function of (handler, answer) or None, each used up by one request for a sample.
-
-    odd: path -> the reply that is given there instead of its answer.
-    """
+    """faults: a function of (handler, answer) or None, each used up by one request for a sample."""
 
     request_queue_size = 512
+    lock = threading.Lock()  # of all engines: transformers loads one model at a time
 
     def __init__(self, folder):
-        self.folder = folder
         self.model = AutoModelForCausalLM.from_pretrained(folder)
         self.sampler = Sampler(self.model, max_tokens=32768)
         self.version = "default"
         self.loaded = []  # the folders of all reloads
         self.faults = []
-        self.odd = {}
-        self.lock = threading.Lock()
-        self.resumed = threading.Event()
-        self.resumed.set()
         super().__init__()
 
     @property
@@ -41,27 +32,17 @@ class Engine(Loopback):
         return [(path.partition("?")[0], body) for _, path, _, body in self.requests]
 
     def load(self, folder: str):
-        with LOADING, self.lock:
+        with self.lock:
             self.model = AutoModelForCausalLM.from_pretrained(folder)
             self.sampler.load_weights(self.model)
             self.loaded.append(folder)
 
-    def start_anew(self):
-        """It holds what it was started with, and nobody is told."""
-        with LOADING, self.lock:
-            self.sampler.load_weights(AutoModelForCausalLM.from_pretrained(self.folder))
-            self.version = "default"
-
     def sample(self, ids: list[int], **options):
-        """Requests that are here at the same time share batches; a paused server keeps them."""
-        self.resumed.wait()
         with self.lock:
             talk = self.sampler.open()
             request = self.sampler.submit(talk, ids, **options)
-        while not request.done:
-            with self.lock:
+            while not request.done:
                 self.sampler.step()
-        with self.lock:
             self.sampler.close(talk)
         return request.completion
 
@@ -75,8 +56,6 @@ class Engine(Loopback):
 
     def answer(self, handler, number, body):
         path = handler.path.partition("?")[0]
-        if path in self.odd:
-            return self.odd[path](handler)
         answer = {"status": "done"}
         if path == "/v1/completions":
             answer = self.completions(body)
@@ -94,10 +73,6 @@ class Engine(Loopback):
             answer = {"results": [None]}
         elif path == "/update_weight_version":
             self.version = body["new_version"]
-        elif path == "/pause":
-            self.resumed.clear()
-        elif path == "/resume":
-            self.resumed.set()
         says(answer)(handler)
 
     def completions(self, body: dict) -> dict:
