@@ -97,11 +97,12 @@ def nothing_leaked(sampler):
 @on_devices
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_equals_generate(kind, device):
-    """Ragged prompts in one batch, page boundaries hit exactly: equal tokens, log-probs to 1e-4.
+    """Ragged prompts in padded batches, page boundaries hit exactly, a pool too small for all.
 
-    On CUDA in fp32, with graphs, Triton kernels and one step of host lag.
+    Equal tokens, log-probs to 1e-4. On CUDA in fp32, with graphs and Triton kernels.
     """
-    sampler = make(kind, device=device, dtype=torch.float32)
+    options = dict(max_tokens=64, overlap=True, buckets=True)
+    sampler = make(kind, device=device, dtype=torch.float32, **options)
     prompts = prompts_of()
     out = sampler.generate(prompts, max_new_tokens=14, temperature=0)
     for prompt, completion in zip(prompts, out, strict=True):
@@ -110,7 +111,8 @@ def test_greedy_equals_generate(kind, device):
         error = logprob_error(model_of(kind), prompt, completion)
         assert error < (1e-4 if device == "cpu" else 1e-3)
     assert nothing_leaked(sampler)
-    assert device == "cpu" or sampler.overlap and sampler.graphs.captured
+    assert sampler.stats["preemptions"] > 0
+    assert device == "cpu" or sampler.graphs.captured
     sampled = sampler.generate(prompts, max_new_tokens=8, temperature=0.6, top_p=0.9, seed=1)
     for prompt, completion in zip(prompts, sampled, strict=True):  # at the sampling temperature
         error = logprob_error(model_of(kind), prompt, completion, 0.6)
@@ -156,21 +158,6 @@ def test_bf16_turns_draws_and_new_weights(device):
     else:
         assert sampler.pool.dtype == sampler.model.weights["head"].dtype == torch.float32
         assert torch.equal(sampler.pool, sampler.pool.bfloat16().float())
-
-
-def test_draws_depend_on_seed_and_place_only():
-    """Sampled tokens are the same alone, in a crowd and after preemption."""
-    prompts = prompts_of()
-    kind = "qwen3 grouped tied"
-    crowded = make(kind, overlap=True, buckets=True, max_tokens=64)
-    crowd = crowded.generate(prompts, max_new_tokens=20, seed=5)
-    assert crowded.stats["preemptions"] > 0
-    for i, prompt in enumerate(prompts):
-        sampler = make(kind)
-        alone = sampler.submit(sampler.open(), prompt, max_new_tokens=20, seed=hashed(5, i))
-        finish(sampler)
-        assert alone.tokens == crowd[i].tokens
-        assert np.allclose(alone.logprobs, crowd[i].logprobs, atol=1e-5)
 
 
 # ---------------------------------------------------------------- draws

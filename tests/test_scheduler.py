@@ -239,46 +239,22 @@ def prefilled(prompts, **options):
     return stats["prefilled_tokens"]
 
 
-STEM = list(range(2 * PAGE + 1))
-WHOLE = STEM[: 2 * PAGE]
-LONGER = [*WHOLE, 20, 21]
-SHORT = STEM[: PAGE - 1]
-ALIKE = {
-    # Of each its own are the stem's token behind its full pages, and the last but one.
-    "full pages": ([[*STEM, 20 + i, 28] for i in range(5)], 2 * PAGE + 5 * 2),
-    # The last token of a prompt is computed by the first step of decoding.
-    "a longer one later": ([WHOLE, LONGER], 2 * PAGE - 1 + PAGE + 1),
-    "a longer one earlier": ([LONGER, WHOLE], 2 * PAGE - 1 + PAGE + 1),
-    "less than a page": ([[*SHORT, 20], [*SHORT, 21]], 2 * len(SHORT)),
-    "equal": ([[*SHORT, 20], [*SHORT, 20]], len(SHORT)),
-}
+def test_what_prompts_have_in_common_is_prefilled_once():
+    """All of an equal prompt, and the full pages of a tree, whoever came first.
 
-
-@pytest.mark.parametrize("chunk", [3, 1000])
-@pytest.mark.parametrize("name", ALIKE)
-def test_what_prompts_have_in_common_is_prefilled_once(name, chunk):
-    prompts, count = ALIKE[name]
-    assert prefilled(prompts, prefill_chunk=chunk) == count
-
-
-def test_prompts_that_begin_alike_are_shared_along_a_tree():
-    """Each shares most with its neighbour among the sorted ones, whoever came first."""
+    Each shares most with its neighbour among the sorted ones.
+    """
     tree = [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 5], [6]]
-    prompts = [[token for node in path for token in [node] * PAGE] + [9] for path in tree]
+    prompts = [[token for node in path for token in [node] * PAGE] + [8, 9] for path in tree]
     pages = len({tuple(path[:end]) for path in tree for end in range(1, len(path) + 1)})
     for seed in range(20):
         random.Random(seed).shuffle(prompts)
-        assert prefilled(prompts) == pages * PAGE
-
-
-def test_attempts_at_two_prompts_decode_in_the_step_that_prefills_them():
-    engine = make()
-    requests = []
-    for seed in range(5):
-        prompt = STEM if seed % 2 else [28, *STEM]
-        requests.append(engine.submit(engine.open(), prompt, max_new_tokens=2, seed=seed))
-    engine.step()
-    assert [len(request.tokens) for request in requests] == [1] * 5
+        for chunk in (3, 1000):
+            assert prefilled(2 * prompts, prefill_chunk=chunk) == pages * PAGE + len(prompts)
+    # Decoding computes the last token of a prompt, so its page is not shared.
+    whole = [1] * 2 * PAGE
+    for pair in ([whole, [*whole, 20, 21]], [[*whole, 20, 21], whole]):
+        assert prefilled(pair) == 2 * PAGE - 1 + PAGE + 1
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -316,32 +292,6 @@ def test_the_oldest_request_is_never_starved():
         assert steps <= 36
     assert engine.stats["preemptions"] > 0
     check_answer(first, range(8))
-
-
-def test_who_gives_way_when_pages_run_out(monkeypatch):
-    """Idle conversations, the youngest first; then the newest request, and never the oldest one."""
-    engine = make(max_tokens=16 * PAGE)
-    gave = []
-    preempt = engine.scheduler._preempt
-
-    def watched(conversation):
-        gave.append((conversation, conversation.idle))
-        preempt(conversation)
-
-    monkeypatch.setattr(engine.scheduler, "_preempt", watched)
-    older, younger, newest, oldest = (engine.open() for _ in range(4))
-    for conversation, token in ((younger, 1), (older, 2)):
-        engine.submit(conversation, [token] * 7, max_new_tokens=1)
-        run_all(engine)
-    requests = []
-    # The order of the requests decides, and not the age of their conversations.
-    for conversation, token in ((oldest, 3), (newest, 4)):
-        requests.append(engine.submit(conversation, [token] * 6, max_new_tokens=30))
-    run_all(engine)
-    assert gave[:3] == [(younger, True), (older, True), (newest, False)]
-    assert (oldest, False) not in gave
-    for request in requests:
-        check_answer(request, request.given)
 
 
 def test_rows_wait_as_little_as_they_can():
