@@ -14,7 +14,7 @@ from kernel_forms import needs_triton, plain_varlen_attn
 from mutants import load_mutant, read_mutants
 
 import kernels
-from kernels.paged_attention import LEVELS, reference, triton_paged_attention
+from kernels.paged_attention import reference, triton_paged_attention
 from sampler import Sampler, attention, plan
 from sampler.plan import Batch, kernel_runs
 
@@ -139,22 +139,6 @@ def test_runs_change_nothing_but_the_reads(
             *arguments, scale=scale, runs=torch.from_numpy(runs), splits=splits, config=config
         )
         torch.testing.assert_close(out, reference(*arguments, scale=scale), rtol=1e-5, atol=1e-5)
-
-
-@settings(max_examples=100)
-@given(seed=st.integers(0, 10**6), count=st.integers(1, 20), page_size=st.sampled_from([1, 4]))
-def test_runs_cover_each_token_of_a_row_once(seed, count, page_size):
-    table, lengths = random_tree(seed, count, page_size)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "LEAST_TOKENS", 1)
-        runs = kernel_runs(table, np.array(lengths), page_size, 4)
-    shared, own = np.split(runs, [-count])
-    assert (shared[:, 1] - shared[:, 0] <= 4).all(), "a run of more rows is cut"
-    for row, length in enumerate(lengths):
-        mine = [run for run in shared if run[0] <= row < run[1]] + [own[row]]
-        assert [run[2] for run in mine] == [0, *(run[3] for run in mine[:-1])]
-        assert mine[-1][3] == length
-        assert [run[4] for run in mine] == [*range(len(mine) - 1), LEVELS]
 
 
 def test_a_group_reads_its_prompt_once():
