@@ -143,6 +143,13 @@ def test_an_empty_micro_batch_is_one_token_without_loss():
     assert len(batch.owner) == len(batch.loss_positions) == len(batch.weight) == 0
 
 
+def test_a_sample_whose_lists_differ_in_length_is_refused():
+    samples = make_samples(2)
+    samples[0].logprobs.pop()
+    with pytest.raises(ValueError, match="differ in length"):
+        pack(samples)
+
+
 def test_samples_that_share_nothing_are_packed_first_fit_decreasing():
     """Nothing is gathered for them, and two that begin with the same word are no kin."""
     inputs = [[0] * 40, [1] * 60, [1] + [9] * 39]
