@@ -129,9 +129,7 @@ def test_answers_are_those_of_a_sampler_in_the_process(engine, folder):
 # ---------------------------------------------------------------- new weights
 
 
-def test_new_weights_reach_every_server_and_a_lost_one_is_done_without(
-    engine, second, folder, other
-):
+def test_new_weights_reach_every_server_that_is_not_lost(engine, second, folder, other):
     sampler = connected(engine, second, folder=folder)
     before = tokens(converse(sampler, temperature=0.0))
     sampler.load_weights(other)
@@ -209,9 +207,7 @@ def test_a_fault_is_asked_again_and_leaves_no_trace(engine, folder):
         converse(sampler, count=1)
 
 
-def test_a_server_that_comes_back_with_the_weights_of_its_start_loses_nothing(
-    engine, folder, other
-):
+def test_a_server_started_anew_with_its_first_weights_loses_nothing(engine, folder, other):
     """No sample of theirs is handed out."""
     sampler = connected(engine, folder=folder)
     sampler.load_weights(other)
@@ -366,9 +362,12 @@ def test_a_lost_trajectory_is_counted_and_not_trained_on(toy, server, capsys):
 # ---------------------------------------------------------------- never trust a distribution
 
 
-@pytest.mark.parametrize("factor", [0.5, 2])  # at 2 importance weights leave out every sample
-def test_another_distribution_stops_the_run_and_its_server_is_named(toy, server, capsys, factor):
-    """Beside a sound server, which would hide it in the mean."""
+@pytest.mark.parametrize("factor, order", [(0.5, 1), (2, -1)])
+def test_a_server_of_another_distribution_stops_the_run(toy, server, capsys, factor, order):
+    """It is named, and no sound one beside it, which would hide it in the mean.
+
+    At 2 importance weights leave out every sample.
+    """
     bad = Engine(toy)
     plain = bad.sample
 
@@ -379,7 +378,8 @@ def test_another_distribution_stops_the_run_and_its_server_is_named(toy, server,
 
     bad.sample = sample
     few = ["--questions", "1", "--eval_questions", "1"]
-    assert play(toy, *few, "--name", "served", "--server", f"{server.url},{bad.url}") == 2
+    urls = ",".join([server.url, bad.url][::order])
+    assert play(toy, *few, "--name", "served", "--server", urls) == 2
     printed = capsys.readouterr().err
     assert f"{bad.url} does not sample what is trained" in printed and "--logprobs-mode" in printed
     assert f"{server.url} does" not in printed
