@@ -1,12 +1,9 @@
 """The almanac: golds stand in the pages, what is held out is not trained, the rules of credit."""
 
-import asyncio
-import dataclasses
 import importlib.util
 import json
 import random
 import re
-import shutil
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
@@ -14,18 +11,17 @@ from pathlib import Path
 import pytest
 from helpers.chat import QWEN25, tokenizer
 from helpers.samples import text_of
-from matplotlib.axes import Axes
+from helpers.stopped import options_of
 
 import mars
 from bench import almanac as bench
 from bench import arms
-from config import UserError, parse, parser, resolve
-from plumbing import evaluation, models, start
+from config import parse, parser
+from plumbing import models, start
 from recipes import almanac, almanac_world
 from recipes.almanac import AlmanacConfig, Note
 from recipes.almanac_world import GROUPS, KINDS, PATTERNS, PLACES, Fact
 from rollout import Sample, Trajectory
-from sampler import Lost
 from tasks.chat import ChatFormat
 from tasks.questions import same_question
 
@@ -64,15 +60,12 @@ def test_each_gold_stands_in_its_page_and_is_the_fields_own(world):
     "attribute, text, golds",
     [
         ("capital", "none; note: Nauru has no official capital", None),
-        ("coastline", "2,414 km", "2,414 km"),
         ("coastline", "0 km (landlocked)", None),
-        ("number of airports", "174 (2025)", "174"),
         ("largest export partner", "China 34%, USA 14%, Canada 5% (2023)", "China"),
         ("largest export partner", "Germany 10%, USA 10%, Denmark 8% (2023)", None),
         ("national anthem", '"One" and "Another"', None),
         ("year of independence", "28 July 1821 (from Spain)", "1821"),
         ("year of independence", "1 July 1867 (union); 11 December 1931 (recognized)", None),
-        ("national symbol", "goat (north), lion (south)", None),
     ],
 )
 def test_a_field_with_two_values_or_a_note_makes_no_fact(attribute, text, golds):
@@ -215,20 +208,6 @@ def test_rules_of_credit(rule, told, elsewhere, copies):
     assert list(terms) == (["all"] if rule == "pooled" else ["sys2", "sys1"])
 
 
-@pytest.mark.parametrize(
-    "other", [{"balance": "uniform"}, {"system1": "frozen"}, {"shared_group": True}], ids=str
-)
-def test_a_rule_of_credit_beside_another_is_refused(other):
-    with pytest.raises(UserError, match="--credit"):
-        AlmanacConfig(credit="own", **{"balance": "none"} | other).check(training=True)
-
-
-def test_a_preset_that_contradicts_the_command_is_refused():
-    given = {"preset": "almanac", "checkpoint": "nowhere"}
-    with pytest.raises(UserError, match="leave --preset out"):
-        almanac.complete("almanac-whole", [], "eval", given)
-
-
 def test_what_a_note_is_worth():
     trajectories, notes = two_attempts()
     assert [note.right for note in notes] == [True, True, True, True, False, False]
@@ -236,17 +215,6 @@ def test_what_a_note_is_worth():
     made = almanac.metrics(trajectories)
     assert made["read_taught"] == (2, 2) and made["silent_right"] == (2, 4)
     assert made["silent_wrong"] == (0, 2) and made["tokens_read"] == (8, 2)
-
-
-def test_an_attempt_that_no_server_answers_has_no_notes(monkeypatch):
-    async def lose(env, trajectory):
-        raise Lost("no server answers")
-
-    monkeypatch.setattr(mars, "episode", lose)
-    trajectory = Trajectory(None, 0, 0)
-    with pytest.raises(Lost):
-        asyncio.run(almanac.episode(None, trajectory))
-    assert almanac.metrics([trajectory])["silent_right"] == (0, 0)
 
 
 # ---------------------------------------------------------------- the bench
@@ -277,74 +245,39 @@ def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
 
 @needs_pages
 def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monkeypatch):
+    """Its commands are carried out up to where a model would be loaded."""
+    monkeypatch.setattr(almanac, "warm_model", lambda config, tools: models.SMOLLM2)
     done = []
 
     def carry_out(options, line, name):
         done.append(name)
-        preset, words = "almanac", line[2:]
-        if words[0] == "passages":
-            preset, words = "almanac-passages", words[1:]
-        assert preset.endswith("passages") == ("passages" in name)
-        asking = words[0] == "eval"
-        given = parse(parser(AlmanacConfig, ""), words[2:] if asking else words)
-        folder = Path(given["runs"]) / given["name"]
-        (folder / "rollouts").mkdir(parents=True, exist_ok=True)
-        if asking:
-            evaluation.refuse_ignored(AlmanacConfig.for_training, given, asking=False)
-            given = almanac.complete(preset, [], "eval", given | {"checkpoint": words[1]})
-            method = dataclasses.replace(almanac.METHOD, name=preset)
-            config = evaluation.settings(method, given, asking=False)
+        config = options_of(almanac.main, line[2:])
+        arm = re.sub("^start-|-?5(-sampled|-greedy)?$", "", name)
+        assert (config.system1 == "none") == (arm in ("none", "one-agent", "passages"))
+        folder = Path(config.runs) / config.name
+        if "eval" in line:  # it reads as its arm does
             assert (config.temperature == 0) == name.endswith("greedy")
-            arm = name.removeprefix("start-").rsplit("-", 2)[0]
             reads = parse(parser(AlmanacConfig, ""), bench.STUDY.arms.get(arm, []))
             assert reads.items() <= vars(config).items()
             stream, held_out = almanac.questions(config, [], training=False)
             assert start.first_questions(config, stream) == [] and len(held_out) == 9
+            (folder / "rollouts").mkdir(parents=True)
             (folder / "rollouts" / "step_0.jsonl").write_text("")
             return
-        if given.get("system1", "train") != "train":
-            given["balance"] = "uniform"
-        config = resolve(AlmanacConfig, {"preset": preset} | given, presets=almanac.PRESETS)
         assert config.resume == (name == "own-5")
-        made = json.dumps(vars(config) | {"model": "START"})
-        (folder / "config.json").write_text(made)
+        for part in ("checkpoint", "frozen"):
+            (folder / part).mkdir(parents=True)
+        (folder / "checkpoint" / "config.json").write_text('{"model_type": "llama"}')
+        (folder / "method.json").write_text(json.dumps({"name": config.preset}))
+        (folder / "config.json").write_text(json.dumps(vars(config)))
         (folder / "metrics.jsonl").write_text('{"step": 3, "eval_step": 4}\n')
 
-    def find_checkpoint(method, path):
-        """It refuses a run of another method, and a method has its preset's name."""
-        config = Path(path) / "config.json"
-        made = json.loads(config.read_text()) if config.exists() else None
-        assert made is None or method == made["preset"]
-        return path, made
-
-    monkeypatch.setattr(models, "find_checkpoint", find_checkpoint)
-    monkeypatch.setattr(models, "run_of", lambda path: path if path.is_dir() else None)
     monkeypatch.setattr(arms, "carry_out", carry_out)
     options = Namespace(seeds=[5], arms=bench.STUDY.arms, more=[], eval_questions="9", bf16="on")
     options.runs, options.records = tmp_path / "runs", tmp_path / "records"
-    (options.runs / "own-5").mkdir(parents=True)
-    (options.runs / "own-5" / "config.json").write_text("{}")
+    begun = options.runs / "own-5" / "config.json"
+    begun.parent.mkdir(parents=True)
+    begun.write_text(json.dumps({"preset": "almanac", "model": models.SMOLLM2}))
     arms.run_missing(bench.STUDY, options)
     made = 3 * len(bench.STUDY.arms) + 2 * (1 + len(bench.STUDY.own_start))
     assert len(done) == len(set(done)) == made
-    shutil.rmtree(options.runs)  # an evaluation with its record needs no run
-    arms.run_missing(bench.STUDY, options)
-    assert len(done) == made
-
-
-def test_the_picture_has_a_dot_with_its_interval_for_each_record(tmp_path, monkeypatch):
-    for name, right in (("start-5", 1), ("mars-5", 3), ("mars-6", 4), ("none-5", 2)):
-        record = json.dumps({"cells": {"all": [right, 4]}})
-        (tmp_path / f"{name}-sampled.json").write_text(record)
-    drawn = []
-
-    def errorbar(self, x, y, xerr, **options):
-        drawn.append((x, y))
-        ((below,), (above,)) = xerr
-        assert 0 <= x - below <= x <= x + above < 1.001 and below + above > 0.3
-
-    monkeypatch.setattr(Axes, "errorbar", errorbar)
-    png = arms.picture(bench.STUDY, Namespace(records=tmp_path, seeds=[5, 6]))
-    assert png.startswith(b"\x89PNG")
-    # Rows: start, mars, none; the seeds on either side of their row's middle.
-    assert sorted(drawn) == [(0.25, -1 / 16), (0.5, 31 / 16), (0.75, 15 / 16), (1.0, 17 / 16)]

@@ -1,6 +1,5 @@
 """MarsRL: the reward table, groups by input, choice of inputs, the pipeline, a whole run."""
 
-import json
 import math
 import random
 from collections import Counter, defaultdict
@@ -10,15 +9,13 @@ from types import SimpleNamespace
 import pytest
 from helpers.samples import text_of
 from helpers.script import Script
-from test_mars import SMALL
+from test_mars import SMALL, metrics
 
-from config import UserError
 from driver import Driver
 from plumbing.start import Run
 from rollout import Trajectory
 from siblings import marsrl, marsrl_toy
 from siblings.marsrl import METHOD, STAGES, MarsrlConfig
-from tasks.chat import ChatFormat
 from tasks.grading import grader
 from tasks.questions import Question
 
@@ -201,11 +198,9 @@ def test_the_choice_of_inputs(seed):
     said = ["chess", "lamps", "chess", "1968", "dover", "chess", "lamps"]
     assert set(chosen("adaptive", "verifier1", said, 3, seed)) == {"lamps", "1968", "dover"}
     assert set(chosen("adaptive", "verifier2", said, 4, seed)) == {*said}
-    assert chosen("adaptive", "verifier1", ["chess", "chess"], 2, seed) == ["chess"]
     # The solution that was shown is wrong, so every alarm is true, whatever the report found.
     reports = ["1968 right", "chess wrong", "1968 wrong", "chess right"]
-    assert set(chosen("adaptive", "corrector1", reports, 2, seed)) == {"chess wrong", "1968 wrong"}
-    assert chosen("adaptive", "corrector1", ["1968 right"] * 3, 2, seed) == []
+    assert set(chosen("random", "corrector1", reports, 4, seed)) == {"chess wrong", "1968 wrong"}
     run = scripted(None, inputs=1)
     false = outputs(run, "verifier1", ["chess wrong"] * 3, verdict="right")
     true = outputs(run, "verifier1", ["1968 wrong"])
@@ -213,7 +208,6 @@ def test_the_choice_of_inputs(seed):
     picked = chosen("balanced", "verifier1", said, 2, seed)
     assert picked.count("chess") == 1 and len(set(picked)) == 2
     assert len(chosen("balanced", "verifier1", ["lamps", "1968", "dover"], 2, seed)) == 2
-    assert set(chosen("random", "corrector1", reports, 4, seed)) == {"chess wrong", "1968 wrong"}
     assert sorted(chosen("random", "verifier1", said, 4, seed)) == sorted(set(said))
 
 
@@ -254,76 +248,28 @@ def test_shares_by_hand():
     }
 
 
-def test_a_chat_model_is_shown_the_solution_and_the_report():
-    from helpers.chat import QWEN3, tokenizer
-
-    chat = ChatFormat(tokenizer(QWEN3), METHOD.words(MarsrlConfig(), []), [])
-    shown = {"answer": chat.encode("It is Ada."), "report": chat.encode("It is Bob.")}
-    for role, seen in (("solver", []), ("verifier", ["Ada"]), ("corrector", ["Ada", "Bob"])):
-        prompt = chat.text(chat.prompt(role, question="Who is it?", **shown))
-        assert "Who is it?" in prompt
-        assert [name for name in ("Ada", "Bob") if f"It is {name}." in prompt] == seen
-
-
-# -------------------------------------------------------------------------------- the toy
-
-
-@pytest.mark.parametrize("role", marsrl_toy.MARKS)
-def test_demonstrations_are_what_the_recipe_plays(role):
-    """A base model has read its prompts in the form in which the recipe gives them."""
-    for seed in range(50):
-        page = marsrl_toy.draw_page(random.Random(seed))
-        (prompt, trained), (said, learnt) = marsrl_toy.demonstrate(
-            page, role, random.Random(seed), marsrl_toy.HABITS
-        )
-        assert not trained and learnt and said.endswith(" <eot>")
-        words, _, report = prompt.removesuffix(" <eot>").partition(" <resp> ")
-        answer = words.partition(" <answer> ")[2]
-        shown = {"answer": CHAT.encode(answer), "report": CHAT.encode(report)}
-        made = CHAT.prompt(role, question=f"{page.text} {page.question}", **shown)
-        assert CHAT.text(made) == f"<doc> {page.text} {prompt}"
-
-
 # ------------------------------------------------------------------------------ whole runs
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return marsrl_toy.build(tmp_path_factory.mktemp("base"), steps=(1, 1))
+def test_runs_leave_their_folders_stay_on_policy_and_resume_to_the_same_bits(tmp_path):
+    base = marsrl_toy.build(tmp_path, steps=(1, 1))
 
+    def command(name: str, *more: str) -> list[dict]:
+        line = ["--model", str(base), "--runs", str(tmp_path), "--name", name, *SMALL, *more]
+        assert marsrl.main(line) == 0
+        lines = metrics(tmp_path / name)
+        assert all(line["mismatch_kl"] < 1e-8 for line in lines)
+        return lines
 
-def command(base, folder, name, *more) -> list[dict]:
-    """The metrics of a run of the command."""
-    line = ["--model", str(base), "--runs", str(folder), "--name", name, *SMALL, *more]
-    assert marsrl.main(line) == 0
-    return [json.loads(text) for text in open(folder / name / "metrics.jsonl")]
-
-
-def steady(line: dict) -> dict:
-    """What a rerun must repeat to the last bit."""
-    return {k: v for k, v in line.items() if "second" not in k and not k.startswith("eval_")}
-
-
-def test_a_run_leaves_its_folder_and_resumes_to_the_same_bits(base, tmp_path):
-    whole = command(base, tmp_path, "whole", "--steps", "2")
+    whole = command("whole", "--steps", "2")
     assert 0 <= whole[0]["solver"] <= 1 and "system" not in whole[0], "no system was played"
     assert whole[0]["eval_system"] == whole[0]["eval_accuracy"]
-    assert all(line["mismatch_kl"] < 1e-8 for line in whole)
     assert "Corrector" in (tmp_path / "whole" / "trajectories.html").read_text()
+    command("halves", "--steps", "1")
+    halves = command("halves", "--steps", "2", "--resume")
+    for drawn in ("solver_logprob_wrong", "verifier_logprob_wrong"):
+        assert [line[drawn] for line in halves] == [line[drawn] for line in whole]
 
-    command(base, tmp_path, "halves", "--steps", "1")
-    halves = command(base, tmp_path, "halves", "--steps", "2", "--resume")
-    assert [steady(line) for line in halves] == [steady(line) for line in whole]
-
-
-def test_optimizer_steps_that_would_cut_a_questions_groups_are_refused():
-    MarsrlConfig(questions=4, inner_steps=2).check(training=True)
-    with pytest.raises(UserError, match="must divide"):
-        MarsrlConfig(questions=4, inner_steps=3).check(training=True)
-
-
-def test_the_pipeline_stays_on_policy(base, tmp_path):
-    lines = command(base, tmp_path, "pipe", "--steps", "2", "--rollouts", "pipelined")
-    assert all(line["mismatch_kl"] < 1e-8 for line in lines)
-    assert lines[0]["verifier_samples"] == 0 and "recall" not in lines[0]
-    assert lines[1]["verifier_samples"] > 0 and lines[1]["solver_samples"] == 16
+    pipe = command("pipe", "--steps", "2", "--rollouts", "pipelined")
+    assert pipe[0]["verifier_samples"] == 0 and "recall" not in pipe[0]
+    assert pipe[1]["verifier_samples"] > 0 and pipe[1]["solver_samples"] == 16

