@@ -84,9 +84,6 @@ def test_a_query_finds_the_whole_page_of_the_country_it_names(world):
     assert len(best) == 3 and any("Internet country code: .pe" in part.text for part in best)
 
 
-# ---------------------------------------------------------------- splits
-
-
 @needs_pages
 def test_countries_attributes_and_questions_are_split(world):
     seen, new = (set(world.parts[part]) for part in ("seen", "new"))

@@ -50,9 +50,6 @@ def word(text, inside):
     return re.search(rf"(?<!\w){re.escape(text)}(?!\w)", inside) is not None
 
 
-# ---------------------------------------------------------------- the split
-
-
 @needs_facts
 def test_training_names_no_country_that_is_held_out(world):
     """Neither in a page nor in a question; but a name may be part of a trained one's or a value."""
@@ -68,9 +65,6 @@ def test_training_names_no_country_that_is_held_out(world):
     rows = [json.dumps(row, ensure_ascii=False) for row in atlas_world.questions(world, "train")]
     told = re.compile(rf"(?<!\w)({'|'.join(secret)})(?!\w)")
     assert not [text for text in pages + rows if told.search(text)]
-
-
-# ---------------------------------------------------------------- answers in the pages
 
 
 @needs_facts
@@ -103,9 +97,6 @@ def test_every_question_is_answered_by_its_plan(world):
                 # Which country it is, or what its fact says.
                 assert any(word(gold, f"{name}: {value}") for gold in plan.golds)
             assert exact_match(answer, plan.golds)
-
-
-# ---------------------------------------------------------------- answers
 
 
 def test_usual_spellings_count():
@@ -194,7 +185,7 @@ def test_a_note_tells_the_wanted_fact_or_whose_the_other_one_is():
     pages = world.searched("held_out")
     rng = random.Random(0)
     seen = collections.Counter()
-    for _ in range(600):
+    for _ in range(1200):
         wanted = rng.choice(list(world.told))
         chunk = rng.sample(pages, rng.randint(1, 2))
         if rng.random() < 0.3:
@@ -214,7 +205,7 @@ def test_a_note_tells_the_wanted_fact_or_whose_the_other_one_is():
             continue
         assert fact in there and (fact == wanted) == (wanted in there)
         assert word(fact[0], said) and word(world.facts[fact].text, said)
-    assert min(seen["idle"], seen["wanted"], seen["other"]) > 20, seen
+    assert min(seen["idle"], seen["wanted"], seen["other"]) > 10, seen
 
 
 @needs_facts

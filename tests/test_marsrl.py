@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from helpers.chat import QWEN3, tokenizer
 from helpers.samples import text_of
 from helpers.script import Script
 from test_mars import SMALL, metrics
@@ -16,6 +17,7 @@ from plumbing.start import Run
 from rollout import Trajectory
 from siblings import marsrl, marsrl_toy
 from siblings.marsrl import METHOD, STAGES, MarsrlConfig
+from tasks.chat import ChatFormat
 from tasks.grading import grader
 from tasks.questions import Question
 
@@ -235,20 +237,25 @@ def test_shares_by_hand():
         system("chess", "chess right"),
         system("chess", "lamps wrong", "chess", "chess right"),
         system("lamps", "chess wrong", "1968", "1968 right"),
-        system("lamps", "lamps right"),
+        system("chess", "1968 right"),
     ]
-    # shown right: right, wrong (false alarm), right; shown wrong: wrong (found), right, right
+    # shown right: right, wrong (false alarm), right, right; shown wrong: wrong (found), right
     assert METHOD.metrics(played) == {
-        "solver": (2, 4),
+        "solver": (3, 4),
         "corrector": (1, 2),
-        "system": (2, 4),
-        "verifier_accuracy": (3, 6),
-        "recall": (1, 3),
-        "false_alarm_share": (1, 3),
+        "system": (3, 4),
+        "verifier_accuracy": (4, 6),
+        "recall": (1, 2),
+        "false_alarm_share": (1, 4),
     }
 
 
-# ------------------------------------------------------------------------------ whole runs
+def test_a_chat_model_is_shown_the_solution_and_the_report():
+    chat = ChatFormat(tokenizer(QWEN3), METHOD.words(MarsrlConfig(), []), [])
+    shown = {"answer": chat.encode("It is Ada."), "report": chat.encode("It is Bob.")}
+    for role, seen in (("solver", []), ("verifier", ["Ada"]), ("corrector", ["Ada", "Bob"])):
+        prompt = chat.text(chat.prompt(role, question="Who is it?", **shown))
+        assert [name for name in ("Ada", "Bob") if f"It is {name}." in prompt] == seen
 
 
 def test_runs_leave_their_folders_stay_on_policy_and_resume_to_the_same_bits(tmp_path):
@@ -264,7 +271,6 @@ def test_runs_leave_their_folders_stay_on_policy_and_resume_to_the_same_bits(tmp
     whole = command("whole", "--steps", "2")
     assert 0 <= whole[0]["solver"] <= 1 and "system" not in whole[0], "no system was played"
     assert whole[0]["eval_system"] == whole[0]["eval_accuracy"]
-    assert "Corrector" in (tmp_path / "whole" / "trajectories.html").read_text()
     command("halves", "--steps", "1")
     halves = command("halves", "--steps", "2", "--resume")
     for drawn in ("solver_logprob_wrong", "verifier_logprob_wrong"):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.chat import QWEN3, tokenizer
 from helpers.samples import prepared, text_of
 from helpers.script import Script
 from helpers.tiny import OBJECTIVE, model
@@ -16,9 +17,10 @@ import trainer
 from rollout import Sample, Trajectory, Turn
 from sampler import Completion
 from siblings import matpo, matpo_toy
+from tasks.chat import ChatFormat
 from tasks.format import Action
 from tasks.questions import Question
-from tools import Document, ToolError
+from tools import KNOWN, Document, Tool, ToolError
 from toy import world
 
 FORMAT = matpo_toy.Language(matpo_toy.make_tokenizer(), [*world.TOOLS, "work"])
@@ -128,7 +130,8 @@ def test_what_goes_wrong_stays_within_the_worker():
     trajectory, _ = play([PLANNER[0], "<answer> dover <eot>"], workers, away)
     planner, worker = trajectory.contexts
     assert text(planner.sample, False).endswith("<resp> error <eot>"), "it gave no summary"
-    assert "<resp> error <eot>" in text(worker.sample, False), "nor is it an empty result"
+    given = text(worker.sample, False)
+    assert "anything about ada baker <eot> <resp> error <eot>" in given, "not an empty result"
     problems = [turn.problem.split(":")[0] for turn in worker.turns]
     assert problems == ["tool failed", "malformed", "malformed"]
 
@@ -235,6 +238,16 @@ def test_frozen_workers_are_not_trained():
 
 
 # -------------------------------------------------------------------------------------- the program
+
+
+def test_a_chat_model_is_told_who_it_is():
+    tools = [Tool(name, *KNOWN[name], call=None) for name in KNOWN] + [matpo.WORKER_TOOL]
+    chat = ChatFormat(tokenizer(QWEN3), matpo.words(matpo.MatpoConfig(), tools), tools)
+    for role, own, other in (("planner", "- work", "- search"), ("worker", "- search", "- work")):
+        more = {"task": "find her"} if role == "worker" else {}
+        prompt = chat.text(chat.prompt(role, question="Who was it?", **more))
+        assert own in prompt and other not in prompt
+        assert all(word in prompt for word in ("Who was it?", *more.values()))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import mars
 from plumbing import models
 from sampler import Sampler
 
@@ -23,7 +22,6 @@ QUESTIONS = (
     "What is the capital of France?",
     "What is 2 + 2?",
     "Write one sentence about the sea.",
-    "Translate 'good morning' to Spanish.",
 )
 ENGLISH = (
     "The sun rises in the east and sets in the west. Water boils at one hundred degrees, and "
@@ -79,14 +77,3 @@ def test_every_digit_is_a_token_of_its_own(tokenizer):
     for text in ("1984", "¼½¾"):
         parts = [token for character in text for token in tokenizer.encode(character)]
         assert tokenizer.encode(text) == parts
-
-
-def test_ask_runs_it_by_its_name(folder, tmp_path, monkeypatch, capsys):
-    """Untaught it does not speak the call format, but the command holds."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "notes.txt").write_text("The monthly price is 20 euros.")
-    limits = "--sys2_context 700 --step_tokens 24 --answer_tokens 12 --sys1_prompt 400"
-    limits += " --sys1_response 16 --kv_tokens 4096 --max_turns 2 --tools search --docs notes.txt"
-    command = ["ask", "smollm2", "What is the price?", "--cache", str(folder.parent)]
-    assert mars.main([*command, *limits.split()]) == 0
-    assert "answer |" in capsys.readouterr().out
