@@ -224,19 +224,20 @@ def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
     read = f"{fact.title}\n{fact.line}"
     chunks = [
         {"prompt": read, "note": f"It is {fact.golds[0]}.<|im_end|>"},
-        {"prompt": "elsewhere", "note": "Nothing here.<|im_end|>"},
+        {"prompt": f"{fact.title}\nelse", "note": "Nothing here.<|im_end|>"},
         {"prompt": "elsewhere", "note": "Something.<|im_end|>"},
     ]
-    record = {"question_id": question.id, "reward": 1.0, "turns": [{"chunks": chunks}]}
+    turns = [{"chunks": chunks}, {"chunks": chunks[:2]}]
+    record = {"question_id": question.id, "reward": 1.0, "turns": turns}
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "step_0.jsonl").write_text(json.dumps(record) + "\n")
     assert bench.cells(tmp_path) == {
         question.source: [1, 1],
         "all": [1, 1],
-        f"read {fact.group}": [1, 1],
-        "rightly silent": [1, 2],
-        "wrongly silent": [0, 1],
-        "contradicted": [1, 1],
+        f"read {fact.group}": [2, 2],
+        "rightly silent": [2, 3],
+        "wrongly silent": [0, 2],
+        "contradicted": [1, 2],
     }
 
 
@@ -262,6 +263,7 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
             (folder / "rollouts" / "step_0.jsonl").write_text("")
             return
         assert config.resume == (name == "own-5")
+        assert config.model == ("warm/own" if config.resume else models.SMOLLM2)
         for part in ("checkpoint", "frozen"):
             (folder / part).mkdir(parents=True)
         (folder / "checkpoint" / "config.json").write_text('{"model_type": "llama"}')
@@ -274,7 +276,7 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
     options.runs, options.records = tmp_path / "runs", tmp_path / "records"
     begun = options.runs / "own-5" / "config.json"
     begun.parent.mkdir(parents=True)
-    begun.write_text(json.dumps({"preset": "almanac", "model": models.SMOLLM2}))
+    begun.write_text(json.dumps({"preset": "almanac", "model": "warm/own"}))
     arms.run_missing(bench.STUDY, options)
     made = 3 * len(bench.STUDY.arms) + 2 * (1 + len(bench.STUDY.own_start))
     assert len(done) == len(set(done)) == made

@@ -204,6 +204,7 @@ def test_a_note_tells_the_wanted_fact_or_whose_the_other_one_is():
             assert (fact, said) == (None, atlas.IDLE)
             continue
         assert fact in there and (fact == wanted) == (wanted in there)
+        assert any(said.startswith(f"The page {page.title} says: ") for page in chunk)
         assert word(fact[0], said) and word(world.facts[fact].text, said)
     assert min(seen["idle"], seen["wanted"], seen["other"]) > 10, seen
 
