@@ -12,6 +12,7 @@ import pytest
 from helpers.chat import QWEN25, tokenizer
 from helpers.samples import text_of
 from helpers.stopped import options_of
+from matplotlib.axes import Axes
 
 import mars
 from bench import almanac as bench
@@ -280,3 +281,21 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
     arms.run_missing(bench.STUDY, options)
     made = 3 * len(bench.STUDY.arms) + 2 * (1 + len(bench.STUDY.own_start))
     assert len(done) == len(set(done)) == made
+
+
+def test_the_picture_has_a_dot_with_its_interval_for_each_record(tmp_path, monkeypatch):
+    for name, right in (("start-5", 1), ("mars-5", 3), ("mars-6", 4), ("none-5", 2)):
+        record = json.dumps({"cells": {"all": [right, 4]}})
+        (tmp_path / f"{name}-sampled.json").write_text(record)
+    drawn = []
+
+    def errorbar(self, x, y, xerr, **options):
+        drawn.append((x, y))
+        ((below,), (above,)) = xerr
+        assert 0 <= x - below <= x <= x + above < 1.001 and below + above > 0.3
+
+    monkeypatch.setattr(Axes, "errorbar", errorbar)
+    png = arms.picture(bench.STUDY, Namespace(records=tmp_path, seeds=[5, 6]))
+    assert png.startswith(b"\x89PNG")
+    # Rows: start, mars, none; the seeds on either side of their row's middle.
+    assert sorted(drawn) == [(0.25, -1 / 16), (0.5, 31 / 16), (0.75, 15 / 16), (1.0, 17 / 16)]

@@ -108,6 +108,28 @@ def test_a_call_that_never_returns_has_failed_at_its_deadline(sampler, determini
     never.set()
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_late_answer_is_a_failure_however_busy_the_others_are(sampler, deterministic):
+    """The neighbour decodes all the while, so that nobody looks at the deadline in time."""
+    driver = Driver([sampler], deterministic=deterministic)
+    returned = threading.Event()
+
+    def late():
+        time.sleep(0.3)
+        returned.set()
+
+    async def failure():
+        with pytest.raises(ToolError, match="no answer within"):
+            await driver.call(late, 0.1)
+
+    async def neighbour():
+        while not returned.is_set():
+            await speak(driver, sampler)
+        await speak(driver, sampler, 3)
+
+    driver.run([failure(), neighbour()])
+
+
 def test_ctrl_c_ends_a_run_in_seconds_while_a_tool_hangs():
     program = """
 import time

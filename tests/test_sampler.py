@@ -163,6 +163,24 @@ def test_bf16_turns_draws_and_new_weights(device):
 # ---------------------------------------------------------------- draws
 
 
+def test_draws_depend_on_seed_and_place_only():
+    """Sampled tokens are the same alone, in a crowd and after preemption."""
+    prompts = prompts_of()
+    kind = "qwen3 grouped tied"
+    crowded = make(kind, overlap=True, buckets=True, max_tokens=64)
+    crowd = crowded.generate(prompts, max_new_tokens=20, seed=5)
+    assert crowded.stats["preemptions"] > 0
+    for i, prompt in enumerate(prompts):
+        sampler = make(kind)
+        alone = sampler.submit(sampler.open(), prompt, max_new_tokens=20, seed=hashed(5, i))
+        finish(sampler)
+        assert alone.tokens == crowd[i].tokens
+        assert np.allclose(alone.logprobs, crowd[i].logprobs, atol=1e-5)
+
+
+# ---------------------------------------------------------------- draws
+
+
 def test_a_row_s_successive_draws_are_independent_uniforms():
     u = uniform(np.full(20_000, hashed(7), np.uint64), np.arange(20_000))
     assert 0 <= u.min()

@@ -157,6 +157,15 @@ def test_a_server_that_does_not_take_the_weights_is_refused(engine, second, othe
         connected(engine, second, folder=other)
 
 
+def test_a_model_folder_is_written_whole_and_the_newest_two_stay(tmp_path):
+    model = tiny.model("qwen3")
+    written = [trainer.write_model(tmp_path, model, torch.bfloat16) for _ in range(4)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000003", "000004"]
+    loaded = load(written[-1]).state_dict()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded[name].float(), weight.bfloat16().float()), name
+
+
 # ---------------------------------------------------------------- faults
 
 
