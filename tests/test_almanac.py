@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 import mars
 from bench import almanac as bench
 from bench import arms
-from config import parse, parser
+from config import UserError, parse, parser
 from plumbing import models, start
 from recipes import almanac, almanac_world
 from recipes.almanac import AlmanacConfig, Note
@@ -62,6 +62,7 @@ def test_each_gold_stands_in_its_page_and_is_the_fields_own(world):
     [
         ("capital", "none; note: Nauru has no official capital", None),
         ("coastline", "0 km", None),
+        ("number of airports", "174 (2025)", "174"),
         ("largest export partner", "China 34%, USA 14%, Canada 5% (2023)", "China"),
         ("largest export partner", "Germany 10%, USA 10%, Denmark 8% (2023)", None),
         ("national anthem", '"One" and "Another"', None),
@@ -206,6 +207,12 @@ def test_rules_of_credit(rule, told, elsewhere, copies):
     assert list(terms) == (["all"] if rule == "pooled" else ["sys2", "sys1"])
 
 
+def test_a_rule_of_credit_beside_another_is_refused():
+    for other in ({"balance": "uniform"}, {"system1": "frozen"}, {"shared_group": True}):
+        with pytest.raises(UserError, match="--credit"):
+            AlmanacConfig(**{"credit": "own", "balance": "none"} | other).check(training=True)
+
+
 def test_what_a_note_is_worth():
     trajectories, notes = two_attempts()
     assert [note.right for note in notes] == [True, True, True, True, False, False]
@@ -251,7 +258,7 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
     def carry_out(options, line, name):
         done.append(name)
         config = options_of(almanac.main, line[2:])
-        arm = re.sub("^start-|-?5(-sampled|-greedy)?$", "", name)
+        arm = name.removeprefix("start-").split("-5")[0]
         assert (config.system1 == "none") == (arm in ("none", "one-agent", "passages"))
         folder = Path(config.runs) / config.name
         if "eval" in line:  # it reads as its arm does

@@ -263,6 +263,7 @@ def test_a_plain_model_is_asked_as_a_run_would_be(options):
     assert config.data.endswith("held_out.jsonl") and config.eval_questions == 200
     assert config.docs.endswith("held_out_pages.jsonl") and "atlas-long" in config.docs
     assert options("eval smollm2 --data own.jsonl --docs own").data == "own.jsonl"
+    assert options("--data own.jsonl").data == "own.jsonl", "nor is it replaced in training"
     assert options("ask smollm2 Who?").docs.endswith("held_out_pages.jsonl")
 
 

@@ -85,6 +85,8 @@ def test_arms_are_compared_seed_by_seed_and_only_what_is_missing_is_run(tmp_path
     shown = ablate.report(rows, "mars")
     assert "80.0 (70.0 … 90.0)" in shown and "-35.0 (-40.0 … -30.0)" in shown
 
+    with pytest.raises(SystemExit, match="bad.log"):
+        arms.carry_out(Namespace(runs=tmp_path, cache="", threads="1"), ["-c", "1/0"], "bad")
     started = []
     monkeypatch.setattr(arms, "carry_out", lambda options, line, name: started.append(line))
     monkeypatch.setattr(ablate, "save", lambda *given: None)
@@ -93,7 +95,8 @@ def test_arms_are_compared_seed_by_seed_and_only_what_is_missing_is_run(tmp_path
     ablate.main()
     full, off = started
     assert "full-2" in full and "--resume" not in full
-    assert {"purpose_off-2", "--no-purpose", "--resume", "1e-3"} <= set(off)
+    assert {"purpose_off-2", "--no-purpose", "--resume"} <= set(off)
+    assert all("--lr 1e-3" in " ".join(line) for line in started)
 
 
 # ---------------------------------------------------------------- the atlas
@@ -129,9 +132,10 @@ def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, mon
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line))
     records = tmp_path / "records"
     options = Namespace(runs=tmp_path, records=records, eval_questions="4", bf16="on")
-    for options.arms, options.seeds in ((["rl"], [0, 1]), (["frozen"], [0])):
+    for names, seeds in ((["rl"], [0, 1]), (["frozen"], [0])):
+        options.arms, options.seeds = names, seeds
         arms.run_missing(atlas.STUDY, options)
-    options.seeds = [0, 1]
+    options.seeds, options.runs = [0, 1], None
     start, run, frozen = arms.summarise(atlas.STUDY, options)
     assert run["calls"] == 2 and run["seconds"] == 5 and "calls" not in start
     assert start["all"].startswith("25.0% (") and run["all"] == "87.5% (52.9%–97.8%)"

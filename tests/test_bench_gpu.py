@@ -57,6 +57,6 @@ def test_gpu_tests_are_collected_without_bm25s(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     line = [sys.executable, "-m", *gpu.STEPS["gpu_tests"], "--collect-only", "-q", "-p", "lacking"]
     found = subprocess.run(line, cwd=common.ROOT, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout
+    assert found.returncode == 0, found.stdout + found.stderr
     for name in ("test_kernels_decode", "test_sampler", "test_policy"):
         assert name in found.stdout

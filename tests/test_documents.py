@@ -66,6 +66,7 @@ FACTS = [
     (f"<math>{POWER}</math>", "10 28"),
     # what looks like decoration and holds the page
     ("<body style='display:none'>text", "text"),
+    ("<nav>a<p aria-hidden=true>b<br>c<li>d</nav><footer>e</footer>", "a\nb\nc\nd\ne"),
     # what a reader would not see
     ("<p>good<b hidden>evil</b><p style='a: b; DISPLAY : none'>evil</p>end", "good\nend"),
     ("<p>good<template><p>evil</p></template> end", "good end"),

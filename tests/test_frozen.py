@@ -100,7 +100,7 @@ def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(run, bas
     assert [line["step"] for line in metrics(run)] == [0]
 
 
-def test_a_damaged_frozen_model_is_told_before_anything_is_changed(run, base, capsys):
+def test_a_damaged_frozen_model_is_told_before_anything_is_changed(run, capsys):
     shutil.rmtree(run / "frozen")
     (run / "frozen").symlink_to("nowhere")
     logs = [run / "metrics.jsonl", *(run / "rollouts").iterdir()]

@@ -22,7 +22,6 @@ from kernels import backend
 
 # The package exports functions under the names of these modules.
 LL = importlib.import_module("kernels.linear_loss")
-GL = importlib.import_module("kernels.token_loss")
 
 
 @pytest.fixture(params=FORMS)

@@ -243,10 +243,11 @@ def test_frozen_workers_are_not_trained():
 def test_a_chat_model_is_told_who_it_is():
     tools = [Tool(name, *KNOWN[name], call=None) for name in KNOWN] + [matpo.WORKER_TOOL]
     chat = ChatFormat(tokenizer(QWEN3), matpo.words(matpo.MatpoConfig(), tools), tools)
-    for role, own, other in (("planner", "- work", "- search"), ("worker", "- search", "- work")):
+    for role in ("planner", "worker", "agent"):
+        own, other = ("work", "search") if role == "planner" else ("search", "work")
         more = {"task": "find her"} if role == "worker" else {}
         prompt = chat.text(chat.prompt(role, question="Who was it?", **more))
-        assert own in prompt and other not in prompt
+        assert f"- {own}" in prompt and f"- {other}" not in prompt
         assert all(word in prompt for word in ("Who was it?", *more.values()))
 
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import tiny
 from helpers.tiny import CPU, OBJECTIVE, make_samples, saved, weigh
+from helpers.tiny import SHAPE as TINY
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
@@ -23,7 +23,7 @@ from sampler import Completion, Sampler
 from trainer import memory
 
 GIB = 2**30
-SHAPE = tiny.SHAPE | {
+SHAPE = TINY | {
     "vocab_size": 600,
     "hidden_size": 128,
     "intermediate_size": 384,

@@ -81,7 +81,7 @@ def test_log_probs_that_are_nan_are_a_mismatch():
 
 
 def stale(monkeypatch):
-    """New weights never reach the sampler; with adapters, from the second step on."""
+    """New weights never reach the sampler, which notices adapters after their first step."""
     monkeypatch.setattr(Sampler, "load_weights", lambda self, model: None)
 
 

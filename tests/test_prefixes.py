@@ -143,11 +143,14 @@ def test_an_empty_micro_batch_is_one_token_without_loss():
     assert len(batch.owner) == len(batch.loss_positions) == len(batch.weight) == 0
 
 
-def test_a_sample_whose_lists_differ_in_length_is_refused():
+def test_a_sample_that_is_not_well_formed_is_refused():
     samples = make_samples(2)
     samples[0].logprobs.pop()
     with pytest.raises(ValueError, match="differ in length"):
         pack(samples)
+    samples[1].mask[0] = True
+    with pytest.raises(ValueError, match="nothing stands before it"):
+        pack(samples[1:])
 
 
 def test_samples_that_share_nothing_are_packed_first_fit_decreasing():

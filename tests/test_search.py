@@ -159,11 +159,12 @@ def test_the_index_on_disk_answers_as_the_one_in_memory_and_is_built_once(tmp_pa
 
 def test_serper_is_asked_as_documented(server, tmp_path):
     paper = {"publicationInfo": "A Baker, 2015", "year": 2015, "citedBy": 12, "pdfUrl": "http://p"}
-    server.replies = [GOOD, says({"organic": [paper, {"year": "2016"}]})]
+    bare = {"title": None, "year": "2016", "date": "2 May"}
+    server.replies = [GOOD, says({"organic": [paper, bare]})]
     assert serper(tmp_path, k=3)("ada") == [Document(ROW["link"], "Ada", ROW["link"], "born 1968")]
     assert serper(tmp_path, k=4, scholar=True)("ada") == [
         Document("http://p", "", "http://p", "A Baker, 2015\nCited by 12"),
-        Document("result-2", "", "", "2016"),
+        Document("result-2", "", "", "2016\n2 May"),
     ]
     (method, path, headers, body), (_, scholar, _, other) = server.requests
     assert (method, path, body) == ("POST", "/search", {"q": "ada", "num": 3})

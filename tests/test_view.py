@@ -22,7 +22,7 @@ HOSTILE = [
     "</pre></details></style>",
     "&lt;b&gt;",
 ]
-MARS = {"sys2": "System 2", "sys1": "Read $\\x$"}  # no formula
+MARS = {"sys2": "System 2", "sys1": "Read $\\x$"}  # a name that looks like a formula
 
 
 # ----------------------------------------------------------------------------- fakes
@@ -89,7 +89,7 @@ def fake_metrics(steps: int) -> list[dict]:
 def fake_run(path: Path, *, steps: int = 40) -> Path:
     folders.append_lines(path / "metrics.jsonl", fake_metrics(steps))
     (path / "method.json").write_text(json.dumps({"name": "mars", "roles": MARS}))
-    for step in (1, steps // 2, steps):
+    for step in {1, steps // 2, steps}:
         records = [fake_record(k, float(k in (0, 3, 6)), step=step) for k in range(8)]
         folders.append_lines(path / "rollouts" / f"step_{step}.jsonl", records)
     return path
@@ -234,4 +234,5 @@ def test_the_command_prints_both_paths_or_one_sentence(tmp_path, capsys):
     assert capsys.readouterr().out.split() == [f"{run}/curves.png", f"{run}/trajectories.html"]
     for line, said in (([str(run), "--steps", "7"], "no step 7"), ([f"{run}/absent"], "absent")):
         assert view.main(line) == 2
-        assert said in capsys.readouterr().err
+        *_, error = capsys.readouterr().err.splitlines()
+        assert error.startswith("mars: ") and said in error

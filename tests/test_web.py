@@ -178,5 +178,5 @@ def test_equal_requests_share_one_outcome_and_others_go_side_by_side(server, tmp
     assert len(server.requests) == 6
 
 
-def test_ctrl_c_and_the_end_of_the_program_wait_for_no_thread():
+def test_threads_are_daemons_for_which_nobody_waits():
     assert web.in_threads(lambda _: threading.current_thread().daemon, [1, 2]) == [True, True]
