@@ -194,6 +194,8 @@ def test_the_retriever_is_asked_and_read_as_search_r1_does(server, monkeypatch):
             find("ada")
     server.replies = [says({"result": [[]]})]
     assert find("ada") == []
+    with pytest.raises(UserError, match="scholar"):
+        search.make("retriever", scholar=True, cache=None)
 
 
 # Pages behind the results -------------------------------------------------------------------------
