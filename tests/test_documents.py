@@ -56,7 +56,7 @@ FACTS = [
     # raised, lowered and struck
     ("6.6×10<sup>28</sup> years", "6.6×10^28 years"),
     ("1101<sub>2</sub>, H<sub>2</sub>O, x<sub>i</sub>", "1101_2, H2O, x_i"),
-    ("log<sub>10</sub>5, 2<sup>n</sup>k", "log_(10)5, 2^(n)k"),
+    ("log<sub>10</sub>5, 2<sup>n</sup>k, e<sup>a+b</sup>", "log_(10)5, 2^(n)k, e^(a+b)"),
     ("in 1897<sup><a>[2]</a></sup> on the 19<sup>th</sup>", "in 1897[2] on the 19th"),
     ("<del>1901</del><ins>1902</ins>", "~~1901~~1902"),
     # formulas: as MathML with its source, drawn once more for the eye; the source as a picture's
