@@ -273,8 +273,7 @@ def test_runs_leave_their_folders_stay_on_policy_and_resume_to_the_same_bits(tmp
     assert whole[0]["eval_system"] == whole[0]["eval_accuracy"]
     command("halves", "--steps", "1")
     halves = command("halves", "--steps", "2", "--resume")
-    for drawn in ("solver_logprob_wrong", "verifier_logprob_wrong"):
-        assert [line[drawn] for line in halves] == [line[drawn] for line in whole]
+    assert halves[1] == whole[1]
 
     pipe = command("pipe", "--steps", "2", "--rollouts", "pipelined")
     assert pipe[0]["verifier_samples"] == 0 and "recall" not in pipe[0]

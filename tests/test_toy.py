@@ -146,7 +146,7 @@ def test_demonstrations_speak_the_format(form, library):
         assert spoken(form, prompt) == built
 
 
-def test_search_finds_the_needed_facts_and_a_flawless_demonstration_is_right(library):
+def test_the_librarys_search_finds_the_facts_and_a_flawless_demonstration_is_right(library):
     known = 0
     for i in range(200):
         pieces = base_model.trajectory(library, random.Random(i), base_model.FLAWLESS)

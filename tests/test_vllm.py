@@ -64,7 +64,7 @@ def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def connected(*engines, folder, seconds=10.0):
+def connected(*engines, folder):
     """A Remote before these stand-ins, which have loaded `folder`.
 
     "New weights" are the path of a folder, and that folder's model scores the probe.
@@ -73,19 +73,19 @@ def connected(*engines, folder, seconds=10.0):
     def score(tokens):
         return trainer.score(trainer.Policy(load(made.folder), bf16=False), tokens)
 
-    servers = vllm.connect([f"{engine.url}/v1" for engine in engines], seconds)
-    made = vllm.Remote(servers, 61, seconds, 64, write=str, score=score, tolerance=1e-3)
+    servers = vllm.connect([f"{engine.url}/v1" for engine in engines], 10.0)
+    made = vllm.Remote(servers, 61, 10.0, 64, write=str, score=score, tolerance=1e-3)
     made.load_weights(folder)
     return made
 
 
-def converse(sampler, count=12, turns=3, temperature=1.0):
-    """`count` conversations of several turns: what each completion was."""
+def converse(sampler, count=12, temperature=1.0):
+    """`count` conversations of three turns: what each completion was."""
 
     async def talk(k):
         conversation = sampler.open()
         got = []
-        for turn in range(turns):
+        for turn in range(3):
             given = [5 + (k + 3 * turn + i) % 50 for i in range(3 + k % 4)]
             limits = {"max_new_tokens": 4 + k % 5, "stop_ids": STOPS, "temperature": temperature}
             seed = 1000 * k + turn

@@ -158,7 +158,7 @@ def test_equal_requests_share_one_outcome_and_others_go_side_by_side(server, tmp
 
     def slow(handler):
         beside.wait(60)
-        time.sleep(0.2)
+        time.sleep(1)  # so that the twin of a request comes before its answer
         outcome(handler)
 
     server.replies = [slow]
