@@ -4,8 +4,8 @@
     python -m bench.almanac --seeds 0 1 2                        every arm: a day on two cores
     python -m bench.almanac --seeds 0 1 2 --table                tabulates what is there
 
-How arms are run and compared: bench/arms.py. A cell is what RL has seen (country seen or new;
-attribute taught by demonstrations, trained by RL, or unseen), or what the notes are worth.
+How arms are run and compared: bench/arms.py; a run keeps 3 GB. A cell is what RL has seen (country
+seen or new; attribute taught by demonstrations, trained by RL, or unseen), or what notes are worth.
 
 Results: bench/results/almanac/table.json. Tests: pytest tests/test_almanac.py
 """
@@ -65,7 +65,6 @@ STUDY = arms.Study(
         "pooled": [*WHOLE_GROUP, "pooled"],
         "own": [*WHOLE_GROUP, "own"],
         "even": [*WHOLE_GROUP, "even"],
-        "twins": [*WHOLE_GROUP, "twins"],
         "group-16": ["--group", "16"],
         "no-purpose": ["--no-purpose"],
         "no-packing": ["--no-packing"],

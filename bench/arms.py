@@ -196,31 +196,37 @@ def summarise(study: Study, options: argparse.Namespace) -> list[dict]:
 
 
 def picture(study: Study, options: argparse.Namespace) -> bytes:
-    """A PNG of the share of right answers, sampled, with intervals: by arm or start, and seed."""
-    names = dict.fromkeys(name for arm in study.arms for name in (study.start(arm), arm))
-    names = [name for name in names if any(options.records.glob(f"{name}-[0-9]*-sampled.json"))]
+    """A PNG of right answers, sampled: a dot with its interval by arm and seed, starts hollow."""
+
+    def answers(name: str, seed: int) -> list[int] | None:
+        path = options.records / f"{name}-{seed}-sampled.json"
+        return folders.read_json(path)["cells"]["all"] if path.exists() else None
+
+    arms = [arm for arm in study.arms if any(answers(arm, seed) for seed in options.seeds)]
     png = io.BytesIO()
     with matplotlib.rc_context(curves.LOOK | {"axes.grid.axis": "x"}):
-        figure = Figure(figsize=(6, 0.8 + 0.4 * len(names)), dpi=150, layout="constrained")
+        figure = Figure(figsize=(6, 0.8 + 0.4 * len(arms)), dpi=150, layout="constrained")
         axes = figure.subplots()
-        for place, seed in enumerate(options.seeds):
-            for row, name in enumerate(names):
-                path = options.records / f"{name}-{seed}-sampled.json"
-                if path.exists():
-                    right, asked = folders.read_json(path)["cells"]["all"]
-                    low, high = wilson_interval(right, asked)
-                    share = right / asked
-                    interval = [[share - low], [high - share]]
-                    color = curves.COLOURS[place % len(curves.COLOURS)]
-                    height = row + (place - (len(options.seeds) - 1) / 2) / 8
-                    axes.errorbar(share, height, xerr=interval, fmt="o", ms=4, color=color)
-        axes.set_yticks(range(len(names)), names)
+        for row, arm in enumerate(arms):
+            for place, seed in enumerate(options.seeds):
+                began, ended = answers(study.start(arm), seed), answers(arm, seed)
+                if ended is None:
+                    continue
+                height = row + (place - (len(options.seeds) - 1) / 2) / 8
+                look = {"ms": 4, "color": curves.COLOURS[place % len(curves.COLOURS)]}
+                if began:
+                    axes.plot(began[0] / began[1], height, "o", mfc="white", **look)
+                share = ended[0] / ended[1]
+                low, high = wilson_interval(*ended)
+                interval = [[share - low], [high - share]]
+                axes.errorbar(share, height, xerr=interval, fmt="o", **look)
+        axes.set_yticks(range(len(arms)), arms)
         axes.invert_yaxis()
-        axes.margins(y=0.1)
-        axes.set_xlim(left=0)
+        axes.margins(y=0.05)
+        axes.set_xlim(left=-0.01)
         axes.xaxis.set_major_formatter(PercentFormatter(1))
-        seeds = ", ".join(map(str, options.seeds))
-        axes.set_title(f"right of the held-out questions; from above, seeds {seeds}", fontsize=9)
+        title = "right of the held-out questions, starts hollow; from above, seeds "
+        axes.set_title(title + ", ".join(map(str, options.seeds)), fontsize=9)
         figure.savefig(png, format="png")
     return png.getvalue()
 

@@ -21,8 +21,7 @@ There (pip refuses a damaged wheel, and passes over what is installed):
     cd .cache/wheels; for W in *.whl.aa; do cat ${W%aa}?? > ${W%.aa}; done
     pip install --no-index --no-deps *.whl
 
-What ran and what failed: docs/LOG.md, 2026-11-26. Never run: more than one GPU, padded steps, long
-runs; in their present form the rotation, the test over NCCL and the step `almanac`.
+What ran, what failed: docs/LOG.md, 2026-11-26. Never run: several GPUs, long runs, `almanac`.
 
 Exit: 0 all went well, 1 a step failed or was cut, 2 there is no CUDA device.
 Tests: pytest tests/test_bench_gpu.py
@@ -58,10 +57,7 @@ ON_CORES = ["-n", "4", "--dist", "load"]
 
 
 def toy(bench: Bench) -> None:
-    """Ten steps of the default run: medians after the first, which compiles; its metrics stay.
-
-    Predicted: a rollout of a thousand small launches 2 s, training 0.5 s.
-    """
+    """Ten steps of the default run: medians after the first, which compiles; its metrics stay."""
     command = ["mars.py", "--steps", "10", "--eval_questions", "20"]
     if bench.tiny:
         from toy import base_model

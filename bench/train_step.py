@@ -8,8 +8,7 @@ Packed is the trainer (micro_batches, backward); padded is the step that code ar
 models takes: batches of 4 samples, right-padded, with an attention mask, in random order or sorted
 by length. Weights, samples and loss are the same, and a form whose loss differs is a failure. A
 CPU's model is a small Qwen3 in fp32 with one thread (2 minutes); a GPU's has Qwen3-0.6B's shape, in
-bf16, with AdamW's step and activations recomputed or kept. Predicted for a GPU: the peak of memory
-is the plan's (trainer/memory.py); packed takes 4/7 of padded's time, 4/9 with activations kept.
+bf16, with AdamW's step and activations recomputed or kept.
 
 Samples: as many of System 2 as of System 1, of log-normal lengths (LENGTHS). The paper gives the
 limits only, so medians and spreads are our assumption. On a CPU 1/16 of them, on a GPU a half.

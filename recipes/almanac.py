@@ -62,7 +62,7 @@ class AlmanacConfig(MarsConfig):
     warm_steps: int = 16  # optimizer steps on demonstrations; 0: RL starts from --model itself
     read_every: int = 2  # of these steps one in so many teaches System 1 as well
     idle: float = 0.6  # demonstrated notes on chunks without the fact, for each that tells one
-    credit: Literal["mars", "pooled", "own", "even", "twins"] = "mars"  # see recipes/almanac.py
+    credit: Literal["mars", "pooled", "own", "even"] = "mars"  # see recipes/almanac.py
     edition: str = no_option("short")  # of the pages
 
     for_training = MarsConfig.for_training | {"warm_steps", "read_every", "idle", "credit"}
@@ -274,8 +274,6 @@ def credit(
     own       a note's reward is its own, 1 if it is right, and is compared with those of the notes
               on the same chunk for the same purpose
     even      the same, but all notes on chunks with the fact weigh as much as all on chunks without
-    twins     the attempt's reward, but equal notes on a chunk for a purpose share the mean of
-              theirs, and are compared with the others on that chunk for that purpose
     """
     terms = mars.credit(config, trajectories, step)
     if config.credit == "mars":
@@ -286,12 +284,6 @@ def credit(
         return {"all": samples}
     notes = [note for t in trajectories for note in t.notes]
     rewards = [float(note.right) for note in notes]
-    if config.credit == "twins":
-        earned = {}  # what was read and written -> rewards
-        for note in notes:
-            earned.setdefault(tuple(note.sample.tokens), []).append(note.sample.reward)
-        equal = [earned[tuple(note.sample.tokens)] for note in notes]
-        rewards = [sum(shared) / len(shared) for shared in equal]
     prompts = [tuple(n.sample.tokens[: n.sample.mask.index(True)]) for n in notes]
     divide = config.advantage == "std"
     advantages = grpo.group_advantages(torch.tensor(rewards), prompts, divide=divide)

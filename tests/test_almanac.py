@@ -192,7 +192,6 @@ def two_attempts():
         ("pooled", (1, -1), (1, -1), (1, 1)),
         ("own", (0, 0), (1, -1), (1, 1)),  # both are right on chunk 1, whatever came of it
         ("even", (0, 0), (1, -1), (1.5, 0.75)),  # two notes weigh as much as the four others
-        ("twins", (0, 0), (1, -1), (1, 1)),  # equal notes on chunk 1 share what they earned
     ],
 )
 def test_rules_of_credit(rule, told, elsewhere, copies):
@@ -290,11 +289,11 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
     assert len(done) == len(set(done)) == made
 
 
-def test_the_picture_has_a_dot_with_its_interval_for_each_record(tmp_path, monkeypatch):
+def test_the_picture_has_a_dot_and_interval_for_each_run_and_its_start(tmp_path, monkeypatch):
     for name, right in (("start-5", 1), ("mars-5", 3), ("mars-6", 4), ("none-5", 2)):
         record = json.dumps({"cells": {"all": [right, 4]}})
         (tmp_path / f"{name}-sampled.json").write_text(record)
-    drawn = []
+    drawn, hollow = [], []
 
     def errorbar(self, x, y, xerr, **options):
         drawn.append((x, y))
@@ -302,7 +301,8 @@ def test_the_picture_has_a_dot_with_its_interval_for_each_record(tmp_path, monke
         assert 0 <= x - below <= x <= x + above < 1.001 and below + above > 0.3
 
     monkeypatch.setattr(Axes, "errorbar", errorbar)
+    monkeypatch.setattr(Axes, "plot", lambda self, x, y, *look, **more: hollow.append((x, y)))
     png = arms.picture(bench.STUDY, Namespace(records=tmp_path, seeds=[5, 6]))
     assert png.startswith(b"\x89PNG")
-    # Rows: start, mars, none; the seeds on either side of their row's middle.
-    assert sorted(drawn) == [(0.25, -1 / 16), (0.5, 31 / 16), (0.75, 15 / 16), (1.0, 17 / 16)]
+    assert sorted(drawn) == [(0.5, 15 / 16), (0.75, -1 / 16), (1.0, 1 / 16)]
+    assert hollow == [(0.25, -1 / 16)]
