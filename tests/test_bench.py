@@ -130,6 +130,11 @@ def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, mon
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line))
+    for step in (2, 4):  # for the last state there may have been no room
+        state = tmp_path / "rl-0" / "state" / f"step_{step:06d}"
+        state.mkdir(parents=True)
+        (state / "state.json").touch()
+        assert arms.is_complete(tmp_path / "rl-0") == (step == 4)
     records = tmp_path / "records"
     options = Namespace(runs=tmp_path, records=records, eval_questions="4", bf16="on")
     for names, seeds in ((["rl"], [0, 1]), (["frozen"], [0])):
@@ -142,7 +147,6 @@ def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, mon
     assert run["against start"] == "+6 −1" and "against rl" not in run
     assert run["p start"] == pytest.approx(2 * 8 / 2**7)
     assert (frozen["arm"], frozen["against rl"]) == ("frozen", "+0 −1")
-
     path = records / "rl-1-sampled.json"
     record = json.loads(path.read_text())
     record["made"]["gpu"] = "another machine, whose seconds are others"
