@@ -2,19 +2,21 @@
 
 An arm with a seed is a run RUNS/ARM-SEED, with its log beside it. The same command goes on where it
 stopped: a complete run is skipped, half a run is resumed. Options that a bench does not know go to
-its runs, and what is complete stays as it was made: other options want another --runs, and the
-recipes another --records.
+its runs. What is complete stays as it was made: for other options give another --runs, and to a
+recipe's bench another --records too.
 
 The recipes on real models (a `Study`): a run's last and its first weights are asked the same
-held-out questions, both ways, in RUNS/ARM-SEED-DECODING and RUNS/START-SEED-DECODING. Most arms
-begin with the same weights; those that read in another way begin with a warm start of their own, so
-that nobody meets what it was never shown. What the table needs of an evaluation is kept in
-RECORDS/NAME.json, a few kilobytes: which questions were right, counts by cell, what a step of the
-run took. An evaluation that has its record is not made again, so arms may be run on several
-machines. Commands with other --arms may share RUNS and RECORDS.
+held-out questions, sampled and greedily, in RUNS/ARM-SEED-DECODING and RUNS/START-SEED-DECODING.
+Most arms of a seed begin with the same weights, where they share --cache and a commit; those that
+read in another way begin with a warm start of their own, so that nobody meets what it was never
+shown. What the table needs of an evaluation is kept in RECORDS/NAME.json, a few kilobytes: which
+questions were right, counts by cell, what a step of the run took. An evaluation that has its record
+is not made again. Commands with other --arms may share RUNS and RECORDS.
 
-The table, beside RECORDS, gives accuracy in each cell, and compares an arm question by question
-(McNemar's exact test) with its start and the first arm, which finds more than two intervals do.
+Beside RECORDS: table.json, with accuracy in each cell and, question by question, what an arm gained
+and lost against its start and the first arm (McNemar's exact test, which sees smaller differences
+than two overlapping intervals do; over several seeds its p knows nothing of how seeds differ); and
+arms.png.
 
 Tests: pytest tests/test_bench.py tests/test_almanac.py
 """
@@ -68,7 +70,10 @@ def carry_out(options: argparse.Namespace, line: list[str], name: str) -> None:
 
 
 def is_complete(run: Path) -> bool:
-    """Whether a run was evaluated after its last step, whose weights a full disk did not refuse."""
+    """Whether a run was evaluated after its last step, and has no state that is older.
+
+    A full disk may have refused the last one.
+    """
     lines = read_metrics(run)
     done = lines[-1]["step"] + 1 if lines else 0
     steps, _ = newest(run) or (done, None)
@@ -115,24 +120,24 @@ def run_missing(study: Study, options: argparse.Namespace) -> None:
                 program = ["-m", f"recipes.{study.recipe}", *study.command.get(arm, [])]
                 line = [*program, *study.arms[arm], *study.in_run, "--bf16", options.bf16]
                 run = complete_run(options, line, arm, seed)
-                record = evaluate(study, options, program, arm, run, path.stem)
+                record = evaluate(study, options, program, arm, run, model, decoding)
                 options.records.mkdir(parents=True, exist_ok=True)
                 folders.write_whole(path, json.dumps(record).encode())
 
 
-def evaluate(study: Study, options, program: list[str], arm: str, run: Path, name: str) -> dict:
-    """The record of an arm's last weights or of its first ones, as `name` says."""
+def evaluate(study: Study, options, program: list[str], arm: str, run: Path, model, decoding):
+    """The record of an arm's last weights, or of its first ones if `model` is a start's name."""
     made = folders.read_json(run / "config.json")
-    trained = name.startswith(f"{arm}-")
     line = [*program, "eval"]
-    if trained:
+    if model == arm:
         line += [str(run)]
     else:  # the start, which reads as its arm does
         line += [made["model"], "--seed", str(made["seed"]), "--preset", made["preset"]]
         line += study.arms[arm] if arm in study.own_start else []
-    temperature = "0" if name.endswith("greedy") else str(made["temperature"])
+    temperature = "0" if decoding == "greedy" else str(made["temperature"])
     line += ["--temperature", temperature, "--eval_questions", options.eval_questions]
     line += ["--bf16", options.bf16]
+    name = f"{model}-{made['seed']}-{decoding}"
 
     def ask(folder: Path) -> None:
         carry_out(options, [*line, "--runs", str(folder), "--name", "eval"], name)
@@ -141,10 +146,9 @@ def evaluate(study: Study, options, program: list[str], arm: str, run: Path, nam
     origin = provenance()
     return {
         "made": {key: origin[key] for key in ("date", "cpu", "gpu", "commit")},
-        "settings": {key: made[key] for key in ("bf16", "steps", "questions", "group")},
         "cells": study.cells(folder),
         "right": [one["question_id"] for one in rollouts(folder) if one["reward"] == 1],
-        "of a step": costs(run) if trained else {},
+        "of a step": costs(run) if model == arm else {},
     }
 
 
@@ -165,7 +169,7 @@ def costs(run: Path) -> dict:
     return {
         name: sum(line.get(key, 0) for line in steps for key in keys) / len(steps)
         for name, keys in columns.items()
-        if not steps[0].keys().isdisjoint(keys)
+        if any(key in steps[0] for key in keys)
     }
 
 
@@ -186,7 +190,7 @@ def summarise(study: Study, options: argparse.Namespace) -> list[dict]:
             counts = [record["cells"].get(cell, (0, 0)) for record in records]
             right, asked = map(sum, zip(*counts))
             row[cell] = with_interval(right, asked)
-        machines = {(record["made"]["cpu"], record["made"].get("gpu")) for record in records}
+        machines = {(record["made"]["cpu"], record["made"]["gpu"]) for record in records}
         for cost in records[0]["of a step"]:
             if cost != "seconds" or len(machines) == 1:
                 row[cost] = statistics.mean(record["of a step"][cost] for record in records)
@@ -216,7 +220,7 @@ def picture(study: Study, options: argparse.Namespace) -> bytes:
                 if ended is None:
                     continue
                 height = row + (place - (len(options.seeds) - 1) / 2) / 8
-                look = {"ms": 4, "color": curves.COLOURS[place % len(curves.COLOURS)]}
+                look = {"ms": 4, "color": curves.COLOURS[seed % len(curves.COLOURS)]}
                 if began:
                     axes.plot(began[0] / began[1], height, "o", mfc="white", **look)
                 share = ended[0] / ended[1]
@@ -248,7 +252,7 @@ def compared(mine: list[dict], theirs: list[dict | None], other: str) -> dict:
 
 
 def main(study: Study, description: str) -> None:
-    """Runs what is missing, prints and writes the table. Exits if nothing was evaluated."""
+    """Runs what is missing; table and picture are of all records. Exits if there are none."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0], allow_abbrev=False)
     add_options(parser, study.arms, f"{study.recipe}-bench", seeds=[0], threads="2")
     parser.add_argument("--eval_questions", default=study.asked, help="of the evaluations")
@@ -257,6 +261,8 @@ def main(study: Study, description: str) -> None:
     options, options.more = parser.parse_known_args()
     if not options.table:
         run_missing(study, options)
+    names = [path.stem.rsplit("-", 2) for path in options.records.glob("*-[0-9]*-*.json")]
+    options.seeds = sorted({int(seed) for _, seed, _ in names})
     rows = summarise(study, options)
     if not rows:
         sys.exit(f"there is no record of an evaluation in {options.records}")

@@ -2,7 +2,7 @@
 
     python -m bench.atlas --bf16 on --arms rl                        seed 0
     python -m bench.atlas --bf16 on --seeds 0 1 2 --arms rl frozen   also with System 1 frozen
-    python -m bench.atlas --seeds 0 1 2 --table                      tabulates what is there
+    python -m bench.atlas --table                                    tabulates what is there
 
 How arms are run and compared: bench/arms.py. Results: bench/results/atlas/table.json.
 Tests: pytest tests/test_bench.py

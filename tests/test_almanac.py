@@ -156,6 +156,14 @@ def test_demonstrations_are_true_and_show_a_little_silence():
         assert (made is not None) == possible
 
 
+def test_a_warm_start_belongs_to_the_limits_that_its_demonstrations_had(monkeypatch):
+    monkeypatch.setattr(almanac, "made_once", lambda folder, make: folder)
+    monkeypatch.setattr(almanac, "demonstrations", lambda *given: None)
+    changes = ({}, {"sys1_prompt": 900}, {"max_turns": 3}, {"credit": "own", "lr": 1.0})
+    made = [almanac.warm_model(AlmanacConfig(model="m", **change), []) for change in changes]
+    assert len(set(made)) == 3 and made[0] == made[3]
+
+
 # ---------------------------------------------------------------- notes and credit
 
 LIMA = Fact("Peru", "capital", ("Lima",), "Peru: Government", "Capital\nname: Lima")
@@ -241,7 +249,7 @@ def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
         f"read {fact.group}": [2, 2],
         "rightly silent": [2, 3],
         "wrongly silent": [0, 2],
-        "contradicted": [1, 2],
+        "different notes": [1, 2],
     }
 
 

@@ -124,11 +124,11 @@ def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, mon
 
     monkeypatch.setattr(arms, "carry_out", carry_out)
     monkeypatch.setattr(arms, "DECODING", ("sampled",))
-    config = json.dumps(vars(mars.MarsConfig(model="START")))
     line = {"step": 3, "eval_step": 4, "calls_per_question": 2, "seconds_train": 5}
     for name in ("rl-0", "rl-1", "frozen-0"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(config)
+        config = mars.MarsConfig(model="START", seed=int(name[-1]))
+        (tmp_path / name / "config.json").write_text(json.dumps(vars(config)))
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line))
     for step in (2, 4):  # for the last state there may have been no room
         state = tmp_path / "rl-0" / "state" / f"step_{step:06d}"

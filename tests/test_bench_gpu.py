@@ -27,8 +27,6 @@ def test_a_step_is_rehearsed_by_the_lines_of_the_day(name, base, tmp_path, monke
 
     def forked(line, *, cwd, check):
         _, script, *options = line
-        if script == "-m":
-            script = f"{options.pop(0).replace('.', '/')}.py"
         assert launch.launch(cwd / script, *options, log=tmp_path / "log", world=1) == 0
 
     monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(run=forked))

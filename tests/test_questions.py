@@ -15,14 +15,7 @@ import pytest
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError
 
 from config import UserError
-from tasks.questions import (
-    BENCHMARKS,
-    FLASHRAG,
-    Question,
-    load_questions,
-    same_question,
-    split,
-)
+from tasks.questions import BENCHMARKS, FLASHRAG, Question, load_questions, same_question, split
 
 
 def line(number, **more):
