@@ -62,7 +62,7 @@ class AlmanacConfig(MarsConfig):
     warm_steps: int = 16  # optimizer steps on demonstrations; 0: RL starts from --model itself
     read_every: int = 2  # of these steps one in so many teaches System 1 as well
     idle: float = 0.6  # demonstrated silent notes for each that tells a fact, on average
-    credit: Literal["mars", "pooled", "own", "even"] = "mars"  # what notes earn: `credit` below
+    credit: Literal["mars", "pooled", "own", "even"] = "mars"  # what notes earn; see credit()
     edition: str = no_option("short")  # of the pages
 
     for_training = MarsConfig.for_training | {"warm_steps", "read_every", "idle", "credit"}
