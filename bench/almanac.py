@@ -64,7 +64,7 @@ STUDY = arms.Study(
         "inherited": ["--shared_group"],
         "pooled": ["--credit", "pooled"],
         "own": ["--credit", "own"],
-        "even": ["--credit", "even"],
+        "candid": ["--credit", "candid"],
         "group-16": ["--group", "16"],
         "no-purpose": ["--no-purpose"],
         "no-packing": ["--no-packing"],

@@ -62,7 +62,7 @@ class AlmanacConfig(MarsConfig):
     warm_steps: int = 16  # optimizer steps on demonstrations; 0: RL starts from --model itself
     read_every: int = 2  # of these steps one in so many teaches System 1 as well
     idle: float = 0.6  # demonstrated silent notes for each that tells a fact, on average
-    credit: Literal["mars", "pooled", "own", "even"] = "mars"  # what notes earn; see credit()
+    credit: Literal["mars", "pooled", "own", "candid"] = "mars"  # what notes earn; see credit()
     edition: str = no_option("short")  # of the pages
 
     for_training = MarsConfig.for_training | {"warm_steps", "read_every", "idle", "credit"}
@@ -280,7 +280,8 @@ def credit(
     pooled    the same, and both roles are one group and one term of the loss
     own       a note's reward is its own, 1 if it is right, and is compared with those of the notes
               on the same chunk for the same purpose
-    even      the same, but all notes on chunks with the fact count as much as all on chunks without
+    candid    the same, but silence about a fact earns -1, less than a wrong word, and all notes on
+              chunks with the fact count as much as all on chunks without
     """
     terms = mars.credit(config, trajectories, step)
     if config.credit == "mars":
@@ -291,12 +292,14 @@ def credit(
         return {"all": samples}
     notes = [note for t in trajectories for note in t.notes]
     rewards = [float(note.right) for note in notes]
+    if config.credit == "candid":
+        rewards = [right - (n.holds and n.silent) for right, n in zip(rewards, notes)]
     prompts = [tuple(n.sample.tokens[: n.sample.mask.index(True)]) for n in notes]
     divide = config.advantage == "std"
     advantages = grpo.group_advantages(torch.tensor(rewards), prompts, divide=divide)
     for note, advantage in zip(notes, advantages.tolist()):
         note.sample.advantage = advantage
-    if config.credit == "even":
+    if config.credit == "candid":
         # Of all ranks: a rank's share of the questions must not change what a note weighs.
         kinds = reduced({holds: sum(n.holds == holds for n in notes) for holds in (True, False)})
         for note in notes:

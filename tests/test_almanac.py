@@ -37,9 +37,6 @@ def world(request):
     return almanac_world.make_world(request.param)
 
 
-# ---------------------------------------------------------------- facts and pages
-
-
 @needs_pages
 def test_each_gold_stands_in_its_page_and_is_the_fields_own(world):
     """Read here without the patterns: the line of the field, in the document of its section."""
@@ -114,9 +111,6 @@ def test_countries_attributes_and_questions_are_split(world):
         assert not any(almanac_world.says(question.text, gold) for gold in question.golden_answers)
 
 
-# ---------------------------------------------------------------- demonstrations
-
-
 def playing(**limits):
     """(config, chat, tools) with a tokenizer of few words, and so with wide limits."""
     wide = dict.fromkeys(("sys2_context", "sys1_prompt", "kv_tokens"), 99_999)
@@ -164,8 +158,6 @@ def test_a_warm_start_belongs_to_the_limits_that_its_demonstrations_had(monkeypa
     assert len(set(made)) == 3 and made[0] == made[3]
 
 
-# ---------------------------------------------------------------- notes and credit
-
 LIMA = Fact("Peru", "capital", ("Lima",), "Peru: Government", "Capital\nname: Lima")
 
 
@@ -199,7 +191,7 @@ def two_attempts():
         ("mars", (1, -1), (1, -1), (1, 1)),
         ("pooled", (1, -1), (1, -1), (1, 1)),
         ("own", (0, 0), (1, -1), (1, 1)),  # both are right on chunk 1, whatever came of it
-        ("even", (0, 0), (1, -1), (1.5, 0.75)),  # two notes weigh as much as the four others
+        ("candid", (0, 0), (1, -1), (1.5, 0.75)),  # two notes weigh as much as the four others
     ],
 )
 def test_rules_of_credit(rule, told, elsewhere, copies):
@@ -212,6 +204,18 @@ def test_rules_of_credit(rule, told, elsewhere, copies):
         assert advantages[2] == advantages[5] == 0
     assert {(note.holds, note.sample.copies) for note in notes} == {*zip((True, False), copies)}
     assert list(terms) == (["all"] if rule == "pooled" else ["sys2", "sys1"])
+
+
+def test_silence_about_a_fact_is_worse_than_a_wrong_word_by_one_rule():
+    for rule, expected in (("own", (2 / 3, -1 / 3, -1 / 3)), ("candid", (1, 0, -1))):
+        trajectories, _ = two_attempts()
+        texts = ("It is Lima.", "It is Cusco.", almanac.IDLE)
+        notes = [a_note(1, text, 0.0, True) for text in texts]
+        trajectories[0].notes, trajectories[1].notes = notes, []
+        almanac.credit(
+            AlmanacConfig(credit=rule, balance="none", advantage="mean"), trajectories, 0
+        )
+        assert [note.sample.advantage for note in notes] == pytest.approx(expected)
 
 
 def test_a_rule_of_credit_beside_another_is_refused():

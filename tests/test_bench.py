@@ -16,8 +16,6 @@ from bench import sampler as bench
 from config import parse, parser, resolve
 from siblings import marsrl, matpo
 
-# ---------------------------------------------------------------- common
-
 
 def test_a_row_is_written_when_it_is_measured_and_a_failure_is_a_row(tmp_path):
     made = common.Bench("name", "the command", tmp_path / "new")
@@ -97,9 +95,6 @@ def test_arms_are_compared_seed_by_seed_and_only_what_is_missing_is_run(tmp_path
     assert "full-2" in full and "--resume" not in full
     assert {"purpose_off-2", "--no-purpose", "--resume"} <= set(off)
     assert all("--lr 1e-3" in " ".join(line) for line in started)
-
-
-# ---------------------------------------------------------------- the atlas
 
 
 def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, monkeypatch):
