@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import re
@@ -180,6 +181,7 @@ def children(parent: int, named: str = "") -> set[int]:
 
 def possessions() -> tuple:
     """What a call may leave behind: children, zombies included, descriptors, slots taken."""
+    gc.collect()  # what other tests left open is closed at a time of its own otherwise
     free_slots = python._slots._value
     return children(os.getpid()), sorted(os.listdir("/proc/self/fd")), free_slots
 
