@@ -8,7 +8,7 @@ On a GPU eight arms side by side (--arms ARM --seeds SEED --threads 1) take some
 How arms are run and compared: bench/arms.py; a run keeps 3 GB. A cell is what RL has seen (country
 seen or new; attribute taught by demonstrations, trained by RL, or unseen), or what notes are worth.
 
-Results: bench/results/almanac/table.json; the rules of credit, which had starts of their own, in
+Results: bench/results/almanac/table.json; rules of credit that began with other warm starts have
 bench/results/almanac/credit (--records FOLDER/records). Tests: pytest tests/test_almanac.py
 """
 

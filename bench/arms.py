@@ -125,7 +125,7 @@ def run_missing(study: Study, options: argparse.Namespace) -> None:
                 folders.write_whole(path, json.dumps(record).encode())
 
 
-def evaluate(study: Study, options, program: list[str], arm: str, run: Path, model, decoding):
+def evaluate(study: Study, options, program, arm: str, run: Path, model: str, decoding) -> dict:
     """The record of an arm's last weights, or of its first ones if `model` is a start's name."""
     made = folders.read_json(run / "config.json")
     line = [*program, "eval"]

@@ -241,7 +241,7 @@ def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
     chunks = [
         {"prompt": read, "note": f"It is {fact.golds[0]}.<|im_end|>"},
         {"prompt": f"{fact.title}\nelse", "note": "Nothing here.<|im_end|>"},
-        {"prompt": "elsewhere", "note": "Something.<|im_end|>"},
+        {"prompt": f"elsewhere\n{fact.line}", "note": "Something.<|im_end|>"},
     ]
     turns = [{"chunks": chunks}, {"chunks": chunks[:2]}]
     record = {"question_id": question.id, "reward": 1.0, "turns": turns}

@@ -146,8 +146,10 @@ def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, mon
     record = json.loads(path.read_text())
     record["made"]["gpu"] = "another machine, whose seconds are others"
     path.write_text(json.dumps(record))
-    _, run, _ = arms.summarise(atlas.STUDY, options)
-    assert run["calls"] == 2 and "seconds" not in run
+    monkeypatch.setattr(sys, "argv", ["", "--table", "--records", str(records)])
+    arms.main(atlas.STUDY, "")  # of all seeds that have a record
+    _, run, _ = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert run["seeds"] == 2 and run["calls"] == 2 and "seconds" not in run
 
 
 # ---------------------------------------------------------------- the sampler and its peers
@@ -172,9 +174,6 @@ def test_weights_and_pages_are_counted_as_they_are_made():
         looked_up = 0 if shape["tie_word_embeddings"] else embedding
         assert bench.weight_bytes(shape) == 2 * (matrices - looked_up)
     assert bench.token_bytes(bench.QWEN3_8B) == 144 * 1024
-
-
-# ---------------------------------------------------------------- the loss and the training step
 
 
 def test_our_loss_is_nearer_to_float64_than_bf16_logits():
