@@ -17,9 +17,9 @@ sixteen attributes, and to say "Nothing here." now and then. So it reads some at
 others, and makes something up on most chunks that lack the fact: a gap that RL may close.
 
 metrics.jsonl says what notes are worth. read_taught, read_trained, read_unseen: of the chunks that
-hold the fact, the share whose notes tell it. silent_right, silent_wrong: of the chunks without and
-with it, the share where the note is "Nothing here." tokens_read: what all roles of an attempt were
-given, shared beginnings counted each time.
+hold the fact, the share whose notes tell it. rightly_silent, wrongly_silent: of the chunks without
+and with it, the share where the note is "Nothing here." tokens_read: what all roles of an attempt
+were given, shared beginnings counted each time.
 
 Tests: pytest tests/test_almanac.py
 """
@@ -256,7 +256,7 @@ def metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
     part = Counter()
     whole = Counter()
     for note in (note for t in trajectories for note in t.notes):
-        silence = "silent_wrong" if note.holds else "silent_right"
+        silence = "wrongly_silent" if note.holds else "rightly_silent"
         part[silence] += note.silent
         whole[silence] += 1
         if note.holds:
@@ -264,7 +264,8 @@ def metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
             whole[f"read_{note.fact.group}"] += 1
     part["tokens_read"] = sum(s.mask.count(False) for t in trajectories for s in t.samples())
     whole["tokens_read"] = len(trajectories)
-    names = [*(f"read_{group}" for group in GROUPS), "silent_right", "silent_wrong", "tokens_read"]
+    names = [f"read_{group}" for group in GROUPS]
+    names += ["rightly_silent", "wrongly_silent", "tokens_read"]
     return {name: (float(part[name]), float(whole[name])) for name in names}
 
 

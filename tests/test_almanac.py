@@ -229,8 +229,8 @@ def test_what_a_note_is_worth():
     assert [note.right for note in notes] == [True, True, True, True, False, False]
     assert not a_note(1, "Nothing here.", 1.0, True).right
     made = almanac.metrics(trajectories)
-    assert made["read_taught"] == (2, 2) and made["silent_right"] == (2, 4)
-    assert made["silent_wrong"] == (0, 2) and made["tokens_read"] == (8, 2)
+    assert made["read_taught"] == (2, 2) and made["rightly_silent"] == (2, 4)
+    assert made["wrongly_silent"] == (0, 2) and made["tokens_read"] == (8, 2)
 
 
 @needs_pages

@@ -12,6 +12,8 @@ from test_mars import run as command
 from plumbing import models, start
 from trainer import load_model
 
+FROZEN = ["--system1", "frozen", "--kl_beta", "0.01", "--inner_steps", "1"]
+
 
 @pytest.fixture(scope="module")
 def trained(base, tmp_path_factory):
@@ -19,7 +21,9 @@ def trained(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     begin = shutil.copytree(base, folder / "start")
     line = ["--model", begin, "--runs", folder / "runs", "--name", "x", "--steps", 2, *SMALL]
-    assert command(*line, "--system1", "frozen", grade=half) == 0
+    assert command(*line, *FROZEN, grade=half) == 0
+    one, two = metrics(folder / "runs" / "x")
+    assert one["kl"] == 0 < two["kl"], "the reference is the start, not the policy"
     shutil.rmtree(begin)  # an evaluation must not need it
     return folder / "runs" / "x"
 
@@ -80,7 +84,7 @@ def resume(run: Path, begin: Path, steps: int) -> int:
     saved = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(saved | {"model": str(begin)}))
     line = ["--model", begin, "--runs", run.parent, "--name", "x", "--steps", steps, *SMALL]
-    return command(*line, "--system1", "frozen", "--resume", grade=half)
+    return command(*line, *FROZEN, "--resume", grade=half)
 
 
 def test_a_resumed_run_goes_on_with_its_own_frozen_model(run, base, played):

@@ -133,7 +133,8 @@ def played(tmp_path_factory):
 
     def noted(run, step, phases):
         trajectories = plain(run, step, phases)
-        kept = SimpleNamespace(**vars(phases), values=mifo.values(run.policy))
+        now = {"values": mifo.values(run.policy), "moments": bool(run.optimizer.state)}
+        kept = SimpleNamespace(**vars(phases), **now)
         seen[run.config.freeze][1].append(kept)
         return trajectories
 
@@ -152,6 +153,7 @@ def test_frozen_entries_stay_bit_for_bit_and_all_others_move(played):
     """Momentum and weight decay would move a parameter whose gradient is 0."""
     for freeze in ("moved", "none"):
         _, steps = played[freeze]
+        assert [step.moments for step in steps] == [False, True] * 4, "each phase begins anew"
         first, second, after = steps[2], steps[3], steps[4]
         frozen = first.frozen
         assert frozen.float().mean() == pytest.approx(0.5 * (freeze == "moved"), abs=1e-5)

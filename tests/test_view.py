@@ -201,9 +201,6 @@ def test_a_page_stays_small_and_asks_nothing_of_the_outside(tmp_path, monkeypatc
     assert not [word for word in ("url(", "@import", "http://", "https://") if word in content]
 
 
-# ------------------------------------------------------------------------ the curves
-
-
 def test_curves_draw_all_that_was_logged(tmp_path, monkeypatch, draw):
     seen = {}
     real = curves.draw_panel
@@ -223,9 +220,6 @@ def test_curves_draw_all_that_was_logged(tmp_path, monkeypatch, draw):
     assert [*seen["Reward in training"].values()] == [[step / 100 for step in range(2, 41)]]
     wrong = {name: line[0] for name, line in seen["Log-prob per token, wrong attempts"].items()}
     assert wrong == {"System 2": 2, "Read $\\x$": 4}
-
-
-# ----------------------------------------------------------------------- the command
 
 
 def test_the_command_prints_both_paths_or_one_sentence(tmp_path, capsys):
