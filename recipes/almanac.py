@@ -232,11 +232,15 @@ class Note:
         return IDLE.removesuffix(".").lower() in self.text.lower()
 
     @property
-    def right(self) -> bool:
-        """It tells the fact, in whole words, or is rightly silent."""
+    def told(self) -> bool:
+        """It has the right answer in it, in whole words."""
         said = f" {grading.normalise(self.text)} "
-        told = any(f" {grading.normalise(gold)} " in said for gold in self.fact.golds)
-        return told if self.holds else self.silent
+        return any(f" {grading.normalise(gold)} " in said for gold in self.fact.golds)
+
+    @property
+    def right(self) -> bool:
+        """It tells the fact that is there, or is rightly silent."""
+        return self.told if self.holds else self.silent
 
 
 async def episode(env: Env, trajectory: Trajectory) -> None:
@@ -281,8 +285,9 @@ def credit(
     pooled    the same, and both roles are one group and one term of the loss
     own       a note's reward is its own, 1 if it is right, and is compared with those of the notes
               on the same chunk for the same purpose
-    candid    the same, but silence about a fact earns -1, less than a wrong word, and all notes on
-              chunks with the fact count as much as all on chunks without
+    candid    the same without being told which chunks hold the fact: it is those of which a note
+              tells it. Silence there earns -1, less than a wrong word, and all notes on such chunks
+              count as much as all on the others
     """
     terms = mars.credit(config, trajectories, step)
     if config.credit == "mars":
@@ -292,19 +297,23 @@ def credit(
         mars.set_advantages(config, samples)
         return {"all": samples}
     notes = [note for t in trajectories for note in t.notes]
-    rewards = [float(note.right) for note in notes]
-    if config.credit == "candid":
-        rewards = [right - (n.holds and n.silent) for right, n in zip(rewards, notes)]
     prompts = [tuple(n.sample.tokens[: n.sample.mask.index(True)]) for n in notes]
+    holds = [note.holds for note in notes]
+    if config.credit == "candid":
+        telling = {prompt for prompt, note in zip(prompts, notes) if note.told}
+        holds = [prompt in telling for prompt in prompts]
+    rewards = [float(n.told if held else n.silent) for n, held in zip(notes, holds)]
+    if config.credit == "candid":
+        rewards = [r - (held and n.silent) for r, n, held in zip(rewards, notes, holds)]
     divide = config.advantage == "std"
     advantages = grpo.group_advantages(torch.tensor(rewards), prompts, divide=divide)
     for note, advantage in zip(notes, advantages.tolist()):
         note.sample.advantage = advantage
     if config.credit == "candid":
         # Of all ranks: a rank's share of the questions must not change what a note weighs.
-        kinds = reduced({holds: sum(n.holds == holds for n in notes) for holds in (True, False)})
-        for note in notes:
-            note.sample.copies = sum(kinds.values()) / 2 / kinds[note.holds]
+        kinds = reduced({kind: holds.count(kind) for kind in (True, False)})
+        for note, held in zip(notes, holds):
+            note.sample.copies = sum(kinds.values()) / 2 / kinds[held]
     return terms
 
 

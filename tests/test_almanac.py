@@ -206,16 +206,25 @@ def test_rules_of_credit(rule, told, elsewhere, copies):
     assert list(terms) == (["all"] if rule == "pooled" else ["sys2", "sys1"])
 
 
-def test_silence_about_a_fact_is_worse_than_a_wrong_word_by_one_rule():
-    for rule, expected in (("own", (2 / 3, -1 / 3, -1 / 3)), ("candid", (1, 0, -1))):
-        trajectories, _ = two_attempts()
-        texts = ("It is Lima.", "It is Cusco.", almanac.IDLE)
-        notes = [a_note(1, text, 0.0, True) for text in texts]
-        trajectories[0].notes, trajectories[1].notes = notes, []
-        almanac.credit(
-            AlmanacConfig(credit=rule, balance="none", advantage="mean"), trajectories, 0
-        )
-        assert [note.sample.advantage for note in notes] == pytest.approx(expected)
+LOST = ["It is Lima.", "It is Cusco.", almanac.IDLE]
+
+
+@pytest.mark.parametrize(
+    "rule, holds, texts, expected",
+    [
+        ("own", True, LOST, (2 / 3, -1 / 3, -1 / 3)),
+        ("candid", True, LOST, (1, 0, -1)),
+        ("candid", False, LOST, (1, 0, -1)),  # nobody tells it which chunk holds the fact
+        ("candid", True, LOST[1:], (-1 / 2, 1 / 2)),  # and nobody has told the fact
+    ],
+)
+def test_silence_is_worse_than_a_wrong_word_where_another_tells(rule, holds, texts, expected):
+    trajectories, _ = two_attempts()
+    notes = [a_note(1, text, 0.0, holds) for text in texts]
+    trajectories[0].notes, trajectories[1].notes = notes, []
+    config = AlmanacConfig(credit=rule, balance="none", advantage="mean")
+    almanac.credit(config, trajectories, 0)
+    assert [note.sample.advantage for note in notes] == pytest.approx(expected)
 
 
 def test_a_rule_of_credit_beside_another_is_refused():

@@ -14,8 +14,6 @@ from sampler.graphs import Graphs
 from sampler.model import PACKED_ROWS, Model, unsupported
 from sampler.plan import Batch
 
-# ---------------------------------------------------------------- which models
-
 DYNAMIC = dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
 WINDOWS = dict(use_sliding_window=True, sliding_window=6, max_window_layers=1)
 REFUSED = [
@@ -36,9 +34,6 @@ def test_what_it_would_get_wrong_is_named(kind, options, reason):
             Sampler(lively(kind), max_tokens=256)
 
 
-# ---------------------------------------------------------------- exact on every path
-
-
 @pytest.mark.parametrize("length", [PACKED_ROWS - 1, PACKED_ROWS])
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_weights_give_the_same_products(length, bias):
@@ -51,9 +46,6 @@ def test_packed_weights_give_the_same_products(length, bias):
     x = torch.randn(length, SHAPE["intermediate_size"])
     expected = other.model.layers[1].mlp.down_proj(x)
     assert torch.allclose(forward.linear(x, "1.down"), expected, rtol=1e-4, atol=1e-4)
-
-
-# ---------------------------------------------------------------- paths that only CUDA takes
 
 
 def test_a_head_size_that_the_kernel_does_not_take_is_refused_on_cuda():

@@ -20,9 +20,6 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-# ---------------------------------------------------------------------------- folders of the cache
-
-
 def test_what_fails_is_not_there_and_is_made_anew_once(tmp_path):
     def fail(folder):
         fill(folder)
@@ -56,9 +53,6 @@ def test_of_many_one_makes_it_and_the_others_wait(tmp_path):
     assert [one.result() for one in all_] == [folder] * 8 and len(made) == 1
 
 
-# ------------------------------------------------------------------------------ a run's own folder
-
-
 def test_of_many_that_claim_a_folder_one_gets_it(tmp_path):
     """And nobody goes on with it meanwhile."""
     folder = tmp_path / "runs" / "x"
@@ -68,9 +62,6 @@ def test_of_many_that_claim_a_folder_one_gets_it(tmp_path):
     assert folders.lock(folder) is None
     held.close()
     assert folders.lock(folder)
-
-
-# -------------------------------------------------------------------------------------------- files
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

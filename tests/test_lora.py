@@ -41,9 +41,6 @@ def learn(policy):
     return optimizer
 
 
-# ---------------------------------------------------------------- forward and gradient
-
-
 def test_the_gradient_is_the_dense_one_projected():
     """y = (W + s B A) x, so dB = s dW Aᵀ and dA = s Bᵀ dW."""
     adapted = with_adapters(model("qwen2"))
@@ -81,9 +78,6 @@ def test_training_begins_at_the_model_itself():
     assert 0.9 < drawn[0].std() / (32**-0.5 / 3**0.5) < 1.1
 
 
-# ---------------------------------------------------------------- the reference
-
-
 def test_with_the_adapters_off_the_policy_is_the_model_it_began_with():
     """Bit by bit, and they are on again afterwards."""
     (batch,) = pack(make_samples())
@@ -96,9 +90,6 @@ def test_with_the_adapters_off_the_policy_is_the_model_it_began_with():
     assert torch.equal(trainer.logprob(reference, batch, 1.0), start)
     assert torch.equal(trainer.logprob(policy, batch, 1.0), trained)
     assert not torch.equal(trained, start)
-
-
-# ---------------------------------------------------------------- on disk
 
 
 def test_a_state_brings_the_adapters_back_beside_the_merged_model(tmp_path):
