@@ -284,7 +284,7 @@ def credit(
     mars      a note takes its attempt's reward; all notes of a question are a group
     pooled    the same, and both roles are one group and one term of the loss
     own       a note's reward is its own, 1 if it is right, and is compared with those of the notes
-              on the same chunk for the same purpose
+              on the same chunk for the same question and purpose
     candid    the same without being told which chunks hold the fact: it is those of which a note
               tells it. Silence there earns -1, less than a wrong word, and all notes on such chunks
               count as much as all on the others
@@ -297,23 +297,24 @@ def credit(
         mars.set_advantages(config, samples)
         return {"all": samples}
     notes = [note for t in trajectories for note in t.notes]
-    prompts = [tuple(n.sample.tokens[: n.sample.mask.index(True)]) for n in notes]
+    samples = [note.sample for note in notes]
+    chunks = [(s.question_index, *s.tokens[: s.mask.index(True)]) for s in samples]
     holds = [note.holds for note in notes]
     if config.credit == "candid":
-        telling = {prompt for prompt, note in zip(prompts, notes) if note.told}
-        holds = [prompt in telling for prompt in prompts]
+        telling = {chunk for chunk, note in zip(chunks, notes) if note.told}
+        holds = [chunk in telling for chunk in chunks]
     rewards = [float(n.told if held else n.silent) for n, held in zip(notes, holds)]
     if config.credit == "candid":
         rewards = [r - (held and n.silent) for r, n, held in zip(rewards, notes, holds)]
     divide = config.advantage == "std"
-    advantages = grpo.group_advantages(torch.tensor(rewards), prompts, divide=divide)
-    for note, advantage in zip(notes, advantages.tolist()):
-        note.sample.advantage = advantage
+    advantages = grpo.group_advantages(torch.tensor(rewards), chunks, divide=divide)
+    for sample, advantage in zip(samples, advantages.tolist()):
+        sample.advantage = advantage
     if config.credit == "candid":
         # Of all ranks: a rank's share of the questions must not change what a note weighs.
         kinds = reduced({kind: holds.count(kind) for kind in (True, False)})
-        for note, held in zip(notes, holds):
-            note.sample.copies = sum(kinds.values()) / 2 / kinds[held]
+        for sample, held in zip(samples, holds):
+            sample.copies = sum(kinds.values()) / 2 / kinds[held]
     return terms
 
 

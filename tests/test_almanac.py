@@ -227,6 +227,14 @@ def test_silence_is_worse_than_a_wrong_word_where_another_tells(rule, holds, tex
     assert [note.sample.advantage for note in notes] == pytest.approx(expected)
 
 
+def test_notes_on_one_chunk_for_two_questions_are_not_compared():
+    trajectories, notes = two_attempts()
+    for place, note in enumerate(notes):
+        note.sample.question_index = place
+    almanac.credit(AlmanacConfig(credit="own", balance="none"), trajectories, 0)
+    assert not any(note.sample.advantage for note in notes)
+
+
 def test_a_rule_of_credit_beside_another_is_refused():
     for other in ({"balance": "uniform"}, {"system1": "frozen"}, {"shared_group": True}):
         with pytest.raises(UserError, match="--credit"):
