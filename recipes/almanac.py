@@ -285,9 +285,9 @@ def credit(
     pooled    the same, and both roles are one group and one term of the loss
     own       a note's reward is its own, 1 if it is right, and is compared with those of the notes
               on the same chunk for the same question and purpose
-    candid    the same without being told which chunks hold the fact: it is those of which a note
-              tells it. Silence there earns -1, less than a wrong word, and all notes on such chunks
-              count as much as all on the others
+    candid    the same, but nobody says which chunks hold the fact: those where one of the notes
+              tells it are taken to. Silence there earns -1, less than a wrong word, and all notes
+              on such chunks count as much as all on the others
     """
     terms = mars.credit(config, trajectories, step)
     if config.credit == "mars":
