@@ -66,6 +66,7 @@ STUDY = arms.Study(
         "own": ["--credit", "own"],
         "candid": ["--credit", "candid"],
         "group-16": ["--group", "16"],
+        "group-32": ["--group", "32"],
         "no-purpose": ["--no-purpose"],
         "no-packing": ["--no-packing"],
     },
