@@ -56,6 +56,7 @@ STUDY = arms.Study(
     arms={
         "mars": [],
         "frozen": ["--system1", "frozen"],
+        "candid": ["--credit", "candid"],
         # A page's 12 sections share half of the context: cut to 42 tokens each, or whole (512).
         "none": ["--system1", "none"],
         "one-agent": ["--system1", "none", "--sys2_context", "12288"],
@@ -64,7 +65,6 @@ STUDY = arms.Study(
         "inherited": ["--shared_group"],
         "pooled": ["--credit", "pooled"],
         "own": ["--credit", "own"],
-        "candid": ["--credit", "candid"],
         "group-16": ["--group", "16"],
         "group-32": ["--group", "32"],
         "no-purpose": ["--no-purpose"],

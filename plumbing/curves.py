@@ -19,12 +19,12 @@ from plumbing.folders import read_lines, write_whole
 from plumbing.pages import count, cut, plain, roles_of
 
 # Colours of Okabe and Ito, which colour-blind readers distinguish.
-COLOURS = ["#0072b2", "#d55e00", "#009e73", "#777777", "#cc79a7"]
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#777777", "#cc79a7", "#56b4e9"]
 LOOK = {
     "axes.formatter.limits": (-3, 5),
     "axes.grid": True,
     "axes.grid.axis": "y",
-    "axes.prop_cycle": cycler(color=COLOURS, linestyle=["-", "--", ":", "-.", "-"]),
+    "axes.prop_cycle": cycler(color=COLOURS, linestyle=["-", "--", ":", "-.", "-", "--"]),
     "axes.spines.right": False,
     "axes.spines.top": False,
     "font.size": 9,

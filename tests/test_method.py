@@ -56,7 +56,7 @@ def count_on_ranks() -> None:
     method = dataclasses.replace(mars.METHOD, metrics=lambda trajectories: counted[rank])
     assert method_metrics([], method) == {"a": 2 / 3, "b": 1 / 2, "c": 1.0}
 
-    options = almanac.AlmanacConfig(credit="even", balance="none")
+    options = almanac.AlmanacConfig(credit="candid", balance="none")
     mine = [t for t in two_attempts()[0] if t.attempt == rank]
     if rank:
         mine[0].notes = mine[0].notes[:1]
