@@ -16,10 +16,10 @@ Demonstrations teach System 2 all that it needs, and System 1 as little as a sta
 sixteen attributes, and to say "Nothing here." now and then. So it reads some attributes better than
 others, and makes something up on most chunks that lack the fact: a gap that RL may close.
 
-metrics.jsonl says what notes are worth. read_taught, read_trained, read_unseen: of the chunks that
-hold the fact, the share whose notes tell it. rightly_silent, wrongly_silent: of the chunks without
-and with it, the share where the note is "Nothing here." tokens_read: what all roles of an attempt
-were given, shared beginnings counted each time.
+metrics.jsonl says what notes are worth. read_taught, read_trained, read_unseen: of the notes on
+chunks that hold the fact, the share that tells it. rightly_silent, wrongly_silent: of the notes on
+chunks without and with it, the share with "Nothing here" in it. tokens_read: what all roles of an
+attempt were given, shared beginnings counted each time.
 
 Tests: pytest tests/test_almanac.py
 """
@@ -283,11 +283,11 @@ def credit(
 
     mars      a note takes its attempt's reward; all notes of a question are a group
     pooled    the same, and both roles are one group and one term of the loss
-    own       a note's reward is its own, 1 if it is right, and is compared with those of the notes
-              on the same chunk for the same question and purpose
-    candid    the same, but nobody says which chunks hold the fact: those where one of the notes
-              tells it are taken to. Silence there earns -1, less than a wrong word, and all notes
-              on such chunks count as much as all on the others
+    own       a note's reward is its own, 1 if it is right and 0 if not, and is compared with those
+              of the notes on the same chunk for the same question and purpose
+    candid    likewise, but nobody says which chunks hold the fact: those where one of the notes
+              tells it are taken to. There telling it earns 1, silence -1, both or neither 0;
+              elsewhere silence earns 1. Notes on either kind of chunk have half of the weight
     """
     terms = mars.credit(config, trajectories, step)
     if config.credit == "mars":

@@ -162,8 +162,8 @@ LIMA = Fact("Peru", "capital", ("Lima",), "Peru: Government", "Capital\nname: Li
 
 
 def a_note(prompt, text, reward, holds):
-    """A System 1 sample: one token of a prompt, and one for its text."""
-    sample = Sample("sys1", 0, 0, [prompt, len(text)], [False, True], reward=reward)
+    """A System 1 sample: a prompt, which begins as all do, and one token for its text."""
+    sample = Sample("sys1", 0, 0, [0, prompt, len(text)], [False, False, True], reward=reward)
     return Note(text, LIMA, holds, sample)
 
 
@@ -216,6 +216,7 @@ LOST = ["It is Lima.", "It is Cusco.", almanac.IDLE]
         ("candid", True, LOST, (1, 0, -1)),
         ("candid", False, LOST, (1, 0, -1)),  # nobody tells it which chunk holds the fact
         ("candid", True, LOST[1:], (-1 / 2, 1 / 2)),  # and nobody has told the fact
+        ("candid", True, ["Nothing here. Lima.", "Cusco."], (0, 0)),
     ],
 )
 def test_silence_is_worse_than_a_wrong_word_where_another_tells(rule, holds, texts, expected):
@@ -255,7 +256,7 @@ def test_what_a_note_is_worth():
     assert not a_note(1, "Nothing here.", 1.0, True).right
     made = almanac.metrics(trajectories)
     assert made["read_taught"] == (2, 2) and made["rightly_silent"] == (2, 4)
-    assert made["wrongly_silent"] == (0, 2) and made["tokens_read"] == (8, 2)
+    assert made["wrongly_silent"] == (0, 2) and made["tokens_read"] == (14, 2)
 
 
 @needs_pages

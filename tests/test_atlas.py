@@ -249,7 +249,7 @@ def options(monkeypatch, home):
 def test_a_run_starts_warm_and_asks_about_its_world(preset, options):
     config = options(f"--preset {preset} --steps 7")
     assert (config.model, config.preset, config.steps) == ("warm/atlas", preset, 7)
-    assert config.top_k == atlas.SIZES[preset].top_k and config.eval_questions == 200
+    assert config.top_k == atlas.SIZES[preset].top_k and config.eval_questions == 64
     asked, held_out = questions.split(config.data, config.eval_data, held_out=200, seed=0)
     assert len(asked) == 1500 and len(held_out) == 200
     assert {question.source for question in held_out} == set(atlas.SIZES[preset].kinds)
@@ -261,7 +261,7 @@ def test_a_run_starts_warm_and_asks_about_its_world(preset, options):
 def test_a_plain_model_is_asked_as_a_run_would_be(options):
     config = options("eval smollm2 --preset atlas-long --max_turns 3")
     assert (config.max_turns, config.sys1_prompt) == (3, atlas.ATLAS_LONG["sys1_prompt"])
-    assert config.data.endswith("held_out.jsonl") and config.eval_questions == 200
+    assert config.data.endswith("held_out.jsonl") and config.eval_questions == 64
     assert config.docs.endswith("held_out_pages.jsonl") and "atlas-long" in config.docs
     assert options("eval smollm2 --data own.jsonl --docs own").data == "own.jsonl"
     assert options("--data own.jsonl").data == "own.jsonl", "nor is it replaced in training"
