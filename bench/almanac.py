@@ -4,7 +4,7 @@
     python -m bench.almanac --seeds 0 1 2                        every arm: days on two cores
     python -m bench.almanac --table                              tabulates what is there
 
-On a GPU eight arms side by side (--arms ARM --seeds SEED --threads 1) take some four minutes.
+On an H100 seven arms side by side (--arms ARM --seeds SEED --threads 1) take some four minutes.
 How arms are run and compared: bench/arms.py; a run keeps 3 GB. A cell is what RL has seen (country
 seen or new; attribute taught by demonstrations, trained by RL, or unseen), or what notes are worth.
 

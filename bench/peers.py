@@ -18,6 +18,7 @@ greedy). Work of TRL: see `trl`. Tests: pytest tests/test_bench.py
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -174,6 +175,8 @@ def first(name: str, pythons: list[str], rounds: int, **work) -> dict:
         if done.stdout:
             return json.loads(done.stdout)
         why = done.stderr.strip().rpartition("\n")[2][:100] or "it ended without a word"
+        if done.returncode < 0:  # then stderr's last line is about something else
+            raise RuntimeError(f"died of {signal.Signals(-done.returncode).name}")
         if "No module named" not in why:
             break  # this environment has it
     raise RuntimeError(why)

@@ -228,14 +228,6 @@ def test_silence_is_worse_than_a_wrong_word_where_another_tells(rule, holds, tex
     assert [note.sample.advantage for note in notes] == pytest.approx(expected)
 
 
-def test_the_two_kinds_of_chunks_weigh_alike_over_all_ranks(monkeypatch):
-    there = {True: 6, False: 2}  # notes of another rank
-    monkeypatch.setattr(almanac, "reduced", lambda own: {k: own[k] + there[k] for k in own})
-    trajectories, notes = two_attempts()
-    almanac.credit(AlmanacConfig(credit="candid", balance="none"), trajectories, 0)
-    assert {(note.holds, note.sample.copies) for note in notes} == {(True, 7 / 8), (False, 7 / 6)}
-
-
 def test_notes_on_one_chunk_for_two_questions_are_not_compared():
     trajectories, notes = two_attempts()
     for place, note in enumerate(notes):

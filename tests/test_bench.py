@@ -155,7 +155,7 @@ def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, mon
 # ---------------------------------------------------------------- the sampler and its peers
 
 
-def test_generate_has_our_tokens_in_a_process_of_its_own():
+def test_generate_has_our_tokens_in_a_process_of_its_own(tmp_path):
     made = common.Bench(tiny=True)
     bench.mixed(made)
     ours, generate, *others = made.rows
@@ -163,6 +163,11 @@ def test_generate_has_our_tokens_in_a_process_of_its_own():
     assert all("No module named" in row["failed"] for row in others)
     with pytest.raises(RuntimeError, match="generate.. missing"):  # a peer that fails says why
         peers.first("generate, left-padded", [sys.executable], 1, folder="none")
+    killed = tmp_path / "python"
+    killed.write_text("#!/bin/sh\necho 'a warning' >&2; kill -FPE $$\n")
+    killed.chmod(0o755)
+    with pytest.raises(RuntimeError, match="died of SIGFPE"):
+        peers.first("vLLM", [str(killed)], 1)
 
 
 def test_weights_and_pages_are_counted_as_they_are_made():
