@@ -38,7 +38,7 @@ class Config:
 
     # the run
     preset: str = "toy"  # where the other defaults come from: toy, or one of the method's
-    name: str = ""  # runs/NAME/; empty: toy, toy-2, … whichever is free
+    name: str = ""  # runs/NAME/; empty: one that is free
     runs: str = "runs"  # folder of all runs
     seed: int = 0  # of every draw, of the toy's world and of its base model
     steps: int = 40  # rollout batches; on the toy more add a few points
@@ -120,9 +120,9 @@ class Config:
 
     def check(self, training: bool) -> None:
         """Refuses values that contradict each other: UserError with one sentence."""
-        counts = "steps questions eval_every inner_steps micro_tokens kv_tokens max_sequences"
-        self.at_least(1, *counts.split(), "top_k", "threads", "group", "tool_seconds")
-        self.at_least(0, "eval_questions", "passage_words", "seed", "lora_rank", "warmup")
+        counts = "steps questions eval_every inner_steps micro_tokens kv_tokens"
+        self.at_least(1, *counts.split(), "top_k", "threads", "group")
+        self.at_least(0, "eval_questions", "seed", "lora_rank", "warmup")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int and value >= 1 << 31:  # PyTorch's own numbers are of fixed size
@@ -220,7 +220,7 @@ def option_line(name: str, kind: str, default: str, reason: str) -> str:
     """An option in the help: `  --steps N                          rollout batches; … [40]`."""
     choices = "|".join(re.findall(r'"(.*?)"', kind))
     shown = f"--{name} {choices or KINDS[kind]}"
-    return f"  {shown:<35}{reason}" + ("" if default == '""' else f" [{default}]")
+    return f"  {shown:<34} {reason}" + ("" if default == '""' else f" [{default}]")
 
 
 def help_at_once(description: str, path: str) -> None:

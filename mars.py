@@ -21,9 +21,8 @@ that all methods share.
     # the paper's setting, Qwen3-8B
     torchrun --nproc_per_node=8 mars.py --preset paper --data … --search serper
 
-Shapes everywhere: B rows in a batch, T tokens, V vocabulary, D hidden size, H heads (Hq query,
-Hkv key/value), Dh head size, N loss tokens, G attempts at a question, M System 1 samples of a
-question. A step of System 2 is what it samples in one turn; a training step is one batch.
+G are the attempts at a question, M its System 1 samples; other files declare their shapes' letters.
+A step of System 2 is what it samples in one turn; a training step is one batch.
 
 Our choices where the paper is silent stand in docs/choices.md. Of what System 2 samples two things
 are decoded and encoded again: the purpose, for System 1's prompt, and the name of a tool that does
@@ -62,7 +61,7 @@ class MarsConfig(Config):
     """MARS's own options, beside those that all methods share."""
 
     # arms for study
-    system1: Literal["train", "frozen", "none"] = "train"  # frozen: start's weights; none: raw text
+    system1: Literal["train", "frozen", "none"] = "train"  # frozen: start's weights; none: cut text
     balance: Literal["uniform", "none"] = "uniform"  # as many notes as System 2's samples, or all
     packing: bool = True  # without: one document per chunk
     purpose: bool = True  # without: System 1 is not told what to look for
@@ -231,8 +230,8 @@ async def observe(env: Env, trajectory: Trajectory, turn: Turn) -> list[Sequence
     turn.lengths = [len(tokens) for tokens in texts]
     if distilled:
         return await distil(env, trajectory, turn, texts, capacity)
-    # The documents share one of max_turns equal parts of System 2's context.
-    part = config.sys2_context // config.max_turns // len(texts)
+    # Each turn has an equal part of the context, which its documents share.
+    part = max(1, config.sys2_context // config.max_turns // len(texts))
     return [tokens[:part] for tokens in texts]
 
 
@@ -351,8 +350,8 @@ def credit(
             sample.advantage = inherited[sample.question_index, sample.attempt]
     else:
         set_advantages(config, sys1)
-    if config.system1 != "train":
-        sys1 = []
+    if config.system1 == "frozen":
+        sys1 = []  # recorded, not trained
     for sample in sys2 + sys1:
         sample.copies = 1
     if config.balance != "none":

@@ -177,19 +177,19 @@ class Env:
         call = turn.action.call
 
         def timed() -> list[Document]:
+            turn.seconds = self.config.tool_seconds  # unless it ends before its deadline
             start = time.perf_counter()
             try:
                 documents = self.tools[call.tool](call.argument)
             finally:
                 turn.seconds = time.perf_counter() - start
-            for document in documents:  # here, beside the decoding: the format keeps the ids
+            for document in documents:  # encoded in this thread; the format keeps the ids
                 self.chat.document(document)
             return documents
 
         try:
             turn.documents = await self.driver.call(timed, self.config.tool_seconds)
         except ToolError as error:
-            turn.seconds = turn.seconds or self.config.tool_seconds  # given up at its deadline
             turn.problem = f"tool failed: {error}"
             self.on_event("failed", str(error))
             raise

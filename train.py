@@ -114,7 +114,7 @@ def refuse_blind(run: Run, step: int, metrics: dict, trajectories: list[Trajecto
 
 
 def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
-    """Optimizer steps on L = Σ over the terms: `inner_steps`, which share out the questions."""
+    """`inner_steps` optimizer steps on the sum of the terms, each on a part of the questions."""
     config = run.config
     objective = {
         "clip_low": config.clip,
@@ -130,6 +130,9 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
             for term, samples in terms.items()
         }
         parts.append(prepare(run, part))
+    # Sampler and trainer are compared in the first part, so one that trains nothing goes last.
+    held = reduced({inner: len(samples) for inner, (samples, _) in enumerate(parts)})
+    parts = [parts[inner] for inner in sorted(range(len(parts)), key=lambda i: held[i] == 0)]
     decay_steps = config.steps if config.decay else None
     for param_group in run.optimizer.param_groups:
         param_group["lr"] = config.lr * trainer.schedule(step, config.warmup, decay_steps)
@@ -303,7 +306,7 @@ def main(
     """Trains, or evaluates or asks what was trained; returns the exit code, or ends a rank with it.
 
     `[options]` trains, `eval CKPT …` and `ask CKPT "question"` use a checkpoint. `complete(command,
-    given)` returns the given options with more added; it may take minutes to make what these name.
+    given)` adds to the given options; it may take minutes to make what they name.
     `additions` are those of `build`: tools, questions, a grader, a base model or a language of
     one's own.
     """

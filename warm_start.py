@@ -54,7 +54,7 @@ Batches = Callable[[object], Iterator[Batch]]  # makes them out of a tokenizer
 class WarmStart:
     """The options, each with its reason."""
 
-    model: str = models.SMOLLM2  # what to start from: smollm2, a folder, a hub name
+    model: str = "smollm2"  # what to start from: smollm2, a folder, a hub name
     data: str = ""  # JSON lines of {"messages": […]}
     out: str = "warm"  # the folder to write, as transformers loads it
     steps: int = 64  # optimizer steps
@@ -121,9 +121,7 @@ def learn(
         samples, weights, options.micro_tokens, device, pack=policy.packs
     )
     optimizer.zero_grad(set_to_none=True)
-    # On policy ρ is 1, and nothing is clipped.
-    objective = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
-    stats = trainer.backward(policy, micro_batches, on_policy=True, **objective)
+    stats = trainer.backward(policy, micro_batches, on_policy=True, temperature=1.0)
     if not math.isfinite(trainer.gradient_norm(policy, 1.0)):
         raise UserError("the gradient is not finite; lower --lr")
     optimizer.step()
@@ -196,6 +194,8 @@ def play(
 
 def from_file(options: WarmStart) -> Batches:
     """Batches of a file's demonstrations, in a new order every time that all were seen."""
+    if not options.data:
+        raise UserError("--data is missing: a file of demonstrations, as JSON lines")
     path = Path(options.data)
     try:
         # Not splitlines(), which also cuts at marks that JSON allows within a text.

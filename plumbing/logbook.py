@@ -226,10 +226,11 @@ def stop_if_blind(told: dict, what: str) -> None:
 def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list[Sample]) -> float:
     """mismatch_kl; UserError if what was sampled from is not the distribution that is trained.
 
-    A step's batch is the first one after new weights. It is scored before the optimizer moves, so
-    that sampler and trainer should hold the same weights: `stats` are those of `batches`, and
+    The first part of a step that trains on something is scored before the optimizer moves, so that
+    sampler and trainer should hold the same weights: `stats` are those of its `batches`, and
     `samples` what their owners point into. Each server is measured by itself. The estimate of the
-    KL is k3, a mean over all sampled tokens, those included that importance weights leave out.
+    KL is k3, a mean over this part's tokens, those included that importance weights leave out; 0
+    where the step trains nothing.
     """
     gaps = Counter()
     counts = Counter()

@@ -84,6 +84,14 @@ def test_an_update_has_its_rate_and_objective_and_parts_of_whole_questions(learn
     assert [{s.question_index for s in part} for part in given] == [{0, 2}, {1, 3}] * 3
 
 
+def test_sampler_and_trainer_are_compared_where_something_is_trained(learner):
+    sample = Sample("sys2", 1, 0)
+    train.prepare.side_effect = [([], ["empty"]), ([sample], ["full"])]
+    train.update(learner, {}, 0)
+    (compared,) = train.logbook.stop_if_mismatched.mock_calls
+    assert compared.args[1] == ["full"] and compared.args[3] == [sample]
+
+
 def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner):
     learner.config.inner_steps = 1
 
