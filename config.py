@@ -8,7 +8,6 @@ comments between the fields are the help's headings. A method adds its own optio
 import argparse
 import dataclasses
 import inspect
-import math
 import os
 import re
 import sys
@@ -127,8 +126,8 @@ class Config:
             value = getattr(self, field.name)
             if field.type is int and value >= 1 << 31:  # PyTorch's own numbers are of fixed size
                 raise UserError(f"--{field.name} must be below {1 << 31}, got {value}")
-            if field.type is float and not 0 <= value < math.inf:  # NaN included
-                raise UserError(f"--{field.name} must be finite and at least 0, got {value}")
+            if field.type is float and not 0 <= value < 1e30:  # NaN, and what fp32 cannot hold
+                raise UserError(f"--{field.name} must lie between 0 and 1e30, got {value}")
         if self.temperature and not 1e-3 <= self.temperature <= 1e4:  # what the sampler takes
             raise UserError(f"--temperature {self.temperature}: give 0, or 0.001 to 10000")
         if self.name == ".." or Path(self.name).name != self.name:

@@ -334,7 +334,8 @@ def main(
         if error.errno not in OUTPUT_LOST:
             raise
         drop_output()
-        code = fail(f"what is printed cannot be written ({error.strerror}); {GO_ON}")
+        lost = f"what is printed cannot be written ({error.strerror})"
+        code = fail(f"{lost}; {GO_ON}" if training else lost)
     except KeyboardInterrupt:
         fail(f"interrupted; {GO_ON}" if training else "interrupted")
         code = 130

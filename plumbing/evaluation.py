@@ -33,7 +33,7 @@ def main(
     method: Method, arguments: list[str], complete: Callable[[str, dict], dict], **additions
 ) -> None:
     """`eval CKPT [options]` or `ask CKPT "question" [options]`; the rest is train.main's."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("eval and ask run in one process: start them without torchrun")
     asking = arguments[0] == "ask"
     ignored = method.config.for_training | (NOT_FOR_ASK if asking else set())

@@ -3,6 +3,7 @@
 Tests: pytest tests/test_folders.py
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -28,9 +29,12 @@ def read_lines(path: Path) -> list[dict]:
     for number, line in enumerate(text.split("\n"), 1):
         if not line:
             continue
-        try:
-            records.append(json.loads(line))
-        except ValueError:
+        record = None
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+        if isinstance(record, dict):
+            records.append(record)
+        else:
             print(f"{path}: line {number} is not a whole record, skipped", file=sys.stderr)
     return records
 

@@ -58,9 +58,9 @@ def open_folder(run: Run) -> int:
 
 
 def settings(run: Run) -> None:
-    """Writes the run's options, and what its roles are called."""
-    write_json(run.folder / "config.json", dataclasses.asdict(run.config))
+    """Writes what the run's roles are called, and its options, which make it resumable, last."""
     write_json(run.folder / "method.json", {"name": run.method.name, "roles": run.method.roles})
+    write_json(run.folder / "config.json", dataclasses.asdict(run.config))
 
 
 def take_back(run: Run, first: int) -> None:

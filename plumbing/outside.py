@@ -123,9 +123,14 @@ def tracker_init(name: str) -> Callable:
 
 def place(config: Config) -> Machine:
     """This process's device and rank, as torchrun sets it."""
-    rank = int(os.environ.get("RANK", 0))
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    local = int(os.environ.get("LOCAL_RANK", 0))
+    given = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    try:
+        rank, ranks, local = (int(os.environ.get(name, usual)) for name, usual in given.items())
+        if not 0 <= rank < ranks or local < 0:
+            raise ValueError
+    except ValueError:
+        names = ", ".join(given)
+        raise UserError(f"{names} are not what torchrun sets: unset them") from None
     device = torch.device("cpu")
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()

@@ -11,6 +11,7 @@ import config
 import mars
 import warm_start
 from config import UserError, parse, parser, resolve
+from plumbing import outside
 from recipes import almanac, atlas
 from siblings import bvpo, hanabi, marsrl, matpo, mifo, moe_routing, slm_mux
 
@@ -87,3 +88,11 @@ def test_a_sentence_neither_fills_the_terminal_nor_speaks_to_it(value, capsys):
     assert config.fail(f"--docs {value}: not there") == 2
     said = capsys.readouterr().err
     assert len(said) < 2100 and said.count("\n") == 1 and said.removesuffix("\n").isprintable()
+
+
+@pytest.mark.parametrize("wrong", [{"RANK": "1"}, {"RANK": "-1"}, {"WORLD_SIZE": ""}])
+def test_ranks_that_torchrun_never_sets_are_refused(wrong, monkeypatch):
+    for name, value in wrong.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="not what torchrun sets"):
+        outside.place(mars.MarsConfig())

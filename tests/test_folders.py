@@ -76,6 +76,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch, call):
 def test_a_line_cut_by_a_kill_is_skipped_and_told(tmp_path, capsys):
     path = tmp_path / "lines.jsonl"
     folders.append_lines(path, [{"a": 1}, {"b": 2}])
-    path.write_text(path.read_text() + '{"cut')
+    path.write_text(path.read_text() + 'null\n{"cut')
     assert folders.read_lines(path) == [{"a": 1}, {"b": 2}]
-    assert capsys.readouterr().err.count("is not a whole record, skipped") == 1
+    assert capsys.readouterr().err.count("is not a whole record, skipped") == 2

@@ -26,7 +26,7 @@ import numpy as np
 
 import whole
 from config import UserError
-from tools import Document, one_line, reader
+from tools import Document, ToolError, one_line, reader
 from tools.documents import UNSPACED, files_below, passages, read_documents
 
 # bm25s tries JAX where that is installed, and JAX would take three quarters of a GPU's memory.
@@ -105,7 +105,7 @@ def on_disk(path: Path, k: int, cache: Path, passage_words: int) -> Search:
                 build(path, folder, passage_words, made_of)
             try:
                 return _load(folder, k)
-            except (ValueError, FileNotFoundError):  # the latter where a file of it is gone
+            except (ValueError, EOFError, FileNotFoundError):  # a file is cut, empty, or gone
                 raise UserError(
                     f"the search index {one_line(str(folder), 300)} is damaged: remove that folder"
                 ) from None
@@ -131,8 +131,11 @@ def _load(folder: Path, k: int) -> Search:
     lock = threading.Lock()  # the corpus is one file with one position
 
     def document(i: int) -> Document:
-        with lock:
-            return Document(**index.corpus[i])
+        try:
+            with lock:
+                return Document(**index.corpus[i])
+        except (ValueError, TypeError):
+            raise ToolError(f"the search index {folder} is damaged: remove that folder") from None
 
     return functools.partial(_search, index, document, min(k, len(index.corpus)))
 
