@@ -84,10 +84,7 @@ def openvino(folder, precision, prompts, copies, wanted, temperature):
 
 
 def vllm(folder, precision, prompts, copies, wanted, temperature):
-    """The compiled engine inside this process.
-
-    Its prefix cache is what lets copies share their prompt; emptied before each round.
-    """
+    """The compiled engine inside this process; copies share a prompt by its prefix cache."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

@@ -8,9 +8,8 @@
 mixed     A random Qwen3 of 5M parameters; 64 prompts of 16 to 256 tokens with 16, 32, 64 or 128
           new ones each, greedy, fp32; the peers' tokens are compared with ours.
 smollm2   SmolLM2-135M, 64 new tokens at temperature 1, in fp32, and in bf16 where the processor
-          multiplies it: 8 prompts × G = 8, and 64 prompts that are all different. All engines
-          share a group's prompt; `generate`, which shares none, is left out: it takes ten times
-          as long.
+          has it: 8 prompts × G = 8, and 64 that are all different. All engines share a group's
+          prompt; `generate`, which shares none, is left out: it takes ten times as long.
 decode    Random Qwen3-8B in bf16: decode steps against the ceiling, where weights, keys and values
           are only read, each once a step, at the card's copy rate. Goal: 80 % at batch 64, 4k.
 requests  Random Qwen3-0.6B in bf16, 256 requests at once, prompts and answers of 100 to 1,024
@@ -128,9 +127,7 @@ def smollm2(bench: common.Bench) -> None:
     folder = str(models.find("smollm2", common.ROOT / ".cache"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    for precision in ("float32", "bfloat16"):
-        if not can_pack(getattr(torch, precision)):
-            continue
+    for precision in ["float32"] + ["bfloat16"] * can_pack(torch.bfloat16):
         for name, count, copies in (("8 prompts × 8", 8, 8), ("all different", 64, 1)):
             prompts = pieces_of_text(tokenizer, count)
             work = {"prompts": prompts, "copies": copies, "wanted": [64] * count}
