@@ -232,10 +232,7 @@ def help_at_once(description: str, path: str) -> None:
 
 
 def fail(message: str) -> int:
-    """Prints one sentence on standard error; returns exit code 2.
-
-    What strangers or users wrote into it cannot speak to the terminal, nor fill it.
-    """
+    """Prints one sentence on standard error, escaped and shortened; returns exit code 2."""
     line = " ".join(str(message).split())
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
     if len(line) > 2000:

@@ -103,7 +103,7 @@ class Driver:
         self._clear()
 
     def _clear(self) -> None:
-        # What episodes wait for, by the id of the request, which is held beside it.
+        # id(request) -> what an episode waits for; holding the request keeps its id unique.
         self.waiting: dict[int, tuple[Request, asyncio.Future]] = {}
         self.queued: collections.deque[ToolCall] = collections.deque()
         self.running: list[ToolCall] = []  # started, and not handed over yet

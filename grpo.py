@@ -129,8 +129,8 @@ def grpo_loss(
     ρ = exp(logprob − old_logprob). KL is k3 = exp(d) − d − 1 with d = ref_logprob − logprob
     (Schulman, 2020), if a reference is given. Plain PyTorch, any dtype.
 
-    This is the only definition of the loss: the fused kernel calls it on every device, with one
-    chunk of tokens after the other. So a token's ℓ may depend on that token's inputs only.
+    This is the only definition of the loss: the fused kernel calls it on every device, chunk by
+    chunk. So a token's ℓ may depend on that token's inputs only.
 
     The gradient. The clipped branch is the smaller one only where the policy has gone too far in
     the direction that A asks for: ρ > 1+clip_high with A > 0, or ρ < 1−clip_low with A < 0. There

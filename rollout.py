@@ -34,7 +34,7 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)  # True: sampled by this role, carries loss
     logprobs: list[float] = field(default_factory=list)  # the sampler's; 0 where given
-    server: str = ""  # the last that sampled for it, where it was not this process
+    server: str = ""  # URL of the last that sampled for it; empty: this process
     reward: float | None = None
     advantage: float = 0.0
     copies: float = 0  # how often it counts in the mean of its term of the loss; `credit` decides
@@ -84,8 +84,8 @@ class Trajectory:
     question: Question
     question_index: int  # in the step's batch
     attempt: int
-    # In the order of their opening. Not in repr: asyncio writes a result out when it puts Ctrl-C's
-    # former handler back, and with all their tokens that took seconds.
+    # In the order of their opening. Not in repr: asyncio prints results when it restores Ctrl-C's
+    # handler, and all these tokens took seconds.
     contexts: list["Context"] = field(default_factory=list, repr=False)
     answer: str | None = None
     ended: str = ""  # "answer", "answer on demand", "no answer", "lost: …"
@@ -237,8 +237,8 @@ class Method:
     roles: dict[str, str]  # role -> caption on pages and curves; the first role answers
     config: type[Config]
     episode: Callable[[Env, Trajectory], Coroutine]
-    # Options, graded trajectories and step become the samples of each term of the loss, with their
-    # advantages and copies set. The loss is the sum of the terms, each a mean over its samples.
+    # (options, graded trajectories, step) -> {term: its samples}, with advantages and copies set.
+    # The loss is the sum of the terms, each a mean over its samples.
     credit: Callable[[Config, list[Trajectory], int], dict[str, list[Sample]]]
     words: Callable[[Config, list[Tool]], Words]  # how a chat model is addressed
     fits: Callable[[Config, Format, Question], None]  # UserError if a question leaves no room

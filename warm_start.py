@@ -245,8 +245,8 @@ def messages_of(line: str, place: str) -> list[dict]:
 def samples_of(messages: list[dict], tokenizer) -> list[Sample]:
     """A sample of each of the assistant's messages: what stands before it, and what carries loss.
 
-    The model's template writes everything. It may rewrite earlier messages when later ones are
-    added, as Qwen3's drops their thoughts: each message follows what stood before it in its time.
+    The model's template writes everything. It may rewrite earlier messages later, as
+    Qwen3's drops their thoughts, so each is rendered with only those before it.
     """
     marks = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     samples = []

@@ -3,7 +3,6 @@
 Tests: pytest tests/test_folders.py
 """
 
-import contextlib
 import fcntl
 import json
 import os
@@ -29,12 +28,9 @@ def read_lines(path: Path) -> list[dict]:
     for number, line in enumerate(text.split("\n"), 1):
         if not line:
             continue
-        record = None
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-        if isinstance(record, dict):
-            records.append(record)
-        else:
+        try:
+            records.append({**json.loads(line)})
+        except (ValueError, TypeError):  # the latter where it is no object
             print(f"{path}: line {number} is not a whole record, skipped", file=sys.stderr)
     return records
 

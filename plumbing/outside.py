@@ -129,8 +129,7 @@ def place(config: Config) -> Machine:
         if not 0 <= rank < ranks or local < 0:
             raise ValueError
     except ValueError:
-        names = ", ".join(given)
-        raise UserError(f"{names} are not what torchrun sets: unset them") from None
+        raise UserError(f"{', '.join(given)} are not what torchrun sets: unset them") from None
     device = torch.device("cpu")
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()
