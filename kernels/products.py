@@ -17,7 +17,12 @@ import torch.nn.functional as F
 
 
 def onednn(a, b):
-    """a @ b of fp32 matrices by oneDNN, which takes b as the weight of a linear layer."""
+    """a [..., K] @ b [K, N] in fp32 by oneDNN, which takes b as the weight of a linear layer.
+
+    oneDNN refuses a product in which a size is 0, so PyTorch makes those.
+    """
+    if a.numel() == 0 or b.numel() == 0:
+        return a @ b
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
 
 
@@ -26,12 +31,13 @@ def onednn_is_faster() -> bool:
     """Whether oneDNN multiplies faster than PyTorch: where MKL leaves units for AVX-512 unused.
 
     A rule and no measurement, because a resumed run must decide alike, however busy the machine.
+    PyTorch uses AVX-512 where the processor has it, unless ATEN_CPU_CAPABILITY holds it down.
     """
     cpu = Path("/proc/cpuinfo")
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise") or not cpu.exists():
         return False
-    text = cpu.read_text()
-    return "avx512f" in text and "GenuineIntel" not in text
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return has_avx512 and "GenuineIntel" not in cpu.read_text()
 
 
 def by_onednn(x) -> bool:
@@ -40,7 +46,7 @@ def by_onednn(x) -> bool:
 
 
 def matmul(a, b):
-    """a @ b of two matrices."""
+    """a [M, K] @ b [K, N]."""
     return onednn(a, b) if by_onednn(a) else a @ b
 
 
@@ -57,9 +63,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
-        rows = dy.flatten(0, -2)
+        rows = torch.atleast_2d(dy).flatten(0, -2)
         dx = onednn(dy, weight) if need_x else None
-        d_weight = onednn(rows.t(), x.flatten(0, -2)) if need_weight else None
+        d_weight = None
+        if need_weight:
+            d_weight = onednn(rows.t(), torch.atleast_2d(x).flatten(0, -2))
         return dx, d_weight, rows.sum(0) if need_bias else None
 
 

@@ -24,6 +24,18 @@ settings.load_profile("mars")
 from loopback import server, waits  # noqa: E402, F401
 
 
+@pytest.fixture(params=["products by PyTorch", "products by oneDNN"])
+def products_by(request, monkeypatch):
+    """Either route of kernels/products.py, whatever processor this is."""
+    from kernels import products
+
+    by_onednn = request.param == "products by oneDNN"
+    if by_onednn and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("PyTorch has no oneDNN here")
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: by_onednn)
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def base():
     """A base model that speaks the toy's language after 80 of its 700 training steps.

@@ -71,8 +71,42 @@ def test_a_policy_with_adapters_by_onednn(counted, monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("cpu", ["AMD avx2 avx512f", "AMD avx2", "GenuineIntel avx512f"])
-def test_onednn_is_taken_where_mkl_stops_at_avx2_and_the_processor_does_not(cpu, monkeypatch):
+LAYOUTS = {
+    "as made": lambda x: x.contiguous(),
+    "every second number": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "transposed": lambda x: x.movedim(-1, 0).contiguous().movedim(0, -1),
+    "repeated": lambda x: x[..., :1].expand(x.shape) if x.numel() else x,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [(), (0,), (1,), (6,), (2, 0), (2, 3)], ids=str)
+def test_a_product_of_any_size_and_layout(rows, layout, products_by):
+    """No row, one row, no numbers in a row: products and both gradients are those of fp64."""
+    generator = torch.Generator().manual_seed(0)
+    for inputs, outputs, bias in [(0, 4, 1), (4, 0, 1), (1, 1, 0), (7, 5, 0), (7, 5, 1)]:
+        shapes = [(*rows, inputs), (outputs, inputs), (outputs,)][: 2 + bias]
+        given = [LAYOUTS[layout](torch.randn(shape, generator=generator)) for shape in shapes]
+        above = LAYOUTS[layout](torch.randn(*rows, outputs, generator=generator))
+        found = []
+        for function, dtype in ((products.linear, torch.float32), (F.linear, torch.float64)):
+            leaves = [x.detach().to(dtype).requires_grad_() for x in given]
+            y = function(*leaves)
+            found.append([y, *torch.autograd.grad(y, leaves, above.to(dtype))])
+        for value, truth in zip(*found, strict=True):
+            torch.testing.assert_close(value.double(), truth, rtol=1e-5, atol=1e-5)
+        if len(rows) == 1:
+            x, weight = given[:2]
+            truth = x.double() @ weight.double().t()
+            product = products.matmul(x, weight.t()).double()
+            torch.testing.assert_close(product, truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cpu", ["AuthenticAMD", "GenuineIntel"])
+@pytest.mark.parametrize("capability", ["AVX512", "AVX2", "DEFAULT"])
+def test_onednn_is_taken_where_mkl_stops_at_avx2_and_pytorch_does_not(cpu, capability, monkeypatch):
     monkeypatch.setattr(products.Path, "exists", lambda self: True)
     monkeypatch.setattr(products.Path, "read_text", lambda self: cpu)
-    assert products.onednn_is_faster.__wrapped__() is (cpu == "AMD avx2 avx512f")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    faster = (cpu, capability) == ("AuthenticAMD", "AVX512")
+    assert products.onednn_is_faster.__wrapped__() is faster
