@@ -26,13 +26,14 @@ from loopback import server, waits  # noqa: E402, F401
 
 @pytest.fixture(params=["products by PyTorch", "products by oneDNN"])
 def products_by(request, monkeypatch):
-    """Either route of kernels/products.py, whatever processor this is."""
+    """Either route of kernels/products.py, whatever processor this is; in started ranks as well."""
     from kernels import products
 
     by_onednn = request.param == "products by oneDNN"
     if by_onednn and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("PyTorch has no oneDNN here")
     monkeypatch.setattr(products, "onednn_is_faster", lambda: by_onednn)
+    monkeypatch.setenv("TEST_BY_ONEDNN", str(by_onednn))
     return request.param
 
 

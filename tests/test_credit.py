@@ -19,6 +19,8 @@ from rollout import Sample, Trajectory
 from sampler import Completion
 from tasks.questions import Question
 
+pytestmark = pytest.mark.usefixtures("products_by")
+
 # question: (reward, System 1 samples) of each attempt
 PLAN = {
     0: [(1.0, 3), (0.0, 1), (0.0, 0)],

@@ -12,6 +12,8 @@ from test_mars import run as command
 from plumbing import models, start
 from trainer import load_model
 
+pytestmark = pytest.mark.usefixtures("products_by")
+
 FROZEN = ["--system1", "frozen", "--kl_beta", "0.01", "--inner_steps", "1"]
 
 

@@ -12,6 +12,8 @@ import grpo
 import trainer
 from config import UserError
 
+pytestmark = pytest.mark.usefixtures("products_by")
+
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],

@@ -3,11 +3,14 @@
 Ranks and shards: tests/test_policy.py; the sampler's copy: tests/test_lora_and_bf16.py.
 """
 
+import pytest
 import torch
 from helpers.tiny import CPU, OBJECTIVE, Tokenizer, make_samples, model, pack, saved
 
 import trainer
 from trainer import lora
+
+pytestmark = pytest.mark.usefixtures("products_by")
 
 RANK = 3
 SCALE = 32 / RANK

@@ -14,6 +14,8 @@ from config import UserError, uses_bf16
 from plumbing.outside import Machine, check_machine
 from sampler import Sampler
 
+pytestmark = pytest.mark.usefixtures("products_by")
+
 ADAPTERS = ["--lora_rank", "4", "--kl_beta", "0.05", "--system1", "frozen"]
 STEP = train.train_step
 

@@ -17,6 +17,8 @@ import trainer
 from sampler.model import gather_full
 from trainer import policy as policy_module
 
+pytestmark = pytest.mark.usefixtures("products_by")
+
 MODES = ("ddp", "ddp even", "fsdp recomputing", "ddp lora", "fsdp lora recomputing")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -14,6 +14,8 @@ import trainer
 from rollout import Sample
 from trainer import attention, prefixes
 
+pytestmark = pytest.mark.usefixtures("products_by")
+
 
 def family() -> list[Sample]:
     """Of each sample a twin, one that is shorter, and one that ends otherwise."""

@@ -15,6 +15,7 @@ import torch
 from helpers import tiny
 
 from sampler import Sampler, hashed
+from sampler import model as decoder
 from sampler.draws import keep_likeliest, sample_token, uniform
 
 V = tiny.SHAPE["vocab_size"]
@@ -87,6 +88,13 @@ def finish(sampler):
         sampler.step()
 
 
+@pytest.fixture(params=["packed weights", "plain weights"])
+def weights(request, monkeypatch):
+    """With oneDNN's packed products, as far as this processor has them, and without any."""
+    if request.param == "plain weights":
+        monkeypatch.setattr(decoder, "can_pack", lambda dtype: False)
+
+
 def nothing_leaked(sampler):
     return not (sampler.pages_in_use or any(sampler.pages.references) or sampler.scheduler.holders)
 
@@ -95,6 +103,7 @@ def nothing_leaked(sampler):
 
 
 @on_devices
+@pytest.mark.usefixtures("weights")
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_equals_generate(kind, device):
     """Ragged prompts in padded batches, page boundaries hit exactly, a pool too small for all.
@@ -120,6 +129,7 @@ def test_greedy_equals_generate(kind, device):
 
 
 @on_devices
+@pytest.mark.usefixtures("weights")
 def test_bf16_turns_draws_and_new_weights(device):
     """What training on a GPU runs: bf16, chunks, three turns, top-p, and new weights under graphs.
 

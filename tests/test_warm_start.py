@@ -16,6 +16,8 @@ import warm_start
 from config import UserError
 from warm_start import WarmStart
 
+pytestmark = pytest.mark.usefixtures("products_by")
+
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Who joined acro corp?"},

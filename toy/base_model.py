@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from binpack import pack_documents
+import binpack
 from tools import search
 from toy import language, world
 from whole import made_once
@@ -87,7 +87,7 @@ class Library:
         corpus = "scholar" if attribute == "study" else "search"
         texts = [document.text for document in self.search[corpus](name)]
         lengths = [1 + len(text.split()) for text in texts]  # the 1 is <doc>
-        return [[texts[i] for i in chunk] for chunk in pack_documents(lengths, CAPACITY)]
+        return [[texts[i] for i in chunk] for chunk in binpack.pack_documents(lengths, CAPACITY)]
 
 
 def as_text(chunk: list[str]) -> str:
@@ -400,6 +400,7 @@ def cached(folder: Path, make: Callable[[], tuple]) -> Path:
 def recipe(seed: int, steps: tuple[int, int], *more: str) -> str:
     """A hash of all that the base model follows from in this folder; `more`: further files."""
     digest = hashlib.sha256(repr((seed, steps)).encode())
-    for file in dict.fromkeys((world.__file__, language.__file__, __file__, *more)):
+    modules = binpack.__file__, world.__file__, language.__file__, __file__
+    for file in dict.fromkeys((*modules, *more)):
         digest.update(Path(file).read_bytes())
     return digest.hexdigest()[:12]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from kernels import products
 from processes import leave
 
 TESTS = Path(__file__).parent.parent
@@ -49,6 +50,9 @@ def start(script, *arguments, log, world: int = 1) -> list[multiprocessing.Proce
 def run(environment: dict, rank: int, log: str, script: Path | str | Callable, arguments) -> None:
     """What a process does: a script joins the group itself, a function is called within it."""
     os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    if "TEST_BY_ONEDNN" in os.environ:  # as in conftest.products_by
+        by_onednn = os.environ["TEST_BY_ONEDNN"] == "True"
+        products.onednn_is_faster = lambda: by_onednn
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
