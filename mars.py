@@ -67,7 +67,11 @@ class MarsConfig(Config):
     purpose: bool = True  # without: System 1 is not told what to look for
     shared_group: bool = False  # System 1 inherits System 2's advantage, without a group of its own
     tools: str = "search,scholar,python:raw"  # `:raw`: its output reaches System 2 unread
+    # the run
+    steps: int = 32  # rollout batches
+    eval_every: int = 16  # steps between evaluations on held-out questions, sampled and greedy
     # reinforcement learning
+    group: int = 16  # G: attempts per question; the paper's number †
     inner_steps: int = 4  # optimizer steps per batch of rollouts, each on a part of the questions
     # an episode's limits, in tokens where not said otherwise
     max_turns: int = 5  # steps of System 2; the last one must answer
@@ -394,7 +398,6 @@ PAPER = {
     "grader": "judge",  # † with HLE's prompt; ours has its shape, not its words
     "steps": 150,  # ours
     "questions": 32,  # †
-    "group": 16,  # †
     # † 0.95 throughout. Here it is for evaluation only: the loss needs the full distribution.
     "top_p": 0.95,
     "lr": 1e-6,  # †; λ = 0 and an entropy coefficient of 0 as well

@@ -89,6 +89,7 @@ ALMANAC = {
     "sys1_prompt": 620,  # leaves 450 tokens for a chunk: no section is cut where a fact stands
     "sys1_response": 40,
     "steps": 16,
+    "group": 8,
     "questions": 8,  # two about each of four countries
     "balance": "none",  # drawing 64 of 250 notes would throw most of what is studied away
     "loss_mean": "token",  # as in the atlas

@@ -77,6 +77,7 @@ ATLAS = {
     "sys1_prompt": 288,  # a chunk holds one or two pages
     "sys1_response": 64,
     "steps": 12,
+    "group": 8,
     # With 4, several steps in a row asked none of the rarer questions, such as "Which country has
     # the capital Lima?", and the model unlearned those.
     "questions": 8,
