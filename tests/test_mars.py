@@ -292,8 +292,9 @@ def test_eval_and_ask(copied, capsys):
     assert sum(kind["questions"] for kind in kinds) == 6
     assert row["questions"] == 6 and row["accuracy"] == last["eval_accuracy"]
     assert (copied / "eval-whole-2/trajectories.html").exists()
-    options += ["--top_p", 1e-3, "--name", "likeliest"]
-    assert run("eval", copied / "whole", *options, grade=half) == 0
+    saved = folders.read_json(copied / "whole/config.json")
+    folders.write_json(copied / "whole/config.json", saved | {"top_p": 1e-3})
+    assert run("eval", copied / "whole", *options, "--name", "likeliest", grade=half) == 0
     *kinds, row = json.loads((copied / "likeliest/table.json").read_text())
     right = {kind["set"]: round(kind["accuracy"] * kind["questions"]) for kind in kinds}
     assert right == {kind: right for kind, (right, _) in last["eval_greedy_by_kind"].items()}
