@@ -86,15 +86,20 @@ def test_an_update_has_its_rate_and_objective_and_parts_of_whole_questions(learn
     assert [{s.question_index for s in part} for part in given] == [{0, 2}, {1, 3}] * 3
 
 
-def test_sampler_and_trainer_are_compared_where_something_is_trained(learner):
+def test_sampler_and_trainer_are_compared_where_something_is_trained(learner, monkeypatch):
+    """By any rank: all of them take the same part."""
     sample = Sample("sys2", 1, 0)
     train.prepare.side_effect = [([], ["empty"]), ([sample], ["full"])]
     train.update(learner, {}, 0)
     (compared,) = train.logbook.stop_if_mismatched.mock_calls
     assert compared.args[1] == ["full"] and compared.args[3] == [sample]
+    train.prepare.side_effect = [([], ["empty"]), ([], ["another rank's"])]
+    monkeypatch.setattr(train, "reduced", lambda sums: {"loss": 0.0, **sums, 1: 1})
+    train.update(learner, {}, 0)
+    assert train.logbook.stop_if_mismatched.call_args.args[1] == ["another rank's"]
 
 
-def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner):
+def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner, monkeypatch):
     learner.config.inner_steps = 1
 
     def moves(norm: float, loss: float) -> bool:
@@ -105,6 +110,10 @@ def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner
         assert learner.optimizer.step.called == moved
         return moved
 
+    with monkeypatch.context() as patch:  # another rank's loss is not finite
+        patch.setattr(train, "reduced", lambda sums: dict.fromkeys(sums, math.nan))
+        assert not moves(1.0, 0.0)
+    assert moves(1.0, 0.0)
     assert not moves(math.nan, 0.0) and not moves(1.0, math.nan)
     assert moves(1.0, 0.0)
     assert not moves(math.inf, 0.0) and not moves(1.0, math.inf)
@@ -112,7 +121,7 @@ def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner
         moves(math.nan, 0.0)
     assert not learner.optimizer.step.called
     told = [call.args[1] for call in train.logbook.tell.mock_calls]
-    assert len(told) == 5 and all("step skipped" in line for line in told)
+    assert len(told) == 6 and all("step skipped" in line for line in told)
 
 
 def of(samples: list[Sample], group: int) -> list[Sample]:
