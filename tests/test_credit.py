@@ -1,5 +1,6 @@
 """Who gets which advantage, who stands in the loss how often, what each weighs."""
 
+import itertools
 import math
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -26,6 +27,7 @@ PLAN = {
     0: [(1.0, 3), (0.0, 1), (0.0, 0)],
     1: [(1.0, 1), (1.0, 0), (1.0, 0), (1.0, 0)],  # all alike: nothing to learn
     2: [(1.0, 1), (0.0, 0), (1.0, 0), (0.0, 1)],  # fewer System 1 samples than attempts
+    3: [(1.0, 3), (0.0, 1), (0.0, 0)],  # as question 0
 }
 
 
@@ -40,15 +42,15 @@ def trajectory(place: int, attempt: int, reward: float, readers: int) -> Traject
     return made
 
 
-def credited(**options) -> tuple[mars.MarsConfig, list[Sample], list[Sample]]:
+def credited(step=0, **options) -> tuple[mars.MarsConfig, list[Sample], list[Sample]]:
     """The config, and both roles' samples after credit for PLAN."""
-    config = mars.MarsConfig(questions=3, group=4, **options)
+    config = mars.MarsConfig(questions=4, group=4, **options)
     played = [
         trajectory(place, k, *attempt)
         for place, attempts in PLAN.items()
         for k, attempt in enumerate(attempts)
     ]
-    terms = mars.credit(config, played, 0)
+    terms = mars.credit(config, played, step)
     assert list(terms) == ["sys2", "sys1"]
     return config, *terms.values()
 
@@ -86,15 +88,20 @@ def test_an_update_has_its_rate_and_objective_and_parts_of_whole_questions(learn
     assert [{s.question_index for s in part} for part in given] == [{0, 2}, {1, 3}] * 3
 
 
-def test_sampler_and_trainer_are_compared_where_something_is_trained(learner):
+def test_sampler_and_trainer_are_compared_where_something_is_trained(learner, monkeypatch):
+    """By any rank: all of them take the same part."""
     sample = Sample("sys2", 1, 0)
     train.prepare.side_effect = [([], ["empty"]), ([sample], ["full"])]
     train.update(learner, {}, 0)
     (compared,) = train.logbook.stop_if_mismatched.mock_calls
     assert compared.args[1] == ["full"] and compared.args[3] == [sample]
+    train.prepare.side_effect = [([], ["empty"]), ([], ["another rank's"])]
+    monkeypatch.setattr(train, "reduced", lambda sums: {"loss": 0.0, **sums, 1: 1})
+    train.update(learner, {}, 0)
+    assert train.logbook.stop_if_mismatched.call_args.args[1] == ["another rank's"]
 
 
-def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner):
+def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner, monkeypatch):
     learner.config.inner_steps = 1
 
     def moves(norm: float, loss: float) -> bool:
@@ -105,6 +112,10 @@ def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner
         assert learner.optimizer.step.called == moved
         return moved
 
+    with monkeypatch.context() as patch:  # another rank's loss is not finite
+        patch.setattr(train, "reduced", lambda sums: dict.fromkeys(sums, math.nan))
+        assert not moves(1.0, 0.0)
+    assert moves(1.0, 0.0)
     assert not moves(math.nan, 0.0) and not moves(1.0, math.nan)
     assert moves(1.0, 0.0)
     assert not moves(math.inf, 0.0) and not moves(1.0, math.inf)
@@ -112,7 +123,7 @@ def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner
         moves(math.nan, 0.0)
     assert not learner.optimizer.step.called
     told = [call.args[1] for call in train.logbook.tell.mock_calls]
-    assert len(told) == 5 and all("step skipped" in line for line in told)
+    assert len(told) == 6 and all("step skipped" in line for line in told)
 
 
 def of(samples: list[Sample], group: int) -> list[Sample]:
@@ -142,10 +153,20 @@ def test_shared_group_inherits():
 def test_system1_is_balanced_to_system2s_number_a_question():
     _, sys2, sys1 = credited()
     assert all(s.copies == 1 for s in sys2)
-    assert [sum(s.copies for s in of(sys1, g)) for g in PLAN] == [3, 4, 4]
+    assert [sum(s.copies for s in of(sys1, g)) for g in PLAN] == [3, 4, 4, 3]
     assert max(s.copies for s in of(sys1, 0)) == 1 and min(s.copies for s in of(sys1, 2)) >= 1
     assert all(s.copies == 1 for s in credited(balance="none")[2])
     assert credited(system1="frozen")[2] == []
+
+
+def test_each_question_step_and_seed_draws_its_own_notes():
+    draws = {}
+    for step, seed in itertools.product(range(9), repeat=2):
+        sys1 = credited(step, seed=seed)[2]
+        draws[step, seed] = [tuple(s.copies for s in of(sys1, group)) for group in (0, 3)]
+    assert any(one != other for one, other in draws.values())
+    assert len({draws[step, 0][0] for step in range(9)}) > 1
+    assert len({draws[0, seed][0] for seed in range(9)}) > 1
 
 
 @pytest.mark.parametrize("mean, kl_beta", [("sample", 0.0), ("token", 0.0), ("sample", 0.1)])
@@ -156,8 +177,10 @@ def test_a_sample_weighs_its_copies_over_those_of_its_term(mean, kl_beta):
         {"sys2": sys2, "sys1": sys1},
         {"sys2": sys2, "sys1": []},
         {"sys2": [], "sys1": sys1},
+        {"sys2": [], "sys1": []},
     ):
         samples, batches = prepared(config, terms)
+        assert batches, "a step moves by its momentum, also where nothing is trained"
         # Also those of advantage 0, of which no token is in the batches unless there is a KL term.
         total = {
             role: sum(s.copies * (sum(s.mask) if mean == "token" else 1) for s in own)

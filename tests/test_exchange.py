@@ -43,9 +43,9 @@ def sample(question: int, role: str, tokens: list[int]) -> SimpleNamespace:
     return SimpleNamespace(question_index=question, role=role, tokens=tokens)
 
 
-@pytest.mark.parametrize(("pack", "count"), [(True, 4 + 2), (False, 4 + 5)])
+@pytest.mark.parametrize(("pack", "count"), [(True, 4 + 2 + 2), (False, 4 + 5 + 2)])
 def test_shared_beginnings_are_counted_once_where_they_are_computed_once(pack, count):
-    assert exchange.added_tokens([[1, 2, 3, 9, 9], [1, 2, 3, 4]], pack) == count
+    assert exchange.added_tokens([[1, 2, 3, 9, 9], [5, 5], [1, 2, 3, 4]], pack) == count
 
 
 def exchange_lots() -> None:

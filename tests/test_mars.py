@@ -292,6 +292,12 @@ def test_eval_and_ask(copied, capsys):
     assert sum(kind["questions"] for kind in kinds) == 6
     assert row["questions"] == 6 and row["accuracy"] == last["eval_accuracy"]
     assert (copied / "eval-whole-2/trajectories.html").exists()
+    saved = folders.read_json(copied / "whole/config.json")
+    folders.write_json(copied / "whole/config.json", saved | {"top_p": 1e-3})
+    assert run("eval", copied / "whole", *options, "--name", "likeliest", grade=half) == 0
+    *kinds, row = json.loads((copied / "likeliest/table.json").read_text())
+    right = {kind["set"]: round(kind["accuracy"] * kind["questions"]) for kind in kinds}
+    assert right == {kind: right for kind, (right, _) in last["eval_greedy_by_kind"].items()}
     capsys.readouterr()
     assert run("ask", copied / "whole", "when was ada baker born ?") == 0
     said = capsys.readouterr().out
@@ -334,6 +340,11 @@ def test_ones_own_questions_and_documents(base, own, tmp_path, capsys):
     assert len(asked) == 6 and not trained_on & asked
     assert run("eval", "runs/own", "--eval_questions", 7) == 2
     assert "those held out" in capsys.readouterr().err
+    saved = folders.read_json(Path("runs/own/config.json"))
+    elsewhere = {"eval_data": "away.jsonl", "eval_docs": "away"}
+    folders.write_json(Path("runs/own/config.json"), saved | elsewhere)
+    assert run("eval", "runs/own", "--name", "all", *own) == 0, "what is given is for all"
+    assert len(records_of(tmp_path / "runs/all", 0)) == 12
 
 
 def test_a_chat_model_trains_answers_and_is_evaluated(own, tmp_path):
@@ -375,6 +386,10 @@ def test_a_judge_that_is_away_stops_the_run_with_its_state_whole(
     assert metrics(copied / "whole") == metrics(trained / "whole")
     assert trainer.newest(copied / "whole")[0] == 4
     assert any(r["split"] == "eval" for r in records_of(copied / "whole", 4)), "with the reasons"
+    options = ["--runs", copied, "--name", "blind", "--eval_questions", 6]
+    assert run("eval", copied / "whole", *options) == 2
+    assert "of the judgements of set " in capsys.readouterr().err
+    assert (copied / "blind/table.json").exists()
 
 
 def test_a_step_without_tools_is_not_trained_on_and_loses_no_earlier_one(

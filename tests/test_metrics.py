@@ -5,6 +5,7 @@ import dataclasses
 import math
 import zlib
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 import mars
 import train
 from config import UserError
-from plumbing import metrics, start
+from plumbing import evaluation, metrics, start
 from plumbing.logbook import stop_if_blind, stop_if_mismatched
 from plumbing.metrics import sign_test, update_metrics, wilson_interval
 from rollout import Context, Sample, Trajectory, Turn
@@ -143,6 +144,25 @@ def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
     attempts = [attempt("x", None), *[attempt(None, 0.0)] * 3]
     assert metrics.rollout_metrics(attempts, method, 1.0)["judge_failure_share"] == 1.0
     assert metrics.rollout_metrics(attempts[:1], method, 1.0)["reward"] is None
+    told = evaluation.row(Mock(method=mars.METHOD), "own", [attempt("x", 1.0), *attempts[:1]])
+    assert (told["questions"], told["accuracy"]) == (2, 0.5), "not judged is not right"
+
+
+def test_an_evaluation_is_shared_out_drawn_in_two_ways_and_not_blind(monkeypatch):
+    monkeypatch.setattr(train, "logbook", Mock(stop_if_blind=stop_if_blind))
+    right, unjudged = attempt("x", 1.0), attempt("x", None)
+    config = mars.MarsConfig(temperature=0.7, top_p=0.9)
+    run = Mock(config=config, method=mars.METHOD, rank=1, ranks=2)
+    run.eval_questions = [right.question] * 5
+    run.rollouts.return_value = [right]
+    assert train.evaluate(run, 8)["eval_greedy"] == 1
+    calls = run.rollouts.mock_calls
+    assert [[index for index, _ in call.args[0]] for call in calls] == [[1, 3]] * 2
+    draws = [(call.kwargs["temperature"], call.kwargs["top_p"]) for call in calls]
+    assert draws == [(0.7, 0.9), (0.0, 1.0)]
+    run.rollouts.side_effect = [[unjudged] * 3, [right]]
+    with pytest.raises(UserError, match="75% of the judgements of the evaluation after 8 steps"):
+        train.evaluate(run, 8)
 
 
 def test_pages_that_could_not_be_read_are_counted():

@@ -294,6 +294,21 @@ def test_the_oldest_request_is_never_starved():
     check_answer(first, range(8))
 
 
+def test_who_rests_gives_way_only_where_it_must_and_the_youngest_first():
+    engine = make(max_tokens=6 * PAGE, overlap=True)
+    old, young, newest = (engine.open() for _ in range(3))
+    for conversation, token in ((young, 1), (old, 2), (newest, 3)):  # two pages each
+        engine.submit(conversation, [token] * 5, max_new_tokens=1)
+        if conversation is not newest:
+            run_all(engine)
+    engine.step()  # the newest one's last token is under way
+    last = engine.submit(engine.open(), [4] * 5, max_new_tokens=1)
+    assert len(engine.step()) == 1 and old.block_table and young.block_table
+    run_all(engine)
+    check_answer(last, [4] * 5)
+    assert old.block_table and young.block_table and not newest.block_table
+
+
 def test_rows_wait_as_little_as_they_can():
     """A finished row is replaced at the next step; a long prefill stops nobody who decodes."""
     engine = make(max_sequences=2, prefill_chunk=4)
