@@ -125,8 +125,8 @@ def serper_documents(raw: bytes) -> list[Document]:
 def _serper_document(row: dict, rank: int) -> Document:
     """One result; every field is optional. Scholar adds authors, journal, year and citations."""
     row = {name: str(value) for name, value in row.items() if value is not None}
-    link, pdf = row.get("link", ""), row.get("pdfUrl", "")
-    url = link or pdf
+    pdf = row.get("pdfUrl", "")
+    url = row.get("link") or pdf
     about = row.get("publicationInfo", "")
     year = row.get("year", "")
     lines = [
@@ -138,7 +138,8 @@ def _serper_document(row: dict, rank: int) -> Document:
     ]
     text = "\n".join(filter(None, lines))
     document = make_document(url or f"result-{rank}", row.get("title", ""), url, text)
-    return Paper(**vars(document), copy=pdf) if pdf not in ("", url) else document
+    copy = make_document("", "", pdf, "").url  # safe to show
+    return document if copy in ("", document.url) else Paper(**vars(document), copy=copy)
 
 
 def retriever_documents(raw: bytes) -> list[Document]:
@@ -277,7 +278,7 @@ def jina_reader(client: web.Client, block: tuple[str, ...]) -> Callable[[str], s
         if not url.startswith(("http://", "https://")) or is_blocked(url, block):
             raise ToolError("only http and https pages are read, and none of a blocked host")
         # Only spaces and what is not ASCII change.
-        quoted = urllib.parse.quote(url, safe=string.punctuation, errors="replace")
+        quoted = urllib.parse.quote(url, safe=string.punctuation)
         return client.call(f"{base}/{quoted}", page, headers=headers, quote=False)
 
     return read
