@@ -26,6 +26,14 @@ class UserError(Exception):
     """Bad input or environment: one sentence. Commands print it and exit with 2."""
 
 
+def key_of(variable: str) -> str:
+    """A service's key from the environment; UserError, which does not show it, if it is none."""
+    key = os.environ.get(variable, "").strip()
+    if not re.fullmatch(r"[!-~]+", key):
+        raise UserError(f"{variable} is not set to a key: export {variable}=…, or do without it")
+    return key
+
+
 def no_option(default):
     """A field that is no option: recipes set it, in a preset."""
     return dataclasses.field(default=default, metadata={"option": False})

@@ -23,6 +23,7 @@ tests/test_vllm.py
 import concurrent.futures
 import contextlib
 import itertools
+import os
 import queue
 import threading
 import time
@@ -30,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from config import UserError
+from config import UserError, key_of
 from processes import from_first_rank, is_first
 from sampler.request import Completion, Conversation, Lost, Request
 
@@ -57,6 +58,9 @@ class Server:
         """Its httpx2.Response to a POST of `body`, or to a GET; an error unless it is a success."""
         method = "GET" if body is None else "POST"
         answer = self.client.request(method, self.url + path, json=body)
+        if answer.status_code == 401:
+            wanted = "it wants the key of its --api-key in MARS_SERVER_KEY"
+            raise UserError(f"--server {self.url} answers HTTP 401: {wanted}")
         if not answer.is_success:
             final = answer.is_client_error and answer.status_code not in (408, 429)
             kind = Refused if final else ConnectionError
@@ -109,19 +113,25 @@ class Server:
 def connect(urls: list[str], seconds: float) -> list[Server]:
     """The servers at these URLs. UserError for what is none. seconds: the limit of one exchange.
 
-    Exchanges obey the environment's proxies.
+    Exchanges obey the environment's proxies, and carry its MARS_SERVER_KEY, or else VLLM_API_KEY,
+    from which vLLM itself takes its key.
     """
     import httpx2  # here, so that a run without servers does not need it
 
     if not urls:
         raise UserError("--server names no URL: give http://host:port, or several by commas")
-    client = httpx2.Client(timeout=seconds, limits=httpx2.Limits())  # no limit: see Remote.parallel
+    keys = [name for name in ("MARS_SERVER_KEY", "VLLM_API_KEY") if os.environ.get(name)]
+    headers = {"Authorization": f"Bearer {key_of(keys[0])}"} if keys else {}
+    # No limit of connections: see Remote.parallel.
+    client = httpx2.Client(headers=headers, timeout=seconds, limits=httpx2.Limits())
     servers = []
     for url in dict.fromkeys(one.strip().rstrip("/").removesuffix("/v1") for one in urls):
         try:
             server = Server(url, client)
             card = server.send("/v1/models").json()["data"][0]
             server.model, server.positions = card["id"], int(card["max_model_len"])
+        except UserError:
+            raise
         except Exception as error:  # whatever listens there may answer anything
             raise UserError(f"--server {url} is no vLLM server: {reason(error)}") from None
         servers.append(server)

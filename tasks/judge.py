@@ -19,9 +19,9 @@ import os
 import re
 from collections.abc import Callable
 
-from config import UserError
+from config import UserError, key_of
 from tasks.questions import Question
-from tools.web import Client, check_base_url, key_of
+from tools.web import Client, Refused, check_base_url
 
 PROMPT = """Decide whether a response to a question gives the correct answer.
 
@@ -85,6 +85,7 @@ def read_verdict(raw: bytes) -> bool:
     if choice.get("finish_reason") == "length":
         raise ValueError("the judge's reply was cut")
     said = re.sub(r"\A\s*<think>.*?</think>", "", choice["message"]["content"], flags=re.DOTALL)
+    said = re.sub(r"\A\s*```(?:json)?\n(.*)\n```\s*\Z", r"\1", said, flags=re.DOTALL)  # no schema
     return {"yes": True, "no": False}[json.loads(said)["correct"]]
 
 
@@ -104,15 +105,26 @@ def judge_from_environment() -> Callable[[Question, str], bool]:
         headers["Authorization"] = f"Bearer {key_of('MARS_JUDGE_API_KEY')}"
     client = Client(cache=None, timeout=120.0, tries=3)
     model = os.environ["MARS_JUDGE_MODEL"]
+    # Some servers refuse some of these; the prompt asks for the schema's fields in words as well.
+    options = {
+        "temperature": 0,
+        "max_tokens": 2048,
+        "response_format": {"type": "json_schema", "json_schema": VERDICT},
+    }
 
     def judge(question: Question, response: str) -> bool:
-        body = {
-            "model": model,
-            "temperature": 0,
-            "max_tokens": 2048,
-            "messages": [{"role": "user", "content": judge_prompt(question, response)}],
-            "response_format": {"type": "json_schema", "json_schema": VERDICT},
-        }
-        return client.call(url, read_verdict, body=body, headers=headers)
+        messages = [{"role": "user", "content": judge_prompt(question, response)}]
+        while True:
+            sent = dict(options)
+            body = {"model": model, "messages": messages} | sent
+            try:
+                return client.call(url, read_verdict, body=body, headers=headers)
+            except Refused as refusal:
+                named = sent and re.search("|".join(sent), refusal.args[1].replace(" ", "_"))
+                if not named:
+                    raise
+            value = options.pop(named[0], None)  # None: another thread has been here
+            if named[0] == "max_tokens" and value:
+                options["max_completion_tokens"] = value
 
     return judge

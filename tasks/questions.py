@@ -232,10 +232,10 @@ def read_questions(
     for number, row in rows:
         try:
             found = read_row(row, source, number, question, answer)
-            if found.id in questions:
-                raise ValueError(f"an earlier line has the id {found.id!r:.100} already")
         except ValueError as error:
             raise UserError(f"{source}, line {number}: {error}") from error
+        while found.id in questions:  # as in sets that were merged; draws are named by ids
+            found = replace(found, id=f"{found.id}@{number}")
         questions[found.id] = found
     if not questions:
         raise UserError(f"{source} holds no question")

@@ -35,7 +35,8 @@ def completion(text, finish="stop"):
 @pytest.mark.parametrize("correct", ["yes", "no"])
 def test_a_verdict(correct):
     said = fields(correct)
-    for text in (said, f"\n {said} \r\n", f"<think>hm\n</think>{said}"):
+    fenced = f"```json\n{said}\n```"
+    for text in (said, f"\n {said} \r\n", f"<think>hm\n</think>{said}", fenced):
         assert read_verdict(json.dumps(completion(text)).encode()) is (correct == "yes")
 
 
@@ -107,6 +108,26 @@ def test_the_judge_is_asked_by_schema(server, environment):
     environment.delenv("MARS_JUDGE_API_KEY")
     judge_from_environment()(QUESTION, "x")
     assert "authorization" not in server.requests[-1][2]
+
+
+def test_what_a_judge_refuses_by_name_is_left_out_from_then_on(server, environment):
+    def choosy(handler):
+        sent = server.requests[-1][3]
+        refused = [
+            name for name in ("max_tokens", "temperature", "response_format") if name in sent
+        ]
+        said = f"{'.' * 300} Unsupported: '{refused[0].replace('e_f', 'e f')}'" if refused else ""
+        (says({"error": said}, 400) if refused else says(completion(fields())))(handler)
+
+    judge = judge_from_environment()
+    server.replies = [choosy]
+    assert judge(QUESTION, "42") and len(server.requests) == 4
+    assert judge(QUESTION, "6 × 7 is 42") and len(server.requests) == 5
+    assert server.requests[-1][3].keys() == {"model", "messages", "max_completion_tokens"}
+    server.replies = [says("no such max_completion_tokens, or another thing", 400)]
+    with pytest.raises(ToolError, match="another thing"):
+        judge(QUESTION, "42")
+    assert len(server.requests) == 7
 
 
 def test_a_refused_key_is_not_tried_again_and_not_shown(server, environment):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import ToolError, python
+from tools import ToolError, jail, python
 
 ROOT = Path(__file__).parent.parent
 OURSELVES = os.getuid()
@@ -229,6 +229,15 @@ SHOWN = {  # a program, and all that is shown of it, or behind … a part of it
         '…Traceback (most recent call last):\n  File "<code>", line 4, in <module>\n    f()\n'
     ),
     "x = (": "…SyntaxError: '(' was never closed",
+    "```python\nx = 6\nprint('```', x * 7)\n```": "``` 42",
+    "So:\n\n~~~~\n  if True:\n    print(6 * 7)\n~~~~\nThat is all.": "42",
+    "```py\nx = 6\n```\nand\n```py\nx * 7": "42",
+    "```6 * 7```": "42",
+    "    x = 6\n    x * 7": "42",
+    "s = '''\n```\nx\n```\n'''\nlen(s)": "11",
+    "```python\nx = (\n```": "…SyntaxError: '(' was never closed",
+    "import math\nsum(map(int, str(math.factorial(2000))))": "23382",
+    "import asyncio\nasync def f():\n    pass\nasyncio.run(f())": f"…{jail.NOT_PERMITTED}",
     "exit()": "",
     "import sys\nsys.exit('bye')": "bye",
     "input()": "…EOFError",
@@ -257,6 +266,15 @@ def test_what_many_programs_at_once_show_and_that_they_leave_nothing(tmp_path, m
         expected = SHOWN[code]
         assert expected == output or (expected[:1] == "…" and expected[1:] in output), code
         assert "jail" not in output
+        assert not expected.endswith(jail.NOT_PERMITTED) or output.endswith(jail.NOT_PERMITTED)
+
+
+def test_matplotlib_draws_where_nothing_can_be_written():
+    pytest.importorskip("matplotlib")
+    code = (
+        "import io, matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.savefig(file := io.BytesIO())"
+    )
+    assert run(code + "\nfile.getvalue()[1:4]").endswith("b'PNG'")
 
 
 def test_limits_are_said_and_what_was_printed_before_is_kept():

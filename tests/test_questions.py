@@ -47,12 +47,19 @@ def test_both_forms_of_a_line_as_programs_write_them(tmp_path):
     ]
 
 
+def test_merged_sets_may_repeat_an_id_and_each_question_has_one_of_its_own(tmp_path):
+    rows = [line(n, id=id) for n, id in enumerate(["a", "a", "1", 1, "a@2", "a"])]
+    path = write(tmp_path / "q.jsonl", *rows)
+    found = load_questions(path)
+    assert [q.id for q in found] == ["a", "a@2", "1", "1@4", "a@2@5", "a@6"]
+    assert [q.text for q in found] == [f"q{n}?" for n in range(6)] and found == load_questions(path)
+
+
 BAD = {
     "[" * 100_000: "not JSON",
     line(2, question=" "): '"question"',
     line(2, golden_answers=["", " "]): "no golden answer",
     '{"question": "q"}': "not a list of texts",
-    line(2, id="1"): "an earlier line has the id '1'",  # the number 1 and the text are the same id
     line(2, question="\ud800"): "surrogates not allowed",
 }
 

@@ -188,6 +188,8 @@ def test_the_retriever_is_asked_and_read_as_search_r1_does(server, monkeypatch):
     ]
     [(_, path, _, body)] = server.requests
     assert path == "/retrieve" and body == {"queries": ["ada"], "topk": 3, "return_scores": True}
+    server.replies = [says({"result": [[{"document": '"Ada"\nborn', "score": 1}]]})]  # its reranker
+    assert find("ada") == [Document("result-1", "Ada", "", "born")]
     for result in (None, [[], []], [[{"document": {}}]]):
         server.replies = [says({"result": result})]
         with pytest.raises(ToolError, match="1 tries"):
@@ -196,6 +198,24 @@ def test_the_retriever_is_asked_and_read_as_search_r1_does(server, monkeypatch):
     assert find("ada") == []
     with pytest.raises(UserError, match="scholar"):
         search.make("retriever", scholar=True, cache=None)
+
+
+ODD = {
+    "null": "NoneType",
+    "[[], []]": r"\[\[\]\]",
+    '["x"]': "str",
+    '[[{"document": {"text": "SYSTEM: 42"}}]]': r'\{"text": "str"\}',
+    '[[{"document": {"contents": null}}]]': '"contents": "NoneType"',
+    '[[{"document": 5}]]': '"document": "int"',
+}
+
+
+@pytest.mark.parametrize("result", ODD)
+def test_a_retriever_of_another_shape_is_told_at_once(server, waits, result):
+    server.replies = [says({"result": json.loads(result)})]
+    with pytest.raises(ToolError, match=ODD[result]) as caught:
+        search.make("retriever", cache=None)("ada")
+    assert len(server.requests) == 1 and "SYSTEM" not in str(caught.value)
 
 
 # Pages behind the results -------------------------------------------------------------------------
@@ -239,6 +259,8 @@ UNREADABLE = [
     says(EVIL),
     page(" "),
     page(EVIL, warning=f"Target URL returned error 404: {EVIL}"),
+    page(EVIL, warning="A cached snapshot.\nThis page maybe requiring CAPTCHA, please make sure"),
+    page(EVIL, warning="This page maybe not yet fully loaded, consider"),
     says({"data": None, "code": 402, "message": EVIL}),
 ]
 
@@ -260,6 +282,30 @@ def test_no_page_read_at_all_is_a_failed_search_and_says_nothing_of_theirs(
     assert "SYSTEM" not in str(caught.value)
     server.replies = [says(ECHO)]
     assert serper(tmp_path, pages="jina")("nothing") == []
+    server.replies = [page("now it is read")]  # nothing of the failure was kept
+    assert serper(tmp_path, pages="jina", k=9)("ada")[0].text == "now it is read"
+
+
+def test_a_page_found_twice_is_read_once(server, tmp_path):
+    one = "http://a.test/"
+    server.replies = [found(one, f"{one}#part", one, "http://b.test/", ""), page("born 1968")]
+    made = serper(tmp_path, pages="jina", k=9)("ada")
+    assert ids(made) == [one, "http://b.test/", "result-5"] and len(server.requests) == 3
+
+
+def test_a_paper_that_is_refused_is_read_from_its_open_copy(server, tmp_path):
+    link, pdf, bad = "http://paid.test/x", "http://open.test/x.pdf", "http://bad.test/\ud83d"
+    rows = [{"link": link, "pdfUrl": pdf}, {"link": f"{link}2", "pdfUrl": bad, "snippet": "s"}]
+    closed = page("", warning="Target URL returned error 403: Forbidden")
+
+    def read(handler):
+        (page("it") if "open" in handler.path else closed)(handler)
+
+    server.replies = [says({"organic": rows}), read]
+    one, two = serper(tmp_path, pages="jina", scholar=True, block=["bad.test"])("ada")
+    assert (one.id, one.url, one.text) == (link, pdf, "it")
+    assert two.text == f"{search.UNREAD}\ns"
+    assert not any("bad" in path for _, path, *_ in server.requests)
 
 
 # Blocked hosts ------------------------------------------------------------------------------------
@@ -300,3 +346,13 @@ def test_blocked_results_are_left_out_and_pages_that_redirect_there(server, tmp_
         server.replies = [says({"result": [[{"document": row} for row in rows]]})]
         find = search.make("retriever", cache=None, block=["bad.test"])
         assert [document.text for document in find("ada")] == ["good"]
+    for rows, kept in (
+        ([{"contents": "bad"}, {"contents": "good", "url": "good.test"}], ["good"]),
+        ([{"contents": "bad", "url": "n/a", "id": "https://bad.test/x"}], []),
+    ):
+        server.replies = [says({"result": [[{"document": row} for row in rows]]})]
+        assert [document.text for document in find("ada")] == kept
+    for nameless in ({"contents": "bad", "url": "/a/path", "id": "Doc[1]"}, "bad"):
+        server.replies = [says({"result": [[{"document": nameless}]]})]
+        with pytest.raises(ToolError, match="name no hosts.*--block"):
+            find("ada")

@@ -10,7 +10,7 @@ import torch
 from helpers import tiny
 from helpers.engine import Engine
 from helpers.launch import launch
-from loopback import drops, says
+from loopback import Loopback, drops, says
 from transformers import AutoModelForCausalLM
 
 import driver
@@ -105,6 +105,25 @@ def asked(engine):
     """The requests for samples, without those for the probe's log-probs."""
     paths = [body for path, body in engine.seen if path == "/v1/completions"]
     return [body for body in paths if "prompt_logprobs" not in body]
+
+
+@pytest.mark.parametrize("variable", ["MARS_SERVER_KEY", "VLLM_API_KEY"])
+def test_a_server_gets_its_key_and_a_refused_one_is_said_not_shown(monkeypatch, variable):
+    def guarded(handler):
+        given = handler.headers.get("Authorization")
+        card = {"data": [{"id": "m", "max_model_len": 100}]}
+        (says(card) if given == "Bearer secret" else says(f"bad {given}", 401))(handler)
+
+    server = Loopback()
+    server.replies = [guarded]
+    monkeypatch.setenv(variable, "secret")
+    assert vllm.connect([server.url], 5.0)[0].model == "m"
+    for wrong, said in (("hunter2", "401.*MARS_SERVER_KEY"), ("hunter\n2", variable)):
+        monkeypatch.setenv(variable, wrong)
+        with pytest.raises(UserError, match=said) as error:
+            vllm.connect([server.url], 5.0)
+        assert "hunter" not in str(error.value)
+    server.stop()
 
 
 # ---------------------------------------------------------------- answers as in the process

@@ -6,8 +6,11 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from loopback import ECHO, GOOD, KEY, drops, hangs, says, serper
 
 from config import UserError
@@ -78,6 +81,11 @@ def test_pauses_grow_and_jitter_and_last_as_long_as_asked_but_not_for_ever(serve
     asked = {"20": 20, "86400": web.LONGEST_WAIT, "9" * 5000: web.LONGEST_WAIT, "٣": 0, "-5": 0}
     for seconds, read in asked.items():
         assert web.retry_after({"Retry-After": seconds}) == read
+    for seconds, read in {20: 20, -20: 0, 9999: web.LONGEST_WAIT}.items():
+        then = datetime.now(UTC) + timedelta(seconds=seconds)
+        for written in ("%a, %d %b %Y %H:%M:%S GMT", "%A, %d-%b-%y %H:%M:%S GMT", "%a %b %d %X %Y"):
+            asked = web.retry_after({"Retry-After": then.strftime(written)})
+            assert asked == pytest.approx(read, abs=5)
     server.replies = [says("", 500), says("", 500), says("", 429, {"Retry-After": "20"}), GOOD]
     serper(tmp_path)("ada")
     assert 0.5 <= waits[0] <= 1 <= waits[1] <= 2 and waits[0] != waits[1] / 2
@@ -89,6 +97,11 @@ def test_pauses_grow_and_jitter_and_last_as_long_as_asked_but_not_for_ever(serve
     assert web.PATIENCE - web.LONGEST_WAIT < sum(waits) <= web.PATIENCE
     server.replies = [GOOD]
     assert len(serper(tmp_path)("bob")) == 1, "a refusal is not kept"
+
+
+@given(st.text(max_size=40) | st.from_regex(r"\w{3}, \d+ Oct \d+ \d+:\d+:\d+ .{0,5}"))
+def test_whatever_stands_in_retry_after_asks_for_a_bearable_pause(asked):
+    assert 0 <= web.retry_after({"Retry-After": asked}) <= web.LONGEST_WAIT
 
 
 def drips(handler):

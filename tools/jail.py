@@ -75,6 +75,10 @@ MOST_TASKS = 1 << 16
 # How the folders end that hold the trainer's packages; a program may import from them.
 PACKAGES = ("/site-packages", "/dist-packages")
 
+NOT_PERMITTED = (
+    "A program here opens no socket (asyncio needs one), writes no file, starts no process."
+)
+
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -241,6 +245,16 @@ def limit_threads(threads: int, user: str) -> None:
     sys.exit("no thread could be started")
 
 
+def unwrapped(code: str) -> str:
+    """What stands in Markdown's fences, or else all of it, without an indent of the whole."""
+    import re
+    import textwrap
+
+    fenced = r"^[ \t]*(```+|~~~+)(?:[^\n`]*\n)?(.*?)(?:^[ \t]*\1|\1\s*\Z|\Z)"
+    blocks = re.findall(fenced, code, re.MULTILINE | re.DOTALL)
+    return "\n".join(textwrap.dedent(block) for _, block in blocks) or textwrap.dedent(code)
+
+
 def execute(code: str) -> None:
     """Runs a program as a fresh __main__ and shows the value of its last expression.
 
@@ -250,7 +264,12 @@ def execute(code: str) -> None:
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     try:
-        tree = compile(code, "<code>", "exec", only_ast)
+        tree = None
+        try:
+            tree = compile(code, "<code>", "exec", only_ast)
+        except SyntaxError:
+            code = unwrapped(code)
+        tree = tree or compile(code, "<code>", "exec", only_ast)
         last = []
         if tree.body and isinstance(tree.body[-1], _ast.Expr):
             last.append(tree.body.pop())
@@ -268,8 +287,12 @@ def execute(code: str) -> None:
             import linecache
             import traceback
 
+            if isinstance(error, PermissionError):
+                BaseException.add_note(error, NOT_PERMITTED)
             linecache.cache["<code>"] = len(code), None, code.splitlines(True), "<code>"
             traceback.print_exception(*shown)
+            # What half-made objects say at their end, as asyncio's loop does, would mislead.
+            sys.stderr = None
         except BaseException:
             # The program has left nothing to import them with.
             sys.__excepthook__(*shown)

@@ -21,10 +21,10 @@ import re
 import string
 import urllib.parse
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from config import UserError
+from config import UserError, key_of
 from tools import Document, ToolError, bm25, one_line, web
 from tools.bm25 import Search
 from tools.documents import PASSAGE_WORDS, WHAT_IS_READ, from_contents, make_document
@@ -57,7 +57,8 @@ def make(
 
     docs: the local backend's files, cut into passages of so many words (0: not at all). cache:
     folder for the index or for answers; None, for a service, keeps none. block: hosts from which
-    nothing is taken, nor from below them, such as those that publish a benchmark's answers.
+    nothing is taken, nor from below them, such as those that publish a benchmark's answers; what
+    names no host could come from them, and is not taken either.
     client_options: see web.Client.
     """
     if k < 1:
@@ -70,7 +71,7 @@ def make(
     client = web.Client(None if cache is None else Path(cache) / "web", **client_options)
     if backend == "serper":
         url = f"{base_url('MARS_SERPER_URL')}/{'scholar' if scholar else 'search'}"
-        headers = {"X-API-KEY": web.key_of("SERPER_API_KEY")}
+        headers = {"X-API-KEY": key_of("SERPER_API_KEY")}
         read = serper_documents
     else:
         if scholar:
@@ -87,7 +88,7 @@ def make(
         if backend == "retriever":
             body = {"queries": [query], "topk": k, "return_scores": True}
         found = client.call(url, read, body=body, headers=headers)[:k]
-        found = [d for d in found if not is_blocked(d.url or d.id, block)]
+        found = unblocked(found, block)
         return with_pages(found, page) if page else found
 
     return search
@@ -99,6 +100,13 @@ def base_url(variable: str) -> str:
 
 
 # Services ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Paper(Document):
+    """A paper that has a page at its publisher's, `url`, and a copy elsewhere."""
+
+    copy: str
 
 
 def serper_documents(raw: bytes) -> list[Document]:
@@ -117,7 +125,8 @@ def serper_documents(raw: bytes) -> list[Document]:
 def _serper_document(row: dict, rank: int) -> Document:
     """One result; every field is optional. Scholar adds authors, journal, year and citations."""
     row = {name: str(value) for name, value in row.items() if value is not None}
-    url = row.get("link") or row.get("pdfUrl", "")
+    pdf = row.get("pdfUrl", "")
+    url = row.get("link") or pdf
     about = row.get("publicationInfo", "")
     year = row.get("year", "")
     lines = [
@@ -128,19 +137,38 @@ def _serper_document(row: dict, rank: int) -> Document:
         row.get("snippet"),
     ]
     text = "\n".join(filter(None, lines))
-    return make_document(url or f"result-{rank}", row.get("title", ""), url, text)
+    document = make_document(url or f"result-{rank}", row.get("title", ""), url, text)
+    copy = make_document("", "", pdf, "").url  # safe to show
+    return document if copy in ("", document.url) else Paper(**vars(document), copy=copy)
 
 
 def retriever_documents(raw: bytes) -> list[Document]:
     """The results of a /retrieve answer to one query; an exception if it is none.
 
     The answer is {"result": [[{"document": {"contents", "id"?, "title"?, "url"?}, "score"}, …]]}.
+    A reranking server gives the contents in the document's place.
     """
-    (rows,) = json.loads(raw)["result"]
-    return [_retrieved_document(row["document"], rank) for rank, row in enumerate(rows, 1)]
+    answer = json.loads(raw)
+    try:
+        (rows,) = answer["result"]
+        return [_retrieved_document(row["document"], rank) for rank, row in enumerate(rows, 1)]
+    except (LookupError, TypeError, ValueError, AttributeError):
+        shape = json.dumps(shape_of(answer))
+        raise ToolError(
+            f"the retriever's answer has another shape than expected: {shape}"
+        ) from None
 
 
-def _retrieved_document(found: dict, rank: int) -> Document:
+def shape_of(value):
+    """JSON's value with the names of types for what strangers wrote, and one item of each list."""
+    if isinstance(value, dict):
+        return {name: shape_of(inner) for name, inner in value.items()}
+    return [shape_of(one) for one in value[:1]] if isinstance(value, list) else type(value).__name__
+
+
+def _retrieved_document(found: dict | str, rank: int) -> Document:
+    if isinstance(found, str):
+        found = {"contents": found}
     id = str(found.get("id", f"result-{rank}"))
     title, url = (str(found.get(field) or "") for field in ("title", "url"))
     return from_contents(id, title, url, found["contents"])
@@ -163,18 +191,38 @@ def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(hosts)
 
 
+def unblocked(found: list[Document], block: tuple[str, ...]) -> list[Document]:
+    """The results that come from hosts that are not blocked; ToolError if none names its host."""
+    if not block:
+        return found
+    free = [d for d in found if not is_blocked(d.url, block) and not is_blocked(d.id, block)]
+    named = [d for d in free if host_of(d.url) or host_of(d.id)]
+    if free and not named:
+        raise ToolError(
+            "the results name no hosts, so what --block forbids cannot be told from them"
+        )
+    return named
+
+
 def is_blocked(url: str, block: tuple[str, ...]) -> bool:
     """Whether a URL's host is one of `block` (blocked_hosts), or below one of them.
 
     An address that cannot be read counts as one.
     """
+    host = host_of(url)
+    if not host:
+        return bool(block) and "://" in url
+    return any(host == name or host.endswith(f".{name}") for name in block)
+
+
+def host_of(url: str) -> str:
+    """The host that a URL names; "" if it names none, or cannot be read."""
     # A retriever may leave the scheme out: what looks like a host gets // before it.
     plain = re.sub(r"^([a-z][a-z0-9+.-]*:)?/*(?=[^/:]*[.])", "//", url.strip(), flags=re.IGNORECASE)
     try:
-        host = plain_host(urllib.parse.urlsplit(plain).hostname or "")
-    except ValueError:
-        return bool(block) and "://" in url  # else it is a name with brackets, such as Doc[1]
-    return any(host == name or host.endswith(f".{name}") for name in block)
+        return plain_host(urllib.parse.urlsplit(plain).hostname or "")
+    except ValueError:  # such as http://[bad; or a name with brackets, such as Doc[1]
+        return ""
 
 
 def plain_host(host: str) -> str:
@@ -188,13 +236,20 @@ def plain_host(host: str) -> str:
 
 
 def with_pages(found: list[Document], read: Callable[[str], str]) -> list[Document]:
-    """Each result with the text of its page; ToolError when there were pages and none was read."""
+    """Each page's text once, or its copy's; ToolError when there were pages and none was read."""
+    once = {}
+    for document in found:
+        once.setdefault((document.url or document.id).partition("#")[0], document)
+    found = list(once.values())
 
     def attempt(document: Document) -> Document | ToolError:
-        try:
-            return replace(document, text=read(document.url)) if document.url else document
-        except ToolError as error:
-            return error
+        outcome = document
+        for url in filter(None, (document.url, getattr(document, "copy", ""))):
+            try:
+                return replace(document, url=url, text=read(url))
+            except ToolError as error:
+                outcome = error
+        return outcome
 
     pages = web.in_threads(attempt, found)
     errors = [page for page in pages if isinstance(page, ToolError)]
@@ -214,14 +269,14 @@ def jina_reader(client: web.Client, block: tuple[str, ...]) -> Callable[[str], s
     base = base_url("MARS_JINA_URL")
     headers = {"Accept": "application/json"}
     if os.environ.get("JINA_API_KEY", "").strip():
-        headers["Authorization"] = f"Bearer {web.key_of('JINA_API_KEY')}"
+        headers["Authorization"] = f"Bearer {key_of('JINA_API_KEY')}"
     # Dead pages are common. Live ones take eight seconds in the mean, by Jina's account.
     client = replace(client, tries=min(client.tries, 2), timeout=max(client.timeout, 60.0))
     page = functools.partial(jina_page, block=block)
 
     def read(url: str) -> str:
-        if not url.startswith(("http://", "https://")):
-            raise ToolError("only http and https pages are read")
+        if not url.startswith(("http://", "https://")) or is_blocked(url, block):
+            raise ToolError("only http and https pages are read, and none of a blocked host")
         # Only spaces and what is not ASCII change.
         quoted = urllib.parse.quote(url, safe=string.punctuation)
         return client.call(f"{base}/{quoted}", page, headers=headers, quote=False)
@@ -232,9 +287,12 @@ def jina_reader(client: web.Client, block: tuple[str, ...]) -> Callable[[str], s
 def jina_page(raw: bytes, block: tuple[str, ...]) -> str:
     """The text of a reader's answer, which is 200 also where it read an error in a page's place."""
     page = json.loads(raw)["data"]
-    refused = re.search(r"returned error (\d{3})", str(page.get("warning")))
+    warning = str(page.get("warning"))
+    refused = re.search(r"returned error (\d{3})", warning)
     if refused:
         raise ToolError(f"the page answered HTTP {refused[1]}")
+    if re.search("captcha|not yet fully loaded", warning, re.IGNORECASE):
+        raise ToolError("the page asked for a CAPTCHA, or was not loaded")
     if is_blocked(str(page.get("url") or ""), block):  # the reader follows redirects itself
         raise ToolError("the page redirects to a blocked host")
     text = page["content"][:LONGEST_PAGE].encode("utf-8", "replace").decode()

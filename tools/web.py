@@ -19,6 +19,7 @@ Tests: pytest tests/test_web.py (a loopback server that misbehaves)
 """
 
 import contextlib
+import email.utils
 import hashlib
 import itertools
 import json
@@ -31,6 +32,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import UTC
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,13 @@ PATIENCE = 240.0  # seconds between all tries; a tool's call, which may ask twic
 LONGEST_MESSAGE = 200  # characters of a ToolError
 ANSWER_BYTES = 8 << 20  # of one answer, unpacked
 AT_ONCE = 16  # exchanges of one client
+
+
+class Refused(ToolError):
+    """A service has refused a request for good: (why, all that it said, which is not shown)."""
+
+    def __str__(self):
+        return self.args[0]
 
 
 def settle(outcome: Future, function: Callable, *arguments) -> None:
@@ -143,7 +152,7 @@ class Client:
         for number in itertools.count(1):
             wait = min(FIRST_WAIT * 2 ** (number - 1), LONGEST_WAIT) * random.uniform(0.5, 1)
             status = None
-            may_pass = True
+            refusal = None
             try:
                 with self.http.stream(method, url, content=content, headers=headers) as response:
                     raw = read_within(response, self.timeout)
@@ -151,13 +160,15 @@ class Client:
                 if response.is_success:
                     return raw, read(raw)
                 why = f"HTTP {status}"
+                said = raw.decode("utf-8", "replace")
                 if quote:
-                    why += f" {raw.decode('utf-8', 'replace')}"
-                may_pass = status in (408, 429) or status >= 500
+                    why += f" {said}"
+                if status not in (408, 429) and status < 500:
+                    refusal = said
                 wait = max(wait, retry_after(response.headers))
             except ToolError as error:
                 why = str(error)
-                may_pass = False
+                refusal = ""
             except Exception as error:
                 # What is sent reaches many parsers, which raise many kinds of exceptions. All of
                 # them mean the same: there is no answer.
@@ -167,8 +178,8 @@ class Client:
                 key = r"\\*".join(map(re.escape, secret.removeprefix("Bearer ")))
                 why = re.sub(key, "***", why, flags=re.IGNORECASE)
             why = one_line(f"{site}: {why[:1000]}", LONGEST_MESSAGE - 10)
-            if not may_pass:
-                raise ToolError(why)
+            if refusal is not None:
+                raise Refused(f"{why}, {number} tries", refusal)
             failed += status != 429
             waited += wait
             if failed >= self.tries or waited > PATIENCE:
@@ -188,9 +199,15 @@ def read_within(response, seconds: float) -> bytes:
 
 
 def retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds that a refusal asks to wait, at most LONGEST_WAIT; 0 if it names no number."""
+    """Seconds that a refusal asks to wait, at most LONGEST_WAIT; 0 if it names no time."""
     asked = headers.get("Retry-After", "").strip()
-    return min(float(asked), LONGEST_WAIT) if re.fullmatch("[0-9]+", asked) else 0.0
+    if re.fullmatch("[0-9]+", asked):
+        return min(float(asked), LONGEST_WAIT)
+    with contextlib.suppress(Exception):  # what is sent may be anything
+        date = email.utils.parsedate_to_datetime(asked)
+        seconds = date.replace(tzinfo=date.tzinfo or UTC).timestamp() - time.time()
+        return min(max(seconds, 0.0), LONGEST_WAIT)
+    return 0.0
 
 
 def check_base_url(name: str, url: str) -> str:
@@ -202,11 +219,3 @@ def check_base_url(name: str, url: str) -> str:
     if not re.fullmatch(r"https?://[^@/?#\s\\]+(/[^@?#\s\\]*)?", url):
         raise UserError(f"{name} is no address: give http(s)://host:port, without user or password")
     return url
-
-
-def key_of(variable: str) -> str:
-    """A service's key from the environment; UserError, which does not show it, if it is none."""
-    key = os.environ.get(variable, "").strip()
-    if not re.fullmatch(r"[!-~]+", key):
-        raise UserError(f"{variable} is not set to a key: export {variable}=…, or do without it")
-    return key
