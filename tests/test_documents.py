@@ -27,6 +27,23 @@ DECLARED = [
     "<meta charset=utf-16>café".encode(),  # in ASCII it cannot say so
     "<meta charset=iso-2022-kr>café".encode(),  # which Python does not have
     b"<p>caf\xe9",  # declared nowhere
+    # a reading of the same bytes as declared elsewhere would lose the letter
+    "<script charset=gbk></script><!-- <meta charset=gbk> --><meta charset=utf-8>café".encode(),
+    '<?xml version="1.0" encoding="gbk"?><meta name=charset><meta charset=utf-8>café'.encode(),
+    b"<meta charset=none><meta charset=l1>caf\xe9",
+    "\ufeff<meta charset=gbk>café".encode(),
+]
+# What browsers read behind a label, and Python or an older webencodings does not.
+LABELS = [
+    ("gb2312", "gb18030", "朱镕基 㐂 𠮷"),
+    ("GBK", "cp936", "镕"),
+    ("shift_jis", "cp932", "①髙"),
+    ("euc-kr", "cp949", "똠방"),
+    ("big5", "big5hkscs", "㗎"),
+    ("iso-8859-1", "cp1252", "“9 €”"),
+    ("iso-8859-9", "cp1254", "“ğ”"),
+    ("tis-620", "cp874", "“ไทย”"),
+    ("x-user-defined", "cp1252", "cafÃ©"),
 ]
 
 
@@ -34,6 +51,13 @@ DECLARED = [
 @pytest.mark.parametrize("page", DECLARED)
 def test_html_is_decoded_as_it_declares(page):
     assert reader.html_to_text(page) == "café"
+
+
+@needs_lxml
+@pytest.mark.parametrize("label, encoding, text", LABELS)
+def test_labels_mean_what_they_mean_to_browsers(label, encoding, text):
+    page = f'<meta http-equiv=content-type content="text/html; charset={label}">{text}'
+    assert reader.html_to_text(page.encode(encoding)) == text
 
 
 # HTML --------------------------------------------------------------------------------------------

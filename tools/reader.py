@@ -101,9 +101,16 @@ def decode(raw: bytes, declared: str | None = None) -> str:
 
 # HTML --------------------------------------------------------------------------------------------
 
-DECLARED = re.compile(
-    rb"(?:charset|<\?xml[^>]{0,200}encoding)\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE
-)
+COMMENT = re.compile(rb"<!--.*?(?:-->|\Z)", re.DOTALL)
+# In the order in which browsers ask.
+DECLARATIONS = [
+    re.compile(rb"<%s[^>]*?\b%s\s*=\s*[\"']?\s*([\w.:-]{1,40})" % words, re.IGNORECASE)
+    for words in ((rb"meta\s", rb"charset"), (rb"\?xml\s", rb"encoding"))
+]
+# Where the standard's decoder of an encoding is not Python's of that name. Bytes that declare
+# themselves in ASCII cannot be UTF-16.
+DECODERS = {"gbk": "gb18030", "x-user-defined": "cp1252", "replacement": None}
+DECODERS |= {"utf-16le": "utf-8", "utf-16be": "utf-8"}
 BLOCKS = frozenset(
     "address article aside blockquote body br button caption dd details dialog div dl dt fieldset "
     "figcaption figure footer form h1 h2 h3 h4 h5 h6 head header hr html legend li main menu nav "
@@ -159,13 +166,10 @@ def declared_codec(raw: bytes) -> str | None:
     """Python's name of the encoding that a page declares; None if it declares none."""
     import webencodings
 
-    declared = DECLARED.search(raw[:4096])
-    encoding = declared and webencodings.lookup(declared[1].decode("ascii", "replace"))
-    if not encoding or encoding.name in ("replacement", "x-user-defined"):  # Python has neither
-        return None
-    if encoding.name.startswith("utf-16"):
-        return "utf-8"  # bytes that declare themselves in ASCII cannot be UTF-16
-    return encoding.codec_info.name
+    start = COMMENT.sub(b"", raw[:4096])
+    labels = [label.decode("ascii") for form in DECLARATIONS for label in form.findall(start)]
+    encoding = next(filter(None, map(webencodings.lookup, labels)), None)
+    return encoding and DECODERS.get(encoding.name, encoding.codec_info.name)
 
 
 def _is_hidden(element) -> bool:
