@@ -77,9 +77,11 @@ FACTS = [
     (table("<!-- x --><td>Year</td><?php x ?><td>2001</td>"), "Year | 2001"),
     (table("<td>a<td></td><td>c", "<td><td>5"), "a | | c\n| 5"),
     (table(f"<td>{'<p>x</p>' * 40}"), "\n".join("x" * 40)),
+    (table("<td><h2>Year</h2>born<td>1968"), "Year born | 1968"),
     # raised, lowered and struck
     ("6.6×10<sup>28</sup> years", "6.6×10^28 years"),
     ("1101<sub>2</sub>, H<sub>2</sub>O, x<sub>i</sub>", "1101_2, H2O, x_i"),
+    ("<i><b>1101</b></i><i><sub>2</sub></i>", "1101_2"),
     ("log<sub>10</sub>5, 2<sup>n</sup>k, e<sup>a+b</sup>", "log_(10)5, 2^(n)k, e^(a+b)"),
     ("in 1897<sup><a>[2]</a></sup> on the 19<sup>th</sup>", "in 1897[2] on the 19th"),
     ("<del>1901</del><ins>1902</ins>", "~~1901~~1902"),
@@ -88,6 +90,7 @@ FACTS = [
     (f'<math alttext="10^28">{POWER}</math><i class="katex-html">10</i>', "10^28"),
     (f"<i style='display: none'><math>{POWER}</math></i><img alt='10^28'>", "[image: 10^28]"),
     (f"<math>{POWER}</math>", "10 28"),
+    ("a<math>&#2;b</math>", "a \x02b"),
     # what looks like decoration and holds the page
     ("<body style='display:none'>text", "text"),
     ("<nav>a<p aria-hidden=true>b<br>c<li>d</nav><footer>e</footer>", "a\nb\nc\nd\ne"),
