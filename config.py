@@ -1,18 +1,18 @@
 """The options that all methods share, and the command line that sets them.
 
-Each option has its default for the toy and its reason on one line: the reason is its help, and the
-comments between the fields are the help's headings. A method adds its own options in a subclass
-(mars.MarsConfig). An unknown or ill-typed option is one sentence and exit code 2.
+Each option has its default for the toy and its reason, which is its help. A method adds its own
+options in a subclass (mars.MarsConfig). An unknown or ill-typed option is one sentence and exit
+code 2.
 """
 
 import argparse
 import dataclasses
-import inspect
 import os
 import re
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -34,58 +34,91 @@ def key_of(variable: str) -> str:
     return key
 
 
-def no_option(default):
+TRAIN = "train"  # a flag of options that only training reads, so that eval and ask refuse them
+# A flag of what --resume may change: the method stays the same, the last bits of a float may not.
+RESUME = "resume"
+
+
+def option(default, reason: str, *flags: str, heading: str = ""):
+    """A field that is an option. Its reason is its help; a heading begins a group of the help.
+
+    A subclass that changes only the default writes `steps: int = 60`; whatever it leaves out stays.
+    """
+    about = {"reason": reason, **dict.fromkeys(flags)} | ({"heading": heading} if heading else {})
+    return dataclasses.field(default=default, metadata=about)
+
+
+def no_option(default, *flags: str):
     """A field that is no option: recipes set it, in a preset."""
-    return dataclasses.field(default=default, metadata={"option": False})
+    return dataclasses.field(default=default, metadata={"option": False, **dict.fromkeys(flags)})
+
+
+def described(options: type) -> dict[str, dict]:
+    """Field name -> what its class and the classes below said about it."""
+    about = {}
+    for part in reversed(options.__mro__[:-1]):
+        for field in dataclasses.fields(part):
+            about[field.name] = about.get(field.name, {}) | dict(field.metadata)
+    return about
+
+
+def flagged(options: type, flag: str) -> set[str]:
+    """Names of the fields that have a flag."""
+    return {name for name, about in described(options).items() if flag in about}
 
 
 @dataclass
 class Config:
     """A field is an option of the same name; a subclass adds `longest()`, its longest sample."""
 
-    # the run
-    preset: str = "toy"  # where the other defaults come from: toy, or one of the method's
-    name: str = ""  # runs/NAME/; empty: one that is free
-    runs: str = "runs"  # folder of all runs
-    seed: int = 0  # of every draw, of the toy's world and of its base model
-    steps: int = 40  # rollout batches; on the toy more add a few points
-    resume: bool = False  # go on from the newest whole state of runs/NAME
-    track: Literal["none", "trackio", "wandb"] = "none"  # a live view of the metrics
-    eval_every: int = 20  # steps between evaluations on held-out questions, sampled and greedy
-    eval_questions: int = 200  # 200 questions: a standard error of at most 3.5 points
-    cache: str = ".cache"  # base model, search index, search answers
-    # model, questions, tools
-    model: str = "toy"  # "toy", "smollm2", or what transformers loads (a folder, a hub name)
-    data: str = "toy"  # training questions: "toy", or what tasks.questions.load_questions reads
-    eval_data: str = ""  # held-out questions; empty: the toy's other world, or a draw from `data`
-    grader: Literal["em", "judge"] = "em"  # reward 1: exact match, or an LLM judge says yes
-    search: Literal["local", "serper", "retriever"] = "local"  # where search and scholar look
-    docs: str = ""  # --search local: a file or a folder of documents; empty: the toy's world
-    pages: Literal["none", "jina"] = "none"  # how pages behind serper's results are read
-    block: str = ""  # hosts, by commas, whose results are dropped: those that publish the answers
-    top_k: int = 3  # results per call: about 100 words in the toy
-    tools: str = "search,scholar,python"  # what may be called
-    # reinforcement learning
-    questions: int = 16  # per step
-    group: int = 8  # G: attempts per question
-    temperature: float = 1.0  # of sampling, and so of the distribution that the loss differentiates
-    lr: float = 5e-4  # learning rate, the toy's; at 1e-3 one seed of three slipped late
-    warmup: int = 1  # steps of linear warm-up, then constant
-    inner_steps: int = 1  # optimizer steps per batch of rollouts, each on a part of the questions
-    advantage: Literal["std", "mean"] = "std"  # (r − mean) / std; mean: r − mean (Dr. GRPO)
-    loss_mean: Literal["sample", "token"] = "sample"  # what each term of the loss is a mean over
-    kl_beta: float = 0.0  # λ; needs a reference model in memory
-    lora_rank: int = 0  # train adapters of this rank beside frozen weights; 0: all weights
-    importance: Literal["auto", "token", "sequence", "off"] = "auto"  # auto: sequence with --server
-    max_mismatch_kl: float = 0.0  # stop if sampler and trainer differ more; 0: fp32 1e-6, bf16 0.01
-    # the machine
-    server: str = ""  # URLs, by commas, of vLLM servers that sample instead: docs/engines.md
-    bf16: Literal["auto", "on", "off"] = "auto"  # arithmetic of sampler and trainer; auto: on CUDA
-    threads: int = 1  # PyTorch's, on a CPU with one process; a second thread hardly pays
-    fsdp: bool = False  # shard the trainer's state (needed from about 3B parameters on)
-    recompute_activations: bool = False  # in the backward pass, instead of keeping them
-    micro_tokens: int = 8192  # tokens per micro-batch of the trainer
-    kv_tokens: int = 65536  # tokens in the sampler's KV pool
+    preset: str = option("toy", "source of other defaults: toy, or a method's", heading="the run")
+    name: str = option("", "runs/NAME/; empty: one that is free", RESUME)
+    runs: str = option("runs", "folder of all runs", RESUME)
+    seed: int = option(0, "of every draw, of the toy's world and of its base model")
+    steps: int = option(40, "rollout batches; on the toy more add a little", TRAIN, RESUME)
+    resume: bool = option(False, "go on from the newest whole state of runs/NAME", TRAIN, RESUME)
+    track: Literal["none", "trackio", "wandb"] = option(
+        "none", "a live view of the metrics", TRAIN, RESUME
+    )
+    eval_every: int = option(20, "steps between evaluations on held-out questions", TRAIN, RESUME)
+    eval_questions: int = option(200, "200 questions: a standard error of at most 3.5 points")
+    cache: str = option(".cache", "base model, search index, search answers", RESUME)
+
+    model: str = option("toy", '"toy", "smollm2", a folder, a hub name', TRAIN, heading="the world")
+    data: str = option("toy", 'training questions: "toy", or what tasks.questions reads')
+    eval_data: str = option("", "held-out; empty: the toy's other world, or from `data`", TRAIN)
+    grader: Literal["em", "judge"] = option("em", "reward 1: exact match, or an LLM judge says yes")
+    search: Literal["local", "serper", "retriever"] = option("local", "where the tools look")
+    docs: str = option("", "file or folder for --search local; empty: the toy's world")
+    pages: Literal["none", "jina"] = option("none", "how pages behind serper's results are read")
+    block: str = option("", "comma-separated hosts whose results are dropped: they publish answers")
+    top_k: int = option(3, "results per call: about 100 words in the toy")
+    tools: str = option("search,scholar,python", "what may be called")
+
+    questions: int = option(16, "per step", TRAIN, heading="reinforcement learning")
+    group: int = option(8, "G: attempts per question", TRAIN)
+    temperature: float = option(1.0, "of sampling, and so of the distribution in the loss")
+    lr: float = option(5e-4, "learning rate; at 1e-3 one of three toy seeds slipped late", TRAIN)
+    warmup: int = option(1, "steps of linear warm-up, then constant", TRAIN)
+    inner_steps: int = option(1, "optimizer steps per batch, each on part of the questions", TRAIN)
+    advantage: Literal["std", "mean"] = option("std", "(r − mean) / std; mean: r − mean", TRAIN)
+    loss_mean: Literal["sample", "token"] = option("sample", "what loss terms are means of", TRAIN)
+    kl_beta: float = option(0.0, "λ; needs a reference model in memory", TRAIN)
+    lora_rank: int = option(0, "of adapters beside frozen weights; 0: train all weights", TRAIN)
+    importance: Literal["auto", "token", "sequence", "off"] = option(
+        "auto", "weights of the loss; auto: sequence with --server, else off", TRAIN
+    )
+    max_mismatch_kl: float = option(
+        0.0, "stop if sampler and trainer differ more; 0: in fp32 1e-6, in bf16 0.01", TRAIN, RESUME
+    )
+
+    server: str = option("", "URLs of vLLM servers, comma-separated", RESUME, heading="the machine")
+    bf16: Literal["auto", "on", "off"] = option("auto", "the arithmetic; auto: on CUDA")
+    threads: int = option(1, "PyTorch's, on a CPU; a second one hardly pays", RESUME)
+    fsdp: bool = option(False, "shard the trainer's state: from about 3B parameters on", TRAIN)
+    recompute_activations: bool = option(False, "in the backward pass", TRAIN, RESUME)
+    micro_tokens: int = option(8192, "tokens per micro-batch of the trainer", TRAIN, RESUME)
+    kv_tokens: int = option(65536, "tokens in the sampler's KV pool", RESUME)
     # no options
     clip: float = no_option(0.2)  # ε, down and up; the paper's is unknown (our choice)
     top_p: float = no_option(1.0)  # nucleus of the sampled evaluation; training has none
@@ -94,20 +127,8 @@ class Config:
     importance_cap: float = no_option(3.0)  # cuts a token's ratio; a sequence above it is masked
     eval_docs: str = no_option("")  # documents for the held-out questions; empty: those of `docs`
     passage_words: int = no_option(200)  # documents are cut into passages of so many; 0: none are
-    tool_seconds: float = no_option(600.0)  # a call that takes longer has failed
-    max_sequences: int = no_option(256)  # decoded together at most
-
-    # Options that only training reads, so that eval and ask refuse them.
-    for_training = frozenset(
-        "steps resume track eval_every model eval_data questions group lr warmup inner_steps "
-        "advantage loss_mean kl_beta lora_rank importance max_mismatch_kl fsdp "
-        "recompute_activations micro_tokens".split()
-    )
-    # What --resume may change: the method stays the same, the last bits of a float may not.
-    may_change = frozenset(
-        "name runs steps resume track eval_every cache threads micro_tokens "
-        "tool_seconds kv_tokens max_sequences server recompute_activations max_mismatch_kl".split()
-    )
+    tool_seconds: float = no_option(600.0, RESUME)  # a call that takes longer has failed
+    max_sequences: int = no_option(256, RESUME)  # decoded together at most
 
     def frozen(self) -> set[str]:
         """Roles that the start's weights play."""
@@ -176,67 +197,36 @@ class OneLineParser(argparse.ArgumentParser):
 
 def parser(options: type, description: str, unread: Collection[str] = ()) -> OneLineParser:
     """Every field of `options` as an option, unless it is `no_option`; the help lacks `unread`."""
-    made = OneLineParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    sources = [inspect.getsource(part) for part in reversed(options.__mro__[:-1])]
-    made.format_help = lambda: help_text(description, *sources, unread=unread)
+    made = OneLineParser(
+        usage=argparse.SUPPRESS,
+        description=description,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=34),
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    group = made
+    about = described(options)
     for field in dataclasses.fields(options):
-        if not field.metadata.get("option", True):
+        told = about[field.name]
+        if "heading" in told:
+            group = made.add_argument_group(told["heading"])
+        if not told.get("option", True):
             continue
         if field.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
         elif get_origin(field.type) is Literal:
             kind = {"choices": get_args(field.type)}
         else:
-            kind = {"type": field.type}
-        made.add_argument(f"--{field.name}", **kind)
+            kind = {"type": field.type, "metavar": field.type.__name__}
+        shown = f"{told['reason']} [{field.default}]".replace("%", "%%")
+        shown = argparse.SUPPRESS if field.name in unread else shown
+        group.add_argument(f"--{field.name}", help=shown, **kind)
     return made
 
 
 def parse(made: OneLineParser, arguments: list[str]) -> dict:
     """What a command line gives, by name."""
     return vars(made.parse_args(arguments))
-
-
-# An option's line: its name, its type, its default, its reason. A heading is a comment line.
-FIELD = re.compile(r"    (\w+): (.+?) = (.+?)  # (.*)")
-HEADING = re.compile(r"    # (.*)")
-KINDS = {"str": "TEXT", "int": "N", "float": "X", "bool": ""}
-
-
-def help_text(description: str, *sources: str, unread: Collection[str] = ()) -> str:
-    """The help of a command, read from the source of the classes that hold its options."""
-    lines = [description.strip(), "", "A switch is turned on by --NAME and off by --no-NAME."]
-    for number, source in enumerate(sources):
-        heading = "options"
-        for line in source.splitlines():
-            title = HEADING.fullmatch(line)
-            field = FIELD.fullmatch(line)
-            if title:
-                heading = title[1]
-            elif field and any(f"\n    {field[1]}: " in later for later in sources[number + 1 :]):
-                continue  # a subclass has a default of its own
-            elif field and field[1] not in unread and not field[3].startswith("no_option"):
-                if heading:
-                    lines.append(f"\n{heading}:")
-                    heading = ""
-                lines.append(option_line(*field.groups()))
-    return "\n".join(lines) + "\n"
-
-
-def option_line(name: str, kind: str, default: str, reason: str) -> str:
-    """An option in the help: `  --steps N                          rollout batches; … [40]`."""
-    choices = "|".join(re.findall(r'"(.*?)"', kind))
-    shown = f"--{name} {choices or KINDS[kind]}"
-    return f"  {shown:<34} {reason}" + ("" if default == '""' else f" [{default}]")
-
-
-def help_at_once(description: str, path: str) -> None:
-    """Answers `--help` of a method's file and ends, before that file loads torch for seconds."""
-    if sys.argv[1:] in (["--help"], ["-h"]):
-        source = Path(path).read_text(encoding="utf-8")
-        options = re.search(r"^class \w+\(Config\):\n(    .*\n|\n)*", source, re.MULTILINE)
-        print(help_text(description, inspect.getsource(Config), options[0]), end="")
-        sys.exit(0)
 
 
 def fail(message: str) -> int:

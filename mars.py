@@ -37,16 +37,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from config import Config, UserError, help_at_once, no_option
-
-if __name__ == "__main__":
-    help_at_once(__doc__, __file__)
-
 import torch
 
 import grpo
 import train
 from binpack import pack_documents
+from config import TRAIN, Config, UserError, no_option, option
 from rollout import Chunk, Context, Env, Method, Sample, Trajectory, Turn
 from tasks.chat import END, Template, Words
 from tasks.format import Action, Call, Format
@@ -60,30 +56,29 @@ from tools import Tool, ToolError
 class MarsConfig(Config):
     """MARS's own options, beside those that all methods share."""
 
-    # arms for study
-    system1: Literal["train", "frozen", "none"] = "train"  # frozen: start's weights; none: cut text
-    balance: Literal["uniform", "none"] = "uniform"  # as many notes as System 2's samples, or all
-    packing: bool = True  # without: one document per chunk
-    purpose: bool = True  # without: System 1 is not told what to look for
-    shared_group: bool = False  # System 1 inherits System 2's advantage, without a group of its own
-    tools: str = "search,scholar,python:raw"  # `:raw`: its output reaches System 2 unread
-    # the run
-    steps: int = 32  # rollout batches
-    eval_every: int = 16  # steps between evaluations on held-out questions, sampled and greedy
-    # reinforcement learning
-    group: int = 16  # G: attempts per question; the paper's number †
-    inner_steps: int = 4  # optimizer steps per batch of rollouts, each on a part of the questions
-    # an episode's limits, in tokens where not said otherwise
-    max_turns: int = 5  # steps of System 2; the last one must answer
-    sys2_context: int = 160  # prompt, steps and notes together
-    step_tokens: int = 14  # one step of System 2
-    answer_tokens: int = 6  # kept free for an answer on demand
-    sys1_prompt: int = 76  # a chunk (about 69) with the wording and the purpose around it
-    sys1_response: int = 12  # a note: one fact is 5 or 6 words
+    system1: Literal["train", "frozen", "none"] = option(
+        "train", "frozen: start's weights; none: cut text", heading="arms for study"
+    )
+    balance: Literal["uniform", "none"] = option(
+        "uniform", "as many notes as System 2's samples, or all", TRAIN
+    )
+    packing: bool = option(True, "without: one document per chunk")
+    purpose: bool = option(True, "without: System 1 is not told what to look for")
+    shared_group: bool = option(False, "System 1 inherits System 2's advantage", TRAIN)
+    tools: str = option("search,scholar,python:raw", "`:raw`: its output reaches System 2 unread")
+    steps: int = 32
+    eval_every: int = 16
+    group: int = 16  # the paper's †
+    inner_steps: int = 4
+
+    max_turns: int = option(5, "steps of System 2; the last one must answer", heading="limits")
+    sys2_context: int = option(160, "tokens of prompt, steps and notes together")
+    step_tokens: int = option(14, "one step of System 2")
+    answer_tokens: int = option(6, "kept free for an answer on demand")
+    sys1_prompt: int = option(76, "a chunk (about 69) with the wording and the purpose around it")
+    sys1_response: int = option(12, "a note: one fact is 5 or 6 words")
     # no options
     question_in_system1: bool = no_option(False)  # show System 1 the question too (chat models)
-
-    for_training = Config.for_training | {"balance", "shared_group"}
 
     def longest(self) -> int:
         """Tokens of the longest sample."""

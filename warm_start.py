@@ -35,7 +35,7 @@ import torch
 
 import grpo
 import trainer
-from config import Config, UserError, fail, parse, parser, uses_bf16
+from config import Config, UserError, fail, option, parse, parser, uses_bf16
 from plumbing import models
 from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
@@ -54,18 +54,18 @@ Batches = Callable[[object], Iterator[Batch]]  # makes them out of a tokenizer
 class WarmStart:
     """The options, each with its reason."""
 
-    model: str = "smollm2"  # what to start from: smollm2, a folder, a hub name
-    data: str = ""  # JSON lines of {"messages": […]}
-    out: str = "warm"  # the folder to write, as transformers loads it
-    steps: int = 64  # optimizer steps
-    demonstrations: int = 6  # per step: messages of the assistant, or episodes that are played
-    lr: float = 2e-4  # of a 135M model; a larger one wants less
-    warmup: int = 5  # steps of linear warm-up, then linear decay to 0
-    seed: int = 0  # of the demonstrations' order
-    cache: str = ".cache"  # where a model that is made here is kept
-    bf16: Literal["auto", "on", "off"] = "auto"  # the arithmetic; auto: on CUDA
-    threads: int = 2  # PyTorch's, on a CPU
-    micro_tokens: int = 4096  # tokens per micro-batch
+    model: str = option("smollm2", "what to start from: smollm2, a folder, a hub name")
+    data: str = option("", 'JSON lines of {"messages": […]}')
+    out: str = option("warm", "the folder to write, as transformers loads it")
+    steps: int = option(64, "optimizer steps")
+    demonstrations: int = option(6, "per step: an assistant's messages, or played episodes")
+    lr: float = option(2e-4, "of a 135M model; a larger one wants less")
+    warmup: int = option(5, "steps of linear warm-up, then linear decay to 0")
+    seed: int = option(0, "of the demonstrations' order")
+    cache: str = option(".cache", "where a model that is made here is kept")
+    bf16: Literal["auto", "on", "off"] = option("auto", "the arithmetic; auto: on CUDA")
+    threads: int = option(2, "PyTorch's, on a CPU")
+    micro_tokens: int = option(4096, "tokens per micro-batch")
 
     def check(self) -> None:
         """Refuses what makes no sense: UserError with one sentence."""

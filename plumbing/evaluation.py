@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import trainer
-from config import Config, UserError, parse, parser, resolve
+from config import TRAIN, Config, UserError, flagged, parse, parser, resolve
 from plumbing import folders, logbook, models, pages
 from plumbing.metrics import failures, ratio, rollout_sums, wilson_interval
 from plumbing.start import Run, build, new_folder
@@ -36,7 +36,7 @@ def main(
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("eval and ask run in one process: start them without torchrun")
     asking = arguments[0] == "ask"
-    ignored = method.config.for_training | (NOT_FOR_ASK if asking else set())
+    ignored = flagged(method.config, TRAIN) | (NOT_FOR_ASK if asking else set())
     options = parser(method.config, __doc__, ignored)
     options.add_argument("checkpoint")
     if asking:

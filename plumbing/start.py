@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 import trainer
-from config import Config, UserError
+from config import RESUME, Config, UserError, flagged
 from driver import Driver
 from plumbing import folders, models
 from plumbing.outside import Machine, Questions, environment, join
@@ -242,10 +242,11 @@ def go_on(config: Config, method: str) -> IO:
         raise UserError(f"another process works on {folder}; wait until it has ended")
     # An option that the older version did not have counts as its default.
     saved = vars(type(config)()) | folders.read_json(folder / "config.json")
+    may_change = flagged(type(config), RESUME)
     changed = [
         f"{name} ({saved[name]} -> {value})"
         for name, value in vars(config).items()
-        if name not in config.may_change and saved[name] != value
+        if name not in may_change and saved[name] != value
     ]
     if changed:
         raise UserError(

@@ -40,7 +40,7 @@ import grpo
 import mars
 import train
 import warm_start
-from config import Config, UserError, fail, no_option, resolve, uses_bf16
+from config import TRAIN, Config, UserError, fail, no_option, option, resolve, uses_bf16
 from mars import MarsConfig
 from plumbing import folders, models, outside
 from plumbing.metrics import reduced
@@ -59,13 +59,13 @@ IDLE = "Nothing here."
 class AlmanacConfig(MarsConfig):
     """MARS's options, those of the warm start, and the rule of credit."""
 
-    warm_steps: int = 16  # optimizer steps on demonstrations; 0: RL starts from --model itself
-    read_every: int = 2  # of these steps one in so many teaches System 1 as well
-    idle: float = 0.6  # demonstrated silent notes for each that tells a fact, on average
-    credit: Literal["mars", "pooled", "own", "candid"] = "mars"  # what notes earn; see credit()
+    warm_steps: int = option(16, "steps on demonstrations, or 0", TRAIN, heading="the recipe")
+    read_every: int = option(2, "of these steps one in so many teaches System 1 as well", TRAIN)
+    idle: float = option(0.6, "silent notes demonstrated for each that tells a fact", TRAIN)
+    credit: Literal["mars", "pooled", "own", "candid"] = option(
+        "mars", "what notes earn; see credit()", TRAIN
+    )
     edition: str = no_option("short")  # of the pages
-
-    for_training = MarsConfig.for_training | {"warm_steps", "read_every", "idle", "credit"}
 
     def check(self, training: bool) -> None:
         """Refuses what makes no warm start, and a rule of credit for notes that are left out."""

@@ -35,7 +35,7 @@ import torch
 import mars
 import train
 import warm_start
-from config import Config, UserError, resolve, uses_bf16
+from config import TRAIN, Config, UserError, flagged, option, resolve, uses_bf16
 from mars import MarsConfig
 from plumbing import folders, models, outside
 from plumbing.folders import read_json
@@ -53,10 +53,8 @@ from whole import made_once
 class AtlasConfig(MarsConfig):
     """MARS's options, and those of the warm start."""
 
-    warm_steps: int = 20  # optimizer steps on demonstrations; 0: RL starts from --model itself
-    warm_lr: float = 2e-4  # learning rate of the warm start
-
-    for_training = MarsConfig.for_training | {"warm_steps", "warm_lr"}
+    warm_steps: int = option(20, "optimizer steps on demonstrations; 0: no warm start", TRAIN)
+    warm_lr: float = option(2e-4, "learning rate of the warm start", TRAIN)
 
     def check(self, training: bool) -> None:
         """Refuses what makes no warm start."""
@@ -369,7 +367,7 @@ def look(command: str, given: dict) -> dict:
     config = settings({name: given[name] for name in known if name in given})
     files = world_files(config)
     added = PRESETS[config.preset] | {"data": files["eval_data"], "docs": files.get("eval_docs")}
-    refused = AtlasConfig.for_training
+    refused = flagged(AtlasConfig, TRAIN)
     if command == "ask":
         refused |= {"data", "eval_questions"}
     if config.search != "local":

@@ -39,7 +39,7 @@ from torch import Tensor
 
 import train
 import trainer
-from config import UserError
+from config import TRAIN, UserError, option
 from plumbing.start import Run
 from rollout import Method, Sample, Trajectory
 from sampler import hashed
@@ -51,17 +51,15 @@ from siblings import bvpo_toy as toy
 class BvpoConfig(solo.SoloConfig):
     """BVPO's own options."""
 
-    steps: int = 40  # batches of pairs
-    questions: int = 8  # pairs a step
-    eval_every: int = 40  # steps between evaluations
-    eval_questions: int = 2000  # half of them with a trace, half at once
-    lr: float = 1e-4  # learning rate
-    # preferences
-    alpha: float = 0.5  # share of the traced gradient
-    traces: int = 1  # K: of a pair
-    beta: float = 0.5  # β of DPO
+    steps: int = option(40, "batches of pairs")
+    questions: int = option(8, "pairs a step")
+    eval_every: int = option(40, "steps between evaluations")
+    eval_questions: int = option(2000, "half of them with a trace, half at once")
+    lr: float = option(1e-4, "learning rate")
 
-    for_training = solo.SoloConfig.for_training | {"alpha", "traces", "beta"}
+    alpha: float = option(0.5, "share of the traced gradient", TRAIN, heading="preferences")
+    traces: int = option(1, "K: of a pair", TRAIN)
+    beta: float = option(0.5, "β of DPO", TRAIN)
 
     def check(self, training: bool) -> None:
         """Refuses values that contradict each other, BVPO's own included."""

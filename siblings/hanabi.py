@@ -34,7 +34,7 @@ from pathlib import Path
 
 import mars
 import train
-from config import Config, UserError, fail
+from config import Config, UserError, fail, option
 from rollout import Context, Env, Method, Sample, Trajectory, Turn
 from siblings import hanabi_toy
 from siblings.hanabi_game import BEST, CARDS, SEATS, SLOTS, Game, deal, deck
@@ -119,13 +119,13 @@ def is_about(game: Game, seat: int, hint: str, said: str) -> bool | None:
 class HanabiConfig(Config):
     """Options with defaults for this game."""
 
-    steps: int = 60  # rollout batches
-    questions: int = 16  # deals a step
-    group: int = 8  # games with each deal
-    eval_questions: int = 200  # held-out deals
-    eval_every: int = 10  # steps between evaluations
+    steps: int = 60
+    questions: int = option(16, "deals a step")
+    group: int = option(8, "games with each deal")
+    eval_questions: int = option(200, "held-out deals")
+    eval_every: int = 10
     tools: str = ""  # nobody calls one
-    move_tokens: int = 3  # of one move
+    move_tokens: int = option(3, "of one move", heading="the game")
 
     def longest(self) -> int:
         """Tokens of the longest sample: a seat moves at most 12 times."""

@@ -47,7 +47,7 @@ import torch
 
 import grpo
 import train
-from config import Config, UserError
+from config import TRAIN, Config, UserError, option
 from plumbing import outside
 from plumbing.start import Run
 from rollout import Context, Env, Method, Sample, Trajectory, Turn
@@ -70,22 +70,26 @@ def role_of(stage: str) -> str:
 class MarsrlConfig(Config):
     """MarsRL's own options. Those of all methods have defaults for its toy."""
 
-    steps: int = 60  # rollout batches
-    questions: int = 8  # per step
-    eval_every: int = 15  # steps between evaluations
+    steps: int = 60
+    questions: int = 8
+    eval_every: int = 15
     tools: str = ""  # nobody calls one
-    # arms for study
-    rollouts: Literal["grouped", "pipelined", "linear"] = "grouped"  # linear: G whole systems
-    credit: Literal["own", "role", "attempt", "pooled"] = "own"  # see `credit`
-    choice: Literal["adaptive", "balanced", "random"] = "adaptive"  # of a stage's inputs
-    inputs: int = 2  # of a question, at each stage behind the solver
-    learners: Literal["all", "solver", "checkers"] = "all"  # checkers: verifier and corrector
-    # limits in tokens
-    context: int = 112  # the longest sample; the toy's are shorter than 100
-    solution_tokens: int = 4  # what a solver or a corrector writes
-    report_tokens: int = 16  # what a verifier writes
 
-    for_training = Config.for_training | {"rollouts", "credit", "choice", "inputs", "learners"}
+    rollouts: Literal["grouped", "pipelined", "linear"] = option(
+        "grouped", "linear: G whole systems", TRAIN, heading="arms for study"
+    )
+    credit: Literal["own", "role", "attempt", "pooled"] = option("own", "see `credit`", TRAIN)
+    choice: Literal["adaptive", "balanced", "random"] = option(
+        "adaptive", "of a stage's inputs", TRAIN
+    )
+    inputs: int = option(2, "of a question, at each stage behind the solver", TRAIN)
+    learners: Literal["all", "solver", "checkers"] = option(
+        "all", "checkers: verifier and corrector", TRAIN
+    )
+
+    context: int = option(112, "the longest sample; the toy's have under 100", heading="limits")
+    solution_tokens: int = option(4, "what a solver or a corrector writes")
+    report_tokens: int = option(16, "what a verifier writes")
 
     def longest(self) -> int:
         """Tokens of the longest sample."""

@@ -33,7 +33,7 @@ from typing import Literal
 
 import mars
 import train
-from config import Config, UserError
+from config import TRAIN, Config, UserError, option
 from plumbing import outside
 from rollout import Context, Env, Method, Sample, Trajectory, Turn
 from siblings import matpo_toy
@@ -49,25 +49,24 @@ WORK = "work"  # the planner's tool
 class MatpoConfig(Config):
     """MATPO's own options. Where a name is MARS's too, mars.act and mars.extend read it."""
 
-    # arms for study
-    delegate: bool = True  # without: a single agent with the workers' tools and raw documents
-    recap: bool = True  # workers are told the question
-    summary: bool = True  # without: a worker's last message goes up as it stands
-    workers: Literal["train", "frozen"] = "train"  # frozen: the start's weights play them
-    own_groups: bool = False  # MARS's credit: workers compare with workers, and have their own mean
-    balance: Literal["uniform", "none"] = "none"  # with --own_groups: draw workers as MARS does
-    format_share: float = 0.0  # of the reward: well-formed turns, the planner's and the workers'
-    steps: int = 60  # rollout batches; the toy's curve is flat after this
-    questions: int = 8  # per step
-    eval_every: int = 20  # steps between evaluations on held-out questions
-    # an episode's limits, in tokens where not said otherwise
-    max_turns: int = 4  # the planner's; the last one must answer
-    worker_turns: int = 3  # a worker's; the last one is the summary
-    sys2_context: int = 152  # of any context: the planner's, a worker's, the single agent's
-    step_tokens: int = 14  # one turn
-    answer_tokens: int = 10  # kept free for an answer or a summary on demand
+    delegate: bool = option(True, "without: one agent with the workers' tools", heading="arms")
+    recap: bool = option(True, "workers are told the question")
+    summary: bool = option(True, "without: a worker's last message goes up as it stands")
+    workers: Literal["train", "frozen"] = option("train", "frozen: the start's weights play them")
+    own_groups: bool = option(False, "MARS's credit: workers are compared with workers", TRAIN)
+    balance: Literal["uniform", "none"] = option(
+        "none", "with --own_groups: draw workers as MARS does", TRAIN
+    )
+    format_share: float = option(0.0, "of the reward, for well-formed turns of both roles", TRAIN)
+    steps: int = 60  # the toy's curve is flat after this
+    questions: int = 8
+    eval_every: int = 20
 
-    for_training = Config.for_training | {"own_groups", "balance", "format_share"}
+    max_turns: int = option(4, "the planner's; the last one must answer", heading="limits")
+    worker_turns: int = option(3, "a worker's; the last one is the summary")
+    sys2_context: int = option(152, "tokens of a planner's, a worker's, the single agent's context")
+    step_tokens: int = option(14, "one turn")
+    answer_tokens: int = option(10, "kept free for an answer or a summary on demand")
 
     def longest(self) -> int:
         """Tokens of the longest sample."""

@@ -38,7 +38,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import mars
 import train
 import trainer
-from config import UserError, fail
+from config import TRAIN, UserError, fail, option
 from plumbing.start import Run
 from rollout import Method, Sample, Trajectory
 from sampler import hashed
@@ -49,21 +49,19 @@ from siblings import mifo_toy, solo
 class MifoConfig(solo.SoloConfig):
     """MIFO's own options."""
 
-    steps: int = 150  # three phases of RL, two of SFT between them
-    eval_every: int = 30  # so at each phase's end
-    eval_questions: int = 400  # half of each kind
-    lr: float = 3e-4  # of RL
-    # SFT between the phases of RL
-    rl_steps: int = 30  # of a phase
-    sft_steps: int = 30  # of a phase; 0: RL only
-    sft_lr: float = 1e-3  # its learning rate
-    threshold: float = 0.25  # share of right attempts up to which a question is shown
-    hard: float = 0.5  # share of tokens that SFT learns from, by entropy
-    freeze: Literal["moved", "random", "none"] = "moved"  # which parameters SFT leaves alone
-    frozen_share: float = 0.5  # of the parameters
-    history: float = 0.5  # α
+    steps: int = option(150, "three phases of RL, two of SFT between them")
+    eval_every: int = option(30, "so at each phase's end")
+    eval_questions: int = option(400, "half of each kind")
+    lr: float = option(3e-4, "of RL")
 
-    for_training = solo.SoloConfig.for_training | {"sft_lr", "freeze", "frozen_share", "hard"}
+    rl_steps: int = option(30, "of a phase", heading="SFT between the phases of RL")
+    sft_steps: int = option(30, "of a phase; 0: RL only")
+    sft_lr: float = option(1e-3, "its learning rate", TRAIN)
+    threshold: float = option(0.25, "share of right attempts up to which a question is shown")
+    hard: float = option(0.5, "share of tokens that SFT learns from, by entropy", TRAIN)
+    freeze: Literal["moved", "random", "none"] = option("moved", "what SFT leaves alone", TRAIN)
+    frozen_share: float = option(0.5, "of the parameters", TRAIN)
+    history: float = option(0.5, "α")
 
     def check(self, training: bool) -> None:
         """Refuses values that contradict each other, MIFO's own included."""

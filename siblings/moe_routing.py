@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from config import UserError, fail, parse, parser
+from config import UserError, fail, option, parse, parser
 from plumbing import folders
 from siblings import marsrl_toy
 from toy import base_model, language
@@ -53,13 +53,13 @@ WEAK_SHARE = 0.1  # of the training data is in the second language
 class RoutingConfig:
     """The options, each with its reason."""
 
-    name: str = "moe_routing"  # of the folder below --runs
-    runs: str = "runs"  # where results go
-    seed: int = 0  # of the model and of its data
-    steps: int = 600  # of training
-    pages: int = 500  # held out
-    tau: float = 0.05  # experts with a larger Δ are steered to; at 0.1 hardly any are left
-    strength: float = 0.5  # λ of steering
+    name: str = option("moe_routing", "of the folder below --runs")
+    runs: str = option("runs", "where results go")
+    seed: int = option(0, "of the model and of its data")
+    steps: int = option(600, "of training")
+    pages: int = option(500, "held out")
+    tau: float = option(0.05, "experts with a larger Δ are steered to; at 0.1 hardly any are left")
+    strength: float = option(0.5, "λ of steering")
 
 
 # ----------------------------------------------------------------------------------- two languages

@@ -43,7 +43,7 @@ import torch
 
 import trainer
 import warm_start
-from config import UserError, fail, parse, parser
+from config import UserError, fail, option, parse, parser
 from plumbing import folders, models
 from plumbing.metrics import sign_test, with_interval
 from recipes import atlas_world
@@ -67,16 +67,16 @@ MODELS = {
 class MuxConfig:
     """The options, each with its reason."""
 
-    name: str = "slm_mux"  # of the folder below --runs
-    runs: str = "runs"  # where results go
-    cache: str = ".cache"  # keeps the models
-    model: str = models.SMOLLM2  # what the warm starts begin with
-    seed: int = 0  # of countries, demonstrations and draws
-    k: int = 3  # samples of a model; the paper's
-    members: int = 2  # K: models that answer together
-    temperature: float = 0.3  # of the samples; the paper's
-    validation: int = 100  # questions; they say who is accurate and who answers together
-    test: int = 200  # questions
+    name: str = option("slm_mux", "of the folder below --runs")
+    runs: str = option("runs", "where results go")
+    cache: str = option(".cache", "keeps the models")
+    model: str = option(models.SMOLLM2, "what the warm starts begin with")
+    seed: int = option(0, "of countries, demonstrations and draws")
+    k: int = option(3, "samples of a model; the paper's")
+    members: int = option(2, "K: models that answer together")
+    temperature: float = option(0.3, "of the samples; the paper's")
+    validation: int = option(100, "questions; they say who is accurate and who answers together")
+    test: int = option(200, "questions")
 
 
 # ------------------------------------------------------------------------------------ the method

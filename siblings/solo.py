@@ -19,7 +19,7 @@ from torch import Tensor
 
 import kernels
 import trainer
-from config import Config, UserError
+from config import Config, UserError, option
 from plumbing.start import Run
 from rollout import Completion, Context, Env, Sample, Trajectory, Turn
 from tasks.format import Action, Format
@@ -41,8 +41,8 @@ class SoloConfig(Config):
     """Defaults for these toys."""
 
     tools: str = ""  # nobody calls one
-    context: int = 40  # tokens of the longest sample
-    answer_tokens: int = 6  # an answer, its mark included
+    context: int = option(40, "tokens of the longest sample", heading="limits")
+    answer_tokens: int = option(6, "an answer, its mark included")
 
     def longest(self) -> int:
         """Tokens of the longest sample."""

@@ -27,6 +27,23 @@ DECLARED = [
     "<meta charset=utf-16>café".encode(),  # in ASCII it cannot say so
     "<meta charset=iso-2022-kr>café".encode(),  # which Python does not have
     b"<p>caf\xe9",  # declared nowhere
+    # a reading of the same bytes as declared elsewhere would lose the letter
+    "<script charset=gbk></script><!-- <meta charset=gbk> --><meta charset=utf-8>café".encode(),
+    '<?xml version="1.0" encoding="gbk"?><meta name=charset><meta charset=utf-8>café'.encode(),
+    b"<meta charset=none><meta charset=l1>caf\xe9",
+    "\ufeff<meta charset=gbk>café".encode(),
+]
+# What browsers read behind a label, and Python or an older webencodings does not.
+LABELS = [
+    ("gb2312", "gb18030", "朱镕基 㐂 𠮷"),
+    ("GBK", "cp936", "镕"),
+    ("shift_jis", "cp932", "①髙"),
+    ("euc-kr", "cp949", "똠방"),
+    ("big5", "big5hkscs", "㗎"),
+    ("iso-8859-1", "cp1252", "“9 €”"),
+    ("iso-8859-9", "cp1254", "“ğ”"),
+    ("tis-620", "cp874", "“ไทย”"),
+    ("x-user-defined", "cp1252", "cafÃ©"),
 ]
 
 
@@ -34,6 +51,13 @@ DECLARED = [
 @pytest.mark.parametrize("page", DECLARED)
 def test_html_is_decoded_as_it_declares(page):
     assert reader.html_to_text(page) == "café"
+
+
+@needs_lxml
+@pytest.mark.parametrize("label, encoding, text", LABELS)
+def test_labels_mean_what_they_mean_to_browsers(label, encoding, text):
+    page = f'<meta http-equiv=content-type content="text/html; charset={label}">{text}'
+    assert reader.html_to_text(page.encode(encoding)) == text
 
 
 # HTML --------------------------------------------------------------------------------------------
@@ -53,9 +77,11 @@ FACTS = [
     (table("<!-- x --><td>Year</td><?php x ?><td>2001</td>"), "Year | 2001"),
     (table("<td>a<td></td><td>c", "<td><td>5"), "a | | c\n| 5"),
     (table(f"<td>{'<p>x</p>' * 40}"), "\n".join("x" * 40)),
+    (table("<td><h2>Year</h2>born<td>1968"), "Year born | 1968"),
     # raised, lowered and struck
     ("6.6×10<sup>28</sup> years", "6.6×10^28 years"),
     ("1101<sub>2</sub>, H<sub>2</sub>O, x<sub>i</sub>", "1101_2, H2O, x_i"),
+    ("<i><b>1101</b></i><i><sub>2</sub></i>", "1101_2"),
     ("log<sub>10</sub>5, 2<sup>n</sup>k, e<sup>a+b</sup>", "log_(10)5, 2^(n)k, e^(a+b)"),
     ("in 1897<sup><a>[2]</a></sup> on the 19<sup>th</sup>", "in 1897[2] on the 19th"),
     ("<del>1901</del><ins>1902</ins>", "~~1901~~1902"),
@@ -64,6 +90,7 @@ FACTS = [
     (f'<math alttext="10^28">{POWER}</math><i class="katex-html">10</i>', "10^28"),
     (f"<i style='display: none'><math>{POWER}</math></i><img alt='10^28'>", "[image: 10^28]"),
     (f"<math>{POWER}</math>", "10 28"),
+    ("a<math>&#2;b</math>", "a \x02b"),
     # what looks like decoration and holds the page
     ("<body style='display:none'>text", "text"),
     ("<nav>a<p aria-hidden=true>b<br>c<li>d</nav><footer>e</footer>", "a\nb\nc\nd\ne"),

@@ -12,7 +12,7 @@ from test_mars import SMALL, metrics, records_of, run
 import mars
 import processes
 import train
-from config import UserError
+from config import TRAIN, UserError, flagged
 from plumbing import evaluation
 from plumbing.metrics import method_metrics
 from recipes import almanac, atlas
@@ -78,7 +78,7 @@ METHODS = [mars.METHOD, matpo.METHOD, marsrl.METHOD, atlas.METHOD, mifo.METHOD, 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_eval_refuses_every_option_that_only_training_reads_and_shows_none(method, capsys):
-    ignored = method.config.for_training
+    ignored = flagged(method.config, TRAIN)
     assert ignored <= {one.name for one in dataclasses.fields(method.config)}
     with pytest.raises(SystemExit):
         evaluation.main(method, ["eval", "--help"], complete=None)

@@ -39,7 +39,7 @@ WORD = re.compile(rf"[{ALONE}]|[^\W_{ALONE}]+")
 MARKS = [c for c in map(chr, range(0xD800)) if unicodedata.category(c) in ("Mn", "Mc", "Cf")]
 UNHEARD = re.compile(f"[{re.escape(''.join(MARKS))}]+")
 # Raise it when this file, documents.py or reader.py makes other indexes: older ones are rebuilt.
-LAYOUT = 5
+LAYOUT = 6
 Search = Callable[[str], list[Document]]
 
 

@@ -101,25 +101,41 @@ def decode(raw: bytes, declared: str | None = None) -> str:
 
 # HTML --------------------------------------------------------------------------------------------
 
-DECLARED = re.compile(
-    rb"(?:charset|<\?xml[^>]{0,200}encoding)\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE
-)
-BLOCKS = frozenset(
+COMMENT = re.compile(rb"<!--.*?(?:-->|\Z)", re.DOTALL)
+# In the order in which browsers ask.
+DECLARATIONS = [
+    re.compile(rb"<%s[^>]*?\b%s\s*=\s*[\"']?\s*([\w.:-]{1,40})" % words, re.IGNORECASE)
+    for words in ((rb"meta\s", rb"charset"), (rb"\?xml\s", rb"encoding"))
+]
+# Where the standard's decoder of an encoding is not Python's of that name. Bytes that declare
+# themselves in ASCII cannot be UTF-16.
+DECODERS = {"gbk": "gb18030", "x-user-defined": "cp1252", "replacement": None}
+DECODERS |= {"utf-16le": "utf-8", "utf-16be": "utf-8"}
+BLOCKS = set(
     "address article aside blockquote body br button caption dd details dialog div dl dt fieldset "
     "figcaption figure footer form h1 h2 h3 h4 h5 h6 head header hr html legend li main menu nav "
     "ol optgroup option p pre section summary table tbody tfoot thead title tr ul".split()
 )
-# One # more than the level: in Markdown a single # is for the title of the whole.
-HEADINGS = {f"h{level}": "#" * (level + 1) + " " for level in range(1, 7)}
+CELLS = ("td", "th")
+IN_CELL = "in-cell"  # the tag of a block in a table cell that is written in one line
+SMALL_CELL = 30  # such a cell has fewer elements in it, and no table
 UNSEEN = (
     "audio base canvas datalist embed iframe link meta noembed object script style svg template "
     "video".split()
 )
-UNSEEN_STYLE = re.compile(r"display\s*:\s*none|visibility\s*:\s*(hidden|collapse)", re.IGNORECASE)
-STRUCK = ("del", "s", "strike")
+# What a reader does not see. KaTeX draws a formula once more, for the eye.
+HIDDEN = """//*[not(self::html or self::body)][@hidden or @class="katex-html" or
+    re:test(@style, "display\\s*:\\s*none|visibility\\s*:\\s*(hidden|collapse)", "i")]"""
+REGEX = {"re": "http://exslt.org/regular-expressions"}
+# Tag -> what opens it and what closes it. A heading has one # more than its level: in Markdown a
+# single # is for the title of the whole.
+MARKS = {f"h{level}": ("#" * (level + 1) + " ", "") for level in range(1, 7)}
+MARKS |= dict.fromkeys(("del", "s", "strike"), ("~~", "~~"))
 ONE_TERM = re.compile(r"[-−+]?[\w.,]+")  # needs no brackets around it
 ORDINALS = ("st", "nd", "rd", "th", "er", "e")
-SMALL_CELL = 30  # elements below a table cell that is written in one line
+# White space of <pre>, until the lines are cut: no page holds \0, and hardly any \1.
+KEEP = str.maketrans({" ": "\0", "\t": "\1", "\n": "\0\n"})
+KEPT = str.maketrans({"\0": " ", "\1": "\t"})
 
 
 def html_to_text(raw: bytes) -> str:
@@ -138,126 +154,77 @@ def html_to_text(raw: bytes) -> str:
     except etree.ParserError:  # a page without any element
         return ""
     etree.strip_elements(root, etree.Comment, etree.PI, *UNSEEN, with_tail=False)
-    for element in list(root.iter()):
-        if _is_hidden(element):
-            element.drop_tree()
-    for formula in list(root.iter("math")):
-        source = formula.get("alttext") or formula.findtext(".//annotation")
-        source = source or " ".join(formula.itertext())
-        formula.clear(keep_tail=True)
-        formula.text = f" {source} "
-    page = _Page()
-    for event, element in etree.iterwalk(root, events=("start", "end")):
-        if event == "start":
-            page.begin(element)
-        else:
-            page.end(element)
-    return "\n".join(page.lines).strip("\n")
+    for element in root.xpath(HIDDEN, namespaces=REGEX):
+        element.drop_tree()
+    for cell in root.iter(*CELLS):
+        below = list(itertools.islice(cell.iterdescendants(), SMALL_CELL))
+        if len(below) < SMALL_CELL and all(element.tag != "table" for element in below):
+            for element in below:
+                if element.tag in BLOCKS and element.tag != "pre":
+                    element.tag = IN_CELL
+    text = "".join(_pieces(etree.iterwalk(root, events=("start", "end"))))
+    lines = [" ".join(line.split()) for line in text.split("\n")]
+    lines = [line.translate(KEPT).rstrip() for line in lines if line.strip("#| ")]
+    return "\n".join(lines).strip("\n")
 
 
 def declared_codec(raw: bytes) -> str | None:
     """Python's name of the encoding that a page declares; None if it declares none."""
     import webencodings
 
-    declared = DECLARED.search(raw[:4096])
-    encoding = declared and webencodings.lookup(declared[1].decode("ascii", "replace"))
-    if not encoding or encoding.name in ("replacement", "x-user-defined"):  # Python has neither
-        return None
-    if encoding.name.startswith("utf-16"):
-        return "utf-8"  # bytes that declare themselves in ASCII cannot be UTF-16
-    return encoding.codec_info.name
+    start = COMMENT.sub(b"", raw[:4096])
+    labels = [label.decode("ascii") for form in DECLARATIONS for label in form.findall(start)]
+    encoding = next(filter(None, map(webencodings.lookup, labels)), None)
+    return encoding and DECODERS.get(encoding.name, encoding.codec_info.name)
 
 
-def _is_hidden(element) -> bool:
-    """Whether a reader does not see an element. KaTeX draws a formula once more beside it."""
-    if element.getparent() is None or element.tag == "body":
-        return False
-    style = element.get("style", "")
-    drawn = element.get("class") == "katex-html"
-    return drawn or "hidden" in element.attrib or bool(UNSEEN_STYLE.search(style))
-
-
-class _Page:
-    """Collects the lines of a page from a walk over its tree."""
-
-    def __init__(self):
-        self.lines: list[str] = []
-        self.line: list[str] = []  # pieces of the line that is being collected
-        self.pre = 0  # depth of <pre> elements
-        self.small_cells: list[bool] = []  # for each open table cell, whether it fits one line
-        self.closing: list[str] = []  # what closes each open element
-
-    def add(self, text: str) -> None:
-        if not self.pre:
-            self.line.append(text)
-            return
-        first, *others = text.split("\n")
-        self.line.append(first)
-        for other in others:
-            self.lines.append("".join(self.line).rstrip())
-            self.line = [other]
-
-    def break_line(self) -> None:
-        if self.small_cells and self.small_cells[-1] and not self.pre:
-            self.line.append(" ")
-            return
-        line = "".join(self.line)
-        self.line = []
-        line = line.rstrip() if self.pre else " ".join(line.split())
-        if line.strip("#| "):
-            self.lines.append(line)
-
-    def begin(self, element) -> None:
+def _pieces(walk) -> list[str]:
+    """A page's text and marks in order; only "\\n" ends a line."""
+    pieces = []
+    closing = []  # what closes each open element
+    pre = 0  # depth of <pre> elements
+    for event, element in walk:
         tag = element.tag
-        if tag in BLOCKS:
-            self.break_line()
-        if tag in HEADINGS:
-            self.line.append(HEADINGS[tag])
-        elif tag == "pre":
-            self.pre += 1
-        elif tag in ("td", "th"):
-            before = element.getprevious()
-            if before is not None and before.tag in ("td", "th"):
-                self.line.append(" | ")
-            below = list(itertools.islice(element.iter(), SMALL_CELL + 1))
-            nested = any(inner.tag == "table" for inner in below)
-            self.small_cells.append(len(below) <= SMALL_CELL and not nested)
-        elif tag == "img" and element.get("alt", "").strip():
-            self.line.append(f" [image: {element.get('alt')}] ")
-        opens, closes = self.marks(element)
-        self.line.append(opens)
-        self.closing.append(closes)
-        text = element.text or ""
-        self.add(text.removeprefix("\n") if tag == "pre" else text)  # HTML drops it
+        edge = "\n" if tag in BLOCKS else " " if tag == IN_CELL else ""
+        if event == "start":
+            opens, closes = _marks(element, pieces)
+            closing.append(closes)
+            pieces += edge, opens
+            pre += tag == "pre"
+            text = (element.text or "").removeprefix("\n" if tag == "pre" else "")  # HTML drops it
+            if tag == "math":
+                text = element.get("alttext") or element.findtext(".//annotation")
+                text = f" {text or ' '.join(element.itertext())} "
+                walk.skip_subtree()
+        else:
+            pieces += closing.pop(), edge
+            pre -= tag == "pre"
+            text = element.tail or ""
+        pieces.append(text.translate(KEEP) if pre else text.replace("\n", " "))
+    return pieces
 
-    def end(self, element) -> None:
-        tag = element.tag
-        self.line.append(self.closing.pop())
-        if tag in ("td", "th"):
-            self.small_cells.pop()
-        if tag in BLOCKS:
-            self.break_line()
-        if tag == "pre":
-            self.pre -= 1
-        self.add(element.tail or "")
 
-    def marks(self, element) -> tuple[str, str]:
-        """What opens and what closes raised, lowered and struck text; H2O and 19th need none."""
-        if element.tag in STRUCK:
-            return "~~", "~~"
-        if element.tag not in ("sup", "sub"):
-            return "", ""
-        text = "".join(itertools.islice(element.itertext(), 20)).strip()
-        before = "".join(self.line[-3:])[-1:]
-        follows = (element.tail or "")[:1]
-        footnote = not text or text[0] in "[*†‡" or text.lower() in ORDINALS
-        atoms = element.tag == "sub" and text.isdigit() and not before.isdigit()
-        if footnote or (atoms and not follows.isdigit()):
-            return "", ""
-        sign = "^" if element.tag == "sup" else "_"
-        if ONE_TERM.fullmatch(text) and not follows.isalnum():
-            return sign, ""
-        return f"{sign}(", ")"
+def _marks(element, pieces: list[str]) -> tuple[str, str]:
+    """What opens and what closes an element behind these pieces."""
+    tag = element.tag
+    previous = element.getprevious()
+    if tag in CELLS and previous is not None and previous.tag in CELLS:
+        return " | ", ""
+    if tag == "img" and element.get("alt", "").strip():
+        return f" [image: {element.get('alt')}] ", ""
+    if tag not in ("sup", "sub"):
+        return MARKS.get(tag, ("", ""))
+    text = "".join(itertools.islice(element.itertext(), 20)).strip()
+    before = next(filter(None, reversed(pieces)), "")[-1:]
+    follows = (element.tail or "")[:1]
+    footnote = not text or text[0] in "[*†‡" or text.lower() in ORDINALS
+    atoms = tag == "sub" and text.isdigit() and not before.isdigit()  # H2O needs no mark
+    if footnote or (atoms and not follows.isdigit()):
+        return "", ""
+    sign = "^" if tag == "sup" else "_"
+    if ONE_TERM.fullmatch(text) and not follows.isalnum():
+        return sign, ""
+    return f"{sign}(", ")"
 
 
 # PDF ---------------------------------------------------------------------------------------------
