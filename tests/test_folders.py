@@ -9,7 +9,7 @@ import pytest
 
 from config import UserError
 from plumbing import folders
-from whole import made_once
+from whole import made_once, reason
 
 
 def fill(folder: Path) -> None:
@@ -32,6 +32,12 @@ def test_what_fails_is_not_there_and_is_made_anew_once(tmp_path):
     assert made_once(folder, fill) == folder
     assert made_once(folder, lambda unfinished: pytest.fail("made again")) == folder
     assert names(folder) == {"file"} and names(folder.parent) == {"thing", "thing.lock"}
+
+
+def test_a_reason_is_one_line_and_whole():
+    assert reason(ValueError("it is invalid:\n- one\n- two")) == "it is invalid: - one - two"
+    assert reason(OSError(28, "No space left")) == "No space left"
+    assert reason(ValueError()) == "ValueError"
 
 
 def test_of_many_one_makes_it_and_the_others_wait(tmp_path):

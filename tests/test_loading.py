@@ -115,6 +115,29 @@ def test_an_empty_micro_batch_and_recomputing_work_for_them_too(name):
 # ---------------------------------------------------------------- folders
 
 
+@pytest.mark.parametrize(
+    "settings, shape",
+    [
+        ({"do_sample": False, "temperature": 0.9, "top_p": 0.6}, {}),
+        ({"early_stopping": True, "num_beams": 1}, {}),
+        ({"pad_token_id": -1}, {}),
+        ({}, {"output_attentions": True}),
+    ],
+)
+def test_settings_that_contradict_each_other_are_written_back(settings, shape, tmp_path):
+    """Else transformers refuses every state of such a model."""
+    folder = saved("qwen3", tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | shape))
+    made = trainer.load_model(folder, CPU)
+    made.generation_config.max_length = 7  # from 5.23 on only what has changed is refused
+    made.save_pretrained(tmp_path / "again")
+    assert trainer.load_model(tmp_path / "again", CPU).generation_config.max_length == 7
+    again = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    assert settings.items() <= again.items()
+
+
 def without_a_weight(folder):
     made = AutoModelForCausalLM.from_pretrained(folder)
     weights = made.state_dict()

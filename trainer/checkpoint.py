@@ -183,6 +183,7 @@ def write_once(write: Callable, what: str):
             why = reason(error)
             if "inline_container" in why:  # torch.save on a full disk
                 why = "the disk did not take all of it"
-            raise UserError(f"cannot {what} ({why}): make room and go on with --resume") from None
+            advice = "mend that, or make room if the disk is full, and go on with --resume"
+            raise UserError(f"cannot {what} ({why}): {advice}") from None
 
     return from_first_rank(on_first_rank(attempt))

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from config import UserError
 from sampler.model import stranger
@@ -28,6 +28,16 @@ transformers.logging.set_verbosity_error()  # `load_model` itself checks what wa
 def packs(shape) -> bool:
     """Whether samples may lie end to end in one row; `shape` is a model's transformers config."""
     return stranger(shape) is None
+
+
+class AsLoaded(GenerationConfig):
+    """A model's settings for `generate`, written back as they came, contradictions included.
+
+    Many published ones contradict themselves, and transformers before 5.23 refuses to write those.
+    """
+
+    def validate(self, **options):
+        """Finds nothing wrong: nobody here generates by them."""
 
 
 def load_model(path: str | Path, device, *, dtype=torch.float32) -> nn.Module:
@@ -48,6 +58,8 @@ def load_model(path: str | Path, device, *, dtype=torch.float32) -> nn.Module:
             f"cannot load a model from {path}: {len(missing)} of its weights are missing, "
             f"{missing[0]} among them"
         )
+    model.generation_config.__class__ = AsLoaded
+    model.config.output_attentions = False  # nobody reads them, and no state could be written
     return model.to(device)
 
 
