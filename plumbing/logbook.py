@@ -52,7 +52,7 @@ def open_folder(run: Run) -> int:
             take_back(run, first)
 
     on_first_rank(fill)
-    if run.config.frozen():  # after the options, without which no run could go on
+    if run.config.needs_start():  # after the options, without which no run could go on
         trainer.keep_frozen(run.folder, run.start, run.tokenizer)
     return first
 

@@ -106,16 +106,16 @@ def build(
     """
     machine = join(config)
     folder = Path(config.runs) / config.name
-    lock = state = None
-    if config.resume:
+    lock = state = begin = None
+    if config.resume:  # from its own files: what --model names may be changed or gone by now
         lock = on_first_rank(lambda: go_on(config, method.name))
         state = trainer.newest(folder)
         if os.path.lexists(folder / trainer.FROZEN):
-            frozen = folder / trainer.FROZEN
+            frozen = begin = folder / trainer.FROZEN
+        elif state and not config.needs_start():
+            begin = state[1] / "model"
     elif training:
         on_first_rank(lambda: folders.refuse_run(Path(config.runs), config.name))
-    # A resumed run starts from its frozen/, if it has one: --model may be gone by now.
-    begin = frozen if training else None
     outside = environment(config, machine, training=training, start=begin, **additions)
     start = outside["start"]
     servers = outside.pop("servers")

@@ -63,6 +63,10 @@ class BvpoConfig(solo.SoloConfig):
 
     for_training = solo.SoloConfig.for_training | {"alpha", "traces", "beta"}
 
+    def needs_start(self) -> bool:
+        """DPO's reference is what the run began with."""
+        return True
+
     def check(self, training: bool) -> None:
         """Refuses values that contradict each other, BVPO's own included."""
         super().check(training)

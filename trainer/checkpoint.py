@@ -5,8 +5,9 @@ merged in and beside it, `optimizer.pt`, and at last `state.json` with the step.
 when all of it is on the disk (whole.py), and only then old ones go. checkpoint/ is a link to the
 newest state's model; where a kill left it one state behind, `link_checkpoint` mends it on resume.
 
-frozen/ is a copy of the model that plays frozen roles. A resumed run takes it for its start, and
-evaluations read it: what --model named may have changed by then, or be gone.
+frozen/ is a copy of the model that a run began with, made where it is needed to the end: it plays
+frozen roles, stands below adapters, is the KL term's reference. A resumed run takes it for its
+start, and evaluations read it: what --model named may have changed by then, or be gone.
 
 Every rank must call what writes here, for shards are gathered; rank 0 writes. UserError on all
 ranks if the disk does not take it.
@@ -39,7 +40,7 @@ from whole import point, reason, write_folder
 
 STATE_FILES = "step_" + 6 * "[0-9]" + "/state.json"  # of whole states
 STATES = 2  # so many stay, the newest
-FROZEN = "frozen"  # the model that plays the frozen roles
+FROZEN = "frozen"  # the model that the run began with
 
 # ------------------------------------------------------------------------------------------- states
 
