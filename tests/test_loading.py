@@ -115,6 +115,29 @@ def test_an_empty_micro_batch_and_recomputing_work_for_them_too(name):
 # ---------------------------------------------------------------- folders
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | YARN | {"rope_type": "llama3"}
+
+
+@pytest.mark.parametrize(
+    "kind, options, most",
+    [
+        ("qwen3", SHAPE, 256),
+        ("gpt2", GPT2, 256),
+        ("llama", SHAPE | {"rope_parameters": DYNAMIC}, 512),
+        ("qwen3", SHAPE | {"rope_parameters": YARN | {"rope_theta": 1e4}}, 512),
+        ("llama", SHAPE | {"rope_parameters": LLAMA3 | {"factor": 1.5, "rope_theta": 1e4}}, 256),
+        ("bloom", {"vocab_size": 61}, None),
+    ],
+)
+def test_a_sample_beyond_a_models_positions_is_refused(kind, options, most, tmp_path):
+    AutoConfig.for_model(kind, **options).save_pretrained(tmp_path)
+    trainer.check_positions(tmp_path, most or 10**9)
+    if most:
+        with pytest.raises(UserError, match=f"{most} positions, fewer than one context of"):
+            trainer.check_positions(tmp_path, most + 1)
+
+
 @pytest.mark.parametrize(
     "settings, shape",
     [

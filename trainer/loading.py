@@ -10,6 +10,7 @@ leaves out too: a router's auxiliary loss is no part of the objective.
 Tests: `pytest tests/test_loading.py`.
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -70,3 +71,21 @@ def load_shape(path: str | Path):
     except Exception as error:  # as in load_model
         raise UserError(f"cannot read a model at {path}: {reason(error)}") from None
     return config.get_text_config()
+
+
+def check_positions(path: str | Path, longest: int) -> None:
+    """UserError if a model has fewer positions than the longest sample, in tokens.
+
+    Stretched angles reach `factor` times as far as those before them. Some configs name the longer
+    range only, some the shorter one. A model that names none takes any.
+    """
+    shape = load_shape(path)
+    most = getattr(shape, "max_position_embeddings", None) or math.inf
+    rope = getattr(shape, "rope_parameters", None) or {}
+    before = rope.get("original_max_position_embeddings") or most
+    most = max(most, before * (rope.get("factor") or 1))
+    if longest > most:
+        raise UserError(
+            f"{path} has {most:.0f} positions, fewer than one context of {longest} tokens; lower "
+            "the episode's limits, or use another model"
+        )
