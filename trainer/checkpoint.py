@@ -60,7 +60,9 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> No
     weights = merged_weights(model)
     adapters = adapter_weights(model)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    moments = get_optimizer_state_dict(policy, optimizer, options=options)
+    moments = {}  # before the first update: both calls of PyTorch's would count one
+    if optimizer.state:
+        moments = get_optimizer_state_dict(policy, optimizer, options=options)
 
     def fill(path: Path) -> None:
         model.save_pretrained(path / "model", state_dict=weights)
@@ -129,7 +131,8 @@ def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
         path = state / "optimizer.pt"
         moments = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         options = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(policy, optimizer, moments, options=options)
+        if moments.get("state"):
+            set_optimizer_state_dict(policy, optimizer, moments, options=options)
     except Exception as error:  # torch raises many kinds for a file of another run
         problem = f"cannot take up the optimizer of {state}: {reason(error)}"
         raise UserError(f"{problem}; remove that state to go on from the one before it") from None
