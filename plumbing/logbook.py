@@ -58,8 +58,9 @@ def open_folder(run: Run) -> int:
 
 
 def settings(run: Run) -> None:
-    """Writes what the run's roles are called, and its options, which make it resumable, last."""
-    write_json(run.folder / "method.json", {"name": run.method.name, "roles": run.method.roles})
+    """Writes what it is called and asks, and its options, which make it resumable, last."""
+    told = {"name": run.method.name, "roles": run.method.roles, "questions": run.asked}
+    write_json(run.folder / "method.json", told)
     write_json(run.folder / "config.json", dataclasses.asdict(run.config))
 
 
