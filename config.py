@@ -134,6 +134,10 @@ class Config:
         """Roles that the start's weights play."""
         return set()
 
+    def needs_start(self) -> bool:
+        """Whether the start's weights are needed to the end: for a role, adapters or a KL term."""
+        return bool(self.frozen() or self.lora_rank or self.kl_beta)
+
     def correction(self) -> str:
         """How weights correct for the sampler: "token", "sequence" or "off"; `auto` resolved."""
         if self.importance == "auto":

@@ -149,7 +149,8 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         # Loss and norm are looked at over all ranks, so that all of them skip, or none.
         loss = sum(float(numbers["loss"]) for numbers in stats)
         if math.isfinite(norms[-1]) and math.isfinite(reduced({"loss": loss})["loss"]):
-            run.optimizer.step()
+            if norms[-1]:  # else only momentum would move the weights
+                run.optimizer.step()
             run.skipped = 0
         else:
             skipped += 1

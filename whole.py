@@ -17,9 +17,9 @@ from config import UserError
 
 
 def reason(error: BaseException) -> str:
-    """Why something failed, in one line: as the system says it, or as its error begins."""
+    """Why something failed, in one line: as the system says it, or as its error does."""
     said = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
-    return said.splitlines()[0]
+    return " ".join(said.split())
 
 
 @contextlib.contextmanager

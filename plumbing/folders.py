@@ -3,6 +3,7 @@
 Tests: pytest tests/test_folders.py
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -51,9 +52,12 @@ def write_whole(path: Path, content: bytes) -> Path:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with on_disk(f"write {path}"):
         try:
-            part.write_bytes(content)
-            sync(part)
-            os.replace(part, path)
+            with open(part, "wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # so `remove_parts` sees that somebody writes it
+                file.write(content)
+                file.flush()
+                sync(part)
+                os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
     return path
@@ -126,4 +130,13 @@ def lock(folder: Path) -> IO | None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
+        remove_parts(folder)
     return file
+
+
+def remove_parts(folder: Path) -> None:
+    """Removes what killed processes left of files. `view.py` may write some now, without a lock."""
+    for part in folder.rglob("*.part"):
+        with open(part, "ab") as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink()

@@ -52,14 +52,15 @@ def open_folder(run: Run) -> int:
             take_back(run, first)
 
     on_first_rank(fill)
-    if run.config.frozen():  # after the options, without which no run could go on
+    if run.config.needs_start():  # after the options, without which no run could go on
         trainer.keep_frozen(run.folder, run.start, run.tokenizer)
     return first
 
 
 def settings(run: Run) -> None:
-    """Writes what the run's roles are called, and its options, which make it resumable, last."""
-    write_json(run.folder / "method.json", {"name": run.method.name, "roles": run.method.roles})
+    """Writes what it is called and asks, and its options, which make it resumable, last."""
+    told = {"name": run.method.name, "roles": run.method.roles, "questions": run.asked}
+    write_json(run.folder / "method.json", told)
     write_json(run.folder / "config.json", dataclasses.asdict(run.config))
 
 

@@ -90,6 +90,7 @@ def environment(
         start = attempt(start_model, config, base_model)
     memory = ""
     if start:
+        attempt(trainer.check_positions, start, config.longest())
         sizes = {"longest": config.longest(), "world": machine.ranks, "device": machine.device}
         memory = attempt(trainer.memory_plan, start, config=config, training=training, **sizes)
     problems = list(dict.fromkeys(problems))  # both splits miss the same

@@ -4,6 +4,7 @@ Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
 
 import functools
+import hashlib
 import itertools
 import os
 import sys
@@ -60,6 +61,7 @@ class Run(Machine):
     reference: Callable | None = None  # what trainer.logprob takes
     skipped: int = 0  # updates in a row without a finite gradient
     tracker: object = None  # on rank 0 of a run with --track
+    asked: str = ""  # a fingerprint of the training questions and the held-out ones
     lock: IO | None = None  # keeps other processes out of the folder, to the end
 
     def rollouts(
@@ -106,16 +108,16 @@ def build(
     """
     machine = join(config)
     folder = Path(config.runs) / config.name
-    lock = state = None
-    if config.resume:
+    lock = state = begin = None
+    if config.resume:  # from its own files: what --model names may be changed or gone by now
         lock = on_first_rank(lambda: go_on(config, method.name))
         state = trainer.newest(folder)
         if os.path.lexists(folder / trainer.FROZEN):
-            frozen = folder / trainer.FROZEN
+            frozen = begin = folder / trainer.FROZEN
+        elif state and not config.needs_start():
+            begin = state[1] / "model"
     elif training:
         on_first_rank(lambda: folders.refuse_run(Path(config.runs), config.name))
-    # A resumed run starts from its frozen/, if it has one: --model may be gone by now.
-    begin = frozen if training else None
     outside = environment(config, machine, training=training, start=begin, **additions)
     start = outside["start"]
     servers = outside.pop("servers")
@@ -125,7 +127,11 @@ def build(
         chat = language(tokenizer, [tool.name for tool in tools])
     else:
         chat = ChatFormat(tokenizer, method.words(config, tools), tools)
-    for question in first_questions(config, outside["question"]) + outside["eval_questions"]:
+    questions = first_questions(config, outside["question"]) + outside["eval_questions"]
+    asked = hashlib.sha256(repr(questions).encode()).hexdigest()
+    if config.resume:
+        on_first_rank(lambda: refuse_other_questions(folder, asked))
+    for question in questions:
         method.fits(config, chat, question)
 
     origin = state[1] / "model" if state and not config.lora_rank else start
@@ -155,6 +161,7 @@ def build(
         driver=Driver(list(dict.fromkeys(samplers.values())), deterministic=deterministic),
         sampler=sampler,
         samplers=samplers,
+        asked=asked,
         lock=lock,
     )
     if run.rank == 0:
@@ -263,6 +270,16 @@ def go_on(config: Config, method: str) -> IO:
     if state and state[0] > config.steps:
         raise UserError(f"the run at {folder} has done {state[0]} steps: give --steps that or more")
     return lock
+
+
+def refuse_other_questions(folder: Path, asked: str) -> None:
+    """UserError unless a resumed run asks what it asked: its place in an epoch is a number only."""
+    # A run of an older version has no fingerprint yet.
+    if folders.read_json(folder / "method.json").get("questions", asked) != asked:
+        raise UserError(
+            f"the run at {folder} was started with other questions: put the files behind --data "
+            "and --eval_data back as they were, or start a new run"
+        )
 
 
 # ------------------------------------------------------------------------------- its sampler

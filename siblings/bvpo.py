@@ -61,6 +61,10 @@ class BvpoConfig(solo.SoloConfig):
     traces: int = option(1, "K: of a pair", TRAIN)
     beta: float = option(0.5, "β of DPO", TRAIN)
 
+    def needs_start(self) -> bool:
+        """DPO's reference is what the run began with."""
+        return True
+
     def check(self, training: bool) -> None:
         """Refuses values that contradict each other, BVPO's own included."""
         super().check(training)

@@ -71,6 +71,21 @@ def test_what_is_not_finite_is_never_saved(where, bad, run, tmp_path):
     assert names(tmp_path) == ["step_000001"]
 
 
+def test_a_state_from_before_the_first_update_counts_none(tmp_path):
+    """As where it was skipped: with its gradients still there, or without."""
+    for step in (1, 2, 3):
+        policy = trainer.Policy(model("qwen3"), bf16=False)
+        optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
+        if step > 1:
+            trainer.load_optimizer(trainer.newest(tmp_path)[1], policy, optimizer)
+        if step == 1:
+            for parameter in policy.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        save(tmp_path, step, (policy, optimizer))
+    move(policy, optimizer)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+
+
 # ---------------------------------------------------------------- ends in the middle
 
 

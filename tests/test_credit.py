@@ -126,6 +126,13 @@ def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner
     assert len(told) == 6 and all("step skipped" in line for line in told)
 
 
+def test_a_part_without_a_gradient_takes_no_step(learner):
+    """Adam's momentum alone would move the weights; such a part is no failure either."""
+    train.trainer.gradient_norm.side_effect = [0.0, 1.0]
+    assert train.update(learner, {}, 0)["skipped_steps"] == 0
+    assert learner.optimizer.step.call_count == 1
+
+
 def of(samples: list[Sample], group: int) -> list[Sample]:
     return [s for s in samples if s.question_index == group]
 

@@ -1,5 +1,6 @@
 """What lies on the disk is whole: cut short, or made by several at once."""
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from config import UserError
 from plumbing import folders
-from whole import made_once
+from whole import made_once, reason
 
 
 def fill(folder: Path) -> None:
@@ -32,6 +33,12 @@ def test_what_fails_is_not_there_and_is_made_anew_once(tmp_path):
     assert made_once(folder, fill) == folder
     assert made_once(folder, lambda unfinished: pytest.fail("made again")) == folder
     assert names(folder) == {"file"} and names(folder.parent) == {"thing", "thing.lock"}
+
+
+def test_a_reason_is_one_line_and_whole():
+    assert reason(ValueError("it is invalid:\n- one\n- two")) == "it is invalid: - one - two"
+    assert reason(OSError(28, "No space left")) == "No space left"
+    assert reason(ValueError()) == "ValueError"
 
 
 def test_of_many_one_makes_it_and_the_others_wait(tmp_path):
@@ -62,6 +69,22 @@ def test_of_many_that_claim_a_folder_one_gets_it(tmp_path):
     assert folders.lock(folder) is None
     held.close()
     assert folders.lock(folder)
+
+
+def test_who_takes_a_run_removes_what_the_killed_left_of_files(tmp_path, monkeypatch):
+    """Not what another process writes at this moment."""
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_1.jsonl.7.part").write_text("half")
+    replace = os.replace
+
+    def meanwhile(part, path):
+        folders.lock(tmp_path).close()
+        replace(part, path)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    folders.write_json(tmp_path / "a.json", {"a": 1})
+    assert folders.read_json(tmp_path / "a.json") == {"a": 1}
+    assert not names(tmp_path / "rollouts")
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

@@ -1,4 +1,4 @@
-"""A role that the start's weights play: its model is kept with the run, for eval and ask."""
+"""The model that a run began with is kept with it: for frozen roles, adapters and the KL term."""
 
 import json
 import shutil
@@ -104,6 +104,25 @@ def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(run, bas
     _, system1 = played
     assert same(system1, base)
     assert [line["step"] for line in metrics(run)] == [0]
+
+
+@pytest.mark.parametrize("options", ["--lora_rank 4", "--kl_beta 0.05", ""])
+def test_a_resumed_run_does_not_notice_what_became_of_its_start(options, base, tmp_path):
+    """Adapters and the KL term go on beside what the run began with; else --model may be gone."""
+    begin = shutil.copytree(base, tmp_path / "start")
+    line = ["--model", begin, "--runs", tmp_path, *SMALL, *options.split(), "--lr", 1e-3]
+    assert command(*line, "--name", "whole", "--steps", 2, grade=half) == 0
+    assert command(*line, "--name", "x", "--steps", 1, grade=half) == 0
+    other = load_model(begin, "cpu")
+    shutil.rmtree(begin)
+    if options:
+        with torch.no_grad():
+            other.model.layers[0].mlp.down_proj.weight.neg_()
+        shutil.copytree(base, begin)
+        other.save_pretrained(begin)
+    assert command(*line, "--name", "x", "--steps", 2, "--resume", grade=half) == 0
+    assert metrics(tmp_path / "x")[-1] == metrics(tmp_path / "whole")[-1]
+    assert same(load_model(tmp_path / "x/checkpoint", "cpu"), tmp_path / "whole/checkpoint")
 
 
 def test_a_damaged_frozen_model_is_told_before_anything_is_changed(run, capsys):

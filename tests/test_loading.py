@@ -117,6 +117,52 @@ def test_an_empty_micro_batch_and_recomputing_work_for_them_too(name):
 # ---------------------------------------------------------------- folders
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | YARN | {"rope_type": "llama3"}
+
+
+@pytest.mark.parametrize(
+    "kind, options, most",
+    [
+        ("qwen3", SHAPE, 256),
+        ("gpt2", GPT2, 256),
+        ("llama", SHAPE | {"rope_parameters": DYNAMIC}, 512),
+        ("qwen3", SHAPE | {"rope_parameters": YARN | {"rope_theta": 1e4}}, 512),
+        ("llama", SHAPE | {"rope_parameters": LLAMA3 | {"factor": 1.5, "rope_theta": 1e4}}, 256),
+        ("bloom", {"vocab_size": 61}, None),
+    ],
+)
+def test_a_sample_beyond_a_models_positions_is_refused(kind, options, most, tmp_path):
+    AutoConfig.for_model(kind, **options).save_pretrained(tmp_path)
+    trainer.check_positions(tmp_path, most or 10**9)
+    if most:
+        with pytest.raises(UserError, match=f"{most} positions, fewer than one context of"):
+            trainer.check_positions(tmp_path, most + 1)
+
+
+@pytest.mark.parametrize(
+    "settings, shape",
+    [
+        ({"do_sample": False, "temperature": 0.9, "top_p": 0.6}, {}),
+        ({"early_stopping": True, "num_beams": 1}, {}),
+        ({"pad_token_id": -1}, {}),
+        ({}, {"output_attentions": True}),
+    ],
+)
+def test_settings_that_contradict_each_other_are_written_back(settings, shape, tmp_path):
+    """Else transformers refuses every state of such a model."""
+    folder = saved("qwen3", tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | shape))
+    made = trainer.load_model(folder, CPU)
+    made.generation_config.max_length = 7  # from 5.23 on only what has changed is refused
+    made.save_pretrained(tmp_path / "again")
+    assert trainer.load_model(tmp_path / "again", CPU).generation_config.max_length == 7
+    again = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    assert settings.items() <= again.items()
+
+
 def without_a_weight(folder):
     made = AutoModelForCausalLM.from_pretrained(folder)
     weights = made.state_dict()

@@ -5,8 +5,9 @@ merged in and beside it, `optimizer.pt`, and at last `state.json` with the step.
 when all of it is on the disk (whole.py), and only then old ones go. checkpoint/ is a link to the
 newest state's model; where a kill left it one state behind, `link_checkpoint` mends it on resume.
 
-frozen/ is a copy of the model that plays frozen roles. A resumed run takes it for its start, and
-evaluations read it: what --model named may have changed by then, or be gone.
+frozen/ is a copy of the model that a run began with, made where it is needed to the end: it plays
+frozen roles, stands below adapters, is the KL term's reference. A resumed run takes it for its
+start, and evaluations read it: what --model named may have changed by then, or be gone.
 
 Every rank must call what writes here, for shards are gathered; rank 0 writes. UserError on all
 ranks if the disk does not take it.
@@ -39,7 +40,7 @@ from whole import point, reason, write_folder
 
 STATE_FILES = "step_" + 6 * "[0-9]" + "/state.json"  # of whole states
 STATES = 2  # so many stay, the newest
-FROZEN = "frozen"  # the model that plays the frozen roles
+FROZEN = "frozen"  # the model that the run began with
 
 # ------------------------------------------------------------------------------------------- states
 
@@ -59,7 +60,9 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> No
     weights = merged_weights(model)
     adapters = adapter_weights(model)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    moments = get_optimizer_state_dict(policy, optimizer, options=options)
+    moments = {}  # before the first update: both calls of PyTorch's would count one
+    if optimizer.state:
+        moments = get_optimizer_state_dict(policy, optimizer, options=options)
 
     def fill(path: Path) -> None:
         model.save_pretrained(path / "model", state_dict=weights)
@@ -128,7 +131,8 @@ def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
         path = state / "optimizer.pt"
         moments = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         options = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(policy, optimizer, moments, options=options)
+        if moments.get("state"):
+            set_optimizer_state_dict(policy, optimizer, moments, options=options)
     except Exception as error:  # torch raises many kinds for a file of another run
         problem = f"cannot take up the optimizer of {state}: {reason(error)}"
         raise UserError(f"{problem}; remove that state to go on from the one before it") from None
@@ -183,6 +187,7 @@ def write_once(write: Callable, what: str):
             why = reason(error)
             if "inline_container" in why:  # torch.save on a full disk
                 why = "the disk did not take all of it"
-            raise UserError(f"cannot {what} ({why}): make room and go on with --resume") from None
+            advice = "mend that, or make room if the disk is full, and go on with --resume"
+            raise UserError(f"cannot {what} ({why}): {advice}") from None
 
     return from_first_rank(on_first_rank(attempt))

@@ -10,12 +10,13 @@ leaves out too: a router's auxiliary loss is no part of the objective.
 Tests: `pytest tests/test_loading.py`.
 """
 
+import math
 from pathlib import Path
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from config import UserError
 from sampler.model import stranger
@@ -28,6 +29,16 @@ transformers.logging.set_verbosity_error()  # `load_model` itself checks what wa
 def packs(shape) -> bool:
     """Whether samples may lie end to end in one row; `shape` is a model's transformers config."""
     return stranger(shape) is None
+
+
+class AsLoaded(GenerationConfig):
+    """A model's settings for `generate`, written back as they came, contradictions included.
+
+    Many published ones contradict themselves, and transformers before 5.23 refuses to write those.
+    """
+
+    def validate(self, **options):
+        """Finds nothing wrong: nobody here generates by them."""
 
 
 def load_model(path: str | Path, device, *, dtype=torch.float32) -> nn.Module:
@@ -48,6 +59,8 @@ def load_model(path: str | Path, device, *, dtype=torch.float32) -> nn.Module:
             f"cannot load a model from {path}: {len(missing)} of its weights are missing, "
             f"{missing[0]} among them"
         )
+    model.generation_config.__class__ = AsLoaded
+    model.config.output_attentions = False  # nobody reads them, and no state could be written
     return model.to(device)
 
 
@@ -58,3 +71,21 @@ def load_shape(path: str | Path):
     except Exception as error:  # as in load_model
         raise UserError(f"cannot read a model at {path}: {reason(error)}") from None
     return config.get_text_config()
+
+
+def check_positions(path: str | Path, longest: int) -> None:
+    """UserError if a model has fewer positions than the longest sample, in tokens.
+
+    Stretched angles reach `factor` times as far as those before them. Some configs name the longer
+    range only, some the shorter one. A model that names none takes any.
+    """
+    shape = load_shape(path)
+    most = getattr(shape, "max_position_embeddings", None) or math.inf
+    rope = getattr(shape, "rope_parameters", None) or {}
+    before = rope.get("original_max_position_embeddings") or most
+    most = max(most, before * (rope.get("factor") or 1))
+    if longest > most:
+        raise UserError(
+            f"{path} has {most:.0f} positions, fewer than one context of {longest} tokens; lower "
+            "the episode's limits, or use another model"
+        )
