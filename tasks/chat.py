@@ -20,6 +20,7 @@ is cut off after a call, and a call with text after it is malformed.
 Tests: pytest tests/test_chat.py
 """
 
+import contextlib
 import functools
 import json
 import re
@@ -56,7 +57,8 @@ class Words:
 
 # --------------------------------------------------------------------------- from text to an action
 
-CALL = re.compile(r"<tool_call>((?:(?!<tool_call>).)*?)</tool_call>", re.DOTALL)
+OPEN = re.compile(r"<tool_call>\s*")
+TAG = re.compile(r"</?tool_call>")
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
@@ -64,16 +66,16 @@ def read_action(
     text: str, tools: Sequence[Tool], *, purpose: bool = True, final: bool = False
 ) -> Action:
     """One step from its text, without thoughts. Whatever is wrong becomes Action.error."""
-    calls = list(CALL.finditer(text))
-    answers = ANSWER.findall(CALL.sub("", text))
+    calls, around = split_calls(text)
+    answers = ANSWER.findall("".join(around))
     if len(calls) + len(answers) > 1:
         error = "The step holds more than one call or answer; give one, and end the step with it."
-    elif calls and text[calls[0].end() :].strip():
+    elif calls and around[-1].strip():
         error = "There is text after the call; end the step with the call."
     elif calls and final:
         error = "No further call was possible; an answer was asked for."
     elif calls:
-        return read_call(calls[0][1], tools, purpose)
+        return read_call(calls[0], tools, purpose)
     elif answers and answers[0].strip():
         return Action(answer=answers[0].strip())
     elif answers:
@@ -83,6 +85,29 @@ def read_action(
     else:
         error = "The step holds neither a call nor an answer; end it with one of them."
     return Action(error=error)
+
+
+def split_calls(text: str) -> tuple[list[str], list[str]]:
+    """(what stands between each call's tags, the texts before, between and after the calls).
+
+    A tag within a call's JSON is text. An opening tag with another one after it is only mentioned.
+    """
+    calls = []
+    around = []
+    rest = start = 0  # where the text around goes on, where the next tag is looked for
+    while opening := OPEN.search(text, start):
+        start = opening.end()
+        if text.startswith("{", start):
+            with contextlib.suppress(ValueError, RecursionError):  # read_call says what is wrong
+                _, start = json.JSONDecoder(strict=False).raw_decode(text, start)
+        following = TAG.search(text, start)
+        if following and following[0] == "</tool_call>":
+            calls.append(text[opening.end() : following.start()])
+            start = following.end()
+        if start > opening.end():
+            around.append(text[rest : opening.start()])
+            rest = start
+    return calls, [*around, text[rest:]]
 
 
 def read_call(body: str, tools: Sequence[Tool], purpose: bool) -> Action:

@@ -253,11 +253,15 @@ WHY = "her year of birth"
 GOOD = call(purpose=WHY)
 CODE = "a = 1\nprint('<answer>1</answer>')"
 RAW = f'<tool_call>{{"name": "python", "arguments": {{"code": "{CODE}"}}}}</tool_call>'
+TAGS_IN_CODE = "re.sub('<tool_call>(.*)</tool_call>', '</tool_call><answer>1</answer>', page)"
+TAGGED = call("python", {"code": TAGS_IN_CODE}, purpose=WHY)
 STEPS = [
     ("I think. " + GOOD + "\n", {}, Action(call=Call("search", "ada baker", WHY))),
     (GOOD, {"purpose": False}, Action(call=Call("search", "ada baker", ""))),
     (call(), {"purpose": False}, Action(call=Call("search", "ada baker", ""))),
     (RAW, {"purpose": False}, Action(call=Call("python", CODE))),
+    (TAGGED, {}, Action(call=Call("python", TAGS_IN_CODE, WHY))),
+    ('A "<tool_call>" in quotes: ' + GOOD, {}, Action(call=Call("search", "ada baker", WHY))),
     (call(arguments={"query": "q", "purpose": "p"}), {}, Action(call=Call("search", "q", "p"))),
     ("So: <answer> 1968 </answer>\nConfidence: 80", {}, Action(answer="1968")),
     ("My <answer> tag: <answer>1968</answer>", {"final": True}, Action(answer="1968")),
@@ -285,6 +289,9 @@ def test_good_steps(text, options, action):
         ("<answer> </answer>", "answer is empty"),
         (GOOD + "\n<tool_response>It was 1968.</tool_response>", "text after the call"),
         ('<tool_call>{"name": "sea', "not closed"),
+        (TAGGED.removesuffix("</tool_call>"), "not closed"),
+        (GOOD.replace("\n</", " or so </"), "not valid JSON: Extra data"),
+        (TAGGED + GOOD, "more than one"),
         ("<answer>19", "not closed"),
     ],
 )
