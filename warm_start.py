@@ -257,10 +257,8 @@ def samples_of(messages: list[dict], tokenizer) -> list[Sample]:
     The model's template writes everything. It may rewrite earlier messages later, as
     Qwen3's drops their thoughts, so each is rendered with only those before it.
     """
-    marks = {
-        token_id for token_id, token in tokenizer.added_tokens_decoder.items() if is_mark(token)
-    }
-    marks.discard(tokenizer.unk_token_id)
+    added = tokenizer.added_tokens_decoder
+    marks = {i for i, token in added.items() if is_mark(token)} - {tokenizer.unk_token_id}
     samples = []
     for message in messages:  # with a mark of the model's own a text could forge a turn
         if marks.intersection(tokenizer.encode(message["content"], add_special_tokens=False)):

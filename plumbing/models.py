@@ -141,7 +141,7 @@ def declared_ends(start: Path | str) -> set[int | None]:
     configs = [trainer.load_shape(start)]
     with contextlib.suppress(OSError, TypeError):  # it is not there, or load_model refuses it
         configs.append(GenerationConfig.from_pretrained(start))
-    declared = [config.eos_token_id for config in configs]  # None, an id or a list of ids
+    declared = [getattr(config, "eos_token_id", None) for config in configs]  # an id or a list
     return {i for ids in declared for i in (ids if isinstance(ids, list) else [ids])}
 
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 
 import mars
 from config import UserError
-from tasks.chat import read_action, rendered
+from tasks.chat import ChatFormat, read_action, rendered
 from tasks.format import Action, Call
 from tools import Document
 
@@ -142,6 +142,44 @@ def test_a_tokenizer_that_loses_text_is_refused():
     lossy = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=QWEN25, unk_token="<unk>")
     with pytest.raises(UserError, match="byte-level"):
         chat_format(lossy)
+
+
+def test_a_tool_role_that_writes_json_is_left_to_the_user():
+    """Llama 3.1's: notes stood within quotes, their line breaks escaped."""
+    told = "(m.content | tojson if m.role == 'tool' else m.content | trim)"
+    format = chat_format(tokenizer(LLAMA.replace("m.content | trim", told), **LLAMAS))
+    note = 'one\n"two"'
+    assert note in format.text(format.observation([format.encode(note)]))
+
+
+def test_a_template_that_writes_todays_date_is_refused():
+    with pytest.raises(UserError, match="date"):
+        chat_format(tokenizer("{{ strftime_now('%d %b %Y') }}" + QWEN25))
+
+
+def test_every_declared_end_that_is_a_mark_ends_a_step():
+    """Ends need no brackets; id 2 is what a Llama's config says by default, and here a letter."""
+    tok = tokenizer(QWEN25, [*CHATML_MARKS, "</s>"], [*TAGS, "[end", "[more"], "<|endoftext|>")
+    end, other, more = map(tok.convert_tokens_to_ids, ("<|im_end|>", "</s>", "[end"))
+    words = mars.words(mars.MarsConfig(), TOOLS)
+    format = ChatFormat(tok, words, TOOLS, {2, None, other, more})
+    assert format.stop_ids == (end, tok.eos_token_id, other, more)
+    said = format.encode("x")
+    for stop in format.stop_ids:
+        assert format.note([*said, stop]) == said
+        answer = [*as_ids(format, "<answer>1968</answer>"), stop]
+        assert format.parse(answer) == Action(answer="1968")
+
+
+@pytest.mark.parametrize("padding", [False, "max_length"])
+def test_a_tokenizer_that_was_saved_while_it_cut_texts_cuts_none(padding):
+    tok = tokenizer(QWEN25)
+    tok.pad_token = "<|endoftext|>"
+    tok(["x"], truncation=True, max_length=8, padding=padding)
+    format = chat_format(tok)
+    for text in ("joined", "a long text " * 300):
+        for own in (False, True):
+            assert format.text(format.encode(text, own=own)) == text
 
 
 def test_a_thought_that_the_template_opens_stands_before_every_step():

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
 import trainer
+from plumbing import models
 from config import UserError
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -142,3 +143,13 @@ def test_a_broken_folder_is_one_sentence(damage, tmp_path, monkeypatch):
         trainer.load_model(folder, CPU)
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "ran").exists()
+
+
+def test_ends_are_read_from_both_files_of_a_model(tmp_path):
+    folder = saved(tmp_path, "llama", SHAPE | {"eos_token_id": 5})
+    assert models.declared_ends(folder) - {None} == {5}
+    for declared in (7, [5, 7, 9]):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
+        assert models.declared_ends(folder) == {5, 7} | ({9} if declared != 7 else set())
+    (folder / "generation_config.json").unlink()
+    assert models.declared_ends(folder) == {5}
