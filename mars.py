@@ -279,9 +279,9 @@ def extend(
     """
     config = env.config
     chat = env.chat
-    close = []  # a step that was cut at its limit lacks the end of its turn
-    if system2.turns[-1].sampled[-1] not in chat.stop_ids:
-        close = chat.close_step()
+    close = chat.close_step()
+    if system2.turns[-1].sampled[-1:] == close:  # neither cut at its limit nor ended otherwise
+        close = []
 
     def wrap(blocks: list[Sequence[int]], final: bool) -> Prompt:
         return Prompt(close + chat.observation(blocks, final=final), must_answer=final)

@@ -7,13 +7,15 @@ method is a new `async def`. driver.py runs hundreds of them over one sampler.
 Tests: pytest tests/test_rollout.py
 """
 
+import contextlib
 import functools
 import hashlib
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 
-from config import Config
+from config import Config, UserError
 from driver import Driver
 from sampler import Completion, Conversation, Lost, Sampler
 from tasks.chat import Words
@@ -159,7 +161,7 @@ class Env:
     samplers: dict[str, Sampler]  # role -> who plays it
     chat: Format
     tools: dict[str, Callable[[str], list[Document]]]
-    grade: Callable[[Question, str], float]  # may block; ToolError if it cannot tell
+    grade: Callable[[Question, str], float | None]  # may block; ToolError or None: it cannot tell
     config: Config
     step: int | str  # names the draws: the training step, "eval", "ask" or "demonstration"
     temperature: float = 1.0
@@ -223,10 +225,21 @@ class Env:
             return 0.0
         grade = functools.partial(self.grade, trajectory.question, trajectory.answer)
         try:
-            return await self.driver.call(grade, self.config.tool_seconds)
+            reward = await self.driver.call(grade, self.config.tool_seconds)
         except ToolError as error:
             trajectory.turns[-1].problem = f"judge failed: {error}"
             return None
+        return reward if reward is None else finite(reward)
+
+
+def finite(reward) -> float:
+    """What a grader returned, also of NumPy or PyTorch, as a float; UserError if it is none."""
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        if math.isfinite(number := float(reward)):
+            return number
+    raise UserError(
+        f"the grader returned {reward!r:.100}: return a finite number, or raise ToolError"
+    )
 
 
 @dataclass(frozen=True)

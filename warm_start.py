@@ -39,8 +39,7 @@ from config import Config, UserError, fail, option, parse, parser, uses_bf16
 from plumbing import models
 from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
-from tasks.chat import rendered
-from tasks.format import Format
+from tasks.chat import ChatFormat, is_mark, rendered
 from tasks.questions import Question
 from tools import Tool
 from whole import made_once
@@ -91,10 +90,19 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
         raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
     start = models.find(options.model, options.cache)
     tokenizer = models.load_tokenizer(start)
+    positions = getattr(trainer.load_shape(start), "max_position_embeddings", None) or math.inf
+    work = list(itertools.islice(batches(tokenizer), options.steps))
+    samples = [sample for batch in work for members in batch.values() for sample in members]
+    longest = max(len(sample.tokens) for sample in samples)
+    if longest > positions:
+        raise UserError(
+            f"a demonstration has {longest} tokens, more than the model's {positions} positions: "
+            "leave out what is longer"
+        )
     model = trainer.load_model(start, device)
     policy = trainer.Policy(model, bf16=uses_bf16(options, device.type == "cuda"))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
-    for step, batch in zip(range(options.steps), batches(tokenizer)):
+    for step, batch in enumerate(work):
         for param_group in optimizer.param_groups:
             param_group["lr"] = options.lr * trainer.schedule(step, options.warmup, options.steps)
         losses = learn(policy, optimizer, batch, options, device)
@@ -144,14 +152,15 @@ class DoesNotFit(Exception):
 class Demonstrator:
     """Sits where the driver would: nobody samples, and tools are called at once."""
 
-    chat: Format
+    chat: ChatFormat
 
     async def sample(
         self, writer, conversation: list[int], given, *, max_new_tokens, stop_ids, **options
     ) -> Completion:
         """What the writer says, as the role's own tokens."""
         conversation += given
-        said = self.chat.encode(writer.say(self.chat.text(conversation))) + [stop_ids[0]]
+        text = writer.say(self.chat.text(conversation))
+        said = self.chat.encode(text, own=True) + [stop_ids[0]]
         if len(said) > max_new_tokens:
             raise DoesNotFit
         conversation += said
@@ -165,7 +174,7 @@ class Demonstrator:
 def play(
     method: Method,
     config: Config,
-    chat: Format,
+    chat: ChatFormat,
     tools: list[Tool],
     grade: Callable[[Question, str], float],
     question: Question,
@@ -232,7 +241,7 @@ def messages_of(line: str, place: str) -> list[dict]:
             for message in messages
         )
         whole = whole and messages[-1]["role"] == "assistant"
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
         raise UserError(
@@ -248,7 +257,8 @@ def samples_of(messages: list[dict], tokenizer) -> list[Sample]:
     The model's template writes everything. It may rewrite earlier messages later, as
     Qwen3's drops their thoughts, so each is rendered with only those before it.
     """
-    marks = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    added = tokenizer.added_tokens_decoder
+    marks = {i for i, token in added.items() if is_mark(token)} - {tokenizer.unk_token_id}
     samples = []
     for message in messages:  # with a mark of the model's own a text could forge a turn
         if marks.intersection(tokenizer.encode(message["content"], add_special_tokens=False)):

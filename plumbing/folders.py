@@ -31,7 +31,7 @@ def read_lines(path: Path) -> list[dict]:
             continue
         try:
             records.append({**json.loads(line)})
-        except (ValueError, TypeError):  # the latter where it is no object
+        except (ValueError, TypeError, RecursionError):  # TypeError: it is no object
             print(f"{path}: line {number} is not a whole record, skipped", file=sys.stderr)
     return records
 
@@ -43,7 +43,7 @@ def read_json(path: Path) -> dict:
         if not isinstance(made, dict):
             raise ValueError("it holds no object")
         return made
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path} ({reason(error)}): it is missing or damaged") from None
 
 

@@ -8,12 +8,13 @@ is never imported: it would want a command-line tool and a C++ engine.
 Tests: pytest tests/test_real_model.py tests/test_frozen.py
 """
 
+import contextlib
 import importlib.util
 import os
 from pathlib import Path
 
 from tokenizers import pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import trainer
 from config import UserError
@@ -133,6 +134,15 @@ def load_tokenizer(start: Path | str):
             f"cannot load a tokenizer from {start} ({reason(error)}): it needs a tokenizer's files "
             "beside its weights"
         ) from None
+
+
+def declared_ends(start: Path | str) -> set[int | None]:
+    """The ids that end a text by a model's config.json and generation_config.json, if any."""
+    configs = [trainer.load_shape(start)]
+    with contextlib.suppress(OSError, TypeError):  # it is not there, or load_model refuses it
+        configs.append(GenerationConfig.from_pretrained(start))
+    declared = [getattr(config, "eos_token_id", None) for config in configs]  # an id or a list
+    return {i for ids in declared for i in (ids if isinstance(ids, list) else [ids])}
 
 
 def vocabulary(model) -> int:

@@ -126,7 +126,8 @@ def build(
     if "<s2>" in tokenizer.get_vocab():  # as one token: the model speaks a toy's language
         chat = language(tokenizer, [tool.name for tool in tools])
     else:
-        chat = ChatFormat(tokenizer, method.words(config, tools), tools)
+        words = method.words(config, tools)
+        chat = ChatFormat(tokenizer, words, tools, models.declared_ends(start))
     questions = first_questions(config, outside["question"]) + outside["eval_questions"]
     asked = hashlib.sha256(repr(questions).encode()).hexdigest()
     if config.resume:

@@ -27,8 +27,8 @@ async def draft_and_critique(env: Env, trajectory: Trajectory) -> None:
             prompt = env.chat.prompt("sys1", chunk=draft, purpose=task, question=question)
             note = await critic.write(prompt, env.config.sys1_response)
         given = env.chat.observation([env.chat.note(note.tokens)], final=True)
-        if turn.sampled[-1] not in env.chat.stop_ids:  # the draft was cut
-            given = env.chat.close_step() + given
+        if turn.sampled[-1:] != (close := env.chat.close_step()):  # the draft was cut
+            given = close + given
         end = await mars.act(env, writer, mars.Prompt(given, must_answer=True))
     trajectory.answer = end.action.answer
     trajectory.ended = "answer on demand" if end.action.answer else "no answer"

@@ -20,14 +20,15 @@ is cut off after a call, and a call with text after it is malformed.
 Tests: pytest tests/test_chat.py
 """
 
+import contextlib
 import functools
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from config import UserError
 from tasks.format import Action, Call
@@ -56,7 +57,8 @@ class Words:
 
 # --------------------------------------------------------------------------- from text to an action
 
-CALL = re.compile(r"<tool_call>((?:(?!<tool_call>).)*?)</tool_call>", re.DOTALL)
+OPEN = re.compile(r"<tool_call>\s*")
+TAG = re.compile(r"</?tool_call>")
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
@@ -64,16 +66,16 @@ def read_action(
     text: str, tools: Sequence[Tool], *, purpose: bool = True, final: bool = False
 ) -> Action:
     """One step from its text, without thoughts. Whatever is wrong becomes Action.error."""
-    calls = list(CALL.finditer(text))
-    answers = ANSWER.findall(CALL.sub("", text))
+    calls, around = split_calls(text)
+    answers = ANSWER.findall("".join(around))
     if len(calls) + len(answers) > 1:
         error = "The step holds more than one call or answer; give one, and end the step with it."
-    elif calls and text[calls[0].end() :].strip():
+    elif calls and around[-1].strip():
         error = "There is text after the call; end the step with the call."
     elif calls and final:
         error = "No further call was possible; an answer was asked for."
     elif calls:
-        return read_call(calls[0][1], tools, purpose)
+        return read_call(calls[0], tools, purpose)
     elif answers and answers[0].strip():
         return Action(answer=answers[0].strip())
     elif answers:
@@ -83,6 +85,29 @@ def read_action(
     else:
         error = "The step holds neither a call nor an answer; end it with one of them."
     return Action(error=error)
+
+
+def split_calls(text: str) -> tuple[list[str], list[str]]:
+    """(what stands between each call's tags, the texts before, between and after the calls).
+
+    A tag within a call's JSON is text. An opening tag with another one after it is only mentioned.
+    """
+    calls = []
+    around = []
+    rest = start = 0  # where the text around goes on, where the next tag is looked for
+    while opening := OPEN.search(text, start):
+        start = opening.end()
+        if text.startswith("{", start):
+            with contextlib.suppress(ValueError, RecursionError):  # read_call says what is wrong
+                _, start = json.JSONDecoder(strict=False).raw_decode(text, start)
+        following = TAG.search(text, start)
+        if following and following[0] == "</tool_call>":
+            calls.append(text[opening.end() : following.start()])
+            start = following.end()
+        if start > opening.end():
+            around.append(text[rest : opening.start()])
+            rest = start
+    return calls, [*around, text[rest:]]
 
 
 def read_call(body: str, tools: Sequence[Tool], purpose: bool) -> Action:
@@ -145,12 +170,25 @@ REWRITES = (
 )
 # How a template switches thinking before a step.
 PREFILL = re.compile(r"<think>(\s*</think>)?\s*\Z")
+# A template that asks for today's date gets this one, or a run that is resumed tomorrow would have
+# other prompts.
+FIXED_DATE = "{% macro strftime_now(format) %}01 Jan 2026{% endmacro %}"
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # a model writes them itself
+
+
+def is_mark(token: AddedToken) -> bool:
+    """Whether a token beside the model's words is the template's: no message may bring it in."""
+    special = token.special and token.content not in TAGS
+    return special or bool(re.fullmatch(r"<\|.+\|>", token.content))
 
 
 def rendered(messages: list[dict], tokenizer, prompt: bool) -> str:
     """The chat template's text; with `prompt` it ends where the assistant begins."""
     try:  # the template is a program from outside
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        template = FIXED_DATE + tokenizer.get_chat_template()
+        return tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, add_generation_prompt=prompt
+        )
     except Exception as error:
         raise UserError(f"the model's chat template failed: {error}") from None
 
@@ -158,17 +196,18 @@ def rendered(messages: list[dict], tokenizer, prompt: bool) -> str:
 class ChatFormat:
     """The format of a chat model. `tokenizer`: a transformers tokenizer with a chat template.
 
+    `ends`: ids that the model's files declare as ends; those that are marks end a step as well.
     UserError when the template or the tokenizer cannot carry a context that only grows.
     """
 
-    def __init__(self, tokenizer, words: Words, tools: Sequence[Tool]):
+    def __init__(self, tokenizer, words: Words, tools: Sequence[Tool], ends: Collection[int] = ()):
         fast = hasattr(tokenizer, "backend_tokenizer")  # of the tokenizers library
         if not fast or not getattr(tokenizer, "chat_template", None):
             raise UserError("the model has no fast tokenizer with a chat template: choose another")
         self.tokenizer = tokenizer
         self.words = words
         self.tools = tuple(tools)
-        self._find_control_tokens()
+        self._find_control_tokens(ends)
         self._find_roles()
         self._find_turns(next(iter(words.prompts.values())))
         self._frames = {role: self._find_frame(prompt) for role, prompt in words.prompts.items()}
@@ -179,33 +218,46 @@ class ChatFormat:
 
     # ---- what the template does, found once
 
-    def _find_control_tokens(self) -> None:
+    def _find_control_tokens(self, ends: Collection[int]) -> None:
         """Ids that a template uses as marks: no document and no note may bring one in."""
+        added = self.tokenizer.added_tokens_decoder
+        # A config may hold the default of its kind, which is any word of this tokenizer.
+        self._ends = [token_id for token_id in added if token_id in ends]
         self._control = {
             token_id: token.content
-            for token_id, token in self.tokenizer.added_tokens_decoder.items()
-            if token.special or re.fullmatch(r"<.+>|\[.+\]", token.content)
+            for token_id, token in added.items()
+            if token.special
+            or token_id in self._ends
+            or re.fullmatch(r"<.+>|\[.+\]", token.content)
         }
+        self._marks = {token_id for token_id, token in added.items() if is_mark(token)}
         tags = {text: token_id for token_id, text in self._control.items()}
         self._think_open = tags.get("<think>")
         self._think_close = tags.get("</think>")
+        whole = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        # Whoever trained with them may have saved them, and every text would be cut.
+        whole |= {"truncation": None, "padding": None}
         # The same tokenizer without any mark: in text from outside a mark is a text like any other.
-        plain = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        self._plain = Tokenizer.from_str(json.dumps(plain | {"added_tokens": []}))
+        self._plain = Tokenizer.from_str(json.dumps(whole | {"added_tokens": []}))
+        for token in whole["added_tokens"]:
+            token["special"] = is_mark(added[token["id"]])
+        self._own = Tokenizer.from_str(json.dumps(whole))
+        self._own.encode_special_tokens = True  # as text
 
     def _find_roles(self) -> None:
-        """Lets the user speak for a role that the template refuses or whose words it drops."""
+        """Lets the user speak for a role that the template refuses or whose words it changes."""
+        said = f'{RESULT_A}\n"{RESULT_B}'  # Llama 3.1's writes a tool's as JSON
 
         def knows(*messages) -> bool:
             try:
-                return RESULT_A in rendered(list(messages), self.tokenizer, True)
+                return said in rendered(list(messages), self.tokenizer, True)
             except UserError:
                 return False
 
         user = {"role": "user", "content": QUESTION}
         step = {"role": "assistant", "content": STEP_A}
-        self._system_role = knows({"role": "system", "content": RESULT_A}, user)
-        self._tool_role = knows(user, step, {"role": "tool", "content": RESULT_A})
+        self._system_role = knows({"role": "system", "content": said}, user)
+        self._tool_role = knows(user, step, {"role": "tool", "content": said})
 
     def _find_turns(self, prompt: Template) -> None:
         """What lies between turns, from two renderings: a question, and two tool rounds."""
@@ -226,7 +278,7 @@ class ChatFormat:
                 "the model's chat template marks turns with plain text, so no step has an end and "
                 "a document could speak for anybody: choose another model"
             )
-        stops = dict.fromkeys([self._end, self.tokenizer.eos_token_id])
+        stops = dict.fromkeys([self._end, self.tokenizer.eos_token_id, *self._ends])
         self.stop_ids = tuple(stop for stop in stops if stop is not None)
 
     def _find_frame(self, prompt: Template) -> tuple[list[str], list[list[int]]]:
@@ -268,15 +320,20 @@ class ChatFormat:
 
     # ---- text and ids
 
-    def encode(self, text: str) -> list[int]:
-        """Text from outside to ids. A mark inside it ("<|im_end|>" on a web page) stays text."""
+    def encode(self, text: str, *, own: bool = False) -> list[int]:
+        """Text from outside to ids. A mark inside it ("<|im_end|>" on a web page) stays text.
+
+        `own`: a text that the model itself is to say. Tags in it are tokens, where it has them.
+        """
+        coder = self._own if own else self._plain
         text = text.encode("utf-8", "replace").decode("utf-8")  # broken pages hold lone surrogates
         # `encode` holds Python's lock: with long pages others would wait for minutes a step.
         if len(text) < 2000:
-            ids = self._plain.encode(text, add_special_tokens=False).ids
+            ids = coder.encode(text, add_special_tokens=False).ids
         else:
-            ids = self._plain.encode_batch([text], add_special_tokens=False)[0].ids
-        return [token_id for token_id in ids if token_id not in self._control]
+            ids = coder.encode_batch([text], add_special_tokens=False)[0].ids
+        marks = self._marks if own else self._control
+        return [token_id for token_id in ids if token_id not in marks]
 
     def text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(

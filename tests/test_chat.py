@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 
 import mars
 from config import UserError
-from tasks.chat import read_action, rendered
+from tasks.chat import ChatFormat, read_action, rendered
 from tasks.format import Action, Call
 from tools import Document
 
@@ -144,6 +144,45 @@ def test_a_tokenizer_that_loses_text_is_refused():
         chat_format(lossy)
 
 
+def test_a_tool_role_that_writes_json_is_left_to_the_user():
+    """Llama 3.1's: notes stood within quotes, their line breaks escaped."""
+    told = "(m.content | tojson if m.role == 'tool' else m.content | trim)"
+    format = chat_format(tokenizer(LLAMA.replace("m.content | trim", told), **LLAMAS))
+    note = 'one\n"two"'
+    assert note in format.text(format.observation([format.encode(note)]))
+
+
+def test_a_template_that_writes_todays_date_gets_the_same_one_every_day():
+    format = chat_format(tokenizer("{{ strftime_now('%d %b %Y') }}" + QWEN25))
+    prompt = format.text(format.prompt("sys2", question="how ?"))
+    assert prompt.startswith("01 Jan 2026<|im_start|>system")
+
+
+def test_every_declared_end_that_is_a_mark_ends_a_step():
+    """Ends need no brackets; id 2 is what a Llama's config says by default, and here a letter."""
+    tok = tokenizer(QWEN25, [*CHATML_MARKS, "</s>"], [*TAGS, "[end", "[more"], "<|endoftext|>")
+    end, other, more = map(tok.convert_tokens_to_ids, ("<|im_end|>", "</s>", "[end"))
+    words = mars.words(mars.MarsConfig(), TOOLS)
+    format = ChatFormat(tok, words, TOOLS, {2, None, other, more})
+    assert format.stop_ids == (end, tok.eos_token_id, other, more)
+    said = format.encode("x")
+    for stop in format.stop_ids:
+        assert format.note([*said, stop]) == said
+        answer = [*as_ids(format, "<answer>1968</answer>"), stop]
+        assert format.parse(answer) == Action(answer="1968")
+
+
+@pytest.mark.parametrize("padding", [False, "max_length"])
+def test_a_tokenizer_that_was_saved_while_it_cut_texts_cuts_none(padding):
+    tok = tokenizer(QWEN25)
+    tok.pad_token = "<|endoftext|>"
+    tok(["x"], truncation=True, max_length=8, padding=padding)
+    format = chat_format(tok)
+    for text in ("joined", "a long text " * 300):
+        for own in (False, True):
+            assert format.text(format.encode(text, own=own)) == text
+
+
 def test_a_thought_that_the_template_opens_stands_before_every_step():
     for kind, tail in {"qwen3": "assistant\n", "always thinking": "<think>\n"}.items():
         format = formats(kind)
@@ -253,11 +292,15 @@ WHY = "her year of birth"
 GOOD = call(purpose=WHY)
 CODE = "a = 1\nprint('<answer>1</answer>')"
 RAW = f'<tool_call>{{"name": "python", "arguments": {{"code": "{CODE}"}}}}</tool_call>'
+TAGS_IN_CODE = "re.sub('<tool_call>(.*)</tool_call>', '</tool_call><answer>1</answer>', page)"
+TAGGED = call("python", {"code": TAGS_IN_CODE}, purpose=WHY)
 STEPS = [
     ("I think. " + GOOD + "\n", {}, Action(call=Call("search", "ada baker", WHY))),
     (GOOD, {"purpose": False}, Action(call=Call("search", "ada baker", ""))),
     (call(), {"purpose": False}, Action(call=Call("search", "ada baker", ""))),
     (RAW, {"purpose": False}, Action(call=Call("python", CODE))),
+    (TAGGED, {}, Action(call=Call("python", TAGS_IN_CODE, WHY))),
+    ('A "<tool_call>" in quotes: ' + GOOD, {}, Action(call=Call("search", "ada baker", WHY))),
     (call(arguments={"query": "q", "purpose": "p"}), {}, Action(call=Call("search", "q", "p"))),
     ("So: <answer> 1968 </answer>\nConfidence: 80", {}, Action(answer="1968")),
     ("My <answer> tag: <answer>1968</answer>", {"final": True}, Action(answer="1968")),
@@ -285,6 +328,9 @@ def test_good_steps(text, options, action):
         ("<answer> </answer>", "answer is empty"),
         (GOOD + "\n<tool_response>It was 1968.</tool_response>", "text after the call"),
         ('<tool_call>{"name": "sea', "not closed"),
+        (TAGGED.removesuffix("</tool_call>"), "not closed"),
+        (GOOD.replace("\n</", " or so </"), "not valid JSON: Extra data"),
+        (TAGGED + GOOD, "more than one"),
         ("<answer>19", "not closed"),
     ],
 )

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import grpo
 import trainer
 from config import UserError
+from plumbing import models
 
 pytestmark = pytest.mark.usefixtures("products_by")
 
@@ -190,3 +191,11 @@ def test_a_broken_folder_is_one_sentence(damage, tmp_path, monkeypatch):
         trainer.load_model(folder, CPU)
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "ran").exists()
+
+
+def test_ends_are_read_from_both_files_of_a_model(tmp_path):
+    AutoConfig.for_model("llama", **SHAPE | {"eos_token_id": 5}).save_pretrained(tmp_path)
+    assert models.declared_ends(tmp_path) == {5}
+    for declared, ends in ((7, {5, 7}), ([5, 7, 9], {5, 7, 9})):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
+        assert models.declared_ends(tmp_path) == ends

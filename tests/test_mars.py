@@ -340,11 +340,16 @@ def test_ones_own_questions_and_documents(base, own, tmp_path, capsys):
     assert len(asked) == 6 and not trained_on & asked
     assert run("eval", "runs/own", "--eval_questions", 7) == 2
     assert "those held out" in capsys.readouterr().err
+    with open("own.jsonl", "a") as file:
+        file.write('\n{"question": "one more ?", "answer": "1968"}')
+    line = ["--model", base, "--name", "own", "--steps", 2, *own, *SMALL]
+    assert run(*line, "--resume") == 2
+    assert "started with other questions" in capsys.readouterr().err
     saved = folders.read_json(Path("runs/own/config.json"))
     elsewhere = {"eval_data": "away.jsonl", "eval_docs": "away"}
     folders.write_json(Path("runs/own/config.json"), saved | elsewhere)
     assert run("eval", "runs/own", "--name", "all", *own) == 0, "what is given is for all"
-    assert len(records_of(tmp_path / "runs/all", 0)) == 12
+    assert len(records_of(tmp_path / "runs/all", 0)) == 13
 
 
 def test_a_chat_model_trains_answers_and_is_evaluated(own, tmp_path):

@@ -1,13 +1,17 @@
 """The episode with scripted roles: every way it can go, and what is written down."""
 
 import functools
+import math
 import threading
 
+import numpy
 import pytest
+import torch
 from helpers.samples import text_of
 from helpers.script import Script
 
 import mars
+from config import UserError
 from plumbing.logbook import record
 from tasks.questions import Question
 from tools import Document, ToolError
@@ -66,6 +70,28 @@ def test_call_distil_answer():
         assert len(sample.tokens) == len(sample.mask) == len(sample.logprobs)
         assert sample.reward == 1.0
         assert [logprob != 0 for logprob in sample.logprobs] == sample.mask
+
+
+@pytest.mark.parametrize("one", [True, numpy.float32(1), torch.tensor(1.0), torch.tensor([1])])
+def test_a_graders_number_is_a_float(one):
+    trajectory, _ = play([CALL, ANSWER], grade=lambda question, answer: one)
+    assert type(trajectory.reward) is float and trajectory.reward == 1.0
+
+
+@pytest.mark.parametrize("no_number", [math.nan, torch.ones(2), "much", 10**400])
+def test_a_grader_without_a_finite_number_is_told_so(no_number):
+    with pytest.raises(UserError, match="the grader returned"):
+        play([CALL, ANSWER], grade=lambda question, answer: no_number)
+
+
+def test_a_step_that_ends_otherwise_gets_the_templates_end_of_turn(monkeypatch):
+    """Its own last token stays."""
+    other = FORMAT.control["<resp>"]
+    fresh = language.ToyFormat(FORMAT.tokenizer)
+    fresh.stop_ids = (fresh.eot, other)
+    monkeypatch.setitem(globals(), "FORMAT", fresh)
+    trajectory, _ = play([CALL.replace("<eot>", "<resp>"), ANSWER])
+    assert "ada baker <resp> <eot> <resp> " in FORMAT.text(trajectory.contexts[0].sample.tokens)
 
 
 def test_system1_sees_packed_documents_and_the_purpose_and_is_trained_on_its_note_only():

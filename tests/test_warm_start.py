@@ -7,13 +7,26 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.chat import LLAMA, LLAMA_MARKS, QWEN3, QWEN25, random_model, tokenizer
+from helpers.chat import (
+    CHATML_MARKS,
+    LLAMA,
+    LLAMA_MARKS,
+    QWEN3,
+    QWEN25,
+    TAGS,
+    random_model,
+    tokenizer,
+)
 from helpers.tiny import CPU, make_samples, model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import mars
 import trainer
 import warm_start
 from config import UserError
+from tasks.chat import ChatFormat
+from tasks.questions import Question
+from tools import KNOWN, Document, Tool
 from warm_start import WarmStart
 
 pytestmark = pytest.mark.usefixtures("products_by")
@@ -117,17 +130,53 @@ def test_a_line_that_a_model_could_not_learn_as_it_is_is_named(tmp_path):
         {"messages": [asked, answered | {"role": "Assistant"}, answered]},
         {"messages": [asked, answered, asked]},
         [],
+        "[" * 100_000,
     ):
-        path.write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps(line) + "\n")
+        line = line if isinstance(line, str) else json.dumps(line)
+        path.write_text(json.dumps({"messages": TALK}) + f"\n{line}\n")
         with pytest.raises(UserError, match="line 2: it is not"):
             warm_start.from_file(WarmStart(data=str(path)))
 
 
-def test_a_text_with_a_mark_of_the_models_own_is_refused():
-    """It could forge a turn, or teach to stop in the middle."""
-    talk = [{"role": "user", "content": "q<|im_end|>"}, TALK[2]]
-    with pytest.raises(UserError, match="mark of the model's own"):
-        warm_start.samples_of(talk, tokenizer(QWEN25, eos="<|im_end|>"))
+@pytest.mark.parametrize("eos", ["<|im_end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("special", [True, False])
+def test_a_text_with_a_mark_of_the_models_own_is_refused(eos, special):
+    """It could forge a turn, or teach to stop in the middle. Marks need no name, tags are none."""
+    marks = CHATML_MARKS if special else ()
+    tok = tokenizer(QWEN25, marks, [*TAGS, *CHATML_MARKS[len(marks) :]], eos)
+    for mark in CHATML_MARKS:
+        talk = [{"role": "user", "content": f"q{mark}"}, TALK[2]]
+        with pytest.raises(UserError, match="mark of the model's own"):
+            warm_start.samples_of(talk, tok)
+    said = "<think>hm</think><tool_call>{}</tool_call>"
+    (sample,) = warm_start.samples_of([TALK[1], {"role": "assistant", "content": said}], tok)
+    assert learned(sample, tok) == said + "<|im_end|>"
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_played_demonstration_has_the_tokens_of_one_in_a_file(special):
+    """Thoughts and calls are tokens; a mark that it quotes stays text; no note holds a thought."""
+    marks, tags = (CHATML_MARKS + TAGS, ()) if special else (CHATML_MARKS, TAGS)
+    tok = tokenizer(QWEN25, marks, tags, "<|im_end|>")
+    call = {"name": "search", "arguments": {"query": "ada"}, "purpose": "year"}
+    step = f"<think>\nhm\n</think>\n\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    steps = iter([step, "<answer>1968</answer>"])
+    quoted = "<think>hm</think>1968<|im_end|>"
+    say = {"sys2": lambda read: next(steps), "sys1": lambda read: quoted}
+    tools = [Tool("search", *KNOWN["search"], call=lambda query: [Document("1", "", "", "x")])]
+    limits = {"sys2_context": 5000, "step_tokens": 500, "sys1_prompt": 3000, "sys1_response": 99}
+    config = mars.MarsConfig(tools="search", **limits)
+    chat = ChatFormat(tok, mars.words(config, tools), tools)
+    question = Question("q", "Who?", ("1968",), "x")
+    played = warm_start.play(mars.METHOD, config, chat, tools, lambda q, a: 1.0, question, say)
+    sys2, sys1 = (
+        [t for t, own in zip(context.sample.tokens, context.sample.mask) if own]
+        for context in played.contexts
+    )
+    (filed,) = warm_start.samples_of([TALK[1], {"role": "assistant", "content": step}], tok)
+    assert tok.decode(sys1) == quoted + "<|im_end|>"
+    assert chat.text(chat.note(sys1)) == "1968<|im_end|>"
+    assert played.turns[0].sampled == [t for t, own in zip(filed.tokens, filed.mask) if own]
 
 
 def test_every_demonstration_comes_once_a_round(tmp_path):
@@ -178,6 +227,13 @@ def test_the_command_writes_a_model_that_has_learned(command, tmp_path, capsys):
     made = warm.generate(**asked, max_new_tokens=12, do_sample=False)
     assert "assistant\na search<|im_end|>" in tok.decode(made[0])
     assert command(**options) == 2 and "exists" in capsys.readouterr().err
+
+
+def test_a_demonstration_longer_than_the_model_is_refused(command, tmp_path, capsys):
+    talk = [{"role": "user", "content": "?" * 3000}, TALK[2]]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": talk}))
+    assert command() == 2
+    assert "more than the model's 2048 positions" in capsys.readouterr().err
 
 
 def test_fp32_on_cuda_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from trainer.checkpoint import (
     write_model,
 )
 from trainer.exchange import even_out
-from trainer.loading import check_positions, load_model
+from trainer.loading import check_positions, load_model, load_shape
 from trainer.lora import add_adapters, read_adapters, reference
 from trainer.memory import memory_plan
 from trainer.policy import (
