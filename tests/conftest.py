@@ -39,7 +39,7 @@ def products_by(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def base():
-    """A base model that speaks the toy's language after 80 of its 700 training steps.
+    """A base model that speaks the toy's language after 80 of its 720 training steps.
 
     It is kept in .cache/tests under a hash of all that it follows from. No test may change it.
     """

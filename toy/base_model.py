@@ -7,7 +7,7 @@ no run asks about:
   A, skills: right use of the language. The texts are dense in targets: each chunk has six
      requests, and many of these ask for what the chunk does not tell ("none .").
   B, habits: demonstrations with the faults of HABITS, so that every good move and many bad ones
-     are in the policy's reach.
+     are in the policy's reach. A few of stage A's texts stay, or copying would be unlearned.
 
 RL then selects among these modes. It could not build the skill of copying a fact in minutes, and
 stage B alone never learns it. A fault that stage A has not practised comes out as noise, which RL
@@ -37,7 +37,7 @@ from whole import made_once
 
 CAPACITY = 64  # tokens of documents in a System 1 chunk
 DOCUMENTS = 3  # results of a search
-STEPS = (500, 200)  # of training, in stage A and in stage B
+STEPS = (600, 120)  # of training, in stage A and in stage B
 
 Pieces = list[tuple[str, bool]]  # words, and whether the model is trained on them
 Sample = tuple[list[int], list[bool]]  # token ids and their mask
@@ -345,6 +345,7 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
 
     skills = demonstrations(24, skill_chunk), demonstrations(6, trajectory, FLAWLESS)
     habits = demonstrations(16, habit_chunk), demonstrations(16, trajectory, HABITS)
+    habits += (demonstrations(6, skill_chunk),)
     return two_stages(tokenizer, seed, (skills, habits), (skill_steps, habit_steps)), tokenizer
 
 
