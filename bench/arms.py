@@ -273,7 +273,7 @@ def evaluate(options: argparse.Namespace, arm: str, run: Path, model: str, decod
     return {
         "made": {key: origin[key] for key in ("date", "cpu", "gpu", "commit")},
         "cells": cells(folder),
-        "right": [one["question_id"] for one in rollouts(folder) if one["reward"] == 1],
+        "right": "".join(str(int(one["reward"] == 1)) for one in rollouts(folder)),
         "of a step": costs(run) if model == arm else {},
     }
 
@@ -371,9 +371,8 @@ def compared(mine: list[dict], theirs: list[dict | None], other: str) -> dict:
     """
     if None in theirs:
         return {}
-    pairs = [(set(a["right"]), set(b["right"])) for a, b in zip(mine, theirs)]
-    gained = sum(len(a - b) for a, b in pairs)
-    lost = sum(len(b - a) for a, b in pairs)
+    pairs = [pair for a, b in zip(mine, theirs) for pair in zip(a["right"], b["right"])]
+    gained, lost = pairs.count(("1", "0")), pairs.count(("0", "1"))
     return {f"against {other}": f"+{gained} −{lost}", f"p {other}": sign_test(gained, lost)}
 
 

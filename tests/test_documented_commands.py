@@ -46,16 +46,16 @@ def commands(text: str) -> list[str]:
 def accept(tmp_path, monkeypatch):
     """A function that runs a command up to there, and returns its options."""
 
+    made = dataclasses.asdict(almanac.AlmanacConfig(**almanac.ALMANAC, preset="almanac"))
+
     def find_checkpoint(method, name):
-        if name.startswith("runs/"):
-            return name, dataclasses.asdict(
-                almanac.AlmanacConfig(**almanac.ALMANAC, preset="almanac")
-            )
-        return name, None
+        return name, dict(made) if name.startswith("runs/") else None
 
     def run_of(path):
         return path if path.parts[0] == "runs" else None
 
+    (tmp_path / "runs" / "almanac").mkdir(parents=True)
+    (tmp_path / "runs" / "almanac" / "config.json").write_text(json.dumps(made))
     (tmp_path / "own.jsonl").write_text(json.dumps({"messages": TALK}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(models, "find_checkpoint", find_checkpoint)
