@@ -11,9 +11,9 @@ answer weigh as much as a long call, and the model would learn to answer at once
     python mars.py --model warm …
 
 A line of the file is {"messages": [{"role": …, "content": …}, …]}; the assistant's messages are
-learned. Instead of a file, `play` makes demonstrations of any method, as recipes/atlas.py does: it
-runs the method's own episode, with given texts where a role would sample, so that the contexts are
-those of RL to the last token.
+learned. Instead of a file, `play` makes demonstrations of any method, as recipes/almanac.py does:
+it runs the method's own episode, with given texts where a role would sample, so that the contexts
+are those of RL to the last token.
 
 Tests: pytest tests/test_warm_start.py
 """

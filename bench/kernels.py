@@ -1,7 +1,6 @@
 """The kernels: the loss beside the forms that people use, decode attention beside the memory.
 
-    python -m bench.kernels                             accuracy and speed of the loss, on a CPU
-    python -m bench.gpu --step loss                     on a GPU; accuracy, attention
+    python -m bench.gpu --step loss                     likewise accuracy, attention
 
 accuracy  bf16 hidden states and head; log-probs and gradients against float64.
 speed     Useful operations against a large product, in fp32, on a GPU in bf16. Goals on an H200:
@@ -11,10 +10,10 @@ attention A call's bytes of keys and values over its time, as a share of a large
           captured graph of calls, page tables in turn, so that no call finds its pages in the L2
           cache. Goal: 85 % with 64 rows of 4k. Predicted: 88 %; 30 % for one row (128 programs of
           four steps each); 70 % where eight rows at a time share 7/8 of their pages, which are
-          then read once (two launches in place of one). Beside it: other launch configurations,
-          and gathering all pages for PyTorch's attention.
+          then read once (two launches in place of one). Beside it: gathering all pages for
+          PyTorch's attention.
 
-Results: bench/results/kernels_PART.json; on a GPU, which no prediction had seen, gpu_STEP.json.
+Results, which no prediction had seen: bench/results/gpu_STEP.json.
 Tests: pytest tests/test_bench.py tests/test_bench_gpu.py
 """
 
@@ -217,9 +216,9 @@ def attention_case(model: str, rows: int, context: int, pages: str, calls: int =
     return (int(lengths.sum()) - saved) * token, given
 
 
-def mars_attention(q, k_pages, v_pages, table, lengths, runs, config=None):
-    options = {"scale": q.shape[2] ** -0.5, "runs": runs, "config": config}
-    return triton_paged_attention(q, k_pages, v_pages, table, lengths, **options)
+def mars_attention(q, k_pages, v_pages, table, lengths, runs):
+    scale = q.shape[2] ** -0.5
+    return triton_paged_attention(q, k_pages, v_pages, table, lengths, scale=scale, runs=runs)
 
 
 def gather_all(q, k_pages, v_pages, table, lengths, runs):
@@ -232,14 +231,6 @@ def gather_all(q, k_pages, v_pages, table, lengths, runs):
 
 
 FORMS = {"MARS": mars_attention, "gather + SDPA": gather_all}
-# Beside the first shape. Five stages leave two buffers of keys and values, three leave one. MARS
-# itself has a block of 32, 4 warps, 5 stages.
-CONFIGURED = {
-    f"block {block}, warps {warps}, stages {stages}": partial(
-        mars_attention, config={"block": block, "num_warps": warps, "num_stages": stages}
-    )
-    for block, warps, stages in ((64, 4, 5), (64, 4, 3), (32, 8, 5))
-}
 
 
 def captured(function):
@@ -270,13 +261,7 @@ def attention(bench: common.Bench) -> None:
         rate = size / row["µs, median"] * 1e6
         return row | {"TB/s": rate / 1e12, "share of copy": rate / common.rates()["copy"]}
 
-    forms = FORMS | CONFIGURED
     for shape in [("tiny", 2, 24, "mixed")] if bench.tiny else ATTENTION:
-        for name, form in forms.items():
+        for name, form in FORMS.items():
             row = dict(zip(("model", "rows", "context", "pages"), shape)) | {"form": name}
             bench.measure(row, partial(one, shape, form))
-        forms = FORMS
-
-
-if __name__ == "__main__":
-    common.main("kernels", __doc__, {"accuracy": accuracy, "speed": speed})

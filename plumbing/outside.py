@@ -295,9 +295,9 @@ class Questions:
     def draw(self, epoch: int) -> list[int]:
         """An epoch's order, in which every stretch has about the sets' shares.
 
-        By chance, a step of the atlas once had six questions of one kind in eight, and its update
-        taught that kind's habits to the other. A set's questions stand at equal distances, the
-        first of them at random, so that a set of one question may come anywhere.
+        By chance, a step once had six questions of one kind in eight, and its update taught that
+        kind's habits to the other. A set's questions stand at equal distances, the first of them
+        at random, so that a set of one question may come anywhere.
         """
         sizes = Counter(question.source for question in self.loaded)
         drawn = Counter()

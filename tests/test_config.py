@@ -10,10 +10,10 @@ import mars
 import warm_start
 from config import UserError, parse, parser, resolve
 from plumbing import outside
-from recipes import almanac, atlas
+from recipes import almanac
 from siblings import bvpo, hanabi, marsrl, matpo, mifo, moe_routing, slm_mux
 
-METHODS = (mars, almanac, atlas, bvpo, hanabi, marsrl, matpo, mifo)
+METHODS = (mars, almanac, bvpo, hanabi, marsrl, matpo, mifo)
 CONFIGS = [warm_start.WarmStart, moe_routing.RoutingConfig, slm_mux.MuxConfig]
 CONFIGS += [module.METHOD.config for module in METHODS]
 

@@ -22,7 +22,7 @@ import train
 import warm_start
 from config import parser
 from plumbing import models
-from recipes import atlas
+from recipes import almanac
 from tasks.chat import ChatFormat
 from tasks.questions import Question
 from toy import world
@@ -46,23 +46,24 @@ def commands(text: str) -> list[str]:
 def accept(tmp_path, monkeypatch):
     """A function that runs a command up to there, and returns its options."""
 
+    made = dataclasses.asdict(almanac.AlmanacConfig(**almanac.ALMANAC, preset="almanac"))
+
     def find_checkpoint(method, name):
-        if name.startswith("runs/"):
-            return name, dataclasses.asdict(atlas.METHOD.config(**atlas.PRESETS["atlas"]))
-        return name, None
+        return name, dict(made) if name.startswith("runs/") else None
 
     def run_of(path):
         return path if path.parts[0] == "runs" else None
 
+    (tmp_path / "runs" / "almanac").mkdir(parents=True)
+    (tmp_path / "runs" / "almanac" / "config.json").write_text(json.dumps(made))
     (tmp_path / "own.jsonl").write_text(json.dumps({"messages": TALK}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(models, "find_checkpoint", find_checkpoint)
     monkeypatch.setattr(models, "run_of", run_of)
-    files = {name: f"world/{file}" for name, file in atlas.FILES.items()}
-    monkeypatch.setattr(atlas, "world_files", lambda config: files)
-    # A run of that name may lie here.
-    monkeypatch.setattr(atlas.folders, "refuse_run", lambda runs, name: None)
-    monkeypatch.setattr(atlas, "warm_model", lambda config: config.model)
+    # A run of that name may lie here, and the pages may not be installed.
+    monkeypatch.setattr(almanac.folders, "refuse_run", lambda runs, name: None)
+    monkeypatch.setattr(almanac, "make_tool", lambda preset, page_fields: None)
+    monkeypatch.setattr(almanac, "warm_model", lambda config, tools: config.model)
     monkeypatch.setattr(warm_start, "train", stop)
     return lambda command: options_of(*program_of(command))
 
@@ -77,8 +78,8 @@ def program_of(command: str):
         return (lambda given: train.main(mars.METHOD, given, "")), words[2:]
     if words[1] == "warm_start.py":
         return warm_start.main, words[2:]
-    assert words[1:3] == ["-m", "recipes.atlas"], command
-    return atlas.main, words[3:]
+    assert words[1:3] == ["-m", "recipes.almanac"], command
+    return almanac.main, words[3:]
 
 
 @pytest.mark.parametrize("command", commands(PAGE))

@@ -153,6 +153,52 @@ def weighs_by_hand(weights) -> bool:
     )
 
 
+# ----------------------------------------- the ends of floats
+
+
+@pytest.mark.parametrize("d", [1e-4, -1e-4, 1e-3, 0.49, 0.51])
+def test_small_kl_keeps_its_digits(d):
+    """k3 ≈ d²/2: exp(d) − 1 − d in fp32 has no digit left at d = 1e-4."""
+    zero = torch.zeros(1)
+    loss, stats = grpo.grpo_loss(zero, zero, zero, zero + 1, kl_beta=1.0, ref_logprob=zero + d)
+    assert [loss.item(), stats["kl"].item()] == pytest.approx([math.expm1(d) - d] * 2, rel=2e-3)
+
+
+# A token (advantage, old log-prob, the reference's or None), its loss and its gradient; its own
+# log-prob is 0.
+EXTREMES = [
+    # exp(100) is inf in fp32: clipped, or with A = 0, it must not become 0 · inf = NaN.
+    (1.0, -100.0, None, -1.2, 0.0),
+    (1.0, -math.inf, None, -1.2, 0.0),
+    (0.0, -math.inf, None, 0.0, 0.0),
+    # Here the loss is truly that large: it must show as inf, so that the step is skipped.
+    (-1.0, -100.0, None, math.inf, math.inf),
+    # k3 = exp(d) − 1 − d for d → −∞: its slope along logp is 1, not 0 and not NaN.
+    (0.0, 0.0, -1e8, 0.5 * 1e8, 0.5),
+    (0.0, 0.0, -math.inf, math.inf, 0.5),
+]
+
+
+@pytest.mark.parametrize("A, old, ref, loss, gradient", EXTREMES)
+def test_numbers_at_the_end_of_their_range(A, old, ref, loss, gradient):
+    """Beside a usual token, which keeps its own gradient."""
+    tokens = {
+        "logprob": torch.tensor([0.0, -1.0]),
+        "old_logprob": torch.tensor([old, -1.1]),
+        "advantage": torch.tensor([A, 1.0]),
+        "weight": torch.tensor([0.5, 0.5]),
+        "clip_high": 0.2,
+    }
+    if ref is not None:
+        tokens |= {"ref_logprob": torch.tensor([ref, -1.0]), "kl_beta": 0.5}
+    usual = -math.exp(0.1)
+    logprob = tokens["logprob"].requires_grad_()
+    total, _ = grpo.grpo_loss(**tokens)
+    total.backward()
+    assert total.item() == pytest.approx(0.5 * (loss + usual), rel=1e-5)
+    assert logprob.grad.tolist() == pytest.approx([0.5 * gradient, 0.5 * usual], rel=1e-5)
+
+
 # ----------------------------------------- loss and importance weights by hand, and mutants
 
 CHECKS = {"grpo_loss": agrees, "importance_weights": weighs_by_hand}

