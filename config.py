@@ -243,7 +243,7 @@ def fail(message: str) -> int:
     return 2
 
 
-def drop_output() -> None:
+def discard_output() -> None:
     """From here on nothing is printed: Python would try once more at its end, and fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -74,24 +74,24 @@ def token_weights(
     masks: list[Tensor],
     counts: float,
     *,
-    copies: Sequence[float] | None = None,
+    loss_weights: Sequence[float] | None = None,
     mean: str = "sample",
 ) -> list[Tensor]:
     """Each token's weight in the loss, fp32, one [T] a sample; importance weights come on top.
 
-    Where the mask is set it is copies / (|y| · `counts`), else 0; |y| is the mask's sum. `copies`
-    says how often each sample counts, once unless given. `counts` is the sum of all copies of this
-    term of the loss in the whole step, over all ranks. So losses are simply summed over
-    micro-batches and ranks. With `mean` "token" the weight is copies / `counts`, and `counts` the
-    number of trained tokens, each as often as its sample counts.
+    Where the mask is set it is loss_weight / (|y| · `counts`), else 0; |y| is the mask's sum.
+    `loss_weights` says how much each sample counts, 1 unless given. `counts` is the sum of all loss
+    weights of this term of the loss in the whole step, over all ranks. So losses are simply summed
+    over micro-batches and ranks. With `mean` "token" a token's weight is loss_weight / `counts`,
+    and `counts` is the number of trained tokens, each times its sample's loss weight.
     """
     if masks and not counts > 0:
         raise ValueError(f"{len(masks)} samples cannot be {counts} of all {mean}s")
-    copies = [1] * len(masks) if copies is None else copies
+    loss_weights = [1] * len(masks) if loss_weights is None else loss_weights
     sizes = [1 if mean == "token" else mask.sum().clamp(min=1) for mask in masks]
     return [
-        mask.float() / (size * counts) * copy
-        for mask, size, copy in zip(masks, sizes, copies, strict=True)
+        mask.float() / (size * counts) * loss_weight
+        for mask, size, loss_weight in zip(masks, sizes, loss_weights, strict=True)
     ]
 
 

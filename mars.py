@@ -189,7 +189,7 @@ async def act(env: Env, system2: Context, prompt: Prompt, *key: int) -> Turn:
     `key` enters the seed of its draws: a method that opens several such contexts in an attempt
     tells them apart by it.
     """
-    limit = min(room_left(env, system2, prompt), env.config.step_tokens)
+    limit = min(step_budget(env, system2, prompt), env.config.step_tokens)
     step = await system2.write(prompt.tokens, limit, *key, len(system2.turns))
     env.on_event(system2.role, env.chat.text(step.tokens))
     if step.finish == "length":
@@ -287,9 +287,9 @@ def extend(
         return Prompt(close + chat.observation(blocks, final=final), must_answer=final)
 
     prompt = wrap(notes, must_answer or len(system2.turns) >= config.max_turns - 1)
-    if room_left(env, system2, prompt) < 1:
+    if step_budget(env, system2, prompt) < 1:
         prompt = wrap(notes, True)
-    excess = config.answer_tokens - room_left(env, system2, prompt)
+    excess = config.answer_tokens - step_budget(env, system2, prompt)
     if prompt.must_answer and excess > 0:
         # The bare demand has room, which was kept for it, so it is the notes that are cut.
         joined = [token for note in notes for token in note]
@@ -297,7 +297,7 @@ def extend(
     return prompt
 
 
-def room_left(env: Env, context: Context, prompt: Prompt) -> int:
+def step_budget(env: Env, context: Context, prompt: Prompt) -> int:
     """Tokens left for a step after `prompt`.
 
     Unless it demands an answer itself, room for a demand and its answer is kept free.
@@ -352,7 +352,7 @@ def credit(
     if config.system1 == "frozen":
         sys1 = []  # recorded, not trained
     for sample in sys2 + sys1:
-        sample.copies = 1
+        sample.loss_weight = 1
     if config.balance != "none":
         draw_sys1(config, sys2, sys1, step)
     return {"sys2": sys2, "sys1": sys1}
@@ -368,7 +368,7 @@ def set_advantages(config: Config, samples: list[Sample]) -> None:
 
 
 def draw_sys1(config: MarsConfig, sys2: list[Sample], sys1: list[Sample], step: int) -> None:
-    """Sets System 1's copies: for each question as many as System 2 has samples."""
+    """Sets System 1's loss weights: for each question as many draws as System 2 has samples."""
     for question_index in {sample.question_index for sample in sys1}:
         members = [sample for sample in sys1 if sample.question_index == question_index]
         target = sum(sample.question_index == question_index for sample in sys2)
@@ -377,7 +377,7 @@ def draw_sys1(config: MarsConfig, sys2: list[Sample], sys1: list[Sample], step: 
         generator = torch.Generator().manual_seed(seed)
         drawn = grpo.balance(range(len(members)), target, generator)
         for index, sample in enumerate(members):
-            sample.copies = drawn.count(index)
+            sample.loss_weight = drawn.count(index)
 
 
 # ----------------------------------------------------------------------- the method and its command

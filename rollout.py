@@ -39,7 +39,7 @@ class Sample:
     server: str = ""  # URL of the last that sampled for it; empty: this process
     reward: float | None = None
     advantage: float = 0.0
-    copies: float = 0  # how often it counts in the mean of its term of the loss; `credit` decides
+    loss_weight: float = 0  # its weight in the mean of its term of the loss; `credit` sets it
 
     def append_given(self, tokens: Sequence[int]) -> None:
         """Appends tokens that this role only reads: its prompt, documents, notes."""
@@ -250,14 +250,14 @@ class Method:
     roles: dict[str, str]  # role -> caption on pages and curves; the first role answers
     config: type[Config]
     episode: Callable[[Env, Trajectory], Coroutine]
-    # (options, graded trajectories, step) -> {term: its samples}, with advantages and copies set.
+    # (options, graded trajectories, step) -> {term: its samples}, with advantages and weights set.
     # The loss is the sum of the terms, each a mean over its samples.
     credit: Callable[[Config, list[Trajectory], int], dict[str, list[Sample]]]
     words: Callable[[Config, list[Tool]], Words]  # how a chat model is addressed
     fits: Callable[[Config, Format, Question], None]  # UserError if a question leaves no room
     presets: dict[str, dict] = field(default_factory=dict)
     # (run, step) -> this rank's trajectories of a step; None: G attempts at each of its questions.
-    rollouts: Callable[..., list[Trajectory]] | None = None
+    play_step: Callable[..., list[Trajectory]] | None = None
     # Metrics of the method's own: {name: (numerator, denominator)} of a batch. Both are summed over
     # the ranks, and metrics.jsonl gets their ratio, an evaluation's under eval_{name}.
     metrics: Callable[[list[Trajectory]], dict[str, tuple[float, float]]] = lambda attempts: {}

@@ -24,7 +24,7 @@ from tqdm import tqdm
 import grpo
 import processes
 import trainer
-from config import UserError, drop_output, fail, parse, parser, resolve
+from config import UserError, discard_output, fail, parse, parser, resolve
 from plumbing import evaluation, logbook
 from plumbing.metrics import (
     failures,
@@ -55,13 +55,13 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     """
     config = run.config
     start = time.perf_counter()
-    play = run.method.rollouts or attempts
+    play = run.method.play_step or play_groups
     trajectories = play(run, step)
     seconds_rollout = time.perf_counter() - start
     metrics = rollout_metrics(trajectories, run.method, seconds_rollout)
     # KV pages, counted before the sync empties the pool: 0 unless an episode left a context open.
     metrics["pages_in_use"] = sum(sampler.pages_in_use for sampler in run.driver.samplers)
-    refuse_blind(run, step, metrics, trajectories)
+    check_rollouts(run, step, metrics, trajectories)
 
     start = time.perf_counter()
     graded = [trajectory for trajectory in trajectories if trajectory.reward is not None]
@@ -75,9 +75,9 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     return metrics, trajectories
 
 
-def attempts(run: Run, step: int) -> list[Trajectory]:
+def play_groups(run: Run, step: int) -> list[Trajectory]:
     """G trajectories for each of this rank's questions."""
-    return run.rollouts(questions_of(run, step), run.config.group, step=step, tools=run.tools)
+    return run.play(questions_of(run, step), run.config.group, step=step, tools=run.tools)
 
 
 def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
@@ -99,13 +99,13 @@ def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
     return batch[count * run.rank // run.ranks : count * (run.rank + 1) // run.ranks]
 
 
-def refuse_blind(run: Run, step: int, metrics: dict, trajectories: list[Trajectory]) -> None:
+def check_rollouts(run: Run, step: int, metrics: dict, trajectories: list[Trajectory]) -> None:
     """UserError if tools, judges or servers failed too often: the step is not trained on.
 
     Its rollouts, with the reasons, and the state before it are then on disk.
     """
     try:
-        logbook.stop_if_blind(metrics, f"step {step}")
+        logbook.check_failure_rate(metrics, f"step {step}")
     except UserError:
         logbook.write(run, trajectories, step, "train", {"step": step, **metrics})
         if step:
@@ -144,7 +144,7 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         # -> Policy.forward -> kernels.linear_grpo_loss -> grpo.grpo_loss
         stats = trainer.backward(run.policy, batches, **objective)
         if inner == 0:
-            mismatch_kl = logbook.stop_if_mismatched(run, batches, stats, samples)
+            mismatch_kl = logbook.check_mismatch(run, batches, stats, samples)
         norms.append(trainer.gradient_norm(run.policy, MAX_NORM))
         # Loss and norm are looked at over all ranks, so that all of them skip, or none.
         loss = sum(float(numbers["loss"]) for numbers in stats)
@@ -175,19 +175,21 @@ def prepare(
     config = run.config
     by_token = config.loss_mean == "token"
     counts = {
-        term: sum(s.copies * (sum(s.mask) if by_token else 1) for s in samples)
+        term: sum(s.loss_weight * (sum(s.mask) if by_token else 1) for s in samples)
         for term, samples in terms.items()
     }
     counts = reduced(counts)
     kept = []
     weights = []
     for term, samples in terms.items():
-        samples = [s for s in samples if s.copies and (s.advantage or config.kl_beta)]
+        samples = [s for s in samples if s.loss_weight and (s.advantage or config.kl_beta)]
         masks = [torch.tensor(sample.mask) for sample in samples]  # [T] each
-        copies = [sample.copies for sample in samples]
+        loss_weights = [sample.loss_weight for sample in samples]
         kept += samples
-        weights += grpo.token_weights(masks, counts[term], copies=copies, mean=config.loss_mean)
-    pack = trainer.unwrap(run.policy).packs
+        weights += grpo.token_weights(
+            masks, counts[term], loss_weights=loss_weights, mean=config.loss_mean
+        )
+    pack = trainer.unwrap(run.policy).can_pack
     kept, weights = trainer.even_out(kept, weights, pack=pack)
     batches = trainer.micro_batches(kept, weights, config.micro_tokens, run.device, pack=pack)
     # All ranks need equally many, at least one, because the collectives of `backward` pair up.
@@ -213,7 +215,7 @@ def prepare(
 def skip(run: Run, step: int) -> None:
     """Counts and reports an update that is left out; the third in a row stops the run."""
     run.skipped += 1
-    logbook.tell(run, f"step {step}: loss or gradient is not finite, step skipped")
+    logbook.print_line(run, f"step {step}: loss or gradient is not finite, step skipped")
     if run.skipped == 3:
         raise UserError(
             "three steps in a row without a finite loss and gradient; states on disk are whole, "
@@ -260,7 +262,7 @@ def evaluate(run: Run, updates: int) -> dict:
     scores = {"eval_step": updates}
     total = Counter()  # of both evaluations
     for name, (temperature, top_p) in draws.items():
-        trajectories = run.rollouts(
+        trajectories = run.play(
             batch, 1, step="eval", tools=run.eval_tools, temperature=temperature, top_p=top_p
         )
         sums = rollout_sums(trajectories)
@@ -275,7 +277,7 @@ def evaluate(run: Run, updates: int) -> dict:
             scores |= {f"eval_{key}": value for key, value in own.items()}
             logbook.write(run, trajectories[:8], updates, "eval")
     failed = failures(total)
-    logbook.stop_if_blind(failed, f"the evaluation after {updates} steps")
+    logbook.check_failure_rate(failed, f"the evaluation after {updates} steps")
     scores |= {f"eval_{key}": value for key, value in failed.items()}
     scores["seconds_eval"] = time.perf_counter() - start
     logbook.report_scores(run, scores)
@@ -334,7 +336,7 @@ def main(
     except OSError as error:
         if error.errno not in OUTPUT_LOST:
             raise
-        drop_output()
+        discard_output()
         lost = f"what is printed cannot be written ({error.strerror})"
         code = fail(f"{lost}; {GO_ON}" if training else lost)
     except KeyboardInterrupt:

@@ -35,6 +35,7 @@ import torch
 
 import grpo
 import trainer
+from atomic import made_once
 from config import Config, UserError, fail, option, parse, parser, uses_bf16
 from plumbing import models
 from rollout import Env, Method, Sample, Trajectory
@@ -42,7 +43,6 @@ from sampler import Completion
 from tasks.chat import ChatFormat, is_mark, rendered
 from tasks.questions import Question
 from tools import Tool
-from whole import made_once
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Batch = dict[str, list[Sample]]  # role -> its samples; one batch is one optimizer step
@@ -126,7 +126,7 @@ def learn(
     for sample in samples:
         sample.advantage = 1.0
     micro_batches = trainer.micro_batches(
-        samples, weights, options.micro_tokens, device, pack=policy.packs
+        samples, weights, options.micro_tokens, device, pack=policy.can_pack
     )
     optimizer.zero_grad(set_to_none=True)
     stats = trainer.backward(policy, micro_batches, on_policy=True, temperature=1.0)

@@ -43,12 +43,12 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from atomic import made_once
 from bench.common import RESULTS, ROOT, provenance, read_metrics, save, table
 from plumbing import curves, folders
 from plumbing.metrics import sign_test, wilson_interval, with_interval
 from recipes import almanac, almanac_world
 from trainer.checkpoint import newest
-from whole import made_once
 
 PROGRAMS = {
     "mars": ["mars.py"],

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 from bench import common, peers
 from plumbing import models
 from sampler import Sampler
-from sampler.model import can_pack
+from sampler.model import has_packed_products
 
 SIZES = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -127,7 +127,7 @@ def smollm2(bench: common.Bench) -> None:
     folder = str(models.find("smollm2", common.ROOT / ".cache"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    for precision in ["float32"] + ["bfloat16"] * can_pack(torch.bfloat16):
+    for precision in ["float32"] + ["bfloat16"] * has_packed_products(torch.bfloat16):
         for name, count, copies in (("8 prompts × 8", 8, 8), ("all different", 64, 1)):
             prompts = pieces_of_text(tokenizer, count)
             work = {"prompts": prompts, "copies": copies, "wanted": [64] * count}

@@ -53,7 +53,7 @@ def draw_samples(count: int, scale: float, vocabulary: int) -> list[Sample]:
         for i in range(count):
             length = min(rng.lognormvariate(math.log(median), sigma), LONGEST) * scale / steps
             advantage = rng.choice((-1.0, 1.0))
-            sample = Sample(role, question_index=0, attempt=i, advantage=advantage, copies=1)
+            sample = Sample(role, question_index=0, attempt=i, advantage=advantage, loss_weight=1)
             sampled = max(1, int(length * share))
             given = max(2, int(length) - sampled)
             for _ in range(steps):
@@ -185,7 +185,9 @@ def our_step(model, prompts: list[list[int]], group: int, new: int) -> dict:
     samples = []
     for i, done in enumerate(sampler.generate(copies, max_new_tokens=new)):
         advantage = rng.choice((-1.0, 1.0))
-        samples.append(Sample("sys2", question_index=i, attempt=i, advantage=advantage, copies=1))
+        samples.append(
+            Sample("sys2", question_index=i, attempt=i, advantage=advantage, loss_weight=1)
+        )
         samples[i].append_given(copies[i])
         samples[i].append_sampled(done)
     sampled = common.clock()

@@ -119,7 +119,7 @@ def evaluate(method: Method, config: Config, **additions) -> None:
     folders.refuse_run(Path(config.runs), config.name)
     run = build(method, config, training=False, **additions)
     batch = list(enumerate(run.eval_questions))
-    trajectories = run.rollouts(batch, 1, step="eval", tools=run.eval_tools, top_p=config.top_p)
+    trajectories = run.play(batch, 1, step="eval", tools=run.eval_tools, top_p=config.top_p)
     rows = [row(run, name, members) for name, members in by_set(trajectories)]
     try:
         run.lock = new_folder(config, f"eval-{source.resolve().name}")
@@ -132,7 +132,7 @@ def evaluate(method: Method, config: Config, **additions) -> None:
     print(f"{'table':<14}{run.folder / 'table.json'}")
     print(f"{'trajectories':<14}{pages.of_run(run.folder, questions=12)}")
     for line in rows:
-        logbook.stop_if_blind(line, f"set {line['set']}")
+        logbook.check_failure_rate(line, f"set {line['set']}")
 
 
 def by_set(trajectories: list[Trajectory]) -> list[tuple[str, list[Trajectory]]]:
@@ -190,7 +190,7 @@ def ask(method: Method, config: Config, text: str, **additions) -> None:
     run.grade = lambda question, answer: 0.0  # nobody knows the right answer here
     question = Question("asked", text, (), "asked")
     method.fits(config, run.chat, question)
-    run.rollouts(
+    run.play(
         [(0, question)],
         1,
         step="ask",

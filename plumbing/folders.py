@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import IO
 
+from atomic import on_disk, reason, sync
 from config import UserError
-from whole import on_disk, reason, sync
 
 # ------------------------------------------------------------------------------------------- files
 

@@ -22,6 +22,7 @@ import transformers
 from tqdm import tqdm
 
 import trainer
+from atomic import reason
 from config import UserError
 from plumbing import folders, pages
 from plumbing.folders import append_lines, as_lines, on_disk, read_lines, write_json, write_whole
@@ -31,7 +32,6 @@ from plumbing.start import Run
 from processes import on_first_rank
 from rollout import Context, Sample, Trajectory, Turn
 from tasks.format import Format
-from whole import reason
 
 MOST_FAILED = 0.5  # share of a step's tool calls, judgements or rollouts; above it a run stops
 
@@ -122,7 +122,7 @@ def record(trajectory: Trajectory, chat: Format, step: int, split: str) -> dict:
         "ended": trajectory.ended,
         "reward": trajectory.reward,
         "advantage": sample.advantage,
-        "trained": bool(sample.copies),
+        "trained": bool(sample.loss_weight),
         "segments": segments(sample, chat),
         "turns": [turn_record(turn, chat) for turn in trajectory.turns],
     }
@@ -160,7 +160,7 @@ def reader_record(reader: Context, chat: Format) -> dict:
         "prompt": chat.text(sample.tokens[:prompt]),
         "note": chat.text(sample.tokens[prompt:]),
         "advantage": sample.advantage,
-        "drawn": sample.copies,
+        "drawn": sample.loss_weight,
     }
     if reader.chunk:
         made |= vars(reader.chunk)
@@ -175,7 +175,7 @@ def reader_record(reader: Context, chat: Format) -> dict:
 def report(run: Run, metrics: dict) -> None:
     """One line a step."""
     entropies = [shown(metrics[f"{role}_entropy"], 2) for role in run.method.roles]
-    tell(
+    print_line(
         run,
         f"step {metrics['step']}/{run.config.steps}  reward {shown(metrics['reward'], 3)}  "
         f"calls {metrics['calls_per_question']:.2f}  malformed {metrics['malformed_share']:.3f}  "
@@ -191,7 +191,7 @@ def shown(value: float | None, digits: int) -> str:
 
 def report_scores(run: Run, scores: dict) -> None:
     """One line an evaluation."""
-    tell(
+    print_line(
         run,
         f"after {scores['eval_step']} steps: held-out accuracy {scores['eval_accuracy']:.3f} at "
         f"temperature {run.config.temperature:g}, {scores['eval_greedy']:.3f} greedy "
@@ -199,7 +199,7 @@ def report_scores(run: Run, scores: dict) -> None:
     )
 
 
-def tell(run: Run, line: str) -> None:
+def print_line(run: Run, line: str) -> None:
     """Prints a line on rank 0, above the progress bar if there is one."""
     if run.rank == 0:
         with tqdm.external_write_mode():
@@ -209,7 +209,7 @@ def tell(run: Run, line: str) -> None:
 # ------------------------------------------------------------------------- what ends a run at once
 
 
-def stop_if_blind(told: dict, what: str) -> None:
+def check_failure_rate(told: dict, what: str) -> None:
     """UserError when `told`, the metrics of `what`, has a share above MOST_FAILED."""
     kinds = {
         "tool_error_share": "tool calls",
@@ -224,7 +224,7 @@ def stop_if_blind(told: dict, what: str) -> None:
             )
 
 
-def stop_if_mismatched(run: Run, batches: list, stats: list[dict], samples: list[Sample]) -> float:
+def check_mismatch(run: Run, batches: list, stats: list[dict], samples: list[Sample]) -> float:
     """mismatch_kl; UserError if what was sampled from is not the distribution that is trained.
 
     The first part of a step that trains on something is scored before the optimizer moves, so that
@@ -289,7 +289,7 @@ def track(run: Run, metrics: dict) -> None:
         run.tracker.log(numbers, step=numbers.pop("step"))
     except (Exception, SystemExit) as error:
         run.tracker = None
-        tell(run, f"--track {run.config.track} failed ({reason(error)}): going on without")
+        print_line(run, f"--track {run.config.track} failed ({reason(error)}): going on without")
 
 
 # ------------------------------------------------------------------------------------- at the end

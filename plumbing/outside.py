@@ -24,6 +24,7 @@ import kernels
 import processes
 import tasks.questions
 import trainer
+from atomic import reason
 from config import Config, UserError, uses_bf16
 from plumbing import models
 from sampler import vllm
@@ -31,7 +32,6 @@ from tasks import grading
 from tasks.questions import Question
 from tools import KNOWN, Tool, python, search
 from toy import base_model, world
-from whole import reason
 
 
 @dataclass
@@ -68,31 +68,33 @@ def environment(
     """
     problems = []
 
-    def attempt(function, *arguments, **options):
+    def collect_problem(function, *arguments, **options):
         try:
             return function(*arguments, **options)
         except UserError as error:
             problems.append(str(error))
 
-    attempt(check_machine, config, machine)
+    collect_problem(check_machine, config, machine)
     if training and config.track != "none":
-        attempt(tracker_init, config.track)
-    grade = grade or attempt(grading.grader, config.grader)
-    names = attempt(usable_tools, config, machine.rank, more_tools) or []
-    found = attempt(questions or training_and_held_out, config, names, training)
+        collect_problem(tracker_init, config.track)
+    grade = grade or collect_problem(grading.grader, config.grader)
+    names = collect_problem(usable_tools, config, machine.rank, more_tools) or []
+    found = collect_problem(questions or training_and_held_out, config, names, training)
     question, held_out = found or (None, [])
-    tools = attempt(make_tools, config, "train", names) or []
-    eval_tools = attempt(make_tools, config, "eval", names) or []
+    tools = collect_problem(make_tools, config, "train", names) or []
+    eval_tools = collect_problem(make_tools, config, "eval", names) or []
     urls = [url for url in config.server.split(",") if url]
-    servers = attempt(vllm.connect, urls, config.tool_seconds) if config.server else []
+    servers = collect_problem(vllm.connect, urls, config.tool_seconds) if config.server else []
     # The toy's model takes minutes to make: not for a run that cannot start.
     if start is None and (not problems or config.model != "toy"):
-        start = attempt(start_model, config, base_model)
+        start = collect_problem(start_model, config, base_model)
     memory = ""
     if start:
-        attempt(trainer.check_positions, start, config.longest())
+        collect_problem(trainer.check_positions, start, config.longest())
         sizes = {"longest": config.longest(), "world": machine.ranks, "device": machine.device}
-        memory = attempt(trainer.memory_plan, start, config=config, training=training, **sizes)
+        memory = collect_problem(
+            trainer.memory_plan, start, config=config, training=training, **sizes
+        )
     problems = list(dict.fromkeys(problems))  # both splits miss the same
     if len(problems) == 1:
         raise UserError(problems[0])

@@ -64,7 +64,7 @@ class Run(Machine):
     asked: str = ""  # a fingerprint of the training questions and the held-out ones
     lock: IO | None = None  # keeps other processes out of the folder, to the end
 
-    def rollouts(
+    def play(
         self, batch: list[tuple[int, Question]], attempts: int, tools: list[Tool], **options
     ) -> list[Trajectory]:
         """`attempts` trajectories for each (index, question), all in one running batch.
@@ -110,7 +110,7 @@ def build(
     folder = Path(config.runs) / config.name
     lock = state = begin = None
     if config.resume:  # from its own files: what --model names may be changed or gone by now
-        lock = on_first_rank(lambda: go_on(config, method.name))
+        lock = on_first_rank(lambda: reopen(config, method.name))
         state = trainer.newest(folder)
         if os.path.lexists(folder / trainer.FROZEN):
             frozen = begin = folder / trainer.FROZEN
@@ -240,7 +240,7 @@ def new_folder(config: Config, base: str) -> IO:
     raise UserError(f"{config.runs}/{config.name} exists by now: choose another --name")
 
 
-def go_on(config: Config, method: str) -> IO:
+def reopen(config: Config, method: str) -> IO:
     """The lock of the run that is resumed. UserError if it cannot go on with these settings."""
     folder = Path(config.runs) / config.name
     if not config.name or not folders.resumable(folder):

@@ -43,6 +43,7 @@ import grpo
 import mars
 import train
 import warm_start
+from atomic import made_once
 from config import TRAIN, Config, UserError, option, resolve, uses_bf16
 from mars import MarsConfig
 from plumbing import folders, models, outside
@@ -53,7 +54,6 @@ from rollout import Context, Env, Sample, Trajectory
 from tasks import chat, grading
 from tasks.chat import ChatFormat, Words
 from tools import Tool
-from whole import made_once
 
 IDLE = "Nothing here."
 
@@ -327,7 +327,7 @@ def credit(
         # Of all ranks: a rank's share of the questions must not change what a note weighs.
         kinds = reduced({kind: holds.count(kind) for kind in (True, False)})
         for sample, held in zip(samples, holds):
-            sample.copies = sum(kinds.values()) / 2 / kinds[held]
+            sample.loss_weight = sum(kinds.values()) / 2 / kinds[held]
     return terms
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 import kernels
-from sampler.plan import Batch, Run, shared_runs, to_device
+from sampler.plan import Batch, SharedPages, shared_runs, to_device
 
 # The first CSR tensor of a process brings a warning that they are in beta. It is silenced here.
 with warnings.catch_warnings():
@@ -82,7 +82,7 @@ class Cascade:
     """
 
     rows: int  # those behind are padding
-    shared: list[tuple[Run, Tensor | range]]  # a run and its pages
+    shared: list[tuple[SharedPages, Tensor | range]]  # a run and its pages
     own: Tensor
     counts: np.ndarray  # int32 [rows · Hq]: a line's entries
     outs: Tensor  # [levels + 1, rows, Hq, Dh]
@@ -131,7 +131,7 @@ def plan_cascade(q: Tensor, k_pages: Tensor, batch: Batch) -> Cascade:
     )
 
 
-def pages_of(run: Run, block_table: Tensor) -> Tensor | range:
+def pages_of(run: SharedPages, block_table: Tensor) -> Tensor | range:
     """The pages of a run: a range where they lie side by side."""
     pages = block_table[run.begin, run.first : run.last]
     side_by_side = range(int(pages[0]), int(pages[0]) + len(pages))

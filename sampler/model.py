@@ -34,7 +34,7 @@ PACKED_ROWS = 8
 def unsupported(config) -> str | None:
     """Why `Model` would be wrong for models of this transformers config; None where it is right."""
     size = head_size(config)
-    if reason := stranger(config):
+    if reason := unsupported_reason(config):
         return reason
     if size & (size - 1):
         return f"head size {size}, no power of two"
@@ -43,7 +43,7 @@ def unsupported(config) -> str | None:
     return "quantised weights" if getattr(config, "quantization_config", None) else None
 
 
-def stranger(config) -> str | None:
+def unsupported_reason(config) -> str | None:
     """What sets a model apart from the family; None for one of it.
 
     With a window of attention, or rotary angles that depend on a row's length, a sample that is
@@ -104,7 +104,7 @@ def named_weights(model) -> Iterator[tuple[str, Tensor]]:
                 yield f"{i}.{name}.bias", torch.cat([gather_full(m.bias) for m in modules])
 
 
-def can_pack(dtype: torch.dtype) -> bool:
+def has_packed_products(dtype: torch.dtype) -> bool:
     """Whether oneDNN has packed products of this type: of bf16 not on every processor."""
     if not torch.backends.mkldnn.is_available():
         return False
@@ -173,7 +173,7 @@ class Model:
                     memory_format=torch.preserve_format if cuda else torch.contiguous_format,
                 )
             weight = self.weights[name].copy_(value)
-            if matrix and not cuda and can_pack(weight.dtype):
+            if matrix and not cuda and has_packed_products(weight.dtype):
                 # From [out, in].
                 self.packed[name] = torch.ops.mkldnn._reorder_linear_weight(weight.t().contiguous())
 

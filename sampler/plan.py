@@ -22,7 +22,7 @@ LEAST_TOKENS = 256
 # (source, target) pages, to be copied in order: a later source may be an earlier target.
 Copies = list[tuple[int, int]]
 # (request, begin, end): the tokens begin:end of its conversation are to be prefilled.
-Chunk = tuple[Request, int, int]
+PrefillSpan = tuple[Request, int, int]
 
 
 class Rows:
@@ -114,7 +114,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def plan_prefill(chunks: list[Chunk], state: Rows, page_size: int) -> Batch:
+def plan_prefill(chunks: list[PrefillSpan], state: Rows, page_size: int) -> Batch:
     rows = [request.row for request, _, _ in chunks]
     counts = [end - begin for _, begin, end in chunks]
     spans = [end for _, _, end in chunks]
@@ -173,7 +173,7 @@ def plan_decode(requests: list[Request], state: Rows, page_size: int) -> Decode:
 
 
 @dataclass
-class Run:
+class SharedPages:
     """Rows begin:end of a batch read the same pages first:last of their block tables.
 
     level: how many other runs are before it in these rows' tables.
@@ -186,7 +186,9 @@ class Run:
     level: int
 
 
-def shared_runs(block_table: np.ndarray, least_pages: float, levels: float = math.inf) -> list[Run]:
+def shared_runs(
+    block_table: np.ndarray, least_pages: float, levels: float = math.inf
+) -> list[SharedPages]:
     """The pages that neighbours have in common, as a tree: a row's runs follow one another.
 
     block_table [B, W]: a row's last page is its own. A run that saves the reading of fewer pages
@@ -203,7 +205,7 @@ def shared_runs(block_table: np.ndarray, least_pages: float, levels: float = mat
             return
         last = int(between.min())
         if last > first and len(between) * (last - first) >= least_pages:
-            runs.append(Run(begin, end, first, last, level))
+            runs.append(SharedPages(begin, end, first, last, level))
             first = last
             level += 1
         for cut in [*(begin + 1 + np.flatnonzero(between == last)), end]:

@@ -119,7 +119,7 @@ def connect(urls: list[str], seconds: float) -> list[Server]:
     import httpx2  # here, so that a run without servers does not need it
 
     if not urls:
-        raise UserError("--server names no URL: give http://host:port, or several by commas")
+        raise UserError("--server names no URL: give http://host:port, or several comma-separated")
     keys = [name for name in ("MARS_SERVER_KEY", "VLLM_API_KEY") if os.environ.get(name)]
     headers = {"Authorization": f"Bearer {key_of(keys[0])}"} if keys else {}
     # No limit of connections: see Remote.parallel.

@@ -113,12 +113,12 @@ def rollouts(run: Run, step: int) -> list[Trajectory]:
 def credit(
     config: BvpoConfig, trajectories: list[Trajectory], step: int
 ) -> dict[str, list[Sample]]:
-    """With these copies the loop takes a mean over tokens; DPO's gradient is one over pairs."""
+    """With these loss weights the loop takes a mean over tokens; DPO's is one over pairs."""
     samples = toy.samples_of(trajectories)
     pairs = len(samples) // toy.ANSWERS
     for sample in samples:
-        sample.copies = sum(sample.mask)
-    tokens = sum(sample.copies for sample in samples)  # of every pair equally many
+        sample.loss_weight = sum(sample.mask)
+    tokens = sum(sample.loss_weight for sample in samples)  # of every pair equally many
     for sample in samples:
         sample.advantage *= tokens / pairs
     return {solo.ROLE: samples}
@@ -132,7 +132,7 @@ METHOD = Method(
     credit=credit,
     words=solo.words,
     fits=solo.fits,
-    rollouts=rollouts,
+    play_step=rollouts,
 )
 
 

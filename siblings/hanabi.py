@@ -141,7 +141,7 @@ def credit(
         samples = [sample for trajectory in trajectories for sample in trajectory.samples(seat)]
         mars.set_advantages(config, samples)
         for sample in samples:
-            sample.copies = 1
+            sample.loss_weight = 1
         terms[seat] = [sample for sample in samples if any(sample.mask)]
     return terms
 

@@ -251,7 +251,7 @@ def solver_tasks(run: Run, step: int) -> list[tuple[int, Task]]:
 
 def play(run: Run, tasks: list[tuple[int, Task]], step: int) -> list[Trajectory]:
     """G outputs for each task."""
-    return run.rollouts(tasks, run.config.group, step=step, tools=[])
+    return run.play(tasks, run.config.group, step=step, tools=[])
 
 
 def next_tasks(run: Run, played: list[Trajectory], step: int) -> list[tuple[int, Task]]:
@@ -349,7 +349,7 @@ def credit(
         sample.advantage = advantage
         solves = sample.role == "solver"
         learns = {"all": True, "solver": solves, "checkers": not solves}
-        sample.copies = int(learns[config.learners])
+        sample.loss_weight = int(learns[config.learners])
     return {"all": samples}
 
 
@@ -443,13 +443,13 @@ METHOD = Method(
 def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
     ways = {
-        "linear": train.attempts,
+        "linear": train.play_groups,
         "grouped": grouped,
         "pipelined": functools.partial(pipelined, waiting=[]),
     }
     return train.main(
         dataclasses.replace(
-            METHOD, rollouts=lambda run, step: ways[run.config.rollouts](run, step)
+            METHOD, play_step=lambda run, step: ways[run.config.rollouts](run, step)
         ),
         arguments,
         __doc__,

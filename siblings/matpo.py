@@ -274,7 +274,7 @@ def credit(
         earned = reward(config, trajectory)
         for sample in trajectory.samples():
             sample.reward = earned
-            sample.copies = int(sample.role in trained)
+            sample.loss_weight = int(sample.role in trained)
     mars.set_advantages(config, planners)
     if config.own_groups:
         mars.set_advantages(config, workers)
@@ -289,7 +289,7 @@ def credit(
             if config.loss_mean == "sample":
                 # In its mean a token of this sample weighs 1/|y|. Weighting the sample by |y| over
                 # the rollout's tokens makes that 1/Σ_t|τ^t|, and each rollout counts 1.
-                sample.copies = sum(sample.mask) / tokens
+                sample.loss_weight = sum(sample.mask) / tokens
     return {"rollout": [sample for t in trajectories for sample in t.samples(*trained)]}
 
 

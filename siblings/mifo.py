@@ -96,7 +96,7 @@ def rollouts(run: Run, step: int, phases: Phases) -> list[Trajectory]:
         begin(run, step, phases, teaching)
     if teaching:
         return taught(run, number, phases.missed)
-    played = train.attempts(run, step)
+    played = train.play_groups(run, step)
     phases.missed += missed(played, run.config.threshold)
     return played
 
@@ -172,11 +172,11 @@ def credit(
     samples = [sample for trajectory in trajectories for sample in trajectory.samples()]
     mars.set_advantages(config, samples)
     for sample in samples:
-        sample.copies = 1
+        sample.loss_weight = 1
         if config.phase(step)[0]:
             sample.advantage = 1.0
             # The loop divides by a sample's number of tokens: so each token counts once.
-            sample.copies = sum(sample.mask)
+            sample.loss_weight = sum(sample.mask)
     return {solo.ROLE: samples}
 
 
@@ -234,7 +234,7 @@ def main(arguments: list[str]) -> int:
             return fail(f"name folders of runs of MIFO ({error})")
         return 0
     return train.main(
-        replace(METHOD, rollouts=functools.partial(rollouts, phases=Phases())),
+        replace(METHOD, play_step=functools.partial(rollouts, phases=Phases())),
         arguments,
         __doc__,
         base_model=mifo_toy.build,

@@ -43,6 +43,7 @@ import torch
 
 import trainer
 import warm_start
+from atomic import made_once
 from config import UserError, fail, option, parse, parser
 from plumbing import folders, models
 from plumbing.metrics import sign_test, with_interval
@@ -50,7 +51,6 @@ from recipes import almanac_world
 from sampler import Sampler
 from tasks import grading
 from tasks.chat import rendered
-from whole import made_once
 
 SYSTEM = {"role": "system", "content": "Answer with the name or the code only."}
 NAMES = ("capital", "largest export partner")

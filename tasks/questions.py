@@ -32,8 +32,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from atomic import reason
 from config import UserError
-from whole import reason
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,18 @@ settings.load_profile("mars")
 from loopback import server, waits  # noqa: E402, F401
 
 
-@pytest.fixture(params=["products by PyTorch", "products by oneDNN"])
-def products_by(request, monkeypatch):
+@pytest.fixture(scope="module", params=["products by PyTorch", "products by oneDNN"])
+def products_by(request):
     """Either route of kernels/products.py, whatever processor this is; in started ranks as well."""
     from kernels import products
 
     by_onednn = request.param == "products by oneDNN"
     if by_onednn and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("PyTorch has no oneDNN here")
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: by_onednn)
-    monkeypatch.setenv("TEST_BY_ONEDNN", str(by_onednn))
-    return request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "onednn_is_faster", lambda: by_onednn)
+        patch.setenv("TEST_BY_ONEDNN", str(by_onednn))
+        yield request.param
 
 
 @pytest.fixture(scope="session")

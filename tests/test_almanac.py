@@ -201,7 +201,9 @@ def test_rules_of_credit(rule, told, elsewhere, copies):
     assert (advantages[1], advantages[4]) == pytest.approx(elsewhere)
     if rule not in ("mars", "pooled"):  # nobody else read chunks 3 and 4
         assert advantages[2] == advantages[5] == 0
-    assert {(note.holds, note.sample.copies) for note in notes} == {*zip((True, False), copies)}
+    assert {(note.holds, note.sample.loss_weight) for note in notes} == {
+        *zip((True, False), copies)
+    }
     assert list(terms) == (["all"] if rule == "pooled" else ["sys2", "sys1"])
 
 

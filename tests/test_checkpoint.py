@@ -13,8 +13,8 @@ from helpers.launch import launch
 from helpers.tiny import CPU, Tokenizer, model
 from transformers import AutoModelForCausalLM
 
+import atomic
 import trainer
-import whole
 from config import UserError
 
 
@@ -152,7 +152,7 @@ def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
 
 def test_everything_is_fsynced_before_the_state_gets_its_name(run, tmp_path, monkeypatch):
     synced = []
-    real = {"sync": whole.sync, "rename": os.rename}
+    real = {"sync": atomic.sync, "rename": os.rename}
 
     def sync(path):
         synced.append(path)
@@ -162,7 +162,7 @@ def test_everything_is_fsynced_before_the_state_gets_its_name(run, tmp_path, mon
         assert {source, *Path(source).rglob("*")} <= set(synced)
         real["rename"](source, target)
 
-    monkeypatch.setattr(whole, "sync", sync)
+    monkeypatch.setattr(atomic, "sync", sync)
     monkeypatch.setattr(os, "rename", rename)
     save(tmp_path, 1, run)
     assert synced[-2:] == [tmp_path / "state", tmp_path]

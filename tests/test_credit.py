@@ -93,12 +93,12 @@ def test_sampler_and_trainer_are_compared_where_something_is_trained(learner, mo
     sample = Sample("sys2", 1, 0)
     train.prepare.side_effect = [([], ["empty"]), ([sample], ["full"])]
     train.update(learner, {}, 0)
-    (compared,) = train.logbook.stop_if_mismatched.mock_calls
+    (compared,) = train.logbook.check_mismatch.mock_calls
     assert compared.args[1] == ["full"] and compared.args[3] == [sample]
     train.prepare.side_effect = [([], ["empty"]), ([], ["another rank's"])]
     monkeypatch.setattr(train, "reduced", lambda sums: {"loss": 0.0, **sums, 1: 1})
     train.update(learner, {}, 0)
-    assert train.logbook.stop_if_mismatched.call_args.args[1] == ["another rank's"]
+    assert train.logbook.check_mismatch.call_args.args[1] == ["another rank's"]
 
 
 def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner, monkeypatch):
@@ -159,10 +159,13 @@ def test_shared_group_inherits():
 
 def test_system1_is_balanced_to_system2s_number_a_question():
     _, sys2, sys1 = credited()
-    assert all(s.copies == 1 for s in sys2)
-    assert [sum(s.copies for s in of(sys1, g)) for g in PLAN] == [3, 4, 4, 3]
-    assert max(s.copies for s in of(sys1, 0)) == 1 and min(s.copies for s in of(sys1, 2)) >= 1
-    assert all(s.copies == 1 for s in credited(balance="none")[2])
+    assert all(s.loss_weight == 1 for s in sys2)
+    assert [sum(s.loss_weight for s in of(sys1, g)) for g in PLAN] == [3, 4, 4, 3]
+    assert (
+        max(s.loss_weight for s in of(sys1, 0)) == 1
+        and min(s.loss_weight for s in of(sys1, 2)) >= 1
+    )
+    assert all(s.loss_weight == 1 for s in credited(balance="none")[2])
     assert credited(system1="frozen")[2] == []
 
 
@@ -170,7 +173,7 @@ def test_each_question_step_and_seed_draws_its_own_notes():
     draws = {}
     for step, seed in itertools.product(range(9), repeat=2):
         sys1 = credited(step, seed=seed)[2]
-        draws[step, seed] = [tuple(s.copies for s in of(sys1, group)) for group in (0, 3)]
+        draws[step, seed] = [tuple(s.loss_weight for s in of(sys1, group)) for group in (0, 3)]
     assert any(one != other for one, other in draws.values())
     assert len({draws[step, 0][0] for step in range(9)}) > 1
     assert len({draws[0, seed][0] for seed in range(9)}) > 1
@@ -190,16 +193,18 @@ def test_a_sample_weighs_its_copies_over_those_of_its_term(mean, kl_beta):
         assert batches, "a step moves by its momentum, also where nothing is trained"
         # Also those of advantage 0, of which no token is in the batches unless there is a KL term.
         total = {
-            role: sum(s.copies * (sum(s.mask) if mean == "token" else 1) for s in own)
+            role: sum(s.loss_weight * (sum(s.mask) if mean == "token" else 1) for s in own)
             for role, own in terms.items()
         }
         for batch in batches:
             owners = [samples[i] for i in batch.owner.tolist()]
             sizes = [sum(s.mask) if mean == "sample" else 1 for s in owners]
-            wanted = [s.copies / (n * total[s.role]) for s, n in zip(owners, sizes)]
+            wanted = [s.loss_weight / (n * total[s.role]) for s, n in zip(owners, sizes)]
             assert batch.weight.tolist() == pytest.approx(wanted)
             assert batch.advantage.tolist() == pytest.approx([s.advantage for s in owners])
-        live = [s for own in terms.values() for s in own if s.copies and (s.advantage or kl_beta)]
+        live = [
+            s for own in terms.values() for s in own if s.loss_weight and (s.advantage or kl_beta)
+        ]
         assert sum(len(batch.weight) for batch in batches) == sum(sum(s.mask) for s in live)
 
 

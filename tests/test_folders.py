@@ -8,9 +8,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from atomic import made_once, reason
 from config import UserError
 from plumbing import folders
-from whole import made_once, reason
 
 
 def fill(folder: Path) -> None:

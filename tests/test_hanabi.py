@@ -123,7 +123,7 @@ def test_credit_compares_games_of_one_deck_and_trains_no_empty_seat():
     terms = hanabi.credit(HanabiConfig(), played, step=0)
     assert [sample.advantage for sample in terms["seat0"]] == [-1, 1, 0, 0]
     assert [sample.role for sample in terms["seat1"]] == ["seat1"] * 3
-    assert all(sample.copies == 1 for samples in terms.values() for sample in samples)
+    assert all(sample.loss_weight == 1 for samples in terms.values() for sample in samples)
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,9 @@ def test_log_probs_loss_and_gradients_are_the_stock_models(name):
     stock = copy.deepcopy(made)
     loss, logprobs = stock_step(stock, samples, weights)
     policy = trainer.Policy(made, bf16=False)
-    assert policy.packs == (name in PACKED)
-    batches = pack(samples, pack=policy.packs)
-    assert len(batches) == (1 if policy.packs else len(samples))
+    assert policy.can_pack == (name in PACKED)
+    batches = pack(samples, pack=policy.can_pack)
+    assert len(batches) == (1 if policy.can_pack else len(samples))
     scored = [trainer.logprob(policy, batch, OBJECTIVE["temperature"]) for batch in batches]
     stats = trainer.backward(policy, batches, **OBJECTIVE)
     assert sum(float(numbers["loss"]) for numbers in stats) == pytest.approx(loss, abs=1e-4)

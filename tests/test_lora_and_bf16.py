@@ -40,7 +40,7 @@ def sampler_weights(run, role):
 
 
 @pytest.fixture(scope="module")
-def adapted(base, tmp_path_factory):
+def adapted(base, products_by, tmp_path_factory):
     """Two steps with adapters, a KL term and a frozen System 1: (folder, metrics, weights)."""
     folder = tmp_path_factory.mktemp("adapted")
     held = []

@@ -66,7 +66,7 @@ def system(*said: str, **options) -> Trajectory:
     """One attempt of the whole system in which the agents say these things, one after the other."""
     lines = list(said)
     run = scripted(lambda role, prompt, seed: lines.pop(0), **options)
-    (trajectory,) = run.rollouts([(0, QUESTION)], 1, step=0, tools=[])
+    (trajectory,) = run.play([(0, QUESTION)], 1, step=0, tools=[])
     assert not lines
     return trajectory
 
@@ -184,7 +184,7 @@ def outputs(run, stage: str, said: list[str], verdict: str = "wrong") -> list[Tr
     task = marsrl.Task("t", QUESTION.text, golden, "own", QUESTION, stage, 0, **shown)
     lines = list(said)
     run.say = lambda role, prompt, seed: lines.pop(0)
-    return run.rollouts([(0, task)], len(said), step=0, tools=[])
+    return run.play([(0, task)], len(said), step=0, tools=[])
 
 
 def chosen(choice, follower: str, said: list[str], inputs: int, seed: int) -> list[str]:

@@ -227,7 +227,7 @@ def test_mars_groups_compare_workers_with_workers():
     half = 1 / math.sqrt(2)
     assert [made.advantage for made in workers] == pytest.approx([half, half, -2 * half])
     assert list(terms) == ["planner", "worker"]
-    copies = [sum(s.copies for s in terms["worker"] if s.question_index == q) for q in (0, 1)]
+    copies = [sum(s.loss_weight for s in terms["worker"] if s.question_index == q) for q in (0, 1)]
     assert copies == [3, 2]
 
 

@@ -38,7 +38,7 @@ def test_a_method_brings_numbers_a_model_a_language_and_rollouts_of_its_own(base
             return super().prompt(role, **slots)
 
     def rollouts(run, step):
-        return train.attempts(run, step)[:-1]
+        return train.play_groups(run, step)[:-1]
 
     method = dataclasses.replace(mars.METHOD, name="own", metrics=own_metrics, rollouts=rollouts)
     line = ["--runs", tmp_path, "--name", "x", "--steps", 1, "--cache", tmp_path, *SMALL]
@@ -62,7 +62,7 @@ def count_on_ranks() -> None:
         mine[0].notes = mine[0].notes[:1]
     almanac.credit(options, mine, 0)
     # On both ranks together two notes tell the fact, and two do not.
-    assert {note.sample.copies for t in mine for note in t.notes} == {1.0}
+    assert {note.sample.loss_weight for t in mine for note in t.notes} == {1.0}
 
 
 def test_ranks_count_together(tmp_path):

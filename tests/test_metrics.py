@@ -16,7 +16,7 @@ import mars
 import train
 from config import UserError
 from plumbing import evaluation, metrics, start
-from plumbing.logbook import stop_if_blind, stop_if_mismatched
+from plumbing.logbook import check_failure_rate, check_mismatch
 from plumbing.metrics import sign_test, update_metrics, wilson_interval
 from rollout import Context, Sample, Trajectory, Turn
 from sampler import Sampler
@@ -49,7 +49,7 @@ def measured(live: list[bool], values: torch.Tensor, owner: torch.Tensor) -> dic
     samples = [Sample(role, 0, 0) for role in ROLES]
     config = mars.MarsConfig(max_mismatch_kl=9.0, importance="token")
     run = SimpleNamespace(config=config)
-    mismatch = {"mismatch_kl": stop_if_mismatched(run, [batch], [numbers], samples)}
+    mismatch = {"mismatch_kl": check_mismatch(run, [batch], [numbers], samples)}
     return update_metrics([(batch, numbers, samples)], ROLES) | mismatch
 
 
@@ -149,7 +149,7 @@ def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
 
 
 def test_an_evaluation_is_shared_out_drawn_in_two_ways_and_not_blind(monkeypatch):
-    monkeypatch.setattr(train, "logbook", Mock(stop_if_blind=stop_if_blind))
+    monkeypatch.setattr(train, "logbook", Mock(check_failure_rate=check_failure_rate))
     right, unjudged = attempt("x", 1.0), attempt("x", None)
     config = mars.MarsConfig(temperature=0.7, top_p=0.9)
     run = Mock(config=config, method=mars.METHOD, rank=1, ranks=2)
@@ -174,7 +174,7 @@ def test_pages_that_could_not_be_read_are_counted():
     made = metrics.rollout_metrics([told, attempt("y", 0.0)], mars.METHOD, 1.0)
     assert made["unread_share"] == 2 / 3
     with pytest.raises(UserError, match="67% of the pages of step 4 failed"):
-        stop_if_blind(made, "step 4")
+        check_failure_rate(made, "step 4")
 
 
 def test_kinds_of_questions_are_counted_where_there_are_several():

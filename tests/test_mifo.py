@@ -122,7 +122,7 @@ def played(tmp_path_factory):
     """freeze -> (its folder, what each step began with: parameters and Phases), of two runs."""
     folder = tmp_path_factory.mktemp("mifo")
     seen = {}
-    plain, attempts = mifo.rollouts, mifo.train.attempts
+    plain, attempts = mifo.rollouts, mifo.train.play_groups
 
     def rewarded(run, step):
         """The model is never right: the second attempt is said to be."""

@@ -92,7 +92,7 @@ def finish(sampler):
 def weights(request, monkeypatch):
     """With oneDNN's packed products, as far as this processor has them, and without any."""
     if request.param == "plain weights":
-        monkeypatch.setattr(decoder, "can_pack", lambda dtype: False)
+        monkeypatch.setattr(decoder, "has_packed_products", lambda dtype: False)
 
 
 def nothing_leaked(sampler):

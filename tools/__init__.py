@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from config import UserError, drop_output
+from config import UserError, discard_output
 
 
 class ToolError(Exception):
@@ -60,7 +60,7 @@ def show(line: str) -> None:
     try:
         print(line, flush=True)
     except OSError as error:
-        drop_output()
+        discard_output()
         if isinstance(error, BrokenPipeError):
             sys.exit(0)
         raise UserError(f"standard output cannot be written ({error.strerror})") from None

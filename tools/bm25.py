@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-import whole
+import atomic
 from config import UserError
 from tools import Document, ToolError, one_line, reader
 from tools.documents import UNSPACED, files_below, passages, read_documents
@@ -96,7 +96,7 @@ def on_disk(path: Path, k: int, cache: Path, passage_words: int) -> Search:
     which = repr((str(path), passage_words)).encode("utf-8", "replace")
     folder = cache / f"index-{hashlib.sha256(which).hexdigest()[:16]}"
     made_of = _fingerprint(path)
-    with whole.on_disk(f"keep the search index in {one_line(str(cache), 80)}"):
+    with atomic.on_disk(f"keep the search index in {one_line(str(cache), 80)}"):
         cache.mkdir(parents=True, exist_ok=True)
         with open(folder.with_suffix(".lock"), "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -121,7 +121,7 @@ def build(path: Path, folder: Path, passage_words: int, made_of: str) -> None:
         index.save(empty, corpus=[vars(document) for document in cut], show_progress=False)
         (empty / "made_of").write_text(made_of)
 
-    whole.write_folder(folder, fill)
+    atomic.write_folder(folder, fill)
 
 
 def _load(folder: Path, k: int) -> Search:

@@ -184,7 +184,7 @@ def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
         host = plain_host(name.strip()).removeprefix("www.")  # with or without it, it is one site
         if not re.fullmatch(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", host):
             raise UserError(
-                f"--block {one_line(name, 80)}: give hosts by commas, such as "
+                f"--block {one_line(name, 80)}: give hosts comma-separated, such as "
                 "huggingface.co,hf.co, without https://, port or path"
             )
         hosts.append(host)

@@ -36,9 +36,9 @@ from datetime import UTC
 from pathlib import Path
 from typing import Any
 
+from atomic import on_disk
 from config import UserError
 from tools import ToolError, one_line
-from whole import on_disk
 
 FIRST_WAIT = 1.0  # seconds before the second try, doubled for each further one
 LONGEST_WAIT = 60.0  # seconds, also where Retry-After asks for more

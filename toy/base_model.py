@@ -31,9 +31,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import binpack
+from atomic import made_once
 from tools import search
 from toy import language, world
-from whole import made_once
 
 CAPACITY = 64  # tokens of documents in a System 1 chunk
 DOCUMENTS = 3  # results of a search

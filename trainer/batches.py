@@ -5,7 +5,7 @@ and ends, so attention stays within it, and positions restart at 0. The last sam
 after it predict no loss token. So they are no input.
 
 What samples begin with alike is input only once (prefixes.py). A model that cannot be packed gets
-each sample alone (loading.packs).
+each sample alone (loading.can_pack).
 
 Tests: `pytest tests/test_prefixes.py`.
 """

@@ -2,7 +2,7 @@
 
 A state is the folder state/step_N: `model/` as Hugging Face writes it, with adapters (lora.py)
 merged in and beside it, `optimizer.pt`, and at last `state.json` with the step. It gets its name
-when all of it is on the disk (whole.py), and only then old ones go. checkpoint/ is a link to the
+when all of it is on the disk (atomic.py), and only then old ones go. checkpoint/ is a link to the
 newest state's model; where a kill left it one state behind, `link_checkpoint` mends it on resume.
 
 frozen/ is a copy of the model that a run began with, made where it is needed to the end: it plays
@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from atomic import point, reason, write_folder
 from config import UserError
 from processes import from_first_rank, on_first_rank
 from trainer.loading import load_model
 from trainer.lora import ADAPTERS, adapter_weights, merged_weights
 from trainer.policy import unwrap
-from whole import point, reason, write_folder
 
 STATE_FILES = "step_" + 6 * "[0-9]" + "/state.json"  # of whole states
 STATES = 2  # so many stay, the newest

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.prefixes import shared_prefix
 
-Lot = tuple[int, str]  # a question's samples of one role, by its index and the role
+SampleGroup = tuple[int, str]  # a question's samples of one role, by its index and the role
 
 
 def even_out(samples: list, weights: list[Tensor], *, pack: bool) -> tuple[list, list[Tensor]]:
@@ -57,7 +57,7 @@ def added_tokens(inputs: list[list[int]], pack: bool) -> int:
     return count
 
 
-def moves(sizes: list[dict[Lot, int]]) -> Iterator[tuple[Lot, int, int]]:
+def moves(sizes: list[dict[SampleGroup, int]]) -> Iterator[tuple[SampleGroup, int, int]]:
     """The lots that move: (lot, from this rank, to that). `sizes[rank]` are a rank's tokens by lot.
 
     Largest first: a lot stays if its rank then has at most the mean, else it goes to the rank with

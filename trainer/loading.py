@@ -18,17 +18,17 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from atomic import reason
 from config import UserError
-from sampler.model import stranger
-from whole import reason
+from sampler.model import unsupported_reason
 
 transformers.logging.disable_progress_bar()
 transformers.logging.set_verbosity_error()  # `load_model` itself checks what was loaded
 
 
-def packs(shape) -> bool:
+def can_pack(shape) -> bool:
     """Whether samples may lie end to end in one row; `shape` is a model's transformers config."""
-    return stranger(shape) is None
+    return unsupported_reason(shape) is None
 
 
 class AsLoaded(GenerationConfig):

@@ -26,11 +26,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import kernels
+from atomic import reason
 from config import UserError
 from processes import is_first
 from sampler.model import gather_full
 from trainer.policy import layers
-from whole import reason
 
 ALPHA = 32
 ADAPTERS = "adapters.safetensors"  # a state's file of `adapter_weights`

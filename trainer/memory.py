@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from config import UserError, uses_bf16
 from kernels import linear_loss
 from sampler.model import head_size
-from trainer.loading import load_shape, packs
+from trainer.loading import can_pack, load_shape
 from trainer.lora import add_adapters
 from trainer.prefixes import MAX_KEYS_PER_TOKEN
 
@@ -88,11 +88,11 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     width = D + (getattr(shape, "intermediate_size", None) or 4 * D) + head * heads + keys
     kept = KEPT[0 if size == 4 else 1 + bare] * width + 7 * size * config.lora_rank
     kept += MAX_KEYS_PER_TOKEN * 2 * size * keys  # gathered keys and values
-    tokens = max(config.micro_tokens, longest) if packs(shape) else longest
+    tokens = max(config.micro_tokens, longest) if can_pack(shape) else longest
     held = tokens * layers * ((size if bare else 4) * D if config.recompute_activations else kept)
     held += size * tokens * longest * (kind == "cpu")  # attention's masks
     chunk = linear_loss.CHUNK_TOKENS_CUDA if kind == "cuda" else 3 * linear_loss.CHUNK_TOKENS_CPU
     head_gradient = 4 * shape.vocab_size * D * (not adapters)
-    logits = 4 * shape.vocab_size * (chunk if packs(shape) else 3 * longest)
+    logits = 4 * shape.vocab_size * (chunk if can_pack(shape) else 3 * longest)
     added = max(logits + 2 * head_gradient, tokens * 1.5 * kept + head_gradient)
     return parts | {"micro-batch": held + added}

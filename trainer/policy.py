@@ -34,7 +34,7 @@ from config import UserError
 from sampler.model import gather_full
 from trainer.attention import packed_attention
 from trainer.batches import MicroBatch, make_micro_batch
-from trainer.loading import packs
+from trainer.loading import can_pack
 
 # transformers' models look their attention up by a name, which Policy sets.
 AttentionInterface.register("mars_packed", packed_attention)
@@ -43,14 +43,14 @@ AttentionInterface.register("mars_packed", packed_attention)
 class Policy(nn.Module):
     """The language model with the objective as its forward pass.
 
-    `packs` says whether a micro-batch may hold several samples. DDP and FSDP act around `forward`
-    only. With the objective in it they act once a micro-batch.
+    `can_pack` says whether a micro-batch may hold several samples. DDP and FSDP act around
+    `forward` only. With the objective in it they act once a micro-batch.
     """
 
     def __init__(self, model, *, bf16: bool, recompute_activations: bool = False):
         super().__init__()
-        self.packs = packs(model.config.get_text_config())
-        if self.packs:
+        self.can_pack = can_pack(model.config.get_text_config())
+        if self.can_pack:
             model.set_attn_implementation("mars_packed")
         for module in model.modules():
             if type(module) is nn.Linear:
@@ -112,7 +112,7 @@ class Policy(nn.Module):
         `objective` holds clip_low, clip_high and kl_beta. With `on_policy` the old log-probs are
         the policy's own of this moment in place of the batch's, so that ρ is 1.
         """
-        if self.packs:
+        if self.can_pack:
             inputs = self.hidden(batch)
             logprob_of, loss_of = kernels.linear_logprob, kernels.linear_grpo_loss
         else:

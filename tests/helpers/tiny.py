@@ -90,7 +90,7 @@ def make_samples(count: int = 13, vocabulary: int = 61, seed: int = 0) -> list[S
         if i % 2:
             sample.append_given([3, 4])  # an observation that no step follows
         sample.advantage = float(torch.randn((), generator=generator))
-        sample.copies = 1
+        sample.loss_weight = 1
         samples.append(sample)
     return samples
 
