@@ -21,12 +21,11 @@ that all methods share.
     # the paper's setting, Qwen3-8B
     torchrun --nproc_per_node=8 mars.py --preset paper --data … --search serper
 
-G are the attempts at a question, M its System 1 samples; other files declare their shapes' letters.
-A step of System 2 is what it samples in one turn; a training step is one batch.
+G is the number of attempts at a question, M the number of its System 1 samples. A step of System 2
+is what it samples in one turn; a training step is one batch of questions.
 
-Our choices where the paper is silent stand in docs/choices.md. Of what System 2 samples two things
-are decoded and encoded again: the purpose, for System 1's prompt, and the name of a tool that does
-not exist, for the correction. Notes stay token ids.
+docs/choices.md lists our choices where the paper is silent. No sample is ever decoded and encoded
+again. System 2's purpose is read as text, since it becomes a part of another prompt, System 1's.
 """
 
 import asyncio
@@ -259,6 +258,7 @@ async def distil(
         env.on_event(system1.role, env.chat.text(response.tokens))
         return env.chat.note(response.tokens)
 
+    # The seeds of the draws count chunks from 1.
     return await asyncio.gather(*(read(n, indices) for n, indices in enumerate(bins, 1)))
 
 
