@@ -122,7 +122,7 @@ def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner
     with pytest.raises(UserError, match="three steps in a row"):
         moves(math.nan, 0.0)
     assert not learner.optimizer.step.called
-    told = [call.args[1] for call in train.logbook.tell.mock_calls]
+    told = [call.args[1] for call in train.logbook.print_line.mock_calls]
     assert len(told) == 6 and all("step skipped" in line for line in told)
 
 

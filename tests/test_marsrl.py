@@ -53,7 +53,7 @@ def scripted(say, **options) -> SimpleNamespace:
         question=lambda i: Question(f"q{i}", QUESTION.text, ("chess",), "own"),
         say=say,
     )
-    run.rollouts = partial(Run.rollouts, run)
+    run.play = partial(Run.play, run)
     return run
 
 
