@@ -11,9 +11,12 @@ import contextlib
 import functools
 import hashlib
 import math
+import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+
+from tqdm import tqdm
 
 from config import Config, UserError
 from driver import Driver
@@ -261,3 +264,30 @@ class Method:
     # Metrics of the method's own: {name: (numerator, denominator)} of a batch. Both are summed over
     # the ranks, and metrics.jsonl gets their ratio, an evaluation's under eval_{name}.
     metrics: Callable[[list[Trajectory]], dict[str, tuple[float, float]]] = lambda attempts: {}
+
+
+def play_batch(
+    run, batch: list[tuple[int, Question]], attempts: int, tools: list[Tool], **options
+) -> list[Trajectory]:
+    """`attempts` trajectories for each (index, question), all in one running batch.
+
+    `run` is a plumbing.start.Run. `options` are those of Env: the step, the temperature (the run's
+    unless given), …
+    """
+    env = Env(
+        driver=run.driver,
+        samplers=run.samplers,
+        chat=run.chat,
+        tools={tool.name: tool.call for tool in tools},
+        grade=run.grade,
+        config=run.config,
+        **{"temperature": run.config.temperature} | options,
+    )
+    episodes = [
+        env.play(run.method, question, index, attempt)
+        for index, question in batch
+        for attempt in range(attempts)
+    ]
+    quiet = run.rank > 0 or "on_event" in options or not sys.stderr.isatty()
+    with tqdm(desc="rollouts", total=len(episodes), leave=False, disable=quiet) as bar:
+        return run.driver.run(episodes, lambda done: bar.update(done - bar.n))

@@ -1,4 +1,4 @@
-"""From options to a Run: all that is alive in a run, and its rollouts.
+"""From options to a Run: all that is alive in a run.
 
 Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
@@ -7,14 +7,12 @@ import functools
 import hashlib
 import itertools
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import torch
-from tqdm import tqdm
 
 import trainer
 from config import RESUME, Config, UserError, flagged
@@ -22,7 +20,7 @@ from driver import Driver
 from plumbing import folders, models
 from plumbing.outside import Machine, Questions, environment, join
 from processes import from_first_rank, on_first_rank
-from rollout import Env, Method, Trajectory
+from rollout import Method
 from sampler import Sampler, vllm
 from tasks.chat import ChatFormat
 from tasks.format import Format
@@ -63,32 +61,6 @@ class Run(Machine):
     tracker: object = None  # on rank 0 of a run with --track
     asked: str = ""  # a fingerprint of the training questions and the held-out ones
     lock: IO | None = None  # keeps other processes out of the folder, to the end
-
-    def play(
-        self, batch: list[tuple[int, Question]], attempts: int, tools: list[Tool], **options
-    ) -> list[Trajectory]:
-        """`attempts` trajectories for each (index, question), all in one running batch.
-
-        `options` are those of Env: the step, the temperature (the run's unless given), …
-        """
-        options = {"temperature": self.config.temperature} | options
-        env = Env(
-            driver=self.driver,
-            samplers=self.samplers,
-            chat=self.chat,
-            tools={tool.name: tool.call for tool in tools},
-            grade=self.grade,
-            config=self.config,
-            **options,
-        )
-        episodes = [
-            env.play(self.method, question, index, attempt)
-            for index, question in batch
-            for attempt in range(attempts)
-        ]
-        quiet = self.rank > 0 or "on_event" in options or not sys.stderr.isatty()
-        with tqdm(desc="rollouts", total=len(episodes), leave=False, disable=quiet) as bar:
-            return self.driver.run(episodes, lambda done: bar.update(done - bar.n))
 
 
 def build(
