@@ -254,7 +254,8 @@ class Method:
     config: type[Config]
     episode: Callable[[Env, Trajectory], Coroutine]
     # (options, graded trajectories, step) -> {term: its samples}, with advantages and weights set.
-    # The loss is the sum of the terms, each a mean over its samples.
+    # The loss is the sum of the terms, each a mean over its samples. It sees this rank's questions
+    # only, each with all its attempts: what needs all ranks' goes through processes.sum_over_ranks.
     credit: Callable[[Config, list[Trajectory], int], dict[str, list[Sample]]]
     words: Callable[[Config, list[Tool]], Words]  # how a chat model is addressed
     fits: Callable[[Config, Format, Question], None]  # UserError if a question leaves no room
