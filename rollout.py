@@ -15,12 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tqdm import tqdm
 
 from config import Config, UserError
-from driver import Driver
-from sampler import Completion, Conversation, Lost, Sampler
+from driver import AnySampler, Driver
+from sampler import Completion, Conversation, Lost
 from tasks.chat import Words
 from tasks.format import Action, Format
 from tasks.questions import Question
@@ -161,11 +162,11 @@ class Env:
     """Everything that the episodes of one batch may use."""
 
     driver: Driver
-    samplers: dict[str, Sampler]  # role -> who plays it
+    samplers: dict[str, AnySampler]  # role -> who plays it
     chat: Format
     tools: dict[str, Callable[[str], list[Document]]]
     grade: Callable[[Question, str], float | None]  # may block; ToolError or None: it cannot tell
-    config: Config
+    config: Any  # the method's: a subclass of Config
     step: int | str  # names the draws: the training step, "eval", "ask" or "demonstration"
     temperature: float = 1.0
     top_p: float = 1.0
@@ -256,9 +257,9 @@ class Method:
     # (options, graded trajectories, step) -> {term: its samples}, with advantages and weights set.
     # The loss is the sum of the terms, each a mean over its samples. It sees this rank's questions
     # only, each with all its attempts: what needs all ranks' goes through processes.sum_over_ranks.
-    credit: Callable[[Config, list[Trajectory], int], dict[str, list[Sample]]]
-    words: Callable[[Config, list[Tool]], Words]  # how a chat model is addressed
-    fits: Callable[[Config, Format, Question], None]  # UserError if a question leaves no room
+    credit: Callable[[Any, list[Trajectory], int], dict[str, list[Sample]]]
+    words: Callable[[Any, list[Tool]], Words]  # how a chat model is addressed
+    fits: Callable[[Any, Format, Question], None]  # UserError if a question leaves no room
     presets: dict[str, dict] = field(default_factory=dict)
     # (run, step) -> this rank's trajectories of a step; None: G attempts at each of its questions.
     play_step: Callable[..., list[Trajectory]] | None = None
