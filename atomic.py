@@ -18,7 +18,9 @@ from config import UserError
 
 def reason(error: BaseException) -> str:
     """Why something failed, in one line: as the system says it, or as its error does."""
-    text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    text = getattr(error, "strerror", None) or str(error).strip()
+    if not text or isinstance(error, KeyError):  # the text of a KeyError is the key alone
+        text = repr(error)
     return " ".join(text.split())
 
 

@@ -17,8 +17,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from sampler import Completion, Conversation, Request, Sampler
+from sampler import Completion, Conversation, Request, Sampler, vllm
 from tools import ToolError
+
+AnySampler = Sampler | vllm.Remote
 
 
 @dataclass
@@ -96,7 +98,7 @@ class Driver:
     decode while a tool runs.
     """
 
-    def __init__(self, samplers: list[Sampler], *, deterministic: bool, max_calls: int = 32):
+    def __init__(self, samplers: list[AnySampler], *, deterministic: bool, max_calls: int = 32):
         self.samplers = samplers
         self.deterministic = deterministic
         self.max_calls = max_calls
@@ -110,7 +112,7 @@ class Driver:
         self.finished = threading.Event()  # set if a call has ended since the last check
 
     async def sample(
-        self, sampler: Sampler, conversation: Conversation, tokens: list[int], **options
+        self, sampler: AnySampler, conversation: Conversation, tokens: list[int], **options
     ) -> Completion:
         """Appends `tokens` to the conversation and samples; see Sampler.submit."""
         future = asyncio.get_running_loop().create_future()

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
@@ -21,6 +22,18 @@ def from_first_rank(value):
     box = [value]
     dist.broadcast_object_list(box)
     return box[0]
+
+
+def sum_over_ranks(sums: Mapping) -> Counter:
+    """Sums over all ranks, of whatever keys each of them brings. What nobody counted is 0."""
+    parts = [sums]
+    if dist.is_initialized():
+        parts *= dist.get_world_size()
+        dist.all_gather_object(parts, dict(sums))
+    total = Counter()
+    for part in parts:
+        total.update(part)
+    return total
 
 
 def on_first_rank(function: Callable):

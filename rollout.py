@@ -11,13 +11,17 @@ import contextlib
 import functools
 import hashlib
 import math
+import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
 
 from config import Config, UserError
-from driver import Driver
-from sampler import Completion, Conversation, Lost, Sampler
+from driver import AnySampler, Driver
+from sampler import Completion, Conversation, Lost
 from tasks.chat import Words
 from tasks.format import Action, Format
 from tasks.questions import Question
@@ -158,11 +162,11 @@ class Env:
     """Everything that the episodes of one batch share."""
 
     driver: Driver
-    samplers: dict[str, Sampler]  # role -> its sampler
+    samplers: dict[str, AnySampler]  # role -> its sampler
     chat: Format
     tools: dict[str, Callable[[str], list[Document]]]
     grade: Callable[[Question, str], float | None]  # may block; ToolError or None if it fails
-    config: Config
+    config: Any  # the method's own subclass of Config
     step: int | str  # part of every seed: the training step, "eval", "ask" or "demonstration"
     temperature: float = 1.0
     top_p: float = 1.0
@@ -251,13 +255,41 @@ class Method:
     config: type[Config]
     episode: Callable[[Env, Trajectory], Coroutine]
     # (options, graded trajectories, step) -> {term: its samples}, with advantages and weights set.
-    # The loss is the sum of the terms, each a mean over its samples.
-    credit: Callable[[Config, list[Trajectory], int], dict[str, list[Sample]]]
-    words: Callable[[Config, list[Tool]], Words]  # how a chat model is addressed
-    fits: Callable[[Config, Format, Question], None]  # UserError if a question leaves no room
+    # The loss is the sum of the terms, each a mean over its samples. It sees this rank's questions
+    # only, each with all its attempts: what needs all ranks' goes through processes.sum_over_ranks.
+    credit: Callable[[Any, list[Trajectory], int], dict[str, list[Sample]]]
+    words: Callable[[Any, list[Tool]], Words]  # how a chat model is addressed
+    fits: Callable[[Any, Format, Question], None]  # UserError if a question leaves no room
     presets: dict[str, dict] = field(default_factory=dict)
     # (run, step) -> this rank's trajectories of a step; None: G attempts at each of its questions.
     play_step: Callable[..., list[Trajectory]] | None = None
     # Metrics of the method's own: {name: (numerator, denominator)} of a batch. Both are summed over
     # the ranks, and metrics.jsonl gets their ratio, an evaluation's under eval_{name}.
     metrics: Callable[[list[Trajectory]], dict[str, tuple[float, float]]] = lambda attempts: {}
+
+
+def play_batch(
+    run, batch: list[tuple[int, Question]], attempts: int, tools: list[Tool], **options
+) -> list[Trajectory]:
+    """`attempts` trajectories for each (index, question), all in one running batch.
+
+    `run` is a plumbing.start.Run. `options` are those of Env: the step, the temperature (the run's
+    unless given), …
+    """
+    env = Env(
+        driver=run.driver,
+        samplers=run.samplers,
+        chat=run.chat,
+        tools={tool.name: tool.call for tool in tools},
+        grade=run.grade,
+        config=run.config,
+        **{"temperature": run.config.temperature} | options,
+    )
+    episodes = [
+        env.play(run.method, question, index, attempt)
+        for index, question in batch
+        for attempt in range(attempts)
+    ]
+    quiet = run.rank > 0 or "on_event" in options or not sys.stderr.isatty()
+    with tqdm(desc="rollouts", total=len(episodes), leave=False, disable=quiet) as bar:
+        return run.driver.run(episodes, lambda done: bar.update(done - bar.n))

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import grpo
 import kernels
 from bench import common
-from kernels.paged_attention import rows_of_a_run, triton_paged_attention
+from kernels.paged import rows_of_a_run, triton_paged_attention
 from sampler.plan import kernel_runs
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}

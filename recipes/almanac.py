@@ -47,7 +47,7 @@ from atomic import made_once
 from config import TRAIN, Config, UserError, option, resolve, uses_bf16
 from mars import MarsConfig
 from plumbing import folders, models, outside
-from plumbing.metrics import reduced
+from processes import sum_over_ranks
 from recipes import almanac_world
 from recipes.almanac_world import GROUPS, Asked, Fact
 from rollout import Context, Env, Sample, Trajectory
@@ -325,7 +325,7 @@ def credit(
         sample.advantage = advantage
     if config.credit == "candid":
         # Of all ranks: a rank's share of the questions must not change what a note weighs.
-        kinds = reduced({kind: holds.count(kind) for kind in (True, False)})
+        kinds = sum_over_ranks({kind: holds.count(kind) for kind in (True, False)})
         for sample, held in zip(samples, holds):
             sample.loss_weight = sum(kinds.values()) / 2 / kinds[held]
     return terms

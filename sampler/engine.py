@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.paged_attention import rows_of_a_run
+from kernels.paged import rows_of_a_run
 from sampler.draws import greedy, hashed, sample_token
 from sampler.graphs import Graphs
 from sampler.model import Model

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.paged_attention import LEVELS, RUN_FIELDS
+from kernels.paged import LEVELS, RUN_FIELDS
 from sampler.model import Model
 from sampler.plan import Batch
 

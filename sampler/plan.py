@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.paged_attention import LEVELS, RUN_FIELDS
+from kernels.paged import LEVELS, RUN_FIELDS
 from sampler.draws import hashed, uniform
 from sampler.request import Request
 
 # A run on CUDA is worth its pieces and their merge if it saves the reading of so many tokens (by
 # arithmetic: eight rows that start and merge one piece each, see TOKENS_PER_START in
-# kernels/paged_attention.py).
+# kernels/paged.py).
 LEAST_TOKENS = 256
 # (source, target) pages, to be copied in order: a later source may be an earlier target.
 Copies = list[tuple[int, int]]

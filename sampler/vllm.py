@@ -31,6 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from atomic import reason
 from config import UserError, key_of
 from processes import from_first_rank, is_first
 from sampler.request import Completion, Conversation, Lost, Request
@@ -64,7 +65,7 @@ class Server:
         if not answer.is_success:
             final = answer.is_client_error and answer.status_code not in (408, 429)
             kind = Refused if final else ConnectionError
-            raise kind(f"HTTP {answer.status_code} {answer.text}")
+            raise kind(f"HTTP {answer.status_code} {answer.text:.200}")
         return answer
 
     def held(self) -> str:
@@ -77,7 +78,7 @@ class Server:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         results = self.send("/collective_rpc", reload).json()["results"]
         if not isinstance(results, list):
-            raise ValueError(f"it answers a reload with {results!r}")
+            raise ValueError(f"it answers a reload with {results!r:.200}")
         self.send("/reset_prefix_cache", {})
         self.send("/resume", {})
         # Last, so that a load which was cut short is not taken for whole. Each load has a version
@@ -340,8 +341,3 @@ def read_answer(choice: dict, request: Request, vocabulary: int, url: str) -> Co
     if not stops and len(tokens) == request.max_new_tokens:
         return Completion(tokens, logprobs, "length", url)
     raise ValueError(f"{len(tokens)} tokens, which end at no stop token of ours nor at the limit")
-
-
-def reason(error: BaseException) -> str:
-    """Why an exchange failed, on one short line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -50,7 +50,7 @@ import train
 from config import TRAIN, Config, UserError, option
 from plumbing import outside
 from plumbing.start import Run
-from rollout import Context, Env, Method, Sample, Trajectory, Turn
+from rollout import Context, Env, Method, Sample, Trajectory, Turn, play_batch
 from siblings import marsrl_toy
 from siblings.solo import NO_TOOL
 from tasks.chat import Template, Words
@@ -251,7 +251,7 @@ def solver_tasks(run: Run, step: int) -> list[tuple[int, Task]]:
 
 def play(run: Run, tasks: list[tuple[int, Task]], step: int) -> list[Trajectory]:
     """G outputs for each task."""
-    return run.play(tasks, run.config.group, step=step, tools=[])
+    return play_batch(run, tasks, run.config.group, [], step=step)
 
 
 def next_tasks(run: Run, played: list[Trajectory], step: int) -> list[tuple[int, Task]]:

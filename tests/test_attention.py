@@ -1,6 +1,5 @@
 """The sampler's attention: the cascade of a CPU against the plain form, and the packed prefill."""
 
-import importlib
 import random
 
 import numpy as np
@@ -14,12 +13,11 @@ from kernel_forms import needs_triton, plain_varlen_attn
 from mutants import load_mutant, read_mutants
 
 import kernels
-from kernels.paged_attention import reference, triton_paged_attention
+from kernels import paged, varlen
+from kernels.paged import reference, triton_paged_attention
 from sampler import Sampler, attention, plan
 from sampler.plan import Batch, kernel_runs
 
-# The package `kernels` exports a function under the name of this module.
-paged_attention = importlib.import_module("kernels.paged_attention")
 PAGE = 4
 CONFIG = {"block": 16, "num_warps": 4, "num_stages": 1}
 
@@ -97,8 +95,8 @@ def test_large_scores():
 @pytest.mark.parametrize("gqa", [True, False], ids=["torch 2.13", "torch 2.11"])
 def test_varlen_prefill_passes_the_right_bounds(monkeypatch, gqa):
     """The CUDA prefill, by a plain varlen_attn, against the row-wise form."""
-    monkeypatch.setattr(attention, "varlen_attn", plain_varlen_attn)
-    monkeypatch.setattr(attention, "VARLEN_GROUPS_HEADS", gqa)
+    monkeypatch.setattr(varlen, "varlen_attn", plain_varlen_attn)
+    monkeypatch.setattr(varlen, "GROUPS_HEADS", gqa)
     k_pages, v_pages = torch.randn(2, 24, PAGE, 2, 16)
     table = torch.stack([torch.randperm(24)[:5] for _ in range(3)]).int()
     lengths = torch.tensor([17, 9, 4], dtype=torch.int32)
@@ -129,9 +127,9 @@ def test_runs_change_nothing_but_the_reads(
     """The kernel with a batch's runs is plain attention for any tree of prefixes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "LEAST_TOKENS", least)
-        patch.setattr(paged_attention, "RUN_QUERIES", queries)
+        patch.setattr(paged, "RUN_QUERIES", queries)
         *tensors, batch, scale = decode_case(seed, count, page_size, *heads, size=16)
-        most = paged_attention.rows_of_a_run(heads[0] // heads[1])
+        most = paged.rows_of_a_run(heads[0] // heads[1])
         runs = kernel_runs(batch.block_table.numpy(), np.array(batch.spans), page_size, most)
         arguments = *tensors, batch.block_table, batch.lengths
         config = CONFIG | {"block": block}
@@ -149,7 +147,7 @@ def test_a_group_reads_its_prompt_once():
     assert (runs[:, 3] - runs[:, 2]).sum() == (2 * 64 + 16 * 2) * 16
 
 
-RUN_MUTANTS = read_mutants(  # of kernels/paged_attention.py
+RUN_MUTANTS = read_mutants(  # of kernels/paged.py
     """
 last row forgotten :: m < (end - begin) * SHARING → m < (end - begin - 1) * SHARING
 levels in one part :: level * shared_splits + split → split
@@ -183,9 +181,9 @@ def check_runs(module):
 def test_runs_of_two_levels_and_their_mutants(name, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "LEAST_TOKENS", 1)
     if name is None:
-        check_runs(paged_attention)
+        check_runs(paged)
     else:
-        mutant = load_mutant("kernels/paged_attention.py", *RUN_MUTANTS[name], tmp_path)
+        mutant = load_mutant("kernels/paged.py", *RUN_MUTANTS[name], tmp_path)
         with pytest.raises(AssertionError):
             check_runs(mutant)
 

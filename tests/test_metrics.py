@@ -16,7 +16,7 @@ import mars
 import train
 from config import UserError
 from plumbing import evaluation, metrics, start
-from plumbing.logbook import check_failure_rate, check_mismatch
+from plumbing.logbook import check_failure_rate
 from plumbing.metrics import sign_test, update_metrics, wilson_interval
 from rollout import Context, Sample, Trajectory, Turn
 from sampler import Sampler
@@ -49,7 +49,7 @@ def measured(live: list[bool], values: torch.Tensor, owner: torch.Tensor) -> dic
     samples = [Sample(role, 0, 0) for role in ROLES]
     config = mars.MarsConfig(max_mismatch_kl=9.0, importance="token")
     run = SimpleNamespace(config=config)
-    mismatch = {"mismatch_kl": check_mismatch(run, [batch], [numbers], samples)}
+    mismatch = {"mismatch_kl": train.check_mismatch(run, [batch], [numbers], samples)}
     return update_metrics([(batch, numbers, samples)], ROLES) | mismatch
 
 

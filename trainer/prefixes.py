@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from binpack import first_fit_decreasing
-from sampler.scheduler import common_prefix
+from family import common_prefix
 
 # The limit of keys per token of a micro-batch's capacity. Each layer copies these keys and values
 # for its backward pass. The memory plan counts them.
