@@ -21,7 +21,8 @@ from collections.abc import Callable
 
 from config import UserError, key_of
 from tasks.questions import Question
-from tools.web import Client, Refused, check_base_url
+from tools import ToolError
+from tools.web import Client, check_base_url
 
 PROMPT = """Decide whether a response to a question gives the correct answer.
 
@@ -119,12 +120,11 @@ def judge_from_environment() -> Callable[[Question, str], bool]:
             body = {"model": model, "messages": messages} | sent
             try:
                 return client.call(url, read_verdict, body=body, headers=headers)
-            except Refused as refusal:
-                named = sent and re.search("|".join(sent), refusal.args[1].replace(" ", "_"))
-                if not named:
+            except ToolError as error:
+                refused = [name for name in sent if name in str(error)]
+                if not refused:
                     raise
-            value = options.pop(named[0], None)  # None: another thread has been here
-            if named[0] == "max_tokens" and value:
-                options["max_completion_tokens"] = value
+            for name in refused:
+                options.pop(name, None)  # another thread may have removed it already
 
     return judge

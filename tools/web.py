@@ -32,7 +32,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import UTC
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +45,6 @@ PATIENCE = 240.0  # seconds between all tries; a tool's call, which may ask twic
 LONGEST_MESSAGE = 200  # characters of a ToolError
 ANSWER_BYTES = 8 << 20  # of one answer, unpacked
 AT_ONCE = 16  # exchanges of one client
-
-
-class Refused(ToolError):
-    """A service has refused a request for good: (why, all that it said, which is not shown)."""
-
-    def __str__(self):
-        return self.args[0]
 
 
 def settle(outcome: Future, function: Callable, *arguments) -> None:
@@ -152,7 +144,7 @@ class Client:
         for number in itertools.count(1):
             wait = min(FIRST_WAIT * 2 ** (number - 1), LONGEST_WAIT) * random.uniform(0.5, 1)
             status = None
-            refusal = None
+            may_pass = True
             try:
                 with self.http.stream(method, url, content=content, headers=headers) as response:
                     raw = read_within(response, self.timeout)
@@ -160,15 +152,13 @@ class Client:
                 if response.is_success:
                     return raw, read(raw)
                 why = f"HTTP {status}"
-                said = raw.decode("utf-8", "replace")
                 if quote:
-                    why += f" {said}"
-                if status not in (408, 429) and status < 500:
-                    refusal = said
+                    why += f" {raw.decode('utf-8', 'replace')}"
+                may_pass = status in (408, 429) or status >= 500
                 wait = max(wait, retry_after(response.headers))
             except ToolError as error:
                 why = str(error)
-                refusal = ""
+                may_pass = False
             except Exception as error:
                 # What is sent reaches many parsers, which raise many kinds of exceptions. All of
                 # them mean the same: there is no answer.
@@ -178,11 +168,9 @@ class Client:
                 key = r"\\*".join(map(re.escape, secret.removeprefix("Bearer ")))
                 why = re.sub(key, "***", why, flags=re.IGNORECASE)
             why = one_line(f"{site}: {why[:1000]}", LONGEST_MESSAGE - 10)
-            if refusal is not None:
-                raise Refused(f"{why}, {number} tries", refusal)
             failed += status != 429
             waited += wait
-            if failed >= self.tries or waited > PATIENCE:
+            if not may_pass or failed >= self.tries or waited > PATIENCE:
                 raise ToolError(f"{why}, {number} tries")
             time.sleep(wait)
 
@@ -203,11 +191,11 @@ def retry_after(headers: Mapping[str, str]) -> float:
     asked = headers.get("Retry-After", "").strip()
     if re.fullmatch("[0-9]+", asked):
         return min(float(asked), LONGEST_WAIT)
-    with contextlib.suppress(Exception):  # what is sent may be anything
-        date = email.utils.parsedate_to_datetime(asked)
-        seconds = date.replace(tzinfo=date.tzinfo or UTC).timestamp() - time.time()
-        return min(max(seconds, 0.0), LONGEST_WAIT)
-    return 0.0
+    try:
+        seconds = email.utils.parsedate_to_datetime(asked).timestamp() - time.time()
+    except Exception:  # a server may send any text
+        return 0.0
+    return min(max(seconds, 0.0), LONGEST_WAIT)
 
 
 def check_base_url(name: str, url: str) -> str:
