@@ -26,7 +26,7 @@ from tasks.questions import Question
 
 # NFKC would turn 10² into 102, so only full-width characters and these are replaced.
 PLAIN = {0xFEE0 + code: code for code in range(0x21, 0x7F)}
-PLAIN |= str.maketrans("−‐‑‒–—―‘’ʼ′“”„«»。", "-------''''\"\"\"\"\".")
+PLAIN |= str.maketrans("−‐‑‒–—―‘’ʼ′“”„«»。", '-------\'\'\'\'""""".')
 INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2060\ufeff]")
 LATEX = re.compile(r"\\(boxed|text)(?=\{)")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
