@@ -2,8 +2,7 @@
 
     python -m recipes.own_task --steps 20
 
-These answers are invented and rarely true in the toy's world, so the reward stays low: put in
-your own.
+The answers here are rarely true in the toy's world, so the reward stays low: write your own.
 """
 
 import dataclasses

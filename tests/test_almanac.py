@@ -282,12 +282,13 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
     monkeypatch.setattr(almanac, "warm_model", lambda config, tools: models.SMOLLM2)
     done = []
 
-    def carry_out(options, line, name):
+    def call_python(options, line, name):
         done.append(name)
         config = options_of(almanac.main, line[2:])
         arm = name.removeprefix("start-").split("-5")[0]
         assert (config.system1 == "none") == (arm in ("none", "one-agent", "passages"))
         folder = Path(config.runs) / config.name
+        assert config.bf16 == "on"
         if "eval" in line:  # it reads as its arm does
             assert (config.temperature == 0) == name.endswith("greedy")
             reads = parse(parser(AlmanacConfig, ""), arms.ARMS["almanac"].get(arm, []))
@@ -306,16 +307,15 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         (folder / "config.json").write_text(json.dumps(vars(config)))
         (folder / "metrics.jsonl").write_text('{"step": 3, "eval_step": 4}\n')
 
-    monkeypatch.setattr(arms, "carry_out", carry_out)
-    options = Namespace(
-        seeds=[5], arms=arms.ARMS["almanac"], more=[], eval_questions="9", bf16="on"
-    )
+    monkeypatch.setattr(arms, "call_python", call_python)
+    options = Namespace(seeds=[5], arms=arms.ARMS["almanac"], eval_questions="9")
+    options.more = ["--bf16", "on"]
     options.runs, options.records = tmp_path / "runs", tmp_path / "records"
     begun = options.runs / "own-5" / "config.json"
     begun.parent.mkdir(parents=True)
     begun.write_text(json.dumps({"preset": "almanac", "model": "warm/own"}))
     arms.run_missing(options)
-    made = 3 * len(arms.ARMS["almanac"]) + 2 * (1 + len(arms.OWN_START))
+    made = 3 * len(arms.ARMS["almanac"]) + 2 * (1 + len(arms.OTHER_READING))
     assert len(done) == len(set(done)) == made
 
 
