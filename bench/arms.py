@@ -68,7 +68,7 @@ ARMS = {
         "shared_group": ["--shared_group"],
         "no_search": ["--tools", "scholar,python"],
         "no_python": ["--tools", "search,scholar"],
-        "group_16": ["--group", "16"],
+        "group_8": ["--group", "8"],
         "inner_steps_1": ["--inner_steps", "1"],
         "kl_0.01": ["--kl_beta", "0.01"],
     },

@@ -218,7 +218,7 @@ def practice(
     library: Library, rng: random.Random, name: str, sentences: list[str], more: int
 ) -> Pieces:
     """`more` requests and their right notes: most about what was found, some about anything."""
-    facts = [library.told_by[sentence] for sentence in sentences if sentence in library.told_by]
+    facts = [library.fact_of[sentence] for sentence in sentences if sentence in library.fact_of]
     pieces = []
     for _ in range(more):
         request = rng.choice(facts) if facts else base_model.random_request(library.world, rng)

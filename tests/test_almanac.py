@@ -47,10 +47,7 @@ def test_each_gold_stands_in_its_page_and_is_the_fields_own(world):
         assert fact.title == f"{country}: {section}"
         heading = f"{field}\n{part}: " if part else f"{field}: "
         assert fact.line.startswith(heading)
-        assert almanac_world.says(fact.line.removeprefix(heading), fact.golds[0])
-    facts = Counter(attribute for _, attribute in world.facts)
-    for attribute in PLACES:  # what makes no fact is counted
-        assert facts[attribute] + world.dropped[attribute] == len(world.pages)
+        assert almanac_world.has_words(fact.line.removeprefix(heading), fact.golds[0])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +104,9 @@ def test_countries_attributes_and_questions_are_split(world):
         assert question.fact.country in world.parts[part]
         assert question.fact.attribute in GROUPS[group]
         assert question.golden_answers == question.fact.golds
-        assert not any(almanac_world.says(question.text, gold) for gold in question.golden_answers)
+        assert not any(
+            almanac_world.has_words(question.text, gold) for gold in question.golden_answers
+        )
 
 
 def playing(**limits):
@@ -155,6 +154,17 @@ def test_a_warm_start_belongs_to_the_limits_that_its_demonstrations_had(monkeypa
     changes = ({}, {"sys1_prompt": 900}, {"page_fields": 2}, {"credit": "own", "lr": 1.0})
     made = [almanac.warm_model(AlmanacConfig(model="m", **change), []) for change in changes]
     assert len(set(made)) == 3 and made[0] == made[3]
+
+
+def test_a_warm_start_follows_the_files_of_its_model(monkeypatch, tmp_path):
+    monkeypatch.setattr(almanac, "made_once", lambda folder, make: folder)
+    monkeypatch.setattr(almanac, "demonstrations", lambda *given: None)
+    config = AlmanacConfig(model=str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = almanac.warm_model(config, [])
+    assert almanac.warm_model(config, []) == before
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    assert almanac.warm_model(config, []) != before
 
 
 LIMA = Fact("Peru", "capital", ("Lima",), "Peru: Government", "Capital\nname: Lima")
