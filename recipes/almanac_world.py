@@ -186,7 +186,7 @@ def lines(name: str, field: dict, longest: int) -> dict[str, str]:
 def fields_on_page(section: str, names: list[str], beside: int) -> list[str]:
     """The names of a section's fields that are kept (see --page_fields); with 0 all."""
     wanted = {field for place, field, _ in PLACES.values() if place == section}
-    places = [i for i, name in enumerate(names) if name in wanted] or [-1]
+    places = [i for i, name in enumerate(names) if name in wanted] or [-1]  # -1: its start
     near = [name for i, name in enumerate(names) if any(abs(i - p) <= beside for p in places)]
     return near if beside else names
 
