@@ -206,5 +206,5 @@ REFUSED += [{"inner_steps": 2}, {"lora_rank": 1}]
 
 @pytest.mark.parametrize("given", REFUSED, ids=str)
 def test_what_would_be_trained_wrongly_is_refused(given):
-    with pytest.raises(UserError, match="made for|leave --data"):
+    with pytest.raises(UserError, match="this method needs|leave --data"):
         MifoConfig(**given).check(training=True)
