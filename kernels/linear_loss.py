@@ -27,7 +27,7 @@ Reproducible bit by bit: a row belongs to one program, and nothing is added atom
 The Triton form is two kernels around the loss, one program per row, one sweep over the vocabulary
 each: `stats_kernel` gives log-prob, entropy and lse, `gradient_kernel` dz. The products are cuBLAS.
 Tests: `pytest tests/test_kernels_loss.py`.
-Accuracy and speed beside other implementations: `python -m bench.kernels`.
+Accuracy and speed beside other implementations: `python -m bench.gpu --step accuracy`.
 """
 
 import math

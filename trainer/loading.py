@@ -87,5 +87,5 @@ def check_positions(path: str | Path, longest: int) -> None:
     if longest > most:
         raise UserError(
             f"{path} has {most:.0f} positions, fewer than one context of {longest} tokens; lower "
-            "the episode's limits, or use another model"
+            "the episode's limits, leave out longer demonstrations, or use another model"
         )
