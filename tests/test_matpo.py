@@ -234,7 +234,7 @@ def test_mars_groups_compare_workers_with_workers():
 def test_frozen_workers_are_not_trained():
     trajectories, terms, _ = credited(workers="frozen")
     assert len(terms["rollout"]) == len(trajectories)
-    assert not any(made.copies for t in trajectories for made in t.samples("worker"))
+    assert not any(made.loss_weight for t in trajectories for made in t.samples("worker"))
 
 
 # -------------------------------------------------------------------------------------- the program

@@ -154,13 +154,14 @@ def test_an_evaluation_is_shared_out_drawn_in_two_ways_and_not_blind(monkeypatch
     config = mars.MarsConfig(temperature=0.7, top_p=0.9)
     run = Mock(config=config, method=mars.METHOD, rank=1, ranks=2)
     run.eval_questions = [right.question] * 5
-    run.play.return_value = [right]
+    play = Mock(return_value=[right])
+    monkeypatch.setattr(train, "play_batch", play)
     assert train.evaluate(run, 8)["eval_greedy"] == 1
-    calls = run.play.mock_calls
-    assert [[index for index, _ in call.args[0]] for call in calls] == [[1, 3]] * 2
+    calls = play.mock_calls
+    assert [[index for index, _ in call.args[1]] for call in calls] == [[1, 3]] * 2
     draws = [(call.kwargs["temperature"], call.kwargs["top_p"]) for call in calls]
     assert draws == [(0.7, 0.9), (0.0, 1.0)]
-    run.play.side_effect = [[unjudged] * 3, [right]]
+    play.side_effect = [[unjudged] * 3, [right]]
     with pytest.raises(UserError, match="75% of the judgements of the evaluation after 8 steps"):
         train.evaluate(run, 8)
 

@@ -234,7 +234,7 @@ def test_what_the_hub_does_not_give_is_one_sentence(hub, monkeypatch):
     hub[BENCHMARKS["hle"][0]] = GatedRepoError("gated", response=Mock())
     hub[BENCHMARKS["gaia"][0]] = "PAR1"
     for spec, says in (
-        ("hotpotqa/test", "cannot get .*/hotpotqa/test.jsonl from the hub .404.:"),
+        ("hotpotqa/test", "cannot get .*/hotpotqa/test.jsonl from the hub .404 not found.:"),
         ("hle", "cannot get cais/hle/.*gated.: accept its terms"),
         ("gaia", "gaia is a parquet file: pip install pyarrow"),
     ):

@@ -75,7 +75,7 @@ MOST_TASKS = 1 << 16
 # The ends of the names of package folders. A program may import from such folders.
 PACKAGES = ("/site-packages", "/dist-packages")
 
-NOT_PERMITTED = "This jail forbids sockets (asyncio needs them), writing files and new processes."
+NOT_PERMITTED = "Sockets (asyncio needs them), writing files and new processes are forbidden here."
 
 libc = ctypes.CDLL(None, use_errno=True)
 
