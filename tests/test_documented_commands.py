@@ -56,7 +56,7 @@ def accept(tmp_path, monkeypatch):
 
     (tmp_path / "runs" / "almanac").mkdir(parents=True)
     (tmp_path / "runs" / "almanac" / "config.json").write_text(json.dumps(made))
-    (tmp_path / "own.jsonl").write_text(json.dumps({"messages": TALK}))
+    (tmp_path / "demonstrations.jsonl").write_text(json.dumps({"messages": TALK}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(models, "find_checkpoint", find_checkpoint)
     monkeypatch.setattr(models, "run_of", run_of)
