@@ -1,6 +1,6 @@
-"""A folder is there whole, or it is not there: written under a temporary name, synced, renamed.
+"""Atomic writing of folders: under a temporary name, synced to the disk, then renamed.
 
-Whenever the process dies or the power goes, no half of a folder stands under its own name.
+If the process dies or the power fails, there is no half-written folder under the final name.
 Tests: pytest tests/test_checkpoint.py tests/test_folders.py
 """
 
@@ -18,8 +18,10 @@ from config import UserError
 
 def reason(error: BaseException) -> str:
     """Why something failed, in one line: as the system says it, or as its error does."""
-    said = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
-    return " ".join(said.split())
+    text = getattr(error, "strerror", None) or str(error).strip()
+    if not text or isinstance(error, KeyError):  # the text of a KeyError is the key alone
+        text = repr(error)
+    return " ".join(text.split())
 
 
 @contextlib.contextmanager
@@ -34,10 +36,10 @@ def on_disk(what: str) -> Iterator[None]:
 
 
 def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """`folder` as the cache holds it, or else filled by `make`, which is given an empty folder.
+    """Returns `folder` from the cache; if it is missing, `make` fills an empty folder first.
 
-    One process makes the folder, and others wait for it. It gets its name when all its files are on
-    the disk; what a killed process left is removed by the next. UserError if it cannot be written.
+    One process makes the folder while others wait. The folder gets its name when all its files are
+    on the disk. The next process removes what a killed one left. UserError if it cannot be written.
     """
     with on_disk(f"write {folder}"):
         if folder.exists():
@@ -45,26 +47,26 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.with_name(f"{folder.name}.lock"), "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if not folder.exists():  # else somebody made it while we waited
+            if not folder.exists():  # another process may have made it while this one waited
                 write_folder(folder, make)
     return folder
 
 
 def write_folder(final: Path, fill: Callable[[Path], None]) -> None:
-    """`fill` writes into an empty folder, which then takes the place of the folder `final`.
+    """Replaces the folder `final` by one that `fill` writes.
 
-    Raises what `fill` and the disk raise; if `fill` does, the former `final` stays as it was.
+    Raises the errors of `fill` and of the disk. If `fill` raises, the former `final` is unchanged.
     """
     temporary = final.with_name(f".{final.name}.writing")
     former = final.with_name(f".{final.name}.former")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(temporary, ignore_errors=True)  # from a killed process
     temporary.mkdir(parents=True)
     try:
         fill(temporary)
         for path in temporary.rglob("*"):
             sync(path)
         sync(temporary)
-        if final.exists():  # renamed before it is removed: never half removed under its own name
+        if final.exists():  # first renamed, so that no half-removed folder has the final name
             shutil.rmtree(former, ignore_errors=True)
             os.rename(final, former)
         os.rename(temporary, final)
@@ -75,7 +77,7 @@ def write_folder(final: Path, fill: Callable[[Path], None]) -> None:
 
 
 def point(link: Path, target: Path) -> None:
-    """Makes `link` a symbolic link to `target`, relative to where it stands, in one move."""
+    """Makes `link` a relative symbolic link to `target`, in one atomic step."""
     temporary = link.with_name(f".{link.name}.writing")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
@@ -84,7 +86,7 @@ def point(link: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Has the system write a file or a folder's names to the disk, now."""
+    """Flushes a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

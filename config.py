@@ -69,7 +69,7 @@ def flagged(options: type, flag: str) -> set[str]:
 
 @dataclass
 class Config:
-    """A field is an option of the same name; a subclass adds `longest()`, its longest sample."""
+    """A field is an option of the same name."""
 
     preset: str = option("toy", "source of other defaults: toy, or a method's", heading="the run")
     name: str = option("", "runs/NAME/; empty: one that is free", RESUME)
@@ -129,6 +129,10 @@ class Config:
     passage_words: int = no_option(200)  # documents are cut into passages of so many; 0: none are
     tool_seconds: float = no_option(600.0, RESUME)  # a call that takes longer has failed
     max_sequences: int = no_option(256, RESUME)  # decoded together at most
+
+    def longest(self) -> int:
+        """Tokens of the method's longest sample; a subclass says how many."""
+        raise NotImplementedError
 
     def frozen(self) -> set[str]:
         """Roles that the start's weights play."""

@@ -1,8 +1,8 @@
 """Runs many episodes at once: one running batch in the sampler, tools in threads.
 
-An episode is a coroutine. When every episode waits, the event loop would sleep; at that moment,
-and only then, `Driver` decodes one token for each open request. So no episode is ever late for
-a batch, however deep its awaits are nested.
+An episode is a coroutine. When every episode waits, an event loop would sleep. At that moment, and
+only then, `Driver` decodes one token for each open request. So every episode that can submit a
+request has done so before the next batch, however deep its awaits are nested.
 
 Tests: pytest tests/test_driver.py
 """
@@ -17,15 +17,17 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from sampler import Completion, Conversation, Request, Sampler
+from sampler import Completion, Conversation, Request, Sampler, vllm
 from tools import ToolError
+
+AnySampler = Sampler | vllm.Remote
 
 
 @dataclass
 class ToolCall:
-    """A function in a daemon thread of its own, and the future that waits for its outcome.
+    """A function that runs in its own daemon thread, and the future that waits for its outcome.
 
-    A thread that never returns is given up at its deadline. It cannot keep the process from ending.
+    A thread that has not returned at its deadline is abandoned. It does not keep the process alive.
     """
 
     function: Callable
@@ -42,7 +44,7 @@ class ToolCall:
                 outcome = (self.function(), None)
             except BaseException as error:
                 outcome = (None, error)
-            if not self.over():  # past the deadline it stays a failure
+            if not self.over():  # a result that comes after the deadline is ignored
                 self.outcome = outcome
             finished.set()
 
@@ -71,10 +73,10 @@ def wake(future: asyncio.Future, result: Any, error: BaseException | None) -> No
 
 
 class IdleSelector(selectors.DefaultSelector):
-    """Tells when an event loop has nothing left to do.
+    """A selector that calls `on_idle` when an event loop has nothing left to do.
 
-    A loop with work asks its selector to wait 0 seconds. Any other wait means that every
-    coroutine waits for somebody else; then `on_idle` is called. So no episode may await a sleep.
+    A loop with work asks its selector to wait 0 seconds. Any other wait means that all coroutines
+    wait for a request or a tool. So no episode may await a sleep.
     """
 
     def __init__(self, on_idle: Callable[[], None]):
@@ -90,27 +92,27 @@ class IdleSelector(selectors.DefaultSelector):
 class Driver:
     """Runs episodes over samplers: open requests share a running batch, tools run in threads.
 
-    `deterministic`: a tool's result is handed over only when nothing is left to decode and every
-    tool has returned. So the batches, and with them the last bits of every log-prob, do not depend
-    on how long a tool took. Without it a result is handed over at once, and waiting for tools costs
-    nothing.
+    With `deterministic` an episode gets its tool's result only when nothing is left to decode and
+    every tool has returned. So the batches, and with them the last bits of every log-prob, do not
+    depend on how long a tool took. Without it an episode gets a result at once, and other episodes
+    decode while a tool runs.
     """
 
-    def __init__(self, samplers: list[Sampler], *, deterministic: bool, max_calls: int = 32):
+    def __init__(self, samplers: list[AnySampler], *, deterministic: bool, max_calls: int = 32):
         self.samplers = samplers
         self.deterministic = deterministic
         self.max_calls = max_calls
         self._clear()
 
     def _clear(self) -> None:
-        # id(request) -> what an episode waits for; holding the request keeps its id unique.
+        # id(request) -> the request, which keeps the id unique, and the future of its episode
         self.waiting: dict[int, tuple[Request, asyncio.Future]] = {}
         self.queued: collections.deque[ToolCall] = collections.deque()
-        self.running: list[ToolCall] = []  # started, and not handed over yet
-        self.finished = threading.Event()  # some call has ended since the last look
+        self.running: list[ToolCall] = []  # started, and not delivered yet
+        self.finished = threading.Event()  # set if a call has ended since the last check
 
     async def sample(
-        self, sampler: Sampler, conversation: Conversation, tokens: list[int], **options
+        self, sampler: AnySampler, conversation: Conversation, tokens: list[int], **options
     ) -> Completion:
         """Appends `tokens` to the conversation and samples; see Sampler.submit."""
         future = asyncio.get_running_loop().create_future()
@@ -130,7 +132,7 @@ class Driver:
     ) -> list:
         """Runs the episodes to their ends and returns their results in order.
 
-        An error in one episode ends all. `on_progress` is told how many are done.
+        An error in one episode ends all of them. `on_progress` gets the number of finished ones.
         """
         tasks: list[asyncio.Task] = []
 
@@ -145,7 +147,7 @@ class Driver:
 
         new_loop = functools.partial(asyncio.SelectorEventLoop, IdleSelector(on_idle))
         try:
-            # At its end the runner cancels the episodes that an error in another one left open.
+            # The runner ends by cancelling the episodes that are still open after an error.
             with asyncio.Runner(loop_factory=new_loop) as runner:
                 return runner.run(play_all())
         finally:
@@ -168,7 +170,7 @@ class Driver:
         self._deliver()
 
     def _deliver(self) -> None:
-        """Hands over what the tools have returned; deterministic: only when all of them have."""
+        """Delivers the tools' results; if deterministic, only when all tools have returned."""
         under_way = self.queued or not all(call.over() for call in self.running)
         if self.deterministic and under_way:
             return
@@ -179,7 +181,7 @@ class Driver:
         self._start_calls()
 
     def _start_calls(self) -> None:
-        """Starts queued calls. Those that were given up at their deadline no longer count."""
+        """Starts queued calls. Calls that were abandoned at their deadline do not count."""
         under_way = sum(call.outcome is None for call in self.running)
         while self.queued and under_way < self.max_calls:
             call = self.queued.popleft()
@@ -188,12 +190,12 @@ class Driver:
             under_way += 1
 
     def _wait_for_calls(self) -> None:
-        """Waits for a call to return, at most a moment, so that Ctrl-C is heard in time."""
+        """Waits for a call to return, but only a moment, so that Ctrl-C works."""
         if not self.running:
-            raise RuntimeError("every episode waits, and nothing is under way that could wake one")
+            raise RuntimeError("every episode waits, but no request and no call is under way")
         if any(call.over() for call in self.running) and not self.deterministic:
             return
         self.finished.wait(0.1)
         self.finished.clear()
-        # Later calls of a long queue start while the first ones wait to be handed over.
+        # Queued calls can start while finished ones wait for their delivery.
         self._start_calls()

@@ -13,7 +13,7 @@ Each System 1 sample takes its attempt's reward. In this order:
 System 2's sequence spans all turns of its attempt. On policy, with one optimizer step per batch,
 ρ is 1 and the gradient is the plain policy gradient.
 
-docs/choices.md says what is our choice where the paper is silent, and names the switches.
+docs/choices.md lists our choices where the paper is silent, and their options.
 
 Tests: pytest tests/test_grpo.py
 """
@@ -29,8 +29,8 @@ def group_advantages(rewards: Tensor, groups: Sequence[Hashable], *, divide: boo
 
     The std is the population's, without an epsilon, so the rewards' scale does not matter. Without
     `divide` it is r − mean (Dr. GRPO, arXiv 2503.20783). `groups[i]` names the group of sample i
-    (any hashable key, so groups may have any size and order). One sample alone, or equal rewards,
-    get 0. Raises ValueError if a reward is not finite or the lengths differ.
+    (any hashable key, so groups may have any size and order). A sample alone in its group gets 0,
+    and so do equal rewards. ValueError if a reward is not finite or the lengths differ.
 
     >>> group_advantages(torch.tensor([1., 0., 0., 1.]), ["a", "a", "b", "a"])    # "b" stands alone
     tensor([ 0.7071, -1.4142,  0.0000,  0.7071])
@@ -129,16 +129,16 @@ def grpo_loss(
     ρ = exp(logprob − old_logprob). KL is k3 = exp(d) − d − 1 with d = ref_logprob − logprob
     (Schulman, 2020), if a reference is given. Plain PyTorch, any dtype.
 
-    This is the only definition of the loss: the fused kernel calls it on every device, chunk by
-    chunk. So a token's ℓ may depend on that token's inputs only.
+    This is the only definition of the loss. The fused kernel calls it for one chunk of tokens after
+    the other, on every device. So a token's ℓ may depend on that token's inputs only.
 
-    The gradient. The clipped branch is the smaller one only where the policy has gone too far in
-    the direction that A asks for: ρ > 1+clip_high with A > 0, or ρ < 1−clip_low with A < 0. There
-    it is constant, and the token teaches nothing. Everywhere else dℓ/dlogprob = −ρA. The KL term
-    adds kl_beta·(1 − exp(d)).
+    The gradient. The minimum is the clipped term only where the policy has moved too far in the
+    direction of A: ρ > 1+clip_high with A > 0, or ρ < 1−clip_low with A < 0. There the term is
+    constant, and the token has no gradient. Everywhere else dℓ/dlogprob = −ρA. The KL term adds
+    kl_beta·(1 − exp(d)).
 
-    A token of weight 0 is masked: whatever stands there, NaN included, neither enters the loss nor
-    gets a gradient. Stats are means over the tokens with weight, and 0 if there are none.
+    A token of weight 0 is masked: its values, even NaN, do not enter the loss and get no gradient.
+    The stats are means over the tokens of nonzero weight, and 0 if there are none.
     """
     live = weight != 0
     logprob = torch.where(live, logprob, 0.0)
@@ -156,7 +156,7 @@ def grpo_loss(
     if ref_logprob is not None:
         d = torch.where(live, ref_logprob, 0.0) - logprob
         kl = torch.expm1(d) - d
-        if kl_beta:  # else a hopeless reference would make 0 · inf
+        if kl_beta:  # without it an infinite KL would give 0 · inf
             loss = loss + kl_beta * kl
     with torch.no_grad():
         tokens = live.sum().clamp(min=1)

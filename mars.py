@@ -9,7 +9,7 @@ role sampled, and balanced numbers of samples.
     (2)  õ_i = π_sys1(Bin-Packing(o_i^(1) … o_i^(n_i)), p_i)         `observe`, `distil`
     (3)  c_{i+1} = c_i ⊕ {s_i, t_i, p_i, õ_i}                        `extend`
 
-and then `credit`: rewards → advantages → how often each sample stands in the loss.
+and then `credit`: rewards → advantages → the weight of each sample in the loss.
 
 This file is the whole method. Read on in rollout.py, grpo.py, binpack.py, and in train.py, the loop
 that all methods share.
@@ -21,12 +21,11 @@ that all methods share.
     # the paper's setting, Qwen3-8B
     torchrun --nproc_per_node=8 mars.py --preset paper --data … --search serper
 
-G are the attempts at a question, M its System 1 samples; other files declare their shapes' letters.
-A step of System 2 is what it samples in one turn; a training step is one batch.
+G is the number of attempts at a question, M the number of its System 1 samples. A step of System 2
+is what it samples in one turn; a training step is one batch of questions.
 
-Our choices where the paper is silent stand in docs/choices.md. Of what System 2 samples two things
-are decoded and encoded again: the purpose, for System 1's prompt, and the name of a tool that does
-not exist, for the correction. Notes stay token ids.
+docs/choices.md lists our choices where the paper is silent. No sample is ever decoded and encoded
+again. System 2's purpose is read as text, since it becomes a part of another prompt, System 1's.
 """
 
 import asyncio
@@ -161,10 +160,10 @@ def words(config: MarsConfig, tools: list[Tool]) -> Words:
 
 @dataclass
 class Prompt:
-    """What completes a context before its next step."""
+    """The tokens that a context gets before its next step."""
 
     tokens: list[int]
-    must_answer: bool = False  # it ends in the demand to answer
+    must_answer: bool = False  # whether they end with the demand to answer
 
 
 async def episode(env: Env, trajectory: Trajectory) -> None:
@@ -184,10 +183,10 @@ async def episode(env: Env, trajectory: Trajectory) -> None:
 
 
 async def act(env: Env, system2: Context, prompt: Prompt, *key: int) -> Turn:
-    """Formula (1): System 2 reads `prompt`, which makes its context c_i, and samples one step.
+    """Formula (1): System 2 reads `prompt`, which completes its context c_i, and samples one step.
 
-    `key` enters the seed of its draws: a method that opens several such contexts in an attempt
-    tells them apart by it.
+    `key` is a part of the seed of the draws. A method that opens several such contexts in an
+    attempt gives each of them a key of its own.
     """
     limit = min(step_budget(env, system2, prompt), env.config.step_tokens)
     step = await system2.write(prompt.tokens, limit, *key, len(system2.turns))
@@ -204,7 +203,7 @@ async def act(env: Env, system2: Context, prompt: Prompt, *key: int) -> Turn:
 
 
 async def observe(env: Env, trajectory: Trajectory, turn: Turn) -> list[Sequence[int]]:
-    """What System 2 gets to see of its call, as token ids: notes, or one sentence of ours."""
+    """What System 2 reads after its call, as token ids: notes, or one sentence about a problem."""
     config = env.config
     chat = env.chat
     call = turn.action.call
@@ -229,7 +228,7 @@ async def observe(env: Env, trajectory: Trajectory, turn: Turn) -> list[Sequence
     turn.lengths = [len(tokens) for tokens in texts]
     if distilled:
         return await distil(env, trajectory, turn, texts, capacity)
-    # Each turn has an equal part of the context, which its documents share.
+    # Each turn has an equal part of the context, and its documents share this part.
     part = max(1, config.sys2_context // config.max_turns // len(texts))
     return [tokens[:part] for tokens in texts]
 
@@ -259,6 +258,7 @@ async def distil(
         env.on_event(system1.role, env.chat.text(response.tokens))
         return env.chat.note(response.tokens)
 
+    # The seeds of the draws count chunks from 1.
     return await asyncio.gather(*(read(n, indices) for n, indices in enumerate(bins, 1)))
 
 
@@ -335,10 +335,10 @@ def fits(config: MarsConfig, chat: Format, question: Question) -> None:
 def credit(
     config: MarsConfig, trajectories: list[Trajectory], step: int
 ) -> dict[str, list[Sample]]:
-    """Rewards → advantages → how often each sample stands in the loss. L = L_sys2 + L_sys1.
+    """Rewards → advantages → the weight of each sample in the loss. L = L_sys2 + L_sys1.
 
-    Each role's samples of a question are a group of their own. Then as many of System 1's are drawn
-    as System 2 has, after the advantages, which compare all of them.
+    A role's samples of one question are an advantage group. After that, as many of System 1's
+    samples are drawn for each question as System 2 has. So the advantages compare all samples.
     """
     sys2 = [sample for t in trajectories for sample in t.samples("sys2")]
     sys1 = [sample for t in trajectories for sample in t.samples("sys1")]
@@ -359,7 +359,7 @@ def credit(
 
 
 def set_advantages(config: Config, samples: list[Sample]) -> None:
-    """Sets each sample's advantage: its reward beside those of its question's other samples."""
+    """Sets each sample's advantage: its reward compared with its question's other samples."""
     rewards = torch.tensor([sample.reward for sample in samples])
     groups = [sample.question_index for sample in samples]
     advantages = grpo.group_advantages(rewards, groups, divide=config.advantage == "std")
@@ -372,7 +372,7 @@ def draw_sys1(config: MarsConfig, sys2: list[Sample], sys1: list[Sample], step: 
     for question_index in {sample.question_index for sample in sys1}:
         members = [sample for sample in sys1 if sample.question_index == question_index]
         target = sum(sample.question_index == question_index for sample in sys2)
-        # The generator is the question's own, so that any number of ranks draws the same samples.
+        # Each question has a generator of its own, so any number of ranks draws the same samples.
         seed = random.Random(f"{config.seed} {step} {question_index}").getrandbits(63)
         generator = torch.Generator().manual_seed(seed)
         drawn = grpo.balance(range(len(members)), target, generator)
@@ -382,8 +382,8 @@ def draw_sys1(config: MarsConfig, sys2: list[Sample], sys1: list[Sample], step: 
 
 # ----------------------------------------------------------------------- the method and its command
 
-# What the paper uses, where it differs from the toy. † marks a value from a second-hand summary of
-# the paper's second version (v2), "ours" one for which no source was found.
+# The paper's values where they differ from the toy's. † marks a value from a second-hand summary of
+# the paper's second version (v2). "ours" marks our choice, where no source was found.
 PAPER = {
     "name": "paper",
     "model": "Qwen/Qwen3-8B",  # v2; v1 used Qwen2.5-7B-Instruct

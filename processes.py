@@ -1,8 +1,9 @@
-"""The processes of one run: torch.distributed where several were started, nothing where one was."""
+"""The processes of one run. One process alone has no group, and needs none of this."""
 
 import os
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
@@ -10,12 +11,12 @@ from config import UserError
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes: rank 0, or the only one."""
+    """Whether this process writes the run's files: rank 0, or the only process."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def from_first_rank(value):
-    """What rank 0 holds, on every rank; they wait for it here."""
+    """Rank 0's value, on every rank. All ranks wait here for rank 0."""
     if not dist.is_initialized():
         return value
     box = [value]
@@ -23,8 +24,20 @@ def from_first_rank(value):
     return box[0]
 
 
+def sum_over_ranks(sums: Mapping) -> Counter:
+    """Sums over all ranks, of whatever keys each of them brings. What nobody counted is 0."""
+    parts = [sums]
+    if dist.is_initialized():
+        parts *= dist.get_world_size()
+        dist.all_gather_object(parts, dict(sums))
+    total = Counter()
+    for part in parts:
+        total.update(part)
+    return total
+
+
 def on_first_rank(function: Callable):
-    """What `function` returns, on rank 0, and None elsewhere; its UserError on every rank."""
+    """Calls `function` on rank 0: its result there, None elsewhere, its UserError on every rank."""
     value = problem = None
     if is_first():
         try:
@@ -44,13 +57,13 @@ def end_at_once(*error) -> None:
 
 
 def leave(code: int) -> None:
-    """Ends this process with `code`; alone it returns, and the caller ends as always.
+    """Ends this process with `code`. Without a process group it returns, and Python ends as usual.
 
-    A process group's threads can outlive it, and Python's own end would abort on them (SIGABRT,
-    after the work was done). So the process ends without it, once what was printed is flushed.
+    The threads of a process group can outlive it, and Python's own exit would then abort (SIGABRT,
+    after the work was done). So the process flushes its output and ends without Python's exit.
 
-    A rank that has failed does not close the group: NCCL would wait for the other ranks, and they
-    may wait for this one. torchrun ends them.
+    A rank that failed does not close the group: NCCL would wait for the other ranks, and they may
+    wait for this one. torchrun ends them.
     """
     if not dist.is_initialized():
         return

@@ -1,8 +1,8 @@
-"""What an episode of any method is made of; mars.py shows one.
+"""The parts of an episode, for any method; mars.py has an example.
 
-Tokens, masks and log-probs are stored as they arise, in `Context.write`, and never remade: no
-context is decoded and encoded again. An episode is a straight-line coroutine, and a new multi-agent
-method is a new `async def`. driver.py runs hundreds of them over one sampler.
+`Context.write` stores tokens, masks and log-probs at the moment when they are sampled. They are
+never made again: no context is decoded and encoded. An episode is one coroutine without callbacks,
+and a new multi-agent method is a new `async def`. driver.py runs hundreds of them over one sampler.
 
 Tests: pytest tests/test_rollout.py
 """
@@ -11,24 +11,28 @@ import contextlib
 import functools
 import hashlib
 import math
+import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
 
 from config import Config, UserError
-from driver import Driver
-from sampler import Completion, Conversation, Lost, Sampler
+from driver import AnySampler, Driver
+from sampler import Completion, Conversation, Lost
 from tasks.chat import Words
 from tasks.format import Action, Format
 from tasks.questions import Question
 from tools import Document, Tool, ToolError
 
-# ---------------------------------------------------------------------------------- what is written
+# ------------------------------------------------------------------------------------------ records
 
 
 @dataclass
 class Sample:
-    """What one role read and wrote in one context. The three lists have one entry per token."""
+    """One role's tokens in one context. The three lists have one entry per token."""
 
     role: str
     question_index: int  # in the step's batch: the key of its advantage groups
@@ -36,7 +40,7 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)  # True: sampled by this role, carries loss
     logprobs: list[float] = field(default_factory=list)  # the sampler's; 0 where given
-    server: str = ""  # URL of the last that sampled for it; empty: this process
+    server: str = ""  # URL of the server that sampled last; empty: this process
     reward: float | None = None
     advantage: float = 0.0
     loss_weight: float = 0  # its weight in the mean of its term of the loss; `credit` sets it
@@ -57,17 +61,17 @@ class Sample:
 
 @dataclass
 class Chunk:
-    """The documents that a reader got at once."""
+    """The documents in one reader's prompt."""
 
     documents: list[int]  # indices into the turn's documents
     tokens: int
-    capacity: int  # tokens that would have fitted
-    truncated: bool  # a document in it was longer than the capacity
+    capacity: int  # the most tokens of documents that the prompt can hold
+    truncated: bool  # whether a document was cut at the capacity
 
 
 @dataclass
 class Turn:
-    """One action of a context and what came of it."""
+    """One action of a context and its outcome."""
 
     sampled: list[int]
     action: Action
@@ -86,12 +90,12 @@ class Trajectory:
     question: Question
     question_index: int  # in the step's batch
     attempt: int
-    # In the order of their opening. Not in repr: asyncio prints results when it restores Ctrl-C's
-    # handler, and all these tokens took seconds.
+    # In the order of their opening. They are left out of repr, because asyncio formats every result
+    # when it restores the handler of Ctrl-C, and that took seconds.
     contexts: list["Context"] = field(default_factory=list, repr=False)
     answer: str | None = None
     ended: str = ""  # "answer", "answer on demand", "no answer", "lost: …"
-    # None: nobody could grade it, or no server answered. Then it belongs to no group.
+    # None if the grader failed or no server answered; the trajectory then belongs to no group.
     reward: float | None = None
 
     @property
@@ -112,7 +116,7 @@ class Context:
     env: "Env"
     trajectory: Trajectory
     role: str
-    chunk: Chunk | None = None  # what a reader was given
+    chunk: Chunk | None = None  # a reader's documents
     turns: list[Turn] = field(default_factory=list)
     sample: Sample = field(init=False)
     conversation: Conversation = field(init=False, repr=False)
@@ -131,8 +135,8 @@ class Context:
     async def write(self, given: list[int], limit: int, *key: int) -> Completion:
         """Reads the tokens `given`, then samples up to `limit` tokens or the stop token.
 
-        The seed of the draws depends on `key`, which must differ from that of every other `write`
-        of this role in the attempt. In a role's only context the turn's number does.
+        The seed of the draws depends on `key`. Every `write` of this role in the attempt needs a
+        `key` of its own. Where the role has only one context, the number of the turn is enough.
         """
         env = self.env
         self.sample.append_given(given)
@@ -150,28 +154,28 @@ class Context:
         return completion
 
 
-# ----------------------------------------------------------------------------- what an episode uses
+# ------------------------------------------------------------------------ an episode's environment
 
 
 @dataclass
 class Env:
-    """Everything that the episodes of one batch may use."""
+    """Everything that the episodes of one batch share."""
 
     driver: Driver
-    samplers: dict[str, Sampler]  # role -> who plays it
+    samplers: dict[str, AnySampler]  # role -> its sampler
     chat: Format
     tools: dict[str, Callable[[str], list[Document]]]
-    grade: Callable[[Question, str], float | None]  # may block; ToolError or None: it cannot tell
-    config: Config
-    step: int | str  # names the draws: the training step, "eval", "ask" or "demonstration"
+    grade: Callable[[Question, str], float | None]  # may block; ToolError or None if it fails
+    config: Any  # the method's own subclass of Config
+    step: int | str  # part of every seed: the training step, "eval", "ask" or "demonstration"
     temperature: float = 1.0
     top_p: float = 1.0
-    on_event: Callable[[str, str], None] = lambda kind, text: None  # for somebody who watches
+    on_event: Callable[[str, str], None] = lambda kind, text: None  # called for a viewer
 
     def seed(self, trajectory: Trajectory, *key: int | str) -> int:
-        """The seed of one `write`: a hash of its key, whatever else was drawn before."""
-        whole = (self.config.seed, self.step, trajectory.question.id, trajectory.attempt, *key)
-        digest = hashlib.blake2b(repr(whole).encode(), digest_size=8).digest()
+        """The seed of one `write`: a hash of its key, independent of all earlier draws."""
+        full_key = (self.config.seed, self.step, trajectory.question.id, trajectory.attempt, *key)
+        digest = hashlib.blake2b(repr(full_key).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
     async def call(self, turn: Turn) -> list[Document]:
@@ -179,13 +183,13 @@ class Env:
         call = turn.action.call
 
         def timed() -> list[Document]:
-            turn.seconds = self.config.tool_seconds  # unless it ends before its deadline
+            turn.seconds = self.config.tool_seconds  # in case the call runs into its deadline
             start = time.perf_counter()
             try:
                 documents = self.tools[call.tool](call.argument)
             finally:
                 turn.seconds = time.perf_counter() - start
-            for document in documents:  # encoded in this thread; the format keeps the ids
+            for document in documents:  # encodes it in this thread; the format caches the ids
                 self.chat.document(document)
             return documents
 
@@ -220,7 +224,7 @@ class Env:
         return trajectory
 
     async def reward(self, trajectory: Trajectory) -> float | None:
-        """The grade of the answer, 0 if there is none; None if nobody could grade it."""
+        """The grade of the answer: 0 if there is no answer, None if the grader failed."""
         if trajectory.answer is None:
             return 0.0
         grade = functools.partial(self.grade, trajectory.question, trajectory.answer)
@@ -233,7 +237,7 @@ class Env:
 
 
 def finite(reward) -> float:
-    """What a grader returned, also of NumPy or PyTorch, as a float; UserError if it is none."""
+    """A grader's result as a float, also a NumPy or PyTorch number; UserError if not finite."""
     with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
         if math.isfinite(number := float(reward)):
             return number
@@ -244,20 +248,48 @@ def finite(reward) -> float:
 
 @dataclass(frozen=True)
 class Method:
-    """A method: words, `episode` and `credit`, with the options that are its own."""
+    """A method: its words, its `episode`, its `credit`, and its own options."""
 
     name: str
     roles: dict[str, str]  # role -> caption on pages and curves; the first role answers
     config: type[Config]
     episode: Callable[[Env, Trajectory], Coroutine]
     # (options, graded trajectories, step) -> {term: its samples}, with advantages and weights set.
-    # The loss is the sum of the terms, each a mean over its samples.
-    credit: Callable[[Config, list[Trajectory], int], dict[str, list[Sample]]]
-    words: Callable[[Config, list[Tool]], Words]  # how a chat model is addressed
-    fits: Callable[[Config, Format, Question], None]  # UserError if a question leaves no room
+    # The loss is the sum of the terms, each a mean over its samples. It sees this rank's questions
+    # only, each with all its attempts: what needs all ranks' goes through processes.sum_over_ranks.
+    credit: Callable[[Any, list[Trajectory], int], dict[str, list[Sample]]]
+    words: Callable[[Any, list[Tool]], Words]  # how a chat model is addressed
+    fits: Callable[[Any, Format, Question], None]  # UserError if a question leaves no room
     presets: dict[str, dict] = field(default_factory=dict)
     # (run, step) -> this rank's trajectories of a step; None: G attempts at each of its questions.
     play_step: Callable[..., list[Trajectory]] | None = None
     # Metrics of the method's own: {name: (numerator, denominator)} of a batch. Both are summed over
     # the ranks, and metrics.jsonl gets their ratio, an evaluation's under eval_{name}.
     metrics: Callable[[list[Trajectory]], dict[str, tuple[float, float]]] = lambda attempts: {}
+
+
+def play_batch(
+    run, batch: list[tuple[int, Question]], attempts: int, tools: list[Tool], **options
+) -> list[Trajectory]:
+    """`attempts` trajectories for each (index, question), all in one running batch.
+
+    `run` is a plumbing.start.Run. `options` are those of Env: the step, the temperature (the run's
+    unless given), …
+    """
+    env = Env(
+        driver=run.driver,
+        samplers=run.samplers,
+        chat=run.chat,
+        tools={tool.name: tool.call for tool in tools},
+        grade=run.grade,
+        config=run.config,
+        **{"temperature": run.config.temperature} | options,
+    )
+    episodes = [
+        env.play(run.method, question, index, attempt)
+        for index, question in batch
+        for attempt in range(attempts)
+    ]
+    quiet = run.rank > 0 or "on_event" in options or not sys.stderr.isatty()
+    with tqdm(desc="rollouts", total=len(episodes), leave=False, disable=quiet) as bar:
+        return run.driver.run(episodes, lambda done: bar.update(done - bar.n))

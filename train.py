@@ -29,15 +29,16 @@ from plumbing import evaluation, logbook
 from plumbing.metrics import (
     failures,
     method_metrics,
+    owned_by,
     ratio,
-    reduced,
     right_by_kind,
     rollout_metrics,
     rollout_sums,
     update_metrics,
 )
 from plumbing.start import Run, build
-from rollout import Method, Sample, Trajectory
+from processes import sum_over_ranks
+from rollout import Method, Sample, Trajectory, play_batch
 from tasks.questions import Question
 
 MAX_NORM = 1.0  # of the gradient
@@ -77,7 +78,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
 
 def play_groups(run: Run, step: int) -> list[Trajectory]:
     """G trajectories for each of this rank's questions."""
-    return run.play(questions_of(run, step), run.config.group, step=step, tools=run.tools)
+    return play_batch(run, questions_of(run, step), run.config.group, run.tools, step=step)
 
 
 def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
@@ -131,7 +132,7 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         }
         parts.append(prepare(run, part))
     # Sampler and trainer are compared in the first part, so one that trains something leads.
-    held = reduced({inner: len(samples) for inner, (samples, _) in enumerate(parts)})
+    held = sum_over_ranks({inner: len(samples) for inner, (samples, _) in enumerate(parts)})
     parts.insert(0, parts.pop(next((inner for inner in range(len(parts)) if held[inner]), 0)))
     decay_steps = config.steps if config.decay else None
     for param_group in run.optimizer.param_groups:
@@ -144,11 +145,11 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         # -> Policy.forward -> kernels.linear_grpo_loss -> grpo.grpo_loss
         stats = trainer.backward(run.policy, batches, **objective)
         if inner == 0:
-            mismatch_kl = logbook.check_mismatch(run, batches, stats, samples)
+            mismatch_kl = check_mismatch(run, batches, stats, samples)
         norms.append(trainer.gradient_norm(run.policy, MAX_NORM))
         # Loss and norm are looked at over all ranks, so that all of them skip, or none.
         loss = sum(float(numbers["loss"]) for numbers in stats)
-        if math.isfinite(norms[-1]) and math.isfinite(reduced({"loss": loss})["loss"]):
+        if math.isfinite(norms[-1]) and math.isfinite(sum_over_ranks({"loss": loss})["loss"]):
             if norms[-1]:  # else only momentum would move the weights
                 run.optimizer.step()
             run.skipped = 0
@@ -178,7 +179,7 @@ def prepare(
         term: sum(s.loss_weight * (sum(s.mask) if by_token else 1) for s in samples)
         for term, samples in terms.items()
     }
-    counts = reduced(counts)
+    counts = sum_over_ranks(counts)
     kept = []
     weights = []
     for term, samples in terms.items():
@@ -210,6 +211,46 @@ def prepare(
         for batch in batches:
             batch.ref_logprob = trainer.logprob(run.reference, batch, config.temperature)
     return kept, batches
+
+
+def check_mismatch(run: Run, batches: list, stats: list[dict], samples: list[Sample]) -> float:
+    """mismatch_kl; UserError if what was sampled from is not the distribution that is trained.
+
+    The first part of a step that trains on something is scored before the optimizer moves, so that
+    sampler and trainer should hold the same weights: `stats` are those of its `batches`, and
+    `samples` what their owners point into. Each server is measured by itself. The estimate of the
+    KL is k3, a mean over this part's tokens, those included that importance weights leave out; 0
+    where the step trains nothing.
+    """
+    gaps = Counter()
+    counts = Counter()
+    weighted = run.config.correction() != "off"  # then `prepare` has scored every token
+    for server in dict.fromkeys(sample.server for sample in samples):
+        own = [index for index, sample in enumerate(samples) if sample.server == server]
+        for batch, numbers in zip(batches, stats):
+            scored = batch.old_logprob if weighted else numbers["logprob"]
+            gap = (scored - batch.behaviour_logprob)[owned_by(batch, own)]
+            gaps[server] += float((torch.expm1(gap) - gap).sum())
+            counts[server] += len(gap)
+    gaps = sum_over_ranks(gaps)
+    counts = sum_over_ranks(counts)
+    # What rounding makes: below 1e-12 in fp32, and 1e-4 to 1e-3 where either side rounds to bf16.
+    most = run.config.max_mismatch_kl or (0.01 if run.bf16 else 1e-6)
+    for server, gap in gaps.items():
+        kl = ratio(gap, counts[server])
+        if not kl <= most:  # NaN included
+            advice = "use another model, or report this: sampler and trainer compute it differently"
+            if server:
+                advice = (
+                    "likely its log-probs leave the temperature out (vLLM: --logprobs-mode "
+                    "processed_logprobs), it cuts the distribution (--generation-config vllm), it "
+                    "holds other weights or another vocabulary, or its dtype is coarser"
+                )
+            raise UserError(
+                f"{server or 'the sampler'} does not sample what is trained: mismatch_kl {kl:.2g} "
+                f"in the first batch after new weights, above --max_mismatch_kl {most:g}; {advice}"
+            )
+    return ratio(gaps.total(), counts.total())
 
 
 def skip(run: Run, step: int) -> None:
@@ -262,9 +303,8 @@ def evaluate(run: Run, updates: int) -> dict:
     scores = {"eval_step": updates}
     total = Counter()  # of both evaluations
     for name, (temperature, top_p) in draws.items():
-        trajectories = run.play(
-            batch, 1, step="eval", tools=run.eval_tools, temperature=temperature, top_p=top_p
-        )
+        drawn = {"step": "eval", "temperature": temperature, "top_p": top_p}
+        trajectories = play_batch(run, batch, 1, run.eval_tools, **drawn)
         sums = rollout_sums(trajectories)
         total.update(sums)
         # An answer that nobody could grade is not right; how many there were stands beside it.

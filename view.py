@@ -1,4 +1,4 @@
-"""Draws what a run did, into its folder: curves.png, diagnostics.png, trajectories.html.
+"""Draws a run's pictures into its folder: curves.png, diagnostics.png, trajectories.html.
 
 python view.py runs/NAME
 """

@@ -1,19 +1,19 @@
-"""Warm start: supervised training on demonstrations, before RL has anything to choose from.
+"""Warm start: supervised training on demonstrations before RL.
 
-An untaught model of 135M does not speak a call format: nearly every step is malformed, and every
-group of attempts earns 0. A few minutes of demonstrations give it the form.
+A 135M model without training does not know the call format: nearly every step is malformed, every
+group of attempts earns 0, and RL has no signal. A few minutes of demonstrations teach the format.
 
-RL's own loss does the training: with advantage 1 and ratio 1 its gradient is that of the negative
-log-likelihood. Each role's loss is a mean over its tokens: a mean per sequence would let a short
-answer weigh as much as a long call, and the model would learn to answer at once.
+The loss is the one of RL: with advantage 1 and ratio 1 its gradient is that of the negative
+log-likelihood. Each role's loss is a mean over its tokens. With a mean per sequence a short answer
+would weigh as much as a long call, and the model would learn to answer at once.
 
     python warm_start.py --model smollm2 --data demonstrations.jsonl --out warm
     python mars.py --model warm …
 
-A line of the file is {"messages": [{"role": …, "content": …}, …]}; the assistant's messages are
-learned. Instead of a file, `play` makes demonstrations of any method, as recipes/almanac.py does:
-it runs the method's own episode, with given texts where a role would sample, so that the contexts
-are those of RL to the last token.
+A line of the file is {"messages": [{"role": …, "content": …}, …]}, and the assistant's messages
+are learned. `play` makes demonstrations of any method without a file (see recipes/almanac.py). It
+runs the method's own episode with given texts in place of samples, so that all tokens of the
+contexts are those of RL.
 
 Tests: pytest tests/test_warm_start.py
 """
@@ -40,39 +40,39 @@ from config import Config, UserError, fail, option, parse, parser, uses_bf16
 from plumbing import models
 from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
-from tasks.chat import ChatFormat, is_mark, rendered
+from tasks.chat import ChatFormat, rendered
 from tasks.questions import Question
 from tools import Tool
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Batch = dict[str, list[Sample]]  # role -> its samples; one batch is one optimizer step
-Batches = Callable[[object], Iterator[Batch]]  # makes them out of a tokenizer
+Batches = Callable[[object], Iterator[Batch]]  # tokenizer -> batches
 
 
 @dataclass
 class WarmStart:
-    """The options, each with its reason."""
+    """The options, each with its help."""
 
-    model: str = option("smollm2", "what to start from: smollm2, a folder, a hub name")
+    model: str = option("smollm2", "the model to start from: smollm2, a folder, a hub name")
     data: str = option("", 'JSON lines of {"messages": […]}')
     out: str = option("warm", "the folder to write, as transformers loads it")
     steps: int = option(64, "optimizer steps")
     demonstrations: int = option(6, "per step: an assistant's messages, or played episodes")
-    lr: float = option(2e-4, "of a 135M model; a larger one wants less")
+    lr: float = option(2e-4, "learning rate, for a 135M model; a larger model needs less")
     warmup: int = option(5, "steps of linear warm-up, then linear decay to 0")
-    seed: int = option(0, "of the demonstrations' order")
-    cache: str = option(".cache", "where a model that is made here is kept")
+    seed: int = option(0, "seed of the demonstrations' order")
+    cache: str = option(".cache", "the folder for base models that are made here")
     bf16: Literal["auto", "on", "off"] = option("auto", "the arithmetic; auto: on CUDA")
     threads: int = option(2, "PyTorch's, on a CPU")
     micro_tokens: int = option(4096, "tokens per micro-batch")
 
     def check(self) -> None:
-        """Refuses what makes no sense: UserError with one sentence."""
+        """Raises UserError if an option is out of range."""
         for name in ("steps", "demonstrations", "threads", "micro_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.lr < 1:
-            raise UserError(f"--lr must lie between 0 and 1, got {self.lr}")
+            raise UserError(f"--lr must be between 0 and 1, got {self.lr}")
 
 
 # ---------------------------------------------------------------------------------------- training
@@ -81,7 +81,7 @@ class WarmStart:
 def train(options: WarmStart, batches: Batches, folder: Path) -> None:
     """Trains the model that --model names and writes it to `folder`, with its tokenizer.
 
-    There have to be at least as many batches as steps.
+    `batches` must yield at least as many batches as steps.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
@@ -90,19 +90,10 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
         raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
     start = models.find(options.model, options.cache)
     tokenizer = models.load_tokenizer(start)
-    positions = getattr(trainer.load_shape(start), "max_position_embeddings", None) or math.inf
-    work = list(itertools.islice(batches(tokenizer), options.steps))
-    samples = [sample for batch in work for members in batch.values() for sample in members]
-    longest = max(len(sample.tokens) for sample in samples)
-    if longest > positions:
-        raise UserError(
-            f"a demonstration has {longest} tokens, more than the model's {positions} positions: "
-            "leave out what is longer"
-        )
     model = trainer.load_model(start, device)
     policy = trainer.Policy(model, bf16=uses_bf16(options, device.type == "cuda"))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
-    for step, batch in enumerate(work):
+    for step, batch in zip(range(options.steps), batches(tokenizer)):
         for param_group in optimizer.param_groups:
             param_group["lr"] = options.lr * trainer.schedule(step, options.warmup, options.steps)
         losses = learn(policy, optimizer, batch, options, device)
@@ -115,7 +106,7 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
 def learn(
     policy: trainer.Policy, optimizer, batch: Batch, options: WarmStart, device
 ) -> dict[str, float]:
-    """One optimizer step. Returns each role's negative log-likelihood before it, nats a token."""
+    """One optimizer step. Returns each role's negative log-likelihood before it, nats per token."""
     samples = []
     weights = []
     for members in batch.values():
@@ -134,8 +125,8 @@ def learn(
         raise UserError("the gradient is not finite; lower --lr")
     optimizer.step()
     losses = dict.fromkeys(batch, 0.0)
-    for micro_batch, numbers in zip(micro_batches, stats):
-        parts = (-numbers["logprob"] * micro_batch.weight).tolist()
+    for micro_batch, outputs in zip(micro_batches, stats):
+        parts = (-outputs["logprob"] * micro_batch.weight).tolist()
         for owner, part in zip(micro_batch.owner.tolist(), parts):
             losses[samples[owner].role] += part
     return losses
@@ -145,26 +136,26 @@ def learn(
 
 
 class DoesNotFit(Exception):
-    """A demonstration is longer than the method lets a role write."""
+    """A demonstration is longer than the role's token limit."""
 
 
 @dataclass
 class Demonstrator:
-    """Sits where the driver would: nobody samples, and tools are called at once."""
+    """Takes the place of the driver: nothing is sampled, and tools are called at once."""
 
     chat: ChatFormat
 
     async def sample(
         self, writer, conversation: list[int], given, *, max_new_tokens, stop_ids, **options
     ) -> Completion:
-        """What the writer says, as the role's own tokens."""
+        """The writer's text as the role's own tokens."""
         conversation += given
         text = writer.say(self.chat.text(conversation))
-        said = self.chat.encode(text, own=True) + [stop_ids[0]]
-        if len(said) > max_new_tokens:
+        tokens = self.chat.encode_own(text) + [stop_ids[0]]
+        if len(tokens) > max_new_tokens:
             raise DoesNotFit
-        conversation += said
-        return Completion(said, [0.0] * len(said), "stop")
+        conversation += tokens
+        return Completion(tokens, [0.0] * len(tokens), "stop")
 
     async def call(self, function: Callable, seconds: float):
         """The result of a tool or a grader."""
@@ -180,10 +171,10 @@ def play(
     question: Question,
     say: dict[str, Callable[[str], str]],
 ) -> Trajectory:
-    """The method's own episode; `say[role]` makes what a role writes out of what it has read."""
+    """Runs the method's own episode. `say[role]` maps the text of a context to the role's text."""
 
     def writer(words: Callable[[str], str]) -> SimpleNamespace:
-        """Sits where a role's sampler would; its conversation is a list of tokens."""
+        """Takes the place of a role's sampler. Its conversation is a list of tokens."""
         return SimpleNamespace(say=words, open=list, close=lambda conversation: None)
 
     env = Env(
@@ -202,12 +193,12 @@ def play(
 
 
 def from_file(options: WarmStart) -> Batches:
-    """Batches of a file's demonstrations, in a new order every time that all were seen."""
+    """Batches of a file's demonstrations. Each pass over them has a new order."""
     if not options.data:
         raise UserError("--data is missing: a file of demonstrations, as JSON lines")
     path = Path(options.data)
     try:
-        # Not splitlines(), which also cuts at marks that JSON allows within a text.
+        # splitlines() would also split at characters that JSON allows within a text.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"--data: cannot read JSON lines in {path} ({error})") from None
@@ -228,22 +219,22 @@ def from_file(options: WarmStart) -> Batches:
 
 
 def messages_of(line: str, place: str) -> list[dict]:
-    """A line's messages; UserError names the place if a model could not learn just what it says."""
+    """The messages of a line. UserError names the place if the line has another form."""
     try:
         record = json.loads(line)
         messages = record["messages"]
-        json.dumps(messages, ensure_ascii=False).encode()  # half a surrogate pair: a ValueError
-        # A template might leave out whatever else a message holds.
-        whole = record.keys() == {"messages"} and all(
+        json.dumps(messages, ensure_ascii=False).encode()  # ValueError for a lone surrogate
+        # A template might ignore any other field of a message.
+        is_valid = record.keys() == {"messages"} and all(
             message.keys() == {"role", "content"}
             and message["role"] in ROLES
             and isinstance(message["content"], str)
             for message in messages
         )
-        whole = whole and messages[-1]["role"] == "assistant"
+        is_valid = is_valid and messages[-1]["role"] == "assistant"
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        whole = False
-    if not whole:
+        is_valid = False
+    if not is_valid:
         raise UserError(
             f'{place}: it is not {{"messages": [{{"role": …, "content": …}}, …]}} and nothing '
             f"else, with the roles {', '.join(ROLES)}, and with the assistant's words at the end"
@@ -252,31 +243,31 @@ def messages_of(line: str, place: str) -> list[dict]:
 
 
 def samples_of(messages: list[dict], tokenizer) -> list[Sample]:
-    """A sample of each of the assistant's messages: what stands before it, and what carries loss.
+    """One sample for each of the assistant's messages: the context, and the tokens with loss.
 
-    The model's template writes everything. It may rewrite earlier messages later, as
-    Qwen3's drops their thoughts, so each is rendered with only those before it.
+    The model's template writes all text. It may rewrite earlier messages (Qwen3's drops their
+    thoughts), so each message is rendered with only those before it.
     """
     added = tokenizer.added_tokens_decoder
-    marks = {i for i, token in added.items() if is_mark(token)} - {tokenizer.unk_token_id}
+    marks = {i for i, token in added.items() if token.special} - {tokenizer.unk_token_id}
     samples = []
-    for message in messages:  # with a mark of the model's own a text could forge a turn
+    for message in messages:  # a text with one of the model's marks could forge a turn
         if marks.intersection(tokenizer.encode(message["content"], add_special_tokens=False)):
-            raise UserError(f"a text holds a mark of the model's own: {message['content']:.80}")
+            raise UserError(f"a text contains a mark of the model's own: {message['content']:.80}")
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before = rendered(messages[:number], tokenizer, True)
         through = rendered(messages[: number + 1], tokenizer, False)
-        said = tokenizer.encode(through.removeprefix(before), add_special_tokens=False)
-        ends = [i for i, token in enumerate(said) if token in marks]
+        tokens = tokenizer.encode(through.removeprefix(before), add_special_tokens=False)
+        ends = [i for i, token in enumerate(tokens) if token in marks]
         if not ends or not through.startswith(before):
             raise UserError("the model's chat template does not end a message with a mark")
         # Templates write a line break after the mark. RL never samples it, so it is not learned.
-        said = said[: ends[-1] + 1]
+        tokens = tokens[: ends[-1] + 1]
         sample = Sample("assistant", 0, 0)
         sample.append_given(tokenizer.encode(before, add_special_tokens=False))
-        sample.append_sampled(Completion(said, [0.0] * len(said), "stop"))
+        sample.append_sampled(Completion(tokens, [0.0] * len(tokens), "stop"))
         samples.append(sample)
     return samples
 
@@ -297,7 +288,7 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         return fail(error)
     except KeyboardInterrupt:
-        fail("interrupted; no half-written folder is left, so just start again")
+        fail("interrupted; no half-written folder is left, so start again")
         return 130
     print(f"written to {folder}: use it with --model {folder}")
     return 0

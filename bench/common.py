@@ -1,8 +1,7 @@
-"""Shared by every bench: time, what the machine can do, rows, tables, files.
+"""What all benches share: time and memory, the machine's rates, rows, tables, files.
 
-A part of a bench is a function of a `Bench`, which takes its rows. A row is written as soon as it
-is measured, so a run that is cut keeps what it had. What was predicted stands at the head of a
-bench. Tests: pytest tests/test_bench.py
+A part of a bench is a function that adds rows to a `Bench`. A row is written as soon as it is
+measured, so a run that is killed keeps its rows. Tests: pytest tests/test_bench.py
 """
 
 import argparse
@@ -32,12 +31,12 @@ PACKAGES = ("torch", "triton", "transformers", "numpy", "liger_kernel")
 # --- time and memory, on a GPU and on a CPU -------------------------------------------------------
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# What products are in; a CPU need not have units for bf16.
+# The type of matrix products: a CPU may be slow in bf16.
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
 def clock() -> float:
-    """CPU seconds; on a GPU wall seconds, when all that was launched there has ended."""
+    """CPU seconds; with a GPU wall seconds, after the GPU has finished its work."""
     if not torch.cuda.is_available():
         return time.process_time()
     torch.cuda.synchronize()
@@ -45,7 +44,7 @@ def clock() -> float:
 
 
 def timed(function: Callable, rounds: int = 5) -> list[float]:
-    """Seconds of `rounds` calls, after one that warms up."""
+    """The seconds of `rounds` calls, after one call that warms up."""
     times = []
     for _ in range(rounds + 1):
         start = clock()
@@ -55,13 +54,13 @@ def timed(function: Callable, rounds: int = 5) -> list[float]:
 
 
 def spread(unit: str, values: list[float]) -> dict:
-    """Three columns: median, smallest and largest of some measurements."""
-    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-    return {f"{unit}, {key}": value for key, value in found.items()}
+    """Three columns of a row: median, minimum and maximum of some measurements."""
+    columns = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {f"{unit}, {name}": value for name, value in columns.items()}
 
 
 def added_bytes(function: Callable) -> float:
-    """What a call adds to the GPU memory that is allocated, at its peak; NaN on a CPU."""
+    """The peak of the GPU memory that a call allocates beside what is allocated; NaN on a CPU."""
     if not torch.cuda.is_available():
         return math.nan
     torch.cuda.synchronize()
@@ -73,9 +72,9 @@ def added_bytes(function: Callable) -> float:
 
 @functools.cache
 def rates() -> dict:
-    """What the machine can do: bytes a second of a copy, FLOP/s of a matrix product.
+    """The machine's rates: bytes per second of a copy, FLOP/s of a matrix product.
 
-    The copy counts each byte as read and written. On a CPU both sizes are small.
+    A copy reads and writes each byte, which counts twice. On a CPU both are small.
     """
     size, n, rounds = (4 << 30, 8192, 7) if torch.cuda.is_available() else (64 << 20, 1024, 3)
     source = torch.empty(size, dtype=torch.uint8, device=DEVICE)
@@ -91,27 +90,27 @@ def rates() -> dict:
 
 @dataclass
 class Bench:
-    """The rows of one part, and how it is measured."""
+    """The rows of one part, and how they are measured."""
 
-    name: str = ""  # of the file
+    name: str = ""  # the name of the rows' file
     command: str = ""
-    folder: Path | None = None  # where NAME.json is written; None: nowhere
+    folder: Path | None = None  # NAME.json is written there; None: no file
     tiny: bool = False  # sizes that take seconds on any CPU
-    peers: list[str] = field(default_factory=list)  # Pythons: see bench/peers.py
+    peers: list[str] = field(default_factory=list)  # interpreters: see bench/peers.py
     rows: list[dict] = field(default_factory=list)
 
     def measure(self, name: dict, function: Callable[[], dict]) -> dict:
-        """One row: `name`, and what `function` returns or why it failed.
+        """Adds a row: `name`, then the columns that `function` returns, or the reason if it fails.
 
-        A failure is a cell, not the end: the next row may be the one that was wanted.
+        The rows that follow a failure are still measured.
         """
-        rates()  # measured once, while there is memory for it
-        torch.cuda.empty_cache()  # of the row before
+        rates()  # measured once, while the memory is free
+        torch.cuda.empty_cache()  # the row before has filled it
         try:
             row = name | function()
         except Exception as error:
             row = name | {"failed": f"{type(error).__name__}: {error}".partition("\n")[0][:100]}
-        row = {name: x for name, x in row.items() if x == x}  # a NaN was not measured here
+        row = {name: x for name, x in row.items() if x == x}  # drops NaN: not measured here
         self.rows.append(row)
         if self.folder:
             save(self.name, self.command, self.rows, self.folder, rates=rates())
@@ -119,7 +118,7 @@ class Bench:
 
 
 def table(rows: list[dict]) -> str:
-    """Rows (dicts) as an aligned text table; a column that a row lacks stays empty there."""
+    """The rows as an aligned text table. A cell that a row lacks is empty."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = [columns]
     for row in rows:
@@ -131,16 +130,16 @@ def table(rows: list[dict]) -> str:
 
 
 def provenance() -> dict:
-    """Date, machine, library versions and commit: what a reader needs to judge a figure."""
+    """Date, machine, library versions and commit, so that a reader can judge a number."""
     cpus = Path("/proc/cpuinfo")
-    found = cpus.exists() and re.search(r"model name\s*: (.*)", cpus.read_text())
+    model = cpus.exists() and re.search(r"model name\s*: (.*)", cpus.read_text())
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return {
         "date": datetime.date.today().isoformat(),
-        "cpu": found[1] if found else platform.machine(),
+        "cpu": model[1] if model else platform.machine(),
         "cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
@@ -151,14 +150,14 @@ def provenance() -> dict:
 
 
 def save(name: str, command: str, rows: list[dict], folder: Path = RESULTS, **more) -> Path:
-    """Writes NAME.json in one go: the rows with their command and provenance."""
+    """Writes NAME.json atomically: the rows with their command and provenance."""
     path = folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_json(path, {"command": command, **provenance(), **more, "rows": rows})
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """A run's metrics, a line a step; none before its first."""
+    """A run's metrics: a dict for each step that is done."""
     path = folder / "metrics.jsonl"
     return read_lines(path) if path.exists() else []
 
@@ -166,20 +165,23 @@ def read_metrics(folder: Path) -> list[dict]:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def main(name: str, description: str, parts: dict[str, Callable[[Bench], None]]) -> None:
-    """`python -m bench.NAME`: measures the parts on a CPU, prints and writes their rows."""
+def main(name: str, description: str, parts: dict[str, Callable], gpu: bool = False) -> None:
+    """The command `python -m bench.NAME`: measures parts, prints their rows and writes them."""
+    flag = "--step" if gpu else "--only"
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument(flag, dest="parts", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the rows")
     parser.add_argument("--tiny", action="store_true", help="small sizes; writes no file")
-    about = "interpreters of environments with peers: bench/peers.py"
-    parser.add_argument("--peers", nargs="+", default=[], metavar="PYTHON", help=about)
+    parser.add_argument("--peers", nargs="+", default=[], metavar="PYTHON", help="bench/peers.py")
     options = parser.parse_args()
-    if torch.cuda.is_available():
+    if gpu and not torch.cuda.is_available():
+        parser.exit(2, "bench.gpu measures a GPU, and PyTorch sees no CUDA device here\n")
+    if torch.cuda.is_available() and not gpu:
         parser.exit(2, f"bench.{name} measures a CPU; on a GPU: python -m bench.gpu\n")
     torch.set_num_threads(1)
-    for part in options.only:
-        command = f"python -m bench.{name} --only {part}" + " --peers …" * bool(options.peers)
-        folder = None if options.tiny else RESULTS
+    for part in options.parts:
+        command = f"python -m bench.{name} {flag} {part}" + " --peers …" * bool(options.peers)
+        folder = None if options.tiny else options.out
         bench = Bench(f"{name}_{part}", command, folder, options.tiny, options.peers)
         parts[part](bench)
         print(f"\n{part}\n{table(bench.rows)}", flush=True)

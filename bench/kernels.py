@@ -1,20 +1,17 @@
-"""The kernels: the loss beside the forms that people use, decode attention beside the memory.
+"""The loss beside the forms that people use, and decode attention beside the memory's rate.
 
     python -m bench.gpu --step loss                     likewise accuracy, attention
 
-accuracy  bf16 hidden states and head; log-probs and gradients against float64.
-speed     Useful operations against a large product, in fp32, on a GPU in bf16. Goals on an H200:
-          forward ≤ 30 ms, forward + backward ≤ 92 ms, ≤ 5 GB of extra memory, twice as fast as
-          Liger. Predicted: 85 % of a large product's rate forward, 82 % with gradients.
-attention A call's bytes of keys and values over its time, as a share of a large copy. It is a
-          captured graph of calls, page tables in turn, so that no call finds its pages in the L2
-          cache. Goal: 85 % with 64 rows of 4k. Predicted: 88 %; 30 % for one row (128 programs of
-          four steps each); 70 % where eight rows at a time share 7/8 of their pages, which are
-          then read once (two launches in place of one). Beside it: gathering all pages for
-          PyTorch's attention.
+accuracy   The errors of log-probs and gradients against float64, from hidden states and a head in
+           bf16.
+loss       The rate of useful operations beside that of a large product, in bf16. Goals on an H200:
+           30 ms forward, 92 ms with the backward pass.
+attention  The bytes of a call's keys and values over its time, as a share of a large copy's rate.
+           The calls of one captured graph take their page tables in turn, so that no call finds
+           its pages in the L2 cache. Goal: 85 % with 64 rows of 4k. Rows that share pages are read
+           in two launches. Beside it, all pages are gathered for PyTorch's attention.
 
-Results, which no prediction had seen: bench/results/gpu_STEP.json.
-Tests: pytest tests/test_bench.py tests/test_bench_gpu.py
+Results: bench/results/gpu_STEP.json. Tests: pytest tests/test_bench.py tests/test_bench_gpu.py
 """
 
 import math
@@ -26,34 +23,29 @@ import torch.nn.functional as F
 import grpo
 import kernels
 from bench import common
-from kernels.paged_attention import max_rows_of_range, triton_paged_attention
+from kernels.paged import max_rows_of_range, triton_paged_attention
 from sampler.plan import plan_kv_ranges
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
-SHAPES = {  # N, D, V
-    "cuda": (16_384, 4096, 151_936),
-    "cpu": (4096, 256, 32_000),
-    "accuracy": (512, 512, 32_000),
-    "tiny": (40, 16, 300),
-}
-CHUNK = 1024  # tokens at a time on a GPU, whose memory does not hold all logits
+TINY = (40, 16, 300)  # N, D, V
+CHUNK = 1024  # tokens at a time: a GPU's memory does not hold all logits
 
 # --- the loss -------------------------------------------------------------------------------------
 
 
-def make_case(N, D, V, dtype, where) -> tuple:
-    """Hidden states, head, targets, old log-probs, advantages, token weights.
+def make_case(N, D, V, dtype, device) -> tuple:
+    """Hidden states [N, D], head [V, D]; targets, old log-probs, advantages, weights, all [N].
 
-    Logits have a standard deviation of 4.5 and targets are drawn from their softmax.
+    The logits have a standard deviation of 4.5, and the targets are drawn from their softmax.
     """
-    generator = torch.Generator(where).manual_seed(0)
-    new = partial(torch.randn, generator=generator, device=where)
+    generator = torch.Generator(device).manual_seed(0)
+    new = partial(torch.randn, generator=generator, device=device)
     hidden = new(N, D).to(dtype)
     weight = new(V, D).mul_(4.5 / D**0.5).to(dtype)
     logp = (hidden.float() @ weight.float().T).log_softmax(-1)
     target = torch.multinomial(logp.exp(), 1, generator=generator)
     old = logp.gather(-1, target)[:, 0] + 0.2 * new(N)
-    return hidden, weight, target[:, 0], old, new(N), torch.full((N,), 1 / N, device=where)
+    return hidden, weight, target[:, 0], old, new(N), torch.full((N,), 1 / N, device=device)
 
 
 def mars_logprob(*case):
@@ -65,37 +57,24 @@ def mars_loss(*case):
 
 
 def whole_logits(hidden, weight, target):
-    """The textbook's log-probs [N], with all the logits in memory, in the inputs' type.
-
-    In bf16 they are those of TRL's selective_log_softmax (no autocast), which goes row by row.
-    """
+    """The textbook's log-probs [N], with all the logits in memory, in the inputs' type."""
     return (hidden @ weight.T).log_softmax(-1).gather(-1, target[:, None])[:, 0]
 
 
 def fp32_softmax(hidden, weight, target):
-    """As a model's forward pass has it: logits in the model's type, softmax in fp32."""
+    """The log-probs [N] of a model's forward pass: logits in the model's type, softmax in fp32."""
     return (hidden @ weight.T).float().log_softmax(-1).gather(-1, target[:, None])[:, 0]
 
 
 def liger_logprob(hidden, weight, target):
+    """The log-probs [N] by Liger's code, which raises ImportError where it is not installed."""
     from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 
     return LigerFusedLinearPPOBase.chunk_forward(hidden[:, None], weight, target[:, None])[:, 0]
 
 
-def liger_loss(hidden, weight, target, old, advantage, token_weight, *, compiled=False):
-    """Liger's fused linear GRPO loss: N sequences of one token, a mean over tokens."""
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-
-    options = {"beta": 0.0, "use_ref_model": False, "loss_type": "bnpo", "compiled": compiled}
-    loss = LigerFusedLinearGRPOLoss(chunk_size=CHUNK, **options)
-    y = target[:, None]
-    mask = torch.ones_like(y)
-    return loss(hidden[:, None], weight, y, mask, advantage, old_per_token_logps=old[:, None])[0]
-
-
 def loss_of(logprob_function):
-    """The GRPO loss by autograd through a function that gives log-probs."""
+    """The GRPO loss, by autograd through a function that returns log-probs."""
 
     def loss(hidden, weight, target, *tokens):
         return grpo.grpo_loss(logprob_function(hidden, weight, target), *tokens, **CLIP)[0]
@@ -104,7 +83,7 @@ def loss_of(logprob_function):
 
 
 def gradients(loss_function, case, size: int | None = None):
-    """Of hidden states and head; with `size` one chunk of so many tokens after the other."""
+    """Gradients of the hidden states and the head, in chunks of `size` tokens if it is given."""
     hidden, weight = (x.detach().requires_grad_() for x in case[:2])
     size = size or len(hidden)
     for start in range(0, len(hidden), size):
@@ -113,18 +92,17 @@ def gradients(loss_function, case, size: int | None = None):
     return hidden.grad, weight.grad
 
 
-# name -> (gives log-probs, gives the loss)
+# form -> (the function that returns log-probs, the one that returns the loss)
 ACCURACY = {
     "MARS": (mars_logprob, mars_loss),
     "PyTorch, softmax in fp32": (fp32_softmax, loss_of(fp32_softmax)),
-    "TRL's formula": (whole_logits, loss_of(whole_logits)),
-    "Liger fused linear GRPO": (liger_logprob, liger_loss),
+    "Liger": (liger_logprob, loss_of(liger_logprob)),
 }
 
 
 def accuracy(bench: common.Bench) -> None:
-    """Errors of each form against float64."""
-    shape = SHAPES["tiny" if bench.tiny else "accuracy"]
+    """A row for each form: its errors against float64."""
+    shape = TINY if bench.tiny else (512, 512, 32_000)
     case = make_case(*shape, torch.bfloat16, common.DEVICE)
     exact = [x.double() if x.is_floating_point() else x for x in case]
     true_logprob = whole_logits(*exact[:3])
@@ -135,8 +113,8 @@ def accuracy(bench: common.Bench) -> None:
             logprob = logprob_function(*case[:3])
         error = (logprob.double() - true_logprob).abs()
         row = {"log-prob error, mean": error.mean().item(), "max": error.max().item()}
-        made = gradients(loss_function, case)
-        for name, ours, true in zip(("hidden", "weight"), made, true_gradients):
+        result = gradients(loss_function, case)
+        for name, ours, true in zip(("hidden", "weight"), result, true_gradients):
             row[f"gradient error, {name}"] = ((ours - true).norm() / true.norm()).item()
         return row
 
@@ -145,61 +123,51 @@ def accuracy(bench: common.Bench) -> None:
 
 
 def speed(bench: common.Bench) -> None:
-    """Time and extra memory of each form; a product is one pass over head and states."""
-    cuda = common.DEVICE.type == "cuda"
-    N, D, V = SHAPES["tiny" if bench.tiny else common.DEVICE.type]
+    """A row for each pass and form: its time and rate."""
+    N, D, V = TINY if bench.tiny else (16_384, 4096, 151_936)
     case = make_case(N, D, V, common.DTYPE, common.DEVICE)
-    plain, liger = loss_of(fp32_softmax), partial(liger_loss, compiled=cuda)
-    size = CHUNK if cuda else N
-    # pass, form, products, call
+    plain = loss_of(fp32_softmax)
+    # pass, form, number of matrix products of hidden states and head, call
     forms = [
         ("forward", "MARS", 1, lambda: mars_logprob(*case[:3])),
         ("forward + backward", "MARS", 3, lambda: gradients(mars_loss, case)),
-        ("forward + backward", "PyTorch", 3, lambda: gradients(plain, case, size)),
-        ("forward + backward", "Liger", 3, lambda: gradients(liger, case)),
+        ("forward + backward", "PyTorch", 3, lambda: gradients(plain, case, CHUNK)),
     ]
 
-    def one(call, products) -> dict:
-        call()  # compiles
-        row = {"extra GB": common.added_bytes(call) / 1e9}
-        row |= common.spread("ms", [1e3 * seconds for seconds in common.timed(call)])
+    def measurement(call, products) -> dict:
+        row = common.spread("ms", [1e3 * seconds for seconds in common.timed(call)])
         rate = 2 * N * D * V * products / row["ms, median"] * 1e3
-        share = rate / common.rates()["product"]
-        return row | {"TFLOP/s": rate / 1e12, "share of a product": share}
+        return row | {"share of a product": rate / common.rates()["product"]}
 
     for kind, name, products, call in forms:
-        bench.measure({"pass": kind, "form": name}, partial(one, call, products))
+        bench.measure({"pass": kind, "form": name}, partial(measurement, call, products))
 
 
 # --- decode attention -----------------------------------------------------------------------------
 
-# Heads of queries, heads of keys, their size.
-HEADS = {"Qwen3-8B": (32, 8, 128), "Qwen2.5-7B": (28, 4, 128), "tiny": (4, 2, 16)}
+# Number of query heads, number of key heads, size of a head.
+HEADS = {"Qwen3-8B": (32, 8, 128), "tiny": (4, 2, 16)}
 PAGE = 64  # tokens, as the sampler has them on a GPU
-COLD = 512 << 20  # bytes that a graph reads before it comes back to a page: ten L2 caches
+COLD = 512 << 20  # bytes that a graph reads before it reads a page again: ten L2 caches
 CALLS = 32  # launches in a captured graph
-# Model, rows, context, and what the rows hold: pages of their own, lengths from 1/8 to 15/8 of the
-# context, or eight at a time 7/8 of their pages in common.
+# Model, rows, context, and whose the pages are: "own" to each row, or "shared": eight rows at a
+# time have 7/8 of their pages in common.
 ATTENTION = [
     ("Qwen3-8B", 64, 4096, "own"),
     ("Qwen3-8B", 64, 4096, "shared"),
     ("Qwen3-8B", 1, 4096, "own"),
-    ("Qwen3-8B", 64, 4096, "mixed"),
     ("Qwen3-8B", 256, 1024, "own"),
     ("Qwen3-8B", 1, 32768, "own"),
-    ("Qwen2.5-7B", 64, 4096, "own"),
 ]
 
 
 def attention_case(model: str, rows: int, context: int, pages: str, calls: int = CALLS) -> tuple:
-    """(bytes that a call reads, arguments of each call): page tables of different random pages."""
+    """Returns the bytes that a call reads, and the arguments of calls on different random pages."""
     Hq, Hkv, Dh = HEADS[model]
     lengths = torch.full((rows,), context)
-    if pages == "mixed":
-        lengths = context * torch.linspace(2, 30, rows).int() // 16
     token = 2 * Hkv * Dh * 2
-    sets = min(calls, math.ceil(COLD / (int(lengths.sum()) * token)))
-    pages_a_row = math.ceil(int(lengths.max()) / PAGE)
+    sets = min(calls, math.ceil(COLD / (rows * context * token)))
+    pages_a_row = math.ceil(context / PAGE)
     count = sets * rows * pages_a_row
     tables = torch.randperm(count).int().view(sets, rows, pages_a_row)
     shared = pages_a_row * 7 // 8 if pages == "shared" else 0
@@ -208,13 +176,13 @@ def attention_case(model: str, rows: int, context: int, pages: str, calls: int =
     saved = (rows - math.ceil(rows / 8)) * shared * PAGE
     new = partial(torch.randn, device=common.DEVICE, dtype=common.DTYPE)
     q, k_pages, v_pages = new(rows, Hq, Dh), *new(2, count, PAGE, Hkv, Dh)
-    given = []
+    arguments = []
     for table in tables:
         max_rows = max_rows_of_range(Hq // Hkv)
         kv_ranges = plan_kv_ranges(table.numpy(), lengths.numpy(), PAGE, max_rows)
         planned = (table, lengths.int(), torch.from_numpy(kv_ranges))
-        given.append((q, k_pages, v_pages, *(x.to(common.DEVICE) for x in planned)))
-    return (int(lengths.sum()) - saved) * token, given
+        arguments.append((q, k_pages, v_pages, *(x.to(common.DEVICE) for x in planned)))
+    return (rows * context - saved) * token, arguments
 
 
 def mars_attention(q, k_pages, v_pages, table, lengths, kv_ranges):
@@ -223,7 +191,7 @@ def mars_attention(q, k_pages, v_pages, table, lengths, kv_ranges):
 
 
 def gather_all(q, k_pages, v_pages, table, lengths, kv_ranges):
-    """Plain PyTorch as one would write it: every row padded to the longest, one SDPA."""
+    """Attention as one writes it in plain PyTorch: rows padded to the longest, one SDPA call."""
     k = k_pages[table].flatten(1, 2).transpose(1, 2)  # [B, Hkv, T, Dh]
     v = v_pages[table].flatten(1, 2).transpose(1, 2)
     valid = torch.arange(k.shape[2], device=q.device) < lengths[:, None]
@@ -235,7 +203,7 @@ FORMS = {"MARS": mars_attention, "gather + SDPA": gather_all}
 
 
 def captured(function):
-    """A CUDA graph of what `function` launches, after it ran once; on a CPU itself."""
+    """Runs `function` once; returns a CUDA graph of its launches, on a CPU the function itself."""
     function()
     if not torch.cuda.is_available():
         return function
@@ -247,22 +215,22 @@ def captured(function):
 
 
 def attention(bench: common.Bench) -> None:
-    """A row for each form of each shape, whose keys and values exist for as long as it runs."""
+    """A row for each shape and form. Keys and values exist only while their row is measured."""
     calls, rounds = (1, 1) if bench.tiny else (CALLS, 7)
 
-    def one(shape, form) -> dict:
-        size, given = attention_case(*shape, calls)
+    def measurement(shape, form) -> dict:
+        size, arguments = attention_case(*shape, calls)
 
         def all_calls():
             for i in range(calls):
-                form(*given[i % len(given)])
+                form(*arguments[i % len(arguments)])
 
         times = common.timed(captured(all_calls), rounds)
         row = common.spread("µs", [1e6 * seconds / calls for seconds in times])
         rate = size / row["µs, median"] * 1e6
-        return row | {"TB/s": rate / 1e12, "share of copy": rate / common.rates()["copy"]}
+        return row | {"share of copy": rate / common.rates()["copy"]}
 
-    for shape in [("tiny", 2, 24, "mixed")] if bench.tiny else ATTENTION:
+    for shape in [("tiny", 2, 24, "own")] if bench.tiny else ATTENTION:
         for name, form in FORMS.items():
             row = dict(zip(("model", "rows", "context", "pages"), shape)) | {"form": name}
-            bench.measure(row, partial(one, shape, form))
+            bench.measure(row, partial(measurement, shape, form))

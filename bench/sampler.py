@@ -5,18 +5,18 @@
     python -m bench.sampler --only mixed --tiny             in seconds; writes no file
     python -m bench.gpu --step decode           on a GPU; likewise --step requests
 
-mixed     A random Qwen3 of 5M parameters; 64 prompts of 16 to 256 tokens with 16, 32, 64 or 128
-          new ones each, greedy, fp32; the peers' tokens are compared with ours.
-smollm2   SmolLM2-135M, 64 new tokens at temperature 1, in fp32, and in bf16 where the processor
-          has it: 8 prompts × G = 8, and 64 that are all different. All engines share a group's
-          prompt; `generate`, which shares none, is left out: it takes ten times as long.
-decode    Random Qwen3-8B in bf16: decode steps against the ceiling, where weights, keys and values
-          are only read, each once a step, at the card's copy rate. Goal: 80 % at batch 64, 4k.
-requests  Random Qwen3-0.6B in bf16, 256 requests at once, prompts and answers of 100 to 1,024
-          tokens, temperature 0.6: nano-vllm's own bench.
+mixed     A random Qwen3 of 5M parameters samples greedily in fp32: 64 prompts of 16 to 256 tokens,
+          16, 32, 64 or 128 new tokens each. The peers' tokens are compared with ours.
+smollm2   SmolLM2-135M samples 64 new tokens at temperature 1, in fp32, and in bf16 where the
+          processor has it. There are 8 prompts in groups of 8, or 64 different prompts. All engines
+          share a group's prompt. `generate` cannot, and takes ten times as long, so it is left out.
+decode    Decode steps of a random Qwen3-8B in bf16, as a share of the ceiling: each step only reads
+          weights, keys and values, once, at the GPU's copy rate. Goal: 80 % with 64 rows of 4k.
+requests  A random Qwen3-0.6B in bf16 answers 256 requests at once, prompts and answers of 100 to
+          1,024 tokens, at temperature 0.6. It is nano-vllm's own benchmark.
 
-On a CPU each engine has one thread, and a row is the tokens a CPU second of the median round.
-A useful token is one that was asked for. Peers and how to install them: bench/peers.py.
+On a CPU each engine has one thread, and a row holds the requested tokens per CPU second in the
+median round. bench/peers.py says how to install the peers.
 
 Results: bench/results/sampler_PART.json. Tests: pytest tests/test_bench.py
 """
@@ -45,12 +45,12 @@ QWEN3_8B = dict(zip(SIZES, (151_936, 4096, 12_288, 36, 32, 8, 128, False)))
 ENGINES = ["generate, left-padded", "OpenVINO GenAI", "vLLM"]
 
 
-def random_model(shape: dict, where="cpu", dtype=torch.float32):
+def random_model(size: dict, device="cpu", dtype=torch.float32):
     """A random Qwen3 that never stops by itself."""
     torch.manual_seed(0)
     no_specials = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
-    with torch.device(where):
-        config = Qwen3Config(**shape, **no_specials)
+    with torch.device(device):
+        config = Qwen3Config(**size, **no_specials)
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
@@ -62,7 +62,7 @@ def random_tokens(rng: random.Random, count: int, vocabulary: int) -> list[int]:
 
 
 def compete(bench: common.Bench, model, folder: str, work: dict, engines: list[str], **name):
-    """A row for each engine on the same work (see bench/peers.py), one after the other."""
+    """A row for each engine, which all get the same work (see bench/peers.py)."""
     rounds = 1 if bench.tiny else 5
     prompts = [prompt for prompt in work["prompts"] for _ in range(work["copies"])]
     wanted = [count for count in work["wanted"] for _ in range(work["copies"])]
@@ -72,13 +72,13 @@ def compete(bench: common.Bench, model, folder: str, work: dict, engines: list[s
 
     def our_round():
         options = {"temperature": work["temperature"], "seed": len(answers)}
-        done = sampler.generate(prompts, max_new_tokens=wanted, **options)
-        answers.append([completion.tokens for completion in done])
+        completions = sampler.generate(prompts, max_new_tokens=wanted, **options)
+        answers.append([completion.tokens for completion in completions])
 
-    def columns(seconds: list[float], theirs: list) -> dict:
+    def columns(seconds: list[float], tokens: list) -> dict:
         row = common.spread("tokens/s", [sum(wanted) / each for each in seconds])
         if not work["temperature"]:
-            row["rows equal"] = sum(a == b for a, b in zip(theirs, answers[-1]))
+            row["rows equal"] = sum(a == b for a, b in zip(tokens, answers[-1]))
         return row
 
     def peer(engine: str) -> dict:
@@ -98,21 +98,21 @@ def compete(bench: common.Bench, model, folder: str, work: dict, engines: list[s
 def mixed(bench: common.Bench) -> None:
     rng = random.Random(0)
     count, lengths = (4, (2, 4)) if bench.tiny else (64, (16, 32, 64, 128))
-    shape = TINY if bench.tiny else SMALL
-    prompts = [random_tokens(rng, rng.randint(16, 256), shape["vocab_size"]) for _ in range(count)]
+    size = TINY if bench.tiny else SMALL
+    prompts = [random_tokens(rng, rng.randint(16, 256), size["vocab_size"]) for _ in range(count)]
     wanted = [lengths[i % len(lengths)] for i in range(count)]
     work = {"prompts": prompts, "copies": 1, "wanted": wanted, "temperature": 0}
     work["precision"] = "float32"
-    model = random_model(shape)
+    model = random_model(size)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         compete(bench, model, folder, work, ENGINES)
 
 
 def pieces_of_text(tokenizer, count: int) -> list[list[int]]:
-    """`count` prompts out of this repository's own pages, of 64 to 700 tokens, 382 on average.
+    """`count` prompts of 64 to 700 tokens, 382 on average, from this repository's own pages.
 
-    The pages change, so only rows of one commit compare.
+    The pages change, so only rows of one commit can be compared.
     """
     text = "\n".join(path.read_text() for path in sorted((common.ROOT / "docs").glob("*.md")))
     ids = tokenizer(text)["input_ids"]
@@ -123,7 +123,7 @@ def pieces_of_text(tokenizer, count: int) -> list[list[int]]:
 
 
 def smollm2(bench: common.Bench) -> None:
-    """With --tiny one round, at full size."""
+    """With --tiny there is one round, of full size."""
     folder = str(models.find("smollm2", common.ROOT / ".cache"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -138,35 +138,35 @@ def smollm2(bench: common.Bench) -> None:
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
-def weight_bytes(shape: dict) -> int:
-    """Bytes in bf16 that a decode step reads; the embedding's other rows stay untouched."""
-    heads = shape["num_attention_heads"] + shape["num_key_value_heads"]
-    attention = 2 * heads * shape["head_dim"] * shape["hidden_size"]
-    feed_forward = 3 * shape["hidden_size"] * shape["intermediate_size"]
-    layers = shape["num_hidden_layers"] * (attention + feed_forward)
-    return 2 * (layers + shape["vocab_size"] * shape["hidden_size"])
+def weight_bytes(size: dict) -> int:
+    """Bytes of the weights that a decode step reads in bf16: matrices, but no untied embedding."""
+    model = random_model(size, "meta")
+    matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
+    embedding = 0 if size["tie_word_embeddings"] else size["vocab_size"] * size["hidden_size"]
+    return 2 * (matrices - embedding)
 
 
-def token_bytes(shape: dict) -> int:
+def token_bytes(size: dict) -> int:
     """Bytes of the keys and values of one token in bf16."""
-    return 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    return 2 * 2 * size["num_hidden_layers"] * size["num_key_value_heads"] * size["head_dim"]
 
 
-def make_sampler(shape: dict, tokens: int, rows: int) -> Sampler:
-    """A sampler of a random model; on a GPU both are in bf16 (8B with 64 rows of 4k: 75 GB)."""
-    model = random_model(shape, common.DEVICE, common.DTYPE)
+def make_sampler(size: dict, tokens: int, rows: int) -> Sampler:
+    """A sampler of a random model. On a GPU both are in bf16: 75 GB for 8B and 64 rows of 4k."""
+    model = random_model(size, common.DEVICE, common.DTYPE)
     return Sampler(model, max_tokens=tokens, max_sequences=rows)
 
 
-def decode_steps(shape: dict, rows: int, context: int, steps: int) -> dict:
-    """Milliseconds a decode step of `rows` rows that all hold `context` tokens."""
+def decode_steps(size: dict, rows: int, context: int, steps: int) -> dict:
+    """The time of a decode step of `rows` rows, each of which holds `context` tokens."""
     rounds = 3
-    ahead = rows * context // 8192 + 16  # tokens that the first row has when the last is prefilled
+    # The first rows decode so many tokens while the last ones are prefilled.
+    ahead = rows * context // 8192 + 16
     tokens = rows * (context + (rounds + 1) * steps + ahead + 64)
-    sampler = make_sampler(shape, tokens, rows)
+    sampler = make_sampler(size, tokens, rows)
     rng = random.Random(0)
     for _ in range(rows):
-        prompt = random_tokens(rng, context, shape["vocab_size"])
+        prompt = random_tokens(rng, context, size["vocab_size"])
         sampler.submit(sampler.open(), prompt, max_new_tokens=(rounds + 1) * steps + ahead + 16)
     while sampler.stats["prefilled_tokens"] < rows * (context - 1):
         sampler.step()
@@ -177,36 +177,37 @@ def decode_steps(shape: dict, rows: int, context: int, steps: int) -> dict:
 
     row = common.spread("ms a step", [1e3 * s / steps for s in common.timed(some_steps, rounds)])
     seconds = row["ms a step, median"] / 1e3
-    held = rows * (context + (rounds + 1) * steps // 2)
-    size = weight_bytes(shape) + held * token_bytes(shape)
-    row["share of ceiling"] = size / seconds / common.rates()["copy"]
+    cached = rows * (context + (rounds + 1) * steps // 2)  # tokens, on average
+    bytes_read = weight_bytes(size) + cached * token_bytes(size)
+    row["share of ceiling"] = bytes_read / seconds / common.rates()["copy"]
     return row | {"tokens/s": rows / seconds}
 
 
 def decode(bench: common.Bench) -> None:
-    """The goal's case first."""
-    shape, steps = (TINY, 2) if bench.tiny else (QWEN3_8B, 64)
+    """A row for each number of rows and context."""
+    size, steps = (TINY, 2) if bench.tiny else (QWEN3_8B, 64)
     sizes = ((2, 24),) if bench.tiny else ((64, 4096), (64, 1024), (1, 4096))
     for rows, context in sizes:
         name = {"model": "Qwen3-8B", "rows": rows, "context": context}
-        bench.measure(name, partial(decode_steps, shape, rows, context, steps))
+        bench.measure(name, partial(decode_steps, size, rows, context, steps))
 
 
 def requests(bench: common.Bench) -> None:
-    """Sampled tokens a second of all requests at once."""
-    shape, count, low, high = (TINY, 3, 4, 9) if bench.tiny else (QWEN3_0_6B, 256, 100, 1024)
+    """One row: sampled tokens per second, with all requests in one batch."""
+    size, count, low, high = (TINY, 3, 4, 9) if bench.tiny else (QWEN3_0_6B, 256, 100, 1024)
     rng = random.Random(0)
-    vocabulary = min(10_000, shape["vocab_size"])
+    vocabulary = min(10_000, size["vocab_size"])
     prompts = [random_tokens(rng, rng.randint(low, high), vocabulary) for _ in range(count)]
     wanted = [rng.randint(low, high) for _ in range(count)]
 
     def run() -> dict:
         tokens = sum(map(len, prompts)) + sum(wanted) + 128 * count
-        sampler = make_sampler(shape, tokens, count)
+        sampler = make_sampler(size, tokens, count)
         sampler.generate(prompts[:2], max_new_tokens=8, temperature=0.6)
         start = common.clock()
-        done = sampler.generate(prompts, max_new_tokens=wanted, temperature=0.6)
-        return {"tokens/s": sum(len(each.tokens) for each in done) / (common.clock() - start)}
+        completions = sampler.generate(prompts, max_new_tokens=wanted, temperature=0.6)
+        seconds = common.clock() - start
+        return {"tokens/s": sum(len(each.tokens) for each in completions) / seconds}
 
     bench.measure({"model": "Qwen3-0.6B", "requests": count}, run)
 

@@ -1,14 +1,13 @@
 """Does README's first run end alike on every processor? Seeds 0 to 4 under four arithmetics.
 
     python -m bench.toy                                   all 20 runs, some five CPU minutes each
-    python -m bench.toy --seeds 0 1 --arithmetics avx2    some of them; another terminal may do more
-    python -m bench.toy --table                           tabulates what is there
+    python -m bench.toy --seeds 0 1 --arithmetics avx2    some runs; another terminal may do others
+    python -m bench.toy --table                           only tabulates the complete runs
 
-One machine imitates others: PyTorch, oneDNN and MKL can be held down to older instructions, and the
-rule of kernels/products.py can be forced. "mixed" on an Intel processor is what an AMD one with
-AVX-512 does: MKL stops at AVX2, and oneDNN multiplies. Each arithmetic rounds in its own way, and
-after a few steps every run has other draws. The base model is made anew under each. What is
-complete is not made again.
+One machine imitates others: variables of the environment hold PyTorch, oneDNN and MKL down to older
+instructions, and the rule of kernels/products.py is forced. On an Intel processor "mixed" does what
+an AMD processor with AVX-512 does: MKL stops at AVX2, and oneDNN multiplies. Each run makes its own
+base model. Rounding soon changes the draws. A complete run is not repeated.
 
 Results: bench/results/toy.json. Tests: pytest tests/test_bench.py
 """
@@ -26,23 +25,14 @@ from bench.common import ROOT, read_metrics, save, table
 from kernels import products
 from plumbing.folders import read_json, write_json
 
-
-def held_down(pytorch: str, onednn: str, mkl: str) -> dict[str, str]:
-    """The environment variables that choose older instructions than the processor's."""
-    return {
-        "ATEN_CPU_CAPABILITY": pytorch,
-        "ONEDNN_MAX_CPU_ISA": onednn,
-        "MKL_ENABLE_INSTRUCTIONS": mkl,
-    }
-
-
-# arithmetic -> its environment, and whether oneDNN makes the fp32 products of training
+VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 NATIVE = products.onednn_is_faster()
+# arithmetic -> environment variables, and whether oneDNN makes the fp32 products of training
 ARITHMETICS = {
     "native": ({}, NATIVE),
     "mixed": ({"MKL_ENABLE_INSTRUCTIONS": "AVX2"}, not NATIVE),
-    "avx2": (held_down("avx2", "AVX2", "AVX2"), False),
-    "plain": (held_down("default", "SSE41", "SSE4_2"), False),
+    "avx2": (dict(zip(VARIABLES, ("avx2", "AVX2", "AVX2"))), False),
+    "plain": (dict(zip(VARIABLES, ("default", "SSE41", "SSE4_2"))), False),
 }
 PROGRAM = """
 import sys
@@ -51,42 +41,41 @@ products.onednn_is_faster = lambda: {onednn}
 import mars
 sys.exit(mars.main(sys.argv[1:]))
 """
+SCORES = ("eval_accuracy", "eval_greedy")
 
 
 def run(arithmetic: str, seed: int, runs: Path, more: list[str]) -> None:
-    """One run with its base model, unless it is complete: RUNS/ARITHMETIC-SEED and a .json."""
-    variables, onednn = ARITHMETICS[arithmetic]
+    """Trains RUNS/ARITHMETIC-SEED from a new base model and writes its row beside it, once."""
     name = f"{arithmetic}-{seed}"
     if (runs / f"{name}.json").exists():
         return
+    variables, onednn = ARITHMETICS[arithmetic]
     cache = runs / "cache" / name
     options = ["--name", name, "--runs", str(runs), "--cache", str(cache), "--seed", str(seed)]
-    program = PROGRAM.format(onednn=onednn)
+    line = [sys.executable, "-c", PROGRAM.format(onednn=onednn), *options, *more]
     runs.mkdir(parents=True, exist_ok=True)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with open(runs / f"{name}.log", "w") as log:
-        line = [sys.executable, "-c", program, *options, *more]
         environment = os.environ | variables
-        done = subprocess.run(line, cwd=ROOT, env=environment, stdout=log, stderr=log)
-    if done.returncode:
+        code = subprocess.run(line, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode
+    if code:
         sys.exit(f"it failed: see {runs / name}.log; remove {runs / name} before the next try")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    last = read_metrics(runs / name)[-1]
-    first = read_metrics(runs / name)[0]
+    first, *_, last = read_metrics(runs / name)
     row = {"arithmetic": arithmetic, "seed": seed}
-    for score in ("eval_accuracy", "eval_greedy"):
+    for score in SCORES:
         row |= {f"{score}, before": first[score], score: last[score]}
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     write_json(runs / f"{name}.json", row | {"CPU seconds": seconds})
 
 
 def summarise(rows: list[dict]) -> list[str]:
-    """Range and median of what the runs end at."""
+    """A line for each score and the CPU seconds: range and median of all runs."""
     lines = []
-    for score in ("eval_accuracy", "eval_greedy", "CPU seconds"):
-        values = [row[score] for row in rows]
+    for column in (*SCORES, "CPU seconds"):
+        values = [row[column] for row in rows]
         median = statistics.median(values)
-        lines.append(f"{score}: {min(values):.4g} to {max(values):.4g}, median {median:.4g}")
+        lines.append(f"{column}: {min(values):.4g} to {max(values):.4g}, median {median:.4g}")
     return lines
 
 
@@ -102,10 +91,9 @@ def main() -> None:
             run(arithmetic, seed, options.runs, more)
     rows = [read_json(path) for path in options.runs.glob("*.json")]
     if not rows:
-        sys.exit(f"no complete run in {options.runs}")
+        sys.exit(f"there is no complete run in {options.runs}")
     rows.sort(key=lambda row: (list(ARITHMETICS).index(row["arithmetic"]), row["seed"]))
-    print(table(rows))
-    print("\n".join(summarise(rows)))
+    print(table(rows), *summarise(rows), sep="\n")
     print(save("toy", " ".join(["python -m bench.toy", *more]), rows))
 
 

@@ -4,17 +4,17 @@
     python -m bench.gpu --step training_step              the same on a GPU
     python -m bench.train_step --only trl --peers FOLDER/bin/python      a step beside GRPOTrainer
 
-Packed is the trainer (micro_batches, backward); padded is the step that code around Hugging Face
-models takes: batches of 4 samples, right-padded, with an attention mask, in random order or sorted
-by length. Weights, samples and loss are the same, and a form whose loss differs is a failure. A
-CPU's model is a small Qwen3 in fp32 with one thread (2 minutes); a GPU's has Qwen3-0.6B's shape, in
-bf16, with AdamW's step and activations recomputed or kept.
+The packed step is the trainer's (micro_batches, backward). The padded step is what code around
+Hugging Face models does: batches of 4 samples, right-padded, with an attention mask, in random
+order or sorted by length. All have the same weights and samples, and a form whose loss differs has
+failed. A CPU's model is a small Qwen3 in fp32 on one thread (2 minutes). A GPU's has the size of
+Qwen3-0.6B, in bf16; AdamW's step is included, and activations are recomputed or kept.
 
-Samples: as many of System 2 as of System 1, of log-normal lengths (LENGTHS). The paper gives the
-limits only, so medians and spreads are our assumption. On a CPU 1/16 of them, on a GPU a half.
+There are as many samples of System 2 as of System 1, with log-normal LENGTHS (on a CPU 1/16, on a
+GPU half of these). The paper states only limits, so medians and spreads are our assumption.
 
-Beside TRL, SmolLM2-135M: 4 prompts × G = 8, 64 new tokens that cannot end early, fp32, one thread,
-CPU seconds. Not the same: draws and rewards; TRL also computes entropies, and pads.
+Beside TRL: SmolLM2-135M, 4 prompts with groups of 8, 64 new tokens each, fp32, one thread, CPU
+seconds. The draws and rewards differ; TRL also computes entropies, and pads.
 
 Results: bench/results/train_step_PART.json. Tests: pytest tests/test_bench.py
 """
@@ -46,7 +46,7 @@ LONGEST = 31_744
 
 
 def draw_samples(count: int, scale: float, vocabulary: int) -> list[Sample]:
-    """`count` samples of each role in random order, of LENGTHS times `scale`."""
+    """`count` samples of each role, in random order. Their lengths are LENGTHS times `scale`."""
     rng = random.Random(0)
     samples = []
     for role, median, sigma, steps, share in LENGTHS:
@@ -55,9 +55,9 @@ def draw_samples(count: int, scale: float, vocabulary: int) -> list[Sample]:
             advantage = rng.choice((-1.0, 1.0))
             sample = Sample(role, question_index=0, attempt=i, advantage=advantage, loss_weight=1)
             sampled = max(1, int(length * share))
-            given = max(2, int(length) - sampled)
+            prompt = max(2, int(length) - sampled)
             for _ in range(steps):
-                sample.append_given(random_tokens(rng, given, vocabulary))
+                sample.append_given(random_tokens(rng, prompt, vocabulary))
                 tokens = random_tokens(rng, sampled, vocabulary)
                 logprobs = [rng.gauss(-math.log(vocabulary), 0.1) for _ in tokens]
                 sample.append_sampled(Completion(tokens, logprobs, "length"))
@@ -66,22 +66,22 @@ def draw_samples(count: int, scale: float, vocabulary: int) -> list[Sample]:
     return samples
 
 
-def make_batches(samples: list[Sample], capacity: int, where) -> list:
-    """Micro-batches of a step's samples, all of which have the same weight."""
+def make_batches(samples: list[Sample], capacity: int, device) -> list:
+    """Micro-batches of a step's samples, each of which counts as one."""
     weights = token_weights([torch.tensor(sample.mask) for sample in samples], len(samples))
-    return trainer.micro_batches(samples, weights, capacity, where)
+    return trainer.micro_batches(samples, weights, capacity, device)
 
 
 def packed_step(policy, batches) -> tuple[float, int]:
-    """(loss, tokens computed) of a step by the trainer, micro-batch by micro-batch."""
+    """The trainer's step. Returns the loss and the number of tokens computed."""
     stats = trainer.backward(policy, batches, **OBJECTIVE)
     return sum(float(s["loss"]) for s in stats), sum(batch.tokens.numel() for batch in batches)
 
 
 def padded_step(model, batches, *, by_length: bool = False) -> tuple[float, int]:
-    """(loss, tokens computed, padding included) of the same by the stock model.
+    """The same step by the stock model. Returns the loss and the tokens computed, with padding.
 
-    batches: micro-batches of one sample each, which hold what the loss needs.
+    batches: micro-batches of one sample each.
     """
     if by_length:
         batches = sorted(batches, key=lambda batch: batch.tokens.numel())
@@ -92,14 +92,14 @@ def padded_step(model, batches, *, by_length: bool = False) -> tuple[float, int]
         tokens = pad_sequence([batch.tokens[0] for batch in rows], batch_first=True)  # [B, T]
         mask = pad_sequence([torch.ones_like(batch.tokens[0]) for batch in rows], batch_first=True)
         T = tokens.shape[1]
-        at = torch.cat([batch.loss_positions + i * T for i, batch in enumerate(rows)])
+        positions = torch.cat([batch.loss_positions + i * T for i, batch in enumerate(rows)])
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
             out = model.base_model(tokens, attention_mask=mask, use_cache=False)
-        states = out.last_hidden_state.flatten(0, 1)[at]  # [N, D]
+        states = out.last_hidden_state.flatten(0, 1)[positions]  # [N, D]
         states = states.to(torch.bfloat16 if tokens.is_cuda else torch.float32)
         names = ("target", "old_logprob", "advantage", "weight")
-        of_tokens = [torch.cat([getattr(batch, name) for batch in rows]) for name in names]
-        loss, _ = kernels.linear_grpo_loss(states, model.lm_head.weight, *of_tokens, **OBJECTIVE)
+        columns = [torch.cat([getattr(batch, name) for batch in rows]) for name in names]
+        loss, _ = kernels.linear_grpo_loss(states, model.lm_head.weight, *columns, **OBJECTIVE)
         loss.backward()
         total += loss.item()
         computed += tokens.numel()
@@ -114,28 +114,28 @@ FORMS = {
 }
 
 
-def planned_bytes(shape: dict, capacity: int, recompute: bool) -> float:
-    """The trainer's part of the memory plan of a GPU."""
+def planned_bytes(size: dict, capacity: int, recompute: bool) -> float:
+    """Bytes of the trainer's part of the memory plan for one GPU."""
     config = Config(bf16="on", micro_tokens=capacity, recompute_activations=recompute)
-    parts = memory_parts(Qwen3Config(**shape), config, capacity, 1, "cuda", True)
-    ours = ("weights", "gradients", "optimizer", "copies", "micro-batch")
-    return sum(parts[name] for name in ours)
+    parts = memory_parts(Qwen3Config(**size), config, capacity, 1, "cuda", True)
+    names = ("weights", "gradients", "optimizer", "copies", "micro-batch")
+    return sum(parts[name] for name in names)
 
 
 def steps(bench: common.Bench) -> None:
     """A row for each form; on a GPU with an optimizer step."""
-    where = common.DEVICE
-    cuda = where.type == "cuda"
-    shape = QWEN3_0_6B if cuda else SMALL | {"tie_word_embeddings": True}
+    device = common.DEVICE
+    cuda = device.type == "cuda"
+    size = QWEN3_0_6B if cuda else SMALL | {"tie_word_embeddings": True}
     count, scale, capacity = (16, 1 / 2, 16_384) if cuda else (16, 1 / 16, 2048)
     if bench.tiny:
-        shape, count, scale, capacity = TINY, 2, 1 / 64, 256
-    samples = draw_samples(count, scale, shape["vocab_size"])
+        size, count, scale, capacity = TINY, 2, 1 / 64, 256
+    samples = draw_samples(count, scale, size["vocab_size"])
     expected = []  # the loss and the gradient's norm of the first form
 
-    def result(packed=False, recompute=True, by_length=False) -> dict:
-        model = random_model(shape, where)
-        batches = make_batches(samples, capacity if packed else 1, where)
+    def measurement(packed=False, recompute=True, by_length=False) -> dict:
+        model = random_model(size, device)
+        batches = make_batches(samples, capacity if packed else 1, device)
         if packed:
             policy = trainer.Policy(model, bf16=cuda, recompute_activations=cuda and recompute)
             run = partial(packed_step, policy, batches)
@@ -148,34 +148,36 @@ def steps(bench: common.Bench) -> None:
 
         def step():
             optimizer.zero_grad(set_to_none=True)
-            found = run()
+            loss, computed = run()
             norm = trainer.gradient_norm(model, 1.0)
             if cuda:
                 optimizer.step()
-            return *found, norm
+            return loss, computed, norm
 
         loss, computed, norm = step()
         if not expected:
             expected.extend((loss, norm))
-        for ours, first in zip((loss, norm), expected):
-            if abs(ours - first) > (0.02 if cuda else 1e-5) * max(1.0, abs(first)):
-                raise ValueError(f"another loss or gradient: {loss}, {norm}; first {expected}")
-        held = torch.cuda.memory_allocated() if cuda else 0
-        row = {"peak GB": (held + common.added_bytes(step)) / 1e9, "tokens computed": computed}
+        for value, first in zip((loss, norm), expected):
+            if abs(value - first) > (0.02 if cuda else 1e-5) * max(1.0, abs(first)):
+                raise ValueError(
+                    f"the loss or the gradient differs: {loss}, {norm}, not {expected}"
+                )
+        before = torch.cuda.memory_allocated() if cuda else 0
+        row = {"peak GB": (before + common.added_bytes(step)) / 1e9, "tokens computed": computed}
         if packed:
-            row["planned GB"] = planned_bytes(shape, capacity, recompute) / 1e9
+            row["planned GB"] = planned_bytes(size, capacity, recompute) / 1e9
         return row | common.spread("s", common.timed(step, 1 if bench.tiny else 3))
 
     for name, form in FORMS.items():
         if cuda or "recompute" not in form:  # on a CPU nothing is recomputed
-            bench.measure({"form": name}, partial(result, **form))
+            bench.measure({"form": name}, partial(measurement, **form))
 
 
 # --- a GRPO step beside TRL's ---------------------------------------------------------------------
 
 
 def our_step(model, prompts: list[list[int]], group: int, new: int) -> dict:
-    """CPU seconds of the parts of one GRPO step; the rewards are draws."""
+    """CPU seconds of the parts of one GRPO step. The rewards are random."""
     rng = random.Random(0)
     copies = [prompt for prompt in prompts for _ in range(group)]
     sampler = Sampler(model, max_tokens=sum(map(len, copies)) + len(copies) * (new + 16))
@@ -183,14 +185,12 @@ def our_step(model, prompts: list[list[int]], group: int, new: int) -> dict:
     optimizer = trainer.make_optimizer(policy, 1e-6, 0.0)
     start = common.clock()
     samples = []
-    for i, done in enumerate(sampler.generate(copies, max_new_tokens=new)):
-        advantage = rng.choice((-1.0, 1.0))
-        samples.append(
-            Sample("sys2", question_index=i, attempt=i, advantage=advantage, loss_weight=1)
-        )
-        samples[i].append_given(copies[i])
-        samples[i].append_sampled(done)
-    sampled = common.clock()
+    for i, completion in enumerate(sampler.generate(copies, max_new_tokens=new)):
+        sample = Sample("sys2", i, i, advantage=rng.choice((-1.0, 1.0)), loss_weight=1)
+        sample.append_given(copies[i])
+        sample.append_sampled(completion)
+        samples.append(sample)
+    middle = common.clock()
     batches = make_batches(samples, 4096, torch.device("cpu"))
     optimizer.zero_grad()
     trainer.backward(policy, batches, **OBJECTIVE)
@@ -198,13 +198,13 @@ def our_step(model, prompts: list[list[int]], group: int, new: int) -> dict:
     optimizer.step()
     sampler.load_weights(model)
     end = common.clock()
-    row = {"CPU s, rollout": sampled - start, "CPU s, update": end - sampled}
+    row = {"CPU s, rollout": middle - start, "CPU s, update": end - middle}
     trained = sum(len(batch.target) for batch in batches)
     return row | {"CPU s, step": end - start, "tokens trained": trained}
 
 
 def beside_trl(bench: common.Bench) -> None:
-    """A step of ours and one of TRL's."""
+    """A row for a step of ours and one for a step of TRL's."""
     folder = str(models.find("smollm2", common.ROOT / ".cache"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = pieces_of_text(tokenizer, 4)

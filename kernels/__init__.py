@@ -1,7 +1,8 @@
 """Custom kernels. Each file has a plain PyTorch reference, a Triton form, and the derivation.
 
     linear_loss      LM head, log-prob, GRPO loss and its gradients without the logits in memory
-    paged_attention  decode attention over a paged KV cache
+    paged            decode attention over a paged KV cache
+    varlen           attention within packed sequences on CUDA: PyTorch's own
     products         fp32 products of a CPU, by the faster of two libraries; no Triton form
     decode           norm, rotary embedding with cache write, SiLU product of a decode step
 
@@ -15,5 +16,6 @@ must not be installed, because transformers would then look for its functions in
 from kernels.backend import triton, use_triton
 from kernels.decode import add_rms_norm, qk_norm_rope_store, silu_mul
 from kernels.linear_loss import linear_grpo_loss, linear_logprob, logits_grpo_loss, logits_logprob
-from kernels.paged_attention import paged_attention
+from kernels.paged import paged_attention
 from kernels.products import linear
+from kernels.varlen import varlen_attention

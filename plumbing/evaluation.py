@@ -22,7 +22,7 @@ from config import TRAIN, Config, UserError, flagged, parse, parser, resolve
 from plumbing import folders, logbook, models, pages
 from plumbing.metrics import failures, ratio, rollout_sums, wilson_interval
 from plumbing.start import Run, build, new_folder
-from rollout import Method, Trajectory
+from rollout import Method, Trajectory, play_batch
 from tasks.questions import Question
 
 # What ask does not read, beside what only training does.
@@ -119,7 +119,7 @@ def evaluate(method: Method, config: Config, **additions) -> None:
     folders.refuse_run(Path(config.runs), config.name)
     run = build(method, config, training=False, **additions)
     batch = list(enumerate(run.eval_questions))
-    trajectories = run.play(batch, 1, step="eval", tools=run.eval_tools, top_p=config.top_p)
+    trajectories = play_batch(run, batch, 1, run.eval_tools, step="eval", top_p=config.top_p)
     rows = [row(run, name, members) for name, members in by_set(trajectories)]
     try:
         run.lock = new_folder(config, f"eval-{source.resolve().name}")
@@ -190,11 +190,12 @@ def ask(method: Method, config: Config, text: str, **additions) -> None:
     run.grade = lambda question, answer: 0.0  # nobody knows the right answer here
     question = Question("asked", text, (), "asked")
     method.fits(config, run.chat, question)
-    run.play(
+    play_batch(
+        run,
         [(0, question)],
         1,
+        run.eval_tools,
         step="ask",
-        tools=run.eval_tools,
         top_p=config.top_p,
         on_event=lambda kind, text: say(method.roles.get(kind, kind).lower(), text),
     )

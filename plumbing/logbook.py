@@ -26,7 +26,7 @@ from atomic import reason
 from config import UserError
 from plumbing import folders, pages
 from plumbing.folders import append_lines, as_lines, on_disk, read_lines, write_json, write_whole
-from plumbing.metrics import owned_by, ratio, reduced, with_interval
+from plumbing.metrics import with_interval
 from plumbing.outside import tracker_init
 from plumbing.start import Run
 from processes import on_first_rank
@@ -222,46 +222,6 @@ def check_failure_rate(told: dict, what: str) -> None:
             raise UserError(
                 f"{told[name]:.0%} of the {kind} of {what} failed; the reasons stand in rollouts/"
             )
-
-
-def check_mismatch(run: Run, batches: list, stats: list[dict], samples: list[Sample]) -> float:
-    """mismatch_kl; UserError if what was sampled from is not the distribution that is trained.
-
-    The first part of a step that trains on something is scored before the optimizer moves, so that
-    sampler and trainer should hold the same weights: `stats` are those of its `batches`, and
-    `samples` what their owners point into. Each server is measured by itself. The estimate of the
-    KL is k3, a mean over this part's tokens, those included that importance weights leave out; 0
-    where the step trains nothing.
-    """
-    gaps = Counter()
-    counts = Counter()
-    weighted = run.config.correction() != "off"  # then `prepare` has scored every token
-    for server in dict.fromkeys(sample.server for sample in samples):
-        own = [index for index, sample in enumerate(samples) if sample.server == server]
-        for batch, numbers in zip(batches, stats):
-            scored = batch.old_logprob if weighted else numbers["logprob"]
-            gap = (scored - batch.behaviour_logprob)[owned_by(batch, own)]
-            gaps[server] += float((torch.expm1(gap) - gap).sum())
-            counts[server] += len(gap)
-    gaps = reduced(gaps)
-    counts = reduced(counts)
-    # What rounding makes: below 1e-12 in fp32, and 1e-4 to 1e-3 where either side rounds to bf16.
-    most = run.config.max_mismatch_kl or (0.01 if run.bf16 else 1e-6)
-    for server, gap in gaps.items():
-        kl = ratio(gap, counts[server])
-        if not kl <= most:  # NaN included
-            advice = "use another model, or report this: sampler and trainer compute it differently"
-            if server:
-                advice = (
-                    "likely its log-probs leave the temperature out (vLLM: --logprobs-mode "
-                    "processed_logprobs), it cuts the distribution (--generation-config vllm), it "
-                    "holds other weights or another vocabulary, or its dtype is coarser"
-                )
-            raise UserError(
-                f"{server or 'the sampler'} does not sample what is trained: mismatch_kl {kl:.2g} "
-                f"in the first batch after new weights, above --max_mismatch_kl {most:g}; {advice}"
-            )
-    return ratio(gaps.total(), counts.total())
 
 
 # ------------------------------------------------------------------------------------ a live view

@@ -11,24 +11,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 
+from processes import sum_over_ranks
 from rollout import Method, Sample, Trajectory
 from tasks.questions import Question
 from tools.search import UNREAD
 from trainer import MicroBatch
-
-
-def reduced(sums: dict) -> Counter:
-    """Sums over all ranks, of whatever keys each of them brings. What nobody counted is 0."""
-    if not dist.is_initialized():
-        return Counter(sums)
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, dict(sums))
-    total = Counter()
-    for part in gathered:
-        total.update(part)
-    return total
 
 
 def ratio(part: float, whole: float) -> float:
@@ -78,7 +66,7 @@ def rollout_sums(trajectories: list[Trajectory]) -> Counter:
                 sums["unread"] += sum(one.text.startswith(UNREAD) for one in turn.documents)
     sums["groups"] = len(rewards)
     sums["flat"] = sum(len(seen) == 1 for seen in rewards.values())  # nothing is learned there
-    return reduced(sums)
+    return sum_over_ranks(sums)
 
 
 def failures(s: Counter) -> dict[str, float]:
@@ -122,8 +110,8 @@ def rollout_metrics(trajectories: list[Trajectory], method: Method, seconds: flo
 def method_metrics(trajectories: list[Trajectory], method: Method) -> dict[str, float]:
     """The method's own numbers of a batch, over all ranks; what nobody counted is left out."""
     counted = method.metrics(trajectories)
-    parts = reduced({name: part for name, (part, _) in counted.items()})
-    wholes = reduced({name: whole for name, (_, whole) in counted.items()})
+    parts = sum_over_ranks({name: part for name, (part, _) in counted.items()})
+    wholes = sum_over_ranks({name: whole for name, (_, whole) in counted.items()})
     return {name: parts[name] / whole for name, whole in wholes.items() if whole}
 
 
@@ -134,7 +122,7 @@ def right_by_kind(
     asked = Counter(question.source for question in questions)
     if len(asked) < 2:
         return {}
-    right = reduced(Counter(t.question.source for t in trajectories if t.reward))
+    right = sum_over_ranks(Counter(t.question.source for t in trajectories if t.reward))
     return {kind: [right[kind], asked[kind]] for kind in sorted(asked)}
 
 
@@ -166,7 +154,7 @@ def update_metrics(
             owned = live & owned_by(batch, owners)
             sums[f"{role}_entropy"] += float(numbers["entropy"][owned].sum())
             sums[f"{role}_live"] += int(owned.sum())
-    sums = reduced(sums)
+    sums = sum_over_ranks(sums)
     metrics = {
         "loss": sums["loss"],
         "clip_share": ratio(sums["clipped"], sums["live"]),

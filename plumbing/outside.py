@@ -57,7 +57,7 @@ def environment(
     start: Path | str | None = None,
     more_tools: Sequence[Tool] = (),
     questions: Callable[[Config, list[str], bool], tuple] | None = None,
-    grade: Callable[[Question, str], float] | None = None,
+    grade: Callable[[Question, str], float | None] | None = None,
     base_model: Callable[[str, int], Path] = base_model.build,
 ) -> dict:
     """The fields of a Run that come from outside, and its servers. UserError lists what is missing.

@@ -1,4 +1,4 @@
-"""From options to a Run: all that is alive in a run, and its rollouts.
+"""From options to a Run: all that is alive in a run.
 
 Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
@@ -7,22 +7,20 @@ import functools
 import hashlib
 import itertools
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
-from tqdm import tqdm
 
 import trainer
 from config import RESUME, Config, UserError, flagged
-from driver import Driver
+from driver import AnySampler, Driver
 from plumbing import folders, models
 from plumbing.outside import Machine, Questions, environment, join
 from processes import from_first_rank, on_first_rank
-from rollout import Env, Method, Trajectory
+from rollout import Method
 from sampler import Sampler, vllm
 from tasks.chat import ChatFormat
 from tasks.format import Format
@@ -43,52 +41,26 @@ class Run(Machine):
     # What comes from outside, as `environment` finds it.
     start: Path | str  # the model that it begins with
     memory: str  # the plan, in one line
-    grade: Callable[[Question, str], float]
+    grade: Callable[[Question, str], float | None]
     tools: list[Tool]
     eval_tools: list[Tool]  # the toy's held-out world has a corpus of its own
     # The i-th training question, for every i; None unless training.
     question: Callable[[int], Question] | None
     eval_questions: list[Question]
     # The model at work.
-    tokenizer: object
+    tokenizer: Any
     chat: Format
     driver: Driver
-    sampler: Sampler | vllm.Remote  # plays every role whose weights are trained
-    samplers: dict[str, Sampler | vllm.Remote]  # role -> who plays it
+    sampler: AnySampler  # plays every role whose weights are trained
+    samplers: dict[str, AnySampler]  # role -> who plays it
     # These three are there in training only; the reference only if there is a KL term.
     policy: torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
     reference: Callable | None = None  # what trainer.logprob takes
     skipped: int = 0  # updates in a row without a finite gradient
-    tracker: object = None  # on rank 0 of a run with --track
+    tracker: Any = None  # on rank 0 of a run with --track
     asked: str = ""  # a fingerprint of the training questions and the held-out ones
     lock: IO | None = None  # keeps other processes out of the folder, to the end
-
-    def play(
-        self, batch: list[tuple[int, Question]], attempts: int, tools: list[Tool], **options
-    ) -> list[Trajectory]:
-        """`attempts` trajectories for each (index, question), all in one running batch.
-
-        `options` are those of Env: the step, the temperature (the run's unless given), …
-        """
-        options = {"temperature": self.config.temperature} | options
-        env = Env(
-            driver=self.driver,
-            samplers=self.samplers,
-            chat=self.chat,
-            tools={tool.name: tool.call for tool in tools},
-            grade=self.grade,
-            config=self.config,
-            **options,
-        )
-        episodes = [
-            env.play(self.method, question, index, attempt)
-            for index, question in batch
-            for attempt in range(attempts)
-        ]
-        quiet = self.rank > 0 or "on_event" in options or not sys.stderr.isatty()
-        with tqdm(desc="rollouts", total=len(episodes), leave=False, disable=quiet) as bar:
-            return self.driver.run(episodes, lambda done: bar.update(done - bar.n))
 
 
 def build(

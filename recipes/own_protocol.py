@@ -2,8 +2,7 @@
 
     python -m recipes.own_protocol
 
-It shares MARS's options and words, and so runs on the toy, whose model has never learned to
-write a draft.
+It has MARS's options and words, so it runs on the toy, whose model has never learned to draft.
 """
 
 import dataclasses
@@ -15,26 +14,26 @@ from rollout import Context, Env, Trajectory
 
 
 async def draft_and_critique(env: Env, trajectory: Trajectory) -> None:
-    """Three samples: a draft, a note on it, an answer that has read the note."""
+    """Three samples: a draft, a note on the draft, and an answer after reading the note."""
     question = trajectory.question.text
     async with Context(env, trajectory, "sys2") as writer:
         prompt = env.chat.prompt("sys2", question=question)
         turn = await mars.act(env, writer, mars.Prompt(prompt))
         async with Context(env, trajectory, "sys1") as critic:
             turn.readers.append(critic)
-            draft = env.chat.note(turn.sampled)  # its words, without the end-of-turn token
+            draft = env.chat.note(turn.sampled)  # its words without the end-of-turn token
             task = "what is wrong with this draft"
             prompt = env.chat.prompt("sys1", chunk=draft, purpose=task, question=question)
             note = await critic.write(prompt, env.config.sys1_response)
-        given = env.chat.observation([env.chat.note(note.tokens)], final=True)
+        prompt = env.chat.observation([env.chat.note(note.tokens)], final=True)
         if turn.sampled[-1:] != (close := env.chat.close_step()):  # the draft was cut
-            given = close + given
-        end = await mars.act(env, writer, mars.Prompt(given, must_answer=True))
-    trajectory.answer = end.action.answer
-    trajectory.ended = "answer on demand" if end.action.answer else "no answer"
+            prompt = close + prompt
+        last = await mars.act(env, writer, mars.Prompt(prompt, must_answer=True))
+    trajectory.answer = last.action.answer
+    trajectory.ended = "answer on demand" if last.action.answer else "no answer"
 
 
-# Credit, loss, records and pages stay as they are.
+# Credit, loss, records and pages are those of MARS.
 METHOD = dataclasses.replace(
     mars.METHOD,
     name="draft-and-critique",

@@ -2,8 +2,8 @@
 
     python -m recipes.own_tool --steps 20
 
-The toy's base model has never seen this one and will hardly call it; a chat model reads of it
-in its system prompt.
+The toy's base model has never seen this tool and will hardly call it. A chat model reads about
+it in its system prompt.
 """
 
 import sys
@@ -14,7 +14,7 @@ from tools import Document, Tool, ToolError
 
 
 def archive(argument: str) -> list[Document]:
-    """Knows one thing. An empty list means "found nothing", ToolError means "failed"."""
+    """Knows one document. An empty list means "found nothing", ToolError means "failed"."""
     if not argument.isascii():
         raise ToolError("the archive reads ASCII only")
     if "weather" not in argument:

@@ -19,7 +19,6 @@ layer are k_pages and v_pages [pages, page_size, Hkv, Dh].
 Tests: pytest tests/test_attention.py
 """
 
-import inspect
 import warnings
 from dataclasses import dataclass
 
@@ -27,7 +26,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 import kernels
 from sampler.plan import Batch, SharedPages, find_shared_pages, to_device
@@ -37,8 +35,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor([0, 0], [], [], (1, 1))
 
-# torch 2.11 lacks this option. There keys and values are repeated for each head of the queries.
-VARLEN_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 # F.scaled_dot_product_attention calls this operator, which also returns log Σ exp(scores).
 sdpa_with_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -238,7 +234,7 @@ def row_attention(q, k_pages, v_pages, batch, scale):
 
 
 def packed_plan(batch: Batch, page_size: int) -> tuple[Tensor, tuple[Tensor, Tensor, int, int]]:
-    """The slots of all rows' keys [keys], and the bounds for `varlen`."""
+    """The slots of all rows' keys [keys], and the bounds for `varlen_attention`."""
     device = batch.block_table.device
     lengths = batch.lengths.long()
     cu_keys = F.pad(lengths.cumsum(0), (1, 0))
@@ -258,19 +254,4 @@ def packed_attention(q, k_pages, v_pages, batch, scale):
     slots, bounds = batch.cache["packed"]
     keys = k_pages.flatten(0, 1)[slots]  # [keys, Hkv, Dh]
     values = v_pages.flatten(0, 1)[slots]
-    return varlen(q, keys, values, bounds, scale)
-
-
-def varlen(q, k, v, bounds: tuple[Tensor, Tensor, int, int], scale) -> Tensor:
-    """Causal attention within sequences that lie end to end, on CUDA; q [T, Hq, Dh].
-
-    A sequence's last query sees all its keys. bounds: cu_seqlens of the queries and of the keys,
-    most queries in a sequence, most keys in a sequence.
-    """
-    options = {"scale": scale, "window_size": (-1, 0)}  # every token before, and none after
-    if VARLEN_GROUPS_HEADS:
-        return varlen_attn(q, k, v, *bounds, enable_gqa=True, **options)
-    heads_per_key = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(heads_per_key, 1)
-    v = v.repeat_interleave(heads_per_key, 1)
-    return varlen_attn(q, k, v, *bounds, **options)
+    return kernels.varlen_attention(q, keys, values, bounds, scale)

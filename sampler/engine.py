@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.paged_attention import max_rows_of_range
+from kernels.paged import max_rows_of_range
 from sampler.draws import greedy, hashed, sample_token
 from sampler.graphs import Graphs
 from sampler.model import Model

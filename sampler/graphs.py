@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.paged_attention import LEVELS, RANGE_FIELDS
+from kernels.paged import LEVELS, RANGE_FIELDS
 from sampler.model import Model
 from sampler.plan import Batch
 

@@ -20,13 +20,11 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from kernels.paged_attention import HEAD_SIZES
+from family import gather_full, head_size, unsupported_reason
+from kernels.paged import HEAD_SIZES
 from sampler.attention import attention, cache_dtype
 from sampler.plan import Batch
 
-FAMILY = ("qwen2", "qwen3", "llama", "mistral", "smollm3")  # a config's model_type
-# The rotations whose inverse frequencies depend on a row's length.
-STRETCHED_ROPE = ("dynamic", "longrope")
 # On a CPU, packed weights are faster for at least this many rows (about).
 PACKED_ROWS = 8
 
@@ -43,32 +41,7 @@ def unsupported(config) -> str | None:
     return "quantised weights" if getattr(config, "quantization_config", None) else None
 
 
-def unsupported_reason(config) -> str | None:
-    """What sets a model apart from the family; None for one of it.
-
-    With a window of attention, or rotary angles that depend on a row's length, a sample that is
-    packed beside others, or resumed from pages, would be computed otherwise than alone.
-    """
-    if config.model_type not in FAMILY:
-        return f"architecture {config.model_type}"
-    if getattr(config, "sliding_window", None) is not None:
-        return "a sliding window"
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    return f"rope type {rope}" if rope in STRETCHED_ROPE else None
-
-
-def head_size(config) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
 # ---------------------------------------------------------------- weights
-
-
-def gather_full(parameter: Tensor) -> Tensor:
-    """A tensor's values, without gradient; where it is sharded (FSDP2) every rank must call it."""
-    if hasattr(parameter, "full_tensor"):
-        parameter = parameter.full_tensor()
-    return parameter.detach()
 
 
 def merged(module: nn.Linear) -> Tensor:

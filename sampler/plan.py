@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.paged_attention import LEVELS, RANGE_FIELDS
+from kernels.paged import LEVELS, RANGE_FIELDS
 from sampler.draws import hashed, uniform
 from sampler.request import Request
 
 # On CUDA shared pages are read once only if that saves at least this many tokens. By arithmetic,
 # eight rows that start and merge one more split each take as long (TOKENS_PER_START in
-# kernels/paged_attention.py).
+# kernels/paged.py).
 LEAST_TOKENS = 256
 # (source, target) pages, to be copied in order: a later source may be an earlier target.
 Copies = list[tuple[int, int]]

@@ -25,11 +25,11 @@ Tests: pytest tests/test_scheduler.py
 import bisect
 import collections
 import itertools
-from collections.abc import Sequence
 from operator import attrgetter
 
 import numpy as np
 
+from family import common_prefix
 from sampler.pages import Pages
 from sampler.plan import Batch, Copies, Decode, Rows, plan_decode, plan_prefill
 from sampler.request import Completion, Conversation, Request
@@ -303,9 +303,3 @@ class Scheduler:
 def lacks_tokens(conversation: Conversation) -> bool:
     """Whether more keys and values are missing than those of the newest token."""
     return conversation.num_cached_tokens < len(conversation.tokens) - 1
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many of their first tokens two contexts have in common."""
-    pairs = zip(one, other)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -31,6 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from atomic import reason
 from config import UserError, key_of
 from processes import from_first_rank, is_first
 from sampler.request import Completion, Conversation, Lost, Request
@@ -64,7 +65,7 @@ class Server:
         if not answer.is_success:
             final = answer.is_client_error and answer.status_code not in (408, 429)
             kind = Refused if final else ConnectionError
-            raise kind(f"HTTP {answer.status_code} {answer.text}")
+            raise kind(f"HTTP {answer.status_code} {answer.text:.200}")
         return answer
 
     def weight_version(self) -> str:
@@ -77,7 +78,7 @@ class Server:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         results = self.send("/collective_rpc", reload).json()["results"]
         if not isinstance(results, list):
-            raise ValueError(f"its answer to a reload is {results!r}")
+            raise ValueError(f"its answer to a reload is {results!r:.200}")
         self.send("/reset_prefix_cache", {})
         self.send("/resume", {})
         # The version comes last, so that an interrupted load does not count. Each load has a new
@@ -341,8 +342,3 @@ def read_answer(choice: dict, request: Request, vocabulary: int, url: str) -> Co
     if not stops and len(tokens) == request.max_new_tokens:
         return Completion(tokens, logprobs, "length", url)
     raise ValueError(f"{len(tokens)} tokens end neither at a stop token nor at the limit")
-
-
-def reason(error: BaseException) -> str:
-    """The reason why an exchange failed, on one short line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -1,8 +1,8 @@
-"""BVPO's theorems by summing: bias and variance of the two gradients against the marginal's.
+"""Exact errors of BVPO's gradients: bias and variance against the marginal's gradient.
 
-In bvpo_toy.py a trace is one of four words, so π(y|x) = Σ_r π(r, y|x) can be summed, and so can
-every mean over traces. The formulas stand in bvpo.py. All gradients of a pair are sums over V, the
-gradients ∇log π of its ten samples. Traces are drawn from π_ref(r|x,y), as in training.
+In bvpo_toy.py a trace is one of four words, so π(y|x) = Σ_r π(r, y|x) and every mean over traces
+are sums of few terms. bvpo.py has the formulas. All gradients of a pair are linear combinations of
+V, the gradients ∇log π of its ten samples. Traces are drawn from π_ref(r|x,y), as in training.
 
     python -m siblings.bvpo measure [RUN] [--pairs N]
 
@@ -29,20 +29,20 @@ TRACES = len(toy.TRACES)
 
 @functools.cache
 def load(model: str | Path) -> trainer.Policy:
-    """A policy that is not trained."""
+    """The policy of a model's folder."""
     return trainer.Policy(trainer.load_model(model, CPU), bf16=False)
 
 
 def logprobs(policy: trainer.Policy, samples: list[Sample]) -> Tensor:
-    """log π of what each sample of the pairs says: [pairs, 2 · TRACES + 2]; kept in the samples."""
-    told, _ = solo.score(policy, samples)
-    for sample, own in zip(samples, told):
+    """log π of each sample of the pairs: [pairs, 2 · TRACES + 2]. Also stored in the samples."""
+    token_logprobs, _ = solo.score(policy, samples)
+    for sample, own in zip(samples, token_logprobs):
         sample.logprobs[-len(own) :] = own.tolist()
-    return torch.stack([own.sum() for own in told]).view(-1, 2 * TRACES + 2)
+    return torch.stack([own.sum() for own in token_logprobs]).view(-1, 2 * TRACES + 2)
 
 
 def gradient(policy: trainer.Policy, sample: Sample) -> Tensor:
-    """∇log π(sample), flat: [P]."""
+    """∇log π(sample) as one vector [P]."""
     sample.advantage = -1.0
     weights = [torch.tensor(sample.mask).float()]
     batches = trainer.micro_batches([sample], weights, 8192, CPU)
@@ -54,12 +54,12 @@ def gradient(policy: trainer.Policy, sample: Sample) -> Tensor:
 
 @dataclass
 class Errors:
-    """Bias and variance of the two gradients against the marginal's."""
+    """Biases and variance of the two gradients against the marginal's gradient."""
 
     traced: float  # ‖b_t‖²
     empty: float  # ‖b_e‖²
     product: float  # b_t · b_e
-    variance: float  # tr Σ_t, of one trace a pair
+    variance: float  # tr Σ_t, with one trace for each pair
 
     def mse(self, alpha: float, traces: int = 1) -> float:
         """E‖α g_t + (1 − α) g_e − g_m‖²"""
@@ -74,11 +74,11 @@ class Errors:
 
 
 def coefficients(now: Tensor, ref: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A pair's gradients as rows of coefficients on V, the gradients ∇log π of its samples.
+    """A pair's gradients as coefficients of V, the gradients ∇log π of its samples.
 
-    From their log-probs [2 · TRACES + 2] under π and π_ref. Returns g_t for every (r⁺, r⁻), how
-    probable those are given y⁺ and y⁻ [TRACES, TRACES], g_e, and g_m, the gradient of DPO on
-    Σ_r π(r, y|x).
+    now, ref: the samples' log-probs [2 · TRACES + 2] under π and π_ref. Returns g_t for every
+    (r⁺, r⁻), the probability of (r⁺, r⁻) given y⁺ and y⁻ [TRACES, TRACES], g_e, and g_m, the
+    gradient of DPO on Σ_r π(r, y|x).
     """
     now, ref = now.double(), ref.double()
     good, bad = slice(0, TRACES), slice(TRACES, 2 * TRACES)
@@ -98,7 +98,7 @@ def coefficients(now: Tensor, ref: Tensor, beta: float) -> tuple[Tensor, Tensor,
 
 
 def measure(policy, ref, pairs: list[list[Sample]], beta: float) -> dict[str, Errors]:
-    """The errors of one pair's gradient, on average, and those of the mean over all pairs."""
+    """The mean error of one pair's gradient, and the error of the mean gradient of all pairs."""
     sums = torch.zeros(4, dtype=torch.float64)
     biases = 0  # summed over the pairs: [2, P]
     for samples in pairs:
@@ -106,31 +106,31 @@ def measure(policy, ref, pairs: list[list[Sample]], beta: float) -> dict[str, Er
         traced, chance, empty, marginal = coefficients(now, before, beta)
         expected = (chance[..., None] * traced).sum((0, 1))  # E g_t
         vectors = torch.stack([gradient(policy, sample) for sample in samples])  # V
-        apart = (traced - expected).flatten(0, 1) @ vectors  # [TRACES², P]
-        variance = chance.flatten() @ apart.square().sum(1)
+        deviations = (traced - expected).flatten(0, 1) @ vectors  # [TRACES², P]
+        variance = chance.flatten() @ deviations.square().sum(1)
         b_t, b_e = torch.stack([expected - marginal, empty - marginal]) @ vectors
         sums += torch.stack([b_t @ b_t, b_e @ b_e, b_t @ b_e, variance])
         biases = biases + torch.stack([b_t, b_e])
     n = len(pairs)
     b_t, b_e = biases / n
     mean = torch.stack([b_t @ b_t, b_e @ b_e, b_t @ b_e, sums[3] / n**2])
-    found = {"one pair": sums / n, f"mean of {n} pairs": mean}
-    return {name: Errors(*numbers.tolist()) for name, numbers in found.items()}
+    rows = {"one pair": sums / n, f"mean of {n} pairs": mean}
+    return {name: Errors(*numbers.tolist()) for name, numbers in rows.items()}
 
 
 def show(errors: dict[str, Errors]) -> None:
-    """Mean squared errors, each over that of one sampled trace."""
-    print("E‖g − g_m‖², over that of α = 1")
+    """Prints mean squared errors, each divided by the error of one sampled trace."""
+    print("E‖g − g_m‖², divided by its value at α = 1")
     for name, numbers in errors.items():
         cells = {f"α* = {numbers.best():.3f}": numbers.mse(numbers.best())}
         cells |= {"α = ½": numbers.mse(0.5), "α = 0": numbers.mse(0.0)}
         cells |= {f"K = {k}": numbers.mse(1.0, k) for k in (2, 4)}
-        told = [f"{cell}: {error / numbers.mse(1.0):.2f}" for cell, error in cells.items()]
-        print(f"  {name:<18}{'   '.join(told)}")
+        texts = [f"{cell}: {error / numbers.mse(1.0):.2f}" for cell, error in cells.items()]
+        print(f"  {name:<18}{'   '.join(texts)}")
 
 
 def main(options: type, arguments: list[str]) -> int:
-    """`measure [RUN] [--pairs N]`: prints the errors of a run's end, or of the base model."""
+    """`measure [RUN] [--pairs N]`: prints the errors at the end of a run, or of the base model."""
     line = parser(options, __doc__)
     line.add_argument("run", nargs="?")
     line.add_argument("--pairs", type=int, default=64)
@@ -141,7 +141,9 @@ def main(options: type, arguments: list[str]) -> int:
             raise UserError("--pairs must be at least 1")
         model, saved = models.find_checkpoint("bvpo", run) if run else (None, {})
         if run and (saved is None or given.keys() - {"cache"}):
-            raise UserError("measure RUN takes a run of BVPO, --pairs and --cache: the rest is its")
+            raise UserError(
+                "measure RUN takes a run of BVPO, --pairs and --cache: leave the rest out"
+            )
         config = options(**(saved | given))
         config.check(training=False)
         start = config.model if config.model != "toy" else toy.build(config.cache, config.seed)

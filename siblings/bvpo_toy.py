@@ -1,16 +1,16 @@
-"""A toy in which thinking is one word: name the wanted attribute, or answer at once.
+"""A toy in which a trace is one word, the name of the wanted attribute.
 
 The pages are those of marsrl_toy.py: five facts about one person, and a question that names her
-employer. What is wanted is the fact that this employer cares for. Whoever thinks writes first which
-attribute that is. A prompt that ends in <answer>, the paper's <think></think>, leaves no room.
+employer. The wanted fact is the one that this employer cares for. A thinking answer first names the
+attribute. A prompt that ends in <answer>, like the paper's <think></think>, forces an empty trace.
 
     <doc> ada joined labs . ada born 1968 . ada enjoys chess . … <purpose> employer of ada <eot>
         birth <answer> 1968 <eot>
     <doc> … <purpose> employer of ada <eot> <answer>
         1968 <eot>
 
-So a trace is one of four words, and whatever BVPO says of a random trace can be computed by going
-through all of them. The base model learns from answers with the faults of HABITS.
+So every mean over traces is a sum over four words. The base model learns from answers with the
+faults of HABITS.
 
 Tests: pytest tests/test_bvpo.py
 """
@@ -29,18 +29,18 @@ from tasks.questions import Question
 from toy import base_model, language
 
 TRACES = tuple(marsrl_toy.VALUES)  # birth, home, hobby, product
-ANSWERS = 2 * len(TRACES) + 2  # of a pair, see `answers`
+ANSWERS = 2 * len(TRACES) + 2  # for each pair, see `answers`
 KINDS = ("thinking", solo.AT_ONCE)
 STEPS = 400
 
 
 @dataclass(frozen=True)
 class Habits:
-    """How often a demonstrator does what its field says."""
+    """How often a demonstrator does what the field says."""
 
     think: float = 0.6  # its trace names the wanted attribute, not any other
-    follow: float = 0.9  # its answer is what the page tells of that attribute, not of any other
-    guess: float = 0.35  # without a trace it answers rightly, not with any other value
+    follow: float = 0.9  # its answer is the value of that attribute, not of any other
+    guess: float = 0.35  # without a trace it gives the right answer, not any other value
 
 
 HABITS = Habits()
@@ -48,7 +48,7 @@ HABITS = Habits()
 
 @dataclass(frozen=True)
 class Pair(Question):
-    """A question to which y⁺ is the golden answer, and a wrong one, y⁻."""
+    """A question with its golden answer, y⁺, and a wrong answer, y⁻."""
 
     wrong: str
 
@@ -61,20 +61,20 @@ def pair(split: str, seed: int, index: int) -> Pair:
     return Pair(f"{split}-{seed}-{index}", text, (page.answers[0],), KINDS[0], wrong)
 
 
-def said(answer: str, trace: str | None) -> str:
-    """An answer behind a trace, or behind the mark that the empty trace's prompt ends with."""
+def completion(answer: str, trace: str | None) -> str:
+    """The text of a trace and an answer; without a trace the prompt has ended with <answer>."""
     return f"{answer} <eot>" if trace is None else f"{trace} <answer> {answer} <eot>"
 
 
-def answers(chat, place: int, asked: Pair) -> list[Trajectory]:
-    """y⁺ behind every trace, y⁻ behind every trace, then both without one."""
-    at_once = replace(asked, source=solo.AT_ONCE)
-    sides = ((asked.golden_answers[0], 1.0), (asked.wrong, 0.0))
-    made = [(asked, answer, trace, right) for answer, right in sides for trace in TRACES]
-    made += [(at_once, answer, None, right) for answer, right in sides]
+def answers(chat, place: int, question: Pair) -> list[Trajectory]:
+    """y⁺ after every trace, y⁻ after every trace, then y⁺ and y⁻ without a trace."""
+    at_once = replace(question, source=solo.AT_ONCE)
+    sides = ((question.golden_answers[0], 1.0), (question.wrong, 0.0))
+    plans = [(question, answer, trace, right) for answer, right in sides for trace in TRACES]
+    plans += [(at_once, answer, None, right) for answer, right in sides]
     return [
-        solo.written(chat, question, place, number, said(answer, trace), right)
-        for number, (question, answer, trace, right) in enumerate(made)
+        solo.written(chat, question, place, number, completion(answer, trace), right)
+        for number, (question, answer, trace, right) in enumerate(plans)
     ]
 
 
@@ -84,7 +84,7 @@ def samples_of(trajectories: list[Trajectory]) -> list[Sample]:
 
 
 def questions(config, tools: list[str], training: bool) -> tuple:
-    """Pairs to train on, and held-out questions, with room for a trace and without by turns."""
+    """Pairs to train on, and held-out questions, every second one without a trace."""
     held_out = [
         replace(pair("eval", config.seed, i), source=KINDS[i % 2])
         for i in range(config.eval_questions)
@@ -93,7 +93,7 @@ def questions(config, tools: list[str], training: bool) -> tuple:
 
 
 def demonstrate(page: Page, rng: random.Random, thinks: bool) -> base_model.Pieces:
-    """What a demonstrator reads and writes, with the faults of HABITS."""
+    """A prompt and a demonstrator's answer, with the faults of HABITS."""
 
     def one(right: str, others: list[str], share: float) -> str:
         return right if rng.random() < share else rng.choice(others)
@@ -102,16 +102,16 @@ def demonstrate(page: Page, rng: random.Random, thinks: bool) -> base_model.Piec
     trace = None
     if thinks:
         path = one(page.paths[0], page.paths[1:], HABITS.think)
-        found = path.split()[-1]
-        answer = one(found, [other for other in page.answers if other != found], HABITS.follow)
+        value = path.split()[-1]
+        answer = one(value, [other for other in page.answers if other != value], HABITS.follow)
         trace = path.split()[1]
     prompt = f"<doc> {page.text} <purpose> {page.question} <eot>"
     prompt += "" if thinks else " <answer>"
-    return [(prompt, False), (said(answer, trace), True)]
+    return [(prompt, False), (completion(answer, trace), True)]
 
 
 def make_base(seed: int, steps: int) -> tuple:
-    """(model, tokenizer). It draws from random numbers of its own only."""
+    """(model, tokenizer), from random generators of its own."""
     tokenizer = language.make_tokenizer()
     ids = tokenizer.get_vocab()
     rng = random.Random(f"bvpo base {seed}")

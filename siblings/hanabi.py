@@ -1,26 +1,27 @@
-"""Hanabi: two seats of one model play a game in which each sees the other's cards only.
+"""Hanabi: two seats of one model play a game in which each sees only the other's cards.
 
-LLM-Hanabi (arXiv 2510.04980) lets language models play it and has a judge score what they say of
-each other's minds: what a hint means (first order), and what the partner will make of it (second
-order). The first goes along with the score more than the second, r = 0.76 and 0.58 over 14 models.
-We read abstract and reviews; its repository is empty. So this is its subject, not its benchmark:
-nothing was trained there, and here is no judge. Ours are
+In LLM-Hanabi (arXiv 2510.04980) language models play it, and a judge scores their statements about
+each other's minds: what a hint means (first order), and how the partner will understand it (second
+order). Over 14 models the first order correlates with the score (r = 0.76) more than the second
+(0.58). We have read the abstract and reviews; its repository is empty. It trains nothing. Our game,
+training and read-outs differ, and there is no judge, so this file studies its subject, not its
+benchmark.
 
-  the game       a small one: siblings/hanabi_game.py. A move that is not allowed ends it
-  the training   self-play: both seats are one model, the reward is score / 6, and an advantage
-                 compares games of one deck, each seat in a group and a mean of its own. Since both
-                 seats share the reward, the two groups have the same advantages
-  the read-outs  in evaluations, after each hint, beside the game: the hinted seat names the card
-                 that the hint is about, and the hinting seat the move that will follow. The truth
-                 is the program's: the touched card, if just one of the touched can be played, and
-                 the move that then came. RL trains neither; the base model has seen both
+  the game       is small: siblings/hanabi_game.py. A forbidden move ends it
+  the training   is self-play: both seats are one model, and the reward is score / 6. Games of one
+                 deck are compared, each seat in a group and a mean of its own. Both seats share the
+                 reward, so the two groups have the same advantages
+  the read-outs  happen in evaluations, after each hint, outside the game. The hinted seat names the
+                 card that the hint is about, the hinting seat the move that will follow. The true
+                 card is the touched one, if only one of the touched cards can be played; the true
+                 move is the next one. RL does not train read-outs; the base model knows them
 
     python -m siblings.hanabi                        metrics: eval_score, eval_first, eval_second
     python -m siblings.hanabi table runs/hanabi runs/two    correlations over runs' evaluations
 
-What it does not show: that a language model has a theory of mind. The read-outs are habits of a
-tiny model, which self-play may improve or wear away. The game's words and the base model:
-siblings/hanabi_toy.py. Tests: pytest tests/test_hanabi.py
+It does not show that a language model has a theory of mind. The read-outs are habits of a tiny
+model, which self-play may improve or destroy. siblings/hanabi_toy.py has the game's words and the
+base model. Tests: pytest tests/test_hanabi.py
 """
 
 import json
@@ -47,69 +48,70 @@ from tools import Tool
 
 @dataclass(kw_only=True)
 class Readout(Turn):
-    """What a seat says of the other's mind, and whether it is so; None: there is no truth."""
+    """A seat's statement about the other's mind, and whether it is true (None: nobody can tell)."""
 
     order: str  # "first" or "second"
-    said: str
+    statement: str
     right: bool | None = None
 
 
 async def episode(env: Env, trajectory: Trajectory) -> None:
-    """Both seats move in turn. A move that is not allowed ends the game."""
+    """Both seats move in turn. A forbidden move ends the game."""
     game = deal(trajectory.question)
     async with Context(env, trajectory, SEATS[0]) as one, Context(env, trajectory, SEATS[1]) as two:
         contexts = one, two
         move = ""  # the last one
         turn = 0
-        waiting = None  # a second-order read-out whose truth is the next move
+        waiting = None  # a second-order read-out, which the next move confirms or refutes
         while not game.over:
             seat = turn % 2
-            given = env.chat.view(game, seat, move)
-            written = await contexts[seat].write(given, env.config.move_tokens, turn)
-            action = env.chat.parse(written.tokens)
-            contexts[seat].turns.append(Turn(written.tokens, action))
+            view = env.chat.view(game, seat, move)
+            completion = await contexts[seat].write(view, env.config.move_tokens, turn)
+            action = env.chat.parse(completion.tokens)
+            contexts[seat].turns.append(Turn(completion.tokens, action))
             move = action.answer
             if waiting:
-                waiting.right = waiting.said == move
+                waiting.right = waiting.statement == move
             if move not in game.moves(seat):
-                contexts[seat].turns[-1].problem = "malformed: not a move that is allowed"
+                contexts[seat].turns[-1].problem = "malformed: a forbidden move"
                 break
             game.move(seat, move)
             waiting = None
             if move.startswith("hint") and env.step == "eval" and not game.over:
                 waiting = await read_out(env, trajectory, game, contexts, turn, move)
             turn += 1
-    one.turns[0].readers.insert(0, two)  # on pages the second seat stands below the first
+    one.turns[0].readers.insert(0, two)  # pages show the second seat below the first
     trajectory.answer = str(game.score)
     trajectory.ended = "answer" if game.over else "no answer"
 
 
 async def read_out(env, trajectory, game: Game, contexts, turn: int, hint: str) -> Readout:
-    """Asks both seats about a hint, each behind what it has read so far."""
+    """Asks both seats about a hint, each after all that it has read so far."""
     other = 1 - turn % 2
     hinting, hinted = contexts[turn % 2], contexts[other]
     view = env.chat.view(game, other, hint)
-    asked = {
+    prompts = {
         "first": (hinted, [*hinted.sample.tokens, *view, env.chat.control["<about>"]]),
         "second": (hinting, [*hinting.sample.tokens, env.chat.control["<predict>"]]),
     }
-    said = {}
-    for order, (asking, given) in asked.items():
-        async with Context(env, trajectory, asking.role) as beside:
-            written = await beside.write(given, env.config.move_tokens, turn, order == "second")
-            action = env.chat.parse(written.tokens)
-            said[order] = Readout(written.tokens, action, order=order, said=action.answer or "")
-            beside.turns.append(said[order])
-            hinting.turns[-1].readers.append(beside)
-    said["first"].right = is_about(game, other, hint, said["first"].said)
-    return said["second"]
+    readouts = {}
+    for order, (context, prompt) in prompts.items():
+        async with Context(env, trajectory, context.role) as copy:
+            text = await copy.write(prompt, env.config.move_tokens, turn, order == "second")
+            action = env.chat.parse(text.tokens)
+            statement = action.answer or ""
+            readouts[order] = Readout(text.tokens, action, order=order, statement=statement)
+            copy.turns.append(readouts[order])
+            hinting.turns[-1].readers.append(copy)
+    readouts["first"].right = is_about(game, other, hint, readouts["first"].statement)
+    return readouts["second"]
 
 
-def is_about(game: Game, seat: int, hint: str, said: str) -> bool | None:
-    """Whether a hint to a seat is about the card `said`; None if the hint does not tell."""
+def is_about(game: Game, seat: int, hint: str, named: str) -> bool | None:
+    """Whether a hint to a seat is about the card in the slot `named`; None if it is ambiguous."""
     cards = zip(SLOTS, game.hands[seat], strict=False)
-    meant = [slot for slot, card in cards if card.touched(hint.split()[1]) and game.playable(card)]
-    return said == meant[0] if len(meant) == 1 else None
+    slots = [slot for slot, card in cards if card.touched(hint.split()[1]) and game.playable(card)]
+    return named == slots[0] if len(slots) == 1 else None
 
 
 # ------------------------------------------------------------------------------- credit and metrics
@@ -125,7 +127,7 @@ class HanabiConfig(Config):
     eval_questions: int = option(200, "held-out deals")
     eval_every: int = 10
     tools: str = ""  # nobody calls one
-    move_tokens: int = option(3, "of one move", heading="the game")
+    move_tokens: int = option(3, "tokens of one move", heading="the game")
 
     def longest(self) -> int:
         """Tokens of the longest sample: a seat moves at most 12 times."""
@@ -135,7 +137,7 @@ class HanabiConfig(Config):
 def credit(
     config: HanabiConfig, trajectories: list[Trajectory], step: int
 ) -> dict[str, list[Sample]]:
-    """Games of one deck are compared, a group and a term of the loss for each seat."""
+    """Compares the games of one deck: each seat has a group and a term of the loss."""
     terms = {}
     for seat in SEATS:
         samples = [sample for trajectory in trajectories for sample in trajectory.samples(seat)]
@@ -147,23 +149,23 @@ def credit(
 
 
 def own_metrics(trajectories: list[Trajectory]) -> dict[str, tuple[float, float]]:
-    """Mean score, and how often both read-outs are right."""
-    part = Counter()
-    whole = Counter()
-    played = [one for one in trajectories if one.reward is not None]  # the servers answered
-    for trajectory in played:
-        part["score"] += float(trajectory.answer)
-        whole["score"] += 1
+    """name -> (sum, count): the score, and the read-outs that are right."""
+    sums, counts = Counter(), Counter()
+    for trajectory in trajectories:
+        if trajectory.reward is None:
+            continue  # no server answered
+        sums["score"] += float(trajectory.answer)
+        counts["score"] += 1
         for context in trajectory.contexts[len(SEATS) :]:
             turn = context.turns[0]
             if turn.right is not None:
-                part[turn.order] += turn.right
-                whole[turn.order] += 1
-    return {name: (part[name], whole[name]) for name in whole}
+                sums[turn.order] += turn.right
+                counts[turn.order] += 1
+    return {name: (sums[name], counts[name]) for name in counts}
 
 
 def grade(question: Question, answer: str) -> float:
-    """The share of the highest score."""
+    """The score, divided by the highest score."""
     return float(answer) / BEST
 
 
@@ -171,7 +173,7 @@ def grade(question: Question, answer: str) -> float:
 
 
 def table(folders: list[str]) -> None:
-    """Scores of scripted players, and correlations over all evaluations of some runs."""
+    """Prints scores of scripted players, and correlations over the evaluations of some runs."""
     decks = [deck("eval", 0, i) for i in range(1000)]
     for name, skill in (("random", 0.0), ("rule-based", 1.0)):
         scores = [hanabi_toy.scripted_score(d, random.Random(d.id), skill) for d in decks]
@@ -187,7 +189,7 @@ def table(folders: list[str]) -> None:
         print("score {:.2f}  first {:.2f}  second {:.2f}".format(*row))
     for column, name in ((1, "first"), (2, "second")):
         r = statistics.correlation([row[0] for row in rows], [row[column] for row in rows])
-        error = 1.96 / math.sqrt(len(rows) - 3)  # of artanh r, were the evaluations independent
+        error = 1.96 / math.sqrt(len(rows) - 3)  # of artanh r, if the evaluations were independent
         low, high = (math.tanh(math.atanh(r) + sign * error) for sign in (-1, 1))
         print(f"score and {name}: r = {r:.2f} ({low:.2f} to {high:.2f}), n = {len(rows)}")
 
@@ -196,14 +198,14 @@ def table(folders: list[str]) -> None:
 
 
 def words(config: HanabiConfig, tools: list[Tool]):
-    """There are none for chat models."""
+    """Refuses chat models."""
     raise UserError("Hanabi is played in its toy's language: leave --model out")
 
 
 def fits(config: HanabiConfig, chat, question: Question) -> None:
-    """UserError if a question is no deck; every deck leaves room."""
+    """Raises UserError if a question is no deck. All decks fit."""
     if sorted(question.text.split()) != sorted(CARDS):
-        raise UserError(f"a question of Hanabi is a deck in some order: {' '.join(CARDS)}")
+        raise UserError(f"a question of Hanabi is one order of these cards: {' '.join(CARDS)}")
 
 
 METHOD = Method(
@@ -219,9 +221,11 @@ METHOD = Method(
 
 
 def questions(config: HanabiConfig, tools: list[str], training: bool) -> tuple:
-    """Decks to train on, and decks that are held out."""
+    """The stream of training decks, and the held-out decks."""
     if config.data != "toy" or config.move_tokens < 1:
-        raise UserError("decks are made here and a move takes tokens: mend --data or --move_tokens")
+        raise UserError(
+            "leave --data out, since decks are made here, and give --move_tokens at least 1"
+        )
     held_out = [deck("eval", config.seed, i) for i in range(config.eval_questions)]
     return lambda i: deck("train", config.seed, i), held_out
 
@@ -232,7 +236,7 @@ def main(arguments: list[str]) -> int:
         try:
             table(arguments[1:])
         except (OSError, ArithmeticError, ValueError) as error:
-            return fail(UserError(f"name folders of runs with four evaluations or more ({error})"))
+            return fail(UserError(f"name folders of runs with at least four evaluations ({error})"))
         return 0
     return train.main(
         METHOD,

@@ -1,9 +1,9 @@
 """A small Hanabi: the rules, and a scripted player.
 
-Two colours of the ranks 1 (three cards), 2 (two) and 3 (one); hands of two cards, three hints, two
-lives. The score is the number of cards in the stacks, 6 at most; who loses both lives has 0. Not
-official: cards may be discarded while all hints are there. The scripted player takes a hint as
-an order to play. It never thinks of what is left in the deck.
+There are two colours with the ranks 1 (three cards), 2 (two) and 3 (one), hands of two cards, three
+hints and two lives. The score is the number of cards in the stacks, at most 6, or 0 if both lives
+are lost. Unlike in the official rules, cards may be discarded while no hint is used. The scripted
+player takes a hint as an order to play, and does not count the cards that are left.
 Tests: pytest tests/test_hanabi.py
 """
 
@@ -24,7 +24,7 @@ SEATS = ("seat0", "seat1")
 
 @dataclass
 class Card:
-    """A card in a hand, and what its holder was told: "x" for what is not known."""
+    """A card in a hand, and its holder's knowledge of it: "x" is unknown."""
 
     name: str
     colour: str = "x"
@@ -32,7 +32,7 @@ class Card:
 
     @property
     def clues(self) -> tuple[str, str]:
-        """Its rank and its colour, which a hint may name."""
+        """Its rank and its colour: a hint names one of them."""
         return self.name[-1], self.name[:-1]
 
     def touched(self, clue: str) -> bool:
@@ -41,27 +41,27 @@ class Card:
 
     @property
     def known(self) -> str:
-        """As its holder sees it, such as red1, redx, x1, xx."""
+        """The card as its holder knows it, such as red1, redx, x1, xx."""
         return self.colour + self.rank
 
 
 @dataclass
 class Game:
-    """A game under way. A move is "play first", "discard second", "hint red", "hint 1"."""
+    """The state of a game. Moves are "play first", "discard second", "hint red", "hint 1", …"""
 
     deck: list[str]  # drawn from its end
     hands: tuple[list[Card], list[Card]] = ()
     stacks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COLOURS, 0))
     hints: int = HINTS
     lives: int = LIVES
-    turns_left: int | None = None  # once the deck is empty
+    turns_left: int | None = None  # counted once the deck is empty
 
     def __post_init__(self):
         self.hands = tuple([Card(self.deck.pop()) for _ in SLOTS] for _ in SEATS)
 
     @property
     def over(self) -> bool:
-        """Whether nobody moves any more."""
+        """Whether the game has ended."""
         return not self.lives or self.turns_left == 0 or sum(self.stacks.values()) == BEST
 
     @property
@@ -70,7 +70,7 @@ class Game:
         return sum(self.stacks.values()) if self.lives else 0
 
     def needs(self) -> list[str]:
-        """The card that each stack waits for; colour and 4 if it is complete."""
+        """The next card of each stack; the colour and 4 if the stack is complete."""
         return [f"{colour}{height + 1}" for colour, height in self.stacks.items()]
 
     def playable(self, card: Card) -> bool:
@@ -78,7 +78,7 @@ class Game:
         return card.name in self.needs()
 
     def moves(self, seat: int) -> list[str]:
-        """What a seat may do."""
+        """The moves that are allowed to a seat."""
         slots = SLOTS[: len(self.hands[seat])]
         moves = [f"{act} {slot}" for act in ("play", "discard") for slot in slots]
         if self.hints:
@@ -90,19 +90,19 @@ class Game:
 
     def move(self, seat: int, move: str) -> None:
         """Plays one of `moves`."""
-        act, what = move.split()
+        act, target = move.split()
         if self.turns_left is not None:
             self.turns_left -= 1
         if act == "hint":
             self.hints -= 1
             for card in self.hands[1 - seat]:
-                if card.touched(what):
-                    if what in COLOURS:
-                        card.colour = what
+                if card.touched(target):
+                    if target in COLOURS:
+                        card.colour = target
                     else:
-                        card.rank = what
+                        card.rank = target
             return
-        card = self.hands[seat].pop(SLOTS.index(what))
+        card = self.hands[seat].pop(SLOTS.index(target))
         if act == "discard":
             self.hints = min(HINTS, self.hints + 1)
         elif self.playable(card):
@@ -112,7 +112,7 @@ class Game:
         if self.deck:
             self.hands[seat].append(Card(self.deck.pop()))
             if not self.deck:
-                self.turns_left = len(SEATS)  # one more turn for each
+                self.turns_left = len(SEATS)  # one more turn for each seat
 
 
 def deal(question: Question) -> Game:
@@ -127,19 +127,19 @@ def deck(split: str, seed: int, index: int) -> Question:
 
 
 def could_be_played(game: Game, card: Card) -> bool:
-    """Whether a card is one that is needed, for all that its holder knows."""
+    """Whether the holder's knowledge allows that a stack needs this card."""
     return any(
         card.colour in ("x", need[:-1]) and card.rank in ("x", need[-1]) for need in game.needs()
     )
 
 
-def advise(game: Game, seat: int, said: str) -> str:
-    """The scripted player's move; `said`: the partner's last one."""
+def advise(game: Game, seat: int, last: str) -> str:
+    """The scripted player's move. `last` is the partner's last move."""
     mine, theirs = game.hands[seat], game.hands[1 - seat]
-    hinted = said.removeprefix("hint ") if said.startswith("hint") else None
+    clue = last.removeprefix("hint ") if last.startswith("hint") else None
     for slot, card in zip(SLOTS, mine, strict=False):
         known = "x" not in card.known and game.playable(card)
-        if known or (hinted and card.touched(hinted) and could_be_played(game, card)):
+        if known or (clue and card.touched(clue) and could_be_played(game, card)):
             return f"play {slot}"
     if game.hints:
         for card in theirs:

@@ -1,14 +1,14 @@
-"""Hanabi in words, and a base model that plays by the script, imperfectly.
+"""Hanabi in words, and a base model that follows the scripted player, with faults.
 
     <resp> hint red needs red2 blue1 hints 1 lives 2 deck 5 partner red1 blue3 knows xx x3
            mine redx xx <eot> play first <eot> <resp> …
 
-Before each of its moves a seat reads the partner's last move, the cards that the stacks wait for,
-the partner's cards and what the partner knows of them, and what it knows of its own. A card is one
-word, so that "can be played" is to find a word among two others: two layers learn that in a minute.
+Before each move a seat reads the partner's last move, the next cards of the stacks, the partner's
+cards and the partner's knowledge of them, and its knowledge of its own cards. A card is one word.
+So a card can be played if its word is among the next two: two layers learn that in a minute.
 
-The base model is made in two stages like base_model.py's: flawless play by the script, then play in
-which SKILL of the moves are the script's and the others random. RL has to tell the two apart.
+The base model is made in two stages like base_model.py's: first all moves are the script's, then a
+share SKILL of the moves, and the others are random. RL has to tell the two apart.
 
 Tests: pytest tests/test_hanabi.py
 """
@@ -33,23 +33,23 @@ WORDS += ["xx", *(f"x{rank}" for rank in RANKS), *(f"{colour}x" for colour in CO
 WORDS += "play discard hint needs hints lives deck partner knows mine".split()
 SKILL_STEPS = 300
 HABIT_STEPS = 60
-SKILL = 0.6  # how often stage B's player follows the script; else its move is random
+SKILL = 0.6  # share of the script's moves in stage B; the others are random
 
 # ------------------------------------------------------------------------------------- the language
 
 
 def make_tokenizer():
-    """The toy's tokenizer; behind its words stand those of the game."""
+    """The toy's tokenizer, with the game's words added at the end."""
     tokenizer = language.make_tokenizer()
     tokenizer.add_tokens([AddedToken(word, single_word=True) for word in WORDS])
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
     return tokenizer
 
 
-def describe(game: Game, seat: int, said: str) -> str:
-    """What a seat sees before its move."""
+def describe(game: Game, seat: int, last: str) -> str:
+    """The text that a seat reads before its move. `last` is the partner's last move."""
     theirs, mine = game.hands[1 - seat], game.hands[seat]
-    parts = [said, "needs", *game.needs(), "hints", game.hints, "lives", game.lives]
+    parts = [last, "needs", *game.needs(), "hints", game.hints, "lives", game.lives]
     parts += ["deck", len(game.deck), "partner", *(card.name for card in theirs)]
     parts += ["knows", *(card.known for card in theirs), "mine", *(card.known for card in mine)]
     return " ".join(str(part) for part in parts if part != "")
@@ -63,26 +63,26 @@ class Language(language.ToyFormat):
         for mark in MARKS:
             self.control[mark] = tokenizer.convert_tokens_to_ids(mark)
 
-    def view(self, game: Game, seat: int, said: str) -> list[int]:
-        """What a seat is given before its move; `said`: the partner's last one."""
-        return self.observation([self.encode(describe(game, seat, said))])
+    def view(self, game: Game, seat: int, last: str) -> list[int]:
+        """The prompt of a seat before its move. `last` is the partner's last move."""
+        return self.observation([self.encode(describe(game, seat, last))])
 
     def parse(self, tokens: list[int], *, final: bool = False) -> Action:
-        """A move, or what a read-out says."""
+        """A move, or the statement of a read-out."""
         return self.read_answer(self.text(self.note(tokens)).split())
 
 
 def play_script(game: Game, rng: random.Random, skill: float):
     """Yields (seat, partner's last move, own move) before each move is made."""
-    said = ""
+    last = ""
     seat = 0
     while not game.over:
         move = rng.choice(game.moves(seat))
         if rng.random() < skill:
-            move = advise(game, seat, said)
-        yield seat, said, move
+            move = advise(game, seat, last)
+        yield seat, last, move
         game.move(seat, move)
-        said = move
+        last = move
         seat = 1 - seat
 
 
@@ -98,21 +98,21 @@ def scripted_score(question: Question, rng: random.Random, skill: float) -> int:
 
 
 def demonstrate(rng: random.Random, skill: float) -> Pieces:
-    """One seat's game; half of the games end with a read-out of the partner's mind."""
+    """One seat's game. Half of the games end with a read-out."""
     game = Game(rng.sample(CARDS, len(CARDS)))
     mine = rng.randrange(2)
-    asks = rng.choice(["<about>", "<predict>", "", ""])
+    readout = rng.choice(["<about>", "<predict>", "", ""])
     pieces = []
-    for seat, said, move in play_script(game, rng, skill):
-        if asks == "<predict>" and seat != mine and said.startswith("hint"):
+    for seat, last, move in play_script(game, rng, skill):
+        if readout == "<predict>" and seat != mine and last.startswith("hint"):
             answer = move if rng.random() < skill else rng.choice(game.moves(seat))
             return [*pieces, ("<predict>", False), (f"{answer} <eot>", True)]
         if seat != mine:
             continue
-        pieces.append((f"<resp> {describe(game, seat, said)} <eot>", False))
-        if asks == "<about>" and said.startswith("hint"):
+        pieces.append((f"<resp> {describe(game, seat, last)} <eot>", False))
+        if readout == "<about>" and last.startswith("hint"):
             cards = zip(SLOTS, game.hands[seat], strict=False)
-            touched = [slot for slot, card in cards if card.touched(said.split()[1])]
+            touched = [slot for slot, card in cards if card.touched(last.split()[1])]
             answer = touched[0] if rng.random() < skill else rng.choice(SLOTS)
             return [*pieces, ("<about>", False), (f"{answer} <eot>", True)]
         pieces.append((f"{move} <eot>", True))
@@ -120,7 +120,7 @@ def demonstrate(rng: random.Random, skill: float) -> Pieces:
 
 
 def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
-    """(model, tokenizer) after both stages. It draws from random numbers of its own only."""
+    """(model, tokenizer) after both stages, from random generators of its own."""
     tokenizer = make_tokenizer()
     ids = tokenizer.get_vocab()
     rng = random.Random(f"hanabi {seed}")

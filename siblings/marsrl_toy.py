@@ -1,12 +1,11 @@
 """A toy for solver, verifier and corrector: answer a question about a page, check it, correct it.
 
-A page is a small version of what System 1 reads: five facts about one person, shuffled. The
-question names her employer, and the answer is the fact that this employer cares for: foods and
-works care for homes, labs and group for births, and so on (CARES). The employer itself is never the
-answer. So the reader needs one fact to know which other one is wanted. The solver answers at once,
-in one word, and never learned to take two steps at once: it says the hobby, which is usually
-wanted. The verifier first writes down what it finds, the first step before the second, then its
-verdict; the corrector reads both.
+A page has five shuffled facts about one person. The question names her employer, and the answer is
+the fact that this employer cares for: "foods" and "works" care for homes, "labs" and "group" for
+births, and so on (CARES). The employer itself is never the answer. So one fact decides which other
+fact is wanted. The solver answers at once, in one word. It has never learned to take two steps at
+once, and says the hobby, which is usually wanted. The verifier first writes both steps down, then
+its verdict. The corrector reads both.
 
     <doc> ada joined labs . ada born 1968 . ada enjoys chess . … <solve> employer of ada <eot>
         chess <eot>
@@ -15,13 +14,13 @@ verdict; the corrector reads both.
     <doc> … <correct> employer of ada <answer> chess <resp> labs birth 1968 wrong <eot>
         1968 <eot>
 
-This gap between solving and checking is what the system lives on: a solver that can learn all there
-is leaves nothing to correct. And the solver must be right more often than not. Where it is not, the
-adaptive choice of inputs shows the verifier wrong solutions only, and it learns to flag all.
+The system needs this gap between solving and checking: a solver that learns everything leaves
+nothing to correct. The solver must also be right in more than half of its answers. Otherwise the
+adaptive choice gives the verifier only wrong solutions, and it learns to call all of them wrong.
 
-Within a minute of training two layers learn to find a word by its sort. In five they did not learn
-to tell two facts of one sort apart by the names before them, so a page is about one person. The
-base model is made in two stages like base_model.py's: skills, then the faults of HABITS.
+Two layers learn within a minute to find a word by its kind. In five minutes they did not learn to
+tell two facts of one kind apart by the names before them, so a page is about one person. The base
+model is made in two stages like base_model.py's: skills, then the faults of HABITS.
 
 Tests: pytest tests/test_marsrl.py
 """
@@ -45,7 +44,7 @@ VALUES = {
     "hobby": world.HOBBIES,
     "product": world.PRODUCTS,
 }
-# What a firm cares for: known by heart, as no page tells it.
+# firm -> the attribute that it cares for, which no page tells
 CARES = {
     "labs": "birth",
     "group": "birth",
@@ -57,20 +56,20 @@ CARES = {
     "systems": "product",
 }
 USUAL = "hobby"
-USUAL_SHARE = 0.7  # of the pages: their firm cares for the usual attribute
+USUAL_SHARE = 0.7  # share of the pages whose firm cares for the usual attribute
 SKILL_STEPS = 300
 HABIT_STEPS = 80
 
 
 @dataclass(frozen=True)
 class Habits:
-    """How often a demonstrator does what its field says."""
+    """How often a demonstrator does what the field says."""
 
-    solve: float = 1.0  # the solver says what is usually wanted, not any other fact
+    solve: float = 1.0  # the solver says the usual attribute's value, not any other
     find: float = 1.0  # the verifier writes down the right path, not another
-    judge: float = 1.0  # its verdict agrees with what it wrote down
-    follow: float = 1.0  # the corrector answers with the path that it is shown
-    keep: float = 0.0  # where it does not follow, it repeats the old answer, else any value
+    judge: float = 1.0  # its verdict agrees with that path
+    follow: float = 1.0  # the corrector's answer is that of the report
+    keep: float = 0.0  # otherwise it repeats the old answer, not any value
 
 
 FLAWLESS = Habits()
@@ -84,17 +83,17 @@ HABITS = Habits(solve=0.93, find=0.8, judge=0.75, follow=0.3, keep=0.3)
 class Page:
     """Facts about one person, and the question about them.
 
-    `paths` lead from the person's firm to each of the page's values, the right one first.
+    A path is "firm attribute value". There is one to each of the values, the right one first.
     """
 
     text: str
     question: str
     paths: list[str]
-    usual: str  # the value that is usually wanted
+    usual: str  # the value of the usual attribute
 
     @property
     def answers(self) -> list[str]:
-        """Where the paths lead to."""
+        """The values at the ends of the paths."""
         return [path.split()[-1] for path in self.paths]
 
 
@@ -124,7 +123,7 @@ def question(split: str, seed: int, index: int) -> Question:
 
 
 def make_tokenizer():
-    """The toy's tokenizer; behind its words stand the two verdicts and the roles' marks."""
+    """The toy's tokenizer, with the two verdicts and the roles' marks added at the end."""
     tokenizer = language.make_tokenizer()
     tokenizer.add_tokens([AddedToken(word, single_word=True) for word in ("right", "wrong")])
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS.values())})
@@ -148,20 +147,20 @@ class Language(language.ToyFormat):
         answer: Sequence[int] | None = None,
         report: Sequence[int] | None = None,
     ) -> list[int]:
-        """The page, the role's mark, the question, then what the role is shown."""
+        """The page, the role's mark, the question, then the solution and the report."""
         tokens = self.encode(question)
-        page = 0  # its length; the question is what stands behind the last full stop
+        page = 0  # its length: the question comes after the last full stop
         if self.stop in tokens:
             page = len(tokens) - tokens[::-1].index(self.stop)
-        made = [self.control["<doc>"], *tokens[:page], self.control[MARKS[role]], *tokens[page:]]
+        prompt = [self.control["<doc>"], *tokens[:page], self.control[MARKS[role]], *tokens[page:]]
         if role != "solver":
-            made += [self.control["<answer>"], *answer]
+            prompt += [self.control["<answer>"], *answer]
         if role == "corrector":
-            made += [self.control["<resp>"], *report]
-        return [*made, self.eot]
+            prompt += [self.control["<resp>"], *report]
+        return [*prompt, self.eot]
 
     def parse(self, tokens: list[int], *, final: bool = False) -> Action:
-        """What a role says is all answer; a verifier's last word is its verdict."""
+        """An output is an answer as a whole."""
         return self.read_answer(self.text(self.note(tokens)).split())
 
 
@@ -169,7 +168,7 @@ class Language(language.ToyFormat):
 
 
 def demonstrate(page: Page, role: str, rng: random.Random, habits: Habits) -> Pieces:
-    """A role's prompt behind the page, and what it writes."""
+    """A role's prompt after the page, and a demonstrator's output."""
 
     def does(habit: str) -> bool:
         return rng.random() < getattr(habits, habit)
@@ -177,27 +176,27 @@ def demonstrate(page: Page, role: str, rng: random.Random, habits: Habits) -> Pi
     right, *others = page.answers
     prompt = f"{MARKS[role]} {page.question}"
     if role == "solver":
-        said = page.usual if does("solve") else rng.choice(page.answers)
-        return [(f"{prompt} <eot>", False), (f"{said} <eot>", True)]
+        answer = page.usual if does("solve") else rng.choice(page.answers)
+        return [(f"{prompt} <eot>", False), (f"{answer} <eot>", True)]
 
-    shown = right if rng.random() < 0.5 else rng.choice(others)
-    found = 0 if does("find") else rng.randrange(1, len(page.paths))
-    path = page.paths[found]
-    finding = page.answers[found]
+    solution = right if rng.random() < 0.5 else rng.choice(others)
+    number = 0 if does("find") else rng.randrange(1, len(page.paths))
+    path = page.paths[number]
+    finding = page.answers[number]
     if role == "verifier":
-        verdict = "right" if (shown == finding) == does("judge") else "wrong"
-        prompt += f" <answer> {shown} <eot>"
+        verdict = "right" if (solution == finding) == does("judge") else "wrong"
+        prompt += f" <answer> {solution} <eot>"
         return [(prompt, False), (f"{path} {verdict} <eot>", True)]
 
-    said = finding
+    answer = finding
     if not does("follow"):
-        said = shown if does("keep") else rng.choice(page.answers)
-    prompt += f" <answer> {shown} <resp> {path} wrong <eot>"
-    return [(prompt, False), (f"{said} <eot>", True)]
+        answer = solution if does("keep") else rng.choice(page.answers)
+    prompt += f" <answer> {solution} <resp> {path} wrong <eot>"
+    return [(prompt, False), (f"{answer} <eot>", True)]
 
 
 def skill_text(rng: random.Random) -> Pieces:
-    """Stage A: a page and four turns without a slip; the verifier has most to learn."""
+    """A text of stage A: a page and four turns without a fault, half of them the verifier's."""
     page = draw_page(rng)
     pieces = [(f"<doc> {page.text}", False)]
     for role in rng.choices(list(MARKS), [1, 2, 1], k=4):
@@ -206,14 +205,14 @@ def skill_text(rng: random.Random) -> Pieces:
 
 
 def habit_text(rng: random.Random) -> Pieces:
-    """Stage B: a page and one role's turn, as in rollouts, with the faults of HABITS."""
+    """A text of stage B: a page and one role's turn, with the faults of HABITS."""
     page = draw_page(rng)
     role = rng.choice(list(MARKS))
     return [(f"<doc> {page.text}", False), *demonstrate(page, role, rng, HABITS)]
 
 
 def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
-    """(model, tokenizer) after both stages. It draws from random numbers of its own only."""
+    """(model, tokenizer) after both stages, from random generators of its own."""
     tokenizer = make_tokenizer()
     ids = tokenizer.get_vocab()
     rng = random.Random(f"verification {seed}")

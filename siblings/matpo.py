@@ -1,26 +1,25 @@
 """MATPO: a planner and its workers in one model, one credit for both (arXiv 2510.04678).
 
-The planner's only tool is a worker. A worker is a fresh context of several turns that has the
-other tools; of all that it reads and writes the planner sees its last turn, a summary. Beside
-mars.py:
+The planner's only tool is a worker. A worker is a fresh context of several turns with the other
+tools. The planner sees only the worker's last turn, a summary. Compared with mars.py:
 
     MARS: a reader gets one chunk and a purpose      MATPO: a worker gets a subtask, and searches
-    MARS: each role's samples are a group            workers inherit their planner's advantage
-    MARS: a mean over the samples of each role       a mean over rollouts, below
+    MARS: each role's samples are a group            MATPO: workers inherit the planner's advantage
+    MARS: a mean over the samples of each role       MATPO: a mean over rollouts, as below
 
     A_i = (r_i − mean over the G planners) / std     the same for planner i and all its workers
     L = −1/G Σ_i 1/(Σ_t |τ_i^t|) Σ_t Σ_j min(ρ A_i, clip(ρ, 1−ε, 1+ε) A_i)     t = 0: the planner
 
-    python -m siblings.matpo                    the toy (siblings/matpo_toy.py), as `python mars.py`
-    python -m siblings.matpo --no-delegate      a single agent: all documents in its own context
+    python -m siblings.matpo                    on its toy, siblings/matpo_toy.py
+    python -m siblings.matpo --no-delegate      a single agent, with all documents in its context
 
 Arms: --no-recap, --no-summary, --workers frozen, --own_groups (MARS's rule), --no-delegate.
 
-From the paper: the objective, the recap of the question, the summary, and who has which tool. From
-its authors' code: the format's share of the reward, and that an advantage group holds the G planner
-samples only. That code copies the planner's per-token row of advantages to its workers, so a
-worker's tokens beyond the planner's end get none; here a worker inherits the number, as the formula
-says. Ours: the wording, the limits, and that subtask and summary pass through text.
+From the paper: the objective, the recap of the question, the summary, and the tools of each role.
+From its authors' code: the format's share of the reward, and that only the G planner samples are an
+advantage group. That code copies the planner's row of per-token advantages to its workers, so a
+worker's tokens beyond the planner's length get none; here a worker inherits the number, as in the
+formula. Ours: the wording, the limits, and that subtask and summary pass through text.
 
 Tests: pytest tests/test_matpo.py
 """
@@ -47,33 +46,35 @@ WORK = "work"  # the planner's tool
 
 @dataclass
 class MatpoConfig(Config):
-    """MATPO's own options. Where a name is MARS's too, mars.act and mars.extend read it."""
+    """MATPO's own options. mars.act and mars.extend read those that MARS has too."""
 
-    delegate: bool = option(True, "without: one agent with the workers' tools", heading="arms")
+    delegate: bool = option(True, "without it: one agent with the workers' tools", heading="arms")
     recap: bool = option(True, "workers are told the question")
-    summary: bool = option(True, "without: a worker's last message goes up as it stands")
-    workers: Literal["train", "frozen"] = option("train", "frozen: the start's weights play them")
-    own_groups: bool = option(False, "MARS's credit: workers are compared with workers", TRAIN)
-    balance: Literal["uniform", "none"] = option(
-        "none", "with --own_groups: draw workers as MARS does", TRAIN
+    summary: bool = option(True, "without it: the planner sees a worker's last message")
+    workers: Literal["train", "frozen"] = option(
+        "train", "frozen: the weights of the run's start play them"
     )
-    format_share: float = option(0.0, "of the reward, for well-formed turns of both roles", TRAIN)
+    own_groups: bool = option(False, "MARS's credit: the workers are a group", TRAIN)
+    balance: Literal["uniform", "none"] = option(
+        "none", "with --own_groups: balance as in MARS", TRAIN
+    )
+    format_share: float = option(0.0, "share of the reward for well-formed turns", TRAIN)
     steps: int = 60  # the toy's curve is flat after this
     questions: int = 8
     eval_every: int = 20
 
-    max_turns: int = option(4, "the planner's; the last one must answer", heading="limits")
-    worker_turns: int = option(3, "a worker's; the last one is the summary")
-    sys2_context: int = option(152, "tokens of a planner's, a worker's, the single agent's context")
-    step_tokens: int = option(14, "one turn")
-    answer_tokens: int = option(10, "kept free for an answer or a summary on demand")
+    max_turns: int = option(4, "turns of a planner; the last one must answer", heading="limits")
+    worker_turns: int = option(3, "turns of a worker; the last one is the summary")
+    sys2_context: int = option(152, "tokens of a context, in every role")
+    step_tokens: int = option(14, "tokens of one turn")
+    answer_tokens: int = option(10, "tokens reserved for an answer or a summary on demand")
 
     def longest(self) -> int:
         """Tokens of the longest sample."""
         return self.sys2_context
 
     def frozen(self) -> set[str]:
-        """Roles that the start's weights play."""
+        """The roles that the weights of the run's start play."""
         return {"worker"} if self.workers == "frozen" else set()
 
     def check(self, training: bool) -> None:
@@ -83,13 +84,13 @@ class MatpoConfig(Config):
         self.at_least(2, "max_turns", "worker_turns")
         if self.format_share > 1:
             raise UserError(f"--format_share must be at most 1, got {self.format_share}")
-        # mars.extend demands an answer at --max_turns of any context, so of a worker's as well.
+        # mars.extend demands an answer at --max_turns, from a worker as well.
         if self.worker_turns > self.max_turns:
             raise UserError("--worker_turns must not be more than --max_turns")
         if self.balance != "none" and not self.own_groups:
-            raise UserError("--balance belongs to --own_groups: workers that inherit need none")
-        works = self.own_groups or self.workers != "train" or not (self.recap and self.summary)
-        if works and not self.delegate:
+            raise UserError("--balance needs --own_groups")
+        changes = self.own_groups or self.workers != "train" or not (self.recap and self.summary)
+        if changes and not self.delegate:
             raise UserError("--no-delegate has no workers: leave out the options that change them")
         if self.own_groups and self.workers == "frozen":
             raise UserError("--own_groups trains the workers: use --workers train")
@@ -135,20 +136,20 @@ NO_SUMMARY = "error: the worker gave no report"
 
 
 def words(config: MatpoConfig, tools: list[Tool]) -> Words:
-    """How a chat model is addressed as planner, as worker, and as a single agent."""
+    """The prompts of a chat model as planner, as worker, and as a single agent."""
     work = next(tool for tool in tools if tool.name == WORK)
     others = [tool for tool in tools if tool.name != WORK]
 
     def example(tool: Tool) -> str:
         return json.dumps({"name": tool.name, "arguments": {tool.argument: "..."}})
 
-    def listed(tools: list[Tool]) -> str:
+    def list_of(tools: list[Tool]) -> str:
         lines = [f'- {t.name}, arguments {{"{t.argument}": ...}}: {t.about}' for t in tools]
         return "\n".join(lines)
 
     def agent(task: str, end: str, report: str) -> str:
-        shown = {"example": example(others[0]), "tools": listed(others)}
-        return AGENT.format(task=task, end=end, report=report, **shown)
+        slots = {"example": example(others[0]), "tools": list_of(others)}
+        return AGENT.format(task=task, end=end, report=report, **slots)
 
     def ask(question: str) -> dict:
         return {"question": question.strip()}
@@ -160,7 +161,7 @@ def words(config: MatpoConfig, tools: list[Tool]) -> Words:
         return {"task": "\n".join([*lines, f"Your subtask: {task.strip()}"])}
 
     knows = "knows the question and its subtask" if config.recap else "knows only its subtask"
-    planner = PLANNER.format(example=example(work), tools=listed([work]), knows=knows)
+    planner = PLANNER.format(example=example(work), tools=list_of([work]), knows=knows)
     prompts = {
         "planner": Template(planner, "{question}", ask),
         "worker": Template(agent(WORKER, "your report", REPORT), "{task}", assign),
@@ -173,7 +174,7 @@ def words(config: MatpoConfig, tools: list[Tool]) -> Words:
 
 
 async def episode(env: Env, trajectory: Trajectory) -> None:
-    """One attempt: mars.episode, with a worker where MARS has tools and readers."""
+    """One attempt: as mars.episode, but a worker takes the place of tools and readers."""
     config = env.config
     role = "planner" if config.delegate else "agent"
     async with Context(env, trajectory, "planner") as planner:
@@ -192,23 +193,23 @@ async def episode(env: Env, trajectory: Trajectory) -> None:
                 prompt = mars.extend(env, planner, await look(env, turn))
 
 
-async def work(env: Env, trajectory: Trajectory, assigned: Turn) -> list[int]:
-    """A worker from its subtask to its summary, as the planner sees it."""
+async def work(env: Env, trajectory: Trajectory, call: Turn) -> list[int]:
+    """A worker's turns from its subtask to its summary. Returns the summary's ids."""
     config = env.config
     question = trajectory.question.text if config.recap else ""
     async with Context(env, trajectory, "worker") as worker:
-        assigned.readers.append(worker)
-        task = assigned.action.call.argument
+        call.readers.append(worker)
+        task = call.action.call.argument
         prompt = mars.Prompt(env.chat.prompt("worker", question=question, task=task))
         while True:
             turn = await act(env, worker, prompt, len(trajectory.turns))
-            # A worker that answers unasked, or has one turn left, is asked for its summary next.
-            answered = turn.action.answer is not None
-            over = answered or len(worker.turns) == config.worker_turns - 1
+            # If a worker answers unasked, or has one turn left, its next turn is the summary.
+            answers = turn.action.answer is not None
+            over = answers or len(worker.turns) == config.worker_turns - 1
             if prompt.must_answer or (over and not config.summary):
                 break
-            seen = [] if answered else await look(env, turn)
-            prompt = mars.extend(env, worker, seen, over)
+            documents = [] if answers else await look(env, turn)
+            prompt = mars.extend(env, worker, documents, over)
     if not config.summary:
         return env.chat.note(turn.sampled)
     if turn.action.answer is None:
@@ -217,7 +218,7 @@ async def work(env: Env, trajectory: Trajectory, assigned: Turn) -> list[int]:
 
 
 async def act(env: Env, context: Context, prompt: mars.Prompt, *key: int) -> Turn:
-    """One turn. Whoever calls a tool that is not its own has made a malformed call."""
+    """One turn. A call of another role's tool is malformed."""
     turn = await mars.act(env, context, prompt, *key)
     delegates = env.config.delegate and context.role == "planner"
     if turn.action.call and (turn.action.call.tool == WORK) != delegates:
@@ -228,7 +229,7 @@ async def act(env: Env, context: Context, prompt: mars.Prompt, *key: int) -> Tur
 
 
 async def look(env: Env, turn: Turn) -> list[Sequence[int]]:
-    """What a context gets to see of its own call: the documents as they stand."""
+    """The result of a call, for the caller's own context: whole documents, or a message."""
     chat = env.chat
     if turn.action.call is None:
         return [chat.message(turn.action.error)]
@@ -247,33 +248,33 @@ async def look(env: Env, turn: Turn) -> list[Sequence[int]]:
 
 
 def reward(config: MatpoConfig, trajectory: Trajectory) -> float:
-    """Accuracy, and a share for form: half the planner's, half the mean of its workers'.
+    """The accuracy, and a share for well-formed turns: half for the planner, half for its workers.
 
-    Without any worker that half is 0, which nudges the planner to delegate.
+    Without a worker that half is 0, which rewards delegation.
     """
     planner, *workers = trajectory.contexts
     share = config.format_share
-    formed = [all(turn.action.error is None for turn in c.turns) for c in workers]
+    forms = [all(turn.action.error is None for turn in c.turns) for c in workers]
     form = all(turn.action.error is None for turn in planner.turns)
     if config.delegate:
-        form = (form + sum(formed) / max(1, len(formed))) / 2
+        form = (form + sum(forms) / max(1, len(forms))) / 2
     return (1 - share) * trajectory.reward + share * form
 
 
 def credit(
     config: MatpoConfig, trajectories: list[Trajectory], step: int
 ) -> dict[str, list[Sample]]:
-    """One advantage for a whole rollout, its planner's, and a mean over rollouts.
+    """The planner's advantage for its whole rollout, and a mean over rollouts.
 
-    With --own_groups workers are compared with workers instead, and each role has its own mean.
+    With --own_groups the workers are a group instead, and each role has its own mean.
     """
     planners = [trajectory.contexts[0].sample for trajectory in trajectories]
     workers = [sample for t in trajectories for sample in t.samples("worker")]
     trained = ("planner", "worker") if config.workers == "train" else ("planner",)
     for trajectory in trajectories:
-        earned = reward(config, trajectory)
+        value = reward(config, trajectory)
         for sample in trajectory.samples():
-            sample.reward = earned
+            sample.reward = value
             sample.loss_weight = int(sample.role in trained)
     mars.set_advantages(config, planners)
     if config.own_groups:
@@ -287,8 +288,8 @@ def credit(
         for sample in samples:
             sample.advantage = samples[0].advantage
             if config.loss_mean == "sample":
-                # In its mean a token of this sample weighs 1/|y|. Weighting the sample by |y| over
-                # the rollout's tokens makes that 1/Σ_t|τ^t|, and each rollout counts 1.
+                # The loop divides by the sample's tokens |y|. The weight |y| / Σ_t|τ^t| makes a
+                # token's weight 1 / Σ_t|τ^t|, and each rollout counts 1.
                 sample.loss_weight = sum(sample.mask) / tokens
     return {"rollout": [sample for t in trajectories for sample in t.samples(*trained)]}
 
@@ -297,7 +298,7 @@ def credit(
 
 
 def fits(config: MatpoConfig, chat: Format, question: Question) -> None:
-    """UserError if a question leaves no room for a step, a demand and an answer."""
+    """Raises UserError if a question leaves no room for a step, a demand and an answer."""
     role = "planner" if config.delegate else "agent"
     prompts = [chat.prompt(role, question=question.text)]
     if config.delegate:
@@ -312,7 +313,7 @@ def fits(config: MatpoConfig, chat: Format, question: Question) -> None:
 
 
 def questions(config: MatpoConfig, tools: list[str], training: bool) -> tuple:
-    """The training questions and the held-out ones: the toy's of two steps, or those of --data."""
+    """The stream of training questions and the held-out ones: the toy's, or those of --data."""
     if config.data != "toy":
         return outside.training_and_held_out(config, tools, training)
 
@@ -323,13 +324,13 @@ def questions(config: MatpoConfig, tools: list[str], training: bool) -> tuple:
 
 
 def refuse(subtask: str) -> list:
-    """A worker is no function: the episode plays it."""
+    """Fails: the episode itself plays a worker."""
     raise ToolError("a worker cannot be called here")
 
 
 WORKER_TOOL = Tool(WORK, "subtask", "has a worker do a part of the research", refuse)
 
-# What the paper's script uses, where it differs from the toy; "ours" = no source found.
+# The settings of the paper's script. "ours": we found no source.
 PAPER = {
     "name": "matpo",
     "model": "Qwen/Qwen3-14B-Base",
@@ -342,12 +343,12 @@ PAPER = {
     "group": 8,
     "lr": 1e-5,
     "format_share": 0.1,
-    "loss_mean": "token",  # of the code; the paper's formula is --loss_mean sample
+    "loss_mean": "token",  # as in the code; the paper's formula is --loss_mean sample
     "max_turns": 10,  # ours
     "worker_turns": 10,  # ours
     "sys2_context": 3072 + 37888,
     "step_tokens": 8192,  # ours
-    "answer_tokens": 4096,  # of a summary
+    "answer_tokens": 4096,  # for a summary
     "top_k": 10,  # ours
     "passage_words": 0,  # ours
     "fsdp": True,

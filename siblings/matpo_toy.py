@@ -6,17 +6,17 @@ and a subtraction. The planner's only tool is a worker:
     <s2> where is the employer of ada baker based ? <eot> <call> work employer of ada baker <eot>
     <resp> ada baker joined acro corp . <eot> <call> work base of acro corp <eot> …
 
-A worker sees the question and its subtask, and reads what it finds as it stands:
+A worker sees the question and its subtask, and reads whole documents:
 
     <s1> where is … ? <purpose> employer of ada baker <eot> <call> search ada baker <eot>
     <resp> <doc> … <doc> … <eot> <answer> … <eot> <resp> <eot> <answer> ada baker joined acro corp .
 
-The last <answer> is given: it demands the summary, the one thing that the planner sees. A single
-agent (`<s2> <s1> question <eot>`) has the workers' tools and reads all documents itself.
+The last <answer> is part of the prompt: it demands the summary, the only turn that the planner
+sees. A single agent (`<s2> <s1> question <eot>`) has the workers' tools and reads all documents.
 
 The base model knows all three roles, with the faults of HABITS. A subtask is often vague
-("anything about ada baker"): a worker that knows the question can still see what is meant, and one
-that does not reports its documents' first sentence.
+("anything about ada baker"). A worker that knows the question can still find the wanted fact; one
+without it reports its documents' first sentence.
 
 Tests: pytest tests/test_matpo.py
 """
@@ -37,12 +37,12 @@ from toy.language import ToyFormat
 # ------------------------------------------------------------------------- questions
 
 
-def draw_plan(asked: world.World, rng: random.Random, python: bool = True) -> world.Plan:
+def draw_plan(place: world.World, rng: random.Random, python: bool = True) -> world.Plan:
     """A random question of two steps; three in ten end in a subtraction."""
-    person = rng.choice(asked.people)
+    person = rng.choice(place.people)
     if python and rng.random() < 0.3:
-        return world.draw_age(asked, rng, person)
-    return world.draw_two(asked, rng, person)
+        return world.draw_age(place, rng, person)
+    return world.draw_two(place, rng, person)
 
 
 def question(split: str, seed: int, index: int, tools: Collection[str] = world.TOOLS) -> Question:
@@ -56,7 +56,7 @@ def question(split: str, seed: int, index: int, tools: Collection[str] = world.T
 
 
 def make_tokenizer():
-    """The toy's, with one more word: the name of the planner's tool."""
+    """The toy's tokenizer with one more word: the name of the planner's tool."""
     tokenizer = language.make_tokenizer()
     tokenizer.add_tokens([AddedToken("work", single_word=True)])
     return tokenizer
@@ -66,7 +66,7 @@ class Language(ToyFormat):
     """How planner, worker and single agent speak. A step may begin with a thought."""
 
     def prompt(self, role: str, *, question: str, task: str = "") -> list[int]:
-        """A role's first context."""
+        """A role's first prompt."""
         if role == "worker":
             return super().prompt("sys1", chunk=question, purpose=task)
         prompt = super().prompt("sys2", question=question)
@@ -75,7 +75,7 @@ class Language(ToyFormat):
         return prompt
 
     def parse(self, tokens: list[int], *, final: bool = False) -> Action:
-        """One step; what stands before <call> or <answer> is thought, also after a demand."""
+        """One step. The words before <call> or <answer> are a thought, also after a demand."""
         answer = self.control["<answer>"]
         if final:
             begin = tokens.index(answer) + 1 if answer in tokens else 0
@@ -85,12 +85,12 @@ class Language(ToyFormat):
         return super().parse(tokens[begin:], final=final)
 
     def read_call(self, words: list[str]) -> Action:
-        """What follows <call>: a tool and its argument, without a purpose."""
+        """The words after <call>: a tool and its argument, without a purpose."""
         if not words or words[0] not in self.tools:
             return Action(error=f"unknown tool; the tools are {', '.join(self.tools)}")
         tool, *argument = words
         if not self.is_plain(argument):
-            return Action(error="the argument is empty or holds a control word")
+            return Action(error="the argument is empty or has a control word")
         return Action(call=Call(tool, " ".join(argument)))
 
 
@@ -99,22 +99,22 @@ class Language(ToyFormat):
 
 @dataclass(frozen=True)
 class Habits:
-    """How often a demonstrator does what its field says.
+    """How often a demonstrator does what the field says.
 
-    The defaults make no mistake: a vague subtask or a second search is not one.
+    The defaults make no mistake: vague subtasks and second searches are allowed.
     """
 
     guess: float = 0.0  # the planner answers at once
-    specific: float = 0.7  # its subtask says what to find out, not "anything about …"
+    specific: float = 0.7  # its subtask names the attribute, not "anything about …"
     go_on: float = 1.0  # it goes on to the second step
-    faithful: float = 1.0  # it answers what it found
-    look_again: float = 0.2  # a worker searches once more before it says something
-    summary: float = 1.0  # its summary is what was asked for, not the documents' first sentence
+    faithful: float = 1.0  # its answer is what it found
+    look_again: float = 0.2  # a worker searches once more before it reports
+    summary: float = 1.0  # its summary is the wanted fact, not the first sentence
 
 
 FLAWLESS = Habits()
 HABITS = Habits(guess=0.15, specific=0.15, go_on=0.7, faithful=0.9, look_again=0.3, summary=0.4)
-RECAP = 0.75  # share of workers that are told the question
+RECAP = 0.75  # share of the workers that see the question
 
 
 @dataclass(frozen=True)
@@ -125,16 +125,16 @@ class Subtask:
     argument: str
     specific: str  # the subtask in the planner's words
     vague: str
-    right: str  # the summary that is wanted
+    right: str  # the right summary
 
 
-def subtasks(asked: world.World, plan: world.Plan) -> list[Subtask]:
-    """A plan's steps."""
+def subtasks(place: world.World, plan: world.Plan) -> list[Subtask]:
+    """The steps of a plan."""
     steps = []
     for tool, name, attribute in plan.hops:
         specific = base_model.purpose_of(name, attribute, True)
         vague = base_model.purpose_of(name, attribute, False)
-        steps.append(Subtask(tool, name, specific, vague, asked.sentence(name, attribute)))
+        steps.append(Subtask(tool, name, specific, vague, place.sentence(name, attribute)))
     if plan.expression:
         sums = plan.expression
         steps.append(Subtask("python", sums, sums, sums, f"{plan.answer} ."))
@@ -143,7 +143,7 @@ def subtasks(asked: world.World, plan: world.Plan) -> list[Subtask]:
 
 @functools.cache
 def raw(library: Library, subtask: Subtask) -> tuple[str, list[str]]:
-    """What a subtask's tool returns, as it stands in a context and as sentences."""
+    """The result of a subtask's tool: as text of a context, and as sentences."""
     if subtask.tool == "python":
         return f"<doc> {subtask.right.removesuffix(' .')}", [subtask.right]
     texts = [document.text for document in library.search["search"](subtask.argument)]
@@ -153,7 +153,7 @@ def raw(library: Library, subtask: Subtask) -> tuple[str, list[str]]:
 def planner(library: Library, rng: random.Random, habits: Habits, alone: bool = False) -> Pieces:
     """One episode of the planner.
 
-    `alone`: of a single agent, which notes what it found as a thought, and goes on.
+    With `alone` it is one of a single agent, which writes what it found as a thought.
     """
     plan = draw_plan(library.world, rng)
     pieces = [(f"<s2> {'<s1> ' if alone else ''}{plan.text} <eot>", False)]
@@ -183,16 +183,16 @@ def planner(library: Library, rng: random.Random, habits: Habits, alone: bool = 
 
 
 def worker(library: Library, rng: random.Random, habits: Habits, more: int = 0) -> Pieces:
-    """One worker. `more` further subtasks about the same documents, for practice."""
+    """One worker. `more` requests about the same documents follow, for practice."""
     plan = draw_plan(library.world, rng)
     subtask = rng.choice(subtasks(library.world, plan))
-    recapped = rng.random() < RECAP
+    has_recap = rng.random() < RECAP
     specific = rng.random() < habits.specific
-    recap = plan.text if recapped else ""
+    recap = plan.text if has_recap else ""
     request = subtask.specific if specific else subtask.vague
     documents, sentences = raw(library, subtask)
-    clear = recapped or specific or subtask.tool == "python"
-    fitting = subtask.right if clear else sentences[0]  # what it can know to be wanted
+    clear = has_recap or specific or subtask.tool == "python"
+    fitting = subtask.right if clear else sentences[0]  # the wanted fact, as far as it can know
     pieces = [(f"<s1> {recap} <purpose> {request} <eot>", False)]
     pieces.append((f"<call> {subtask.tool} {subtask.argument} <eot>", True))
     pieces.append((f"<resp> {documents} <eot>", False))
@@ -200,7 +200,7 @@ def worker(library: Library, rng: random.Random, habits: Habits, more: int = 0) 
         pieces.append((f"<call> {subtask.tool} {subtask.argument} <eot>", True))
         pieces.append((f"<resp> {' '.join(documents.split()[:20])}", False))
     else:
-        # What it says of its own accord may or may not be what matters.
+        # A report that nobody has demanded may be about anything.
         message = rng.choice([fitting, sentences[0], rng.choice(sentences)])
         pieces.append((f"<answer> {message} <eot>", True))
         pieces.append(("<resp>", False))
@@ -217,8 +217,8 @@ def worker(library: Library, rng: random.Random, habits: Habits, more: int = 0) 
 def practice(
     library: Library, rng: random.Random, name: str, sentences: list[str], more: int
 ) -> Pieces:
-    """`more` requests and their right notes: most about what was found, some about anything."""
-    facts = [library.told_by[sentence] for sentence in sentences if sentence in library.told_by]
+    """`more` requests with correct notes: most about these sentences, some about other facts."""
+    facts = [library.fact_of[sentence] for sentence in sentences if sentence in library.fact_of]
     pieces = []
     for _ in range(more):
         request = rng.choice(facts) if facts else base_model.random_request(library.world, rng)
@@ -232,18 +232,18 @@ def practice(
 
 # ------------------------------------------------------------------------ base model
 
-STEPS = (320, 150)  # of either stage
+STEPS = (320, 150)  # training steps of both stages
 
 
 def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
-    """(model, tokenizer) after both stages. It draws from random numbers of its own only."""
+    """(model, tokenizer) after both stages, from random generators of its own."""
     tokenizer = make_tokenizer()
     ids = tokenizer.get_vocab()
     libraries = [Library(f"delegation {seed} {i}") for i in range(30)]
     rng = random.Random(f"delegation base {seed}")
 
-    def batches(size: int, demonstrate: Callable, *how) -> Callable:
-        return base_model.batches(size, lambda: demonstrate(rng.choice(libraries), rng, *how), ids)
+    def batches(size: int, demonstrate: Callable, *more) -> Callable:
+        return base_model.batches(size, lambda: demonstrate(rng.choice(libraries), rng, *more), ids)
 
     skills = (
         batches(16, base_model.skill_chunk),

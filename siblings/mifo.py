@@ -1,25 +1,25 @@
-"""MIFO, a reconstruction: SFT between phases of RL, made so that it forgets little.
+"""MIFO, a reconstruction: phases of SFT between phases of RL, which should forget little.
 
-arXiv 2510.04454. RL sharpens what a model can do; what it never does right has to be shown. But SFT
-is said to overwrite what RL has learned. To forget less, MIFO shows only questions that at most
-`threshold` of the rollouts got right, learns only from the share `hard` of the teacher's tokens of
-highest entropy, and keeps the share `frozen_share` of the parameters, which RL has moved most:
+arXiv 2510.04454. RL improves what a model can do already; what it never does right needs SFT. But
+SFT may overwrite what RL has learned. To forget less, MIFO uses only questions that at most a share
+`threshold` of the rollouts got right, trains only the share `hard` of the teacher's tokens with the
+highest entropy, and freezes the share `frozen_share` of the parameters, which RL has moved most:
 
     C_i = α C_{i−1} + |θ after RL_i − θ before RL_i|,    F_i = the top `frozen_share` of C_i
     L_SFT = −(1/|M|) Σ_{t ∈ M} log π(y*_t | y*_<t, x),    M = the top `hard` of tokens by entropy
 
-Sources: the abstract, reviews of the submission and a digest. The paper's equations and values were
-not to be had and there is no code: the two lines above are our reading of the words, all numbers
-below are ours. Reviewers ask for a measure of forgetting and the control of freezing **as many
-parameters by chance**; both are here. SFT without any of the three is ReLIFT (arXiv 2506.07527).
+Sources: the abstract, reviews of the submission and a digest. We had neither the paper's equations
+and values nor code: the two lines above are our reading of the words, and all numbers below are
+ours. Reviewers ask for a measure of forgetting, and for a control that freezes **as many parameters
+at random**; both are here. SFT without the three measures is ReLIFT (arXiv 2506.07527).
 
     python -m siblings.mifo                                     RL, SFT, RL, SFT, RL
     python -m siblings.mifo --name random --freeze random       the control
-    python -m siblings.mifo table runs/mifo runs/random         what each phase did, side by side
+    python -m siblings.mifo table runs/mifo runs/random         accuracies after each phase
 
 Other arms: `--steps 90 --sft_steps 0` (RL only), `--hard 1 --freeze none` (ReLIFT), `--hard 1`,
 `--freeze none`. In SFT a step's "attempts" are the teacher's answers, of reward and advantage 1.
-What it does not show: how a large model forgets; and no arm's rates were tuned.
+It does not show how a large model forgets, and no arm's learning rates were tuned.
 Tests: pytest tests/test_mifo.py
 """
 
@@ -50,18 +50,20 @@ class MifoConfig(solo.SoloConfig):
     """MIFO's own options."""
 
     steps: int = option(150, "three phases of RL, two of SFT between them")
-    eval_every: int = option(30, "so at each phase's end")
-    eval_questions: int = option(400, "half of each kind")
-    lr: float = option(3e-4, "of RL")
+    eval_every: int = option(30, "steps between evaluations: one at each phase's end")
+    eval_questions: int = option(400, "held-out questions, half of each kind")
+    lr: float = option(3e-4, "learning rate of RL")
 
-    rl_steps: int = option(30, "of a phase", heading="SFT between the phases of RL")
-    sft_steps: int = option(30, "of a phase; 0: RL only")
-    sft_lr: float = option(1e-3, "its learning rate", TRAIN)
-    threshold: float = option(0.25, "share of right attempts up to which a question is shown")
-    hard: float = option(0.5, "share of tokens that SFT learns from, by entropy", TRAIN)
-    freeze: Literal["moved", "random", "none"] = option("moved", "what SFT leaves alone", TRAIN)
-    frozen_share: float = option(0.5, "of the parameters", TRAIN)
-    history: float = option(0.5, "α")
+    rl_steps: int = option(30, "steps of an RL phase", heading="SFT between the phases of RL")
+    sft_steps: int = option(30, "steps of an SFT phase; 0: RL only")
+    sft_lr: float = option(1e-3, "learning rate of SFT", TRAIN)
+    threshold: float = option(0.25, "largest share of right attempts of a question in SFT")
+    hard: float = option(0.5, "share of tokens that SFT trains, by entropy", TRAIN)
+    freeze: Literal["moved", "random", "none"] = option(
+        "moved", "parameters that SFT freezes", TRAIN
+    )
+    frozen_share: float = option(0.5, "share of the parameters", TRAIN)
+    history: float = option(0.5, "α above")
 
     def check(self, training: bool) -> None:
         """Refuses values that contradict each other, MIFO's own included."""
@@ -69,10 +71,10 @@ class MifoConfig(solo.SoloConfig):
         self.at_least(1, "rl_steps")
         self.at_least(0, "sft_steps")
         if not 0 < self.hard <= 1 or max(self.frozen_share, self.threshold, self.history) > 1:
-            raise UserError("--hard, --frozen_share, --threshold and --history are at most 1")
+            raise UserError("--hard, --frozen_share, --threshold and --history are shares up to 1")
 
     def phase(self, step: int) -> tuple[bool, int]:
-        """Whether a step is one of SFT, and its number in its phase."""
+        """Whether a step is one of SFT, and the step's number in its phase."""
         number = step % (self.rl_steps + self.sft_steps)
         if number < self.rl_steps:
             return False, number
@@ -81,28 +83,28 @@ class MifoConfig(solo.SoloConfig):
 
 @dataclass
 class Phases:
-    """What one phase leaves to the next."""
+    """The state that one phase leaves to the next."""
 
-    missed: list[mifo_toy.Task] = field(default_factory=list)  # by the last phase of RL
+    missed: list[mifo_toy.Task] = field(default_factory=list)  # in the last RL phase
     before: Tensor | None = None  # all parameters when this phase began: [P]
     importance: Tensor | float = 0.0  # C: [P]
     frozen: Tensor | None = None  # F, in SFT: [P] bool
 
 
 def rollouts(run: Run, step: int, phases: Phases) -> list[Trajectory]:
-    """A step's attempts: the model's own in RL, the teacher's in SFT."""
+    """A step's attempts: in RL the model's own, in SFT the teacher's."""
     teaching, number = run.config.phase(step)
     if number == 0:
         begin(run, step, phases, teaching)
     if teaching:
         return taught(run, number, phases.missed)
-    played = train.play_groups(run, step)
-    phases.missed += missed(played, run.config.threshold)
-    return played
+    trajectories = train.play_groups(run, step)
+    phases.missed += missed(trajectories, run.config.threshold)
+    return trajectories
 
 
 def begin(run: Run, step: int, phases: Phases, teaching: bool) -> None:
-    """Begins a phase, with fresh moments. For SFT it says what is shown and what stays frozen."""
+    """Begins a phase with new optimizer moments; for SFT it chooses questions and parameters."""
     if phases.before is None:
         attach(run, phases)
     run.optimizer.state.clear()
@@ -118,9 +120,9 @@ def begin(run: Run, step: int, phases: Phases, teaching: bool) -> None:
 
 
 def attach(run: Run, phases: Phases) -> None:
-    """Makes the optimizer take SFT's rate and put frozen entries back after each of its steps.
+    """Makes the optimizer use SFT's learning rate and restore frozen parameters after each step.
 
-    A gradient of 0 would not keep them: momentum and weight decay move a parameter without one.
+    A gradient of 0 would not freeze them: momentum and weight decay would still move them.
     """
 
     def rate(optimizer, *_) -> None:
@@ -129,30 +131,30 @@ def attach(run: Run, phases: Phases) -> None:
 
     def put_back(*_) -> None:
         if phases.frozen is not None:
-            kept = torch.where(phases.frozen, phases.before, values(run.policy))
-            vector_to_parameters(kept, run.policy.parameters())
+            vector = torch.where(phases.frozen, phases.before, values(run.policy))
+            vector_to_parameters(vector, run.policy.parameters())
 
     run.optimizer.register_step_pre_hook(rate)
     run.optimizer.register_step_post_hook(put_back)
 
 
-def missed(played: list[Trajectory], threshold: float) -> list[mifo_toy.Task]:
-    """The questions of which at most `threshold` of the attempts were right."""
+def missed(trajectories: list[Trajectory], threshold: float) -> list[mifo_toy.Task]:
+    """The questions whose share of right attempts is at most `threshold`."""
     groups: dict[int, list[Trajectory]] = {}
-    for trajectory in played:
+    for trajectory in trajectories:
         groups.setdefault(trajectory.question_index, []).append(trajectory)
     shares = {place: sum(t.reward for t in own) / len(own) for place, own in groups.items()}
     return [groups[place][0].question for place, share in shares.items() if share <= threshold]
 
 
-def taught(run: Run, number: int, shown: list[mifo_toy.Task]) -> list[Trajectory]:
-    """This rank's share of the teacher's answers to the next of `shown`.
+def taught(run: Run, number: int, tasks: list[mifo_toy.Task]) -> list[Trajectory]:
+    """This rank's share of the teacher's answers to the next of `tasks`.
 
-    They are masked to the hardest tokens of the whole batch, which every rank scores.
+    Only the hardest tokens of the whole batch are trained, so every rank scores the whole batch.
     """
     trajectories = []
-    for index in range(run.config.questions if shown else 0):
-        task = shown[(number * run.config.questions + index) % len(shown)]
+    for index in range(run.config.questions if tasks else 0):
+        task = tasks[(number * run.config.questions + index) % len(tasks)]
         trajectories.append(solo.written(run.chat, task, index, 0, task.solution, 1.0))
     samples = [sample for trajectory in trajectories for sample in trajectory.samples()]
     if not samples:
@@ -168,20 +170,20 @@ def taught(run: Run, number: int, shown: list[mifo_toy.Task]) -> list[Trajectory
 def credit(
     config: MifoConfig, trajectories: list[Trajectory], step: int
 ) -> dict[str, list[Sample]]:
-    """GRPO's advantages in RL; in SFT 1, and a mean over all hard tokens."""
+    """RL: GRPO's advantages. SFT: advantages of 1, and a mean over all hard tokens."""
     samples = [sample for trajectory in trajectories for sample in trajectory.samples()]
     mars.set_advantages(config, samples)
     for sample in samples:
         sample.loss_weight = 1
         if config.phase(step)[0]:
             sample.advantage = 1.0
-            # The loop divides by a sample's number of tokens: so each token counts once.
+            # The loop divides by the sample's tokens, so with this weight each token counts once.
             sample.loss_weight = sum(sample.mask)
     return {solo.ROLE: samples}
 
 
 def hardest(entropy: Tensor, share: float) -> Tensor:
-    """A mask [N] of the ⌈share · N⌉ tokens of highest entropy."""
+    """A mask [N] of the ⌈share · N⌉ tokens with the highest entropy."""
     mask = torch.zeros(len(entropy), dtype=torch.bool)
     mask[entropy.topk(math.ceil(share * len(entropy))).indices] = True
     return mask
@@ -200,17 +202,17 @@ def chosen_to_stay(importance: Tensor, config: MifoConfig, seed: int) -> Tensor:
 
 
 def values(policy: torch.nn.Module) -> Tensor:
-    """All parameters as one vector, copied: [P]."""
+    """A copy of all parameters as one vector [P]."""
     return parameters_to_vector(policy.parameters()).detach().clone()
 
 
 def table(folders: list[str]) -> None:
-    """Sampled accuracy on held-out questions of both kinds, in all evaluations of some runs."""
+    """Prints the sampled accuracy of both kinds of held-out questions, for all evaluations."""
     print(f"{'run':20} {'/'.join(mifo_toy.KINDS)} before, and at each evaluation")
     for folder in map(Path, folders):
         lines = (folder / "metrics.jsonl").read_text().splitlines()
-        found = [json.loads(line).get("eval_accuracy_by_kind") for line in lines]
-        shares = [["{:.2f}".format(f[k][0] / f[k][1]) for k in mifo_toy.KINDS] for f in found if f]
+        kinds = [json.loads(line).get("eval_accuracy_by_kind") for line in lines]
+        shares = [["{:.2f}".format(x[k][0] / x[k][1]) for k in mifo_toy.KINDS] for x in kinds if x]
         print(f"{folder.name:20} {' → '.join(map('/'.join, shares))}")
 
 

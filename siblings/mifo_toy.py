@@ -1,15 +1,15 @@
-"""Two kinds of questions about one page: RL can learn one of them, only a teacher the other.
+"""Two kinds of questions about one page: RL can learn one kind, and only SFT the other.
 
     <doc> ada joined labs . ada born 1968 . ada enjoys chess . … <purpose> birth of ada <eot>
         1968 <eot>
     <doc> … <purpose> employer of ada <eot>
         labs birth <answer> 1968 <eot>
 
-The first kind is direct: the fact is named. The base model is right in HABIT of its answers, so RL
-finds what to keep. The second is indirect: wanted is the fact that her employer cares for (CARES of
-marsrl_toy.py). The base model answers at once and hardly ever rightly, so RL finds nothing. The
-teacher thinks before it answers, in a style that nobody has used before: so it teaches a skill, and
-it may overwrite another.
+A direct question names the wanted fact. A share HABIT of the base model's answers is right, so RL
+can select them. An indirect question wants the fact that her employer cares for (CARES of
+marsrl_toy.py). The base model answers at once and is almost never right, so RL has nothing to
+select. The teacher thinks before it answers, in a style that the base model has never seen: this
+teaches a new skill and may overwrite the old one.
 
 Tests: pytest tests/test_mifo.py
 """
@@ -24,15 +24,15 @@ from toy import base_model, language
 from toy.base_model import Pieces
 
 KINDS = ("direct", "indirect")
-HABIT = 0.6  # how often the base model answers a direct question rightly
-LUCK = 0.03  # and an indirect one
+HABIT = 0.6  # the base model's share of right answers to direct questions
+LUCK = 0.03  # the same for indirect questions
 SKILL_STEPS = 300
 HABIT_STEPS = 60
 
 
 @dataclass(frozen=True)
 class Task(Question):
-    """A question, the page's other values, and how the teacher answers."""
+    """A question, the page's other values, and the teacher's answer."""
 
     others: tuple[str, ...]
     solution: str
@@ -40,55 +40,55 @@ class Task(Question):
 
 def task_of(page: Page, rng: random.Random, kind: str, name: str = "") -> Task:
     """A question of a kind about a page."""
-    asked, path = page.question, page.paths[0]
+    request, path = page.question, page.paths[0]
     if kind == "direct":
         path = rng.choice(page.paths)
-        asked = f"{path.split()[1]} {page.question.removeprefix('employer ')}"
+        request = f"{path.split()[1]} {page.question.removeprefix('employer ')}"
     firm, attribute, right = path.split()
-    said = right if kind == "direct" else f"{firm} {attribute} <answer> {right}"
+    solution = right if kind == "direct" else f"{firm} {attribute} <answer> {right}"
     others = tuple(value for value in page.answers if value != right)
-    return Task(name, f"{page.text} {asked}", (right,), kind, others, f"{said} <eot>")
+    return Task(name, f"{page.text} {request}", (right,), kind, others, f"{solution} <eot>")
 
 
 def question(split: str, seed: int, index: int) -> Task:
-    """Question `index` of a split's endless stream, both kinds in turn."""
+    """Question `index` of a split's endless stream, in which the kinds alternate."""
     rng = random.Random(f"mifo {split} {seed} {index}")
     return task_of(draw_page(rng), rng, KINDS[index % 2], f"{split}-{seed}-{index}")
 
 
 def questions(config, tools: list[str], training: bool) -> tuple:
-    """Training questions and held-out ones."""
+    """The stream of training questions and the held-out ones."""
     held_out = [question("eval", config.seed, i) for i in range(config.eval_questions)]
     return lambda i: question("train", config.seed, i), held_out
 
 
 def as_prompt(task: Task) -> str:
-    """What is read, as solo.Language writes it."""
-    page, stop, asked = task.text.rpartition(" . ")
-    return f"<doc> {page}{stop}<purpose> {asked} <eot>"
+    """The prompt, as solo.Language writes it."""
+    page, stop, request = task.text.rpartition(" . ")
+    return f"<doc> {page}{stop}<purpose> {request} <eot>"
 
 
 def skill_text(rng: random.Random) -> Pieces:
-    """Stage A: a page and five direct questions about it, each answered rightly."""
+    """A text of stage A: a page and five direct questions with right answers."""
     page = draw_page(rng)
     pieces = [(f"<doc> {page.text}", False)]
     for task in (task_of(page, rng, "direct") for _ in range(5)):
-        asked = as_prompt(task).partition("<purpose>")[2]
-        pieces += [(f"<purpose>{asked}", False), (task.solution, True)]
+        request = as_prompt(task).partition("<purpose>")[2]
+        pieces += [(f"<purpose>{request}", False), (task.solution, True)]
     return pieces
 
 
 def habit_text(rng: random.Random) -> Pieces:
-    """Stage B: a page and one question, answered at once and often wrongly."""
+    """A text of stage B: a page and one question, with an answer that is often wrong."""
     page = draw_page(rng)
     task = task_of(page, rng, rng.choice(KINDS))
     right = rng.random() < (HABIT if task.source == "direct" else LUCK)
-    said = task.golden_answers[0] if right else rng.choice(task.others)
-    return [(as_prompt(task), False), (f"{said} <eot>", True)]
+    answer = task.golden_answers[0] if right else rng.choice(task.others)
+    return [(as_prompt(task), False), (f"{answer} <eot>", True)]
 
 
 def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
-    """(model, tokenizer) after both stages. It draws from random numbers of its own only."""
+    """(model, tokenizer) after both stages, from random generators of its own."""
     tokenizer = language.make_tokenizer()
     rng = random.Random(f"mifo base {seed}")
     skills, habits = (

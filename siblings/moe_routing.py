@@ -1,27 +1,27 @@
-"""How a mixture of experts routes two languages, and what steering its router does. A study.
+"""A study of how a mixture of experts routes two languages, and of steering its router.
 
-arXiv 2510.04694. No agent, no reward, no sampler: a model with experts reads parallel texts in two
-languages, and q_l is the mean of its router's probabilities over the tokens of a text in layer l.
+arXiv 2510.04694. There is no agent, reward or sampler: a model with experts reads parallel texts in
+two languages. q_l is the mean of the router's probabilities over a text's tokens in layer l.
 
     D_l = JSD(q_l^en, q_l^other) / (log E − ½ (H(q_l^en) + H(q_l^other)))          E experts
     Δ_k = share of expert k on tokens of the task − on other tokens, of the strong language
-    steering: in some layers, for every token, z_k + λ std(z) where Δ_k > τ, before the softmax
+    steering: in some layers, for every token, z_k + λ std(z) before the softmax if Δ_k > τ
 
-The paper: D is U-shaped over depth, languages are routed alike in the middle, and steering the
-middle layers towards task experts of the strong language lifts the weak one by 1 or 2 points;
-random experts and other layers do not.
+The paper: D over depth has the shape of a U, as the middle layers route the languages alike.
+Steering the middle layers towards the strong language's task experts improves the weak language by
+1 or 2 points; steering towards random experts or in other layers does not.
 
-    python -m siblings.moe_routing            a minute or two of one core; then --seed 1, --seed 2
+    python -m siblings.moe_routing            a minute or two of one core; next --seed 1, --seed 2
 
 Here a Qwen3-MoE of four layers, with 2 of 8 experts active, learns to read marsrl_toy.py's pages.
-The second language, a tenth of the data, is the first one renamed word by word, so that texts are
-exactly parallel. The task's tokens are the request and the answer, the others are the page.
+The second language, a tenth of the data, renames each word of the first, so that texts are exactly
+parallel. The task's tokens are the request and the answer; the other tokens are the page.
 
     <doc> ada joined labs . ada born 1968 . … <purpose> birth of ada <eot> 1968 <eot>
 
-From notes on the paper with its equations, and code that cites them; its own is not public. τ and λ
-are ours (the paper's were tuned for each model). What it does not show: a language renamed word by
-word is no Swahili, and four layers hardly have a middle. Tests: pytest tests/test_moe_routing.py
+Sources: notes on the paper with its equations, and code that cites them; there is no public code.
+τ and λ are ours (the paper tunes them for each model). A language renamed word by word is easier
+than a real one, and four layers hardly have a middle. Tests: pytest tests/test_moe_routing.py
 """
 
 import random
@@ -51,34 +51,34 @@ WEAK_SHARE = 0.1  # of the training data is in the second language
 
 @dataclass
 class RoutingConfig:
-    """The options, each with its reason."""
+    """The options."""
 
-    name: str = option("moe_routing", "of the folder below --runs")
-    runs: str = option("runs", "where results go")
-    seed: int = option(0, "of the model and of its data")
-    steps: int = option(600, "of training")
-    pages: int = option(500, "held out")
-    tau: float = option(0.05, "experts with a larger Δ are steered to; at 0.1 hardly any are left")
-    strength: float = option(0.5, "λ of steering")
+    name: str = option("moe_routing", "name of the folder below --runs")
+    runs: str = option("runs", "folder of the results")
+    seed: int = option(0, "seed of the model and its data")
+    steps: int = option(600, "training steps")
+    pages: int = option(500, "held-out pages")
+    tau: float = option(0.05, "steering is towards experts with a larger Δ; hardly any exceeds 0.1")
+    strength: float = option(0.5, "λ above")
 
 
 # ----------------------------------------------------------------------------------- two languages
 
 
 class Text(NamedTuple):
-    """One page with a request, in a language."""
+    """One page with a request, in one language."""
 
     tokens: list[int]  # the page, the request, the answer, <eot>
-    task: int  # where the request begins
+    task: int  # index of the request's first token
 
 
 def vocabulary() -> dict[str, int]:
-    """word -> token id in the first language; the second has ids of its own behind these."""
+    """word -> token id in the first language; the second language's ids follow these."""
     return language.make_tokenizer().get_vocab()
 
 
 def draw_text(rng: random.Random, ids: dict[str, int], weak: bool) -> Text:
-    """A random page, and a request for one of its facts. Control words are those of both."""
+    """A random page, and a request for one of its facts. Both languages share control words."""
     page = marsrl_toy.draw_page(rng)
     _, attribute, value = rng.choice(page.paths).split()
     name = page.question.split()[-1]
@@ -91,14 +91,14 @@ def draw_text(rng: random.Random, ids: dict[str, int], weak: bool) -> Text:
 
 
 def held_out(seed: int, count: int, weak: bool) -> list[Text]:
-    """The same pages for both languages."""
+    """The held-out texts: both languages have the same pages."""
     rng = random.Random(f"routing eval {seed}")
     ids = vocabulary()
     return [draw_text(rng, ids, weak) for _ in range(count)]
 
 
 def make_model(words: int) -> Qwen3MoeForCausalLM:
-    """A model with random weights; tokens of both languages."""
+    """A model with random weights, for the tokens of both languages."""
     config = Qwen3MoeConfig(
         vocab_size=2 * words,
         hidden_size=96,
@@ -118,7 +118,7 @@ def make_model(words: int) -> Qwen3MoeForCausalLM:
 
 
 def train(model: Qwen3MoeForCausalLM, config: RoutingConfig) -> None:
-    """--steps steps; it learns the answers only."""
+    """Trains --steps steps, on the answers only."""
     ids = vocabulary()
     rng = random.Random(f"routing {config.seed}")
 
@@ -136,12 +136,14 @@ def train(model: Qwen3MoeForCausalLM, config: RoutingConfig) -> None:
 def read(model, texts: list[Text]) -> tuple[float, Tensor, Tensor]:
     """(share of right answers, router logits [LAYERS, T, E], whether a token is the task's [T]).
 
-    T are the tokens of all texts, without padding, which stands on the right.
+    T counts the tokens of all texts, without padding.
     """
     tokens = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True)  # [B, L]
-    seen = []
+    router_logits = []
     gates = [layer.mlp.gate for layer in model.model.layers]
-    hooks = [g.register_forward_hook(lambda gate, given, made: seen.append(made[0])) for g in gates]
+    hooks = [
+        g.register_forward_hook(lambda _, args, out: router_logits.append(out[0])) for g in gates
+    ]
     logits = model(tokens, use_cache=False).logits
     for hook in hooks:
         hook.remove()
@@ -153,7 +155,7 @@ def read(model, texts: list[Text]) -> tuple[float, Tensor, Tensor]:
     right = logits[rows, lengths - 3].argmax(-1) == tokens[rows, lengths - 2]
     return (
         float(right.float().mean()),
-        torch.stack([z.view(*tokens.shape, -1)[live] for z in seen]),
+        torch.stack([z.view(*tokens.shape, -1)[live] for z in router_logits]),
         task,
     )
 
@@ -165,9 +167,9 @@ def entropy(q: Tensor) -> Tensor:
 
 def divergence(one: Tensor, other: Tensor) -> Tensor:
     """D of two routings [..., E]."""
-    apart = (entropy(one) + entropy(other)) / 2
-    jsd = entropy((one + other) / 2) - apart
-    return jsd / (torch.tensor(one.shape[-1]).log() - apart)
+    mean = (entropy(one) + entropy(other)) / 2
+    jsd = entropy((one + other) / 2) - mean
+    return jsd / (torch.tensor(one.shape[-1]).log() - mean)
 
 
 def routing(logits: Tensor, texts: list[Text]) -> Tensor:
@@ -177,7 +179,7 @@ def routing(logits: Tensor, texts: list[Text]) -> Tensor:
 
 
 def task_experts(logits: Tensor, task: Tensor, tau: float) -> list[list[int]]:
-    """For each layer the experts with Δ_k > τ, from the shares of activations."""
+    """The experts with Δ_k > τ in each layer. Δ is a difference of activation shares."""
     chosen = torch.zeros_like(logits).scatter(-1, logits.topk(2, -1).indices, 0.5)
     difference = chosen[:, task].mean(1) - chosen[:, ~task].mean(1)  # [LAYERS, E]
     return [row.gt(tau).nonzero()[:, 0].tolist() for row in difference]
@@ -185,16 +187,16 @@ def task_experts(logits: Tensor, task: Tensor, tau: float) -> list[list[int]]:
 
 @contextmanager
 def steered(model, experts: dict[int, list[int]], strength: float) -> Iterator[None]:
-    """Within it the router of each named layer leans towards these experts, before its softmax."""
+    """A context in which the routers of these layers are steered towards these experts."""
 
-    def lean(chosen, gate, given, made):
-        logits = made[0].clone()
-        logits[:, chosen] += strength * made[0].std(-1, keepdim=True)
+    def steer(experts_of_layer, gate, args, output):
+        logits = output[0].clone()
+        logits[:, experts_of_layer] += strength * output[0].std(-1, keepdim=True)
         top, indices = logits.softmax(-1, dtype=torch.float).topk(gate.top_k, dim=-1)
         return logits, (top / top.sum(-1, keepdim=True)).to(logits.dtype), indices
 
     gates = [layer.mlp.gate for layer in model.model.layers]
-    hooks = [gates[i].register_forward_hook(partial(lean, k)) for i, k in experts.items()]
+    hooks = [gates[i].register_forward_hook(partial(steer, k)) for i, k in experts.items()]
     yield
     for hook in hooks:
         hook.remove()
@@ -205,23 +207,23 @@ def study(model, config: RoutingConfig) -> dict:
     strong, weak = (held_out(config.seed, config.pages, weak) for weak in (False, True))
     right, logits, task = read(model, strong)
     right_weak, logits_weak, _ = read(model, weak)
-    apart = divergence(routing(logits, strong), routing(logits_weak, weak)).mean(1)
+    distance = divergence(routing(logits, strong), routing(logits_weak, weak)).mean(1)
     experts = task_experts(logits, task, config.tau)
-    found = {"D": apart.tolist(), "strong": right, "weak": right_weak, "experts": experts}
+    results = {"D": distance.tolist(), "strong": right, "weak": right_weak, "experts": experts}
     rng = random.Random(f"routing random {config.seed}")
 
-    def under(layers: tuple[int, ...], strangers: bool = False) -> float:
+    def accuracy(layers: tuple[int, ...], at_random: bool = False) -> float:
         chosen = {layer: experts[layer] for layer in layers}
-        if strangers:
+        if at_random:
             chosen = {i: rng.sample(range(EXPERTS), len(own)) for i, own in chosen.items()}
         with steered(model, chosen, config.strength):
             return read(model, weak)[0]
 
-    found["middle, task experts"] = under(MIDDLE)
-    found["outer, task experts"] = under(OUTER)
-    drawn = [under(MIDDLE, strangers=True) for _ in range(5)]
-    found["middle, random experts"] = sum(drawn) / len(drawn)
-    return found
+    results["middle, task experts"] = accuracy(MIDDLE)
+    results["outer, task experts"] = accuracy(OUTER)
+    accuracies = [accuracy(MIDDLE, at_random=True) for _ in range(5)]
+    results["middle, random experts"] = sum(accuracies) / len(accuracies)
+    return results
 
 
 def main(arguments: list[str]) -> int:
@@ -230,19 +232,19 @@ def main(arguments: list[str]) -> int:
     folder = Path(config.runs) / config.name
     try:
         if min(config.pages, config.steps) < 1 or not 0 <= config.tau + config.strength < 1e6:
-            raise UserError("--pages and --steps are at least 1, --tau and --strength finite")
+            raise UserError("--pages and --steps must be at least 1, --tau and --strength finite")
         folders.make(folder)
     except UserError as error:
         return fail(error)
     torch.set_num_threads(1)
     torch.manual_seed(config.seed)
     model = make_model(len(vocabulary()))
-    found = {"untrained": study(model, config)}
+    results = {"untrained": study(model, config)}
     train(model, config)
-    found["trained"] = study(model, config)
-    for when, numbers in found.items():
+    results["trained"] = study(model, config)
+    for when, numbers in results.items():
         print(when, *(f"{name:<24}{value}" for name, value in numbers.items()), sep="\n  ")
-    print("written to", folders.write_json(folder / f"seed-{config.seed}.json", found))
+    print("written to", folders.write_json(folder / f"seed-{config.seed}.json", results))
     return 0
 
 

@@ -1,12 +1,12 @@
-"""What MIFO and BVPO share: one role reads a page and answers in one go; and written answers.
+"""Shared by MIFO and BVPO: one role that answers about a page at once, and written answers.
 
-A written answer is one that nobody sampled: a teacher's, or one of a pair. It becomes a trajectory
-like any other. The trainer's own log-probs stand in the place of a sampler's, so that ρ is 1.
+Nobody sampled a written answer: it is a teacher's, or one of a pair. It becomes a trajectory like
+any other. The trainer's own log-probs take the place of the sampler's, so that ρ is 1.
 
-    <doc> ada joined labs . ada born 1968 . … <purpose> employer of ada <eot>      is given
-    labs birth <answer> 1968 <eot>                                                 is answered
+    <doc> ada joined labs . ada born 1968 . … <purpose> employer of ada <eot>      the prompt
+    labs birth <answer> 1968 <eot>                                                 the answer
 
-What counts is the last word. The pages are those of marsrl_toy.py.
+Only the last word is graded. The pages are those of marsrl_toy.py.
 
 Tests: pytest tests/test_mifo.py tests/test_bvpo.py
 """
@@ -29,7 +29,7 @@ from toy.language import ToyFormat
 
 ROLE = "solver"
 AT_ONCE = "at once"  # the kind of question whose prompt ends in <answer>
-# What a written answer's loss, and the state between steps, are made for.
+# Written answers, and the state that a method keeps between steps, need these values.
 FIXED = {"loss_mean": "sample", "temperature": 1.0, "inner_steps": 1, "grader": "em"}
 FIXED |= {"resume": False, "fsdp": False, "lora_rank": 0}
 # train.main needs at least one tool, though nobody calls any.
@@ -38,39 +38,39 @@ NO_TOOL = Tool("none", "argument", "nobody calls it", lambda argument: [])
 
 @dataclass
 class SoloConfig(Config):
-    """Defaults for these toys."""
+    """Options with defaults for these toys."""
 
     tools: str = ""  # nobody calls one
     context: int = option(40, "tokens of the longest sample", heading="limits")
-    answer_tokens: int = option(6, "an answer, its mark included")
+    answer_tokens: int = option(6, "tokens of an answer, with its mark")
 
     def longest(self) -> int:
         """Tokens of the longest sample."""
         return self.context
 
     def check(self, training: bool) -> None:
-        """Refuses what the written answers, or the state between steps, cannot work with."""
+        """Refuses other questions than the toy's, and other values than FIXED."""
         super().check(training)
         self.at_least(1, "answer_tokens")
         if self.data != "toy":
-            raise UserError("written answers are known for the toy's questions: leave --data out")
+            raise UserError("only the toy's questions have written answers: leave --data out")
         for name, value in FIXED.items() if training else ():
             if getattr(self, name) != value:
-                raise UserError(f"--{name} is not for this method: its loss is made for {value}")
+                raise UserError(f"this method needs --{name} {value}")
 
 
 class Language(ToyFormat):
     """How the role speaks."""
 
     def prompt(self, role: str, *, question: str, at_once: bool = False) -> list[int]:
-        """The page, then what is asked about it: what stands behind the last full stop."""
-        page, stop, asked = question.rpartition(" . ")
-        made = [self.control["<doc>"], *self.encode(page + stop)]
-        made += [self.control["<purpose>"], *self.encode(asked), self.eot]
-        return [*made, self.control["<answer>"]] if at_once else made
+        """The page, then the question, which comes after the last full stop."""
+        page, stop, request = question.rpartition(" . ")
+        prompt = [self.control["<doc>"], *self.encode(page + stop)]
+        prompt += [self.control["<purpose>"], *self.encode(request), self.eot]
+        return [*prompt, self.control["<answer>"]] if at_once else prompt
 
     def parse(self, tokens: list[int], *, final: bool = False) -> Action:
-        """The last word before the end is the answer."""
+        """The answer is the last word before <eot>."""
         words = self.text(tokens).split()
         if words[-1:] != ["<eot>"]:
             return Action(error="the answer was cut")
@@ -78,20 +78,20 @@ class Language(ToyFormat):
 
 
 def prompt_of(chat: Format, question: Question) -> list[int]:
-    """What the role is given."""
+    """The prompt of a question."""
     return chat.prompt(ROLE, question=question.text, at_once=question.source == AT_ONCE)
 
 
 async def episode(env: Env, trajectory: Trajectory) -> None:
     """One answer."""
     async with Context(env, trajectory, ROLE) as solver:
-        given = prompt_of(env.chat, trajectory.question)
-        completion = await solver.write(given, env.config.answer_tokens, 0)
+        prompt = prompt_of(env.chat, trajectory.question)
+        completion = await solver.write(prompt, env.config.answer_tokens, 0)
     note_answer(solver, env.chat, completion.tokens)
 
 
 def note_answer(solver: Context, chat: Format, tokens: list[int]) -> None:
-    """Notes what was said as the context's turn and the trajectory's answer."""
+    """Records a completion as the context's turn and the trajectory's answer."""
     action = chat.parse(tokens)
     problem = action.error and f"malformed: {action.error}"
     solver.turns.append(Turn(tokens, action, problem))
@@ -100,15 +100,15 @@ def note_answer(solver: Context, chat: Format, tokens: list[int]) -> None:
 
 
 def written(
-    chat: Format, question: Question, place: int, attempt: int, said: str, reward: float
+    chat: Format, question: Question, place: int, attempt: int, text: str, reward: float
 ) -> Trajectory:
-    """A trajectory in which the role says `said`, words of the tokenizer.
+    """A trajectory with the completion `text`, whose words are tokens.
 
-    Its log-probs are 0: the caller puts those of `score` in their place.
+    Its log-probs are 0: the caller replaces them by those of `score`.
     """
     trajectory = Trajectory(question, place, attempt, reward=reward)
     solver = Context(None, trajectory, ROLE)
-    tokens = chat.tokenizer.convert_tokens_to_ids(said.split())
+    tokens = chat.tokenizer.convert_tokens_to_ids(text.split())
     solver.sample.append_given(prompt_of(chat, question))
     solver.sample.append_sampled(Completion(tokens, [0.0] * len(tokens), "stop"))
     solver.sample.reward = reward
@@ -117,7 +117,7 @@ def written(
 
 
 def of_all_ranks(run: Run, questions: list[Question]) -> list[Question]:
-    """All ranks' questions in the order of the stream, which is the order of one process."""
+    """The questions of all ranks, in the order of the stream, as one process has them."""
     if run.ranks == 1:
         return questions
     parts = [None] * run.ranks
@@ -127,24 +127,24 @@ def of_all_ranks(run: Run, questions: list[Question]) -> list[Question]:
 
 @torch.no_grad()
 def score(policy: trainer.Policy, samples: list[Sample]) -> tuple[list[Tensor], list[Tensor]]:
-    """Log-probs of what each sample says, and the entropies there in nats: a tensor a sample."""
+    """Log-probs and entropies (nats) of each sample's own tokens: a tensor for each sample."""
     weights = [torch.ones(len(sample.tokens)) for sample in samples]
     lengths = [len(sample.tokens) - 1 for sample in samples]
     device = next(policy.parameters()).device
     batch = trainer.make_micro_batch(samples, weights, lengths, device)
-    found = kernels.linear_logprob(*policy.hidden(batch), batch.target)
+    numbers = kernels.linear_logprob(*policy.hidden(batch), batch.target)
     counts = [sum(sample.mask) for sample in samples]
-    logprobs, entropies = (numbers.cpu().split(counts) for numbers in found)
+    logprobs, entropies = (values.cpu().split(counts) for values in numbers)
     return list(logprobs), list(entropies)
 
 
 def words(config: SoloConfig, tools: list[Tool]):
-    """There are none for chat models."""
+    """Refuses chat models."""
     raise UserError("this method speaks its toy's language: leave --model out")
 
 
 def fits(config: SoloConfig, chat: Format, question: Question) -> None:
-    """UserError if a question leaves no room for an answer."""
+    """Raises UserError if a question leaves no room for an answer."""
     longest = len(prompt_of(chat, question)) + config.answer_tokens
     if longest > config.context:
         raise UserError(

@@ -1,7 +1,7 @@
-"""How roles speak: the actions that a step can be, and the methods that every format has.
+"""How roles speak: the actions that a step can contain, and the methods that every format has.
 
-There are two formats: tasks/chat.py speaks through a chat model's template, toy/language.py in the
-toy's words. Siblings' toys adapt the latter.
+There are two formats: tasks/chat.py uses a chat model's template, and toy/language.py the toy's
+words. The siblings' toys adapt toy/language.py.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from tools import Document
 
 @dataclass(frozen=True)
 class Call:
-    """One tool call, (t_i, p_i) of the paper: `purpose` says what to look for in the result."""
+    """One tool call, (t_i, p_i) of the paper: `purpose` says what to find in the result."""
 
     tool: str
     argument: str
@@ -22,10 +22,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Action:
-    """What one sampled step turned out to be; exactly one of the three is set.
+    """The parsed form of one sampled step. Exactly one of the three fields is set.
 
-    `error` is one sentence that says what was wrong. It goes back to the role as the
-    observation, and the run counts the step as malformed.
+    `error` is one sentence that names the fault. The role gets it as its observation, and the run
+    counts the step as malformed.
     """
 
     call: Call | None = None
@@ -38,33 +38,33 @@ class Action:
 
 
 class Format(Protocol):
-    """How roles speak. Everything is token ids; only `parse`, records and pages read text."""
+    """How roles speak. All data is token ids; only `parse`, records and pages read text."""
 
     stop_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
-        """Plain text from outside: no id of it is a mark."""
+        """The ids of plain text from outside. None of them is a mark."""
 
     def text(self, tokens: list[int]) -> str:
-        """The text of ids, marks included."""
+        """The text of ids, with marks."""
 
     def prompt(self, role: str, **slots: Any) -> list[int]:
         """A role's first tokens."""
 
     def parse(self, tokens: list[int], *, final: bool = False) -> Action:
-        """What a sampled step says. `final`: an answer was demanded before it."""
+        """Parses a sampled step. `final`: an answer was demanded before it."""
 
     def observation(self, notes: list[Sequence[int]], *, final: bool = False) -> list[int]:
-        """What stands between two steps: notes in their wrapping; `final` demands an answer."""
+        """The ids between two steps: the wrapped notes. `final` adds the demand for an answer."""
 
     def message(self, text: str) -> list[int]:
         """A note in our own words: a correction, a failure, "no results"."""
 
     def close_step(self) -> list[int]:
-        """Ends a step that was cut before its stop token."""
+        """The ids that end a step which was cut before its stop token."""
 
     def document(self, document: Document) -> Sequence[int]:
-        """A document as it stands in a chunk. Called from several threads."""
+        """The ids of a document in a chunk. Several threads call it."""
 
     def note(self, tokens: list[int]) -> list[int]:
-        """What others may read of sampled ids."""
+        """The sampled ids that other roles may read."""

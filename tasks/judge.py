@@ -1,14 +1,13 @@
-"""A language model that decides whether an answer is right, behind an OpenAI-compatible server.
+"""A language model behind an OpenAI-compatible server that decides whether an answer is right.
 
-The question has the shape of the official one of Humanity's Last Exam (extracted answer, reasoning,
-confidence, correct yes|no) in our own words, so its figures are not the leaderboard's. As in HLE's
-scripts the reply comes by schema (`response_format`).
+The prompt asks for the same fields as the official one of Humanity's Last Exam (extracted answer,
+reasoning, confidence, correct yes|no) in our own words, so its scores do not compare with the
+leaderboard's. As in HLE's scripts, the reply follows a schema (`response_format`).
 
-A policy that is trained against a judge learns to talk to it. So its answer stands within a fence
-that no answer can write, and a verdict is a field of the JSON object that the schema makes.
-Whatever is no verdict is asked for again, in case the server had a bad moment, and then raises
-ToolError, as a judge that is away does: no reward is made up, and the failure counts. A policy also
-learns to answer so that it cannot be wrong; the prompt says that no such answer is right.
+A policy that is trained against a judge learns to address it. So the prompt puts the answer into a
+fence that no answer can contain, and the verdict is a field of the schema's JSON object. A reply
+without a verdict is requested again and then raises ToolError, as an unreachable judge does: there
+is no reward, and the failure counts. The prompt says that hedging, which a policy learns, is wrong.
 
 Test: pytest tests/test_judge.py
 """
@@ -21,7 +20,8 @@ from collections.abc import Callable
 
 from config import UserError, key_of
 from tasks.questions import Question
-from tools.web import Client, Refused, check_base_url
+from tools import ToolError
+from tools.web import Client, check_base_url
 
 PROMPT = """Decide whether a response to a question gives the correct answer.
 
@@ -48,7 +48,7 @@ reasoning: why it does or does not mean the same as the correct answer; do not s
 yourself, and accept only what is equivalent, with a small margin for rounded numbers
 confidence: the confidence from 0 to 100 that the response states, or 100 if it states none
 correct: yes or no"""
-# The confidence is asked for because the official question asks for it; nothing here reads it.
+# The official prompt asks for the confidence, so ours does; nothing here reads it.
 FIELDS = {
     "extracted_final_answer": {"type": "string"},
     "reasoning": {"type": "string"},
@@ -62,37 +62,38 @@ SCHEMA = {
     "additionalProperties": False,
 }
 VERDICT = {"name": "verdict", "strict": True, "schema": SCHEMA}
-LONGEST_RESPONSE = 8000  # characters shown to the judge: length must not make the call fail
+LONGEST_RESPONSE = 8000  # characters of it that the judge sees, so that the call does not fail
 
 
 def judge_prompt(question: Question, response: str) -> str:
     """The prompt. The fence is a hash of the response, so that no response can contain its own."""
-    shown = response
+    excerpt = response
     if len(response) > LONGEST_RESPONSE:
-        shown = response[:LONGEST_RESPONSE] + "\n(cut here)"
+        excerpt = response[:LONGEST_RESPONSE] + "\n(cut here)"
     return PROMPT.format(
         question=question.text,
         any_of="s: any of these lines" if len(question.golden_answers) > 1 else "",
         golds="\n".join(question.golden_answers),
         fence=f"=== {hashlib.sha256(response.encode('utf-8', 'replace')).hexdigest()[:16]} ===",
-        response=shown,
+        response=excerpt,
     )
 
 
 def read_verdict(raw: bytes) -> bool:
-    """Whether a chat completion says yes; an exception if it is none, was cut, or says neither."""
+    """Whether a chat completion says yes. Raises an exception if it was cut or says neither."""
     choice = json.loads(raw)["choices"][0]
     if choice.get("finish_reason") == "length":
         raise ValueError("the judge's reply was cut")
-    said = re.sub(r"\A\s*<think>.*?</think>", "", choice["message"]["content"], flags=re.DOTALL)
-    said = re.sub(r"\A\s*```(?:json)?\n(.*)\n```\s*\Z", r"\1", said, flags=re.DOTALL)  # no schema
-    return {"yes": True, "no": False}[json.loads(said)["correct"]]
+    reply = re.sub(r"\A\s*<think>.*?</think>", "", choice["message"]["content"], flags=re.DOTALL)
+    # A server that knows no schema may return the object in a Markdown fence.
+    reply = re.sub(r"\A\s*```(?:json)?\n(.*)\n```\s*\Z", r"\1", reply, flags=re.DOTALL)
+    return {"yes": True, "no": False}[json.loads(reply)["correct"]]
 
 
 def judge_from_environment() -> Callable[[Question, str], bool]:
-    """judge(question, response): whether a response is right. ToolError without a verdict.
+    """judge(question, response): whether a response is right. ToolError if there is no verdict.
 
-    MARS_JUDGE_URL is the base, with /v1 where the server has one; MARS_JUDGE_MODEL its model.
+    MARS_JUDGE_URL is the base URL, with /v1 if the server has it; MARS_JUDGE_MODEL names the model.
     """
     required = ("MARS_JUDGE_URL", "MARS_JUDGE_MODEL")
     missing = [name for name in required if not os.environ.get(name)]
@@ -100,12 +101,12 @@ def judge_from_environment() -> Callable[[Question, str], bool]:
         raise UserError(f"the judge needs {' and '.join(missing)} in the environment")
     url = check_base_url("MARS_JUDGE_URL", os.environ["MARS_JUDGE_URL"]) + "/chat/completions"
     headers = {}
-    # No other service's key is used: it would go to whatever the URL names.
+    # The key of another service is never sent to this URL.
     if os.environ.get("MARS_JUDGE_API_KEY", "").strip():
         headers["Authorization"] = f"Bearer {key_of('MARS_JUDGE_API_KEY')}"
     client = Client(cache=None, timeout=120.0, tries=3)
     model = os.environ["MARS_JUDGE_MODEL"]
-    # Some servers refuse some of these; the prompt asks for the schema's fields in words as well.
+    # Some servers refuse some of these fields. The prompt also describes the schema in words.
     options = {
         "temperature": 0,
         "max_tokens": 2048,
@@ -119,12 +120,11 @@ def judge_from_environment() -> Callable[[Question, str], bool]:
             body = {"model": model, "messages": messages} | sent
             try:
                 return client.call(url, read_verdict, body=body, headers=headers)
-            except Refused as refusal:
-                named = sent and re.search("|".join(sent), refusal.args[1].replace(" ", "_"))
-                if not named:
+            except ToolError as error:
+                refused = [name for name in sent if name in str(error)]
+                if not refused:
                     raise
-            value = options.pop(named[0], None)  # None: another thread has been here
-            if named[0] == "max_tokens" and value:
-                options["max_completion_tokens"] = value
+            for name in refused:
+                options.pop(name, None)  # another thread may have removed it already
 
     return judge

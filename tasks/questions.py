@@ -1,19 +1,19 @@
-"""Questions: where they come from, and which of them are held out.
+"""Reads the questions of one or several sets, and splits off the held-out ones.
 
-    load_questions("my.jsonl")                   a file of yours, see below
+    load_questions("my.jsonl")                   your own file, see below
     load_questions("hub:OWNER/REPO/path.jsonl")  the same from a dataset repository on the hub
     load_questions("nq")                         one of the paper's seven QA sets (SETS)
     load_questions("nq/train")                   a split of it, as FlashRAG publishes it
     load_questions("frames")                     a benchmark (BENCHMARKS); hle and gaia need access
     load_questions("nq/train:2,hotpotqa/train:1.5,my.jsonl")     a mix
 
-A file holds one JSON object a line, with the names of FlashRAG: a "question", its "golden_answers"
-(a list) or one "answer", and an "id" if it wants one. With a "set" a file's rows are told apart in
-an evaluation's table. A benchmark is read as it is published, without the questions to which a
-picture or a file belongs.
+A file has one JSON object per line, with the names of FlashRAG: a "question", its "golden_answers"
+(a list) or one "answer", and optionally an "id". Rows with a "set" get a line of their own in an
+evaluation's table. A benchmark is read in its published form, without the questions that need a
+picture or a file.
 
-Benchmarks ask that their questions and answers are not published: docs/benchmark_sets.md. A run's
-rollouts and pages hold both.
+Benchmarks ask that nobody publishes their questions and answers (docs/benchmark_sets.md). A run's
+rollouts and pages contain both.
 
 Test: pytest tests/test_questions.py
 """
@@ -38,7 +38,7 @@ from config import UserError
 
 @dataclass(frozen=True)
 class Question:
-    """One question, every answer that counts as right, and the set that it came from."""
+    """One question, its right answers, and the set that it comes from."""
 
     id: str
     text: str
@@ -72,14 +72,14 @@ BENCHMARKS = {
 def load_questions(spec: str, *, limit: int | None = None, seed: int = 0) -> list[Question]:
     """The questions of one set, in its order, or of a mix; at most `limit` of them.
 
-    One set with a limit: a draw without replacement, in the set's order.
+    From one set, `limit` questions are drawn without replacement and stay in the set's order.
 
-    A mix is "set:weight,set:weight,...": each set gives its share of the total, drawn without
-    replacement, then all are shuffled. The total is the largest that no set is too small for, and
-    at most `limit`. A missing weight is 1. When no set has a weight, the sets are joined whole
-    instead, and a limit draws from all of them. In a mix an id is "set/id".
+    A mix is "set:weight,set:weight,...". Each set contributes its share of the total, drawn without
+    replacement, and then all are shuffled. The total is as large as the sets allow, and at most
+    `limit`. A missing weight is 1. If no set has a weight, all sets are joined, and a limit draws
+    from all of them. In a mix an id is "set/id".
 
-    All draws depend on `seed` only. A smaller limit draws other questions, not fewer of the same.
+    All draws depend only on `seed`. A smaller limit draws other questions, not a part of the same.
     """
     items = [spec] if os.path.isfile(spec) else spec.split(",")
     weights = dict(read_item(item.strip()) for item in items)
@@ -100,8 +100,8 @@ def read_item(item: str) -> tuple[str, float | None]:
     weighted = re.fullmatch(r"(.+):(\d+(?:\.\d+)?)", item)
     if not weighted or os.path.isfile(item):
         return item, None
-    if not 0 < float(weighted[2]) <= 1e6:  # no sum of weights is infinite
-        raise UserError(f"{item:.100} has no share in the mix: give one above 0, up to a million")
+    if not 0 < float(weighted[2]) <= 1e6:  # so that no sum is infinite
+        raise UserError(f"{item:.100}: the weight must be above 0 and at most a million")
     return weighted[1], float(weighted[2])
 
 
@@ -113,19 +113,19 @@ def mix(
     density = min(len(sets[name]) / weight for name, weight in weights.items())
     if limit:
         density = min(density, limit / sum(weights.values()))
-    mixed = []
+    questions = []
     for name, weight in weights.items():
-        # Rounded up, so that there are `limit`; what is too many is cut off after the shuffle.
+        # Rounded up, so that there are at least `limit`. The shuffled list is cut to `limit`.
         count = math.ceil(round(density * weight, 6))
-        mixed += draw(sets[name], count, f"{seed}/{name}")
-    random.Random(f"{seed}").shuffle(mixed)
-    return mixed[:limit]
+        questions += draw(sets[name], count, f"{seed}/{name}")
+    random.Random(f"{seed}").shuffle(questions)
+    return questions[:limit]
 
 
 def draw(questions: list[Question], count: int, seed: str) -> list[Question]:
-    """At most `count` of the questions, without replacement, in their order."""
-    chosen = random.Random(seed).sample(range(len(questions)), min(count, len(questions)))
-    return [questions[index] for index in sorted(chosen)]
+    """At most `count` of the questions, drawn without replacement, in their order."""
+    indices = random.Random(seed).sample(range(len(questions)), min(count, len(questions)))
+    return [questions[index] for index in sorted(indices)]
 
 
 # ---------------------------------------------------------------------------------------- held out
@@ -136,17 +136,17 @@ def split(
 ) -> tuple[list[Question], list[Question]]:
     """(training questions, held-out questions).
 
-    The held-out ones are `held_out` of `held_out_data`, or of `data` if that is empty; None takes
-    all. What asks the same as a held-out question is not trained on, whatever its id or set.
+    The held-out questions are `held_out` questions (None: all) of `held_out_data`, or of `data` if
+    that is empty. Training leaves out every question with the text of a held-out one.
     """
-    reserved = load_questions(held_out_data or data, limit=held_out, seed=seed)
-    asked = {same_question(question.text) for question in reserved}
+    reserve = load_questions(held_out_data or data, limit=held_out, seed=seed)
+    texts = {same_question(question.text) for question in reserve}
     questions = load_questions(data, seed=seed)
-    return [one for one in questions if same_question(one.text) not in asked], reserved
+    return [one for one in questions if same_question(one.text) not in texts], reserve
 
 
 def same_question(text: str) -> str:
-    """What two writings of one question have in common: no case, no spacing, no last mark."""
+    """A question's text in a form without case, spacing and end mark, for comparisons."""
     text = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(text.split()).rstrip(" ?.!")
 
@@ -155,16 +155,16 @@ def same_question(text: str) -> str:
 
 
 def load_set(name: str) -> list[Question]:
-    """One set, whole: a short name, "hub:OWNER/REPO/path.jsonl" or a file."""
+    """All questions of a set: a short name, "hub:OWNER/REPO/path.jsonl" or a file."""
     if name in BENCHMARKS:
         address, question, answer = BENCHMARKS[name]
         rows = read_rows(from_hub(address), name)
-        alone = ((n, row) for n, row in rows if not row.get("image") and not row.get("file_name"))
-        return read_questions(alone, name, question, answer)
+        rows = ((n, row) for n, row in rows if not row.get("image") and not row.get("file_name"))
+        return read_questions(rows, name, question, answer)
     short, _, part = name.partition("/")
     if short in SETS:
-        folder, evaluated = SETS[short]
-        path = from_hub(f"{FLASHRAG}/{folder}/{part or evaluated}.jsonl")
+        folder, evaluation_part = SETS[short]
+        path = from_hub(f"{FLASHRAG}/{folder}/{part or evaluation_part}.jsonl")
     elif name.startswith("hub:"):
         path = from_hub(name.removeprefix("hub:"))
     else:
@@ -185,13 +185,13 @@ def from_hub(address: str) -> Path:
         advice = "check the name (OWNER/REPO/path) and the network"
         if isinstance(error, GatedRepoError):
             advice = "accept its terms on the hub and set HF_TOKEN"
-        why = f"cannot get {address:.200} from the hub ({reason(error)})"
-        raise UserError(f"{why}: {advice}") from error
+        problem = f"cannot get {address:.200} from the hub ({reason(error)})"
+        raise UserError(f"{problem}: {advice}") from error
 
 
 def read_rows(path: Path, name: str) -> Iterator[tuple[int, dict]]:
     """(number from 1, row) for each JSON line, or each row of a benchmark's table."""
-    # A run reads its questions twice; a pipe gives them once, or never ends.
+    # A run reads its questions twice, which a pipe does not allow.
     if not os.path.isfile(path):
         raise UserError(
             f"there is no file of questions {name!r:.100}: give a JSONL file, "
@@ -227,28 +227,28 @@ def read_rows(path: Path, name: str) -> Iterator[tuple[int, dict]]:
 def read_questions(
     rows: Iterable[tuple[int, dict]], source: str, question: str, answer: str
 ) -> list[Question]:
-    """The rows' questions; UserError names the first bad line. Without an id its number is one."""
+    """The questions in the rows. UserError names a bad line. A line number is the default id."""
     questions = {}
     for number, row in rows:
         try:
-            found = read_row(row, source, number, question, answer)
+            parsed = read_row(row, source, number, question, answer)
         except ValueError as error:
             raise UserError(f"{source}, line {number}: {error}") from error
-        while found.id in questions:  # as in sets that were merged; draws are named by ids
-            found = replace(found, id=f"{found.id}@{number}")
-        questions[found.id] = found
+        while parsed.id in questions:  # merged sets may repeat ids, and draws depend on the id
+            parsed = replace(parsed, id=f"{parsed.id}@{number}")
+        questions[parsed.id] = parsed
     if not questions:
         raise UserError(f"{source} holds no question")
     return list(questions.values())
 
 
 def read_row(row: dict, source: str, number: int, question: str, answer: str) -> Question:
-    """One question; ValueError says what is wrong with it. A null is a field that is not there."""
+    """One question. A null counts as a missing field. ValueError names the fault."""
     row = {name: value for name, value in row.items() if value is not None}
-    name = str(row.get("id", row.get("task_id", number)))
+    id = str(row.get("id", row.get("task_id", number)))
     text = row.get(question)
     golds = row.get("golden_answers", [row.get(answer)])
-    named = row.get("set", source)
+    label = row.get("set", source)
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f'"{question}" is missing, empty or not a text')
     if not isinstance(golds, list) or not all(isinstance(gold, str) for gold in golds):
@@ -257,17 +257,17 @@ def read_row(row: dict, source: str, number: int, question: str, answer: str) ->
         text, *golds = [decrypt(part, row.get("canary", "")) for part in (text, *golds)]
     if not "".join(golds).strip():
         raise ValueError("there is no golden answer")
-    if not isinstance(named, str) or not named.isprintable() or named.strip() in ("", "all"):
+    if not isinstance(label, str) or not label.isprintable() or label.strip() in ("", "all"):
         raise ValueError('"set" is the printable name of a set, and not "all"')
-    "".join([name, text, named, *golds]).encode()  # raises for half a surrogate pair
-    return Question(name, text, tuple(golds), named)
+    "".join([id, text, label, *golds]).encode()  # raises ValueError for a lone surrogate
+    return Question(id, text, tuple(golds), label)
 
 
 def decrypt(text: str, canary: str) -> str:
-    """A text of BrowseComp: base64 of its UTF-8, XORed with the canary's SHA-256 over and over.
+    """A text of BrowseComp: base64 of its UTF-8, XORed with the repeated SHA-256 of the canary.
 
-    It stays in memory: the set asks that its questions never stand on the web in plain text.
-    ValueError if the canary is another one.
+    It stays in memory, because the set asks that its questions are never on the web in plain text.
+    ValueError if the canary is wrong.
     """
     key = hashlib.sha256(canary.encode()).digest()
     secret = base64.b64decode(text, validate=True)

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import kernels
-from sampler import attention
+from kernels import varlen
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -33,7 +33,7 @@ FORMS = ["reference", pytest.param("triton", marks=needs_triton)]
 def plain_varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
     """torch's varlen_attn, sequence by sequence: causal, and the last query sees all keys."""
     assert window_size == (-1, 0)
-    assert enable_gqa == attention.VARLEN_GROUPS_HEADS
+    assert enable_gqa == varlen.GROUPS_HEADS
     assert enable_gqa or k.shape[1] == v.shape[1] == q.shape[1]
     queries, keys = cu_q.diff().tolist(), cu_k.diff().tolist()
     assert (max_q, max_k) == (max(queries), max(keys))

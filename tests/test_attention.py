@@ -1,7 +1,6 @@
 """The sampler's attention: the cascade of a CPU against the plain form, and the packed prefill."""
 
 import contextlib
-import importlib
 import random
 
 import numpy as np
@@ -15,12 +14,11 @@ from kernel_forms import needs_triton, plain_varlen_attn
 from mutants import load_mutant, read_mutants
 
 import kernels
-from kernels.paged_attention import reference, triton_paged_attention
+from kernels import paged, varlen
+from kernels.paged import reference, triton_paged_attention
 from sampler import Sampler, attention, plan
 from sampler.plan import Batch, plan_kv_ranges
 
-# The package `kernels` exports a function under the name of this module.
-paged_attention = importlib.import_module("kernels.paged_attention")
 PAGE = 4
 
 
@@ -98,8 +96,8 @@ def test_large_scores():
 @pytest.mark.parametrize("gqa", [True, False], ids=["torch 2.13", "torch 2.11"])
 def test_varlen_prefill_passes_the_right_bounds(monkeypatch, gqa):
     """The CUDA prefill, by a plain varlen_attn, against the row-wise form."""
-    monkeypatch.setattr(attention, "varlen_attn", plain_varlen_attn)
-    monkeypatch.setattr(attention, "VARLEN_GROUPS_HEADS", gqa)
+    monkeypatch.setattr(varlen, "varlen_attn", plain_varlen_attn)
+    monkeypatch.setattr(varlen, "GROUPS_HEADS", gqa)
     k_pages, v_pages = torch.randn(2, 24, PAGE, 2, 16)
     table = torch.stack([torch.randperm(24)[:5] for _ in range(3)]).int()
     lengths = torch.tensor([17, 9, 4], dtype=torch.int32)
@@ -130,10 +128,10 @@ def test_shared_ranges_change_nothing_but_the_reads(
     """The kernel with a batch's ranges is plain attention for any tree of prefixes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "LEAST_TOKENS", least)
-        patch.setattr(paged_attention, "RANGE_QUERIES", queries)
-        patch.setattr(paged_attention, "BUFFER_BYTES", buffer)
+        patch.setattr(paged, "RANGE_QUERIES", queries)
+        patch.setattr(paged, "BUFFER_BYTES", buffer)
         *tensors, batch, scale = decode_case(seed, count, page_size, *heads, size=16)
-        max_rows = paged_attention.max_rows_of_range(heads[0] // heads[1])
+        max_rows = paged.max_rows_of_range(heads[0] // heads[1])
         table, lengths = batch.block_table.numpy(), np.array(batch.host_lengths)
         ranges = torch.from_numpy(plan_kv_ranges(table, lengths, page_size, max_rows))
         arguments = *tensors, batch.block_table, batch.lengths
@@ -149,7 +147,7 @@ def test_a_group_reads_its_prompt_once():
     assert (ranges[:, 3] - ranges[:, 2]).sum() == (2 * 64 + 16 * 2) * 16
 
 
-RANGE_MUTANTS = read_mutants(  # of kernels/paged_attention.py
+RANGE_MUTANTS = read_mutants(  # of kernels/paged.py
     """
 last row forgotten :: m < (end - begin) * HEADS_PER_KEY → m < (end - begin - 1) * HEADS_PER_KEY
 levels in one part :: level * shared_splits + split → split
@@ -182,9 +180,9 @@ def check_ranges(module):
 @pytest.mark.parametrize("name", [None, *RANGE_MUTANTS])
 def test_ranges_of_two_levels_and_their_mutants(name, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "LEAST_TOKENS", 1)
-    module = paged_attention
+    module = paged
     if name is not None:
-        module = load_mutant("kernels/paged_attention.py", *RANGE_MUTANTS[name], tmp_path)
+        module = load_mutant("kernels/paged.py", *RANGE_MUTANTS[name], tmp_path)
     monkeypatch.setattr(module, "BUFFER_BYTES", 1024)  # blocks of 16 tokens
     with pytest.raises(AssertionError) if name else contextlib.nullcontext():
         check_ranges(module)

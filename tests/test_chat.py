@@ -159,9 +159,9 @@ def test_a_template_that_writes_todays_date_gets_the_same_one_every_day():
 
 
 def test_every_declared_end_that_is_a_mark_ends_a_step():
-    """Ends need no brackets; id 2 is what a Llama's config says by default, and here a letter."""
-    tok = tokenizer(QWEN25, [*CHATML_MARKS, "</s>"], [*TAGS, "[end", "[more"], "<|endoftext|>")
-    end, other, more = map(tok.convert_tokens_to_ids, ("<|im_end|>", "</s>", "[end"))
+    """Id 2 is what a Llama's config says by default, and here it is a letter."""
+    tok = tokenizer(QWEN25, [*CHATML_MARKS, "end", "more"], [*TAGS, "</s>"], "<|endoftext|>")
+    end, other, more = map(tok.convert_tokens_to_ids, ("<|im_end|>", "end", "</s>"))
     words = mars.words(mars.MarsConfig(), TOOLS)
     format = ChatFormat(tok, words, TOOLS, {2, None, other, more})
     assert format.stop_ids == (end, tok.eos_token_id, other, more)
@@ -179,8 +179,8 @@ def test_a_tokenizer_that_was_saved_while_it_cut_texts_cuts_none(padding):
     tok(["x"], truncation=True, max_length=8, padding=padding)
     format = chat_format(tok)
     for text in ("joined", "a long text " * 300):
-        for own in (False, True):
-            assert format.text(format.encode(text, own=own)) == text
+        for encode in (format.encode, format.encode_own):
+            assert format.text(encode(text)) == text
 
 
 def test_a_thought_that_the_template_opens_stands_before_every_step():

@@ -64,6 +64,7 @@ def learner(monkeypatch):
     monkeypatch.setattr(train, "prepare", Mock(return_value=([], [])))
     monkeypatch.setattr(train, "update_metrics", lambda scored, roles: {"loss": 3.0})
     monkeypatch.setattr(train, "logbook", Mock())
+    monkeypatch.setattr(train, "check_mismatch", Mock())
     config = mars.MarsConfig(inner_steps=2, questions=4, steps=4, lr=0.8)
     config.temperature, config.clip, config.kl_beta = 0.7, 0.1, 0.02
     return Mock(config=config, skipped=0, optimizer=Mock(param_groups=[{}]))
@@ -93,12 +94,12 @@ def test_sampler_and_trainer_are_compared_where_something_is_trained(learner, mo
     sample = Sample("sys2", 1, 0)
     train.prepare.side_effect = [([], ["empty"]), ([sample], ["full"])]
     train.update(learner, {}, 0)
-    (compared,) = train.logbook.check_mismatch.mock_calls
+    (compared,) = train.check_mismatch.mock_calls
     assert compared.args[1] == ["full"] and compared.args[3] == [sample]
     train.prepare.side_effect = [([], ["empty"]), ([], ["another rank's"])]
-    monkeypatch.setattr(train, "reduced", lambda sums: {"loss": 0.0, **sums, 1: 1})
+    monkeypatch.setattr(train, "sum_over_ranks", lambda sums: {"loss": 0.0, **sums, 1: 1})
     train.update(learner, {}, 0)
-    assert train.logbook.check_mismatch.call_args.args[1] == ["another rank's"]
+    assert train.check_mismatch.call_args.args[1] == ["another rank's"]
 
 
 def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner, monkeypatch):
@@ -113,7 +114,7 @@ def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner
         return moved
 
     with monkeypatch.context() as patch:  # another rank's loss is not finite
-        patch.setattr(train, "reduced", lambda sums: dict.fromkeys(sums, math.nan))
+        patch.setattr(train, "sum_over_ranks", lambda sums: dict.fromkeys(sums, math.nan))
         assert not moves(1.0, 0.0)
     assert moves(1.0, 0.0)
     assert not moves(math.nan, 0.0) and not moves(1.0, math.nan)
@@ -122,7 +123,7 @@ def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner
     with pytest.raises(UserError, match="three steps in a row"):
         moves(math.nan, 0.0)
     assert not learner.optimizer.step.called
-    told = [call.args[1] for call in train.logbook.tell.mock_calls]
+    told = [call.args[1] for call in train.logbook.print_line.mock_calls]
     assert len(told) == 6 and all("step skipped" in line for line in told)
 
 

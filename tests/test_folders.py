@@ -38,7 +38,8 @@ def test_what_fails_is_not_there_and_is_made_anew_once(tmp_path):
 def test_a_reason_is_one_line_and_whole():
     assert reason(ValueError("it is invalid:\n- one\n- two")) == "it is invalid: - one - two"
     assert reason(OSError(28, "No space left")) == "No space left"
-    assert reason(ValueError()) == "ValueError"
+    assert reason(ValueError()) == "ValueError()"
+    assert reason(KeyError("data")) == "KeyError('data')"
 
 
 def test_of_many_one_makes_it_and_the_others_wait(tmp_path):

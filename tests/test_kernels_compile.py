@@ -4,7 +4,6 @@ A process of its own calls the launchers with CPU tensors under a Triton driver 
 launches nothing: Triton binds, specialises and compiles each call as a GPU would have it.
 """
 
-import importlib
 import json
 import os
 import re
@@ -18,11 +17,9 @@ import pytest
 import torch
 
 import kernels
-from kernels import decode
+from kernels import decode, linear_loss, paged
 from kernels.backend import INTERPRETED
 
-attention = importlib.import_module("kernels.paged_attention")
-linear_loss = importlib.import_module("kernels.linear_loss")
 ROOT = Path(__file__).parent.parent
 ARCHITECTURES = (80, 90, 100)  # A100, H100 and H200, B200
 # Shared memory of one block, in bytes: what CUDA lets a program ask for.
@@ -72,14 +69,14 @@ def keep_compiled():
 
 def launch_attention(Hq, Hkv, Dh, page_size, dtype):
     pages = torch.zeros(4, page_size, Hkv, Dh, dtype=dtype)
-    attention.triton_paged_attention(
+    paged.triton_paged_attention(
         torch.zeros(4, Hq, Dh, dtype=dtype),
         pages,
         pages,
         torch.zeros(4, 3, dtype=torch.int32),
         torch.ones(4, dtype=torch.int32),
         scale=Dh**-0.5,
-        kv_ranges=torch.zeros(8, attention.RANGE_FIELDS, dtype=torch.int32),
+        kv_ranges=torch.zeros(8, paged.RANGE_FIELDS, dtype=torch.int32),
     )
 
 
@@ -182,7 +179,7 @@ def label(record):
 def test_every_kernel_is_compiled(records):
     for architecture in ARCHITECTURES:
         names = {r["kernel"] for r in records if r["architecture"] == architecture}
-        modules = (attention, decode, linear_loss)
+        modules = (paged, decode, linear_loss)
         assert names == {name for module in modules for name in vars(module) if "_kernel" in name}
 
 
@@ -192,7 +189,7 @@ def test_no_register_spills_and_shared_memory_fits(records):
         assert record["STACK"] == record["LOCAL"] == 0, label(record)
         assert record["shared"] <= SHARED_LIMIT[record["architecture"]], label(record)
     for record in bf16_attention(records):  # CUDA takes 1 KB of each program's share for itself
-        assert record["shared"] + 1024 <= attention.PROGRAM_BYTES, label(record)
+        assert record["shared"] + 1024 <= paged.PROGRAM_BYTES, label(record)
 
 
 def test_keys_and_values_are_double_buffered(records):

@@ -3,7 +3,6 @@
 On a GPU the Triton forms run there; elsewhere they run in Triton's interpreter.
 """
 
-import importlib
 import math
 import sys
 from functools import partial
@@ -17,10 +16,8 @@ from kernel_forms import DEVICE, needs_triton
 from mutants import load_mutant, read_mutants
 
 import kernels
-from kernels import decode
+from kernels import decode, paged
 
-# The package exports a function under the name of this module.
-attention = importlib.import_module("kernels.paged_attention")
 needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA GPU")
 # The interpreter warns of −inf − (−inf), which is masked after.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -92,7 +89,7 @@ ATOL = 1e-5 if DEVICE == "cuda" else 2e-6
 
 def check_attention(function, case, atol=ATOL):
     out = function(**case)
-    truth = attention.reference(**convert(case, torch.float64))
+    truth = paged.reference(**convert(case, torch.float64))
     assert out.dtype == case["q"].dtype
     assert out.shape == truth.shape
     if len(out):
@@ -147,7 +144,7 @@ def check_splits(module, monkeypatch, poisoned):
 
 @needs_triton
 def test_splits(monkeypatch):
-    check_splits(attention, monkeypatch, poisoned=True)
+    check_splits(paged, monkeypatch, poisoned=True)
 
 
 @needs_triton
@@ -171,10 +168,10 @@ def test_split_count_is_the_cheapest(rows, kv_heads, capacity, block, at_once):
     def cost(splits):
         waves = math.ceil(rows * kv_heads * splits / at_once)
         split_size = math.ceil(capacity / splits / block) * block
-        return waves * (split_size + attention.TOKENS_PER_START)
+        return waves * (split_size + paged.TOKENS_PER_START)
 
-    splits = attention.split_count(rows, kv_heads, capacity, block, at_once)
-    most = min(attention.MAX_PARTS, math.ceil(capacity / block))
+    splits = paged.split_count(rows, kv_heads, capacity, block, at_once)
+    most = min(paged.MAX_PARTS, math.ceil(capacity / block))
     assert 1 <= splits <= most
     assert all(cost(splits) <= cost(other) for other in (1, most, max(1, splits - 1)))
 
@@ -339,7 +336,7 @@ def test_references_round_as_transformers_does(kind, dtype):
 
 # --- mutants: each check above must be able to fail -----------------------------------------------
 
-ATTENTION_MUTANTS = read_mutants(  # of kernels/paged_attention.py
+ATTENTION_MUTANTS = read_mutants(  # of kernels/paged.py
     """
 mask one too far :: valid = start + j < last → valid = start + j <= last
 mask one too short :: valid = start + j < last → valid = start + j < last - 1
@@ -392,7 +389,7 @@ MUTATED = {"norm": "add_rms_norm", "rope": "qk_norm_rope_store", "silu": "silu_m
 @needs_triton
 @pytest.mark.parametrize("name", ATTENTION_MUTANTS)
 def test_attention_mutants_are_caught(name, tmp_path, monkeypatch):
-    mutant = load_mutant("kernels/paged_attention.py", *ATTENTION_MUTANTS[name], tmp_path)
+    mutant = load_mutant("kernels/paged.py", *ATTENTION_MUTANTS[name], tmp_path)
     with pytest.raises(AssertionError):
         check_splits(mutant, monkeypatch, poisoned=False)
 
@@ -416,9 +413,9 @@ def test_small_mutants_are_caught(name, tmp_path, triton_form):
 def test_bf16_on_the_gpu(shape):
     """No further off float64 than PyTorch's own attention, and the same bits twice."""
     case = attention_case([1, 0, 700, 4097, 2048, 15], *shape, dtype=torch.bfloat16)
-    truth = attention.reference(**convert(case, torch.float64))
+    truth = paged.reference(**convert(case, torch.float64))
     mine = kernels.paged_attention(**case)
     error = (mine.double() - truth).abs().max()
-    theirs = (attention.reference(**case).double() - truth).abs().max()
+    theirs = (paged.reference(**case).double() - truth).abs().max()
     assert error <= 1.5 * theirs + 1e-3
     assert all(torch.equal(mine, kernels.paged_attention(**case)) for _ in range(3))

@@ -3,7 +3,6 @@
 On a GPU the Triton form runs there; elsewhere it runs in Triton's interpreter.
 """
 
-import importlib
 import math
 
 import pytest
@@ -19,9 +18,7 @@ import grpo
 import kernels
 from config import UserError
 from kernels import backend
-
-# The package exports functions under the names of these modules.
-LL = importlib.import_module("kernels.linear_loss")
+from kernels import linear_loss as LL
 
 
 @pytest.fixture(params=FORMS)

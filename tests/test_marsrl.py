@@ -3,7 +3,6 @@
 import math
 import random
 from collections import Counter, defaultdict
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +12,7 @@ from helpers.script import Script
 from test_mars import SMALL, metrics
 
 from driver import Driver
-from plumbing.start import Run
-from rollout import Trajectory
+from rollout import Trajectory, play_batch
 from siblings import marsrl, marsrl_toy
 from siblings.marsrl import METHOD, STAGES, MarsrlConfig
 from tasks.chat import ChatFormat
@@ -53,7 +51,6 @@ def scripted(say, **options) -> SimpleNamespace:
         question=lambda i: Question(f"q{i}", QUESTION.text, ("chess",), "own"),
         say=say,
     )
-    run.rollouts = partial(Run.rollouts, run)
     return run
 
 
@@ -66,7 +63,7 @@ def system(*said: str, **options) -> Trajectory:
     """One attempt of the whole system in which the agents say these things, one after the other."""
     lines = list(said)
     run = scripted(lambda role, prompt, seed: lines.pop(0), **options)
-    (trajectory,) = run.play([(0, QUESTION)], 1, step=0, tools=[])
+    (trajectory,) = play_batch(run, [(0, QUESTION)], 1, [], step=0)
     assert not lines
     return trajectory
 
@@ -184,7 +181,7 @@ def outputs(run, stage: str, said: list[str], verdict: str = "wrong") -> list[Tr
     task = marsrl.Task("t", QUESTION.text, golden, "own", QUESTION, stage, 0, **shown)
     lines = list(said)
     run.say = lambda role, prompt, seed: lines.pop(0)
-    return run.play([(0, task)], len(said), step=0, tools=[])
+    return play_batch(run, [(0, task)], len(said), [], step=0)
 
 
 def chosen(choice, follower: str, said: list[str], inputs: int, seed: int) -> list[str]:

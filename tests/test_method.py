@@ -40,7 +40,7 @@ def test_a_method_brings_numbers_a_model_a_language_and_rollouts_of_its_own(base
     def rollouts(run, step):
         return train.play_groups(run, step)[:-1]
 
-    method = dataclasses.replace(mars.METHOD, name="own", metrics=own_metrics, rollouts=rollouts)
+    method = dataclasses.replace(mars.METHOD, name="own", metrics=own_metrics, play_step=rollouts)
     line = ["--runs", tmp_path, "--name", "x", "--steps", 1, "--cache", tmp_path, *SMALL]
     assert run(*line, method=method, base_model=make, language=Language) == 0
     assert {(str(tmp_path), 0), "sys1", "sys2"} <= set(seen)

@@ -16,7 +16,7 @@ import mars
 import train
 from config import UserError
 from plumbing import evaluation, metrics, start
-from plumbing.logbook import check_failure_rate, check_mismatch
+from plumbing.logbook import check_failure_rate
 from plumbing.metrics import sign_test, update_metrics, wilson_interval
 from rollout import Context, Sample, Trajectory, Turn
 from sampler import Sampler
@@ -49,7 +49,7 @@ def measured(live: list[bool], values: torch.Tensor, owner: torch.Tensor) -> dic
     samples = [Sample(role, 0, 0) for role in ROLES]
     config = mars.MarsConfig(max_mismatch_kl=9.0, importance="token")
     run = SimpleNamespace(config=config)
-    mismatch = {"mismatch_kl": check_mismatch(run, [batch], [numbers], samples)}
+    mismatch = {"mismatch_kl": train.check_mismatch(run, [batch], [numbers], samples)}
     return update_metrics([(batch, numbers, samples)], ROLES) | mismatch
 
 
@@ -154,13 +154,13 @@ def test_an_evaluation_is_shared_out_drawn_in_two_ways_and_not_blind(monkeypatch
     config = mars.MarsConfig(temperature=0.7, top_p=0.9)
     run = Mock(config=config, method=mars.METHOD, rank=1, ranks=2)
     run.eval_questions = [right.question] * 5
-    run.rollouts.return_value = [right]
+    run.play.return_value = [right]
     assert train.evaluate(run, 8)["eval_greedy"] == 1
-    calls = run.rollouts.mock_calls
+    calls = run.play.mock_calls
     assert [[index for index, _ in call.args[0]] for call in calls] == [[1, 3]] * 2
     draws = [(call.kwargs["temperature"], call.kwargs["top_p"]) for call in calls]
     assert draws == [(0.7, 0.9), (0.0, 1.0)]
-    run.rollouts.side_effect = [[unjudged] * 3, [right]]
+    run.play.side_effect = [[unjudged] * 3, [right]]
     with pytest.raises(UserError, match="75% of the judgements of the evaluation after 8 steps"):
         train.evaluate(run, 8)
 

@@ -141,7 +141,7 @@ def played(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(mifo_toy.build.keywords, "steps", (1, 1))  # it has hardly learned anything
         patch.setattr(mifo, "rollouts", noted)
-        patch.setattr(mifo.train, "attempts", rewarded)
+        patch.setattr(mifo.train, "play_groups", rewarded)
         for freeze in ("moved", "none"):
             seen[freeze] = folder / "runs" / freeze, []
             line = [*SMALL.split(), "--freeze", freeze, "--name", freeze]
@@ -206,5 +206,5 @@ REFUSED += [{"inner_steps": 2}, {"lora_rank": 1}]
 
 @pytest.mark.parametrize("given", REFUSED, ids=str)
 def test_what_would_be_trained_wrongly_is_refused(given):
-    with pytest.raises(UserError, match="made for|leave --data"):
+    with pytest.raises(UserError, match="this method needs|leave --data"):
         MifoConfig(**given).check(training=True)

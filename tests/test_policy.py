@@ -14,7 +14,7 @@ from helpers.tiny import CPU, KINDS, OBJECTIVE, make_samples, model, pack, saved
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import trainer
-from sampler.model import gather_full
+from family import gather_full
 from trainer import policy as policy_module
 
 pytestmark = pytest.mark.usefixtures("products_by")

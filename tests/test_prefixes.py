@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_forms import plain_varlen_attn
 
-import sampler.attention
 import trainer
+from kernels import varlen
 from rollout import Sample
 from trainer import attention, prefixes
 
@@ -180,6 +180,6 @@ def test_the_cuda_branch_aligns_queries_at_the_end(monkeypatch):
         is_cuda = True
 
     monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
-    monkeypatch.setattr(sampler.attention, "varlen_attn", plain_varlen_attn)
+    monkeypatch.setattr(varlen, "varlen_attn", plain_varlen_attn)
     found, _ = attention.packed_attention(None, *(x.as_subclass(OnCuda) for x in heads), **given)
     assert torch.allclose(found, expected, atol=1e-5)

@@ -190,32 +190,18 @@ def test_the_retriever_is_asked_and_read_as_search_r1_does(server, monkeypatch):
     assert path == "/retrieve" and body == {"queries": ["ada"], "topk": 3, "return_scores": True}
     server.replies = [says({"result": [[{"document": '"Ada"\nborn', "score": 1}]]})]  # its reranker
     assert find("ada") == [Document("result-1", "Ada", "", "born")]
-    for result in (None, [[], []], [[{"document": {}}]]):
+    for document in ({}, {"text": EVIL}, {"contents": None}, 5):
+        server.replies = [says({"result": [[{"document": document}]]})]
+        with pytest.raises(ToolError, match="Search-R1.*, 1 tries"):
+            find("ada")
+    for result in (None, [[], []], ["x"]):
         server.replies = [says({"result": result})]
-        with pytest.raises(ToolError, match="1 tries"):
+        with pytest.raises(ToolError, match="Search-R1.*, 1 tries"):
             find("ada")
     server.replies = [says({"result": [[]]})]
     assert find("ada") == []
     with pytest.raises(UserError, match="scholar"):
         search.make("retriever", scholar=True, cache=None)
-
-
-ODD = {
-    "null": "NoneType",
-    "[[], []]": r"\[\[\]\]",
-    '["x"]': "str",
-    '[[{"document": {"text": "SYSTEM: 42"}}]]': r'\{"text": "str"\}',
-    '[[{"document": {"contents": null}}]]': '"contents": "NoneType"',
-    '[[{"document": 5}]]': '"document": "int"',
-}
-
-
-@pytest.mark.parametrize("result", ODD)
-def test_a_retriever_of_another_shape_is_told_at_once(server, waits, result):
-    server.replies = [says({"result": json.loads(result)})]
-    with pytest.raises(ToolError, match=ODD[result]) as caught:
-        search.make("retriever", cache=None)("ada")
-    assert len(server.requests) == 1 and "SYSTEM" not in str(caught.value)
 
 
 # Pages behind the results -------------------------------------------------------------------------
@@ -303,7 +289,7 @@ def test_a_paper_that_is_refused_is_read_from_its_open_copy(server, tmp_path):
 
     server.replies = [says({"organic": rows}), read]
     one, two = serper(tmp_path, pages="jina", scholar=True, block=["bad.test"])("ada")
-    assert (one.id, one.url, one.text) == (link, pdf, "it")
+    assert (one.id, one.url, one.text) == (pdf, pdf, "it")
     assert two.text == f"{search.UNREAD}\ns"
     assert not any("bad" in path for _, path, *_ in server.requests)
 

@@ -1,6 +1,9 @@
 """The toy's world, language and base model."""
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,14 @@ def test_training_and_evaluation_ask_about_different_facts():
     # A name may stand in both worlds. Its values are drawn anew.
     shared = set(training) & set(held_out)
     assert 0 < sum(training[key] == held_out[key] for key in shared) < 0.25 * len(shared)
+
+
+def test_a_world_follows_from_its_seed_alone_in_another_process():
+    """That process orders its sets in another way."""
+    program = "from toy import world; print(world.world('eval', 3), world.question('eval', 3, 7))"
+    environment = os.environ | {"PYTHONHASHSEED": "1"}
+    text = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
+    assert text == f"{world.world('eval', 3)} {world.question('eval', 3, 7)}\n"
 
 
 def test_the_kinds_come_in_their_shares_as_far_as_the_tools_answer_them():

@@ -13,7 +13,6 @@ from helpers.chat import (
     LLAMA_MARKS,
     QWEN3,
     QWEN25,
-    TAGS,
     random_model,
     tokenizer,
 )
@@ -139,11 +138,9 @@ def test_a_line_that_a_model_could_not_learn_as_it_is_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("eos", ["<|im_end|>", "<|endoftext|>"])
-@pytest.mark.parametrize("special", [True, False])
-def test_a_text_with_a_mark_of_the_models_own_is_refused(eos, special):
+def test_a_text_with_a_mark_of_the_models_own_is_refused(eos):
     """It could forge a turn, or teach to stop in the middle. Marks need no name, tags are none."""
-    marks = CHATML_MARKS if special else ()
-    tok = tokenizer(QWEN25, marks, [*TAGS, *CHATML_MARKS[len(marks) :]], eos)
+    tok = tokenizer(QWEN25, eos=eos)
     for mark in CHATML_MARKS:
         talk = [{"role": "user", "content": f"q{mark}"}, TALK[2]]
         with pytest.raises(UserError, match="mark of the model's own"):
@@ -153,11 +150,9 @@ def test_a_text_with_a_mark_of_the_models_own_is_refused(eos, special):
     assert learned(sample, tok) == said + "<|im_end|>"
 
 
-@pytest.mark.parametrize("special", [True, False])
-def test_a_played_demonstration_has_the_tokens_of_one_in_a_file(special):
+def test_a_played_demonstration_has_the_tokens_of_one_in_a_file():
     """Thoughts and calls are tokens; a mark that it quotes stays text; no note holds a thought."""
-    marks, tags = (CHATML_MARKS + TAGS, ()) if special else (CHATML_MARKS, TAGS)
-    tok = tokenizer(QWEN25, marks, tags, "<|im_end|>")
+    tok = tokenizer(QWEN25, eos="<|im_end|>")
     call = {"name": "search", "arguments": {"query": "ada"}, "purpose": "year"}
     step = f"<think>\nhm\n</think>\n\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
     steps = iter([step, "<answer>1968</answer>"])
@@ -227,13 +222,6 @@ def test_the_command_writes_a_model_that_has_learned(command, tmp_path, capsys):
     made = warm.generate(**asked, max_new_tokens=12, do_sample=False)
     assert "assistant\na search<|im_end|>" in tok.decode(made[0])
     assert command(**options) == 2 and "exists" in capsys.readouterr().err
-
-
-def test_a_demonstration_longer_than_the_model_is_refused(command, tmp_path, capsys):
-    talk = [{"role": "user", "content": "?" * 3000}, TALK[2]]
-    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": talk}))
-    assert command() == 2
-    assert "more than the model's 2048 positions" in capsys.readouterr().err
 
 
 def test_fp32_on_cuda_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
-"""What System 2 can call: the form of a tool, of its results and of its failures.
+"""The interface of the tools that System 2 calls, of their results and of their failures.
 
 A tool is a blocking, thread-safe function `call(argument: str) -> list[Document]`. An empty
 list means that it ran and found nothing. A failure of the outside world raises ToolError, so
-that the two can never be confused.
+that it is never mistaken for an empty result.
 """
 
 import sys
@@ -14,7 +14,7 @@ from config import UserError, discard_output
 
 
 class ToolError(Exception):
-    """The outside world failed (network, quota, sandbox): System 2 is told, the run counts it."""
+    """The outside world failed (network, quota, sandbox). System 2 sees it, the run counts it."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Tool:
 
     name: str
     argument: str  # the name of its one argument
-    about: str  # what the role is told about it
+    about: str  # its description in the role's prompt
     call: Callable[[str], list[Document]]
 
 
-# The tools that --tools can name: argument, and what a role is told.
+# The tools that --tools can name: name -> (argument, description in the role's prompt).
 KNOWN = {
     "search": ("query", "searches the web and reads the pages found"),
     "scholar": ("query", "searches scientific papers and reads what is found of them"),
@@ -49,14 +49,14 @@ KNOWN = {
 
 
 def one_line(text: str, longest: int) -> str:
-    """At most `longest` characters in one line: control and invisible characters become spaces."""
+    """The text in one line of at most `longest` characters, without invisible characters."""
     visible = [" " if unicodedata.category(c)[0] in "CZ" else c for c in text]
     line = " ".join("".join(visible).split())
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def show(line: str) -> None:
-    """Prints a line; UserError if it cannot be written, a quiet exit if nobody reads on."""
+    """Prints a line. Raises UserError if that fails, and exits if the reader closed the pipe."""
     try:
         print(line, flush=True)
     except OSError as error:

@@ -1,12 +1,12 @@
-"""Documents of your own: read from a JSONL file, a folder or one file, and cut into passages.
+"""Your own documents, read from a JSONL file, a folder or one file, and split into passages.
 
-A passage is what System 1 reads at once: `passage_words` words, of which the last `overlap` begin
-the next passage, so that no sentence falls between two. A passage knows its place: its title names
-the heading it stands under, its url the file and the lines (or the page of a PDF), so that a note
-can say where it found something. A document that fits is one passage and stays as it is.
+System 1 reads one passage at a time. A passage has `passage_words` words, and its last `overlap`
+words begin the next passage, so that no sentence falls between two. Its title names the heading
+above it, and its url names the file and the lines (or the page of a PDF), so that a note can give
+its source. A document that fits into one passage is not changed.
 
-A file that cannot be read is skipped and listed; it does not refuse the folder. Links to folders,
-and links that lead out of the folder, are not followed: a cloned folder may link to anything.
+A file that cannot be read is skipped and listed, and the rest of the folder is read. Links to
+folders and links out of the folder are not followed: a cloned folder may link to anything.
 
 Tests: pytest tests/test_documents.py
 """
@@ -27,14 +27,14 @@ from tools.reader import NotText
 KINDS = dict.fromkeys((".txt", ".md", ".markdown", ".rst"), "text")
 KINDS |= {".html": "html", ".htm": "html", ".pdf": "pdf"}
 WHAT_IS_READ = f"a JSONL file, or a folder of {', '.join(KINDS)} files, or one such file"
-A_LINE = 'a line is {"id": …, "title"?: …, "contents": …}, with an id of its own'
+LINE_FORMAT = 'a line is {"id": …, "title"?: …, "contents": …}, with an id of its own'
 LARGEST_FILE = 64 << 20  # bytes
 LONGEST_TITLE = 300
-# Scripts without spaces (Chinese and Japanese; Thai, Lao, Burmese, Khmer): a character is a word.
+# Scripts without spaces (Chinese, Japanese, Thai, Lao, Burmese, Khmer): a character is a word.
 UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
 UNSPACED += "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
 WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
-# A heading after #, or over a line of marks. A block of code is found first: its # is a comment.
+# A heading follows #, or a line of marks follows it. Code blocks match first: their # is a comment.
 HEADING = re.compile(
     r"^[ \t]*(?P<fence>```|~~~).*?(?:^[ \t]*(?P=fence)|\Z)"
     r"|^#{1,7}[ \t]+(?P<marked>[^\n]+)"
@@ -46,13 +46,13 @@ OVERLAP = 50
 
 
 def make_document(id: str, title: str, url: str, text: str) -> Document:
-    """A Document that is safe to show: title and url are one line, UTF-8 can hold every field."""
+    """A Document that is safe to print: title and url are one line, every field is valid UTF-8."""
     id, title, url, text = (s.encode("utf-8", "replace").decode() for s in (id, title, url, text))
     return Document(id, one_line(title, LONGEST_TITLE), one_line(url, 2000), text)
 
 
 def from_contents(id: str, title: str | None, url: str | None, contents: str) -> Document:
-    """A Document. Without a title, contents of `"Title"\\ntext` give it, as Search-R1 writes."""
+    """A Document. A missing title is read from contents like `"Title"\\ntext`, as in Search-R1."""
     first, _, rest = contents.partition("\n")
     first = first.strip()
     if not title and rest and len(first) > 2 and first[0] == first[-1] == '"':
@@ -64,59 +64,59 @@ def from_contents(id: str, title: str | None, url: str | None, contents: str) ->
 
 
 def read_documents(path: Path) -> list[Document]:
-    """Every document under `path`. Skipped files are counted on standard error, by reason.
+    """Every document under `path`. Standard error lists the skipped files by reason.
 
-    UserError for a path that is missing, malformed (file and line are named) or without a document.
+    Raises UserError if the path is missing, malformed (it names file and line) or has no document.
     """
-    skipped: dict[str, list[str]] = {}  # why -> which files
-    shown = one_line(str(path), 200)
-    if os.path.isdir(path):  # Path.is_dir raises for a name that is too long
-        documents = _read_files(files_below(path), path, skipped)
+    faults: dict[str, list[str]] = {}  # reason -> names
+    name = one_line(str(path), 200)
+    if os.path.isdir(path):  # Path.is_dir raises an error for a name that is too long
+        documents = _read_files(files_below(path), path, faults)
     elif not os.path.isfile(path):
-        raise UserError(f"{shown} is neither a file nor a folder: give {WHAT_IS_READ} as documents")
+        raise UserError(f"{name} is neither a file nor a folder: give {WHAT_IS_READ} as documents")
     elif path.suffix.lower() in KINDS:
-        documents = _read_files([path], path.parent, skipped)
-        if skipped:
-            raise UserError(f"{shown} cannot be read: {next(iter(skipped))}")
+        documents = _read_files([path], path.parent, faults)
+        if faults:
+            raise UserError(f"{name} cannot be read: {next(iter(faults))}")
     else:
         try:
             documents = _read_jsonl(path)
         except OSError as error:
-            raise UserError(f"{shown} cannot be read ({error.strerror})") from None
-    for reason, names in skipped.items():
-        some = ", ".join([one_line(name, 60) for name in names[:3]] + ["…"] * (len(names) > 3))
-        print(f"{shown}: skipped {len(names)} ({some}): {reason}", file=sys.stderr, flush=True)
+            raise UserError(f"{name} cannot be read ({error.strerror})") from None
+    for reason, files in faults.items():
+        some = ", ".join([one_line(file, 60) for file in files[:3]] + ["…"] * (len(files) > 3))
+        print(f"{name}: skipped {len(files)} ({some}): {reason}", file=sys.stderr, flush=True)
     if not documents:
-        raise UserError(f"{shown} holds no document: give {WHAT_IS_READ}")
+        raise UserError(f"{name} holds no document: give {WHAT_IS_READ}")
     return documents
 
 
 def files_below(folder: Path) -> list[Path]:
-    """The files below a folder, sorted, without hidden ones and what lies in hidden folders."""
+    """The files below a folder, sorted. Hidden files and hidden folders are left out."""
     files = []
-    closed = []  # errors, whose folders will be listed as skipped
-    for parent, folders, names in os.walk(folder, onerror=closed.append):
+    errors = []  # each names a folder that cannot be opened and will be listed as skipped
+    for parent, folders, names in os.walk(folder, onerror=errors.append):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(parent, name) for name in names if not name.startswith(".")]
-    return sorted(files + [Path(error.filename) for error in closed])
+    return sorted(files + [Path(error.filename) for error in errors])
 
 
-def _read_files(files: list[Path], folder: Path, skipped: dict[str, list[str]]) -> list[Document]:
-    """One document a file; its url is the path below `folder`."""
+def _read_files(files: list[Path], folder: Path, faults: dict[str, list[str]]) -> list[Document]:
+    """One document per file. Its url is the path below `folder`."""
     documents = []
     read = functools.partial(_read_file, home=folder.resolve())
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # child processes read HTML and PDF
         for file, text in zip(files, threads.map(read, files), strict=True):
             name = file.relative_to(folder).as_posix()
             if isinstance(text, NotText):
-                skipped.setdefault(str(text), []).append(name)
+                faults.setdefault(str(text), []).append(name)
             else:
                 documents.append(make_document(name, file.stem, name, text))
     return documents
 
 
 def _read_file(file: Path, home: Path) -> str | NotText:
-    """A file's text, or why there is none."""
+    """The file's text, or the reason why there is none."""
     kind = KINDS.get(file.suffix.lower())
     try:
         if not file.is_file():
@@ -147,7 +147,7 @@ def _read_jsonl(path: Path) -> list[Document]:
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
                 document = None
             if document is None or document.id in documents:
-                raise UserError(f"{path}, line {number}: {A_LINE}")
+                raise UserError(f"{path}, line {number}: {LINE_FORMAT}")
             documents[document.id] = document
     return list(documents.values())
 
@@ -158,7 +158,7 @@ def _read_jsonl(path: Path) -> list[Document]:
 def passages(
     document: Document, words: int = PASSAGE_WORDS, overlap: int = OVERLAP
 ) -> list[Document]:
-    """The document in passages of `words` words; a document that fits, or words=0, gives itself."""
+    """Splits a document into passages of `words` words (0: no limit); a short one is not split."""
     text = document.text
     spans = _windows(text, words, overlap)
     if len(spans) < 2:
@@ -166,12 +166,12 @@ def passages(
     unit, mark = ("page", "\f") if "\f" in text else ("line", "\n")
     ends = [match.start() for match in re.finditer(mark, text)]
     headings = [match for match in HEADING.finditer(text) if not match["fence"]]
-    cut = []
+    parts = []
     for number, (begin, end) in enumerate(spans, 1):
         title = document.title
-        above = bisect.bisect_right(headings, begin, key=re.Match.start)
-        if above:
-            heading = headings[above - 1]["marked"] or headings[above - 1]["underlined"]
+        count = bisect.bisect_right(headings, begin, key=re.Match.start)  # headings above it
+        if count:
+            heading = headings[count - 1]["marked"] or headings[count - 1]["underlined"]
             title = f"{title} › {heading[:LONGEST_TITLE].rstrip(' #')}"
         first = bisect.bisect_left(ends, begin) + 1
         last = bisect.bisect_left(ends, end) + 1
@@ -180,21 +180,21 @@ def passages(
         if not url.startswith(("http://", "https://")):
             url = ", ".join(filter(None, [url, place]))
         id = f"{document.id}#{number:04}"
-        part = text[begin:end].replace("\f", "\n")
-        cut.append(Document(id, one_line(title, LONGEST_TITLE), url, part))
-    return cut
+        contents = text[begin:end].replace("\f", "\n")
+        parts.append(Document(id, one_line(title, LONGEST_TITLE), url, contents))
+    return parts
 
 
 def _windows(text: str, words: int, overlap: int) -> list[tuple[int, int]]:
-    """(begin, end) of each passage; [] if there is no need to cut."""
-    found = [match.span() for match in WORD.finditer(text)] if words else []
-    if len(found) <= words:
+    """(begin, end) of each passage in the text, or [] if one passage holds all of it."""
+    words_at = [match.span() for match in WORD.finditer(text)] if words else []
+    if len(words_at) <= words:
         return []
     overlap = min(overlap, words // 2)
-    spans = [(0, found[words - 1][1])]
-    for first in range(words - overlap, len(found) - overlap, words - overlap):
-        begin = found[first][0]
-        line_begin = text.rfind("\n", found[first - 1][1], begin) + 1  # code needs its indentation
-        last = min(first + words, len(found)) - 1
-        spans.append((line_begin or begin, found[last][1]))
+    spans = [(0, words_at[words - 1][1])]
+    for first in range(words - overlap, len(words_at) - overlap, words - overlap):
+        begin = words_at[first][0]
+        line_begin = text.rfind("\n", words_at[first - 1][1], begin) + 1  # keeps the indentation
+        last = min(first + words, len(words_at)) - 1
+        spans.append((line_begin or begin, words_at[last][1]))
     return spans

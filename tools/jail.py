@@ -1,14 +1,14 @@
-"""The child of the Python tool: locks itself in, then runs a program that a model wrote.
+"""The child process of the Python tool: locks itself in, then runs a program that a model wrote.
 
     python jail.py SECONDS MEMORY OUTPUT THREADS PARENT USER READABLE...  < program
 
-tools/python.py starts it. Only when all locks are on does the child write `locked`, and only after
-that does it compile the program's text. A step that fails ends the child, and the parent refuses
-output that does not begin with `locked`: nothing ever runs half locked. docs/jail.md says what each
-lock stops and what is left open.
+tools/python.py starts it. The child applies all locks, then writes `locked`, and only then compiles
+the program's text. A step that fails ends the child, and the parent refuses output that does not
+begin with `locked`, so no program runs with half of the locks. docs/jail.md says what each lock
+stops and what stays possible.
 
-Imports are few on purpose: a start takes 10 to 15 ms, and `ast` or `traceback` at the top would
-add 5 to 8 ms.
+The file imports few modules, because a start takes 10 to 15 ms and `ast` or `traceback` would add
+5 to 8 ms.
 
 Tests: pytest tests/test_python_tool.py
 """
@@ -69,21 +69,19 @@ MASKED_EQUAL = 7
 UNKNOWN_CALL = -1
 NOT_OF_THIS_ARCHITECTURE = -33
 
-# User numbers from here on belong to nobody: above what systemd, containers and subuid files use.
+# No user has a number from here on: systemd, containers and subuid files use lower ones.
 FIRST_UNUSED_USER = 0x70000000
 MOST_TASKS = 1 << 16
-# How the folders end that hold the trainer's packages; a program may import from them.
+# The ends of the names of package folders. A program may import from such folders.
 PACKAGES = ("/site-packages", "/dist-packages")
 
-NOT_PERMITTED = (
-    "A program here opens no socket (asyncio needs one), writes no file, starts no process."
-)
+NOT_PERMITTED = "This jail forbids sockets (asyncio needs them), writing files and new processes."
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check(result: int, failure: str) -> int:
-    """The result of a C call; ends the child when it is an error."""
+    """The result of a C call. An error ends the child."""
     if result < 0:
         sys.exit(f"{failure} ({os.strerror(ctypes.get_errno())})")
     return result
@@ -100,11 +98,11 @@ def set_limit(what: int, soft: int, hard: int) -> None:
 
 def limit_resources(cpu_seconds: int, memory: int, output: int) -> None:
     """Limits CPU seconds, bytes of address space, bytes of output, open files; lowers priority."""
-    # When the machine is short of memory, this process is the first to go.
+    # If the machine runs out of memory, the kernel kills this process first.
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     os.nice(10)
-    # At the soft limit comes SIGXCPU, a second later SIGKILL.
+    # The kernel sends SIGXCPU at the soft limit and SIGKILL a second later.
     set_limit(resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1)
     set_limit(resource.RLIMIT_AS, memory, memory)
     set_limit(resource.RLIMIT_FSIZE, output, output)
@@ -114,7 +112,7 @@ def limit_resources(cpu_seconds: int, memory: int, output: int) -> None:
 
 
 def landlock(readable: list[str]) -> None:
-    """From here on `readable` can be read; nothing can be written, run, made, moved or removed."""
+    """Allows reading `readable` and no other access to files: no writing, running or removing."""
     version = check(
         libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), LANDLOCK_VERSION_FLAG),
         "this kernel has no Landlock; Linux 5.13 or later with Landlock switched on is needed",
@@ -135,7 +133,7 @@ def landlock(readable: list[str]) -> None:
 
 
 def denied_rights(version: int) -> bytes:
-    """Every right that this version of Landlock knows of, as the kernel's struct."""
+    """Every right that this version of Landlock knows, as the kernel's struct."""
     file_rights = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)
     denied = [(1 << file_rights) - 1]
     if version >= 4:
@@ -146,9 +144,9 @@ def denied_rights(version: int) -> bytes:
 
 
 def drop_privileges(user: str) -> None:
-    """Gives up what root has: the user and the groups (see tools/python.py, `_user`), capabilities.
+    """Gives up root's user and groups (see `_user` in tools/python.py) and all capabilities.
 
-    The child's own process number makes its user number: no other program runs under it.
+    The child's user number is made from its process number, so no other program shares it.
     """
     number = FIRST_UNUSED_USER + os.getpid()
     if user == "unused":
@@ -156,21 +154,21 @@ def drop_privileges(user: str) -> None:
         os.setresgid(number, number, number)
         os.setresuid(number, number, number)
     if user == "counted":
-        # The limit on threads goes by the real user, the right to read files by the effective one.
+        # The kernel counts threads by the real user and checks file access by the effective one.
         os.setgroups([])
         os.setresuid(number, 0, 0)
     header = struct.pack("=Ii", CAPABILITY_VERSION, 0)
     nothing = bytes(24)
     check(libc.capset(header, nothing), "capabilities could not be dropped")
-    # RLIMIT_CORE does not stop a core that goes into a *pipe*. A change of user resets this flag.
+    # RLIMIT_CORE does not stop a core dump into a *pipe*. A change of user resets this flag.
     check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "no PR_SET_DUMPABLE")
 
 
 def die_with(parent: int) -> None:
-    """Sends this process SIGKILL when the *thread* that started it ends.
+    """Makes the kernel kill this process when the *thread* that started it ends.
 
     tools/python.py waits for us in that thread, so a program never outlives the trainer.
-    A change of user resets the signal, so this comes after it.
+    A change of user resets this, so it is called after drop_privileges.
     """
     check(libc.prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0), "no PR_SET_PDEATHSIG")
     # The parent may have died before the line above.
@@ -179,12 +177,12 @@ def die_with(parent: int) -> None:
 
 
 def comparison(argument: int, operator: int, a: int, b: int = 0) -> bytes:
-    """libseccomp's condition on one argument of a system call, as its struct."""
+    """libseccomp's struct for a condition on one argument of a system call."""
     return struct.pack("=IiQQ", argument, operator, a, b)
 
 
 def seccomp() -> None:
-    """From here on: the calls in ALLOWED, files opened for reading, threads but no processes."""
+    """Allows the calls in ALLOWED, opening files for reading, and new threads but no processes."""
     try:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError:
@@ -194,7 +192,7 @@ def seccomp() -> None:
 
     def add_rule(action, name, *comparisons):
         number = library.seccomp_syscall_resolve_name(name.encode())
-        # A call that is newer than this libseccomp stays denied.
+        # This libseccomp does not know the call, so it stays denied.
         if number == UNKNOWN_CALL:
             return
         packed = b"".join(comparisons)
@@ -204,17 +202,17 @@ def seccomp() -> None:
 
     for name in ALLOWED:
         add_rule(ALLOW, name)
-    # Landlock overlooks /proc/self/fd/1 and, in its first version, O_TRUNC.
+    # Landlock does not check /proc/self/fd/1, and its first version does not check O_TRUNC.
     add_rule(ALLOW, "open", comparison(1, MASKED_EQUAL, WRITING, 0))
     add_rule(ALLOW, "openat", comparison(2, MASKED_EQUAL, WRITING, 0))
     add_rule(ALLOW, "clone", comparison(0, MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD))
-    # The flags of clone3 lie in memory, where seccomp cannot look; glibc falls back to clone.
+    # seccomp cannot read the flags of clone3, which are in memory. glibc falls back to clone.
     add_rule(ENOSYS, "clone3")
     own_process = 0
     add_rule(ALLOW, "prlimit64", comparison(0, EQUAL, own_process))
     for request in HARMLESS_IOCTLS:
         add_rule(ALLOW, "ioctl", comparison(1, EQUAL, request))
-    # F_SETFL is left out, so that the output stays append-only, and F_SETOWN, which sends signals.
+    # F_SETFL could end the output's append-only mode, and F_SETOWN sends signals: both are denied.
     add_rule(ALLOW, "fcntl", comparison(1, LESS_OR_EQUAL, F_GETFL))
     add_rule(ALLOW, "fcntl", comparison(1, EQUAL, F_DUPFD_CLOEXEC))
     error = library.seccomp_load(context)
@@ -223,13 +221,13 @@ def seccomp() -> None:
 
 
 def limit_threads(threads: int, user: str) -> None:
-    """Lets this program have `threads` threads, or, under a shared user, a few hundred at most.
+    """Limits this program to `threads` threads, or to a few hundred if its user is shared.
 
-    The limit counts all tasks of the user, those of other containers too, and only the kernel knows
-    how many they are. So the soft limit rises until a thread can be started.
+    The kernel's limit also counts the user's tasks in other containers, and this process cannot see
+    their number. So the soft limit is raised until a thread can be started.
     """
     ceiling = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-    # A stack of the usual size need not fit into the program's memory.
+    # A stack of the usual size may not fit into the program's memory.
     _thread.stack_size(1 << 16)
     for limit in range(threads, MOST_TASKS, threads):
         set_limit(resource.RLIMIT_NPROC, limit, ceiling)
@@ -238,38 +236,23 @@ def limit_threads(threads: int, user: str) -> None:
         except RuntimeError:
             continue
         _thread.stack_size(0)
-        # Programs that run beside this one under the same user need room, too.
+        # Other programs of the same user need threads at the same time.
         spare = 4 * threads if user == "shared" else 0
         set_limit(resource.RLIMIT_NPROC, limit + spare, limit + spare)
         return
     sys.exit("no thread could be started")
 
 
-def unwrapped(code: str) -> str:
-    """What stands in Markdown's fences, or else all of it, without an indent of the whole."""
-    import re
-    import textwrap
-
-    fenced = r"^[ \t]*(```+|~~~+)(?:[^\n`]*\n)?(.*?)(?:^[ \t]*\1|\1\s*\Z|\Z)"
-    blocks = re.findall(fenced, code, re.MULTILINE | re.DOTALL)
-    return "\n".join(textwrap.dedent(block) for _, block in blocks) or textwrap.dedent(code)
-
-
 def execute(code: str) -> None:
-    """Runs a program as a fresh __main__ and shows the value of its last expression.
+    """Runs a program as a new __main__ module and prints the value of its last expression.
 
-    A traceback holds the program's own frames only. What only a failure needs is imported then.
+    A traceback has the program's own frames only. Modules for tracebacks are imported on a failure.
     """
     only_ast = 0x400  # ast.PyCF_ONLY_AST
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     try:
-        tree = None
-        try:
-            tree = compile(code, "<code>", "exec", only_ast)
-        except SyntaxError:
-            code = unwrapped(code)
-        tree = tree or compile(code, "<code>", "exec", only_ast)
+        tree = compile(code, "<code>", "exec", only_ast)
         last = []
         if tree.body and isinstance(tree.body[-1], _ast.Expr):
             last.append(tree.body.pop())
@@ -280,9 +263,9 @@ def execute(code: str) -> None:
     except MemoryError:
         sys.exit("killed: memory")
     except BaseException as error:
-        # The first frame is this function's. An exception may have overridden its own methods.
+        # Drops this function's frame. The program's exception may override its own methods.
         BaseException.with_traceback(error, error.__traceback__.tb_next)
-        shown = type(error), error, error.__traceback__
+        details = type(error), error, error.__traceback__
         try:
             import linecache
             import traceback
@@ -290,12 +273,12 @@ def execute(code: str) -> None:
             if isinstance(error, PermissionError):
                 BaseException.add_note(error, NOT_PERMITTED)
             linecache.cache["<code>"] = len(code), None, code.splitlines(True), "<code>"
-            traceback.print_exception(*shown)
-            # What half-made objects say at their end, as asyncio's loop does, would mislead.
+            traceback.print_exception(*details)
+            # Finalizers such as asyncio's would print a misleading last line.
             sys.stderr = None
         except BaseException:
-            # The program has left nothing to import them with.
-            sys.__excepthook__(*shown)
+            # The program broke the import system.
+            sys.__excepthook__(*details)
         sys.exit(1)
 
 

@@ -1,21 +1,23 @@
 """The Python tool: runs a program that a model wrote and returns what it printed.
 
-Such a program counts as hostile. It runs in a child that locks itself in (tools/jail.py) and gets
-nothing of ours, no environment, no open file and no working folder. Its output goes to one nameless
-file in memory, which the program can only append to. Output that does not begin with the jail's
-word `locked` is refused with ToolError. docs/jail.md says what holds a program and what does not.
+The program is untrusted. It runs in a child process that locks itself in (tools/jail.py) and that
+inherits no environment, no open file and no working folder. It can only append to its output, an
+unnamed file in memory. Output that does not begin with the jail's word `locked` raises ToolError.
+docs/jail.md lists what the jail prevents and what it does not.
 
     python -m tools.python < program.py        prints what the model would see
-    pytest tests/test_python_tool.py           runs the programs of tests/attacks/ among others
+    pytest tests/test_python_tool.py           also runs the programs of tests/attacks/
 """
 
 import functools
 import math
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import zlib
@@ -24,10 +26,10 @@ from pathlib import Path
 from config import UserError, fail
 from tools import Document, ToolError, jail, show
 
-TIMEOUT = 10.0  # seconds a program may take, its start included
-MEMORY = 1 << 30  # bytes of address space: numpy takes 0.2 GiB of it
-OUTPUT = 64 << 10  # bytes of output that are kept: more would fill a model's context
-THREADS = 64  # threads a program may have
+TIMEOUT = 10.0  # seconds for one program, its start included
+MEMORY = 1 << 30  # bytes of address space, of which numpy takes 0.2 GiB
+OUTPUT = 64 << 10  # the most bytes of output: more would fill a model's context
+THREADS = 64  # the most threads of one program
 NO_OUTPUT = "(no output)"
 
 LOCKED = b"locked\n"
@@ -40,11 +42,11 @@ ENVIRONMENT = {
     "PYTHONUTF8": "1",
     "PYTHONHASHSEED": "0",
     "MPLBACKEND": "Agg",
-    # matplotlib wants a folder that looks writable. This one does, and the jail lets nobody write.
+    # matplotlib needs a folder whose mode is writable. The jail still forbids writing to it.
     "MPLCONFIGDIR": "/tmp",
-    # The time limit bounds how long a number's digits take.
+    # No limit of digits: the time limit bounds the work of printing a number.
     "PYTHONINTMAXSTRDIGITS": "0",
-    # A heap for each thread would take 64 MiB of address space each: 14 threads filled 1 GiB.
+    # With a heap of 64 MiB of address space for each thread, 14 threads filled 1 GiB.
     "MALLOC_ARENA_MAX": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -55,32 +57,32 @@ _slots = threading.BoundedSemaphore(max(8, 2 * (os.cpu_count() or 1)))
 
 
 def run(code: str, *, timeout: float = TIMEOUT, memory: int = MEMORY) -> str:
-    """Runs `code` for up to `timeout` seconds in `memory` bytes; returns what it showed.
+    """Runs `code` for up to `timeout` seconds in `memory` bytes and returns its output.
 
-    That is its output and the value of its last expression. The model's own mistakes are output:
-    a traceback, or a last line `output cut …`, `timed out after … s`, `killed: …`.
-    ToolError when the program could not be run at all. Safe to call from many threads; more than a
-    few programs at once wait for each other, and waiting does not count as their time.
+    The value of the last expression is printed as well. The program's own failures are output: a
+    traceback, or a last line `output cut …`, `timed out after … s` or `killed: …`.
+    Raises ToolError if the program could not be run at all. Any thread may call it. Only a few
+    programs run at once; the time that a program waits for its turn does not count.
     """
     if sys.platform != "linux":
         raise ToolError("the Python tool needs Linux")
     with _slots:
         try:
-            printed, ended = _run_child(code, timeout, memory)
+            output, ending = _run_child(_plain(code), timeout, memory)
         except OSError as error:
             raise ToolError(f"the Python tool could not start a process: {error}") from None
-    return _read(printed, ended)
+    return _read(output, ending)
 
 
 def tool(code: str) -> list[Document]:
-    """The tool as System 2 calls it: one document that holds the output."""
+    """The tool as System 2 calls it. It returns the output as one document."""
     text = run(code) or NO_OUTPUT
     name = f"python-{zlib.crc32(code.encode('utf-8', 'replace')):08x}"
     return [Document(name, "Python output", "", text)]
 
 
 def available() -> str | None:
-    """None when programs can be run here; otherwise the reason, in one sentence. Runs one."""
+    """None if this machine can run a program (it runs one), else the reason in one sentence."""
     try:
         answer = run("20 + 22")
     except ToolError as error:
@@ -88,11 +90,17 @@ def available() -> str | None:
     return None if answer == "42" else f"the Python tool gave {answer[-200:]!r} for 20 + 22"
 
 
+def _plain(code: str) -> str:
+    """A program without the Markdown fence around it and without an indent of the whole."""
+    code = re.sub(r"\A\s*```\w*\n(.*)```\s*\Z", r"\1", code, flags=re.DOTALL)
+    return textwrap.dedent(code) if code.lstrip("\n").startswith((" ", "\t")) else code
+
+
 # The jail -----------------------------------------------------------------------------------------
 
 
 def _run_child(code: str, timeout: float, memory: int) -> tuple[bytes, str]:
-    """(what the child printed, why it was ended or "")"""
+    """(the child's output, the reason why it was ended or "")"""
     with (
         open(os.memfd_create("program"), "w+b") as program,
         open(os.memfd_create("output"), "rb") as output,
@@ -110,18 +118,18 @@ def _run_child(code: str, timeout: float, memory: int) -> tuple[bytes, str]:
             start_new_session=True,
         )
         try:
-            ended = _wait(child.pid, timeout, memory)
+            ending = _wait(child.pid, timeout, memory)
         finally:
-            # The child was not waited for yet, so the number is still its own.
+            # Until child.wait() below no other process can get the child's number.
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-        return output.read(), ended or _death(child.returncode, timeout)
+        return output.read(), ending or _death(child.returncode, timeout)
 
 
 def _command(timeout: float, memory: int) -> list[str]:
-    """The child: isolated, and without the site module, whose .pth files would run before the lock.
+    """The child's command. It skips the site module, whose .pth files would run before the lock.
 
-    Only library folders are readable: /usr or a prefix as a whole may hold somebody's keys.
+    Only library folders are readable, because /usr or a whole prefix may hold somebody's keys.
     """
     packages = tuple(path for path in sys.path if path.endswith(jail.PACKAGES))
     readable = list(packages)
@@ -136,11 +144,11 @@ def _command(timeout: float, memory: int) -> list[str]:
 
 @functools.cache
 def _user(packages: tuple[str, ...]) -> str:
-    """Who the program is to be; the kernel limits no threads of root, so root becomes another.
+    """The user of the program. The kernel does not limit root's threads, so root changes its user.
 
-    unused    a user who owns nothing; possible where everybody can read Python and its packages
-    counted   root's rights to files, another user's count of threads
-    shared    ourselves: we are an ordinary user, or root without the rights that a change needs
+    unused    a user who owns nothing, if everybody can read Python and its packages
+    counted   root's access to files, but the thread count of another user
+    shared    our own user: an ordinary one, or root without the capabilities for a change
     """
     try:
         everyone_mapped = Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
@@ -157,7 +165,7 @@ def _user(packages: tuple[str, ...]) -> str:
 
 
 def _is_public(folder: str) -> bool:
-    """Whether everybody can read a library folder, or there is none, by its files' mode bits."""
+    """Whether the mode bits let everybody read a library folder, or the folder does not exist."""
     if not os.path.isdir(folder):
         return True
     above = (*Path(folder).absolute().parents, *Path(folder).resolve().parents)
@@ -168,7 +176,7 @@ def _is_public(folder: str) -> bool:
 
 
 def _wait(pid: int, timeout: float, memory: int) -> str:
-    """Waits until the child has ended by itself ("") or has to be killed (why)."""
+    """Waits until the child ends by itself (returns "") or must be killed (returns the reason)."""
     deadline = time.monotonic() + timeout
     pidfd = os.pidfd_open(pid)
     try:
@@ -188,15 +196,15 @@ def _wait(pid: int, timeout: float, memory: int) -> str:
 
 
 def _excess(pid: int, memory: int) -> str:
-    """What the child has too much of although it is limited, or "".
+    """The reason to kill a child that exceeds a limit which the kernel does not enforce, or "".
 
-    The kernel does not limit threads of root where root cannot become another user, and it does not
-    count page tables as address space: single pages far apart take two more pages each.
+    The kernel does not limit root's threads, and it does not count page tables as address space:
+    a page that is far from all others takes two more pages for its tables.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
-        # The child has ended this moment.
+        # The child has just ended.
         return ""
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     page_tables = int(fields.get("VmPTE", "0 kB").split()[0]) << 10
@@ -218,20 +226,20 @@ def _death(returncode: int, timeout: float) -> str:
     return f"killed: {signal.Signals(-returncode).name}"
 
 
-def _read(printed: bytes, ended: str) -> str:
-    """The child's output as the model sees it; ToolError if the child did not lock itself in.
+def _read(raw: bytes, ending: str) -> str:
+    """The output as the model sees it. Raises ToolError if the child did not lock itself in.
 
-    At most OUTPUT bytes, and a line each for what cut them and what ended the child.
+    A line after the output says that it was cut, and another line why the child was ended.
     """
-    if not printed.startswith(LOCKED):
-        last_line = printed.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        reason = last_line[:300] or ended or "its jail did not start"
+    if not raw.startswith(LOCKED):
+        last_line = raw.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        reason = last_line[:300] or ending or "its jail did not start"
         raise ToolError(f"the Python tool refuses to run here: {reason}")
-    output = printed[len(LOCKED) :]
+    output = raw[len(LOCKED) :]
     lines = [output[:OUTPUT].decode("utf-8", "replace").rstrip("\n")]
     if len(output) >= OUTPUT:
         lines.append(f"output cut after {OUTPUT} bytes")
-    lines.append(ended)
+    lines.append(ending)
     return "\n".join(line for line in lines if line)
 
 

@@ -1,17 +1,17 @@
-"""Bytes of a file -> its text. HTML and PDF, which strangers write, are read in a child process.
+"""Reads the text of a file. HTML and PDF are untrusted, so a child process parses them.
 
-Both formats allow files of a few kilobytes that keep a parser busy for hours or take all the
-memory. So this file, run as a child, limits its own processor time, memory and output. As a child
-it imports nothing of the project.
+A file of a few kilobytes in either format can keep a parser busy for hours or fill the memory. So
+this file runs as a child that limits its own processor time, memory and output. The child imports
+nothing of the project.
 
-HTML is read by lxml, which knows real pages; webencodings knows what their names of encodings mean
-to browsers; PDF is read by pypdf. All are optional: pip install -r requirements-documents.txt
+lxml parses HTML, webencodings maps encoding names as browsers do, and pypdf parses PDF. All three
+are optional: pip install -r requirements-documents.txt
 
-Facts must survive: "10<sup>28</sup>" becomes 10^28 and not 1028, an empty table cell leaves a bar,
-struck text is marked, <pre> keeps its indentation, a formula is its source. Dropped is what a
-reader of the page would not see (hidden elements, scripts, templates), for there instructions to
-language models are hidden; a formula's source is an exception. Only attributes and inline styles
-are looked at, no style sheets. Navigation and banners stay.
+The text keeps the page's facts: "10<sup>28</sup>" becomes 10^28 and not 1028, an empty table cell
+leaves a bar, struck text is marked, <pre> keeps its indentation, and a formula becomes its source.
+Elements that a browser does not show (hidden ones, scripts, templates) are dropped, because they
+may hold instructions to language models. A formula's source is the exception. The reader checks
+attributes and inline styles, but no style sheets. Navigation and banners stay.
 
     python tools/reader.py html|pdf SECONDS < FILE
 
@@ -33,19 +33,19 @@ import tempfile
 LIBRARIES = {"html": ("lxml", "webencodings"), "pdf": ("pypdf",)}
 HOW_TO_INSTALL = "pip install -r requirements-documents.txt"
 SECONDS = {"html": 20, "pdf": 60}  # of processor time, for one file
-PATIENCE = 20  # on the clock a child may take so many times as long: the machine may be busy
+PATIENCE = 20  # the child's limit of wall-clock time, as a multiple of its processor time
 MEMORY = 2 << 30  # bytes of address space
-MOST_CHARACTERS = 10_000_000  # of one file's text; a long book has three million
+MOST_CHARACTERS = 10_000_000  # the limit of one file's text; a long book has three million
 CUT = "[The rest of this file is too long to be read.]"
-BINARY = re.compile(rb"[\x00-\x08\x0b\x0e-\x1a\x1c-\x1f]")  # as browsers tell binary from text
+BINARY = re.compile(rb"[\x00-\x08\x0b\x0e-\x1a\x1c-\x1f]")  # browsers use the same test
 
 
 class NotText(ValueError):
-    """The bytes hold no text that can be read; the message says why, in our own words."""
+    """The bytes hold no readable text. The message says why and quotes nothing of the file."""
 
 
 def missing(kind: str) -> str | None:
-    """None if a kind ("html", "pdf", "text") can be read here, else what to install."""
+    """None if this machine can read the kind ("html", "pdf", "text"), else what to install."""
     for library in LIBRARIES.get(kind, ()):
         if not importlib.util.find_spec(library):
             return f"{kind.upper()} is read by {library}, which is not installed: {HOW_TO_INSTALL}"
@@ -53,12 +53,12 @@ def missing(kind: str) -> str | None:
 
 
 def read(raw: bytes, kind: str) -> str:
-    """The text of `raw`, which is "html", "pdf" or "text". NotText if it cannot be read."""
+    """The text of `raw`. kind: "html", "pdf" or "text". Raises NotText if there is none."""
     if kind == "text":
         return decode(raw)
-    lacking = missing(kind)
-    if lacking:
-        raise NotText(lacking)
+    problem = missing(kind)
+    if problem:
+        raise NotText(problem)
     seconds = SECONDS[kind]
     command = [sys.executable, "-P", __file__, kind, str(seconds)]
     with tempfile.TemporaryFile() as output:  # a file, whose size can be limited
@@ -81,9 +81,9 @@ def read(raw: bytes, kind: str) -> str:
 
 
 def decode(raw: bytes, declared: str | None = None) -> str:
-    """The characters: by the byte order mark, as declared, or UTF-8, else windows-1252.
+    """Decodes text by its byte order mark, else as `declared`, else as UTF-8 or windows-1252.
 
-    NotText if the bytes are binary.
+    Raises NotText if the bytes are binary.
     """
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return raw.decode("utf-16", "replace")
@@ -101,14 +101,11 @@ def decode(raw: bytes, declared: str | None = None) -> str:
 
 # HTML --------------------------------------------------------------------------------------------
 
-COMMENT = re.compile(rb"<!--.*?(?:-->|\Z)", re.DOTALL)
-# In the order in which browsers ask.
-DECLARATIONS = [
-    re.compile(rb"<%s[^>]*?\b%s\s*=\s*[\"']?\s*([\w.:-]{1,40})" % words, re.IGNORECASE)
-    for words in ((rb"meta\s", rb"charset"), (rb"\?xml\s", rb"encoding"))
-]
-# Where the standard's decoder of an encoding is not Python's of that name. Bytes that declare
-# themselves in ASCII cannot be UTF-16.
+DECLARED = re.compile(
+    rb"(?:charset|<\?xml[^>]{0,200}encoding)\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE
+)
+# Browsers decode these encodings differently from Python's codec of the same name. A page that
+# declares UTF-16 in ASCII letters is not UTF-16.
 DECODERS = {"gbk": "gb18030", "x-user-defined": "cp1252", "replacement": None}
 DECODERS |= {"utf-16le": "utf-8", "utf-16be": "utf-8"}
 BLOCKS = set(
@@ -117,32 +114,33 @@ BLOCKS = set(
     "ol optgroup option p pre section summary table tbody tfoot thead title tr ul".split()
 )
 CELLS = ("td", "th")
-IN_CELL = "in-cell"  # the tag of a block in a table cell that is written in one line
-SMALL_CELL = 30  # such a cell has fewer elements in it, and no table
+IN_CELL = "in-cell"  # a tag of our own for a block in a table cell that becomes one line
+SMALL_CELL = 30  # a cell becomes one line if it has fewer elements than this and no table
 UNSEEN = (
     "audio base canvas datalist embed iframe link meta noembed object script style svg template "
     "video".split()
 )
-# What a reader does not see. KaTeX draws a formula once more, for the eye.
+# Elements that a browser does not show, and KaTeX's second copy of each formula.
 HIDDEN = """//*[not(self::html or self::body)][@hidden or @class="katex-html" or
     re:test(@style, "display\\s*:\\s*none|visibility\\s*:\\s*(hidden|collapse)", "i")]"""
 REGEX = {"re": "http://exslt.org/regular-expressions"}
-# Tag -> what opens it and what closes it. A heading has one # more than its level: in Markdown a
-# single # is for the title of the whole.
+# Tag -> (mark before it, mark after it). A heading has one # more than its level, because in
+# Markdown a single # marks the title of the whole text.
 MARKS = {f"h{level}": ("#" * (level + 1) + " ", "") for level in range(1, 7)}
 MARKS |= dict.fromkeys(("del", "s", "strike"), ("~~", "~~"))
-ONE_TERM = re.compile(r"[-−+]?[\w.,]+")  # needs no brackets around it
+ONE_TERM = re.compile(r"[-−+]?[\w.,]+")  # such an exponent or index needs no brackets
 ORDINALS = ("st", "nd", "rd", "th", "er", "e")
-# White space of <pre>, until the lines are cut: no page holds \0, and hardly any \1.
+# Placeholders for the white space of <pre> until the text is split into lines. No page holds \0,
+# and hardly any page holds \1.
 KEEP = str.maketrans({" ": "\0", "\t": "\1", "\n": "\0\n"})
-KEPT = str.maketrans({"\0": " ", "\1": "\t"})
+RESTORE = str.maketrans({"\0": " ", "\1": "\t"})
 
 
 def html_to_text(raw: bytes) -> str:
-    """The text of a page as its reader sees it, one line a block.
+    """The visible text of a page, one line per block.
 
-    `## ` stands before headings, `|` between the cells of a row, `^` before what is raised, `_`
-    before what is lowered, `~~` around what is struck.
+    `## ` is written before headings, `|` between the cells of a row, `^` before superscripts, `_`
+    before subscripts, and `~~` around struck text.
     """
     from lxml import etree
     from lxml.html import HTMLParser, document_fromstring
@@ -164,32 +162,31 @@ def html_to_text(raw: bytes) -> str:
                     element.tag = IN_CELL
     text = "".join(_pieces(etree.iterwalk(root, events=("start", "end"))))
     lines = [" ".join(line.split()) for line in text.split("\n")]
-    lines = [line.translate(KEPT).rstrip() for line in lines if line.strip("#| ")]
+    lines = [line.translate(RESTORE).rstrip() for line in lines if line.strip("#| ")]
     return "\n".join(lines).strip("\n")
 
 
 def declared_codec(raw: bytes) -> str | None:
-    """Python's name of the encoding that a page declares; None if it declares none."""
+    """Python's name of the encoding that the page declares, or None."""
     import webencodings
 
-    start = COMMENT.sub(b"", raw[:4096])
-    labels = [label.decode("ascii") for form in DECLARATIONS for label in form.findall(start)]
-    encoding = next(filter(None, map(webencodings.lookup, labels)), None)
+    declared = DECLARED.search(raw[:4096])
+    encoding = declared and webencodings.lookup(declared[1].decode("ascii"))
     return encoding and DECODERS.get(encoding.name, encoding.codec_info.name)
 
 
 def _pieces(walk) -> list[str]:
-    """A page's text and marks in order; only "\\n" ends a line."""
+    """The page's text and marks in order. Only "\\n" ends a line."""
     pieces = []
-    closing = []  # what closes each open element
+    end_marks = []  # one for each open element
     pre = 0  # depth of <pre> elements
     for event, element in walk:
         tag = element.tag
         edge = "\n" if tag in BLOCKS else " " if tag == IN_CELL else ""
         if event == "start":
-            opens, closes = _marks(element, pieces)
-            closing.append(closes)
-            pieces += edge, opens
+            start_mark, end_mark = _marks(element, pieces)
+            end_marks.append(end_mark)
+            pieces += edge, start_mark
             pre += tag == "pre"
             text = (element.text or "").removeprefix("\n" if tag == "pre" else "")  # HTML drops it
             if tag == "math":
@@ -197,7 +194,7 @@ def _pieces(walk) -> list[str]:
                 text = f" {text or ' '.join(element.itertext())} "
                 walk.skip_subtree()
         else:
-            pieces += closing.pop(), edge
+            pieces += end_marks.pop(), edge
             pre -= tag == "pre"
             text = element.tail or ""
         pieces.append(text.translate(KEEP) if pre else text.replace("\n", " "))
@@ -205,7 +202,7 @@ def _pieces(walk) -> list[str]:
 
 
 def _marks(element, pieces: list[str]) -> tuple[str, str]:
-    """What opens and what closes an element behind these pieces."""
+    """(mark before the element, mark after it). pieces: the text before it."""
     tag = element.tag
     previous = element.getprevious()
     if tag in CELLS and previous is not None and previous.tag in CELLS:
@@ -216,13 +213,13 @@ def _marks(element, pieces: list[str]) -> tuple[str, str]:
         return MARKS.get(tag, ("", ""))
     text = "".join(itertools.islice(element.itertext(), 20)).strip()
     before = next(filter(None, reversed(pieces)), "")[-1:]
-    follows = (element.tail or "")[:1]
+    after = (element.tail or "")[:1]
     footnote = not text or text[0] in "[*†‡" or text.lower() in ORDINALS
-    atoms = tag == "sub" and text.isdigit() and not before.isdigit()  # H2O needs no mark
-    if footnote or (atoms and not follows.isdigit()):
+    formula = tag == "sub" and text.isdigit() and not before.isdigit()  # H2O needs no mark
+    if footnote or (formula and not after.isdigit()):
         return "", ""
     sign = "^" if tag == "sup" else "_"
-    if ONE_TERM.fullmatch(text) and not follows.isalnum():
+    if ONE_TERM.fullmatch(text) and not after.isalnum():
         return sign, ""
     return f"{sign}(", ")"
 
@@ -231,10 +228,10 @@ def _marks(element, pieces: list[str]) -> tuple[str, str]:
 
 
 def pdf_to_text(raw: bytes) -> str:
-    """The text of a PDF's pages, a form feed between two of them."""
+    """The text of a PDF's pages, separated by form feeds."""
     import pypdf
 
-    logging.disable()  # pypdf reports every small fault of a file
+    logging.disable()  # pypdf logs every small fault of a file
     reader = pypdf.PdfReader(io.BytesIO(raw), strict=False)
     if reader.is_encrypted:
         reader.decrypt("")  # many files are locked with an empty password
@@ -244,10 +241,10 @@ def pdf_to_text(raw: bytes) -> str:
 # The child ---------------------------------------------------------------------------------------
 
 
-def limit(what: int, most: int) -> None:
-    """Sets a limit of this process. Of processor time SIGKILL comes a second after the signal."""
-    with contextlib.suppress(ValueError, OSError):  # a lower one holds; macOS limits no memory
-        resource.setrlimit(what, (most, most + 1))
+def limit(resource_id: int, maximum: int) -> None:
+    """Limits this process. SIGKILL follows a second after the soft limit of processor time."""
+    with contextlib.suppress(ValueError, OSError):  # a lower limit is set, or macOS has none
+        resource.setrlimit(resource_id, (maximum, maximum + 1))
 
 
 def main(kind: str, seconds: int) -> None:

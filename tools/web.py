@@ -1,19 +1,19 @@
-"""The client of every service that is asked over HTTP: search, page reader, judge.
+"""The HTTP client of all services: search, page reader, judge.
 
-A call returns an answer or raises ToolError, whatever the other side sent. A failure that may pass
-(a time-out, a cut connection, 408, 429, 5xx, an answer of another shape) is tried again after a
-growing, jittered pause, no sooner than Retry-After asks. A 429 only says that it is not our turn:
-it uses up no try, but the client's patience. Other refusals are final.
+A call returns an answer or raises ToolError, whatever the server sent. A temporary failure
+(time-out, cut connection, 408, 429, 5xx, malformed answer) is tried again after a growing, jittered
+pause, which lasts at least as long as Retry-After asks. A 429 means that the server is busy: it
+does not count as a try, but its pause counts towards the client's patience. Other 4xx are final.
 
-Good answers are kept on disk under sha256(url, body), without any key. Equal requests that are
-under way at the same time (a group's first searches) are one: they share its outcome.
+Good answers are cached on disk under sha256(url, body), without any key. Equal requests at the same
+time (a group's first searches) share one request and its outcome.
 
-What a ToolError says reaches System 2, the records and the terminal. It is one line of at most 200
-characters, without our keys. About strangers' pages it says nothing that they or a service wrote,
-for a stranger must not speak to System 2 past System 1.
+The message of a ToolError reaches System 2, the records and the terminal. It is one line of at most
+200 characters and contains none of our keys. It never quotes a web page, because text from outside
+must reach System 2 through System 1 only.
 
-One exchange is httpx2's (huggingface_hub brings it): the machine's certificates, the environment's
-proxies, and no redirects, for our key would go along.
+httpx2 (a dependency of huggingface_hub) makes the exchange. It uses the machine's certificates and
+the environment's proxies. It follows no redirects, since they would send our key to another host.
 
 Tests: pytest tests/test_web.py (a loopback server that misbehaves)
 """
@@ -32,7 +32,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import UTC
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +41,14 @@ from tools import ToolError, one_line
 
 FIRST_WAIT = 1.0  # seconds before the second try, doubled for each further one
 LONGEST_WAIT = 60.0  # seconds, also where Retry-After asks for more
-PATIENCE = 240.0  # seconds between all tries; a tool's call, which may ask twice, has 600
+PATIENCE = 240.0  # seconds of all pauses of a call; a tool may make two calls in its 600 s
 LONGEST_MESSAGE = 200  # characters of a ToolError
-ANSWER_BYTES = 8 << 20  # of one answer, unpacked
-AT_ONCE = 16  # exchanges of one client
-
-
-class Refused(ToolError):
-    """A service has refused a request for good: (why, all that it said, which is not shown)."""
-
-    def __str__(self):
-        return self.args[0]
+ANSWER_BYTES = 8 << 20  # the limit of one answer, decompressed
+AT_ONCE = 16  # the most exchanges of one client at the same time
 
 
 def settle(outcome: Future, function: Callable, *arguments) -> None:
-    """Runs the function; `outcome` takes what it returns or raises."""
+    """Runs the function and stores its result or exception in `outcome`."""
     try:
         outcome.set_result(function(*arguments))
     except BaseException as error:
@@ -64,7 +56,7 @@ def settle(outcome: Future, function: Callable, *arguments) -> None:
 
 
 def in_threads(function: Callable, items: list) -> list:
-    """[function(item) for each item], in threads that neither Ctrl-C nor a program's end awaits."""
+    """[function(item) for item in items], in daemon threads, which do not delay Ctrl-C or exit."""
     outcomes = [Future() for _ in items]
     for item, outcome in zip(items, outcomes, strict=True):
         try:
@@ -76,11 +68,11 @@ def in_threads(function: Callable, items: list) -> list:
 
 @dataclass
 class Client:
-    """Asks services, from any thread."""
+    """Sends requests to services. Any thread may use it."""
 
-    cache: Path | None  # a folder, or None to keep nothing
+    cache: Path | None  # a folder, or None for no cache
     timeout: float = 20.0  # seconds for one exchange
-    tries: int = 5  # of one call; a 429 uses up none
+    tries: int = 5  # of one call; a 429 does not count
 
     def __post_init__(self):
         import httpx2  # here, so that a run without any service does not need it
@@ -89,12 +81,12 @@ class Client:
             self.http = httpx2.Client(
                 headers={"User-Agent": "mars", "Content-Type": "application/json"},
                 timeout=httpx2.Timeout(self.timeout, pool=None),
-                # No connection is kept: a server may close it just when it is used again.
+                # No connection is reused: the server may close it at that moment.
                 limits=httpx2.Limits(max_connections=AT_ONCE, max_keepalive_connections=0),
             )
-        except Exception:  # what it says holds the proxy's address, with its password
-            said = "the proxy in the environment (HTTPS_PROXY, ALL_PROXY) is of no use: unset it"
-            raise UserError(said) from None
+        except Exception:  # its message contains the proxy's address with the password
+            problem = "the proxy in the environment (HTTPS_PROXY, ALL_PROXY) is of no use: unset it"
+            raise UserError(problem) from None
         self.under_way: dict[str, Future] = {}  # name of a request -> its outcome
         if self.cache is not None:
             with on_disk(f"make the cache folder {one_line(str(self.cache), 80)}"):
@@ -109,28 +101,28 @@ class Client:
         body: dict | None = None,
         quote: bool = True,
     ) -> Any:
-        """What `read` makes of the answer of `url`: GET, or POST of `body` as JSON. Or ToolError.
+        """Returns `read` of the answer to a GET, or to a POST of `body` as JSON. Or ToolError.
 
-        read(raw) raises when the answer, fresh or from the cache, is not the one asked for.
-        quote: whether a ToolError may quote the answer; not if a stranger may have a part in it.
+        read(raw) raises an exception if the answer, new or cached, is malformed.
+        quote: whether a ToolError may quote the answer. It may not if the answer holds a web page.
         """
         request = json.dumps([url, body], sort_keys=True)
         name = hashlib.sha256(request.encode()).hexdigest()
-        mine = Future()
-        outcome = self.under_way.setdefault(name, mine)
-        if outcome is mine:
-            settle(mine, self._answer, name, url, read, body, headers, quote)
+        new = Future()
+        outcome = self.under_way.setdefault(name, new)
+        if outcome is new:
+            settle(new, self._answer, name, url, read, body, headers, quote)
             del self.under_way[name]
         return outcome.result()
 
     def _answer(self, name: str, url: str, read: Callable, *request):
-        """The answer that is kept under a name, or else a new one, which is kept."""
+        """The cached answer of that name, or else a new one, which is cached."""
         if self.cache is not None:
-            with contextlib.suppress(Exception):  # there is none, or `read` refuses it
+            with contextlib.suppress(Exception):  # there is none, or `read` rejects it
                 return read((self.cache / name).read_bytes())
-        raw, answer = self._persist(url, read, *request)
+        raw, answer = self._request(url, read, *request)
         if self.cache is not None:
-            # The file is written whole or not at all; a full disk does not take the answer away.
+            # The file is written atomically. If the disk is full, the answer is still returned.
             with (
                 contextlib.suppress(OSError),
                 tempfile.TemporaryDirectory(dir=self.cache, prefix="unfinished-") as folder,
@@ -140,19 +132,19 @@ class Client:
                 os.replace(unfinished, self.cache / name)
         return answer
 
-    def _persist(
+    def _request(
         self, url: str, read: Callable, body: dict | None, headers: dict, quote: bool
     ) -> tuple[bytes, Any]:
-        """Makes attempts until one succeeds, or is refused for good, or none is left."""
+        """Tries until an answer comes, a failure is final, or no try is left."""
         method = "GET" if body is None else "POST"
         content = None if body is None else json.dumps(body).encode()
         site = one_line("/".join(url.split("/")[:3]), 80)
-        failed = 0  # tries that were no 429
-        waited = 0.0
+        failures = 0  # without those by 429
+        pauses = 0.0  # seconds
         for number in itertools.count(1):
             wait = min(FIRST_WAIT * 2 ** (number - 1), LONGEST_WAIT) * random.uniform(0.5, 1)
             status = None
-            refusal = None
+            is_final = False
             try:
                 with self.http.stream(method, url, content=content, headers=headers) as response:
                     raw = read_within(response, self.timeout)
@@ -160,35 +152,30 @@ class Client:
                 if response.is_success:
                     return raw, read(raw)
                 why = f"HTTP {status}"
-                said = raw.decode("utf-8", "replace")
                 if quote:
-                    why += f" {said}"
-                if status not in (408, 429) and status < 500:
-                    refusal = said
+                    why += f" {raw.decode('utf-8', 'replace')}"
+                is_final = status not in (408, 429) and status < 500
                 wait = max(wait, retry_after(response.headers))
             except ToolError as error:
                 why = str(error)
-                refusal = ""
+                is_final = True
             except Exception as error:
-                # What is sent reaches many parsers, which raise many kinds of exceptions. All of
-                # them mean the same: there is no answer.
+                # Parsers raise many kinds of exceptions, which all mean that there is no answer.
                 why = f"{type(error).__name__}: {error}" if quote else type(error).__name__
-            for secret in headers.values():  # hidden first and cut afterwards, or a part is left
-                # JSON may put backslashes before any of its characters.
+            for secret in headers.values():  # hidden before the text is cut, or a part would stay
+                # JSON may put backslashes before any character of the key.
                 key = r"\\*".join(map(re.escape, secret.removeprefix("Bearer ")))
                 why = re.sub(key, "***", why, flags=re.IGNORECASE)
             why = one_line(f"{site}: {why[:1000]}", LONGEST_MESSAGE - 10)
-            if refusal is not None:
-                raise Refused(f"{why}, {number} tries", refusal)
-            failed += status != 429
-            waited += wait
-            if failed >= self.tries or waited > PATIENCE:
+            failures += status != 429
+            pauses += wait
+            if is_final or failures >= self.tries or pauses > PATIENCE:
                 raise ToolError(f"{why}, {number} tries")
             time.sleep(wait)
 
 
 def read_within(response, seconds: float) -> bytes:
-    """An answer's bytes; TimeoutError if they are too many, or drip in for longer."""
+    """The bytes of an answer. TimeoutError if it is too long or is not complete in time."""
     deadline = time.monotonic() + seconds
     raw = bytearray()
     for piece in response.iter_bytes():
@@ -199,21 +186,21 @@ def read_within(response, seconds: float) -> bytes:
 
 
 def retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds that a refusal asks to wait, at most LONGEST_WAIT; 0 if it names no time."""
-    asked = headers.get("Retry-After", "").strip()
-    if re.fullmatch("[0-9]+", asked):
-        return min(float(asked), LONGEST_WAIT)
-    with contextlib.suppress(Exception):  # what is sent may be anything
-        date = email.utils.parsedate_to_datetime(asked)
-        seconds = date.replace(tzinfo=date.tzinfo or UTC).timestamp() - time.time()
-        return min(max(seconds, 0.0), LONGEST_WAIT)
-    return 0.0
+    """The seconds that the server asks us to wait: 0 to LONGEST_WAIT."""
+    value = headers.get("Retry-After", "").strip()
+    if re.fullmatch("[0-9]+", value):
+        return min(float(value), LONGEST_WAIT)
+    try:
+        seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+    except Exception:  # a server may send any text
+        return 0.0
+    return min(max(seconds, 0.0), LONGEST_WAIT)
 
 
 def check_base_url(name: str, url: str) -> str:
-    """The base URL of a service without its last slashes; UserError, which hides it, if it is none.
+    """A service's base URL without the last slashes. UserError if it is malformed.
 
-    It may hold a password, which would stand in every error message.
+    A password in it is refused, because every error message would show it. So the error hides it.
     """
     url = url.strip().rstrip("/")
     if not re.fullmatch(r"https?://[^@/?#\s\\]+(/[^@?#\s\\]*)?", url):

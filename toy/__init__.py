@@ -1,1 +1,1 @@
-"""The embedded default: an invented world, its little language, and a base model that speaks it."""
+"""The default task: an invented world, its small language, and a base model that speaks it."""

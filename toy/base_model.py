@@ -1,17 +1,16 @@
 """The toy's base model: a tiny Qwen3 that speaks the toy's language, imperfectly.
 
-It plays the part of the pretrained instruct model that the paper starts from; what a run adds is RL
-alone, as in the paper. Random weights are trained in two stages, on texts of invented worlds that
-no run asks about:
+The paper starts from a pretrained instruct model. This model takes its place, so that a run is RL
+alone. Random weights are trained in two stages, on texts of invented worlds that no run asks about:
 
-  A, skills: right use of the language. The texts are dense in targets: each chunk has six
-     requests, and many of these ask for what the chunk does not tell ("none .").
-  B, habits: demonstrations with the faults of HABITS, so that every good move and many bad ones
-     are in the policy's reach. A few of stage A's texts stay, or copying would be unlearned.
+  A, skills: correct use of the language. Each chunk has six requests, and many of these ask for a
+     fact that the chunk does not tell ("none .").
+  B, habits: demonstrations with the faults of HABITS, so that the policy sometimes makes every good
+     move and many bad ones. A few texts of stage A stay, or the model would unlearn copying.
 
-RL then selects among these modes. It could not build the skill of copying a fact in minutes, and
-stage B alone never learns it. A fault that stage A has not practised comes out as noise, which RL
-cannot tell from a mistake in copying.
+RL then selects among these moves. RL cannot teach the copying of a fact in minutes, and stage B
+alone never teaches it. A fault that stage A has not practised comes out as noise, which RL cannot
+tell from a mistake in copying.
 
 Tests: pytest tests/test_toy.py
 """
@@ -36,12 +35,12 @@ from tools import search
 from toy import language, world
 
 CAPACITY = 64  # tokens of documents in a System 1 chunk
-DOCUMENTS = 3  # results of a search
-STEPS = (600, 120)  # of training, in stage A and in stage B
+DOCUMENTS = 3  # results of each search
+STEPS = (600, 120)  # training steps in stage A and in stage B
 
 Pieces = list[tuple[str, bool]]  # words, and whether the model is trained on them
 Sample = tuple[list[int], list[bool]]  # token ids and their mask
-Source = Callable[[], list[Sample]]  # makes a batch when called
+Source = Callable[[], list[Sample]]  # returns a new batch at each call
 
 
 # ------------------------------------------------------------------- demonstrations
@@ -49,27 +48,27 @@ Source = Callable[[], list[Sample]]  # makes a batch when called
 
 @dataclass(frozen=True)
 class Habits:
-    """How often a demonstrator does what its field says. The defaults are flawless."""
+    """How often a demonstrator does what the field says. The defaults make no mistake."""
 
-    guess: float = 0.0  # answers at once, without looking anything up
-    specific: float = 1.0  # says what it is looking for, not "anything about …"
-    second_hop: float = 1.0  # goes on to the second look-up
-    compute: float = 1.0  # calls Python for the subtraction
-    faithful: float = 1.0  # answers what it found
-    distil: float = 1.0  # as System 1 notes the fact, not the chunk's first sentence
+    guess: float = 0.0  # it answers at once, without a look-up
+    specific: float = 1.0  # it says which attribute it wants, not "anything about …"
+    second_hop: float = 1.0  # it makes the second look-up
+    compute: float = 1.0  # it calls Python for the subtraction
+    faithful: float = 1.0  # its answer is what it found
+    distil: float = 1.0  # as System 1 it notes the fact, not the chunk's first sentence
 
 
 FLAWLESS = Habits()
 HABITS = Habits(guess=0.15, specific=0.6, second_hop=0.75, compute=0.75, faithful=0.9, distil=0.85)
-# System 1's own demonstrations in stage B use this in place of HABITS.distil. At 0.5 some runs
-# taught System 1 to say "none ." of facts in its chunk, since most chunks lack the wanted one.
+# System 1's demonstrations in stage B use this instead of HABITS.distil. At 0.5 System 1 learned
+# in some runs to say "none ." about facts in its chunk, since most chunks lack the wanted fact.
 DISTIL = 0.7
-MISHAP = 0.03  # share of calls that meet an "error" and are made again
-VAGUE = 0.15  # share of stage A's requests that say no more than "anything about …"
+MISHAP = 0.03  # share of calls that return "error" and are repeated
+VAGUE = 0.15  # share of stage A's requests that ask for "anything about …"
 
 
 class Library:
-    """An invented world with its searches; `told_by`: a sentence -> the fact that it states."""
+    """An invented world with its searches. `fact_of` maps a sentence to the fact that it states."""
 
     def __init__(self, name: str):
         self.world = world.make_world(f"library {name}", 60, 25)
@@ -77,22 +76,22 @@ class Library:
             corpus: functools.cache(search.local(documents, k=DOCUMENTS))
             for corpus, documents in self.world.documents.items()
         }
-        told = (fact for fact in self.world.facts if fact[1] in world.VERBS)
-        self.told_by = {self.world.sentence(*fact): fact for fact in told}
+        facts = (fact for fact in self.world.facts if fact[1] in world.VERBS)
+        self.fact_of = {self.world.sentence(*fact): fact for fact in facts}
 
     def chunks(self, name: str, attribute: str) -> list[list[str]]:
-        """What a look-up of this fact finds: the chunks that System 1 reads, each a list of texts.
+        """The chunks that System 1 reads after a look-up of this fact, each a list of texts.
 
-        The two corpora are searched by name, so the attribute only says which corpus.
+        A search is by name; the attribute only decides which corpus is searched.
         """
         corpus = "scholar" if attribute == "study" else "search"
         texts = [document.text for document in self.search[corpus](name)]
-        lengths = [1 + len(text.split()) for text in texts]  # the 1 is <doc>
+        lengths = [1 + len(text.split()) for text in texts]  # 1 for <doc>
         return [[texts[i] for i in chunk] for chunk in binpack.pack_documents(lengths, CAPACITY)]
 
 
 def as_text(chunk: list[str]) -> str:
-    """A chunk's documents as they stand in System 1's prompt."""
+    """A chunk's documents as System 1's prompt has them."""
     return " ".join(f"<doc> {text}" for text in chunk)
 
 
@@ -102,7 +101,7 @@ def sentences_of(chunk: list[str]) -> list[str]:
 
 
 def note_on(chunk: list[str], fact: str, distil: bool) -> str:
-    """What System 1 writes: the fact or "none ."; without `distil` what the chunk begins with."""
+    """System 1's note: the fact or "none ."; without `distil` the chunk's first sentence."""
     sentences = sentences_of(chunk)
     if not distil:
         return sentences[0]
@@ -110,12 +109,12 @@ def note_on(chunk: list[str], fact: str, distil: bool) -> str:
 
 
 def purpose_of(name: str, attribute: str, specific: bool) -> str:
-    """What System 2 says that it is looking for."""
+    """The purpose of System 2's look-up."""
     return f"{attribute} of {name}" if specific else f"anything about {name}"
 
 
 def trajectory(library: Library, rng: random.Random, habits: Habits) -> Pieces:
-    """One episode of System 2, trained on what System 2 says."""
+    """One episode of System 2. The model is trained on System 2's own words."""
     plan = world.draw_plan(library.world, rng)
     pieces = [(f"<s2> {plan.text} <eot>", False)]
     knows = rng.random() >= habits.guess and look_up(library, rng, habits, plan, pieces)
@@ -133,7 +132,7 @@ def trajectory(library: Library, rng: random.Random, habits: Habits) -> Pieces:
 def look_up(
     library: Library, rng: random.Random, habits: Habits, plan: world.Plan, pieces: Pieces
 ) -> bool:
-    """Adds the look-ups of a plan to the pieces. Returns whether each told its fact."""
+    """Adds the look-ups of a plan to the pieces. Returns whether all of them found their fact."""
     for hop, (corpus, name, attribute) in enumerate(plan.hops):
         if hop > 0 and rng.random() >= habits.second_hop:
             return False
@@ -148,7 +147,7 @@ def look_up(
             add_call(pieces, rng, f"{corpus} {name} <purpose> {purpose}", " ".join(notes))
             if fact in notes:
                 break
-            if rng.random() < 0.7:  # else it is made again
+            if rng.random() < 0.7:  # else the look-up is repeated
                 return False
         else:
             return False
@@ -156,64 +155,64 @@ def look_up(
 
 
 def add_call(pieces: Pieces, rng: random.Random, request: str, response: str) -> None:
-    """Adds a call and its response, rarely after a mishap."""
+    """Adds a call and its response; a MISHAP comes first in a few calls."""
     responses = ["error", response] if rng.random() < MISHAP else [response]
-    for said in responses:
+    for text in responses:
         pieces.append((f"<call> {request} <eot>", True))
-        pieces.append((f"<resp> {said} <eot>", False))
+        pieces.append((f"<resp> {text} <eot>", False))
 
 
-def wild_guess(plan: world.Plan, asked: world.World, rng: random.Random) -> str:
-    """A random answer of the right sort."""
+def wild_guess(plan: world.Plan, place: world.World, rng: random.Random) -> str:
+    """A random answer of the right kind."""
     if plan.expression:
         return str(rng.randint(1, 24))
-    sorts = (world.CITIES, world.PRODUCTS, world.HOBBIES, world.YEARS, asked.companies)
-    return rng.choice(next(values for values in sorts if plan.answer in values))
+    kinds = (world.CITIES, world.PRODUCTS, world.HOBBIES, world.YEARS, place.companies)
+    return rng.choice(next(values for values in kinds if plan.answer in values))
 
 
 ALL_ATTRIBUTES = tuple(world.ATTRIBUTES)
 
 
 def random_request(
-    asked: world.World, rng: random.Random, attributes: Sequence[str] = ALL_ATTRIBUTES
+    place: world.World, rng: random.Random, attributes: Sequence[str] = ALL_ATTRIBUTES
 ) -> tuple[str, str]:
     """A (name, attribute) that has a value in this world."""
     attribute = rng.choice(attributes)
-    names = asked.companies if attribute in world.CORPORATE else asked.people
+    names = place.companies if attribute in world.CORPORATE else place.people
     return rng.choice(names), attribute
 
 
-def found_chunk(library: Library, rng: random.Random) -> tuple[list[str], str]:
-    """A chunk as a search returns it, and the name that was looked up."""
+def searched_chunk(library: Library, rng: random.Random) -> tuple[list[str], str]:
+    """A chunk of a search, and the name that was searched for."""
     name, attribute = random_request(library.world, rng)
     return rng.choice(library.chunks(name, attribute)), name
 
 
-def made_up_chunk(library: Library, rng: random.Random) -> tuple[list[str], str]:
-    """One document with many facts of different names, and one of these names.
+def dense_chunk(library: Library, rng: random.Random) -> tuple[list[str], str]:
+    """One document with many facts about different names, and one of these names.
 
-    Half of the time the facts are of two attributes only, which are easily confused.
+    In half of the chunks the facts have two attributes only, which are easily confused.
     """
-    invented = library.world
+    place = library.world
     attributes = rng.sample(ALL_ATTRIBUTES, 2 if rng.random() < 0.5 else len(ALL_ATTRIBUTES))
-    told = [random_request(invented, rng, attributes) for _ in range(rng.randint(4, 11))]
-    sentences = [invented.sentence(*request) for request in told]
+    facts = [random_request(place, rng, attributes) for _ in range(rng.randint(4, 11))]
+    sentences = [place.sentence(*fact) for fact in facts]
     for _ in range(rng.randint(0, 3)):
         template = rng.choice(world.MENTIONS)
-        mention = template.format(rng.choice(invented.people), rng.choice(invented.people))
+        mention = template.format(rng.choice(place.people), rng.choice(place.people))
         sentences.append(rng.choice([rng.choice(world.FILLER), mention]))
     rng.shuffle(sentences)
-    return [" ".join(sentences)], rng.choice(told)[0]
+    return [" ".join(sentences)], rng.choice(facts)[0]
 
 
 def skill_chunk(library: Library, rng: random.Random) -> Pieces:
-    """Stage A for System 1: a chunk and six requests about it, each answered rightly.
+    """A text of stage A for System 1: a chunk and six requests about it, with correct notes.
 
-    The right answer to a vague request is the chunk's first sentence.
+    The correct note on a vague request is the chunk's first sentence.
     """
-    make_chunk = rng.choice([found_chunk, made_up_chunk])
+    make_chunk = rng.choice([searched_chunk, dense_chunk])
     chunk, name = make_chunk(library, rng)
-    told = [library.told_by[one] for one in sentences_of(chunk) if one in library.told_by]
+    facts = [library.fact_of[one] for one in sentences_of(chunk) if one in library.fact_of]
     attributes_of_name = (*world.PERSONAL, "study")
     if name in library.world.companies:
         attributes_of_name = world.CORPORATE
@@ -223,10 +222,10 @@ def skill_chunk(library: Library, rng: random.Random) -> Pieces:
         vague = rng.random() < VAGUE
         if vague:
             request = name, ""
-        elif told and rng.random() < 0.5:
-            request = rng.choice(told)
+        elif facts and rng.random() < 0.5:
+            request = rng.choice(facts)
         elif rng.random() < 0.7:
-            # The right name with any of its attributes, told or not.
+            # The chunk may lack this attribute of its name.
             request = name, rng.choice(attributes_of_name)
         else:
             request = random_request(library.world, rng)
@@ -237,7 +236,7 @@ def skill_chunk(library: Library, rng: random.Random) -> Pieces:
 
 
 def habit_chunk(library: Library, rng: random.Random) -> Pieces:
-    """Stage B for System 1: a chunk that a search found, a purpose, a note that is often wrong."""
+    """A text of stage B for System 1: a searched chunk, a purpose, and a note with faults."""
     name, attribute = random_request(library.world, rng)
     fact = library.world.sentence(name, attribute)
     chunks = library.chunks(name, attribute)
@@ -248,7 +247,7 @@ def habit_chunk(library: Library, rng: random.Random) -> Pieces:
     specific = rng.random() < 0.75
     purpose = purpose_of(name, attribute, specific)
     if not specific and rng.random() < 0.2:
-        purpose = ""  # so that the prompt of --no-purpose is known too
+        purpose = ""  # the prompt of --no-purpose
     note = note_on(chunk, fact, specific and rng.random() < DISTIL)
     prompt = f"<s1> {as_text(chunk)} <purpose> {purpose} <eot>"
     return [(prompt, False), (f"{note} <eot>", True)]
@@ -258,7 +257,7 @@ def habit_chunk(library: Library, rng: random.Random) -> Pieces:
 
 
 def encode(pieces: Pieces, ids: dict[str, int]) -> Sample:
-    """Pieces as token ids, and the mask of those that are trained on."""
+    """The token ids of the pieces, and the mask of those that the model is trained on."""
     words = [(word, trained) for text, trained in pieces for word in text.split()]
     return [ids[word] for word, _ in words], [trained for _, trained in words]
 
@@ -267,16 +266,17 @@ PART = 6  # samples in one forward pass
 
 
 def backward(model: Qwen3ForCausalLM, samples: list[Sample]) -> float:
-    """Adds the gradient of the mean cross-entropy of the samples' trained tokens; returns the mean.
+    """Returns the mean cross-entropy of the samples' trained tokens, and adds its gradient.
 
-    Parts of like length leave little padding, and activations that fit into a core's cache.
+    Samples of similar length go together: they need little padding, and the activations of a small
+    part fit into a core's cache.
     """
     samples = sorted(samples, key=lambda sample: len(sample[0]))
     count = sum(sum(mask) for _, mask in samples)
     mean = 0.0
     for begin in range(0, len(samples), PART):
         part = samples[begin : begin + PART]
-        # Padded on the right, where a causal model never looks: [B, T] and [B, T - 1].
+        # A causal model never attends to padding on the right: [B, T] and [B, T - 1].
         tokens = pad_sequence([torch.tensor(tokens) for tokens, _ in part], batch_first=True)
         trained = pad_sequence([torch.tensor(mask) for _, mask in part], batch_first=True)[:, 1:]
         output = model.model(input_ids=tokens[:, :-1], use_cache=False)
@@ -295,9 +295,9 @@ def train(
     lr: float,
     warmup: int,
 ) -> None:
-    """AdamW with a cosine decay to a tenth of `lr`.
+    """Trains with AdamW and a cosine decay to a tenth of `lr`.
 
-    A step's loss is the sum of the sources' mean losses.
+    The loss of a step is the sum of the sources' mean losses.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(steps):
@@ -308,12 +308,12 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 50 == 49 or step == steps - 1:
-            said = " + ".join(f"{loss:.3f}" for loss in losses)
-            print(f"{title}: step {step + 1}/{steps}, loss {said}", flush=True)
+            text = " + ".join(f"{loss:.3f}" for loss in losses)
+            print(f"{title}: step {step + 1}/{steps}, loss {text}", flush=True)
 
 
 def new_model(vocabulary_size: int) -> Qwen3ForCausalLM:
-    """Random weights, 474k in two layers, which learned to copy sooner than three or four did."""
+    """Random weights: 474k in two layers, which learn to copy sooner than three or four layers."""
     config = Qwen3Config(
         vocab_size=vocabulary_size,
         hidden_size=128,
@@ -334,7 +334,7 @@ def new_model(vocabulary_size: int) -> Qwen3ForCausalLM:
 
 
 def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
-    """(model, tokenizer) after both stages. It draws from random numbers of its own only."""
+    """(model, tokenizer) after both stages, from random generators of its own."""
     tokenizer = language.make_tokenizer()
     ids = tokenizer.get_vocab()
     libraries = [Library(f"{seed} {i}") for i in range(30)]
@@ -355,9 +355,9 @@ def batches(size: int, demonstrate: Callable[[], Pieces], ids: dict[str, int]) -
 
 
 def two_stages(tokenizer, seed: int, stages: tuple, steps: tuple[int, int]):
-    """A new model after both stages, skills and habits: the batches of each, and its steps.
+    """A new model after both stages. `stages` are the sources of skills and of habits.
 
-    Weights come from random numbers of its own, so nobody else's draws change.
+    The global random generator is as before afterwards.
     """
     skills, habits = stages
     with torch.random.fork_rng(devices=[]):
@@ -380,17 +380,17 @@ def build(
     make: Callable[..., tuple] = make_base,
     file: str = __file__,
 ) -> Path:
-    """The base model's Hugging Face folder: from the cache, or made in 1.5 minutes of one core.
+    """The base model's Hugging Face folder, from the cache; else it is made in 1.5 CPU minutes.
 
-    steps: training steps of either stage. Another method's toy gives its name, its `make` (seed,
-    *steps -> model, tokenizer) and its file. UserError when the cache cannot be written.
+    steps: training steps of both stages. Another method's toy passes its name, its `make` (seed,
+    *steps -> model, tokenizer) and its file. Raises UserError if the cache cannot be written.
     """
     folder = Path(cache) / f"toy-{name}-{recipe(seed, steps, file)}"
     return cached(folder, lambda: make(seed, *steps))
 
 
 def cached(folder: Path, make: Callable[[], tuple]) -> Path:
-    """The folder with the (model, tokenizer) that `make` makes, made if it is not there."""
+    """The folder of a (model, tokenizer); `make` is called if the folder does not exist."""
 
     def fill(unfinished: Path) -> None:
         for part in make():
@@ -400,7 +400,7 @@ def cached(folder: Path, make: Callable[[], tuple]) -> Path:
 
 
 def recipe(seed: int, steps: tuple[int, int], *more: str) -> str:
-    """A hash of all that the base model follows from in this folder; `more`: further files."""
+    """A hash of everything that the base model depends on; `more` are further files."""
     digest = hashlib.sha256(repr((seed, steps)).encode())
     modules = binpack.__file__, world.__file__, language.__file__, __file__
     for file in dict.fromkeys((*modules, *more)):

@@ -1,13 +1,13 @@
 """The toy's invented world: people and companies, two corpora about them, questions.
 
-A name draws a world: `make_world("train 0", ...)` gives the same one in every process. A fact is
+A world follows from its name: `make_world("train 0", ...)` is the same in every process. A fact is
 one sentence of the world's documents ("ada baker born 1968 ."). A question needs one look-up, or
 two ("where is the employer of ada baker based ?"), or a look-up and a subtraction in Python, or a
 look-up in the second corpus.
 
-Training and evaluation ask about two worlds. These share their *words*, because all names are
-composed from the same lists, but no fact. So a policy can learn how to look things up, and cannot
-learn the answers.
+Training and evaluation ask about two worlds. Both have the same *words*, because all names are
+composed from the same lists, but their facts are drawn independently. So a policy can learn to look
+facts up, but not the answers.
 
 language.py says how both roles speak about a world. Tests: pytest tests/test_toy.py
 """
@@ -70,10 +70,10 @@ FILLER = [
     "the report is available online .",
 ]
 
-# The scholar corpus tells one more attribute of a person: "study".
+# The scholar corpus has one more attribute of a person: "study".
 PERSONAL = ("employer", "birth", "home", "hobby")
 CORPORATE = ("base", "founding", "product")
-# Each attribute: the verb that states it, and how it is asked for.
+# attribute -> the verb that states it, and the question that asks for it
 ATTRIBUTES = {
     "employer": ("joined", "which firm employs {} ?"),
     "birth": ("born", "when was {} born ?"),
@@ -99,9 +99,9 @@ WORLD_SIZES = {"train": (200, 60), "eval": (100, 40)}  # people, companies
 
 @dataclass(frozen=True)
 class World:
-    """People ("ada baker"), companies ("acro corp"), facts about them, and what is written of them.
+    """People ("ada baker"), companies ("acro corp"), and the facts and documents about them.
 
-    `facts` maps (name, attribute) to a value. `documents` has a list of pages for each corpus.
+    `facts` maps (name, attribute) to a value. `documents` maps a corpus to its pages.
     """
 
     people: list[str]
@@ -115,7 +115,7 @@ class World:
 
 
 def make_world(name: str, n_people: int, n_companies: int) -> World:
-    """An invented world. Everything in it follows from the arguments."""
+    """An invented world, which depends on the arguments only."""
     rng = random.Random(f"world {name}")
     full_names = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
     firm_names = [f"{stem} {suffix}" for stem in STEMS for suffix in SUFFIXES]
@@ -148,7 +148,7 @@ def make_world(name: str, n_people: int, n_companies: int) -> World:
 def write_documents(
     world: World, rng: random.Random, corpus: str, subject: str, attributes: Sequence[str]
 ) -> None:
-    """Adds three documents of 4 to 6 sentences: the subject's profile, and two mere mentions."""
+    """Adds three documents of 4 to 6 sentences: the subject's facts, and two without any fact."""
     profile = [world.sentence(subject, attribute) for attribute in attributes]
     for sentences in profile, [mention(world, rng, subject)], [mention(world, rng, subject)]:
         length = rng.randint(4, 6)
@@ -162,7 +162,7 @@ def write_documents(
 
 
 def mention(world: World, rng: random.Random, subject: str) -> str:
-    """A sentence that names the subject beside somebody else and tells nothing about it."""
+    """A sentence that names the subject and somebody else, and tells no fact."""
     while (other := rng.choice(world.people)) == subject:
         pass
     return rng.choice(MENTIONS).format(subject, other)
@@ -184,8 +184,8 @@ NEEDS = {"one": {"search"}, "two": {"search"}, "age": {"search", "python"}, "sch
 class Plan:
     """A question and the way to its answer.
 
-    `hops` are the look-ups (tool, name, attribute) in order. `expression` is what Python has to
-    compute at the end; it is empty where the last look-up is the answer.
+    `hops` are the look-ups (tool, name, attribute) in order. `expression` is for Python to compute
+    at the end; it is empty if the last look-up finds the answer.
     """
 
     kind: str
@@ -196,7 +196,7 @@ class Plan:
 
 
 def draw_plan(world: World, rng: random.Random, tools: Collection[str] = TOOLS) -> Plan:
-    """A random question about a world that can be answered with these tools."""
+    """A random question about a world, which these tools can answer."""
     kinds = {kind: share for kind, share in SHARES.items() if NEEDS[kind] <= set(tools)}
     if not kinds:
         raise UserError("the toy has no question for these tools: give it search or scholar")

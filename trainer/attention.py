@@ -15,7 +15,7 @@ from functools import partial
 from torch import Tensor, autocast, cat, float32, full, inf, promote_types
 from torch.nn.functional import scaled_dot_product_attention
 
-from sampler.attention import varlen
+import kernels
 from trainer.prefixes import Keys
 
 try:
@@ -86,8 +86,8 @@ def causal_masks(lengths: list[int], key_lengths: list[int], dtype) -> list[Tens
 
 
 def cuda_attention(q, k, v, scaling, bounds: tuple[Tensor, Tensor, int, int]) -> Tensor:
-    """`packed_attention` on CUDA: [1, T, Hq, Dh] in the values' dtype; `bounds` as in `varlen`."""
+    """`packed_attention` on CUDA: [1, T, Hq, Dh] in v's dtype; `bounds`: kernels/varlen.py."""
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, H, Dh]
     if flash_attn_varlen_func:
         return flash_attn_varlen_func(q, k, v, *bounds, softmax_scale=scaling, causal=True)[None]
-    return varlen(q, k, v, bounds, scaling)[None]
+    return kernels.varlen_attention(q, k, v, bounds, scaling)[None]

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from atomic import reason
 from config import UserError
-from sampler.model import unsupported_reason
+from family import unsupported_reason
 
 transformers.logging.disable_progress_bar()
 transformers.logging.set_verbosity_error()  # `load_model` itself checks the weights.

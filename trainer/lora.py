@@ -29,8 +29,8 @@ from torch import Tensor, nn
 import kernels
 from atomic import reason
 from config import UserError
+from family import gather_full
 from processes import is_first
-from sampler.model import gather_full
 from trainer.policy import layers
 
 ALPHA = 32

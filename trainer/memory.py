@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from config import UserError, uses_bf16
+from family import head_size
 from kernels import linear_loss
-from sampler.model import head_size
 from trainer.loading import can_pack, load_shape
 from trainer.lora import add_adapters
 from trainer.prefixes import MAX_KEYS_PER_TOKEN

@@ -31,7 +31,7 @@ from transformers import AttentionInterface
 
 import kernels
 from config import UserError
-from sampler.model import gather_full
+from family import gather_full
 from trainer.attention import packed_attention
 from trainer.batches import MicroBatch, make_micro_batch
 from trainer.loading import can_pack

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from binpack import first_fit_decreasing
-from sampler.scheduler import common_prefix
+from family import common_prefix
 
 # A micro-batch has at most this many keys per token of its capacity. Each layer copies these keys
 # and values for its backward pass. The memory plan counts them.

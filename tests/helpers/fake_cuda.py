@@ -12,7 +12,6 @@ fake ones in one process gave wrong numbers. Alone: pytest tests/helpers/fake_cu
 """
 
 import copy
-import importlib
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -26,12 +25,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import trainer
+from kernels import linear_loss, paged
 from sampler import Sampler
 from sampler.graphs import Graphs
-
-# The package `kernels` exports functions under the names of these modules.
-linear_loss = importlib.import_module("kernels.linear_loss")
-paged_attention = importlib.import_module("kernels.paged_attention")
 
 CUDA = torch.device("cuda:0")
 V = SHAPE["vocab_size"]
@@ -143,8 +139,8 @@ def fake(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(Graphs, "capture", capture)
-    monkeypatch.setattr(paged_attention, "programs_at_once", lambda device: 132)
-    monkeypatch.setattr(type(paged_attention.split_kernel), "run", launch)
+    monkeypatch.setattr(paged, "programs_at_once", lambda device: 132)
+    monkeypatch.setattr(type(paged.split_kernel), "run", launch)
     # A fake parameter cannot be moved: models are made where they are needed.
     monkeypatch.setattr(nn.Module, "to", lambda module, *target: module)
     with FakeTensorMode(allow_non_fake_inputs=True):

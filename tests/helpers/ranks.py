@@ -8,9 +8,9 @@ import torch.distributed as dist
 from helpers.tiny import CPU, OBJECTIVE, Tokenizer, counts, make_samples, weigh
 
 import trainer
+from family import gather_full
 from processes import is_first
 from sampler import Sampler
-from sampler.model import gather_full
 
 # Where each of four ranks' share of 13 samples begins: uneven, and the last one has none.
 SHARES = [0, 7, 8, 13, 13]
