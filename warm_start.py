@@ -40,7 +40,7 @@ from config import Config, UserError, fail, option, parse, parser, uses_bf16
 from plumbing import models
 from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
-from tasks.chat import ChatFormat, rendered
+from tasks.chat import ChatFormat, is_mark, rendered
 from tasks.questions import Question
 from tools import Tool
 
@@ -90,10 +90,13 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
         raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
     start = models.find(options.model, options.cache)
     tokenizer = models.load_tokenizer(start)
+    work = list(itertools.islice(batches(tokenizer), options.steps))
+    samples = [sample for batch in work for members in batch.values() for sample in members]
+    trainer.check_positions(start, max(len(sample.tokens) for sample in samples))
     model = trainer.load_model(start, device)
     policy = trainer.Policy(model, bf16=uses_bf16(options, device.type == "cuda"))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
-    for step, batch in zip(range(options.steps), batches(tokenizer)):
+    for step, batch in enumerate(work):
         for param_group in optimizer.param_groups:
             param_group["lr"] = options.lr * trainer.schedule(step, options.warmup, options.steps)
         losses = learn(policy, optimizer, batch, options, device)
@@ -249,7 +252,7 @@ def samples_of(messages: list[dict], tokenizer) -> list[Sample]:
     thoughts), so each message is rendered with only those before it.
     """
     added = tokenizer.added_tokens_decoder
-    marks = {i for i, token in added.items() if token.special} - {tokenizer.unk_token_id}
+    marks = {i for i, token in added.items() if is_mark(token)} - {tokenizer.unk_token_id}
     samples = []
     for message in messages:  # a text with one of the model's marks could forge a turn
         if marks.intersection(tokenizer.encode(message["content"], add_special_tokens=False)):

@@ -25,7 +25,7 @@ Two runs give the same bits, because one program computes a row and there are no
 The Triton form has two kernels, `stats_kernel` for log-prob, entropy and lse, and `gradient_kernel`
 for dz. Each has one program per row, which reads the vocabulary once. The products are cuBLAS.
 Tests: `pytest tests/test_kernels_loss.py`.
-Accuracy and speed beside other implementations: `python -m bench.kernels`.
+Accuracy and speed beside other implementations: `python -m bench.gpu --step accuracy`.
 """
 
 import math

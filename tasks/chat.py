@@ -18,6 +18,7 @@ Nothing is cut off after a call, and a call with text after it is malformed.
 Tests: pytest tests/test_chat.py
 """
 
+import contextlib
 import functools
 import json
 import re
@@ -25,7 +26,7 @@ import unicodedata
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from config import UserError
 from tasks.format import Action, Call
@@ -54,8 +55,8 @@ class Words:
 
 # --------------------------------------------------------------------------- from text to an action
 
-# A tag within a string of the call's JSON is text.
-CALL = re.compile(r'(?s)<tool_call>((?>"(?:\\.|[^"\\])*"|(?!<tool_call>)[^"])*?)</tool_call>')
+OPEN = re.compile(r"<tool_call>\s*")
+TAG = re.compile(r"</?tool_call>")
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
@@ -63,25 +64,48 @@ def read_action(
     text: str, tools: Sequence[Tool], *, purpose: bool = True, final: bool = False
 ) -> Action:
     """Parses the text of one step, without thoughts. Any fault becomes Action.error."""
-    calls = list(CALL.finditer(text))
-    answers = ANSWER.findall(CALL.sub("", text))
+    calls, around = split_calls(text)
+    answers = ANSWER.findall("".join(around))
     if len(calls) + len(answers) > 1:
         error = "The step holds more than one call or answer; give one, and end the step with it."
-    elif calls and text[calls[0].end() :].strip():
+    elif calls and around[-1].strip():
         error = "There is text after the call; end the step with the call."
     elif calls and final:
         error = "No further call was possible; an answer was asked for."
     elif calls:
-        return read_call(calls[0][1], tools, purpose)
+        return read_call(calls[0], tools, purpose)
     elif answers and answers[0].strip():
         return Action(answer=answers[0].strip())
     elif answers:
         error = "The answer is empty."
     elif "<tool_call>" in text or "<answer>" in text:
-        error = "A <tool_call>, a string in its JSON, or an <answer> was opened and not closed."
+        error = "A <tool_call> or an <answer> was opened and not closed."
     else:
         error = "The step holds neither a call nor an answer; end it with one of them."
     return Action(error=error)
+
+
+def split_calls(text: str) -> tuple[list[str], list[str]]:
+    """(the text between each call's tags, the texts before, between and after the calls).
+
+    A tag within a call's JSON is text. An opening tag before another opening tag is no call.
+    """
+    calls = []
+    around = []
+    rest = start = 0  # where the text around the calls continues; where the next search begins
+    while opening := OPEN.search(text, start):
+        start = opening.end()
+        if text.startswith("{", start):
+            with contextlib.suppress(ValueError, RecursionError):  # read_call reports the error
+                _, start = json.JSONDecoder(strict=False).raw_decode(text, start)
+        following = TAG.search(text, start)
+        if following and following[0] == "</tool_call>":
+            calls.append(text[opening.end() : following.start()])
+            start = following.end()
+        if start > opening.end():
+            around.append(text[rest : opening.start()])
+            rest = start
+    return calls, [*around, text[rest:]]
 
 
 def read_call(body: str, tools: Sequence[Tool], purpose: bool) -> Action:
@@ -147,6 +171,15 @@ PREFILL = re.compile(r"<think>(\s*</think>)?\s*\Z")
 FIXED_DATE = "{% macro strftime_now(format) %}01 Jan 2026{% endmacro %}"
 
 
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # the model writes these itself
+
+
+def is_mark(token: AddedToken) -> bool:
+    """Whether an added token belongs to the template, so that no message may contain it."""
+    special = token.special and token.content not in TAGS
+    return special or bool(re.fullmatch(r"<\|.+\|>", token.content))
+
+
 def rendered(messages: list[dict], tokenizer, prompt: bool) -> str:
     """The chat template's text. With `prompt` it ends where the assistant begins."""
     try:  # the template is a program that the model's files bring
@@ -198,6 +231,8 @@ class ChatFormat:
         state |= {"truncation": None, "padding": None}
         # The same tokenizer without marks: in text from outside a mark is ordinary text.
         self._plain = Tokenizer.from_str(json.dumps(state | {"added_tokens": []}))
+        for token in state["added_tokens"]:
+            token["special"] = is_mark(self.tokenizer.added_tokens_decoder[token["id"]])
         self._own = Tokenizer.from_str(json.dumps(state))
         self._own.encode_special_tokens = True  # as text
 

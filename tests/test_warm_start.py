@@ -13,6 +13,7 @@ from helpers.chat import (
     LLAMA_MARKS,
     QWEN3,
     QWEN25,
+    TAGS,
     random_model,
     tokenizer,
 )
@@ -138,9 +139,11 @@ def test_a_line_that_a_model_could_not_learn_as_it_is_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("eos", ["<|im_end|>", "<|endoftext|>"])
-def test_a_text_with_a_mark_of_the_models_own_is_refused(eos):
+@pytest.mark.parametrize("special", [True, False])
+def test_a_text_with_a_mark_of_the_models_own_is_refused(eos, special):
     """It could forge a turn, or teach to stop in the middle. Marks need no name, tags are none."""
-    tok = tokenizer(QWEN25, eos=eos)
+    marks = CHATML_MARKS if special else ()
+    tok = tokenizer(QWEN25, marks, [*TAGS, *CHATML_MARKS[len(marks) :]], eos)
     for mark in CHATML_MARKS:
         talk = [{"role": "user", "content": f"q{mark}"}, TALK[2]]
         with pytest.raises(UserError, match="mark of the model's own"):
@@ -150,9 +153,11 @@ def test_a_text_with_a_mark_of_the_models_own_is_refused(eos):
     assert learned(sample, tok) == said + "<|im_end|>"
 
 
-def test_a_played_demonstration_has_the_tokens_of_one_in_a_file():
+@pytest.mark.parametrize("special", [True, False])
+def test_a_played_demonstration_has_the_tokens_of_one_in_a_file(special):
     """Thoughts and calls are tokens; a mark that it quotes stays text; no note holds a thought."""
-    tok = tokenizer(QWEN25, eos="<|im_end|>")
+    marks, tags = (CHATML_MARKS + TAGS, ()) if special else (CHATML_MARKS, TAGS)
+    tok = tokenizer(QWEN25, marks, tags, "<|im_end|>")
     call = {"name": "search", "arguments": {"query": "ada"}, "purpose": "year"}
     step = f"<think>\nhm\n</think>\n\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
     steps = iter([step, "<answer>1968</answer>"])
@@ -222,6 +227,13 @@ def test_the_command_writes_a_model_that_has_learned(command, tmp_path, capsys):
     made = warm.generate(**asked, max_new_tokens=12, do_sample=False)
     assert "assistant\na search<|im_end|>" in tok.decode(made[0])
     assert command(**options) == 2 and "exists" in capsys.readouterr().err
+
+
+def test_a_demonstration_longer_than_the_model_is_refused(command, tmp_path, capsys):
+    talk = [{"role": "user", "content": "?" * 3000}, TALK[2]]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": talk}))
+    assert command() == 2
+    assert "2048 positions, fewer than one context of" in capsys.readouterr().err
 
 
 def test_fp32_on_cuda_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
