@@ -86,6 +86,6 @@ def check_positions(path: str | Path, longest: int) -> None:
     positions = max(positions, original * (rope.get("factor") or 1))
     if longest > positions:
         raise UserError(
-            f"{path} has {positions:.0f} positions, fewer than one context of {longest} tokens; lower "
-            "the episode's limits, leave out longer demonstrations, or use another model"
+            f"{path} has {positions:.0f} positions, fewer than one context of {longest} tokens; "
+            "lower the episode's limits, leave out longer demonstrations, or use another model"
         )
