@@ -23,8 +23,8 @@ import torch.nn.functional as F
 import grpo
 import kernels
 from bench import common
-from kernels.paged import rows_of_a_run, triton_paged_attention
-from sampler.plan import kernel_runs
+from kernels.paged import max_rows_of_range, triton_paged_attention
+from sampler.plan import plan_kv_ranges
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 TINY = (40, 16, 300)  # N, D, V
@@ -178,18 +178,19 @@ def attention_case(model: str, rows: int, context: int, pages: str, calls: int =
     q, k_pages, v_pages = new(rows, Hq, Dh), *new(2, count, PAGE, Hkv, Dh)
     arguments = []
     for table in tables:
-        runs = kernel_runs(table.numpy(), lengths.numpy(), PAGE, rows_of_a_run(Hq // Hkv))
-        planned = (table, lengths.int(), torch.from_numpy(runs))
+        max_rows = max_rows_of_range(Hq // Hkv)
+        kv_ranges = plan_kv_ranges(table.numpy(), lengths.numpy(), PAGE, max_rows)
+        planned = (table, lengths.int(), torch.from_numpy(kv_ranges))
         arguments.append((q, k_pages, v_pages, *(x.to(common.DEVICE) for x in planned)))
     return (rows * context - saved) * token, arguments
 
 
-def mars_attention(q, k_pages, v_pages, table, lengths, runs):
-    scale = q.shape[2] ** -0.5
-    return triton_paged_attention(q, k_pages, v_pages, table, lengths, scale=scale, runs=runs)
+def mars_attention(q, k_pages, v_pages, table, lengths, kv_ranges):
+    inputs = q, k_pages, v_pages, table, lengths
+    return triton_paged_attention(*inputs, scale=q.shape[2] ** -0.5, kv_ranges=kv_ranges)
 
 
-def gather_all(q, k_pages, v_pages, table, lengths, runs):
+def gather_all(q, k_pages, v_pages, table, lengths, kv_ranges):
     """Attention as one writes it in plain PyTorch: rows padded to the longest, one SDPA call."""
     k = k_pages[table].flatten(1, 2).transpose(1, 2)  # [B, Hkv, T, Dh]
     v = v_pages[table].flatten(1, 2).transpose(1, 2)

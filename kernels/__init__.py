@@ -1,4 +1,4 @@
-"""Custom kernels, one subject a file: a plain PyTorch reference, a Triton form, and the derivation.
+"""Custom kernels. Each file has a plain PyTorch reference, a Triton form, and the derivation.
 
     linear_loss      LM head, log-prob, GRPO loss and its gradients without the logits in memory
     paged            decode attention over a paged KV cache
@@ -6,11 +6,11 @@
     products         fp32 products of a CPU, by the faster of two libraries; no Triton form
     decode           norm, rotary embedding with cache write, SiLU product of a decode step
 
-The first one to read is `decode.silu_mul`: it is short, and has all the parts that the others have.
-What trains is linear_loss. `backend` tells which form runs.
+Read `decode.silu_mul` first: it is short, and has all the parts of the other kernels. Training
+calls linear_loss. backend.py chooses the form that runs.
 
-The package imports torch, triton, grpo and config.UserError only. It has the name of the hub's
-package `kernels`, which must not be installed: transformers would ask this folder for its names.
+The package imports only torch, triton, grpo and config.UserError. Hugging Face's package `kernels`
+must not be installed, because transformers would then look for its functions in this folder.
 """
 
 from kernels.backend import triton, use_triton

@@ -1,7 +1,8 @@
-"""Which form of a kernel runs: the Triton form on CUDA, the PyTorch form everywhere else.
+"""The choice of a kernel's form: the Triton form on CUDA, the PyTorch form everywhere else.
 
-The environment variable MARS_KERNELS=reference or MARS_KERNELS=triton forces one of them. Triton on
-CPU tensors means Triton's interpreter, which is slow and meant for tests.
+The environment variable MARS_KERNELS=reference or MARS_KERNELS=triton forces one of them. On CPU
+tensors the Triton form runs in Triton's interpreter, which is slow and only for tests.
+Tests: `pytest tests/test_kernels_decode.py tests/test_kernels_loss.py`.
 """
 
 import os
@@ -14,11 +15,11 @@ try:
     import triton.language as tl
 
     jit = triton.jit
-    # The decorator looks at this setting once, when a kernel is defined.
+    # The decorator reads this setting once, when a kernel is defined.
     INTERPRETED = triton.knobs.runtime.interpret
-except ImportError:  # There is no Triton for this machine, such as macOS.
+except ImportError:  # Triton does not exist for macOS, for example.
     triton = None
-    tl = SimpleNamespace(constexpr=None)  # the kernels' annotations name it
+    tl = SimpleNamespace(constexpr=None)  # for the kernels' annotations
     INTERPRETED = False
 
     def jit(kernel):
@@ -28,7 +29,7 @@ except ImportError:  # There is no Triton for this machine, such as macOS.
 def use_triton(tensor) -> bool:
     """Whether a kernel called on `tensor` runs its Triton form.
 
-    UserError if MARS_KERNELS has an unknown value or asks for what this machine cannot do.
+    UserError if MARS_KERNELS has an unknown value, or is "triton" where Triton cannot run.
     """
     choice = os.environ.get("MARS_KERNELS", "")
     if choice == "":
@@ -38,17 +39,17 @@ def use_triton(tensor) -> bool:
     if choice != "triton" or triton is None or not (tensor.is_cuda or INTERPRETED):
         raise UserError(
             f"MARS_KERNELS is {choice!r}; set it to 'reference' or 'triton', or unset it. 'triton' "
-            "needs that package, and for CPU tensors its interpreter (TRITON_INTERPRET=1)."
+            "needs the package triton, and for CPU tensors its interpreter (TRITON_INTERPRET=1)."
         )
     return True
 
 
 def check(fits: bool, kernel: str, **inputs) -> None:
-    """ValueError unless a kernel's inputs fit together; it names each one as it came."""
+    """ValueError unless `fits`. It describes all inputs of the kernel."""
     if not fits:
-        described = [
+        descriptions = [
             f"{name} {x.dtype} {list(x.shape)} with strides {x.stride()} on {x.device}"
             for name, x in inputs.items()
             if x is not None
         ]
-        raise ValueError(f"{kernel}: its docstring does not allow " + ", ".join(described))
+        raise ValueError(f"{kernel}: its docstring does not allow " + ", ".join(descriptions))

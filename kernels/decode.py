@@ -1,4 +1,4 @@
-"""The small operations of a decode step, in four launches per layer (the norm runs twice).
+"""The small operations of a decode step as three kernels. A layer needs four launches: two norms.
 
     add_rms_norm          residual ← residual + x
                           normed = weight · residual / √(mean(residual²) + eps)
@@ -6,10 +6,10 @@
                           key and value in a page
     silu_mul              silu(gate) · up ,   silu(g) = g / (1 + exp(−g))
 
-The stock modules need about thirty launches for the same. All three round where transformers'
-Llama, Qwen2 and Qwen3 modules round (fp32 inside a norm and inside silu, the model's dtype after
-each other operation): in bf16 a sampler that rounds elsewhere than the trainer widens the mismatch
-between their log-probs.
+Without them, PyTorch needs about thirty launches. The kernels round to the model's dtype where
+transformers' Llama, Qwen2 and Qwen3 modules round: after every operation, except inside a norm and
+inside silu, which are fp32. In bf16 a sampler that rounds at other places than the trainer has
+log-probs that differ more from the trainer's.
 Tests: `pytest tests/test_kernels_decode.py`.
 """
 
@@ -30,7 +30,7 @@ def rounded(x, dtype: tl.constexpr):
 
 
 def one_layout(dtype, *tensors) -> bool:
-    """Whether a kernel can read the tensors: contiguous, of one dtype."""
+    """Whether all tensors are contiguous and have this dtype, as the kernels require."""
     return all(x.dtype == dtype and x.is_contiguous() for x in tensors)
 
 
@@ -77,8 +77,8 @@ def add_rms_norm_kernel(
 def add_rms_norm(x, residual, weight, eps):
     """Adds x to the residual stream and norms the sum: (normed [B, D], new residual [B, D]).
 
-    x [B, D]; residual [B, D] or None (then x itself becomes the residual); weight [D]; one dtype.
-    ValueError otherwise.
+    x [B, D]; residual [B, D] or None (then x itself becomes the residual); weight [D]. ValueError
+    if the shapes or dtypes do not fit.
     """
     B, D = x.shape
     add = residual is not None
@@ -110,14 +110,14 @@ def qk_norm_rope_store_reference(qkv, q_weight, k_weight, cos, sin, slots, k_pag
         qk[:, :-Hkv] *= q_weight
         qk[:, -Hkv:] *= k_weight
     first, second = qk.chunk(2, -1)
-    turned = torch.cat((-second, first), -1)
-    qk = (qk * cos[:, None]).add_(turned.mul_(sin[:, None]))
+    rotated = torch.cat((-second, first), -1)
+    qk = (qk * cos[:, None]).add_(rotated.mul_(sin[:, None]))
     k = qk[:, -Hkv:]
-    stored = slots >= 0
-    if not stored.all():
-        slots = slots[stored]
-        k = k[stored]
-        v = v[stored]
+    has_slot = slots >= 0
+    if not has_slot.all():
+        slots = slots[has_slot]
+        k = k[has_slot]
+        v = v[has_slot]
     for pages, new in ((k_pages, k), (v_pages, v)):
         pages.view(-1, Hkv, Dh).index_copy_(0, slots, new.to(pages.dtype))
     return qk[:, :-Hkv]
@@ -139,7 +139,7 @@ def qk_norm_rope_store_kernel(
     HKV: tl.constexpr,
     DH: tl.constexpr,
 ):
-    """One program per row and head, held as its two halves, which are what the rotation mixes."""
+    """One program per row and head. The rotation combines the first and second half of the head."""
     dtype = qkv_ptr.dtype.element_ty
     HALF: tl.constexpr = DH // 2
     row = tl.program_id(0).to(tl.int64)
@@ -167,15 +167,15 @@ def qk_norm_rope_store_kernel(
             w_second = tl.load(weight_ptr + HALF + d).to(tl.float32)
             first = rounded(rounded(first * shrink, dtype) * w_first, dtype)
             second = rounded(rounded(second * shrink, dtype) * w_second, dtype)
-        turn = row * DH + d
-        cos_first = tl.load(cos_ptr + turn).to(tl.float32)
-        cos_second = tl.load(cos_ptr + turn + HALF).to(tl.float32)
-        sin_first = tl.load(sin_ptr + turn).to(tl.float32)
-        sin_second = tl.load(sin_ptr + turn + HALF).to(tl.float32)
-        kept = rounded(first * cos_first, dtype)
-        crossed = rounded(first * sin_second, dtype)
-        first = (kept - rounded(second * sin_first, dtype)).to(dtype)
-        second = (rounded(second * cos_second, dtype) + crossed).to(dtype)
+        angle = row * DH + d
+        cos_first = tl.load(cos_ptr + angle).to(tl.float32)
+        cos_second = tl.load(cos_ptr + angle + HALF).to(tl.float32)
+        sin_first = tl.load(sin_ptr + angle).to(tl.float32)
+        sin_second = tl.load(sin_ptr + angle + HALF).to(tl.float32)
+        first_cos = rounded(first * cos_first, dtype)
+        first_sin = rounded(first * sin_second, dtype)
+        first = (first_cos - rounded(second * sin_first, dtype)).to(dtype)
+        second = (rounded(second * cos_second, dtype) + first_sin).to(dtype)
         if head < HQ:
             to = q_ptr + (row * HQ + head) * DH + d
             tl.store(to, first)
@@ -187,14 +187,13 @@ def qk_norm_rope_store_kernel(
 
 
 def qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_pages, eps):
-    """From the merged QKV product to the rotated query; writes key and value into their page.
+    """Norms and rotates the queries and keys of the merged QKV product, and writes to the cache.
 
     qkv [B, (Hq + 2·Hkv)·Dh]: queries, keys, values; q_weight, k_weight [Dh], or both None for a
-    model without QK norm; cos, sin [B, Dh] at each row's position (halves repeated, as transformers
-    gives them); slots [B] int64: page · page_size + offset, or −1 = store nothing; k_pages, v_pages
-    [pages, page_size, Hkv, Dh] (the plain form also takes pages of a wider type than qkv). Returns
-    q [B, Hq, Dh]. ValueError if shapes or types do not fit; the kernel takes a Dh that is a power
-    of two.
+    model without QK norm; cos, sin [B, Dh] at each row's position (both halves are equal, as in
+    transformers); slots [B] int64: page · page_size + offset, or −1 to store nothing; k_pages,
+    v_pages [pages, page_size, Hkv, Dh] (the plain form also accepts a wider type than qkv's).
+    Returns q [B, Hq, Dh]. ValueError if shapes or types do not fit. The kernel needs Dh = 2^n.
     """
     Hkv, Dh = k_pages.shape[2:]
     B, width = qkv.shape
@@ -220,7 +219,7 @@ def qk_norm_rope_store(qkv, q_weight, k_weight, cos, sin, slots, k_pages, v_page
         return qk_norm_rope_store_reference(**inputs, eps=eps)
     Hq = heads - 2 * Hkv
     q = torch.empty(B, Hq, Dh, dtype=qkv.dtype, device=qkv.device)
-    # Fused, the rotation's product and sum are rounded once; transformers rounds twice.
+    # Without fusion the rotation's product and sum are rounded separately, as in transformers.
     options = {"HQ": Hq, "HKV": Hkv, "DH": Dh, "num_warps": 1, "enable_fp_fusion": False}
     tensors = (qkv, q_weight, k_weight, cos, sin, slots, q, k_pages, v_pages)
     qk_norm_rope_store_kernel[(B, heads)](*tensors, eps, **options)

@@ -4,28 +4,26 @@ For each loss token, with hidden state h [D], head W [V, D], target y and temper
 
     z = W h / τ ,   logp = z_y − lse(z) ,   p = softmax(z) ,   H = −Σ p log p ,   L = Σ w·ℓ(logp)
 
-ℓ is `grpo.grpo_loss`, called as it stands there on every device: this file has no formula of its
-own for it, and an edit there is an edit here.
+ℓ is `grpo.grpo_loss` itself, on every device. This file has no second formula of the loss.
 
-Gradient. A token's loss depends on its own log-prob alone: c = ∂L/∂logp is one number per token,
-known as soon as its logits are. Autograd gives it. With ∂logp/∂z_j = 1[j = y] − p_j:
+Gradient. A token's loss depends on its own log-prob alone, so c = ∂L/∂logp is one number per token.
+Autograd computes it as soon as the token's logits exist. With ∂logp/∂z_j = 1[j = y] − p_j:
 
     dz_j = c/τ · (1[j = y] − p_j) ,   ∂L/∂h = Wᵀ dz ,   ∂L/∂W = Σ over tokens dz hᵀ
 
-Tokens are taken in chunks; each chunk makes its logits, c, dz and both gradients before the next
-one starts. So the gradients are ready when the forward pass ends (backward scales them) and the
-whole costs three matrix products. The textbook order, loss first and backward later, has to keep
-the logits or make them a second time: a fourth product.
+Departure from the textbook: the forward pass computes the gradients too. It takes the tokens in
+chunks, and computes logits, c, dz and both gradients of a chunk before the next one. The backward
+pass only scales them. So three matrix products are enough. With loss first and gradients later, the
+logits would have to be kept, or computed a second time in a fourth product.
 
-Precision. Logits leave the tensor cores as fp32: rounded to bf16 they would put an error of 1e-2 on
-a log-prob, enough to flip clip decisions. dz is rounded to hidden's type, as the products need it;
-∂L/∂W is summed over chunks in fp32.
-Memory. One chunk's logits in fp32 (dz takes their place) and ∂L/∂W in fp32 are held. Only ∂L/∂h and
-a few numbers per token grow with N.
-Reproducible bit by bit: a row belongs to one program, and nothing is added atomically.
+Precision. Logits are fp32. Rounded to bf16 they would change a log-prob by up to 1e-2, enough to
+change clip decisions. dz is rounded to hidden's type for the products; ∂L/∂W is summed in fp32.
+Memory. The fp32 logits of one chunk (dz replaces them) and ∂L/∂W in fp32. Only ∂L/∂h and a few
+numbers per token grow with N.
+Two runs give the same bits, because one program computes a row and there are no atomic additions.
 
-The Triton form is two kernels around the loss, one program per row, one sweep over the vocabulary
-each: `stats_kernel` gives log-prob, entropy and lse, `gradient_kernel` dz. The products are cuBLAS.
+The Triton form has two kernels, `stats_kernel` for log-prob, entropy and lse, and `gradient_kernel`
+for dz. Each has one program per row, which reads the vocabulary once. The products are cuBLAS.
 Tests: `pytest tests/test_kernels_loss.py`.
 Accuracy and speed beside other implementations: `python -m bench.gpu --step accuracy`.
 """
@@ -38,13 +36,12 @@ import grpo
 from kernels import products
 from kernels.backend import check, jit, tl, triton, use_triton
 
-# Tokens per chunk on CUDA. Each chunk but the first reads and writes the whole fp32 ∂L/∂W (2.5 GB
-# at V = 152k, D = 4k: by arithmetic 1.2 ms on an H200, beside 17 ms of products for 3,584 tokens).
-# So there should be few chunks, but chunk and ∂L/∂W together should stay under 5 GB.
+# Tokens per chunk on CUDA. Each chunk after the first reads and writes all of ∂L/∂W, which takes
+# 1.2 ms on an H200 beside 17 ms of products (2.5 GB at V = 152k, D = 4k; by arithmetic). A chunk of
+# this size and ∂L/∂W need less than 5 GB together.
 CHUNK_TOKENS_CUDA = 3584
-# On a CPU a chunk's logits should stay in the cache, and below the size from which malloc asks the
-# system for fresh pages. So a chunk has as many tokens as make this many bytes of logits, but at
-# least CHUNK_TOKENS_CPU.
+# On a CPU the logits of a chunk have at most this many bytes, so that they fit the cache, but a
+# chunk has at least CHUNK_TOKENS_CPU tokens.
 CHUNK_BYTES_CPU = 16 << 20
 CHUNK_TOKENS_CPU = 128
 STATS_CONFIG = {"BLOCK": 4096, "num_warps": 16}
@@ -61,9 +58,9 @@ def logits_logprob(z, target, *, temperature=1.0):
 def logits_grpo_loss(
     z, target, old_logprob, advantage, token_weight, *, temperature=1.0, **options
 ):
-    """`linear_grpo_loss` on logits z [N, V] that are in memory, gradients by autograd.
+    """`linear_grpo_loss` for given logits z [N, V], with gradients by autograd.
 
-    `options` are those of `grpo.grpo_loss`. It trains models whose logits are more than hidden
+    `options` are those of `grpo.grpo_loss`. It is for models whose logits are not simply hidden
     states times LM head (trainer/loading.py).
     """
     live = token_weight != 0
@@ -78,7 +75,7 @@ def logits_grpo_loss(
 
 
 def reference(hidden, weight, target, old_logprob, advantage, token_weight, **options):
-    """`linear_grpo_loss` in plain PyTorch: all the logits in memory, gradients by autograd."""
+    """`linear_grpo_loss` in plain PyTorch: all logits are in memory, gradients by autograd."""
     hidden = torch.where((token_weight != 0)[:, None], hidden, 0)
     z = hidden @ weight.T
     return logits_grpo_loss(z, target, old_logprob, advantage, token_weight, **options)
@@ -88,12 +85,12 @@ def reference(hidden, weight, target, old_logprob, advantage, token_weight, **op
 
 
 def on_tensor_cores(x) -> bool:
-    """Whether the GPU's 16-bit units multiply x: exactly, and adding up in fp32."""
+    """Whether the GPU's tensor cores multiply x. They multiply bf16 exactly and sum in fp32."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
 def sum_dtype(x):
-    """The type that sums are kept in: fp32, or fp64 if x has it already."""
+    """The type of sums: fp32, or fp64 if x is fp64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -102,14 +99,14 @@ def at_least_fp32(x):
 
 
 def matmul_fp32(a, b):
-    """a @ b, summed and returned in fp32 whatever the inputs' type (fp64 for fp64)."""
+    """a @ b, summed and returned in fp32 for any type of inputs (fp64 for fp64)."""
     if on_tensor_cores(a):
         return torch.mm(a, b, out_dtype=torch.float32)
     return products.matmul(at_least_fp32(a), at_least_fp32(b))
 
 
 def add_matmul_fp32(total, a, b):
-    """total + a @ b in fp32, in total's memory; total None stands for zeros."""
+    """total + a @ b in fp32, in total's memory; if total is None it counts as zero."""
     if total is None:
         return matmul_fp32(a, b)
     if on_tensor_cores(a):
@@ -120,7 +117,7 @@ def add_matmul_fp32(total, a, b):
 
 
 def cut_into_chunks(N, V, on_cuda):
-    """Cuts N tokens into slices of nearly equal length."""
+    """Slices of nearly equal length that cover N tokens."""
     limit = max(CHUNK_TOKENS_CPU, CHUNK_BYTES_CPU // (4 * V))
     if on_cuda:
         limit = CHUNK_TOKENS_CUDA
@@ -129,13 +126,13 @@ def cut_into_chunks(N, V, on_cuda):
     return [slice(start, min(start + size, N)) for start in range(0, N, size)]
 
 
-# --- the softmax of a chunk: what the loss needs of the logits, and their gradient ----------------
+# --- the softmax of a chunk: log-prob and entropy, and the gradient of the logits -----------------
 
 
 def plain_stats(z, target, temperature):
     """(log-prob [C], entropy [C], softmax) of logits z [C, V], which are overwritten.
 
-    softmax is what `plain_gradient` needs: exp(z) and its sums.
+    softmax is (exp(z) [C, V], their sums [C]), for `plain_gradient`.
     """
     if temperature != 1:
         z /= temperature
@@ -148,7 +145,7 @@ def plain_stats(z, target, temperature):
 
 
 def plain_gradient(z, target, softmax, c, temperature, dtype):
-    """dz [C, V] in `dtype`, from what `plain_stats` left and c = ∂L/∂logp [C]."""
+    """dz [C, V] in `dtype`, from the softmax of `plain_stats` and c = ∂L/∂logp [C]."""
     e, total = softmax
     c = c / temperature
     dz = e.mul_((-c / total)[:, None])
@@ -167,12 +164,12 @@ def stats_kernel(
     inverse_temperature,
     BLOCK: tl.constexpr,
 ):
-    """One program per row: an online softmax, each lane for itself, the lanes together at the end.
+    """One program per row: each lane computes an online softmax, and at the end they are merged.
 
-    A lane keeps its maximum m, Σ exp(z − m) and Σ exp(z − m)·(z − m). −1e38 and −1e30 stand for −∞
-    but are finite: their differences are no NaN and their exponentials are 0.
+    A lane has its maximum m, Σ exp(z − m) and Σ exp(z − m)·(z − m). In place of −∞ there are −1e38
+    and −1e30: their exponentials are 0, and a difference of finite numbers is not NaN.
     """
-    row = tl.program_id(0).to(tl.int64)  # row · V passes 2³¹
+    row = tl.program_id(0).to(tl.int64)  # row · V may exceed 2³¹.
     z_ptr += row * V
     highest = tl.full((BLOCK,), -1e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -208,7 +205,7 @@ def gradient_kernel(
     inverse_temperature,
     BLOCK: tl.constexpr,
 ):
-    """One program per row: dz in the place of z."""
+    """One program per row: dz replaces z."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * V
     dz_ptr += row * dz_stride
@@ -220,18 +217,18 @@ def gradient_kernel(
         z = tl.load(z_ptr + column, mask=column < V, other=0.0) * inverse_temperature
         p = tl.exp(z - lse)
         dz = c * (tl.where(column == target, 1.0, 0.0) - p)
-        # dz overwrites z: no thread may write before all threads have read this block.
+        # dz overwrites z, so no thread may write before all threads have read this block.
         tl.debug_barrier()
         tl.store(dz_ptr + column, dz.to(dz_ptr.dtype.element_ty), mask=column < V)
 
 
 def fit_block(config, V):
-    """The kernel's configuration, with a block no longer than a row needs."""
+    """The kernel's configuration, with a block that is no longer than a row."""
     return config | {"BLOCK": min(config["BLOCK"], triton.next_power_of_2(V))}
 
 
 def triton_stats(z, target, temperature):
-    """As `plain_stats`, but z is left as it is: with z, lse is all that the gradient needs."""
+    """(log-prob [C], entropy [C], lse [C]) of logits z [C, V]. Unlike `plain_stats` it keeps z."""
     C, V = z.shape
     logprob = torch.empty(C, dtype=torch.float32, device=z.device)
     entropy = torch.empty_like(logprob)
@@ -242,10 +239,10 @@ def triton_stats(z, target, temperature):
 
 
 def triton_gradient(z, target, lse, c, temperature, dtype):
-    """`plain_gradient`, in the memory of z: a row of dz starts where the row of z did.
+    """dz as from `plain_gradient`, in the memory of z: a row of dz begins where the row of z began.
 
-    Where dz is bf16 and z fp32, block k of dz lands in the bytes of block k/2 of z. The kernel goes
-    upwards through the blocks, so that block has been read by then.
+    If dz is bf16 and z fp32, block k of dz overwrites a part of block k/2 of z. The kernel reads
+    the blocks in rising order, so it has read that block already.
     """
     C, V = z.shape
     dz = z.view(dtype)[:, :V]
@@ -258,7 +255,7 @@ def triton_gradient(z, target, lse, c, temperature, dtype):
 
 
 def gradient_per_token(loss_of, logprob, part):
-    """c = ∂L/∂logprob [C] of the tokens in slice `part`, by autograd through the loss."""
+    """c = ∂L/∂logprob [C] for the tokens in slice `part`, by autograd through the loss."""
     with torch.enable_grad():
         leaf = logprob.detach().requires_grad_()
         loss, _ = loss_of(leaf, part)
@@ -268,15 +265,15 @@ def gradient_per_token(loss_of, logprob, part):
 def chunk_by_chunk(
     hidden, weight, target, temperature, loss_of=None, need_hidden=False, need_weight=False
 ):
-    """Log-prob [N] and entropy [N] of the targets, and the gradients that are needed, else None.
+    """(log-prob [N], entropy [N], ∂L/∂hidden, ∂L/∂weight); a gradient is None unless needed.
 
-    loss_of(logprob, part) gives the loss of the tokens in slice `part`, and its stats.
+    loss_of(logprob, part) returns the loss of the tokens in slice `part`, and its stats.
 
         for each chunk of tokens:
             z = h Wᵀ                            [C, V]
             logp, H, softmax = of z / τ
             c = ∂loss/∂logp                     [C], by autograd through loss_of
-            dz = c/τ · (onehot(y) − softmax)    [C, V], in the place of z
+            dz = c/τ · (onehot(y) − softmax)    [C, V], in the memory of z
             dh[chunk] = dz W ;  dW += dzᵀ h
     """
     softmax_stats, softmax_gradient = plain_stats, plain_gradient
@@ -300,15 +297,14 @@ def chunk_by_chunk(
             if need_weight:
                 d_weight = add_matmul_fp32(d_weight, dz.T, h)
             del dz
-        # Kept, these would stand in memory beside the next chunk's logits.
-        del z, softmax
+        del z, softmax  # Otherwise they would be in memory beside the next chunk's logits.
     if need_weight and d_weight is None:
         d_weight = torch.zeros_like(head, dtype=logprob.dtype)
     return logprob, entropy, d_hidden, d_weight
 
 
 class _LinearGRPOLoss(torch.autograd.Function):
-    """(loss, stats); forward makes both gradients."""
+    """(loss, stats). The forward pass computes both gradients."""
 
     @staticmethod
     def forward(ctx, hidden, weight, target, temperature, loss_of):
@@ -327,9 +323,8 @@ class _LinearGRPOLoss(torch.autograd.Function):
         if d_hidden is not None:
             d_hidden = d_hidden * grad
         if d_weight is not None:
-            # One step scales and rounds.
-            rounded = torch.empty_like(d_weight, dtype=ctx.weight_dtype)
-            d_weight = torch.mul(d_weight, grad, out=rounded)
+            result = torch.empty_like(d_weight, dtype=ctx.weight_dtype)
+            d_weight = torch.mul(d_weight, grad, out=result)
         return d_hidden, d_weight, None, None, None
 
 
@@ -337,20 +332,20 @@ class _LinearGRPOLoss(torch.autograd.Function):
 
 
 def checked(hidden, weight, target):
-    """hidden and target as the products take them; ValueError for what these do not take."""
+    """hidden and target, contiguous, hidden in autocast's type. ValueError if they do not fit."""
     kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):  # as F.linear would have it
+    if torch.is_autocast_enabled(kind):  # F.linear casts its input in the same way.
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     N, D = hidden.shape
     fits = weight.dim() == 2 and weight.shape[1] == D and target.shape == (N,)
-    # The products take fp64 with fp64 only.
+    # An fp64 matrix can only be multiplied with an fp64 matrix.
     fits &= (hidden.dtype == torch.float64) == (weight.dtype == torch.float64)
     fits &= target.dtype == torch.int64
     check(fits, "linear_grpo_loss", hidden=hidden, weight=weight, target=target)
     if hidden.dtype not in (torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"hidden is {hidden.dtype}; fp16 would lose small gradients, use bf16")
     V = len(weight)
-    # Unchecked, a kernel would read past the row. The host waits for the GPU here.
+    # A kernel would read outside the row. This check waits for the GPU.
     if N and not bool(((target >= 0) & (target < V)).all()):
         raise ValueError(f"a target is outside the vocabulary of {V} words")
     return hidden.contiguous(), target.contiguous()
@@ -370,16 +365,16 @@ def linear_grpo_loss(
     kl_beta=0.0,
     temperature=1.0,
 ):
-    """Σ w·ℓ over the tokens of weight ≠ 0, differentiable in hidden and weight.
+    """Σ w·ℓ over the tokens with weight ≠ 0, differentiable in hidden and weight.
 
-    hidden [N, D] (final norm applied), weight [V, D] of the LM head, target [N] int64; the rest
+    hidden [N, D] (after the final norm), weight [V, D] of the LM head, target [N] int64; all others
     [N]. N may be 0: then the loss is 0 and both inputs get zero gradients. A masked token
-    (token_weight 0) never enters the head: its gradient is exactly 0, whatever stands in it. hidden
-    may be bf16 with an fp32 weight, whose gradient is fp32 then.
+    (token_weight 0) never enters the head: its gradient is exactly 0, even if it has NaN. hidden
+    may be bf16 with an fp32 weight. Then the weight's gradient is fp32.
 
     Returns (loss, stats). Stats are detached: loss; clip_share and kl, means over the unmasked
-    tokens; logprob [N] of the targets and entropy [N] of the softmax, both 0 where masked. An
-    entropy is NaN where a logit leaves fp32's range. ValueError if shapes or types do not fit, or
+    tokens; logprob [N] of the targets and entropy [N] of the softmax, both 0 for masked tokens. If
+    a logit exceeds fp32's range, the entropy is NaN. ValueError if shapes or types do not fit, or
     an unmasked target is outside the vocabulary.
     """
     N = len(hidden)
@@ -403,8 +398,8 @@ def linear_grpo_loss(
     tokens = {name: x.to(sum_dtype(hidden)) for name, x in tokens.items()}
 
     def loss_of(logprob, part):
-        given = {name: x[part] for name, x in tokens.items()}
-        return grpo.grpo_loss(logprob, **given, **options)
+        chunk = {name: x[part] for name, x in tokens.items()}
+        return grpo.grpo_loss(logprob, **chunk, **options)
 
     with torch.autocast(hidden.device.type, enabled=False):
         loss, stats = _LinearGRPOLoss.apply(hidden, weight, target, temperature, loss_of)
@@ -418,8 +413,8 @@ def linear_grpo_loss(
 def linear_logprob(hidden, weight, target, *, temperature=1.0):
     """(log-prob [N] of target, entropy [N]) under softmax(hidden @ weight.T / temperature).
 
-    fp32, no gradient. Shapes, errors and the entropy of infinite logits as in `linear_grpo_loss`.
-    The logits are made a chunk at a time and dropped.
+    The result is fp32 and has no gradient. Shapes and errors are those of `linear_grpo_loss`. Only
+    one chunk of logits is in memory at a time.
     """
     hidden, target = checked(hidden, weight, target)
     with torch.autocast(hidden.device.type, enabled=False):

@@ -4,29 +4,29 @@
 
 K_b and V_b are the first lengths[b] tokens of the pages in block_table[b].
 
-Decoding reads every key and value once and does almost nothing with them, so the whole aim is to
-keep the memory busy:
+Decoding reads every key and value once and computes little with them. So memory bandwidth limits
+the kernel, and each of these measures keeps the memory busy:
 
-* split KV (flash-decoding): a row is cut into pieces, so that one long row fills the GPU too. A
-  piece leaves its largest score m, its sum l = Σ exp(x − m) and acc = Σ exp(x − m)·v; the second
-  kernel rescales them to one maximum:
+* split KV (flash-decoding): the tokens of a row are cut into splits, so that one long row fills the
+  GPU too. A split writes a partial result: its largest score m, its sum l = Σ exp(x − m) and
+  acc = Σ exp(x − m)·v. The second kernel rescales the partial results to one maximum and adds them:
 
       top = max_s m_s ,   out = Σ_s exp(m_s − top)·acc_s / Σ_s exp(m_s − top)·l_s
 
 * packed query heads: the query heads that share one key head are the rows of one matrix product.
-  So a key is read once.
-* shared pages: rows whose tables begin alike (attempts of one group, readers of one chunk) are cut
-  into runs, each read once for all of its rows (Hydragen, cascade attention). What a run leaves is
-  one more piece of each of these rows, so the merge joins it exactly. With R rows of a group, a
-  prompt of P tokens and S own ones, R·(P + S) tokens become P + R·S.
-* double buffers: while one block of keys and values is multiplied, the next one is on its way.
-* whole waves: the number of pieces is chosen so that the last wave of programs fills the GPU too.
-* nothing depends on a value on the GPU: the launch follows from shapes alone, so a CUDA graph can
-  hold it. A piece past the end of its row leaves at once with l = 0, by which the merge knows that
-  it is empty.
+  So a key is read once for all of them.
+* prefix sharing (Hydragen, cascade attention): rows may have the same pages at the beginning of
+  their tables, such as the attempts of one group. Such a range of tokens is read once for all of
+  its rows. It adds one more partial result to each row, and the merge treats it like any other.
+  With R rows, a shared prompt of P tokens and S tokens of each row alone, the kernel reads P + R·S
+  tokens in place of R·(P + S).
+* double buffers: one block of keys and values is loaded while the block before it is multiplied.
+* full waves: the number of splits is chosen so that the last wave of programs fills the GPU too.
+* The launch depends on shapes alone and on no value on the GPU, so a CUDA graph can hold it. A
+  split beyond the end of its range stores l = 0. The merge ignores a partial result with l = 0.
 
-Exponentials are base 2 (scale carries log₂ e): one instruction on the GPU. Sums are fp32.
-`reference()` is the plain PyTorch form that the kernel is tested against.
+Exponentials are base 2 (scale carries log₂ e), since that is one instruction on the GPU. Sums are
+fp32. `reference()` is the plain PyTorch form that the kernel is tested against.
 Tests: `pytest tests/test_kernels_decode.py tests/test_attention.py tests/test_kernels_compile.py`.
 Speed: `python -m bench.gpu --step attention`.
 """
@@ -39,20 +39,20 @@ import torch.nn.functional as F
 
 from kernels.backend import check, jit, tl, triton, use_triton
 
-# One buffer of keys, and one of values. Two of each are 32 KB, so that a Hopper processor runs five
-# programs at a time: about 80 KB are on their way in each, where 32 KB already hide the latency of
-# a 4.3 TB/s memory (by arithmetic, at 1 µs).
+# A program has two buffers of keys and two of values. At this size they take 32 KB together, so
+# five programs fit one Hopper processor and load about 80 KB at a time. By arithmetic 32 KB already
+# hide the latency of a memory of 4.3 TB/s, at 1 µs.
 BUFFER_BYTES = 8192
-# The pipeline uses up three stages on the way from block table to product. Five leave two buffers.
+# The path from block table to product takes three of these stages. Two buffers need five stages.
 NUM_STAGES = 5
-HEAD_SIZES = (16, 32, 64, 128, 256)  # what the kernels take
-MAX_PARTS = 64  # The merge holds [parts, Dh] in registers.
-# Starting a piece and merging it cost about as much as reading this many tokens (by arithmetic).
+HEAD_SIZES = (16, 32, 64, 128, 256)  # the head sizes that the kernels take
+MAX_PARTS = 64  # The merge keeps [parts, Dh] in registers.
+# Starting and merging a split takes about as long as reading this many tokens (by arithmetic).
 TOKENS_PER_START = 32
-# Runs of shared pages that may follow one another in a row's table: a prompt, and a turn behind it.
+# At most this many shared ranges may follow one another in a row: a prompt, and a turn after it.
 LEVELS = 2
-RUN_FIELDS = 5  # A run is (begin, end, first, last, level); see `paged_attention`.
-RUN_QUERIES = 32  # A run has about so many: eight rows of a model with four query heads a key.
+RANGE_FIELDS = 5  # A range is (begin, end, first, last, level); see `paged_attention`.
+RANGE_QUERIES = 32  # query heads in a range: eight rows of a model with four query heads per key
 # Shared memory of one program at most: its buffers, what queries and scores need, CUDA's own 1 KB.
 PROGRAM_BYTES = 45 * 1024
 
@@ -68,7 +68,7 @@ def reference(q, k_pages, v_pages, block_table, lengths, *, scale):
         pages = block_table[row, : -(-length // page_size)].long()
         k = k_pages[pages].flatten(0, 1)[:length].transpose(0, 1)  # [Hkv, T, Dh]
         v = v_pages[pages].flatten(0, 1)[:length].transpose(0, 1)
-        # The query heads of one key head stand as if they were several tokens of one head.
+        # The query heads of one key head are passed as if they were several tokens of one head.
         query = q[row].unflatten(0, (Hkv, Hq // Hkv))
         out[row] = F.scaled_dot_product_attention(query, k, v, scale=scale).flatten(0, 1)
     return out
@@ -79,7 +79,7 @@ def reference(q, k_pages, v_pages, block_table, lengths, *, scale):
 
 @functools.cache
 def programs_at_once(device):
-    """Programs that the GPU runs at a time; without one, five on each processor of an H200."""
+    """The programs that the GPU runs at a time; without a GPU, five per processor of an H200."""
     if device.type != "cuda":
         return 132 * 5
     gpu = torch.cuda.get_device_properties(device)
@@ -89,26 +89,25 @@ def programs_at_once(device):
 
 @functools.lru_cache(maxsize=4096)
 def split_count(rows, kv_heads, capacity, block, at_once, most=MAX_PARTS):
-    """Pieces a row is cut into, from shapes only; `most` at most.
+    """The number of splits of a row, from shapes only; at most `most`.
 
-    capacity: tokens that the block table has room for. at_once: programs that the GPU runs at a
-    time; it works through all of them in waves of that many. The best number of pieces is the one
-    that is done first, counting for each wave a piece's tokens and its start.
+    capacity: the tokens that fit a row of the block table. at_once: the programs of one wave, which
+    the GPU runs at a time. The estimated time is the number of waves times the time of one split.
     """
 
     def cost(splits):
         waves = math.ceil(rows * kv_heads * splits / at_once)
-        piece = math.ceil(capacity / splits / block) * block  # tokens, whole blocks
-        return waves * (piece + TOKENS_PER_START)
+        split_size = math.ceil(capacity / splits / block) * block  # tokens, whole blocks
+        return waves * (split_size + TOKENS_PER_START)
 
     return min(range(1, min(most, math.ceil(capacity / block)) + 1), key=cost, default=1)
 
 
 @jit
 def slots_of_block(table_ptr, page_stride, start, valid, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the tokens from `start` on of a row lie in the pool, [BLOCK] int64."""
+    """The slots in the pool of a row's tokens from `start` on, [BLOCK] int64."""
     j = tl.arange(0, BLOCK)
-    if PAGE % BLOCK == 0:  # The block lies in one page: one look-up.
+    if PAGE % BLOCK == 0:  # The block lies in one page, so one look-up is enough.
         page = tl.load(table_ptr + start // PAGE * page_stride)
         slot = page.to(tl.int64) * PAGE + (start % PAGE + j)
     else:
@@ -123,7 +122,7 @@ def split_kernel(
     k_pages_ptr,
     v_pages_ptr,
     block_table_ptr,
-    runs_ptr,
+    ranges_ptr,
     part_acc_ptr,
     part_max_ptr,
     part_sum_ptr,
@@ -136,43 +135,43 @@ def split_kernel(
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     DH: tl.constexpr,
-    SHARING: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr,
     TILE: tl.constexpr,
     FIELDS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One piece of one run for one key head: max, sum and weighted values over its tokens.
+    """One split of one range for one key head: max, sum and weighted values over its tokens.
 
-    The queries of all rows of the run are taken together, SHARING of each row. tl.dot takes at
-    least 16 queries, hence TILE.
+    One product takes the queries of all rows of the range, HEADS_PER_KEY of each row. They are
+    padded to TILE, because tl.dot needs at least 16 queries.
     """
-    # The heads of a token lie side by side: neighbouring programs read them at about the same time.
+    # Neighbouring programs read the heads of one token, which are neighbours in memory.
     kv_head = tl.program_id(0) % HKV
-    run = runs_ptr + tl.program_id(0) // HKV * FIELDS
+    range_ptr = ranges_ptr + tl.program_id(0) // HKV * FIELDS
     split = tl.program_id(1)
-    begin = tl.load(run)
-    end = tl.load(run + 1)
-    run_first = tl.load(run + 2)
-    run_last = tl.load(run + 3)
-    level = tl.load(run + 4)
-    piece = tl.cdiv(tl.cdiv(run_last - run_first, splits), BLOCK) * BLOCK
-    first = run_first + split * piece
-    last = tl.minimum(first + piece, run_last)
+    begin = tl.load(range_ptr)
+    end = tl.load(range_ptr + 1)
+    range_first = tl.load(range_ptr + 2)
+    range_last = tl.load(range_ptr + 3)
+    level = tl.load(range_ptr + 4)
+    split_size = tl.cdiv(tl.cdiv(range_last - range_first, splits), BLOCK) * BLOCK
+    first = range_first + split * split_size
+    last = tl.minimum(first + split_size, range_last)
     table_ptr = block_table_ptr + begin.to(tl.int64) * row_stride
 
     m = tl.arange(0, TILE)
     d = tl.arange(0, DH)
     j = tl.arange(0, BLOCK)
-    real = m < (end - begin) * SHARING
-    head = begin.to(tl.int64) * HQ + kv_head * SHARING  # the first one
-    behind = m // SHARING * HQ + m % SHARING  # how far the others are behind it
-    query_ptr = q_ptr + head * DH + behind[:, None] * DH + d[None, :]
+    real = m < (end - begin) * HEADS_PER_KEY
+    first_head = begin.to(tl.int64) * HQ + kv_head * HEADS_PER_KEY
+    offset = m // HEADS_PER_KEY * HQ + m % HEADS_PER_KEY  # from the first head to each head
+    query_ptr = q_ptr + first_head * DH + offset[:, None] * DH + d[None, :]
     query = tl.load(query_ptr, mask=real[:, None], other=0.0)
     running_max = tl.full((TILE,), float("-inf"), tl.float32)
     running_sum = tl.zeros((TILE,), tl.float32)
     acc = tl.zeros((TILE, DH), tl.float32)
-    # A block's first token is always valid, so running_max is finite after it.
+    # A block's first token is always valid, so running_max is finite after each block.
     for start in range(first, last, BLOCK):
         valid = start + j < last
         slot = slots_of_block(table_ptr, page_stride, start, valid, PAGE, BLOCK)
@@ -185,11 +184,11 @@ def split_kernel(
         shrink = tl.exp2(running_max - new_max)
         value = tl.load(v_pages_ptr + at, mask=valid[:, None], other=0.0)
         running_sum = running_sum * shrink + tl.sum(p, 1)
-        mixed = tl.dot(p.to(value.dtype), value, input_precision="ieee")
-        acc = acc * shrink[:, None] + mixed
+        weighted = tl.dot(p.to(value.dtype), value, input_precision="ieee")
+        acc = acc * shrink[:, None] + weighted
         running_max = new_max
 
-    part = head * parts + level * shared_splits + split + behind * parts
+    part = first_head * parts + level * shared_splits + split + offset * parts
     tl.store(part_max_ptr + part, running_max, mask=real)
     tl.store(part_sum_ptr + part, running_sum, mask=real)
     if first < last:
@@ -206,13 +205,13 @@ def merge_kernel(
     DH: tl.constexpr,
     PARTS_PADDED: tl.constexpr,
 ):
-    """Rescales the parts of one row and query head to their common maximum and adds them."""
+    """Rescales the partial results of one row and query head to one maximum and adds them."""
     head = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS_PADDED)
     d = tl.arange(0, DH)
     at = head * parts + part
     part_sum = tl.load(part_sum_ptr + at, mask=part < parts, other=0.0)
-    # An empty part has max −inf and nothing in acc. A NaN counts as used, so that it is seen.
+    # An empty part has no valid max and acc. A NaN counts as used, so that it reaches the output.
     used = part_sum != 0.0
     part_max = tl.load(part_max_ptr + at, mask=used, other=float("-inf"))
     factor = tl.where(used, tl.exp2(part_max - tl.max(part_max, 0)), 0.0)
@@ -220,79 +219,80 @@ def merge_kernel(
     acc = tl.load(part_acc_ptr + at[:, None] * DH + d[None, :], mask=used[:, None], other=0.0)
     # A padding row has no part at all and gives zeros.
     divisor = tl.where(total == 0.0, 1.0, total)
-    mixed = tl.sum(acc * factor[:, None], 0) / divisor
-    tl.store(out_ptr + head * DH + d, mixed.to(out_ptr.dtype.element_ty))
+    out = tl.sum(acc * factor[:, None], 0) / divisor
+    tl.store(out_ptr + head * DH + d, out.to(out_ptr.dtype.element_ty))
 
 
-def rows_of_a_run(sharing):
-    """How many rows a run may have where `sharing` query heads share a key head."""
-    return max(4, RUN_QUERIES // sharing)
+def max_rows_of_range(heads_per_key):
+    """The largest number of rows of a shared range, for so many query heads per key head."""
+    return max(4, RANGE_QUERIES // heads_per_key)
 
 
-def own_runs(lengths):
-    """The runs [B, 5] of rows that share nothing. Level 0: no shared piece stands before theirs."""
+def own_ranges(lengths):
+    """The ranges [B, 5] of rows that share nothing, at level 0."""
     row = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
-    nothing = torch.zeros_like(row)
-    return torch.stack((row, row + 1, nothing, lengths, nothing), 1)
+    zero = torch.zeros_like(row)
+    return torch.stack((row, row + 1, zero, lengths, zero), 1)
 
 
 def triton_paged_attention(
-    q, k_pages, v_pages, block_table, lengths, *, scale, runs=None, splits=None, config=None
+    q, k_pages, v_pages, block_table, lengths, *, scale, kv_ranges=None, splits=None
 ):
-    """The Triton form of `paged_attention`; `splits` and `config` are for tests and tuning."""
+    """The Triton form of `paged_attention`; `splits` is for tests."""
     B, Hq, Dh = q.shape
     _, page_size, Hkv, _ = k_pages.shape
     block = max(16, BUFFER_BYTES // (Dh * q.element_size()))
-    config = {"block": block, "num_warps": 4, "num_stages": NUM_STAGES} | (config or {})
-    block = config.pop("block")
-    sharing = Hq // Hkv
-    if runs is None:
-        runs = own_runs(lengths)
-    shared = len(runs) - B
+    heads_per_key = Hq // Hkv
+    if kv_ranges is None:
+        kv_ranges = own_ranges(lengths)
+    shared = len(kv_ranges) - B
     most = MAX_PARTS // (LEVELS + 2) if shared else MAX_PARTS
-    layout = Hkv, block_table.shape[1] * page_size, block, programs_at_once(q.device), most
-    own_splits = splits or split_count(B, *layout)
+    size = Hkv, block_table.shape[1] * page_size, block, programs_at_once(q.device), most
+    own_splits = splits or split_count(B, *size)
     shared_splits = 0
-    launches = [(runs[shared:], own_splits, 1)]
+    launches = [(kv_ranges[shared:], own_splits, 1)]
     if shared:
-        # Only the host knows how many of the runs are real. About eight rows a run are assumed.
-        shared_splits = splits or split_count(-(-B // 8), *layout)
-        launches.append((runs[:shared], shared_splits, rows_of_a_run(sharing)))
+        # How many ranges are real is a value on the GPU. This assumes eight rows per range.
+        shared_splits = splits or split_count(-(-B // 8), *size)
+        launches.append((kv_ranges[:shared], shared_splits, max_rows_of_range(heads_per_key)))
     parts = LEVELS * shared_splits + own_splits
     part_acc = torch.empty(B, Hq, parts, Dh, dtype=torch.float32, device=q.device)
     part_max = torch.empty(B, Hq, parts, dtype=torch.float32, device=q.device)
-    part_sum = torch.zeros_like(part_max)  # 0: a row has no such part
-    found = part_acc, part_max, part_sum
+    part_sum = torch.zeros_like(part_max)  # A part that no split writes has sum 0.
+    results = part_acc, part_max, part_sum
     out = torch.empty_like(q)
-    sizes = {"HQ": Hq, "HKV": Hkv, "DH": Dh, "SHARING": sharing, "PAGE": page_size, "BLOCK": block}
-    for some, pieces, rows in launches:
-        tensors = q, k_pages, v_pages, block_table, some, *found
-        numbers = scale * math.log2(math.e), pieces, shared_splits, parts, *block_table.stride()
-        tile = max(16, triton.next_power_of_2(rows * sharing))
-        split_kernel[(len(some) * Hkv, pieces)](
-            *tensors, *numbers, **sizes, TILE=tile, FIELDS=RUN_FIELDS, **config
+    constants = {"HQ": Hq, "HKV": Hkv, "DH": Dh, "HEADS_PER_KEY": heads_per_key}
+    constants |= {"PAGE": page_size, "BLOCK": block, "FIELDS": RANGE_FIELDS}
+    for ranges, range_splits, rows in launches:
+        tensors = q, k_pages, v_pages, block_table, ranges, *results
+        layout = range_splits, shared_splits, parts, *block_table.stride()
+        tile = max(16, triton.next_power_of_2(rows * heads_per_key))
+        options = {"TILE": tile, "num_warps": 4, "num_stages": NUM_STAGES}
+        split_kernel[(len(ranges) * Hkv, range_splits)](
+            *tensors, scale * math.log2(math.e), *layout, **constants, **options
         )
     padded = triton.next_power_of_2(parts)
-    merge_kernel[(B * Hq,)](*found, out, parts, DH=Dh, PARTS_PADDED=padded, num_warps=4)
+    merge_kernel[(B * Hq,)](*results, out, parts, DH=Dh, PARTS_PADDED=padded, num_warps=4)
     return out
 
 
 # --- the entry point ------------------------------------------------------------------------------
 
 
-def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, runs=None):
+def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, kv_ranges=None):
     """Attention of one query token per row over its paged keys and values.
 
     q [B, Hq, Dh], Dh one of 16, 32, 64, 128, 256; k_pages, v_pages [pages, page_size, Hkv, Dh], all
-    fp32, fp16 or bf16; block_table [B, pages of a row] int32: a row's pages in order (those past
+    fp32, fp16 or bf16; block_table [B, pages of a row] int32: a row's pages in order (those after
     its length are never read); lengths [B] int32, in tokens; scale: usually Dh^-0.5. Returns
     [B, Hq, Dh] in q's dtype. A row of length 0 (padding of a CUDA graph's bucket) gives zeros.
     ValueError if the shapes or types do not fit.
 
-    runs [R + B, 5] int32 say what is read once for several rows; they change the time only. Each is
-    (begin, end, first, last, level): rows begin:end (at most rows_of_a_run) have the same pages for
-    their tokens first:last, whole pages, and `level` < LEVELS other runs before it. The last B are
-    the rows themselves, each with what no run reads for it, at level LEVELS. Zeros are no run.
+    kv_ranges [R + B, 5] int32 cover the tokens of all rows; they change the time only. A range
+    (begin, end, first, last, level) makes the kernel read tokens first:last once for the rows
+    begin:end. The first R are shared: at most max_rows_of_range rows, with the same pages for these
+    tokens, whole pages, and `level` < LEVELS shared ranges before them. The last B have one row
+    each, with the tokens that no shared range covers, at level LEVELS. A range of zeros is unused.
     """
     by_triton = use_triton(q)
     B, Hq, Dh = q.shape
@@ -307,16 +307,17 @@ def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, runs=No
         and block_table.dtype == lengths.dtype == torch.int32
         and q.dtype == k_pages.dtype == v_pages.dtype
     )
-    if runs is not None:  # The rows themselves are the last B of them.
-        fits &= runs.dtype == torch.int32 and runs.shape == (max(B, len(runs)), RUN_FIELDS)
+    if kv_ranges is not None:
+        fits &= kv_ranges.shape == (max(B, len(kv_ranges)), RANGE_FIELDS)
+        fits &= kv_ranges.dtype == torch.int32
     if by_triton:
         types = [torch.float32, torch.float16]
         if q.is_cuda:  # Triton's interpreter gets bf16 wrong.
             types.append(torch.bfloat16)
         fits &= Dh in HEAD_SIZES and q.dtype in types
         fits &= all(x.is_contiguous() for x in (q, k_pages, v_pages, lengths))
-    inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "runs": runs}
-    check(fits, "paged_attention", **inputs, block_table=block_table, lengths=lengths)
+    inputs = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table}
+    check(fits, "paged_attention", **inputs, lengths=lengths, kv_ranges=kv_ranges)
     if not by_triton:
-        return reference(q, k_pages, v_pages, block_table, lengths, scale=scale)
-    return triton_paged_attention(q, k_pages, v_pages, block_table, lengths, scale=scale, runs=runs)
+        return reference(**inputs, lengths=lengths, scale=scale)
+    return triton_paged_attention(**inputs, lengths=lengths, scale=scale, kv_ranges=kv_ranges)

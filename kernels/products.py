@@ -1,8 +1,8 @@
-"""The fp32 products of a CPU: PyTorch's own, or oneDNN's where these are faster.
+"""The fp32 products of a CPU: PyTorch's own, or oneDNN's on processors where they are faster.
 
-PyTorch multiplies fp32 matrices on x86 by MKL, which on other makers' processors stops at AVX2,
-half the width of AVX-512. oneDNN, which PyTorch brings along for other work, uses all of it.
-Nothing is rounded to bf16, also on processors with units for it.
+PyTorch multiplies fp32 matrices on x86 by Intel's MKL. On processors that are not Intel's, MKL uses
+AVX2 and not AVX-512, which is twice as wide. oneDNN is part of PyTorch and uses AVX-512 there. All
+products are exact fp32: none is rounded to bf16.
 
 y = x Wᵀ + b ,   ∂L/∂x = dy W ,   ∂L/∂W = dyᵀ x ,   ∂L/∂b = Σ over tokens dy
 
@@ -17,10 +17,7 @@ import torch.nn.functional as F
 
 
 def onednn(a, b):
-    """a [..., K] @ b [K, N] in fp32 by oneDNN, which takes b as the weight of a linear layer.
-
-    oneDNN refuses a product in which a size is 0, so PyTorch makes those.
-    """
+    """a [..., K] @ b [K, N] in fp32 by oneDNN. PyTorch computes it if a size is 0."""
     if a.numel() == 0 or b.numel() == 0:
         return a @ b
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
@@ -28,10 +25,10 @@ def onednn(a, b):
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Whether oneDNN multiplies faster than PyTorch: where MKL leaves units for AVX-512 unused.
+    """Whether oneDNN multiplies faster than PyTorch: with AVX-512 and without an Intel processor.
 
-    A rule and no measurement, because a resumed run must decide alike, however busy the machine.
-    PyTorch uses AVX-512 where the processor has it, unless ATEN_CPU_CAPABILITY holds it down.
+    This is a rule and not a measurement, because a resumed run must get the same answer. PyTorch
+    reports AVX512 if the processor has it, unless ATEN_CPU_CAPABILITY names older instructions.
     """
     cpu = Path("/proc/cpuinfo")
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise") or not cpu.exists():
@@ -41,7 +38,7 @@ def onednn_is_faster() -> bool:
 
 
 def by_onednn(x) -> bool:
-    """Whether a product of x goes to oneDNN."""
+    """Whether oneDNN computes a product of x."""
     return x.dtype == torch.float32 and x.device.type == "cpu" and onednn_is_faster()
 
 
@@ -72,7 +69,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x, weight, bias=None):
-    """F.linear, under autocast too; by oneDNN where that is faster."""
+    """F.linear, computed by oneDNN if that is faster. Under autocast it is F.linear itself."""
     if by_onednn(x) and not torch.is_autocast_enabled("cpu"):
         return _Linear.apply(x, weight, bias)
     return F.linear(x, weight, bias)

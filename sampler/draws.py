@@ -1,12 +1,11 @@
-"""Which token is drawn: a function of the logits and of (seed, index), and of nothing else.
+"""Draws of tokens. A draw depends on the logits and on (seed, index) alone.
 
 The t-th new token of a request is drawn with a uniform number that is hashed from the request's
-seed and t. A random generator with a state would make a draw depend on which rows ran before it.
-Departure from the usual implementation: the token is found in the cumulative distribution with one
-uniform number (inverse transform) and not with V exponential ones. So a draw is a plain function of
-that number.
+seed and t. A random generator has a state, which would make a draw depend on earlier draws.
+Departure from the textbook: a draw needs one uniform number, whose place in the cumulative
+distribution is the token (inverse transform sampling). The usual implementation draws V numbers.
 
-Shapes: B rows, V vocabulary. Test: pytest tests/test_sampler.py -k "draw or uniform or top_p"
+Shapes: B rows, V vocabulary. Tests: pytest tests/test_sampler.py -k "draw or uniform or top_p"
 """
 
 import math
@@ -33,8 +32,8 @@ def hashed(*numbers: int) -> int:
 def uniform(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
     """Doubles in [0, 1) from (seed, index) alone: splitmix64's index-th output.
 
-    seed uint64 [B], index int64 [B] -> fp64 [B]. The numbers have 48 bits, so that u · total stays
-    below total in fp64.
+    seed uint64 [B], index int64 [B] -> fp64 [B]. The numbers have 48 bits, so that u · total is
+    always below total in fp64.
     """
     x = seed + (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -54,54 +53,55 @@ def sample_token(
     uniforms: Tensor,
     temperature: Tensor | None,
     top_p: Tensor | None,
-    memory: Tensor | None = None,
+    buffer: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One token a row and its log-prob: logits fp32 [B, V], uniforms fp64 [B] -> both [B].
+    """One token per row and its log-prob: logits fp32 [B, V], uniforms fp64 [B] -> both [B].
 
-    temperature [B]: 0 is greedy; None is 1 everywhere. top_p [B]: the draw is restricted to the
-    likeliest tokens that together reach it; None is 1 everywhere. The log-prob is always that of
-    the full vocabulary at the temperature (at 1 where it is greedy). memory: an fp32 tensor that is
-    resized and overwritten, the same one each time: fresh pages cost more than the sums.
+    temperature [B]: 0 is greedy; None means 1 for all rows. top_p [B]: only the likeliest tokens
+    whose probabilities sum to it can be drawn; None means 1 for all rows. The log-prob is always
+    that of the full vocabulary at the temperature (at 1 for a greedy row). buffer: an fp32 tensor
+    for the probabilities, which is resized and overwritten (allocating it anew takes longer).
     """
     if temperature is not None:
         is_greedy = temperature == 0
         logits = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
-    out = None if memory is None else memory.resize_(logits.shape)
+    out = None if buffer is None else buffer.resize_(logits.shape)
     probs = torch.softmax(logits, -1, out=out)
-    drawn_from = probs if top_p is None else keep_likeliest(probs, top_p)
-    # First a block of the vocabulary, then a token in it: a running sum of all tokens takes longer
-    # than the softmax.
-    blocks = drawn_from.unflatten(1, (-1, math.gcd(logits.shape[1], 256)))
+    candidates = probs if top_p is None else keep_likeliest(probs, top_p)
+    # Draw a block of the vocabulary and then a token in it. One running sum over all tokens would
+    # take longer than the softmax.
+    blocks = candidates.unflatten(1, (-1, math.gcd(logits.shape[1], 256)))
     block, uniforms = draw(blocks.sum(-1), uniforms)
     rows = torch.arange(len(blocks), device=blocks.device)
-    token, _ = draw(blocks[rows, block], uniforms)
-    tokens = block * blocks.shape[2] + token
+    place, _ = draw(blocks[rows, block], uniforms)
+    tokens = block * blocks.shape[2] + place
     if temperature is not None:
         tokens = torch.where(is_greedy, logits.max(-1).indices, tokens)
     return tokens, probs.gather(1, tokens[:, None])[:, 0].log()
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row the index where the running sum of weights [B, n] passes u times its total.
+    """Draws an index per row, with probabilities proportional to weights [B, n].
 
-    Returns the indices [B], never one of weight 0, and how far into its weight u fell [B], which is
-    a uniform number of [0, 1) again.
+    Returns the indices [B], at which the running sum of the weights exceeds u times their total,
+    and new uniform numbers in [0, 1) [B]: the relative place of u · total within that weight. An
+    index of weight 0 is never drawn.
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     threshold = uniforms[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, threshold, right=True)
-    index = index.clamp_(max=weights.shape[1] - 1)  # a row of NaN gives n
+    index = index.clamp_(max=weights.shape[1] - 1)  # The index of a row of NaN is n.
     weight = weights.gather(1, index)
-    into = (threshold - cumulative.gather(1, index)) / weight + 1
-    return index[:, 0], into[:, 0].clamp_(0, LAST)
+    place = (threshold - cumulative.gather(1, index)) / weight + 1
+    return index[:, 0], place[:, 0].clamp_(0, LAST)
 
 
 def keep_likeliest(probs: Tensor, top_p: Tensor) -> Tensor:
-    """probs [B, V] with 0 outside the smallest set of likeliest tokens that reaches top_p [B]."""
+    """probs [B, V], but 0 outside the smallest set of likeliest tokens that sums to top_p [B]."""
     ordered, index = torch.sort(probs, dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1, dtype=torch.float64) - ordered
     outside = before >= top_p[:, None]
-    # A row without top-p keeps all its tokens, whatever its neighbours ask for. `before` alone
-    # might drop some, since rounded probabilities may sum to more than 1.
+    # A row with top_p 1 keeps all its tokens. `before` alone might drop some of them, because
+    # rounded probabilities may sum to more than 1.
     outside &= (top_p < 1)[:, None]
     return probs.masked_fill(torch.zeros_like(outside).scatter(-1, index, outside), 0.0)

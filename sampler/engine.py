@@ -1,26 +1,26 @@
-"""The sampler: a paged KV cache and continuous batching, hand-written.
+"""The sampler: a paged KV cache and continuous batching in plain PyTorch.
 
-The keys and values of all conversations live in one pool of pages. A conversation owns a table of
-pages and keeps it between its turns; conversations whose prompts begin alike share the full pages
-of what they have in common. One step has three parts: schedule (scheduler.py: who gets rows and
-pages, in plain integers), run (here: a packed prefill, then one token for every row that is ready)
-and postprocess (append the tokens, find the finished requests).
+The keys and values of all conversations are in one pool of pages. A conversation has a block table
+and keeps it between its turns. Conversations whose prompts have a common beginning share its full
+pages (prefix sharing). A step has three parts: schedule (scheduler.py gives rows and pages to
+requests), run (this file: a packed prefill, then one token for every row that is ready) and
+postprocess (append the tokens and end the requests that are complete).
 
-Two invariants carry the code:
+The code relies on two invariants:
   cached   Pages hold the keys and values of a conversation's first `num_cached_tokens` tokens. A
            row is ready to decode when only its newest token is missing: it feeds that token and
-           samples the next. All other tokens (prompt, tool notes, a preempted row's past) are
-           prefilled, and a prefill never samples.
-  draws    The t-th new token of a request is a function of its logits and of (seed, t). So neither
-           recomputing a row nor other rows beside it change an answer, unless the last bits of the
-           logits decide a draw.
+           samples the next. All other tokens (prompt, tool notes, the tokens of a preempted row)
+           are prefilled, and a prefill never samples.
+  draws    The t-th new token of a request is a function of its logits and of (seed, t). So an
+           answer does not depend on the rows beside it, nor on whether a row is computed again. It
+           can differ only where the last bits of the logits decide a draw.
 
-On CUDA the choice of a token stays on the GPU, and the host reads it one step later (`overlap`): it
-launches step n + 1 and then reads the tokens of step n. If a row turns out to have stopped at n,
-the token that it computed in n + 1 is discarded. Batches are padded to a few sizes, and a CUDA
-graph of that size is replayed (`buckets`; off CUDA they are only padded).
+Departure from the textbook: on CUDA a sampled token stays on the GPU, and the host reads it one
+step later (`overlap`). It launches step n + 1 and then reads the tokens of step n. If a row stopped
+at step n, its token of step n + 1 is discarded. Batches are padded to a few sizes, and the CUDA
+graph of that size is replayed (`buckets`). Without CUDA, batches are padded only in tests.
 
-After an exception, a Ctrl-C included, a Sampler is thrown away.
+A Sampler cannot be used after an exception, and Ctrl-C is one.
 
 Tests: pytest tests/test_sampler.py tests/test_scheduler.py tests/test_pages.py
 Speed: python -m bench.sampler
@@ -32,16 +32,16 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.paged import rows_of_a_run
+from kernels.paged import max_rows_of_range
 from sampler.draws import greedy, hashed, sample_token
 from sampler.graphs import Graphs
 from sampler.model import Model
-from sampler.plan import Copies, Decode, kernel_runs, to_device
+from sampler.plan import Copies, Decode, plan_kv_ranges, to_device
 from sampler.request import Completion, Conversation, Request, check
 from sampler.scheduler import Scheduler
 
-# A decode step whose tokens the host has not read yet: its plan; fp64 [2, B], tokens (held exactly)
-# and log-probs in one copy; on CUDA the event after that copy.
+# A decode step whose tokens the host has not read yet: its plan; tokens and log-probs as one tensor
+# [2, B], whose fp64 represents tokens exactly; on CUDA the event after its copy to the host.
 Unread = tuple[Decode, Tensor, "torch.cuda.Event | None"]
 
 
@@ -55,16 +55,15 @@ class Sampler:
         request.completion.tokens   # submit again to go on
         sampler.close(talk)         # gives the pages back
 
-    max_tokens: tokens that the KV pool holds, over all conversations. page_size: tokens per page
-    (default 16; on CUDA 64). max_sequences: rows that run together at most. prefill_chunk: tokens
-    prefilled in one step at most, so that a long prompt does not starve the rows that decode
+    max_tokens: the size of the KV pool in tokens, over all conversations. page_size: tokens per
+    page (default 16; on CUDA 64). max_sequences: the most rows that run together. prefill_chunk:
+    the most tokens that one step prefills, so that rows need not wait long for another's prompt
     (default 512; on CUDA 8,192). dtype: of weights and cache (default the model's; on CUDA bf16).
-
-    overlap and buckets: see the head of this file; by default on CUDA only, in tests anywhere.
+    overlap, buckets: see the head of this file (default: on CUDA only).
     """
 
-    failure = RuntimeError  # what a request that ends with an error raises
-    path = "own pages"  # what a run's first line says of it
+    failure = RuntimeError  # the driver raises it for a request that ends with an error
+    path = "own pages"  # the name of this sampler in a run's first line
 
     def __init__(
         self,
@@ -94,21 +93,21 @@ class Sampler:
         self.pages = self.scheduler.pages
         self.stats = self.scheduler.stats
         heads = self.model.kv_heads, self.model.head_size
-        shape = 2, self.model.layers, self.pages.count, page_size, *heads  # 2: keys, values
+        shape = 2, self.model.layers, self.pages.count, page_size, *heads  # 2: keys and values
         self.pool = torch.zeros(shape, dtype=self.model.cache_dtype, device=self.device)
         self.newest = torch.zeros(max_sequences, dtype=torch.int64, device=self.device)  # per row
         self.overlap = cuda if overlap is None else overlap
         self.graphs = None
         if buckets or (buckets is None and cuda):
             self.graphs = Graphs(self.model, self.pool, max_sequences)
-        self.memory = torch.empty(0, device=self.device)  # of the last draw
+        self.probs_buffer = torch.empty(0, device=self.device)  # see draws.sample_token
         self.unread: Unread | None = None
 
     # ---- what callers use
 
     @property
     def busy(self) -> bool:
-        """True while a request is open that step() has not returned yet."""
+        """Whether step() has not returned every request yet."""
         return bool(self.scheduler.requests or self.scheduler.finished)
 
     @property
@@ -124,8 +123,7 @@ class Sampler:
         """Appends `tokens` to the conversation and asks for an answer, which step() will produce.
 
         options: `Request`'s max_new_tokens, temperature (0 is greedy), top_p, stop_ids and seed.
-        The t-th new token's draw depends on (seed, t) only. ValueError for what cannot be done;
-        nothing has changed then.
+        ValueError, without any change, for a request that cannot be served.
         """
         request = Request(conversation, list(tokens), **options)
         check(request, self.model.vocabulary, self.pages.count * self.pages.size)
@@ -134,17 +132,18 @@ class Sampler:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Some prefill, then one new token for every ready row. Returns the finished requests."""
+        """Prefills, then samples one token for every ready row. Returns the finished requests."""
         if self.unread is not None and self.scheduler.lacks_slots():
-            self._postprocess()  # a row that gives way is prefilled again, from tokens on the host
-        copies, prefill, late_copies, decode = self.scheduler.schedule(self.unread is not None)
-        self._copy_pages(copies)
+            self._postprocess()  # A preempted row is prefilled again, from tokens on the host.
+        unread = self.unread is not None
+        copies_before, prefill, copies_after, decode = self.scheduler.schedule(unread)
+        self._copy_pages(copies_before)
         if prefill is not None:
             self.model.fill(prefill.to(self.device), self.pool)
-        self._copy_pages(late_copies)
-        unread = self._decode(decode) if decode is not None else None
-        self._postprocess()  # of the step before, while the device computes this one
-        self.unread = unread
+        self._copy_pages(copies_after)
+        launched = self._decode(decode) if decode is not None else None
+        self._postprocess()  # This is the step before; the device computes the new one meanwhile.
+        self.unread = launched
         if not self.overlap:
             self._postprocess()
         finished, self.scheduler.finished = self.scheduler.finished, []
@@ -155,9 +154,9 @@ class Sampler:
         self.scheduler.close(conversation)
 
     def load_weights(self, model) -> None:
-        """Copies the weights in. All pages are forgotten, and recomputed when they are next used.
+        """Copies the weights of `model`, whose config must be that of the sampler's first model.
 
-        model: of the same shape as the one that the sampler was built from.
+        All pages are freed. A conversation that goes on is prefilled again.
         """
         self._postprocess()
         self.scheduler.release_all()
@@ -166,20 +165,21 @@ class Sampler:
     # ---- one step
 
     def _copy_pages(self, copies: Copies) -> None:
-        """One after the other, because a later source may be an earlier target."""
+        """Copies pages one after the other, because a later source may be an earlier target."""
         for source, target in copies:
             self.pool[:, :, target] = self.pool[:, :, source]
 
     def _decode(self, decode: Decode) -> Unread:
         """Launches one token for each row, without waiting for the device."""
-        if len(decode.started):
-            started = to_device(decode.started, self.device)
-            self.newest[started] = to_device(decode.newest, self.device)
+        if len(decode.fresh):
+            fresh = to_device(decode.fresh, self.device)
+            self.newest[fresh] = to_device(decode.newest, self.device)
         rows = to_device(decode.rows, self.device)
         batch = decode.batch
         if kernels.use_triton(self.pool):
-            most = rows_of_a_run(self.model.heads // self.model.kv_heads)
-            batch.runs = kernel_runs(batch.block_table, batch.lengths, self.pages.size, most)
+            max_rows = max_rows_of_range(self.model.heads // self.model.kv_heads)
+            tables = batch.block_table, batch.lengths
+            batch.kv_ranges = plan_kv_ranges(*tables, self.pages.size, max_rows)
         batch = batch.to(self.device)
         batch.ids = self.newest[rows]
         if self.graphs:
@@ -196,7 +196,7 @@ class Sampler:
         return decode, result, ready
 
     def _choose(self, logits: Tensor, decode: Decode) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs from fp32 logits [B, V]; computes only what some row asks for."""
+        """Tokens and log-probs [B] from fp32 logits [B, V]. It skips options that no row uses."""
         if not decode.temperature.any():
             return greedy(logits)
         uniforms = to_device(decode.uniforms, self.device)
@@ -204,7 +204,7 @@ class Sampler:
             to_device(option, self.device) if (option != 1).any() else None
             for option in (decode.temperature, decode.top_p)
         ]
-        return sample_token(logits, uniforms, *options, self.memory)
+        return sample_token(logits, uniforms, *options, self.probs_buffer)
 
     def _postprocess(self) -> None:
         """Reads the tokens of the unread step, if any, and ends the requests that are complete."""
@@ -217,12 +217,12 @@ class Sampler:
         tokens, logprobs = result.tolist()
         if math.isnan(sum(logprobs)):
             raise FloatingPointError(
-                "the sampler met NaN among the model's logits: its weights are damaged, or an "
-                "update threw them far; begin a new run from an earlier state, with a lower --lr"
+                "the model's logits contain NaN: its weights are damaged, or an update was too "
+                "large; begin a new run from an earlier state, with a lower --lr"
             )
         self.scheduler.collect(decode, [int(token) for token in tokens], logprobs)
 
-    # ---- all at once, for benches and tests
+    # ---- for benches and tests
 
     def generate(
         self,

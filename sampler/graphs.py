@@ -1,12 +1,12 @@
-"""Decode steps over static buffers: each size of batch is one CUDA graph, captured at the start.
+"""Decode steps over static buffers: each batch size is one CUDA graph, captured at the start.
 
-A decode step of a small batch launches some 300 kernels, and launching them takes the host
-longer than running them takes the GPU. A CUDA graph replays them with one call, but only for
-fixed shapes and addresses. So batches are padded to a few sizes, and a block table has room for
-the whole pool: the kernels read a row's pages up to its length, however wide the table is.
+A decode step of a small batch launches about 300 kernels. The host needs more time to launch them
+than the GPU needs to run them. A CUDA graph replays them with one call, but only for fixed shapes
+and addresses. So batches are padded to a few sizes, and a block table is wide enough for the whole
+pool. The width costs no time: the kernels read a row's pages up to its length.
 
 Padding rows have length 0 and slot -1: they read nothing and write nothing.
-Where nothing can be captured, the same padded batches run without a graph, for tests.
+Without CUDA the same padded batches run without a graph, in pytest tests/test_sampler.py.
 """
 
 from functools import partial
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.paged import LEVELS, RUN_FIELDS
+from kernels.paged import LEVELS, RANGE_FIELDS
 from sampler.model import Model
 from sampler.plan import Batch
 
 
 def can_capture(pool: Tensor) -> bool:
-    """Whether a graph can hold a decode step: the kernels' plain forms read values on the host."""
+    """Whether a graph can hold a decode step. The kernels' plain forms read values on the host."""
     return pool.is_cuda and kernels.use_triton(pool)
 
 
@@ -34,12 +34,11 @@ class Graphs:
         sizes = [1, 2, 4, 8, 16, *range(32, max_rows + 32, 32)]
         sizes = sorted({min(size, max_rows) for size in sizes})
         self.buffers = {size: self.make_buffers(size) for size in sizes}
-        self.captured: dict[int, tuple] = {}  # rows -> (graph, its hidden states)
+        self.captured: dict[int, tuple] = {}  # rows -> (graph, its hidden states [rows, D])
         if not can_capture(pool):
             return
         # Every size is captured before the first request, since a capture waits for the whole
-        # device. The largest goes first: the graphs run one at a time, so the others reuse its
-        # memory.
+        # device. The largest size is first, and the others use its memory: graphs never overlap.
         memory = None
         for size in reversed(sizes):
             graph, hidden = self.capture(self.buffers[size], memory)
@@ -56,11 +55,11 @@ class Graphs:
             slots=long(size) - 1,
             block_table=short(size, self.pool.shape[2]),
             lengths=short(size),
-            runs=short(LEVELS * (size // 2) + size, RUN_FIELDS),
+            kv_ranges=short(LEVELS * (size // 2) + size, RANGE_FIELDS),
         )
 
     def decode(self, batch: Batch) -> Tensor:
-        """model.decode(batch) in the smallest size that holds the batch."""
+        """The logits [B, V] of model.decode(batch), computed in the smallest size that fits."""
         rows, width = batch.block_table.shape
         size = next(size for size in self.buffers if size >= rows)
         static = self.buffers[size]
@@ -69,24 +68,24 @@ class Graphs:
             buffer[:rows] = getattr(batch, name)
             buffer[rows:] = padding
         static.block_table[:rows, :width] = batch.block_table
-        if batch.runs is not None:
-            static.runs.zero_()
-            shared = len(batch.runs) - rows
-            static.runs[:shared] = batch.runs[:shared]
-            own = static.runs[-size:]
-            own[:rows] = batch.runs[shared:]
+        if batch.kv_ranges is not None:
+            static.kv_ranges.zero_()
+            shared = len(batch.kv_ranges) - rows
+            static.kv_ranges[:shared] = batch.kv_ranges[:shared]
+            own = static.kv_ranges[-size:]
+            own[:rows] = batch.kv_ranges[shared:]
         if not self.captured:
-            static.spans = batch.spans + [0] * (size - rows)
+            static.host_lengths = batch.host_lengths + [0] * (size - rows)
             static.cache = {}
             return self.model.decode(static, self.pool)[:rows]
         graph, hidden = self.captured[size]
         graph.replay()
-        # Logits are made outside the graphs: each graph would keep [size, V] of its own.
+        # Logits are computed outside the graphs, because each graph would keep its own [size, V].
         return self.model.logits(hidden[:rows])
 
     def capture(self, static: Batch, memory) -> tuple:
-        """(graph, its hidden states) over the buffers `static`."""
-        # Two runs compile the kernels, which a capture cannot do.
+        """(graph, its hidden states [rows, D]) over the buffers `static`."""
+        # Two steps before the capture compile the kernels, which is impossible within it.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad(), torch.cuda.stream(stream):

@@ -1,13 +1,13 @@
-"""The transformer of Qwen2, Qwen3, Llama and their like, over a paged KV cache.
+"""The transformer of Qwen2, Qwen3, Llama and similar models, over a paged KV cache.
 
-It runs over an inference copy of the weights, with one product for queries, keys and values and one
-for gate and up. SmolLM2 is a Llama; Mistral is one where it has no window; SmolLM3 leaves the
-rotation out of some layers. `unsupported` says why another model is none of these; a server samples
-it (`--server`).
+It has an inference copy of the weights, in which queries, keys and values are one product, and gate
+and up are one product. SmolLM2 is a Llama. Mistral without a sliding window is a Llama too. SmolLM3
+has layers without rotary embedding. `unsupported` gives the reason why another model cannot run
+here; a server can sample it (`--server`).
 
-Departure from the textbook: `fill` computes no output. The sampler prefills all tokens of a
-context but the last and lets the decode step feed the last one. So a prefill needs no logits,
-and of the last layer only keys and values.
+Departure from the textbook: `fill` computes no output. The sampler prefills all tokens of a context
+except the last one, which the decode step feeds. So a prefill needs no logits, and only the keys
+and values of the last layer.
 
 Shapes: T tokens, D hidden size, V vocabulary, Hq and Hkv query and key heads, Dh head size; the
 cache of all layers is pool [2, layers, pages, page_size, Hkv, Dh].
@@ -25,12 +25,12 @@ from kernels.paged import HEAD_SIZES
 from sampler.attention import attention, cache_dtype
 from sampler.plan import Batch
 
-# On a CPU, packed weights are faster from about so many rows on.
+# On a CPU, packed weights are faster for at least this many rows (about).
 PACKED_ROWS = 8
 
 
 def unsupported(config) -> str | None:
-    """Why `Model` would be wrong for models of this transformers config; None where it is right."""
+    """Why `Model` cannot run models of this transformers config; None if it can."""
     size = head_size(config)
     if reason := unsupported_reason(config):
         return reason
@@ -45,14 +45,14 @@ def unsupported(config) -> str | None:
 
 
 def merged(module: nn.Linear) -> Tensor:
-    """A module's weight, gathered; the adapters beside it merged in."""
+    """A module's weight, gathered from all ranks, with its LoRA adapter merged in."""
     if hasattr(module, "merged_weight"):  # trainer/lora.py
         return module.merged_weight()
     return gather_full(module.weight)
 
 
 def named_weights(model) -> Iterator[tuple[str, Tensor]]:
-    """The inference copy's tensors, one at a time: all at once would double the memory."""
+    """The inference copy's tensors, one at a time, because all at once would double the memory."""
     yield "embed", gather_full(model.model.embed_tokens.weight)
     yield "head", gather_full(model.lm_head.weight)
     yield "norm", gather_full(model.model.norm.weight)
@@ -65,7 +65,7 @@ def named_weights(model) -> Iterator[tuple[str, Tensor]]:
         for name in ("q_norm", "k_norm"):
             if hasattr(attn, name):
                 yield f"{i}.{name}", gather_full(getattr(attn, name).weight)
-        products = {  # Modules with the same input are one product.
+        products = {  # Modules with the same input become one product.
             "qkv": [attn.q_proj, attn.k_proj, attn.v_proj],
             "o": [attn.o_proj],
             "gate_up": [mlp.gate_proj, mlp.up_proj],
@@ -78,7 +78,7 @@ def named_weights(model) -> Iterator[tuple[str, Tensor]]:
 
 
 def has_packed_products(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has packed products of this type: of bf16 not on every processor."""
+    """Whether oneDNN has packed products of this type. Some processors have none of bf16."""
     if not torch.backends.mkldnn.is_available():
         return False
     bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -109,7 +109,7 @@ class Model:
         self.vocabulary = config.vocab_size
         self.scale = self.head_size**-0.5
         self.rope_scale = model.model.rotary_emb.attention_scaling
-        # SmolLM3's layers without a rotation are its 0s.
+        # A 0 in SmolLM3's list is a layer without rotary embedding.
         self.rotates = getattr(config, "no_rope_layers", None) or [1] * self.layers
         self.dtype = dtype
         self.device = device
@@ -121,15 +121,15 @@ class Model:
 
     @torch.no_grad()
     def load(self, model) -> None:
-        """Copies the weights in, and in place after the first time: CUDA graphs keep addresses.
+        """Copies the weights, in place after the first call, because CUDA graphs keep addresses.
 
-        Matrices are kept as [in, out]. On a CPU that layout is up to twice as fast for few rows, so
-        they are really transposed there, and a second copy is packed for many rows, as oneDNN likes
-        it best. On CUDA they are transposed views, and a tied head is the embedding itself.
+        Matrices are [in, out]. On a CPU they are transposed in memory, which is up to twice as fast
+        for few rows. For many rows there is a second copy in oneDNN's packed layout. On CUDA they
+        are transposed views, and a tied head is the embedding itself.
         """
         cuda = self.device.type == "cuda"
-        # Logits are not rounded. A CPU has no product of bf16 matrices with an fp32 result, so the
-        # head is fp32 there, as the cache is.
+        # Logits are never rounded to bf16. A CPU has no product of bf16 matrices with an fp32
+        # result, so the head has the cache's fp32 there.
         dtypes = {"inv_freq": torch.float32, "head": self.cache_dtype}
         for name, value in named_weights(model):
             if name == "head" and self.tied and cuda:
@@ -164,18 +164,19 @@ class Model:
         self.hidden(batch, pool, last=self.layers - 1)
 
     def decode(self, batch: Batch, pool: Tensor) -> Tensor:
-        """Writes them, too; returns fp32 logits [T, V], never rounded to bf16 on the way."""
+        """Does the same and returns fp32 logits [T, V], which are never rounded to bf16."""
         return self.logits(self.hidden(batch, pool))
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [T, D] -> fp32 logits [T, V]."""
         if hidden.is_cuda and hidden.dtype != torch.float32:
             return torch.mm(hidden, self.weights["head"], out_dtype=torch.float32)
         return self.linear(hidden.to(self.weights["head"].dtype), "head").float()
 
     def hidden(self, batch: Batch, pool: Tensor, last: int | None = None) -> Tensor | None:
-        """Last hidden states [T, D], final norm included.
+        """The last hidden states [T, D] after the final norm.
 
-        With `last` it stops once that layer has stored its keys and values, and returns None.
+        With `last` it returns None as soon as that layer has stored its keys and values.
         """
         w = self.weights
         residual = None
@@ -184,8 +185,8 @@ class Model:
         angle = torch.cat((angle, angle), -1)  # [T, Dh]
         cos = (angle.cos() * self.rope_scale).to(x.dtype)
         sin = (angle.sin() * self.rope_scale).to(x.dtype)
-        turned = cos, sin
-        straight = torch.ones_like(cos), torch.zeros_like(sin)
+        rotation = cos, sin
+        no_rotation = torch.ones_like(cos), torch.zeros_like(sin)
         for i in range(self.layers):
             k_pages, v_pages = pool[:, i]
             x, residual = kernels.add_rms_norm(x, residual, w[f"{i}.norm1"], self.eps)
@@ -193,7 +194,7 @@ class Model:
                 self.linear(x, f"{i}.qkv"),
                 w.get(f"{i}.q_norm"),
                 w.get(f"{i}.k_norm"),
-                *(turned if self.rotates[i] else straight),
+                *(rotation if self.rotates[i] else no_rotation),
                 batch.slots,
                 k_pages,
                 v_pages,

@@ -1,18 +1,18 @@
-"""Pages of the KV cache: who holds which, in plain integers.
+"""Pages of the KV cache, counted in plain integers.
 
-The cache is one pool of pages; a page has room for the keys and values of `size` tokens, of every
-layer. A block table is the list of page numbers that hold a context, in order. Contexts that begin
-alike share the pages of their beginning; a page is free again when nobody holds it any more.
-The lowest free page is taken first, so that a context's pages often lie side by side.
+The cache is one pool of pages. A page stores the keys and values of `size` tokens for every layer.
+A block table is the list of a context's page numbers, in order. Contexts with a common beginning
+share its pages (prefix sharing). A page is free again when no block table contains it. The lowest
+free page is taken first, so that a context's pages are often consecutive.
 
-Test: pytest tests/test_pages.py
+Tests: pytest tests/test_pages.py
 """
 
 import heapq
 
 
 class Pages:
-    """Allocator of `count` pages of `size` tokens with reference counts."""
+    """An allocator of `count` pages of `size` tokens each, with reference counts."""
 
     def __init__(self, count: int, size: int):
         self.count = count
@@ -21,11 +21,11 @@ class Pages:
         self.references = [0] * count
 
     def missing(self, block_table: list[int], tokens: int) -> int:
-        """Pages that `block_table` lacks to hold `tokens` tokens."""
+        """The number of pages that `block_table` needs in addition, for `tokens` tokens in all."""
         return max(0, -(-tokens // self.size) - len(block_table))
 
     def extend(self, block_table: list[int], tokens: int) -> bool:
-        """Adds pages until the table holds `tokens` tokens. False: too few are free, no change."""
+        """Adds pages for `tokens` tokens in all. False, without change, if too few are free."""
         missing = self.missing(block_table, tokens)
         if missing > len(self.free):
             return False
@@ -38,9 +38,9 @@ class Pages:
     def fork(self, block_table: list[int], tokens: int) -> tuple[list[int], tuple | None]:
         """A second block table for the first `tokens` tokens of `block_table`.
 
-        Full pages are shared, a partial last one is copied to a free page, which must be there.
-        Returns the new table and the (source, target) pages whose contents the caller must copy
-        before anything else is written, or None.
+        Full pages are shared. A last page that is not full is copied to a free page, which must
+        exist. Returns the new table and that copy as (source, target) or None. The caller must
+        make the copy before the device writes to either page.
         """
         full, rest = divmod(tokens, self.size)
         new = block_table[:full]
@@ -52,7 +52,7 @@ class Pages:
         return new, (block_table[full], new[full])
 
     def release(self, block_table: list[int]) -> None:
-        """Empties a block table; pages that nobody holds any more are free."""
+        """Empties a block table. Its pages are free unless another block table contains them."""
         for page in block_table:
             self.references[page] -= 1
             if self.references[page] == 0:

@@ -1,13 +1,13 @@
-"""What the sampler is asked, and what it answers. Test: pytest tests/test_sampler.py -k refused"""
+"""Requests to the sampler and their completions. Tests: pytest tests/test_sampler.py -k refused"""
 
 import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-# Beyond these, fp32 logits divided by the temperature overflow or lose their differences.
-COLDEST = 1e-4
-HOTTEST = 1e4
-SMALLEST_TOP_P = 1e-6  # in fp32 a very small one is 0 and would allow no token at all
+# Outside this range, fp32 logits divided by the temperature overflow or lose their differences.
+MIN_TEMPERATURE = 1e-4
+MAX_TEMPERATURE = 1e4
+MIN_TOP_P = 1e-6  # A much smaller number would be 0 in fp32 and exclude every token.
 
 
 class Lost(Exception):
@@ -16,10 +16,10 @@ class Lost(Exception):
 
 @dataclass
 class Completion:
-    """What was sampled: tokens (a stop token included) and the log-prob of each.
+    """The sampled tokens (with the stop token) and the log-prob of each.
 
     Log-probs are those of the full vocabulary at the temperature. finish: 'stop' or 'length'.
-    server: the URL of the server that sampled it, if it was not this process.
+    server: the URL of the server that sampled the tokens, empty for this process.
     """
 
     tokens: list[int]
@@ -30,10 +30,10 @@ class Completion:
 
 @dataclass(eq=False)
 class Conversation:
-    """A context that grows: given and sampled ids in order, and the pages of their keys and values.
+    """A context that grows: its token ids in order, and the pages of their keys and values.
 
-    age: smaller is older. prompt: the tokens submitted first; conversations whose prompts begin
-    alike share pages. request: the open one.
+    age: a smaller number is older. prompt: the tokens of the first request; conversations whose
+    prompts have a common beginning share pages. request: the open request.
     """
 
     age: int = field(default_factory=itertools.count().__next__)
@@ -46,16 +46,16 @@ class Conversation:
 
     @property
     def idle(self) -> bool:
-        """It has no row: nothing was asked of it, or its request waits."""
+        """Whether it has no row: it has no open request, or the request is waiting."""
         return self.request is None or self.request.row is None
 
 
 @dataclass(eq=False)
 class Request:
-    """One answer to be sampled. When step() returns it, `completion` or `error` is set.
+    """A request for one completion. When step() returns it, `completion` or `error` is set.
 
-    given: the tokens that it appends to its conversation. number: counts submissions, so the
-    smallest is the oldest. row: its place among the running sequences, while it runs.
+    given: the tokens that it appends to its conversation. number: its number in the order of
+    submission. row: the index of its row in `plan.Rows` while it runs.
     """
 
     conversation: Conversation
@@ -78,7 +78,7 @@ class Request:
 
     @property
     def finish(self) -> str:
-        """Why its last token is its last: 'stop', 'length', or '' if more are to come."""
+        """'stop' if the last token is a stop token, 'length' at the limit, otherwise ''."""
         if self.tokens and self.tokens[-1] in self.stop_ids:
             return "stop"
         if len(self.tokens) == self.max_new_tokens:
@@ -87,24 +87,25 @@ class Request:
 
 
 def check(request: Request, vocabulary: int, pool: int) -> None:
-    """ValueError for what cannot be done.
+    """ValueError for a request that cannot be served.
 
-    vocabulary: tokens that the model knows. pool: tokens that a conversation may have.
+    vocabulary: the number of token ids. pool: the number of tokens that a conversation may have.
     """
     conversation = request.conversation
     if conversation.closed or conversation.request:
         raise ValueError("the conversation is closed, or has an open request")
     if not request.given or not 0 <= min(request.given) <= max(request.given) < vocabulary:
         raise ValueError(f"tokens must be at least one id, each from 0 to {vocabulary - 1}")
-    outside = request.temperature != 0 and not COLDEST <= request.temperature <= HOTTEST
-    if outside or request.max_new_tokens < 1 or not SMALLEST_TOP_P <= request.top_p <= 1:
-        raise ValueError(
-            f"max_new_tokens {request.max_new_tokens}, temperature {request.temperature} and top_p "
-            f"{request.top_p}: the first must be at least 1, the second 0 (greedy) or {COLDEST:g} "
-            f"to {HOTTEST:g}, the third {SMALLEST_TOP_P:g} to 1"
-        )
+    if request.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {request.max_new_tokens} and must be at least 1")
+    temperature = request.temperature
+    if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        limits = f"0 (greedy) or between {MIN_TEMPERATURE:g} and {MAX_TEMPERATURE:g}"
+        raise ValueError(f"temperature is {temperature} and must be {limits}")
+    if not MIN_TOP_P <= request.top_p <= 1:
+        raise ValueError(f"top_p is {request.top_p} and must be between {MIN_TOP_P:g} and 1")
     context = len(conversation.tokens) + len(request.given)
-    if context + request.max_new_tokens - 1 > pool:  # the newest token needs no slot
+    if context + request.max_new_tokens - 1 > pool:  # The last token needs no slot.
         raise ValueError(
             f"{context} tokens and {request.max_new_tokens} new ones can never fit the KV pool of "
             f"{pool} tokens; raise max_tokens or ask for less"

@@ -1,24 +1,25 @@
-"""The scheduler: which requests run, and in which pages. Plain integers, no tensor.
+"""The scheduler: it decides which requests run, and in which pages. It has integers, no tensors.
 
-A request's way, and the list it is in:
-  waiting      it has no row; listed in the order of the requests' numbers, the oldest first
+A request goes through these lists:
+  waiting      it has no row; the oldest request is first
   prefilling   it has a row and pages; keys and values of its context are still missing
   decoding     only the newest token's key and value are missing: each step feeds that token and
                samples the next
-  (none)       its last token is being computed, and the host has not read it yet
-  finished     it has a completion and is handed to the caller next
+  (none)       the device computes its last token, and the host has not read that token yet
+  finished     it has a completion, and step() returns it next
 
-When pages run out, conversations that do not run give way first, the youngest first, and then the
-newest request. So the oldest request that runs always goes on, and no request waits for ever.
+If there are too few free pages, conversations that do not run are preempted, the youngest first,
+and then the newest running request. So the oldest running request is never preempted, and every
+request finishes.
 
-A step is planned ahead (plan.py): the device copies pages, prefills, copies pages and decodes. The
-order matters, because a page may change hands within one step. What the host learns only
-afterwards, the tokens, comes back through `collect`.
+The scheduler plans a whole step before the device begins it (plan.py): copy pages, prefill, copy
+pages, decode. The order matters, because one step may write a page more than once. The host gets
+the sampled tokens after the step, in `collect`.
 
-Read `schedule` and what it calls from top to bottom. How prompts that begin alike share pages
-stands at the end of the file and can be read later.
+Read `schedule` first, and then its methods from top to bottom. Prefix sharing is at the end of the
+file and can be read last.
 
-Test: pytest tests/test_scheduler.py
+Tests: pytest tests/test_scheduler.py
 """
 
 import bisect
@@ -39,9 +40,9 @@ prompt_of = attrgetter("prompt")
 
 
 class Scheduler:
-    """Hands out rows and pages; see the head of this file.
+    """Gives rows and pages to requests; see the head of this file.
 
-    stats: prefilled_tokens and shared_tokens, and preemptions: how often pages ran out.
+    stats counts prefilled_tokens, shared_tokens and preemptions.
     """
 
     def __init__(self, *, pages: int, page_size: int, max_sequences: int, prefill_chunk: int):
@@ -50,17 +51,17 @@ class Scheduler:
         self.numbers = itertools.count()
         self.stats = collections.Counter()
         self.rows = Rows(max_sequences, pages)
-        self.requests: set[Request] = set()  # the open ones
+        self.requests: set[Request] = set()  # all open requests
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
         self.finished: list[Request] = []
-        self.holders: list[Conversation] = []  # those that have pages, sorted by their prompts
+        self.holders: list[Conversation] = []  # conversations that have pages, sorted by prompt
 
     # ---- conversations and requests
 
     def submit(self, request: Request) -> None:
-        """Takes a checked request."""
+        """Adds a request that request.check has accepted."""
         conversation = request.conversation
         request.number = next(self.numbers)
         conversation.request = request
@@ -81,68 +82,68 @@ class Scheduler:
     # ---- schedule
 
     def schedule(self, unread: bool) -> tuple[Copies, Batch | None, Copies, Decode | None]:
-        """One step, in the order in which the device does it.
+        """The plan of one step: page copies, prefill, more page copies, decode, in this order.
 
-        unread: the step before is under way and its tokens are not known yet.
+        unread: the host has not read the tokens of the step before.
         """
-        copies = self._admit(unread)
+        copies_before = self._admit(unread)
         prefill = self._plan_prefill()
-        # Who waited for what is prefilled now can copy it after that.
-        late_copies = self._admit(unread)
+        # Requests that waited for this prefill can share its pages now.
+        copies_after = self._admit(unread)
         self._reserve()
-        return copies, prefill, late_copies, self._plan_decode()
+        return copies_before, prefill, copies_after, self._plan_decode()
 
     def _admit(self, unread: bool) -> Copies:
-        """Gives rows and pages to waiting requests, the oldest first.
+        """Gives rows and pages to waiting requests, the oldest first. Returns the page copies.
 
-        A conversation whose prompt begins like that of one with pages, its leader, takes these
-        pages over (Pages.fork). While the leader still prefills them, its followers are passed over
-        and a row is kept for each of them. Returns the page copies that the forks need.
+        A conversation shares the first pages of a source, a conversation with a similar prompt
+        (Pages.fork). A request whose source still prefills these pages is postponed, and one free
+        row is reserved for it.
         """
         copies = []
-        followers = []
-        while self.waiting and len(followers) < len(self.rows.free):
+        postponements = []
+        while self.waiting and len(postponements) < len(self.rows.free):
             conversation = self.waiting[0].conversation
-            leader, shared = self._leader(conversation)
-            if leader is not None and leader.num_cached_tokens < shared:
-                followers.append(self.waiting.pop(0))
+            source, shared = self._find_source(conversation)
+            if source is not None and source.num_cached_tokens < shared:
+                postponements.append(self.waiting.pop(0))
                 continue
             if self._lacks_pages(conversation, shared):
                 if unread and not self.prefilling and not self.decoding:
-                    break  # the tokens that are under way may end their requests and free pages
-                victim = self._youngest_idle(but=conversation)
+                    break  # The unread tokens may end their requests, which frees pages.
+                victim = self._youngest_idle(excluded=conversation)
                 if victim is None:
                     break
                 self._preempt(victim)
                 self.stats["preemptions"] += 1
-                continue  # the leader itself may have given way
-            copies += self._enter(self.waiting.pop(0), leader, shared)
-        self.waiting[:0] = followers
+                continue  # The victim may be the source.
+            copies += self._enter(self.waiting.pop(0), source, shared)
+        self.waiting[:0] = postponements
         return copies
 
     def _lacks_pages(self, conversation: Conversation, shared: int) -> bool:
         """Whether too few pages are free for a conversation that shares its first `shared` tokens.
 
-        One page is kept for every row that runs already.
+        One page is reserved for every row that runs already.
         """
         needed = self.pages.missing(conversation.block_table, len(conversation.tokens))
         needed -= shared // self.pages.size
         running = len(self.prefilling) + len(self.decoding)
         return needed + running > len(self.pages.free)
 
-    def _youngest_idle(self, but: Conversation | None = None) -> Conversation | None:
-        """The youngest conversation, other than `but`, that holds pages and no row."""
-        idle = [holder for holder in self.holders if holder.idle and holder is not but]
+    def _youngest_idle(self, excluded: Conversation | None = None) -> Conversation | None:
+        """The youngest conversation with pages and without a row, except `excluded`."""
+        idle = [holder for holder in self.holders if holder.idle and holder is not excluded]
         return max(idle, key=age_of, default=None)
 
-    def _enter(self, request: Request, leader: Conversation | None, shared: int) -> Copies:
-        """Gives a request a row, and its conversation pages: the first ones from its leader."""
+    def _enter(self, request: Request, source: Conversation | None, shared: int) -> Copies:
+        """Gives a request its row and pages. The first `shared` tokens are those of `source`."""
         conversation = request.conversation
         copies = []
         if not conversation.block_table:
             bisect.insort(self.holders, conversation, key=prompt_of)
-        if leader is not None:
-            conversation.block_table, copy = self.pages.fork(leader.block_table, shared)
+        if source is not None:
+            conversation.block_table, copy = self.pages.fork(source.block_table, shared)
             conversation.num_cached_tokens = shared
             self.stats["shared_tokens"] += shared
             copies += [copy] if copy else []
@@ -153,26 +154,26 @@ class Scheduler:
         return copies
 
     def lacks_slots(self) -> bool:
-        """Whether too few pages are free for the rows' next tokens, so that a row may give way.
+        """Whether too few pages are free for the rows' next tokens, so that preemption is needed.
 
-        A row can only do so when the host knows all its tokens.
+        A row can be preempted only when the host knows all its tokens.
         """
         return len(self._at_page_end()) > len(self.pages.free)
 
     def _at_page_end(self) -> list[Request]:
-        """The decoding rows whose next token is the first of a page."""
+        """The decoding requests whose next token needs a new page."""
         rows = np.array([request.row for request in self.decoding], np.int64)
         ends = (self.rows.length[rows] - 1) % self.pages.size == 0
         return [self.decoding[i] for i in np.flatnonzero(ends)]
 
     def _reserve(self) -> None:
-        """A slot for the token that each decoding row feeds, for the oldest request first.
+        """Gives each decoding row a slot for the token that it feeds, the oldest request first.
 
-        The youngest idle conversation gives way for it, or else the newest request.
+        If no page is free, the youngest idle conversation is preempted, or else the newest request.
         """
         for request in sorted(self._at_page_end(), key=number_of):
             block_table = request.conversation.block_table
-            while request.row is not None:  # else it gave way itself
+            while request.row is not None:  # It has none once it is preempted itself.
                 if self.pages.extend(block_table, int(self.rows.length[request.row])):
                     self.rows.block_table[request.row, len(block_table) - 1] = block_table[-1]
                     break
@@ -181,7 +182,7 @@ class Scheduler:
                 self.stats["preemptions"] += 1
 
     def _preempt(self, conversation: Conversation) -> None:
-        """Takes a conversation's pages; its request, if it runs, waits again."""
+        """Takes a conversation's pages. If its request runs, the request waits again."""
         if not conversation.idle:
             request = conversation.request
             self._leave(request)
@@ -189,7 +190,7 @@ class Scheduler:
         self._release(conversation)
 
     def _leave(self, request: Request) -> None:
-        """The request is in no list any more, and its row is free."""
+        """Removes the request from its list and frees its row."""
         if request.row is None:
             self.waiting.remove(request)
             return
@@ -199,47 +200,47 @@ class Scheduler:
         self.rows.leave(request)
 
     def _release(self, conversation: Conversation) -> None:
-        """Gives its pages back, if it has any."""
+        """Frees the conversation's pages, if it has any."""
         if conversation.block_table:
             self.holders.remove(conversation)
         conversation.num_cached_tokens = 0
         self.pages.release(conversation.block_table)
 
     def release_all(self) -> None:
-        """Everybody gives way: no page holds keys and values any more."""
+        """Preempts all conversations, so that no page is in use."""
         for conversation in list(self.holders):
             self._preempt(conversation)
 
     # ---- plan
 
     def _plan_prefill(self) -> Batch | None:
-        """The next tokens of the rows that can't decode yet, in the order of their admission."""
+        """The next tokens of the prefilling rows, at most `prefill_chunk`, the first row first."""
         budget = self.prefill_chunk
-        chunks = []
+        spans = []
         for request in self.prefilling:
             conversation = request.conversation
             begin = conversation.num_cached_tokens
             end = min(begin + budget, len(conversation.tokens) - 1)
             if begin < end:
-                chunks.append((request, begin, end))
+                spans.append((request, begin, end))
                 conversation.num_cached_tokens = end
                 budget -= end - begin
-        if not chunks:
+        if not spans:
             return None
         self.stats["prefilled_tokens"] += self.prefill_chunk - budget
         self.decoding += [r for r in self.prefilling if not lacks_tokens(r.conversation)]
         self.prefilling = [r for r in self.prefilling if lacks_tokens(r.conversation)]
-        return plan_prefill(chunks, self.rows, self.pages.size)
+        return plan_prefill(spans, self.rows, self.pages.size)
 
     def _plan_decode(self) -> Decode | None:
-        """One token for every row that is ready. Counts them as drawn, though nobody read them."""
+        """One token for every ready row. It is counted now, before the host reads it."""
         if not self.decoding:
             return None
         state = self.rows
         decode = plan_decode(self.decoding, state, self.pages.size)
         state.length[decode.rows] += 1
-        state.drawn[decode.rows] += 1
-        self.decoding = [r for r in self.decoding if state.drawn[r.row] < r.max_new_tokens]
+        state.draws[decode.rows] += 1
+        self.decoding = [r for r in self.decoding if state.draws[r.row] < r.max_new_tokens]
         return decode
 
     # ---- postprocess
@@ -247,10 +248,10 @@ class Scheduler:
     def collect(self, decode: Decode, tokens: list[int], logprobs: list[float]) -> None:
         """Appends a step's tokens and ends the requests that are complete."""
         for request, token, logprob in zip(decode.requests, tokens, logprobs, strict=True):
-            if request.done:  # it stopped one token ago, or was closed: the token is discarded
+            if request.done:  # It stopped one step ago or was closed: the token is discarded.
                 continue
             conversation = request.conversation
-            # The token that was fed is in its page now.
+            # The page has the key and value of the token that the row fed.
             conversation.num_cached_tokens = len(conversation.tokens)
             conversation.tokens.append(token)
             request.tokens.append(token)
@@ -261,43 +262,44 @@ class Scheduler:
                 self.finished.append(request)
 
     def _end(self, request: Request) -> None:
-        """The request is done and open no more."""
+        """Removes a request that is done."""
         self._leave(request)
         self.requests.remove(request)
         request.conversation.request = None
 
-    # ---- prompts that begin alike: read this later
+    # ---- prefix sharing: read this last
     #
-    # A holder is a conversation that has pages. The leader of a new one is the holder whose prompt
-    # begins most like its own; a follower waits until its leader has prefilled what they share.
-    # A leader that is not ready runs, so nobody waits for one who waits. What is prefilled in the
-    # step that is being planned can be shared in the same step, by copies that come after it.
+    # A holder is a conversation that has pages. The source of a new conversation is the holder
+    # whose prompt has the longest prefix in common with the new prompt. The new request waits until
+    # its source has prefilled that prefix. Such a source runs, so no request waits for a request
+    # that waits. Both may happen in one step: the page copies come after the prefill.
 
-    def _leader(self, conversation: Conversation) -> tuple[Conversation | None, int]:
-        """The holder that shares most of a conversation's prompt, and how many tokens it shares.
+    def _find_source(self, conversation: Conversation) -> tuple[Conversation | None, int]:
+        """The holder to share pages with, and the number of tokens that both share.
 
-        (None, 0) if the conversation has pages already, or nothing can be shared. Among sorted
-        prompts those beside a prompt begin most like it. An equal prompt is shared up to its last
-        token, which is fed again for its logits; of others only full pages are. Holders of one
-        prompt have forked its first holder, so all hold the same pages of it.
+        (None, 0) if the conversation has pages already, or no holder shares a page. Prompts are
+        sorted, so the neighbours of a prompt have the longest prefixes in common with it. An equal
+        prompt is shared except for its last token, which is fed again for its logits. Of other
+        prompts only full pages are shared. Holders of equal prompts have forked the first of them,
+        so all of them have the same pages.
         """
         prompt = conversation.prompt
-        leader, shared = None, 0
+        source, shared = None, 0
         if conversation.block_table:
-            return leader, shared
+            return source, shared
         i = bisect.bisect_left(self.holders, prompt, key=prompt_of)
         for holder in self.holders[max(0, i - 1) : i + 1]:
             if holder.prompt == prompt:
                 return holder, len(prompt) - 1
-            # The last token of a prompt is not prefilled.
+            # The last token of a prompt is never prefilled.
             common = common_prefix(prompt, holder.prompt)
             common = min(common, len(prompt) - 1, len(holder.prompt) - 1)
             full = common - common % self.pages.size
             if full > shared:
-                leader, shared = holder, full
-        return leader, shared
+                source, shared = holder, full
+        return source, shared
 
 
 def lacks_tokens(conversation: Conversation) -> bool:
-    """Whether keys and values of more than its newest token are missing."""
+    """Whether more keys and values are missing than those of the newest token."""
     return conversation.num_cached_tokens < len(conversation.tokens) - 1

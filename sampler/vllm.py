@@ -1,23 +1,23 @@
-"""Rollouts on vLLM servers, behind the face that `Sampler` shows the driver.
+"""Rollouts on vLLM servers, with the methods of `Sampler` that the driver calls.
 
-A conversation lives here as token ids. Each request sends all of them and gets ids and log-probs
-back, never text, so a server holds nothing that could be lost: its prefix cache only spares work.
+A conversation is a list of token ids in this process. Each request sends all of them and gets ids
+and log-probs, never text. So an answer does not depend on the server's state.
 
-New weights go by way of a folder that the servers can read. vLLM takes a model of another shape
-without a word. So a load counts only when the server's log-probs of a fixed prompt, the probe, are
-those of our own weights. A server is told a version of its own for each load, and an answer counts
-only if it holds that version afterwards: one that was started anew, with the weights of its start,
-is noticed at its first answer and loads again. All else that can be wrong with a distribution is
-found in each step's batch (--max_mismatch_kl).
+New weights are written to a folder that the servers can read. vLLM loads a model of another shape
+without an error. So a load counts only if the server's log-probs of a fixed prompt, the probe, are
+those of our own weights. The server stores a new version for each load, and an answer counts only
+if the version is still the same after it. A server that was restarted with other weights has
+another version, so its first answer does not count, and it loads the weights again. All other
+errors in the distribution show in each step's batch (--max_mismatch_kl).
 
-Whatever goes wrong (a server that is lost or slow, 429, 5xx, an answer that does not hold what was
-asked for) is asked again, of the next server. Then `Lost` ends this trajectory and no other.
+A request that fails (lost connection, timeout, HTTP 429 or 5xx, an answer that is not valid) is
+sent again, to the next server. When its time is over, `Lost` ends its trajectory alone.
 
-Departures from `Sampler`: draws are the engine's own; with top_p below 1 the log-probs are those of
-the nucleus; how requests share batches depends on when they arrive.
+Departures from `Sampler`: draws are those of vLLM; with top_p below 1 the log-probs are those of
+the nucleus; the composition of batches depends on when requests arrive.
 
-How servers are started, on a CPU too: docs/engines.md. Tests, with a stand-in: pytest
-tests/test_vllm.py
+docs/engines.md tells how to start servers, also on a CPU. Tests, with a small server of their own:
+pytest tests/test_vllm.py
 """
 
 import concurrent.futures
@@ -36,40 +36,40 @@ from config import UserError, key_of
 from processes import from_first_rank, is_first
 from sampler.request import Completion, Conversation, Lost, Request
 
-PAUSE = 0.5  # seconds before what has failed is asked again
-LEAST, SLACK = -1e6, 1e-3  # a log-prob lies between them: bf16 rounds, also to above 0
+PAUSE = 0.5  # seconds before a failed exchange is tried again
+MIN_LOGPROB, MAX_LOGPROB = -1e6, 1e-3  # bf16 may round a log-prob to slightly more than 0
 
 
 class Refused(Exception):
-    """The server has understood what was asked, and refused it for good."""
+    """The server has refused a request, and trying again would not help."""
 
 
 @dataclass(eq=False)
 class Server:
-    """`vllm serve` with VLLM_SERVER_DEV_MODE=1 (run here: 0.32). Its methods may raise anything."""
+    """`vllm serve` with VLLM_SERVER_DEV_MODE=1 (tested: 0.32). Its methods may raise anything."""
 
     url: str
     client: Any  # an httpx2.Client
-    model: str = ""  # what it calls its model
-    positions: int = 0  # tokens of its longest context, the answer included
-    version: str = ""  # of the weights that it held when it was last asked; empty: ask
+    model: str = ""  # its name for its model
+    positions: int = 0  # the most tokens of a context with its answer
+    version: str = ""  # the last version of its weights that it reported; empty: unknown
     loading: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, path: str, body: dict | None = None):
-        """Its httpx2.Response to a POST of `body`, or to a GET; an error unless it is a success."""
+        """The httpx2.Response to a POST of `body`, or to a GET. Raises unless it is a success."""
         method = "GET" if body is None else "POST"
         answer = self.client.request(method, self.url + path, json=body)
         if answer.status_code == 401:
-            wanted = "it wants the key of its --api-key in MARS_SERVER_KEY"
-            raise UserError(f"--server {self.url} answers HTTP 401: {wanted}")
+            advice = "set MARS_SERVER_KEY to the key of its --api-key"
+            raise UserError(f"--server {self.url} answers HTTP 401: {advice}")
         if not answer.is_success:
             final = answer.is_client_error and answer.status_code not in (408, 429)
             kind = Refused if final else ConnectionError
             raise kind(f"HTTP {answer.status_code} {answer.text:.200}")
         return answer
 
-    def held(self) -> str:
-        """The version of the weights that it holds now."""
+    def weight_version(self) -> str:
+        """The version of the weights that it has now."""
         return str(self.send("/weight_info").json()["weight_version"])
 
     def load(self, folder: str) -> None:
@@ -78,52 +78,52 @@ class Server:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         results = self.send("/collective_rpc", reload).json()["results"]
         if not isinstance(results, list):
-            raise ValueError(f"it answers a reload with {results!r:.200}")
+            raise ValueError(f"its answer to a reload is {results!r:.200}")
         self.send("/reset_prefix_cache", {})
         self.send("/resume", {})
-        # Last, so that a load which was cut short is not taken for whole. Each load has a version
-        # of its own, so what was sampled before it is told from what was sampled after it.
+        # The version comes last, so that an interrupted load does not count. Each load has a new
+        # version, so that an answer that was sampled before and after a load does not count either.
         version = f"{folder}@{time.time_ns()}"
         self.send("/update_weight_version", {"new_version": version})
         self.version = version
 
     def complete(self, prompt: list[int], **options) -> dict:
-        """What follows a prompt. The model's generation_config fills all that a request omits."""
-        fixed = {
+        """The server's continuation of a prompt, as the first of vLLM's `choices`."""
+        defaults = {  # The model's generation_config would decide an option that is not given.
             "model": self.model,
             "prompt": prompt,
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            "ignore_eos": True,  # only stop_token_ids end an answer
+            "ignore_eos": True,  # Only stop_token_ids end an answer.
             "return_token_ids": True,
-            "logprobs": 0,  # the sampled token's alone
+            "logprobs": 0,  # of the sampled token alone
         }
-        choice = self.send("/v1/completions", fixed | options).json()["choices"][0]
+        choice = self.send("/v1/completions", defaults | options).json()["choices"][0]
         if choice["prompt_token_ids"] != prompt:
             raise ValueError("the answer is one to another request")
         return choice
 
     def score(self, tokens: list[int]) -> list[float]:
-        """Log-probs of tokens[1:], each given those before it."""
+        """The log-probs of tokens[1:], each given all tokens before it."""
         choice = self.complete(tokens, max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        told = choice["prompt_logprobs"]  # [None, {"17": {"logprob": -1.5, …}}, …]
-        return [at[str(token)]["logprob"] for at, token in zip(told[1:], tokens[1:], strict=True)]
+        pairs = zip(choice["prompt_logprobs"][1:], tokens[1:], strict=True)
+        return [entry[str(token)]["logprob"] for entry, token in pairs]  # {"17": {"logprob": -1.5}}
 
 
 def connect(urls: list[str], seconds: float) -> list[Server]:
-    """The servers at these URLs. UserError for what is none. seconds: the limit of one exchange.
+    """The servers at these URLs. UserError for a URL without a vLLM server.
 
-    Exchanges obey the environment's proxies, and carry its MARS_SERVER_KEY, or else VLLM_API_KEY,
-    from which vLLM itself takes its key.
+    seconds: the time limit of one exchange. Exchanges use the environment's proxies, and its
+    MARS_SERVER_KEY as the API key, or else VLLM_API_KEY, which vLLM itself reads.
     """
-    import httpx2  # here, so that a run without servers does not need it
+    import httpx2  # A run without servers does not need it.
 
     if not urls:
         raise UserError("--server names no URL: give http://host:port, or several comma-separated")
     keys = [name for name in ("MARS_SERVER_KEY", "VLLM_API_KEY") if os.environ.get(name)]
     headers = {"Authorization": f"Bearer {key_of(keys[0])}"} if keys else {}
-    # No limit of connections: see Remote.parallel.
+    # Remote.parallel limits the number of connections.
     client = httpx2.Client(headers=headers, timeout=seconds, limits=httpx2.Limits())
     servers = []
     for url in dict.fromkeys(one.strip().rstrip("/").removesuffix("/v1") for one in urls):
@@ -133,7 +133,7 @@ def connect(urls: list[str], seconds: float) -> list[Server]:
             server.model, server.positions = card["id"], int(card["max_model_len"])
         except UserError:
             raise
-        except Exception as error:  # whatever listens there may answer anything
+        except Exception as error:  # Any program at that URL may give any answer.
             raise UserError(f"--server {url} is no vLLM server: {reason(error)}") from None
         servers.append(server)
     return servers
@@ -141,34 +141,34 @@ def connect(urls: list[str], seconds: float) -> list[Server]:
 
 @dataclass(eq=False)
 class Remote:
-    """Samples on servers, with the face that `Sampler` shows the driver."""
+    """Samples on servers, with the methods of `Sampler` that the driver calls."""
 
     servers: list[Server]
-    vocabulary: int  # token ids are below it
-    seconds: float  # a request, or a round of new weights, is tried again for so long
-    parallel: int  # requests under way at once, at most
-    # The path of a folder with the model's weights that all servers can read. Every rank calls it.
+    vocabulary: int  # the number of token ids
+    seconds: float  # the time limit of a request, and of loading new weights, with all retries
+    parallel: int  # the most requests that are sent at once
+    # `write` writes the model's weights and returns their folder, which all servers can read;
+    # `score` returns the log-probs of tokens[1:] under these weights. Every rank calls both.
     write: Callable
-    # Log-probs of tokens[1:] under the weights that are loaded next. Every rank calls it.
     score: Callable[[list[int]], list[float]]
-    tolerance: float  # nats between the two sides' log-probs of the probe, in the mean, at most
+    tolerance: float  # the largest mean difference, in nats, of the probe's log-probs
 
-    folder: str = ""  # the weights that are to be sampled with
+    folder: str = ""  # the current weights
     expected: list[float] = field(default_factory=list)  # their log-probs of the probe
-    requests: set[Request] = field(default_factory=set)  # open ones
+    requests: set[Request] = field(default_factory=set)  # all open requests
     answers: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
 
-    failure = Lost  # what a request that has failed raises
-    pages_in_use = 0  # the pages are the servers'
+    failure = Lost  # the driver raises it for a request that ends with an error
+    pages_in_use = 0  # The servers have the pages.
 
     def __post_init__(self):
         self.path = f"vLLM at {', '.join(server.url for server in self.servers)}"
         self.positions = min(server.positions for server in self.servers)
         length = min(32, self.positions - 1)
         self.probe = [37 * i % min(self.vocabulary, 1000) for i in range(1, length + 1)]
-        self.turns = threading.Semaphore(self.parallel)
+        self.semaphore = threading.Semaphore(self.parallel)
 
-    # ---- what callers use: Sampler's
+    # ---- the methods of Sampler
 
     @property
     def busy(self) -> bool:
@@ -178,20 +178,20 @@ class Remote:
         return Conversation()
 
     def close(self, conversation: Conversation) -> None:
-        """Ends a conversation; its open request, if any, ends with an error."""
+        """Ends a conversation. Its open request, if any, ends with an error."""
         if request := conversation.request:
             request.error = "the conversation was closed"
             self.requests.discard(request)
             conversation.request = None
 
     def submit(self, conversation: Conversation, tokens: list[int], **options) -> Request:
-        """Appends `tokens` to the conversation and asks for an answer; see Sampler.submit."""
+        """Appends `tokens` to the conversation and asks for an answer, as Sampler.submit does."""
         request = Request(conversation, list(tokens), **options)
         context = conversation.tokens + request.given
         # Unlike our own sampler's pool, a server's limit counts the last token too.
         if len(context) + request.max_new_tokens > self.positions:
             raise ValueError(
-                f"{len(context)} tokens and {request.max_new_tokens} new ones pass the servers' "
+                f"{len(context)} tokens and {request.max_new_tokens} new ones exceed the servers' "
                 f"limit of {self.positions} (vLLM: --max-model-len)"
             )
         conversation.tokens = context
@@ -201,12 +201,12 @@ class Remote:
         return request
 
     def step(self) -> list[Request]:
-        """The requests that have been answered; waits a moment for one if there is none."""
+        """The requests that have been answered. If there is none, it waits 10 ms for one."""
         done = []
         with contextlib.suppress(queue.Empty):
             while True:
                 request, outcome = self.answers.get(timeout=0 if done else 0.01)
-                if request not in self.requests:  # its conversation was closed
+                if request not in self.requests:  # Its conversation was closed.
                     continue
                 if isinstance(outcome, Completion):
                     request.completion = outcome
@@ -223,14 +223,14 @@ class Remote:
     # ---- new weights
 
     def load_weights(self, model) -> None:
-        """Writes the weights to disk, and returns when the servers hold them."""
+        """Writes the weights to disk, and returns when the servers have loaded them."""
         self.load_folder(self.write(model))
 
     def load_folder(self, folder: str) -> None:
-        """Has the servers load a folder. One that is away loads it when it is back.
+        """Makes the servers load a folder. A server that does not answer loads it later.
 
-        UserError, on all ranks, if a server refuses it, or holds something else afterwards, or if
-        none has loaded it in time.
+        UserError, on all ranks, if a server refuses the folder, has other weights after the load,
+        or if no server has loaded it in time.
         """
         self.folder = folder
         self.expected = self.score(self.probe)
@@ -239,55 +239,55 @@ class Remote:
             raise UserError(problem)
 
     def _load_all(self) -> str | None:
-        """Has every server load the weights. None if enough did to go on, else what is wrong."""
+        """Makes every server load the weights. Returns the problem, or None if at least one did."""
         end = time.monotonic() + self.seconds
         while True:
             with concurrent.futures.ThreadPoolExecutor(len(self.servers)) as threads:
-                loads = [threads.submit(self._bring, server, True) for server in self.servers]
-            failed = [(server, load.exception()) for server, load in zip(self.servers, loads)]
-            failed = [(server, error) for server, error in failed if error]
-            for _, error in failed:
+                loads = [threads.submit(self._update, server, True) for server in self.servers]
+            pairs = zip(self.servers, loads)
+            errors = {server.url: load.exception() for server, load in pairs if load.exception()}
+            for error in errors.values():
                 if isinstance(error, UserError):
                     return str(error)
-            refused = any(isinstance(error, Refused) for _, error in failed)
-            if not refused and len(failed) < len(loads):
+            refused = any(isinstance(error, Refused) for error in errors.values())
+            if not refused and len(errors) < len(loads):
                 return None
             if refused or time.monotonic() > end:
                 break
             time.sleep(PAUSE)
-        listed = "; ".join(f"{server.url}: {reason(error)}" for server, error in failed)
+        reasons = "; ".join(f"{url}: {reason(error)}" for url, error in errors.items())
         return (
-            f"the weights in {self.folder} were not loaded ({listed}): see to the servers "
-            "(docs/engines.md says how they are started), then --resume"
+            f"the weights in {self.folder} were not loaded ({reasons}): repair the servers "
+            "(docs/engines.md tells how to start them), then --resume"
         )
 
-    def _bring(self, server: Server, anew: bool = False) -> str:
-        """The version of the current weights that a server holds; loads them if it has others."""
+    def _update(self, server: Server, always: bool = False) -> str:
+        """Loads the current weights if the server has others or `always`. Returns their version."""
         with server.loading:
-            if not anew and not server.version.startswith(f"{self.folder}@"):
-                server.version = server.held()
-            if anew or not server.version.startswith(f"{self.folder}@"):
+            if not always and not server.version.startswith(f"{self.folder}@"):
+                server.version = server.weight_version()
+            if always or not server.version.startswith(f"{self.folder}@"):
                 server.load(self.folder)
                 self._check(server)
             return server.version
 
     def _check(self, server: Server) -> None:
-        """UserError unless a server that has loaded gives the probe our own weights' log-probs."""
+        """UserError unless the server's log-probs of the probe are those of our own weights."""
         pairs = zip(server.score(self.probe), self.expected, strict=True)
         mean = sum(abs(theirs - ours) for theirs, ours in pairs) / len(self.expected)
         if not mean <= self.tolerance:
             raise UserError(
-                f"{server.url} says that it has loaded {self.folder}, and its log-probs of a fixed "
-                f"prompt are {mean:.2g} nats from our own weights' in the mean, more than "
-                f"{self.tolerance:g}: it has another model than the run, a coarser dtype, or kept "
-                "its former weights"
+                f"{server.url} answers that it has loaded {self.folder}, but its log-probs of a "
+                f"fixed prompt differ by {mean:.2g} nats in the mean from those of the run's "
+                f"weights, more than {self.tolerance:g}: it has another model than the run, a "
+                "coarser dtype, or still its former weights"
             )
 
     # ---- in threads
 
     def _work(self, request: Request, context: list[int]) -> None:
-        """One request, in a thread of its own."""
-        with self.turns:
+        """Answers one request, in a thread of its own."""
+        with self.semaphore:
             try:
                 outcome = self._sample(request, context)
             except Exception as error:
@@ -295,27 +295,27 @@ class Remote:
         self.answers.put((request, outcome))
 
     def _sample(self, request: Request, context: list[int]) -> Completion:
-        """The answer to one request, from whichever server gives it; else Lost."""
+        """The answer to one request, from the first server that gives one. Lost if none does."""
         end = time.monotonic() + self.seconds
         for attempt in itertools.count():
-            # A conversation stays with one server, whose prefix cache holds it.
+            # A conversation uses the same server each time, for its prefix cache.
             server = self.servers[(request.conversation.age + attempt) % len(self.servers)]
             try:
                 return self._ask(server, request, context)
             except UserError:
                 raise
-            except Exception as error:  # whatever a server sends reaches the parsers
-                why = f"{server.url}: {reason(error)}"
+            except Exception as error:  # An answer that is not valid may raise anything.
+                problem = f"{server.url}: {reason(error)}"
                 if isinstance(error, Refused):
-                    raise Lost(why) from None
-            server.version = ""  # it may have been started anew
+                    raise Lost(problem) from None
+            server.version = ""  # It may have been restarted.
             if request.done or attempt and time.monotonic() > end:
-                raise Lost(f"no answer within {self.seconds:g} seconds ({why})")
+                raise Lost(f"no answer within {self.seconds:g} seconds ({problem})")
             time.sleep(PAUSE)
 
     def _ask(self, server: Server, request: Request, context: list[int]) -> Completion:
-        """One try, which counts only if the server held the same current weights throughout."""
-        version = self._bring(server)
+        """The answer of one server. ValueError unless it had the current weights all the time."""
+        version = self._update(server)
         choice = server.complete(
             context,
             max_tokens=request.max_new_tokens,
@@ -324,20 +324,21 @@ class Remote:
             seed=request.seed,
             stop_token_ids=sorted(request.stop_ids),
         )
-        if server.held() != version:
+        if server.weight_version() != version:
             raise ValueError("it sampled with other weights than the run's")
         return read_answer(choice, request, self.vocabulary, server.url)
 
 
 def read_answer(choice: dict, request: Request, vocabulary: int, url: str) -> Completion:
-    """A server's answer as a completion; ValueError unless it is whole and what was asked for."""
+    """A server's answer as a completion. ValueError unless it is complete and fits the request."""
     tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     for token, logprob in zip(tokens, logprobs, strict=True):
-        if type(token) is not int or not 0 <= token < vocabulary or not LEAST < logprob <= SLACK:
+        is_token = type(token) is int and 0 <= token < vocabulary
+        if not is_token or not MIN_LOGPROB < logprob <= MAX_LOGPROB:
             raise ValueError(f"a token {token!r} of log-prob {logprob!r}")
     stops = [i for i, token in enumerate(tokens) if token in request.stop_ids]
     if tokens and stops == [len(tokens) - 1]:
         return Completion(tokens, logprobs, "stop", url)
     if not stops and len(tokens) == request.max_new_tokens:
         return Completion(tokens, logprobs, "length", url)
-    raise ValueError(f"{len(tokens)} tokens, which end at no stop token of ours nor at the limit")
+    raise ValueError(f"{len(tokens)} tokens end neither at a stop token nor at the limit")

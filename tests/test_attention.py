@@ -1,5 +1,6 @@
 """The sampler's attention: the cascade of a CPU against the plain form, and the packed prefill."""
 
+import contextlib
 import random
 
 import numpy as np
@@ -16,10 +17,9 @@ import kernels
 from kernels import paged, varlen
 from kernels.paged import reference, triton_paged_attention
 from sampler import Sampler, attention, plan
-from sampler.plan import Batch, kernel_runs
+from sampler.plan import Batch, plan_kv_ranges
 
 PAGE = 4
-CONFIG = {"block": 16, "num_warps": 4, "num_stages": 1}
 
 
 def random_tree(seed: int, count: int, page_size: int):
@@ -38,13 +38,13 @@ def random_tree(seed: int, count: int, page_size: int):
     tables.sort(key=lambda table: np.array(table, np.int32).tobytes())
     lengths = [len(table) * page_size - rng.randrange(page_size) for table in tables]
     width = max(map(len, tables))
-    # Behind a row's end stands what an earlier owner left.
+    # After a row's end the table has the numbers of an earlier row.
     block_table = [table + [rng.randrange(12)] * (width - len(table)) for table in tables]
     return np.array(block_table, np.int32), lengths
 
 
 def decode_case(seed, count, page_size, heads, kv_heads, size=8, padding=0, dtype=torch.float32):
-    """Arguments of the cascade; what no row owns is NaN."""
+    """Arguments of the cascade; keys and values that no row owns are NaN."""
     table, lengths = random_tree(seed, count, page_size)
     torch.manual_seed(seed)
     pool = torch.full((2, count * 12, page_size, kv_heads, size), torch.nan, dtype=dtype)
@@ -53,9 +53,10 @@ def decode_case(seed, count, page_size, heads, kv_heads, size=8, padding=0, dtyp
             used = min(page_size, length - i)
             shape = 2, used, kv_heads, size
             pool[:, row[i // page_size], :used] = torch.randn(shape, dtype=dtype)
-    spans = lengths + [0] * padding
+    lengths += [0] * padding
     table = F.pad(torch.from_numpy(table), (0, 0, 0, padding))
-    batch = Batch(None, None, None, table, torch.tensor(spans, dtype=torch.int32), spans=spans)
+    device_lengths = torch.tensor(lengths, dtype=torch.int32)
+    batch = Batch(None, None, None, table, device_lengths, host_lengths=lengths)
     q = torch.randn(count + padding, heads, size, dtype=dtype)
     return q, *pool, batch, 0.7
 
@@ -74,13 +75,13 @@ def error_of(case):
     count=st.integers(1, 14),
     page_size=st.sampled_from([1, 3, 4, 16]),
     heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)]),
-    worth=st.sampled_from([1, 500, 4000]),
+    least=st.sampled_from([1, 500, 4000]),
     padding=st.integers(0, 2),
 )
-def test_the_cascade_is_plain_attention(seed, count, page_size, heads, worth, padding):
-    """For any tree of prefixes, nested or not; NaN in what is nobody's reaches nobody."""
+def test_the_cascade_is_plain_attention(seed, count, page_size, heads, least, padding):
+    """For any tree of prefixes, nested or not. A NaN that no row owns reaches no output."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "WORTH", worth)
+        patch.setattr(attention, "LEAST_NUMBERS", least)
         assert error_of(decode_case(seed, count, page_size, *heads, padding=padding)) < 1e-5
         again = decode_case(seed, count, page_size, *heads, dtype=torch.float64)
         assert error_of(again) < 1e-12
@@ -101,12 +102,12 @@ def test_varlen_prefill_passes_the_right_bounds(monkeypatch, gqa):
     table = torch.stack([torch.randperm(24)[:5] for _ in range(3)]).int()
     lengths = torch.tensor([17, 9, 4], dtype=torch.int32)
     # The last 5 of 17, all 9, the last one of 4.
-    batch = Batch(None, None, None, table, lengths, starts=[0, 5, 14, 15], spans=[17, 9, 4])
+    batch = Batch(None, None, None, table, lengths, [0, 5, 14, 15], [17, 9, 4])
     args = torch.randn(15, 4, 16), k_pages, v_pages, batch, 0.25
     torch.testing.assert_close(attention.packed_attention(*args), attention.row_attention(*args))
 
 
-# ---------------------------------------------------------------- runs of the Triton kernel
+# ---------------------------------------------------------------- shared ranges in Triton
 
 
 @needs_triton
@@ -117,25 +118,24 @@ def test_varlen_prefill_passes_the_right_bounds(monkeypatch, gqa):
     page_size=st.sampled_from([3, 4, 16]),
     heads=st.sampled_from([(1, 1), (4, 2), (7, 1)]),
     least=st.sampled_from([1, 8, 10**6]),
-    block=st.sampled_from([16, 32]),
+    buffer=st.sampled_from([1024, 2048]),
     splits=st.sampled_from([None, 1, 3]),
     queries=st.sampled_from([4, 64]),
 )
-def test_runs_change_nothing_but_the_reads(
-    seed, count, page_size, heads, least, block, splits, queries
+def test_shared_ranges_change_nothing_but_the_reads(
+    seed, count, page_size, heads, least, buffer, splits, queries
 ):
-    """The kernel with a batch's runs is plain attention for any tree of prefixes."""
+    """The kernel with a batch's ranges is plain attention for any tree of prefixes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "LEAST_TOKENS", least)
-        patch.setattr(paged, "RUN_QUERIES", queries)
+        patch.setattr(paged, "RANGE_QUERIES", queries)
+        patch.setattr(paged, "BUFFER_BYTES", buffer)
         *tensors, batch, scale = decode_case(seed, count, page_size, *heads, size=16)
-        most = paged.rows_of_a_run(heads[0] // heads[1])
-        runs = kernel_runs(batch.block_table.numpy(), np.array(batch.spans), page_size, most)
+        max_rows = paged.max_rows_of_range(heads[0] // heads[1])
+        table, lengths = batch.block_table.numpy(), np.array(batch.host_lengths)
+        ranges = torch.from_numpy(plan_kv_ranges(table, lengths, page_size, max_rows))
         arguments = *tensors, batch.block_table, batch.lengths
-        config = CONFIG | {"block": block}
-        out = triton_paged_attention(
-            *arguments, scale=scale, runs=torch.from_numpy(runs), splits=splits, config=config
-        )
+        out = triton_paged_attention(*arguments, scale=scale, kv_ranges=ranges, splits=splits)
         torch.testing.assert_close(out, reference(*arguments, scale=scale), rtol=1e-5, atol=1e-5)
 
 
@@ -143,49 +143,49 @@ def test_a_group_reads_its_prompt_once():
     """Two groups of eight with a prompt of 64 pages: 16 · (64 + 2) pages become 2 · 64 + 16 · 2."""
     prompts = np.arange(128).reshape(2, 64).repeat(8, 0)
     table = np.concatenate((prompts, np.arange(200, 232).reshape(16, 2)), 1)
-    runs = kernel_runs(table, np.full(16, 66 * 16), 16, 8)
-    assert (runs[:, 3] - runs[:, 2]).sum() == (2 * 64 + 16 * 2) * 16
+    ranges = plan_kv_ranges(table, np.full(16, 66 * 16), 16, 8)
+    assert (ranges[:, 3] - ranges[:, 2]).sum() == (2 * 64 + 16 * 2) * 16
 
 
-RUN_MUTANTS = read_mutants(  # of kernels/paged.py
+RANGE_MUTANTS = read_mutants(  # of kernels/paged.py
     """
-last row forgotten :: m < (end - begin) * SHARING → m < (end - begin - 1) * SHARING
+last row forgotten :: m < (end - begin) * HEADS_PER_KEY → m < (end - begin - 1) * HEADS_PER_KEY
 levels in one part :: level * shared_splits + split → split
-parts that nobody wrote :: torch.zeros_like(part_max) → torch.ones_like(part_max)
-heads of other keys :: m // SHARING * HQ + m % SHARING → m
-each run begins at 0 :: first = run_first + split * piece → first = split * piece
+parts that no split wrote :: torch.zeros_like(part_max) → torch.ones_like(part_max)
+heads of other keys :: m // HEADS_PER_KEY * HQ + m % HEADS_PER_KEY → m
+each range begins at 0 :: first = range_first + split * split_size → first = split * split_size
 """
 )
 
 
-def check_runs(module):
-    """A prompt of four rows, and a turn of two of them behind it."""
+def check_ranges(module):
+    """A prompt of four rows, and a turn of two of them after it."""
     prompt, turn = [0, 1, 2], [3, 4]
     table = [prompt + turn + [5 + i] for i in range(2)] + [prompt + [8 + i, 0, 0] for i in range(2)]
     lengths = [24, 21, 14, 13]
     torch.manual_seed(0)
     q = torch.randn(4, 4, 16)
     pages = torch.randn(2, 12, PAGE, 2, 16)
-    runs = kernel_runs(np.array(table, np.int32), np.array(lengths), PAGE, 8)
-    assert runs[:2].tolist() == [[0, 4, 0, 12, 0], [0, 2, 12, 20, 1]]
-    table, lengths, runs = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths, runs))
+    ranges = plan_kv_ranges(np.array(table, np.int32), np.array(lengths), PAGE, 8)
+    assert ranges[:2].tolist() == [[0, 4, 0, 12, 0], [0, 2, 12, 20, 1]]
+    table, lengths, ranges = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths, ranges))
     out = module.triton_paged_attention(
-        q, *pages, table, lengths, scale=0.5, runs=runs, splits=2, config=CONFIG
+        q, *pages, table, lengths, scale=0.5, kv_ranges=ranges, splits=2
     )
     expected = reference(q, *pages, table, lengths, scale=0.5)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 @needs_triton
-@pytest.mark.parametrize("name", [None, *RUN_MUTANTS])
-def test_runs_of_two_levels_and_their_mutants(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", [None, *RANGE_MUTANTS])
+def test_ranges_of_two_levels_and_their_mutants(name, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "LEAST_TOKENS", 1)
-    if name is None:
-        check_runs(paged)
-    else:
-        mutant = load_mutant("kernels/paged.py", *RUN_MUTANTS[name], tmp_path)
-        with pytest.raises(AssertionError):
-            check_runs(mutant)
+    module = paged
+    if name is not None:
+        module = load_mutant("kernels/paged.py", *RANGE_MUTANTS[name], tmp_path)
+    monkeypatch.setattr(module, "BUFFER_BYTES", 1024)  # blocks of 16 tokens
+    with pytest.raises(AssertionError) if name else contextlib.nullcontext():
+        check_ranges(module)
 
 
 @needs_triton
@@ -201,15 +201,15 @@ def test_a_sampler_on_the_kernels_chooses_the_same_tokens(monkeypatch):
     plain = answers()
     monkeypatch.setenv("MARS_KERNELS", "triton")
     monkeypatch.setattr(plan, "LEAST_TOKENS", 1)
-    read = []
+    counts = []
     launch = kernels.paged_attention
 
-    def watched(*args, runs, **options):
-        read.append(int(runs[: -len(args[0])].any(1).sum()))
-        return launch(*args, runs=runs, **options)
+    def count_shared(*args, kv_ranges, **options):
+        counts.append(int(kv_ranges[: -len(args[0])].any(1).sum()))
+        return launch(*args, kv_ranges=kv_ranges, **options)
 
-    monkeypatch.setattr(kernels, "paged_attention", watched)
+    monkeypatch.setattr(kernels, "paged_attention", count_shared)
     for mine, theirs in zip(answers(), plain, strict=True):
         assert mine.tokens == theirs.tokens
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
-    assert max(read) >= 2, "both groups read their prompt together"
+    assert max(counts) >= 2, "both groups read their prompt together"

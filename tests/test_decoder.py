@@ -72,6 +72,7 @@ def test_graphs_are_captured_at_the_start(monkeypatch):
     assert [memory for _, memory in captured] == [None] + ["memory"] * 6
     ids = torch.zeros(3, dtype=torch.int64)
     table = torch.tensor([[0], [1], [2]], dtype=torch.int32)
-    batch = Batch(ids, ids, 4 * ids, table, torch.ones(3, dtype=torch.int32), spans=[1, 1, 1])
+    lengths = torch.ones(3, dtype=torch.int32)
+    batch = Batch(ids, ids, 4 * ids, table, lengths, host_lengths=[1, 1, 1])
     assert made.decode(batch).shape == (3, SHAPE["vocab_size"])
     assert replayed == [4] and len(captured) == 7

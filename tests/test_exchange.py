@@ -17,26 +17,28 @@ SIZES = st.lists(st.dictionaries(st.integers(0, 9), st.integers(1, 1000)), min_s
 
 
 @given(SIZES)
-def test_lots_move_until_no_rank_has_more_than_the_mean_plus_one_lot(sizes):
+def test_groups_move_until_no_rank_has_more_than_the_mean_plus_one_group(sizes):
     loads = [sum(own.values()) for own in sizes]
-    moved = list(exchange.moves(sizes))
-    assert len({(lot, source) for lot, source, _ in moved}) == len(moved), "no lot moves twice"
-    for lot, source, target in moved:
+    moves = list(exchange.plan_moves(sizes))
+    assert len({(group, source) for group, source, _ in moves}) == len(moves), (
+        "no group moves twice"
+    )
+    for group, source, target in moves:
         assert source != target
-        loads[source] -= sizes[source][lot]
-        loads[target] += sizes[source][lot]
+        loads[source] -= sizes[source][group]
+        loads[target] += sizes[source][group]
     largest = max((size for own in sizes for size in own.values()), default=0)
     assert max(loads) <= sum(loads) / len(sizes) + largest
 
 
 @given(st.lists(st.integers(1, 1000)), st.integers(1, 8))
-def test_even_work_stays_where_it_is(lots, ranks):
-    assert not list(exchange.moves([dict(enumerate(lots))] * ranks))
+def test_even_work_stays_where_it_is(groups, ranks):
+    assert not list(exchange.plan_moves([dict(enumerate(groups))] * ranks))
 
 
-def test_a_rank_with_more_than_the_mean_gives_lots_away_unless_no_rank_has_less():
-    assert list(exchange.moves([{"a": 3, "b": 2, "c": 5}, {}])) == [("a", 0, 1), ("b", 0, 1)]
-    assert not list(exchange.moves([{"b": 4}, {"a": 6}]))
+def test_a_rank_with_more_than_the_mean_gives_groups_away_unless_no_rank_has_less():
+    assert list(exchange.plan_moves([{"a": 3, "b": 2, "c": 5}, {}])) == [("a", 0, 1), ("b", 0, 1)]
+    assert not list(exchange.plan_moves([{"b": 4}, {"a": 6}]))
 
 
 def sample(question: int, role: str, tokens: list[int]) -> SimpleNamespace:
@@ -48,21 +50,21 @@ def test_shared_beginnings_are_counted_once_where_they_are_computed_once(pack, c
     assert exchange.added_tokens([[1, 2, 3, 9, 9], [5, 5], [1, 2, 3, 4]], pack) == count
 
 
-def exchange_lots() -> None:
-    """What each of three ranks does. The first has six questions of two attempts in two roles.
+def exchange_groups() -> None:
+    """The work of each of three ranks. The first has six questions of two attempts in two roles.
 
     The second has none, and the third one, which it keeps; it receives others.
     """
     rank = dist.get_rank()
     questions = [range(6), [], [6]][rank]
-    lots = [(question, role) for question in questions for role in ("sys1", "sys2")]
-    samples = [sample(*lot, [lot[0], attempt] * 5) for lot in lots for attempt in (7, 8)]
+    groups = [(question, role) for question in questions for role in ("sys1", "sys2")]
+    samples = [sample(*group, [group[0], attempt] * 5) for group in groups for attempt in (7, 8)]
     # Each weight tells its sample.
     weights = [torch.full((10,), float(sum(one.tokens))) for one in samples]
     samples, weights = exchange.even_out(samples, weights, pack=False)
     assert all((weight == sum(one.tokens)).all() for one, weight in zip(samples, weights))
     mine = [(one.question_index, one.role, one.tokens[1]) for one in samples]
-    assert all((q, role, 15 - attempt) in mine for q, role, attempt in mine), "lots are whole"
+    assert all((q, role, 15 - attempt) in mine for q, role, attempt in mine), "groups are whole"
     gathered = [None] * 3
     dist.all_gather_object(gathered, mine)
     assert sorted(map(len, gathered)) == [8, 10, 10]
@@ -73,8 +75,8 @@ def exchange_lots() -> None:
     assert any(gathered), "a question's roles may part"
 
 
-def test_samples_arrive_with_their_weights_and_lots_stay_whole(tmp_path):
-    assert launch(exchange_lots, log=tmp_path / "log", world=3) == 0
+def test_samples_arrive_with_their_weights_and_groups_stay_whole(tmp_path):
+    assert launch(exchange_groups, log=tmp_path / "log", world=3) == 0
 
 
 def test_on_gpus_objects_go_by_way_of_the_cpu(monkeypatch):

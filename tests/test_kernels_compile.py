@@ -76,7 +76,7 @@ def launch_attention(Hq, Hkv, Dh, page_size, dtype):
         torch.zeros(4, 3, dtype=torch.int32),
         torch.ones(4, dtype=torch.int32),
         scale=Dh**-0.5,
-        runs=torch.zeros(8, paged.RUN_FIELDS, dtype=torch.int32),
+        kv_ranges=torch.zeros(8, paged.RANGE_FIELDS, dtype=torch.int32),
     )
 
 

@@ -23,7 +23,6 @@ needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA GPU")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 # The interpreter gets bf16 wrong.
 HALVES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
-SMALL_BLOCKS = dict(block=16, num_warps=4, num_stages=2)
 
 
 @pytest.fixture
@@ -127,12 +126,13 @@ def test_attention(name, triton_form):
     check_attention(kernels.paged_attention, attention_case(**case), atol)
 
 
-def check_splits(module, poisoned):
-    """Pages of 32 and of 8 in blocks of 16 and three pieces of a row, some of them empty.
+def check_splits(module, monkeypatch, poisoned):
+    """Pages of 32 and of 8 in blocks of 16 tokens and three splits of a row, some of them empty.
 
     A mutant answers, wrongly, only where pool and table are readable everywhere.
     """
-    function = partial(module.triton_paged_attention, splits=3, config=SMALL_BLOCKS)
+    monkeypatch.setattr(module, "BUFFER_BYTES", 1)  # the smallest block
+    function = partial(module.triton_paged_attention, splits=3)
     for page_size in (32, 8):
         case = attention_case([67, 0, 1, 33], page_size=page_size)
         if not poisoned:
@@ -143,8 +143,8 @@ def check_splits(module, poisoned):
 
 
 @needs_triton
-def test_splits():
-    check_splits(paged, poisoned=True)
+def test_splits(monkeypatch):
+    check_splits(paged, monkeypatch, poisoned=True)
 
 
 @needs_triton
@@ -167,8 +167,8 @@ def test_nan_stays_in_its_row(triton_form):
 def test_split_count_is_the_cheapest(rows, kv_heads, capacity, block, at_once):
     def cost(splits):
         waves = math.ceil(rows * kv_heads * splits / at_once)
-        piece = math.ceil(capacity / splits / block) * block
-        return waves * (piece + paged.TOKENS_PER_START)
+        split_size = math.ceil(capacity / splits / block) * block
+        return waves * (split_size + paged.TOKENS_PER_START)
 
     splits = paged.split_count(rows, kv_heads, capacity, block, at_once)
     most = min(paged.MAX_PARTS, math.ceil(capacity / block))
@@ -261,7 +261,7 @@ def test_small_kernels(name, triton_form):
     [
         ("paged_attention", dict(block_table=torch.zeros(2, 3, dtype=torch.int64))),
         ("paged_attention", dict(q=torch.zeros(2, 4, 32, dtype=torch.float16))),
-        ("paged_attention", dict(runs=torch.zeros(1, 5, dtype=torch.int32))),
+        ("paged_attention", dict(kv_ranges=torch.zeros(1, 5, dtype=torch.int32))),
         ("paged_attention", attention_case([5, 40], Dh=48)),
         ("add_rms_norm", dict(weight=torch.zeros(7))),
         ("add_rms_norm", dict(x=torch.zeros(123, 5).T)),
@@ -343,20 +343,19 @@ mask one too short :: valid = start + j < last → valid = start + j < last - 1
 no mask on scores :: tl.where(valid[None, :], score, float("-inf")) → score
 no scale :: input_precision="ieee") * scale → input_precision="ieee")
 natural scale for base 2 :: scale * math.log2(math.e) → scale
-heads of a group strided :: HQ + kv_head * SHARING  # the first one
-    → HQ + kv_head  # the first one
+heads of a group strided :: HQ + kv_head * HEADS_PER_KEY → HQ + kv_head
 key head of the neighbour :: (slot * HKV + kv_head) → (slot * HKV + HKV - 1 - kv_head)
 sum not rescaled :: running_sum * shrink + → running_sum +
-values not rescaled :: acc * shrink[:, None] + mixed → acc + mixed
-merge reads the next head's pieces :: mask=part < parts, other=0.0
+values not rescaled :: acc * shrink[:, None] + weighted → acc + weighted
+merge reads the next head's parts :: mask=part < parts, other=0.0
     → mask=part < PARTS_PADDED, other=0.0
 merge without rescaling :: tl.exp2(part_max - tl.max(part_max, 0)) → 1.0
-merge takes empty pieces :: used = part_sum != 0.0 → used = part_sum == part_sum
+merge takes empty parts :: used = part_sum != 0.0 → used = part_sum == part_sum
 padding row divides by zero :: tl.where(total == 0.0, 1.0, total) → total
 offset in page lost :: (start % PAGE + j) → j
 first page for a whole block :: (start + j) // PAGE → (start + 0 * j) // PAGE
 table of the first row :: block_table_ptr + begin.to(tl.int64) * row_stride → block_table_ptr
-pieces overlap :: last = tl.minimum(first + piece, run_last) → last = run_last
+splits overlap :: last = tl.minimum(first + split_size, range_last) → last = range_last
 """
 )
 SMALL_MUTANTS = read_mutants(  # of kernels/decode.py
@@ -367,7 +366,7 @@ norm: residual lost :: rounded(row + residual, dtype) → rounded(residual, dtyp
 norm: not rounded :: unit = rounded(row * tl.rsqrt(tl.sum(row * row, 0) / D + eps), dtype)
     → unit = row * tl.rsqrt(tl.sum(row * row, 0) / D + eps)
 norm: sum not rounded :: rounded(row + residual, dtype) → row + residual
-rope: other way round :: (kept - rounded( → (kept + rounded(
+rope: other way round :: (first_cos - rounded( → (first_cos + rounded(
 rope: unrounded product :: rounded(first * cos_first, dtype) → first * cos_first
 rope: unrounded norm :: rounded(first * shrink, dtype) → (first * shrink)
 rope: weight of q for k :: weight_ptr = k_weight_ptr → weight_ptr = q_weight_ptr
@@ -389,10 +388,10 @@ MUTATED = {"norm": "add_rms_norm", "rope": "qk_norm_rope_store", "silu": "silu_m
 
 @needs_triton
 @pytest.mark.parametrize("name", ATTENTION_MUTANTS)
-def test_attention_mutants_are_caught(name, tmp_path):
+def test_attention_mutants_are_caught(name, tmp_path, monkeypatch):
     mutant = load_mutant("kernels/paged.py", *ATTENTION_MUTANTS[name], tmp_path)
     with pytest.raises(AssertionError):
-        check_splits(mutant, poisoned=False)
+        check_splits(mutant, monkeypatch, poisoned=False)
 
 
 @needs_triton

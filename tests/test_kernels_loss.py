@@ -319,8 +319,8 @@ target column dropped :: dz = dz.scatter_add_(-1, target[:, None], c[:, None]) �
 scale of backward dropped :: d_hidden = d_hidden * grad → pass
 only one chunk in dW :: add_matmul_fp32(d_weight, dz.T, h) → matmul_fp32(dz.T, h)
 first chunk of dW lost :: return matmul_fp32(a, b) → return 0 * (a @ b)
-loss: old log-prob forgotten :: grpo.grpo_loss(logprob, **given,
-    → grpo.grpo_loss(logprob, **given | {"old_logprob": logprob.detach()},
+loss: old log-prob forgotten :: grpo.grpo_loss(logprob, **chunk,
+    → grpo.grpo_loss(logprob, **chunk | {"old_logprob": logprob.detach()},
 loss: lower clip forgotten :: "clip_low": clip_low → "clip_low": 1e9
 loss: upper clip forgotten :: "clip_high": clip_high → "clip_high": 1e9
 loss: KL forgotten :: "kl_beta": kl_beta → "kl_beta": 0.0

@@ -21,7 +21,7 @@ def with_adapters(plain, seed: int = 0):
     trainer.add_adapters(plain, RANK, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for layer in lora.adapted(plain).values():
+        for layer in lora.lora_layers(plain).values():
             layer.lora_B.normal_(std=0.02, generator=generator)
     return plain
 
@@ -29,7 +29,7 @@ def with_adapters(plain, seed: int = 0):
 def merged_by_hand(plain, adapted):
     """`plain`, whose weights become those of the other model with its adapters: W + (α/R) B A."""
     with torch.no_grad():
-        for name, layer in lora.adapted(adapted).items():
+        for name, layer in lora.lora_layers(adapted).items():
             plain.get_submodule(name).weight += SCALE * layer.lora_B @ layer.lora_A
     return plain
 
@@ -51,7 +51,7 @@ def test_the_gradient_is_the_dense_one_projected():
     for plain in (adapted, dense):
         policy = trainer.Policy(plain, bf16=False)
         trainer.backward(policy, pack(make_samples()), **OBJECTIVE)
-    layers = lora.adapted(adapted)
+    layers = lora.lora_layers(adapted)
     assert len(layers) == 2 * 7
     for name, layer in layers.items():
         gradient = dense.get_submodule(name).weight.grad
@@ -72,7 +72,7 @@ def test_training_begins_at_the_model_itself():
         trainer.add_adapters(adapted, RANK, seed)
         found = trainer.logprob(trainer.Policy(adapted, bf16=False), batch, 1.0)
         assert torch.equal(found, expected)
-        layers = lora.adapted(adapted).values()
+        layers = lora.lora_layers(adapted).values()
         drawn.append(torch.cat([layer.lora_A.detach().flatten() for layer in layers]))
         for layer in layers:
             assert layer.lora_A.abs().max() <= layer.in_features**-0.5

@@ -156,7 +156,7 @@ def test_a_sample_that_is_not_well_formed_is_refused():
     with pytest.raises(ValueError, match="differ in length"):
         pack(samples)
     samples[1].mask[0] = True
-    with pytest.raises(ValueError, match="nothing stands before it"):
+    with pytest.raises(ValueError, match="no token predicts it"):
         pack(samples[1:])
 
 

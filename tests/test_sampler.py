@@ -250,9 +250,9 @@ def test_top_p_of_a_neighbour_drops_no_token_of_a_row_without_it():
 REFUSED = {
     "tokens must be at least one": dict(tokens=[]),
     f"tokens must be .* to {V - 1}": dict(tokens=[1, V]),
-    "max_new_tokens 0": dict(max_new_tokens=0),
-    "temperature nan": dict(temperature=math.nan),
-    "top_p 0": dict(top_p=0.0),
+    "max_new_tokens is 0": dict(max_new_tokens=0),
+    "temperature is nan": dict(temperature=math.nan),
+    "top_p is 0": dict(top_p=0.0),
     "can never fit the KV pool of 64 tokens": dict(tokens=[1] * 40, max_new_tokens=26),
 }
 

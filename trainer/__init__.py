@@ -1,14 +1,14 @@
-"""The trainer's room. `import trainer` gives all that the loop needs:
+"""Training on packed samples. `import trainer` gives every function that the training loop calls.
 
-loading.py     a model, and whether its samples can be packed
-batches.py     samples -> micro-batches
-prefixes.py    what samples begin with alike, only once
-exchange.py    samples -> the ranks that train on them
-attention.py   attention within samples that lie end to end
+loading.py     loads a model, and decides whether its samples can be packed
+batches.py     packs samples into micro-batches
+prefixes.py    prefix sharing: a prefix of several samples goes through the model once
+exchange.py    moves samples between ranks, so that all ranks have equal work
+attention.py   attention within each sample of a packed row
 policy.py      the model with the objective as its forward pass; DDP, FSDP2; backward
-lora.py        adapters beside frozen weights
+lora.py        LoRA adapters beside frozen weights
 checkpoint.py  states on disk
-memory.py      what a process will hold
+memory.py      the memory plan of a process
 """
 
 from trainer.batches import MicroBatch, make_micro_batch, micro_batches

@@ -1,10 +1,11 @@
-"""Causal attention within each of the samples that lie end to end, as transformers calls it.
+"""Causal attention within each sample of a packed row (varlen attention), as transformers calls it.
 
-On CUDA it is flash-attn if that is installed, else PyTorch's varlen_attn; on a CPU one
+On CUDA it is flash-attn if that is installed, else PyTorch's varlen_attn. On a CPU it is one
 scaled_dot_product_attention per sample.
 
-With a shared prefix (prefixes.py) a sequence has more keys than queries: the prefix has no queries.
-The causal mask is aligned at the end, as in flash-attn: the last query sees all keys.
+Departure from the textbook: with a shared prefix (prefixes.py) a sequence has more keys than
+queries, because the prefix has no queries. The causal mask is aligned at the end, as in flash-attn:
+the last query sees all keys.
 
 Tests: `pytest tests/test_policy.py tests/test_prefixes.py`.
 """
@@ -19,7 +20,7 @@ from trainer.prefixes import Keys
 
 try:
     from flash_attn import flash_attn_varlen_func
-except ImportError:  # it is optional everywhere: requirements-gpu.txt
+except ImportError:  # The package is optional: requirements-gpu.txt.
     flash_attn_varlen_func = None
 
 
@@ -36,17 +37,17 @@ def packed_attention(
     keys: Keys | None = None,
     **options,
 ):
-    """Attention of each token to those before it in the same sample; never dropout.
+    """Attention of each token to the tokens before it in the same sample; never dropout.
 
-    q [1, Hq, T, Dh], k and v [1, Hkv, T, Dh] -> ([1, T, Hq, Dh], None). `lengths` are the samples'
-    tokens (they sum to T), `cu_seqlens` [samples + 1] int32 their boundaries on the device. With
-    shared prefixes they are what each sample adds, and `keys` has the keys of each.
+    q [1, Hq, T, Dh], k and v [1, Hkv, T, Dh] -> ([1, T, Hq, Dh], None). `lengths` counts the tokens
+    that each sample adds to the row (their sum is T); `cu_seqlens` [samples + 1] int32 are its
+    boundaries on the device. With shared prefixes, `keys` has the keys of each sample.
     """
     dtype = v.dtype
-    # Autocast left rotated queries and keys in fp32. On a GPU all get the values' type, bf16. On a
-    # CPU all are fp32, for there the backward pass of bf16 attention is ten times slower.
-    kind = dtype if q.is_cuda else promote_types(dtype, float32)
-    q, k, v = (x.to(kind) for x in (q, k, v))
+    # Under autocast, rotated queries and keys are fp32. On a GPU all three get the values' type,
+    # bf16. On a CPU all are fp32, because bf16 attention has a backward pass ten times slower.
+    compute_dtype = dtype if q.is_cuda else promote_types(dtype, float32)
+    q, k, v = (x.to(compute_dtype) for x in (q, k, v))
     key_lengths, key_cu_seqlens = lengths, cu_seqlens
     if keys is not None:
         key_lengths, key_cu_seqlens = keys.lengths, keys.cu_seqlens
@@ -57,7 +58,7 @@ def packed_attention(
         return cuda_attention(q, k, v, scaling, bounds), None
     masks = [None] * len(lengths)
     if keys is not None:
-        keys.masks = keys.masks or causal_masks(lengths, key_lengths, kind)
+        keys.masks = keys.masks or causal_masks(lengths, key_lengths, compute_dtype)
         masks = keys.masks
     grouped = q.shape[1] != k.shape[1]
     attend = partial(scaled_dot_product_attention, scale=scaling, enable_gqa=grouped)
@@ -71,9 +72,9 @@ def packed_attention(
 
 
 def causal_masks(lengths: list[int], key_lengths: list[int], dtype) -> list[Tensor | None]:
-    """What is added to the scores of each sequence, [queries, keys]; None where both are as many.
+    """The additive mask of each sequence [queries, keys]; None if both numbers are equal.
 
-    is_causal would not do: it aligns at the start, so the first query would see one key only.
+    is_causal would be wrong: it aligns at the start, so the first query would see only one key.
     """
     masks = []
     for queries, keys in zip(lengths, key_lengths, strict=True):
@@ -85,7 +86,7 @@ def causal_masks(lengths: list[int], key_lengths: list[int], dtype) -> list[Tens
 
 
 def cuda_attention(q, k, v, scaling, bounds: tuple[Tensor, Tensor, int, int]) -> Tensor:
-    """The same for CUDA tensors: [1, T, Hq, Dh], in v's dtype; `bounds`: kernels/varlen.py."""
+    """`packed_attention` on CUDA: [1, T, Hq, Dh] in v's dtype; `bounds`: kernels/varlen.py."""
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, H, Dh]
     if flash_attn_varlen_func:
         return flash_attn_varlen_func(q, k, v, *bounds, softmax_scale=scaling, causal=True)[None]

@@ -1,11 +1,11 @@
-"""Micro-batches: samples of any length laid end to end in one row of tokens, without padding.
+"""Micro-batches: samples of any length packed into one row of tokens, without padding.
 
-Departure from the textbook: a batch is no rectangle. `cu_seqlens` marks where each sample begins
-and ends, so attention stays within it, and positions restart at 0. The last sampled token and all
-after it predict no loss token. So they are no input.
+Departure from the textbook: a batch is not a rectangle. `cu_seqlens` has the boundaries of the
+samples, so attention stays within each of them, and positions restart at 0. The input ends before
+the last sampled token, because that token and the tokens after it predict no loss token.
 
-What samples begin with alike is input only once (prefixes.py). A model that cannot be packed gets
-each sample alone (loading.can_pack).
+A prefix that samples share is input only once (prefixes.py). If a model cannot be packed
+(loading.can_pack), each of its micro-batches is one sample.
 
 Tests: `pytest tests/test_prefixes.py`.
 """
@@ -22,27 +22,27 @@ from trainer import prefixes
 
 @dataclass
 class MicroBatch:
-    """Samples end to end: T input tokens, N loss tokens.
+    """Packed samples: T input tokens, N loss tokens.
 
-    A sequence is what one sample adds: its input after the prefix that it shares with the sample
-    before it. A sample that adds nothing has no sequence, and one input token can predict the loss
-    tokens of several samples.
+    A sequence is the input of one sample after the prefix that it shares with the sample before it.
+    If nothing comes after that prefix, the sample has no sequence. One input token can predict the
+    loss tokens of several samples.
     """
 
-    lengths: list[int]  # tokens that each sequence adds, T in all
+    lengths: list[int]  # the number of tokens of each sequence; their sum is T
     tokens: Tensor  # [1, T] int64
     positions: Tensor  # [1, T] int64, each token's position in its own sample
     cu_seqlens: Tensor  # [sequences + 1] int32, boundaries of the sequences
-    loss_positions: Tensor  # [N] int64, which of the T input tokens predicts each loss token
+    loss_positions: Tensor  # [N] int64, the index of the input token that predicts each loss token
     # One entry for each loss token:
-    owner: Tensor  # [N] int64, index of its sample in the list given to micro_batches
+    owner: Tensor  # [N] int64, the index of its sample in the argument of micro_batches
     target: Tensor  # [N] int64, the token itself
     behaviour_logprob: Tensor  # [N] fp32, under the sampler that drew it
     old_logprob: Tensor  # [N] fp32, under π_old: the sampler's, unless the trainer's replace them
     advantage: Tensor  # [N] fp32
-    weight: Tensor  # [N] fp32, what it counts in the loss
+    weight: Tensor  # [N] fp32, its token weight w
     ref_logprob: Tensor | None = None  # [N] fp32, under the reference model if there is one
-    keys: prefixes.Keys | None = None  # None: a sequence is a whole sample and attends to itself
+    keys: prefixes.Keys | None = None  # None: each sequence is a whole sample and has its own keys
 
 
 def micro_batches(
@@ -50,29 +50,29 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Packs samples (rollout.Sample) into micro-batches of at most `capacity` tokens.
 
-    A sample over the limit is alone, and without `pack` each one is. One without a sampled token is
-    left out. `weights` are grpo.token_weights of the samples. ValueError if a sample's lists differ
-    in length, or if its first token carries loss.
+    A sample over the limit gets its own micro-batch, and without `pack` every sample does. A sample
+    without sampled tokens is left out. `weights` are the samples' grpo.token_weights. ValueError if
+    a sample's lists differ in length, or if its first token has mask True.
     """
     lengths = [input_length(*pair) for pair in zip(samples, weights, strict=True)]
-    trained = [index for index, length in enumerate(lengths) if length]
-    bins = [[member] for member in range(len(trained))]
+    indices = [index for index, length in enumerate(lengths) if length]
+    bins = [[member] for member in range(len(indices))]
     if pack:
-        inputs = [samples[i].tokens[: lengths[i]] for i in trained]
-        bins = prefixes.pack(inputs, [sum(samples[i].mask) for i in trained], capacity)
+        inputs = [samples[i].tokens[: lengths[i]] for i in indices]
+        bins = prefixes.pack(inputs, [sum(samples[i].mask) for i in indices], capacity)
 
     def batch_of(owners: list[int]) -> MicroBatch:
         parts = ([values[i] for i in owners] for values in (samples, weights, lengths))
         return make_micro_batch(*parts, device, owners)
 
-    return [batch_of([trained[member] for member in members]) for members in bins]
+    return [batch_of([indices[member] for member in members]) for members in bins]
 
 
 def input_length(sample, weight: Tensor) -> int:
-    """How many of a sample's tokens are input: tokens[:n] predict tokens[1:n + 1].
+    """The number n of a sample's input tokens: tokens[:n] predict tokens[1:n + 1].
 
-    n is the index of the last sampled token; 0 if nothing was sampled. ValueError for a sample that
-    is not well formed.
+    n is the index of the last sampled token, or 0 if no token was sampled. ValueError for a sample
+    with wrong lists.
     """
     if not len(sample.tokens) == len(sample.mask) == len(sample.logprobs) == len(weight):
         raise ValueError(
@@ -80,7 +80,7 @@ def input_length(sample, weight: Tensor) -> int:
             f"{len(sample.mask)} mask, {len(sample.logprobs)} log-probs, {len(weight)} weights"
         )
     if sample.mask and sample.mask[0]:
-        raise ValueError("a sample's first token carries loss, but nothing stands before it")
+        raise ValueError("a sample's first token has mask True, but no token predicts it")
     return max((index for index, sampled in enumerate(sample.mask) if sampled), default=0)
 
 
@@ -91,10 +91,10 @@ def make_micro_batch(
     device,
     owners: Sequence[int] | None = None,
 ) -> MicroBatch:
-    """Lays samples end to end, the first `lengths[i]` tokens of each.
+    """Packs the first `lengths[i]` tokens of each sample i into one micro-batch.
 
-    Without samples it is one token without loss. A rank with fewer micro-batches than the others
-    adds these. `owners` are 0, 1, 2, … unless given.
+    Without samples the micro-batch is one token without loss. A rank with fewer micro-batches than
+    another rank adds such ones. The default of `owners` is 0, 1, 2, ….
     """
     owners = owners or range(len(samples))
     inputs = [sample.tokens[:length] for sample, length in zip(samples, lengths, strict=True)]

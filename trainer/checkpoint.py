@@ -1,16 +1,17 @@
-"""A run's states on disk: written whole or not at all, and the newest one is taken up again.
+"""The states of a run on disk. A state is complete or absent, and --resume loads the newest one.
 
-A state is the folder state/step_N: `model/` as Hugging Face writes it, with adapters (lora.py)
-merged in and beside it, `optimizer.pt`, and at last `state.json` with the step. It gets its name
-when all of it is on the disk (atomic.py), and only then old ones go. checkpoint/ is a link to the
-newest state's model; where a kill left it one state behind, `link_checkpoint` mends it on resume.
+A state is the folder state/step_N: `model/` in Hugging Face's format with the LoRA adapters merged
+in, the adapters themselves (lora.py), `optimizer.pt`, and `state.json` with the step. The folder
+gets its name when all files are on the disk (atomic.py). Old states are removed after that.
+checkpoint/ is a link to the newest state's model. If a run was killed before it changed the link,
+`link_checkpoint` changes it on resume.
 
-frozen/ is a copy of the model that a run began with, made where it is needed to the end: it plays
-frozen roles, stands below adapters, is the KL term's reference. A resumed run takes it for its
-start, and evaluations read it: what --model named may have changed by then, or be gone.
+frozen/ is a copy of the model that a run began with. It exists only if a run needs that model until
+its end: for frozen roles, below adapters, or as the reference of the KL term. A resumed run and its
+evaluations load this copy, because the model of --model may have changed or be deleted.
 
-Every rank must call what writes here, for shards are gathered; rank 0 writes. UserError on all
-ranks if the disk does not take it.
+Every rank must call the functions that write, because they gather shards. Rank 0 writes. UserError
+on all ranks if writing fails.
 
 Tests: `pytest tests/test_checkpoint.py tests/test_frozen.py tests/test_lora.py`.
 """
@@ -38,29 +39,29 @@ from trainer.loading import load_model
 from trainer.lora import ADAPTERS, adapter_weights, merged_weights
 from trainer.policy import unwrap
 
-STATE_FILES = "step_" + 6 * "[0-9]" + "/state.json"  # of whole states
-STATES = 2  # so many stay, the newest
-FROZEN = "frozen"  # the model that the run began with
+STATE_FILES = "step_" + 6 * "[0-9]" + "/state.json"  # of complete states
+STATES = 2  # the number of states that are not removed
+FROZEN = "frozen"  # the folder of the model that the run began with
 
 # ------------------------------------------------------------------------------------------- states
 
 
 def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> None:
-    """Writes state/step_N, points checkpoint/ at its model, removes old states.
+    """Writes state/step_N, changes the link checkpoint/ to its model, and removes old states.
 
-    UserError, with the former states left whole, if weights or moments are not finite.
+    UserError if weights or moments are not finite. The former states are unchanged then.
     """
     if not all_finite(policy, optimizer):
         raise UserError(
             f"the weights are not finite after {step} steps, so they were not saved: begin a new "
             "run from the last state, with --model RUN/checkpoint and a lower --lr"
         )
-    # Gathered on rank 0 and named as without shards.
+    # All are gathered on rank 0, with the names of an unsharded model.
     model = unwrap(policy).model
     weights = merged_weights(model)
     adapters = adapter_weights(model)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    moments = {}  # before the first update: both calls of PyTorch's would count one
+    moments = {}  # Before the first update PyTorch's function would count an update.
     if optimizer.state:
         moments = get_optimizer_state_dict(policy, optimizer, options=options)
 
@@ -83,7 +84,7 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> No
 
 
 def all_finite(policy: nn.Module, optimizer) -> bool:
-    """Whether all weights and moments are numbers, on all ranks."""
+    """Whether all weights and moments on all ranks are finite numbers."""
     tensors = [parameter.detach() for parameter in policy.parameters()]
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if torch.is_tensor(value)]
@@ -97,25 +98,25 @@ def all_finite(policy: nn.Module, optimizer) -> bool:
 
 
 def whole_states(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of a run's whole states, the newest last."""
+    """(step, folder) of each complete state of a run, the newest last."""
     paths = [file.parent for file in (folder / "state").glob(STATE_FILES)]
     return sorted((int(path.name.removeprefix("step_")), path) for path in paths)
 
 
 def newest(folder: Path) -> tuple[int, Path] | None:
-    """(step, folder) of a run's newest whole state, or None if it has none."""
+    """(step, folder) of a run's newest complete state, or None without one."""
     states = whole_states(folder)
     return states[-1] if states else None
 
 
 def newest_model(folder: Path) -> Path | None:
-    """The model of a run's newest whole state."""
+    """The model's folder in a run's newest complete state, or None without one."""
     state = newest(folder)
     return state and state[1] / "model"
 
 
 def link_checkpoint(folder: Path) -> None:
-    """Points checkpoint/ at the newest state's model, unless it does so already."""
+    """Makes checkpoint/ a link to the newest state's model, unless it is one already."""
     model = newest_model(folder)
     link = folder / "checkpoint"
     if model and link.resolve() != model.resolve():
@@ -123,9 +124,9 @@ def link_checkpoint(folder: Path) -> None:
 
 
 def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
-    """Puts a saved optimizer state back, sharded or not, on every rank. UserError if none fits.
+    """Loads a saved optimizer state on every rank, sharded or not. UserError if it does not fit.
 
-    By mmap the ranks of a machine share one copy of the file in memory.
+    With mmap the ranks of a machine share one copy of the file in memory.
     """
     try:
         path = state / "optimizer.pt"
@@ -133,16 +134,16 @@ def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
         options = StateDictOptions(full_state_dict=True)
         if moments.get("state"):
             set_optimizer_state_dict(policy, optimizer, moments, options=options)
-    except Exception as error:  # torch raises many kinds for a file of another run
-        problem = f"cannot take up the optimizer of {state}: {reason(error)}"
-        raise UserError(f"{problem}; remove that state to go on from the one before it") from None
+    except Exception as error:  # torch raises many types for a file of another run.
+        problem = f"cannot load the optimizer of {state}: {reason(error)}"
+        raise UserError(f"{problem}; remove this state to resume from the one before") from None
 
 
 # ------------------------------------------------------------------------------------------- models
 
 
 def keep_frozen(folder: Path, start: Path | str, tokenizer) -> None:
-    """Writes frozen/, a copy of the model that a run begins with. One that is there stays."""
+    """Writes frozen/, a copy of the model that a run begins with, unless it exists already."""
 
     def copy(path: Path) -> None:
         load_model(start, "cpu", dtype="auto").save_pretrained(path)
@@ -156,9 +157,9 @@ def keep_frozen(folder: Path, start: Path | str, tokenizer) -> None:
 
 
 def write_model(folder: Path, model, dtype: torch.dtype) -> str:
-    """Writes the weights as a new folder below `folder`, for servers; returns its full path.
+    """Writes the weights into a new subfolder of `folder`, for servers; returns its full path.
 
-    The newest two stay, since a server may still be reading the former one.
+    The newest two subfolders are not removed, since a server may still read the former one.
     """
     weights = {name: weight.to(dtype) for name, weight in merged_weights(model).items()}
 
@@ -175,19 +176,19 @@ def write_model(folder: Path, model, dtype: torch.dtype) -> str:
     return write_once(write, f"write the weights to {folder}")
 
 
-def write_once(write: Callable, what: str):
-    """Calls `write` on rank 0; returns its result on every rank. `what` is named in errors."""
+def write_once(write: Callable, task: str):
+    """Calls `write` on rank 0; returns its result on every rank. Errors begin "cannot `task`"."""
 
-    def attempt():
+    def write_or_explain():
         try:
             return write()
-        except UserError:  # of load_model
+        except UserError:  # from load_model
             raise
-        except Exception as error:  # safetensors and torch.save have errors of their own kind
-            why = reason(error)
-            if "inline_container" in why:  # torch.save on a full disk
-                why = "the disk did not take all of it"
-            advice = "mend that, or make room if the disk is full, and go on with --resume"
-            raise UserError(f"cannot {what} ({why}): {advice}") from None
+        except Exception as error:  # safetensors and torch.save raise their own types.
+            problem = reason(error)
+            if "inline_container" in problem:  # torch.save's error on a full disk
+                problem = "the disk is full"
+            advice = "repair this, or make room if the disk is full, and go on with --resume"
+            raise UserError(f"cannot {task} ({problem}): {advice}") from None
 
-    return from_first_rank(on_first_rank(attempt))
+    return from_first_rank(on_first_rank(write_or_explain))

@@ -1,9 +1,9 @@
-"""Samples change ranks, so that all ranks train on about equally many tokens.
+"""Load balancing: samples move between ranks, so that all ranks train on about equally many tokens.
 
-A rank plays whole questions, and a question whose attempts all earn the same has no gradient. Of
-eight ranks with four questions each, half of them like that, the busiest has twice the mean, and
-all others wait for it. Weights already divide by counts over all ranks, so loss and gradient are
-the same wherever a sample is.
+A rank plays whole questions. A question whose attempts all earn the same reward has no gradient and
+no training work. With eight ranks of four questions each, half of them without gradient, the rank
+with the most work has twice the mean, and all other ranks wait for it. The token weights already
+divide by counts over all ranks, so loss and gradient do not depend on a sample's rank.
 
 Tests: pytest tests/test_exchange.py tests/test_policy.py
 """
@@ -20,35 +20,36 @@ SampleGroup = tuple[int, str]  # a question's samples of one role, by its index 
 
 
 def even_out(samples: list, weights: list[Tensor], *, pack: bool) -> tuple[list, list[Tensor]]:
-    """The samples (rollout.Sample) and weights that this rank trains on, given its own.
+    """The samples (rollout.Sample) and weights that this rank trains on, from the ones it played.
 
-    All ranks call it together. A lot stays whole: what its samples begin with is computed once.
-    `pack` is micro_batches'.
+    All ranks call it together. A sample group stays whole, because its samples share prefixes.
+    `pack` is the option of micro_batches.
     """
     if not dist.is_initialized():
         return samples, weights
-    lots = defaultdict(list)
+    groups = defaultdict(list)
     for sample, weight in zip(samples, weights, strict=True):
-        lots[sample.question_index, sample.role].append((sample, weight))
-    mine = {lot: added_tokens([s.tokens for s, _ in pairs], pack) for lot, pairs in lots.items()}
+        groups[sample.question_index, sample.role].append((sample, weight))
+    inputs = {group: [sample.tokens for sample, _ in pairs] for group, pairs in groups.items()}
+    own_sizes = {group: added_tokens(tokens, pack) for group, tokens in inputs.items()}
     sizes = [None] * dist.get_world_size()
-    dist.all_gather_object(sizes, mine)
+    dist.all_gather_object(sizes, own_sizes)
     rank = dist.get_rank()
-    received = []
-    # In the same order on all ranks, so that sends and receives pair up.
-    for lot, source, target in moves(sizes):
+    arrivals = []
+    # The order is the same on all ranks, so that sends and receives match.
+    for group, source, target in plan_moves(sizes):
         if rank == source:
-            dist.send_object_list([lots.pop(lot)], target)
+            dist.send_object_list([groups.pop(group)], target)
         elif rank == target:
             box = [None]
             dist.recv_object_list(box, source)
-            received.append(box[0])
-    kept = [pair for pairs in [*lots.values(), *received] for pair in pairs]
-    return [sample for sample, _ in kept], [weight for _, weight in kept]
+            arrivals.append(box[0])
+    result = [pair for pairs in [*groups.values(), *arrivals] for pair in pairs]
+    return [sample for sample, _ in result], [weight for _, weight in result]
 
 
 def added_tokens(inputs: list[list[int]], pack: bool) -> int:
-    """How many tokens go through the model: with `pack` shared beginnings only once."""
+    """The number of tokens that go through the model. With `pack` shared prefixes count once."""
     count = 0
     before = []
     for current in sorted(inputs):
@@ -57,20 +58,21 @@ def added_tokens(inputs: list[list[int]], pack: bool) -> int:
     return count
 
 
-def moves(sizes: list[dict[SampleGroup, int]]) -> Iterator[tuple[SampleGroup, int, int]]:
-    """The lots that move: (lot, from this rank, to that). `sizes[rank]` are a rank's tokens by lot.
+def plan_moves(sizes: list[dict[SampleGroup, int]]) -> Iterator[tuple[SampleGroup, int, int]]:
+    """The groups that move, each as (group, its rank, its new rank).
 
-    Largest first: a lot stays if its rank then has at most the mean, else it goes to the rank with
-    the least so far. So none has more than the mean plus one lot.
+    `sizes[rank]` has a rank's tokens by group. The largest group is placed first. It stays if its
+    rank then has at most the mean, else it goes to the rank with the fewest tokens so far. So no
+    rank has more than the mean plus one group.
     """
-    lots = [(size, rank, lot) for rank, own in enumerate(sizes) for lot, size in own.items()]
-    mean = sum(size for size, _, _ in lots) / len(sizes)
+    groups = [(size, rank, group) for rank, own in enumerate(sizes) for group, size in own.items()]
+    mean = sum(size for size, _, _ in groups) / len(sizes)
     loads = [0] * len(sizes)
-    for size, rank, lot in sorted(lots, reverse=True):
+    for size, rank, group in sorted(groups, reverse=True):
         target = rank
         if loads[rank] + size > mean:
-            # Among equals its own.
+            # Among ranks with equal loads, its own rank is preferred.
             target = min(range(len(sizes)), key=lambda other: (loads[other], other != rank))
         loads[target] += size
         if target != rank:
-            yield lot, rank, target
+            yield group, rank, target

@@ -2,17 +2,18 @@
 
     y = W x + (α/R) · B (A x) ,   A [R, in] ,   B [out, R]
 
-All linear layers of the decoder's layers get one, attention and MLP, as in QLoRA (arXiv 2305.14314)
-and in Schulman et al., "LoRA Without Regret" (Thinking Machines, 2025), which finds that attention
-alone learns less and that RL needs but small ranks. α is 32 as in the latter, so that the best
-learning rate hardly depends on R; it is about ten times that of full training. A is drawn as
-nn.Linear draws its weight, as in LoRA's own code, and B is 0: training starts at the model itself.
+Every linear layer of the decoder's layers gets an adapter, in attention and MLP, as in QLoRA
+(arXiv 2305.14314) and in Schulman et al., "LoRA Without Regret" (Thinking Machines, 2025). Schulman
+et al. find that adapters in attention alone learn less, and that small ranks are enough for RL.
+Their α of 32 is used here too: with it the best learning rate hardly depends on R and is about ten
+times that of full training. A is initialised as nn.Linear's weight, as in LoRA's own code. B is 0,
+so that training begins at the model itself.
 
-Departure from the textbook: no dropout on A's input, which would differentiate another
-distribution than the one that was sampled. Adapters are fp32, whatever the frozen weights are.
+Departure from the textbook: there is no dropout on A's input, because it would differentiate
+another distribution than the one that was sampled. Adapters are fp32 for any type of the weights.
 
-The sampler's copy has the adapters merged in (`LoRALinear.merged_weight`). With the adapters off
-the same modules are the model that the run began with, which is the KL term's reference.
+The sampler's copy has the adapters merged in (`LoRALinear.merged_weight`). With the adapters off,
+the same modules are the model that the run began with. It is the reference of the KL term.
 
 Tests: `pytest tests/test_lora.py`.
 """
@@ -37,9 +38,9 @@ ADAPTERS = "adapters.safetensors"  # a state's file of `adapter_weights`
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer with a frozen weight, and an adapter of rank R beside it.
+    """A linear layer with a frozen weight and an adapter of rank R. It replaces the layer `plain`.
 
-    It shares the weight and the bias of the layer that it takes the place of.
+    Weight and bias are those of `plain`, not copies.
     """
 
     def __init__(self, plain: nn.Linear, rank: int, generator: torch.Generator):
@@ -50,7 +51,7 @@ class LoRALinear(nn.Linear):
         self.bias = plain.bias
         self.scale = ALPHA / rank
         self.on = True
-        # Drawn on the CPU, so that every device gets the same.
+        # The CPU draws the numbers, so that they are the same on every device.
         bound = 1 / math.sqrt(self.in_features)
         a = torch.empty(rank, self.in_features, device="cpu")
         a.uniform_(-bound, bound, generator=generator)
@@ -65,43 +66,43 @@ class LoRALinear(nn.Linear):
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
-        """W + (α/R) · B A in fp32, gathered from all ranks where it is sharded."""
+        """W + (α/R) · B A in fp32, gathered from all ranks if it is sharded."""
         weight, a, b = (gather_full(x) for x in (self.weight, self.lora_A, self.lora_B))
         return torch.addmm(weight.float(), b, a, alpha=self.scale)
 
 
 def add_adapters(model: nn.Module, rank: int, seed: int) -> None:
-    """Freezes the model, and puts an adapter beside every linear layer of its decoder's layers.
+    """Freezes the model, and gives every linear layer of its decoder's layers an adapter.
 
-    UserError for a model that has no such layer.
+    UserError for a model without linear layers.
     """
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, module in list(layers(model).named_modules()):
         if type(module) is nn.Linear:
             layers(model).set_submodule(name, LoRALinear(module, rank, generator))
-    if not adapted(model):
+    if not lora_layers(model):
         raise UserError(
-            f"--lora_rank {rank}: {type(model).__name__} has no linear layers; leave it out"
+            f"--lora_rank {rank}: {type(model).__name__} has no linear layers; leave the option out"
         )
 
 
-def adapted(model: nn.Module) -> dict[str, LoRALinear]:
+def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
     """The layers of a model that have an adapter, by name."""
     return {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
 
 
 def reference(policy: nn.Module):
-    """A callable in the policy's place: the model with its adapters off, as it was at the start."""
+    """A callable with the policy's arguments, for the model without adapters."""
 
     def call(batch, **options):
-        found = adapted(policy).values()
-        for module in found:
+        modules = lora_layers(policy).values()
+        for module in modules:
             module.on = False
         try:
             return policy(batch, **options)
         finally:
-            for module in found:
+            for module in modules:
                 module.on = True
 
     return call
@@ -111,32 +112,32 @@ def reference(policy: nn.Module):
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """All weights by name, with the adapters merged in where there are some, on rank 0's CPU.
+    """All weights by name on rank 0's CPU, with the adapters, if any, merged in.
 
-    A weight keeps its dtype, and tied weights appear once, under their first name. Every rank must
-    call it.
+    A weight keeps its dtype. Tied weights appear once, under their first name. Every rank must call
+    it, and other ranks get an empty dictionary.
     """
-    found = adapted(model)
+    modules = lora_layers(model)
     weights = {}
     seen = set()
     for name, value in model.state_dict(keep_vars=True).items():
         owner, _, kind = name.rpartition(".")
-        adapter = owner in found and kind.startswith("lora_")
-        if adapter or id(value) in seen:
+        is_adapter = owner in modules and kind.startswith("lora_")
+        if is_adapter or id(value) in seen:
             continue
         seen.add(id(value))
-        merged = gather_full(value)
-        if owner in found and kind == "weight":
-            merged = found[owner].merged_weight().to(value.dtype)
+        weight = gather_full(value)
+        if owner in modules and kind == "weight":
+            weight = modules[owner].merged_weight().to(value.dtype)
         if is_first():
-            weights[name] = merged.cpu().contiguous()
+            weights[name] = weight.cpu().contiguous()
     return weights
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     """The adapters on the CPU, by name. Every rank must call it."""
-    found = ((name, p) for name, p in model.named_parameters() if "lora_" in name)
-    return {name: gather_full(p).cpu() for name, p in found}
+    parameters = model.named_parameters()
+    return {name: gather_full(p).cpu() for name, p in parameters if "lora_" in name}
 
 
 @torch.no_grad()
@@ -147,5 +148,5 @@ def read_adapters(folder: Path, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(weights[name].view_as(parameter))
-    except Exception as error:  # safetensors has errors of its own kind
+    except Exception as error:  # safetensors raises its own types.
         raise UserError(f"{folder / ADAPTERS} does not fit the model: {reason(error)}") from None

@@ -1,9 +1,9 @@
-"""What a process will hold in memory, by arithmetic and before anything is loaded.
+"""The memory plan of a process, computed before any weight is loaded.
 
-Activations come from measured figures, bytes for each unit of a layer's width: tests/test_memory.py
-counts the tensors of a real step. What the C library keeps of freed memory is
-not in the plan: on a CPU sixteen steps of recipes/almanac.py came to 10.2 GiB where 7.8 were
-planned, and to 6.4 with MALLOC_MMAP_THRESHOLD_=1000000 in the environment.
+The size of activations was measured in bytes per unit of a layer's width. tests/test_memory.py
+compares the plan with the tensors of a real step. The plan does not count freed memory that the C
+library keeps. On a CPU the plan of recipes/almanac.py was 7.8 GiB and sixteen steps took 10.2 GiB,
+or 6.4 GiB with MALLOC_MMAP_THRESHOLD_=1000000 in the environment.
 """
 
 import os
@@ -19,39 +19,38 @@ from trainer.lora import add_adapters
 from trainer.prefixes import MAX_KEYS_PER_TOKEN
 
 GIB = 2**30
-# Python and its libraries, or a GPU's context; the sampler's CUDA graphs; buffers between
-# processes. A GPU's three figures were not measured.
+# PROCESS is Python with its libraries, or the context of a GPU. GRAPHS is the sampler's CUDA
+# graphs, NCCL its buffers. The three numbers of a GPU are estimates, not measurements.
 PROCESS = {"cpu": 0.7 * GIB, "cuda": 0.6 * GIB}
 GRAPHS = NCCL = {"cpu": 0, "cuda": GIB}
-# Bytes that a token keeps in a layer per unit of width: in fp32, under autocast, all in bf16.
-KEPT = 19.0, 12.6, 11.9
+# A token's activations in a layer, in bytes per unit of width: fp32, under autocast, all in bf16.
+ACTIVATION_BYTES = 19.0, 12.6, 11.9
 
 
 def memory_plan(model, *, config, longest: int, world: int, device, training: bool = True) -> str:
-    """One line: GiB a process by purpose. UserError if it cannot fit, with what to change.
+    """A line with the GiB per process by purpose. UserError, with advice, if they do not fit.
 
-    `model` is a folder or a hub name, `longest` the longest sample in tokens.
+    `model` is a folder or a hub name, `longest` a number of tokens, `world` one of processes.
     """
     parts = memory_parts(load_shape(model), config, longest, world, device.type, training)
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    have /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    available /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device.type == "cuda":
-        have = torch.cuda.get_device_properties(device).total_memory / GIB
+        available = torch.cuda.get_device_properties(device).total_memory / GIB
     total = sum(parts.values()) / GIB
-    listed = ", ".join(f"{name} {part / GIB:.2f}" for name, part in parts.items() if part)
-    if total > have:
+    summary = ", ".join(f"{name} {part / GIB:.2f}" for name, part in parts.items() if part)
+    if total > available:
         advice = "lower --kv_tokens"
         if training:
-            advice += (
-                " or --micro_tokens, or use --recompute_activations, --lora_rank 16, or --fsdp "
-                "over more processes"
-            )
-        raise UserError(f"a process needs {total:.1f} GiB ({listed}) and has {have:.1f}: {advice}")
-    return f"memory per process, GiB: {listed}; {total:.2f} of {have:.1f}"
+            advice += " or --micro_tokens, or use --recompute_activations, --lora_rank 16, or "
+            advice += "--fsdp over more processes"
+        sizes = f"{total:.1f} GiB ({summary}) and has {available:.1f}"
+        raise UserError(f"a process needs {sizes}: {advice}")
+    return f"memory per process, GiB: {summary}; {total:.2f} of {available:.1f}"
 
 
 def memory_parts(shape, config, longest: int, world: int, kind: str, training: bool) -> dict:
-    """Bytes of one process by purpose. `shape` is a transformers config, `kind` the device's."""
+    """Bytes of a process by purpose; `shape` is a transformers config, `kind` a device's type."""
     with torch.device("meta"):  # no weight is allocated
         model = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)
     weights = model.num_parameters()
@@ -59,14 +58,14 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     if adapters:
         add_adapters(model, config.lora_rank, seed=0)
     trained = model.num_parameters(only_trainable=True)
-    size = 2 if uses_bf16(config, kind == "cuda") else 4  # bytes of a number in products
+    size = 2 if uses_bf16(config, kind == "cuda") else 4  # bytes per number in products
     D, heads, layers = shape.hidden_size, shape.num_attention_heads, shape.num_hidden_layers
     head = head_size(shape)
     keys = head * (getattr(shape, "num_key_value_heads", None) or heads)
-    samplers = (not config.server) + bool(config.frozen())  # frozen roles have one of their own
+    samplers = (not config.server) + bool(config.frozen())  # Frozen roles have a second sampler.
     pool = 2 * layers * keys * (2 if kind == "cuda" else 4) * config.kv_tokens
     copy = size * weights
-    if kind == "cpu":  # a second copy in oneDNN's layout, and the head in fp32 in both
+    if kind == "cpu":  # A second copy has oneDNN's layout. Both have the head in fp32.
         copy += copy + 8 * shape.vocab_size * D
     process = PROCESS[kind] + GRAPHS[kind] * samplers + NCCL[kind] * (world > 1)
     parts = {"process": process, "KV pool": pool * samplers, "sampler": copy * samplers}
@@ -76,23 +75,27 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     layer = (weights - outside) / layers
     state = {"weights": 4 * trained + size * weights * adapters}
     state |= {"gradients": 4 * trained, "optimizer": 8 * trained}
-    # FSDP gathers two layers with their gradients, and two copies of what lies outside the layers.
+    # FSDP gathers two layers with their gradients, and two copies of the weights outside layers.
     if config.fsdp:
         state = {name: part / world for name, part in state.items()}
         state["copies"] = 2 * size * outside + 2 * (4 + 2 * size) * layer
-    else:  # autocast's copies of what is trained, and DDP's buckets beside the gradients
+    else:  # These are autocast's copies of trained weights, and DDP's gradient buckets.
         state["copies"] = size * trained * (size == 2) + 4 * trained * (world > 1)
     parts |= state | {"reference": size * weights * bool(config.kl_beta and not adapters)}
-    # A micro-batch: what all layers keep, and the larger of what loss and backward pass add.
-    bare = config.fsdp or adapters  # no autocast of fp32 weights, except of the adapters
+    # A micro-batch has the activations of all layers, and beside them either the logits or the
+    # temporary tensors of one layer's backward pass.
+    no_autocast = config.fsdp or adapters  # Autocast converts no weights except the adapters.
     width = D + (getattr(shape, "intermediate_size", None) or 4 * D) + head * heads + keys
-    kept = KEPT[0 if size == 4 else 1 + bare] * width + 7 * size * config.lora_rank
-    kept += MAX_KEYS_PER_TOKEN * 2 * size * keys  # gathered keys and values
+    bytes_per_width = ACTIVATION_BYTES[0 if size == 4 else 1 + no_autocast]
+    token_bytes = bytes_per_width * width + 7 * size * config.lora_rank  # in one layer
+    token_bytes += MAX_KEYS_PER_TOKEN * 2 * size * keys  # gathered keys and values
     tokens = max(config.micro_tokens, longest) if can_pack(shape) else longest
-    held = tokens * layers * ((size if bare else 4) * D if config.recompute_activations else kept)
-    held += size * tokens * longest * (kind == "cpu")  # attention's masks
+    layer_bytes = tokens * token_bytes
+    if config.recompute_activations:
+        layer_bytes = tokens * (size if no_autocast else 4) * D
+    masks = size * tokens * longest * (kind == "cpu")
     chunk = linear_loss.CHUNK_TOKENS_CUDA if kind == "cuda" else 3 * linear_loss.CHUNK_TOKENS_CPU
     head_gradient = 4 * shape.vocab_size * D * (not adapters)
     logits = 4 * shape.vocab_size * (chunk if can_pack(shape) else 3 * longest)
-    added = max(logits + 2 * head_gradient, tokens * 1.5 * kept + head_gradient)
-    return parts | {"micro-batch": held + added}
+    temporary = max(logits + 2 * head_gradient, tokens * 1.5 * token_bytes + head_gradient)
+    return parts | {"micro-batch": layers * layer_bytes + masks + temporary}

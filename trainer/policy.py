@@ -1,16 +1,16 @@
-"""The policy as the trainer sees it: the model with the objective as its forward pass.
+"""The policy: the model with the objective as its forward pass.
 
-Samples lie end to end in one row of tokens (batches.py), attention stays within each of them
-(attention.py), and only the hidden states that predict a sampled token enter the LM head, whose
-loss and gradient kernels.linear_grpo_loss makes. A model that cannot be packed (loading.py) gets
-one sample at a time, and the same loss on the logits that it makes itself. Parameters that are
-trained are always fp32 (master weights), also where the arithmetic is bf16.
+A micro-batch is a packed row of tokens (batches.py), and attention stays within each sample
+(attention.py). Only the hidden states that predict a sampled token enter the LM head, and
+kernels.linear_grpo_loss computes its loss and gradient. A model that cannot be packed (loading.py)
+gets one sample at a time, and the same loss is computed on its own logits. Trained parameters are
+always fp32 (master weights), also if the arithmetic is bf16.
 
-DDP is the default, `--fsdp` is PyTorch's fully_shard (FSDP2): the same loop and the same files. The
-gradient is a sum over ranks, since the weights already divide by global counts, so the mean that
-DDP and FSDP take is multiplied by the number of ranks.
+DDP is the default, and `--fsdp` is PyTorch's fully_shard (FSDP2) with the same loop and files. DDP
+and FSDP take the mean of the ranks' gradients. Here the gradient must be their sum, because the
+token weights already divide by global counts. So the loss is multiplied by the number of ranks.
 
-Departure from the textbook: the model never trains in training mode. Dropout would differentiate
+Departure from the textbook: the model is never in training mode. Dropout would differentiate
 another distribution than the one that was sampled.
 
 Tests: `pytest tests/test_policy.py tests/test_loading.py`. Speed beside padded batches:
@@ -36,15 +36,15 @@ from trainer.attention import packed_attention
 from trainer.batches import MicroBatch, make_micro_batch
 from trainer.loading import can_pack
 
-# transformers' models look their attention up by a name, which Policy sets.
+# A transformers model finds its attention function by a name, which Policy sets.
 AttentionInterface.register("mars_packed", packed_attention)
 
 
 class Policy(nn.Module):
     """The language model with the objective as its forward pass.
 
-    `can_pack` says whether a micro-batch may hold several samples. DDP and FSDP act around
-    `forward` only. With the objective in it they act once a micro-batch.
+    `can_pack` tells whether a micro-batch may have several samples. DDP and FSDP wrap `forward`. It
+    computes the objective too, so they act once per micro-batch.
     """
 
     def __init__(self, model, *, bf16: bool, recompute_activations: bool = False):
@@ -60,26 +60,25 @@ class Policy(nn.Module):
         self.eval()
         if recompute_activations:
             for layer in layers(model):
-                # FSDP's hooks stay outside: they run around forward and not in the recomputation.
+                # FSDP's hooks wrap the new forward, so the recomputation does not call them again.
                 layer.forward = functools.partial(
                     checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
                 )
 
     def train(self, mode: bool = True):
-        """Stays in evaluation mode, whatever is asked."""
+        """Stays in evaluation mode for either `mode`."""
         return super().train(False)
 
     def hidden(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The hidden states [N, D] that predict the loss tokens, and the LM head [V, D].
 
-        The states are in the arithmetic's dtype. The head stays as it is: fp32 where it is trained,
-        bf16 where FSDP gathers it in bf16, or adapters freeze it. The loss rounds the head for its
-        products and sums the head's gradient in fp32. If the head were cast here, that gradient
-        would be rounded to bf16.
+        The states have the dtype of the arithmetic. The head keeps its dtype: fp32 if it is
+        trained, bf16 if FSDP gathers it in bf16 or LoRA freezes it. The loss rounds the head for
+        its products and sums the head's gradient in fp32. A cast here would round that gradient to
+        bf16.
         """
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
-            # transformers hands keyword arguments that it does not know on to the attention, here
-            # the last three to packed_attention.
+            # transformers passes the last three arguments on to packed_attention.
             states = self.model.base_model(
                 batch.tokens,
                 position_ids=batch.positions,
@@ -93,7 +92,7 @@ class Policy(nn.Module):
         return states[batch.loss_positions].to(dtype), head
 
     def logits(self, batch: MicroBatch) -> Tensor:
-        """The logits [N, V] of the one sample in `batch`, fp32, as the stock model makes them."""
+        """The fp32 logits [N, V] of the one sample in `batch`, from the model's own forward."""
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
             output = self.model(batch.tokens, use_cache=False, logits_to_keep=batch.loss_positions)
         return output.logits[0].float()
@@ -109,8 +108,8 @@ class Policy(nn.Module):
     ):
         """(Σ w·ℓ, stats) of the micro-batch; with `score` only its log-probs [N].
 
-        `objective` holds clip_low, clip_high and kl_beta. With `on_policy` the old log-probs are
-        the policy's own of this moment in place of the batch's, so that ρ is 1.
+        `objective` has clip_low, clip_high and kl_beta. With `on_policy` the policy's present
+        log-probs replace the batch's old log-probs, so that the importance ratio ρ is 1.
         """
         if self.can_pack:
             inputs = self.hidden(batch)
@@ -137,12 +136,12 @@ class Policy(nn.Module):
 
 
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
-    """The module's own forward; on some CPUs faster (kernels/products.py)."""
+    """The module's forward by kernels.linear, which is faster on some CPUs."""
     return kernels.linear(x, module.weight, module.bias)
 
 
 def layers(model) -> nn.ModuleList:
-    """The decoder's layers, whatever the model calls them."""
+    """The decoder's layers. Their attribute has different names in different models."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.base_model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -152,12 +151,12 @@ def layers(model) -> nn.ModuleList:
 
 @torch.no_grad()
 def logprob(policy: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
-    """Log-probs [N] of a micro-batch's loss tokens under a policy, wrapped or not."""
+    """The log-probs [N] of a micro-batch's loss tokens. The policy may be wrapped (`parallel`)."""
     return policy(batch, score=True, temperature=temperature)
 
 
 def score(policy: nn.Module, tokens: list[int]) -> list[float]:
-    """Log-probs of tokens[1:], each given those before it; every rank calls it."""
+    """The log-probs of tokens[1:], each given all tokens before it. Every rank must call it."""
     count = len(tokens)
     mask = [False] + [True] * (count - 1)
     sample = SimpleNamespace(tokens=tokens, mask=mask, logprobs=[0.0] * count, advantage=0.0)
@@ -167,15 +166,15 @@ def score(policy: nn.Module, tokens: list[int]) -> list[float]:
 
 
 def unwrap(policy: nn.Module) -> Policy:
-    """The Policy itself: DDP holds it as `module`, FSDP2 changes it in place."""
+    """The Policy within a wrapped policy. DDP stores it as `module`; FSDP2 changes it in place."""
     return getattr(policy, "module", policy)
 
 
 def parallel(policy: Policy, *, fsdp: bool, device) -> nn.Module:
-    """The policy wrapped for the ranks: as it is (one process), DDP, or FSDP2.
+    """The policy for all ranks: unchanged for one process, wrapped in DDP, or sharded by FSDP2.
 
-    FSDP2 keeps fp32 parameters and gathers each layer on its own, in bf16 on CUDA. It moves a
-    layer to `device` before it cuts it up: a model loaded to the CPU never stands whole on a GPU.
+    FSDP2 keeps fp32 parameters and gathers one layer at a time, in bf16 on CUDA. It moves each
+    layer to `device` and shards it at once. So a model on the CPU is never whole on a GPU.
     """
     if not fsdp and not dist.is_initialized():
         return policy
@@ -185,7 +184,7 @@ def parallel(policy: Policy, *, fsdp: bool, device) -> nn.Module:
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if policy.bf16 else None,
         reduce_dtype=torch.float32,
-        # Cast, a micro-batch's weights and old log-probs would be bf16 in the loss.
+        # Otherwise a micro-batch's weights and old log-probs would be cast to bf16.
         cast_forward_inputs=False,
     )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -195,36 +194,36 @@ def parallel(policy: Policy, *, fsdp: bool, device) -> nn.Module:
 
 
 def backward(policy: nn.Module, batches: list[MicroBatch], **objective) -> list[dict]:
-    """Gradients of Σ w·ℓ over all micro-batches of all ranks; returns stats of each micro-batch.
+    """Computes the gradient of Σ w·ℓ over all micro-batches of all ranks; returns their stats.
 
-    All ranks bring equally many micro-batches (make_micro_batch makes empty ones).
+    All ranks must have the same number of micro-batches (make_micro_batch makes empty ones).
 
-    DDP adds the gradients up over the ranks once, with the last micro-batch. FSDP2 does so with
-    every micro-batch, because waiting would keep the whole model's fp32 gradients on each GPU (8B:
-    33 GB by arithmetic). The sum is the same.
+    DDP sums the gradients over the ranks once, with the last micro-batch. FSDP2 does it with every
+    micro-batch. If it waited, each GPU would keep the fp32 gradients of the whole model (33 GB for
+    8B parameters, by arithmetic). The sum is the same.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     stats = []
     for batch in batches:
         last = len(stats) == len(batches) - 1
-        alone = hasattr(policy, "no_sync") and not last  # DDP adds ranks' gradients up at the last
-        with policy.no_sync() if alone else contextlib.nullcontext():
-            loss, numbers = policy(batch, **objective)
+        no_sync = hasattr(policy, "no_sync") and not last  # Only DDP has the attribute.
+        with policy.no_sync() if no_sync else contextlib.nullcontext():
+            loss, batch_stats = policy(batch, **objective)
             (loss * world).backward()
-        stats.append(numbers)
+        stats.append(batch_stats)
     return stats
 
 
 def gradient_norm(policy: nn.Module, limit: float) -> float:
-    """Clips the gradient's norm to `limit`; returns the norm before, of all ranks."""
+    """Clips the gradient's norm to `limit`. Returns the norm over all ranks before clipping."""
     return float(gather_full(nn.utils.clip_grad_norm_(policy.parameters(), limit)))
 
 
 def make_optimizer(policy: nn.Module, lr: float, weight_decay: float, beta1: float = 0.9):
-    """AdamW with β2 = 0.95 over what is trained.
+    """AdamW with β2 = 0.95 over the trained parameters.
 
-    At β1 = 0.9 a gradient goes on moving the weights for about ten updates, 1 / (1 − β1). A run of
-    a few steps has no room for that. Fused on CUDA, since the other form takes memory of its own.
+    At β1 = 0.9 a gradient moves the weights during about 1 / (1 − β1) = 10 updates, which is too
+    slow for a run of a few steps. On CUDA it is fused, since the other form needs more memory.
     """
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     fused = parameters[0].is_cuda or None  # None: PyTorch's own choice on a CPU
@@ -234,10 +233,10 @@ def make_optimizer(policy: nn.Module, lr: float, weight_decay: float, beta1: flo
 
 
 def schedule(step: int, warmup: int, steps: int | None = None) -> float:
-    """The factor on the learning rate in a step. It rises in a line over `warmup` steps.
+    """The factor on the learning rate in a step. It rises linearly over `warmup` steps.
 
-    With `steps` it is at most 1 − step / steps, which falls in a line to 0 (linear decay): at a
-    constant rate the last few batches weigh more than all before them.
+    With `steps` it is at most 1 − step / steps (linear decay to 0). At a constant rate the last few
+    batches would influence the weights more than all batches before them.
     """
     rise = (step + 1) / max(1, warmup)
     fall = 1 - step / steps if steps else 1.0

@@ -1,14 +1,14 @@
-"""Shared prefixes: what samples begin with alike goes through the model once.
+"""Prefix sharing in training: a prefix of several samples goes through the model once.
 
-The attempts of a group share their prompt, and often most of what follows. Samples are sorted by
-their tokens, so that neighbours share the longest prefixes. A sample adds only the tokens after the
-prefix that it shares with the sample before it, and attends to that prefix and to its own tokens
-(`Keys`). All loss tokens of all samples are in the loss, so loss and gradient are the same up to
+The attempts of a group share their prompt, and often most of their later tokens. Samples are sorted
+by their tokens, so that neighbours share the longest prefixes. A sample adds only the tokens after
+the prefix that it shares with the sample before it. They attend to that prefix and to each other
+(`Keys`). Every loss token of every sample is in the loss, so loss and gradient are the same up to
 rounding. (On CUDA the gradients of shared keys are sums in bf16, in no fixed order.)
 
-A prefix of a few tokens, such as the start token of most models, is not worth its bookkeeping:
-there the sorted samples are cut into families. First-fit decreasing packs the families into
-micro-batches; where nothing is shared, that is plain packing.
+Sharing a prefix of a few tokens, such as the start token, would cost more than it saves. So samples
+without a long common prefix go into different families, and first-fit decreasing packs whole
+families into micro-batches. Without any shared prefix this is plain packing.
 
 Tests: `pytest tests/test_prefixes.py`.
 """
@@ -23,10 +23,10 @@ from torch import Tensor
 from binpack import first_fit_decreasing
 from family import common_prefix
 
-# The limit of keys per token of a micro-batch's capacity. Each layer copies these keys and values
-# for its backward pass. The memory plan counts them.
+# A micro-batch has at most this many keys per token of its capacity. Each layer copies these keys
+# and values for its backward pass. The memory plan counts them.
 MAX_KEYS_PER_TOKEN = 4
-# A prefix counts as shared if it is at least this part of a sample's input.
+# A prefix is shared if it is at least this fraction of a sample's input.
 LEAST_SHARED = 0.25
 
 
@@ -35,17 +35,17 @@ class Keys:
     """The keys of each sequence: its shared prefix, then its own tokens. K keys in all."""
 
     lengths: list[int]  # of each sequence, K in all
-    indices: Tensor  # [K] int64, where they stand among the T input tokens
+    indices: Tensor  # [K] int64, the index of each key among the T input tokens
     cu_seqlens: Tensor  # [sequences + 1] int32, boundaries of the sequences among the keys
-    masks: list[Tensor | None] | None = None  # attention's on a CPU, made once for all layers
+    masks: list[Tensor | None] | None = None  # for attention on a CPU, made once for all layers
 
 
 def pack(inputs: list[list[int]], loss_tokens: list[int], capacity: int) -> list[list[int]]:
-    """Indices of samples by micro-batch, in the order of their tokens.
+    """The indices of the samples of each micro-batch, in the order of their tokens.
 
-    `inputs` are their input tokens, `loss_tokens` how many of each carry loss. A micro-batch holds
-    at most `capacity` input tokens, `capacity` loss tokens and MAX_KEYS_PER_TOKEN · `capacity`
-    keys. A sample over a limit is alone.
+    `inputs` are the samples' input tokens, `loss_tokens` their numbers of loss tokens. A
+    micro-batch has at most `capacity` input tokens, `capacity` loss tokens and
+    MAX_KEYS_PER_TOKEN · `capacity` keys. A sample over a limit gets its own micro-batch.
     """
     families = []
     sizes = []
@@ -53,12 +53,12 @@ def pack(inputs: list[list[int]], loss_tokens: list[int], capacity: int) -> list
     before = []
     for index in sorted(range(len(inputs)), key=lambda i: inputs[i]):
         current = inputs[index]
-        alike = shared_prefix(before, current)
+        prefix = shared_prefix(before, current)
         own = [len(current), loss_tokens[index], len(current) / MAX_KEYS_PER_TOKEN]
-        grown = [a + b for a, b in zip(counts, own)]
-        grown[0] -= alike
-        if alike and max(grown) <= capacity:
-            counts = grown
+        sums = [a + b for a, b in zip(counts, own)]
+        sums[0] -= prefix
+        if prefix and max(sums) <= capacity:
+            counts = sums
         else:
             counts = own
             families.append([])
@@ -71,18 +71,18 @@ def pack(inputs: list[list[int]], loss_tokens: list[int], capacity: int) -> list
 
 
 def shared_prefix(before: list[int], current: list[int]) -> int:
-    """The length of the longest prefix of both; 0 if it is too short to count for `current`."""
-    alike = common_prefix(before, current)
-    return alike if alike >= LEAST_SHARED * len(current) else 0
+    """The length of the longest common prefix; 0 if it is too short for `current` to share it."""
+    length = common_prefix(before, current)
+    return length if length >= LEAST_SHARED * len(current) else 0
 
 
 def lay_out(
     inputs: list[list[int]],
 ) -> tuple[list[int], list[int], list[int], list[list[int]]]:
-    """Samples' input tokens end to end; each adds what follows the prefix of the one before it.
+    """Packs the samples' input tokens without the prefix that each shares with the one before it.
 
-    Returns all tokens, the position of each in its sample, how many each sample adds, and each
-    sample's rows: where its tokens stand in the whole, its prefix first.
+    Returns all T tokens, the position of each in its sample, the number of tokens that each sample
+    adds, and each sample's rows: the indices of its tokens among the T, with its prefix.
     """
     tokens = []
     positions = []
@@ -90,18 +90,18 @@ def lay_out(
     rows_of = []
     rows = []
     for before, current in itertools.pairwise([[], *inputs]):
-        alike = shared_prefix(before, current)
-        own = current[alike:]
-        rows = rows[:alike] + list(range(len(tokens), len(tokens) + len(own)))
+        prefix = shared_prefix(before, current)
+        own = current[prefix:]
+        rows = rows[:prefix] + list(range(len(tokens), len(tokens) + len(own)))
         tokens += own
-        positions += range(alike, len(current))
+        positions += range(prefix, len(current))
         added.append(len(own))
         rows_of.append(rows)
     return tokens, positions, added, rows_of
 
 
 def keys_of(added: list[int], rows_of: list[list[int]], device) -> Keys | None:
-    """The keys of each sample that adds a token; None if each attends to its own tokens only."""
+    """The keys of each sample that adds a token; None if no sample shares a prefix."""
     sequences = [rows for rows, count in zip(rows_of, added) if count]
     lengths = [len(rows) for rows in sequences]
     if sum(lengths) == sum(added):
