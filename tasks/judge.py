@@ -121,7 +121,8 @@ def judge_from_environment() -> Callable[[Question, str], bool]:
             try:
                 return client.call(url, read_verdict, body=body, headers=headers)
             except ToolError as error:
-                refused = [name for name in sent if name in str(error)]
+                is_refusal = re.search(r": HTTP 4(00|22)\b", str(error))
+                refused = [name for name in sent if is_refusal and name in str(error)]
                 if not refused:
                     raise
             for name in refused:

@@ -43,6 +43,7 @@ def test_a_verdict(correct):
 UNREADABLE = [
     *map(completion, ["", None, "correct: yes", "<think>" + fields(), "{" * 50_000]),
     *map(completion, [fields() + "\nOn reflection it differs.", fields("maybe"), fields(True)]),
+    completion(fields("temperature")),  # names a field of the request, but nothing was refused
     completion(fields(), finish="length"),
     {"error": {"message": fields()}},
 ]
