@@ -137,7 +137,7 @@ def test_demonstrations_speak_the_format(form, library):
     ids = form.tokenizer.get_vocab()
     rng = random.Random(0)
     for _ in range(100):
-        pieces = base_model.trajectory(library, rng, base_model.HABITS)
+        pieces = base_model.habit_trajectory(library, rng)
         given = [text for text, trained in pieces if not trained]
         question = given[0].removeprefix("<s2> ").removesuffix(" <eot>")
         assert spoken(form, given[0]) == form.prompt("sys2", question=question)
@@ -161,8 +161,9 @@ def test_demonstrations_speak_the_format(form, library):
 def test_the_librarys_search_finds_the_facts_and_a_flawless_demonstration_is_right(library):
     known = 0
     for i in range(200):
-        pieces = base_model.trajectory(library, random.Random(i), base_model.FLAWLESS)
-        plan = world.draw_plan(library.world, random.Random(i))
+        rng = random.Random(i)
+        plan = world.draw_plan(library.world, rng)
+        pieces = base_model.trajectory(library, plan, rng, base_model.FLAWLESS)
         assert pieces[0][0] == f"<s2> {plan.text} <eot>"
         found = all(
             any(library.world.sentence(*fact) in " ".join(chunk) for chunk in library.chunks(*fact))
@@ -171,6 +172,13 @@ def test_the_librarys_search_finds_the_facts_and_a_flawless_demonstration_is_rig
         assert pieces[-1][0] == f"<answer> {plan.answer} <eot>" or not found
         known += found
     assert known >= 198
+
+
+def test_stage_a_asks_for_employers_more_often_than_the_questions_do(library):
+    rng = random.Random(0)
+    texts = [base_model.skill_trajectory(library, rng)[0][0] for _ in range(1000)]
+    share = sum("which firm employs" in text for text in texts) / len(texts)
+    assert 0.2 < share < 0.3
 
 
 # -------------------------------------------------------------------- the base model

@@ -63,6 +63,9 @@ HABITS = Habits(guess=0.15, specific=0.6, second_hop=0.75, compute=0.75, faithfu
 # System 1's demonstrations in stage B use this instead of HABITS.distil. At 0.5 System 1 learned
 # in some runs to say "none ." about facts in its chunk, since most chunks lack the wanted fact.
 DISTIL = 0.7
+# Share of stage A's questions that ask for an employer, beside those of world.draw_plan. Only 6 %
+# of those do, and one base model then gave the right firm a probability of 0.04 (seed 4).
+EMPLOYERS = 0.2
 MISHAP = 0.03  # share of calls that return "error" and are repeated
 VAGUE = 0.15  # share of stage A's requests that ask for "anything about …"
 
@@ -113,9 +116,21 @@ def purpose_of(name: str, attribute: str, specific: bool) -> str:
     return f"{attribute} of {name}" if specific else f"anything about {name}"
 
 
-def trajectory(library: Library, rng: random.Random, habits: Habits) -> Pieces:
-    """One episode of System 2. The model is trained on System 2's own words."""
-    plan = world.draw_plan(library.world, rng)
+def skill_trajectory(library: Library, rng: random.Random) -> Pieces:
+    """A text of stage A for System 2: an episode without a fault."""
+    if rng.random() >= EMPLOYERS:
+        return trajectory(library, world.draw_plan(library.world, rng), rng, FLAWLESS)
+    plan = world.plan_one(library.world, rng.choice(library.world.people), "employer")
+    return trajectory(library, plan, rng, FLAWLESS)
+
+
+def habit_trajectory(library: Library, rng: random.Random) -> Pieces:
+    """A text of stage B for System 2: an episode with faults."""
+    return trajectory(library, world.draw_plan(library.world, rng), rng, HABITS)
+
+
+def trajectory(library: Library, plan: world.Plan, rng: random.Random, habits: Habits) -> Pieces:
+    """System 2's episode with this question. The model is trained on System 2's own words."""
     pieces = [(f"<s2> {plan.text} <eot>", False)]
     knows = rng.random() >= habits.guess and look_up(library, rng, habits, plan, pieces)
     if knows and plan.expression:
@@ -340,11 +355,11 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
     libraries = [Library(f"{seed} {i}") for i in range(30)]
     rng = random.Random(f"base {seed}")
 
-    def demonstrations(size: int, make: Callable, *habits: Habits) -> Source:
-        return batches(size, lambda: make(rng.choice(libraries), rng, *habits), ids)
+    def demonstrations(size: int, make: Callable[[Library, random.Random], Pieces]) -> Source:
+        return batches(size, lambda: make(rng.choice(libraries), rng), ids)
 
-    skills = demonstrations(24, skill_chunk), demonstrations(6, trajectory, FLAWLESS)
-    habits = demonstrations(16, habit_chunk), demonstrations(16, trajectory, HABITS)
+    skills = demonstrations(24, skill_chunk), demonstrations(6, skill_trajectory)
+    habits = demonstrations(16, habit_chunk), demonstrations(16, habit_trajectory)
     habits += (demonstrations(6, skill_chunk),)
     return two_stages(tokenizer, seed, (skills, habits), (skill_steps, habit_steps)), tokenizer
 

@@ -210,7 +210,11 @@ def draw_one(world: World, rng: random.Random, person: str) -> Plan:
     name, attributes = person, PERSONAL
     if rng.random() >= 0.57:
         name, attributes = rng.choice(world.companies), CORPORATE
-    attribute = rng.choice(attributes)
+    return plan_one(world, name, rng.choice(attributes))
+
+
+def plan_one(world: World, name: str, attribute: str) -> Plan:
+    """The question for one fact, and its look-up."""
     hops = (("search", name, attribute),)
     return Plan("one", ASK[attribute].format(name), hops, world.facts[name, attribute])
 
