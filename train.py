@@ -131,9 +131,9 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
             for term, samples in terms.items()
         }
         parts.append(prepare(run, part))
-    # Sampler and trainer are compared in the first part, so one that trains something leads.
-    held = sum_over_ranks({inner: len(samples) for inner, (samples, _) in enumerate(parts)})
-    parts.insert(0, parts.pop(next((inner for inner in range(len(parts)) if held[inner]), 0)))
+    # Sampler and trainer are compared in the first part, so parts that train nothing come last.
+    sizes = sum_over_ranks({inner: len(samples) for inner, (samples, _) in enumerate(parts)})
+    parts = [parts[inner] for inner in sorted(range(len(parts)), key=lambda i: sizes[i] == 0)]
     decay_steps = config.steps if config.decay else None
     for param_group in run.optimizer.param_groups:
         param_group["lr"] = config.lr * trainer.schedule(step, config.warmup, decay_steps)
