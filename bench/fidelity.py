@@ -1,0 +1,205 @@
+"""Which rule of credit rewards the notes that helped? The worth of notes, by replaying answers.
+
+    python -m bench.fidelity runs/almanac                 the last weights of a run
+    python -m bench.fidelity FOLDER --page_fields 2       a warm-started model; options of `eval`
+
+Each of `--questions` held-out questions of the almanac is attempted `--group` times. Then System 2
+answers each attempt `--draws` times with all its notes, and `--draws` times for each note with that
+note replaced by "Nothing here.". A note's worth is the difference of the shares of right answers.
+The look-up and the other notes stay as they were sampled.
+
+A rule's fidelity is the correlation, over all notes, of its advantage (times the weight in the
+loss) with the worth. Intervals are a bootstrap over questions, 95 %. `infomem` is the gain in the
+log-likelihood of the right answer through the note (InfoMem, arXiv 2606.03329). `other draws` is
+the correlation between two halves of the draws: noise keeps every rule below its square root.
+
+Results: bench/results/almanac/fidelity-NAME.json. Tests: pytest tests/test_almanac.py
+"""
+
+import argparse
+import dataclasses
+import sys
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+import mars
+import trainer
+from bench.common import RESULTS, save, table
+from config import UserError, fail
+from plumbing import evaluation
+from plumbing.start import Run, build
+from recipes import almanac
+from rollout import Context, Env, Sample, Trajectory, play_batch
+
+# rule -> the options that choose it
+RULES = {
+    "mars": {"credit": "mars"},
+    "inherited": {"credit": "mars", "shared_group": True},
+    "pooled": {"credit": "pooled"},
+    "own": {"credit": "own"},
+    "candid": {"credit": "candid"},
+}
+
+
+@dataclass
+class Replay:
+    """An attempt up to its answer, with all notes (at index 0) and with each of them silenced."""
+
+    trajectory: Trajectory
+    prompts: list[list[int]]  # System 2's context before the answer, token ids
+    readers: list[Sample]  # of the notes, in their order
+    right: np.ndarray = field(init=False)  # [1 + notes, draws] of 0 and 1
+    gain: list[float] = field(init=False)  # of each note, in nats
+
+
+def open_run(checkpoint: str, given: dict) -> Run:
+    """A run that only samples, with the checkpoint's own settings."""
+    tools = []  # `complete` adds the look-up
+    given = almanac.complete(tools, "eval", {"checkpoint": checkpoint, **given})
+    config = evaluation.settings(almanac.METHOD, given, asking=False)
+    more = {"more_tools": tools, "questions": almanac.questions}
+    return build(almanac.METHOD, config, training=False, **more)
+
+
+def replay_of(env: Env, trajectory: Trajectory) -> Replay | None:
+    """The attempt's replay; None if it answered without a note."""
+    sample = trajectory.contexts[0].sample
+    turn = trajectory.turns[0]
+    if not turn.readers or len(trajectory.turns) < 2:
+        return None
+    end = sample.mask.index(True) + len(turn.sampled)
+    context = Context(env, Trajectory(trajectory.question, 0, 0), "sys2", turns=[turn])
+    context.sample.tokens = sample.tokens[:end]
+    readers = [reader.sample for reader in turn.readers]
+    notes = [env.chat.note(reader.tokens[reader.mask.index(True) :]) for reader in readers]
+    silence = env.chat.encode(almanac.IDLE)
+    variants = [notes]
+    variants += [[*notes[:n], silence, *notes[n + 1 :]] for n in range(len(notes))]
+    continued = [mars.extend(env, context, variant) for variant in variants]
+    return Replay(trajectory, [sample.tokens[:end] + one.tokens for one in continued], readers)
+
+
+def answer_again(run: Run, replays: list[Replay], draws: int) -> None:
+    """Sets `right` of each replay: `draws` answers to each of its prompts."""
+    config = run.config
+    for number, replay in enumerate(replays):
+        completions = run.sampler.generate(
+            [prompt for prompt in replay.prompts for _ in range(draws)],
+            max_new_tokens=config.step_tokens,
+            temperature=config.temperature,
+            stop_ids=run.chat.stop_ids,
+            seed=number,
+        )
+        answers = [run.chat.parse(one.tokens, final=True).answer for one in completions]
+        question = replay.trajectory.question
+        right = [answer is not None and run.grade(question, answer) for answer in answers]
+        replay.right = np.array(right, dtype=float).reshape(-1, draws)
+
+
+def score_answers(run: Run, replays: list[Replay]) -> None:
+    """Sets `gain` of each replay: log p(right answer | all notes) less that without the note."""
+    model = trainer.load_model(run.start, run.device, dtype=run.dtype)
+    policy = trainer.Policy(model, bf16=run.bf16)
+    for replay in replays:
+        gold = replay.trajectory.question.golden_answers[0]
+        answer = run.chat.encode_own(f"<answer> {gold}</answer>")
+        scores = [
+            sum(trainer.score(policy, prompt + answer)[-len(answer) :]) for prompt in replay.prompts
+        ]
+        replay.gain = [scores[0] - score for score in scores[1:]]
+
+
+def advantages(run: Run, trajectories: list[Trajectory], readers: list[Sample]) -> dict:
+    """rule -> what each note's log-probability is pushed by: its advantage times its weight."""
+    pushes = {}
+    for rule, options in RULES.items():
+        config = dataclasses.replace(run.config, balance="none", **options)
+        almanac.credit(config, trajectories, 0)
+        pushes[rule] = np.array([reader.advantage * reader.loss_weight for reader in readers])
+    return pushes
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Pearson's correlation; 0 where one of both is constant."""
+    return float(np.corrcoef(a, b)[0, 1]) if a.std() and b.std() else 0.0
+
+
+def fidelity(push: np.ndarray, worth: np.ndarray, questions: np.ndarray) -> dict:
+    """The correlation and its interval by a bootstrap over questions. All arguments: [notes]."""
+    generator = np.random.default_rng(0)
+    groups = [np.flatnonzero(questions == q) for q in np.unique(questions)]
+    samples = []
+    for _ in range(1000):
+        drawn = generator.integers(len(groups), size=len(groups))
+        members = np.concatenate([groups[i] for i in drawn])
+        samples.append(correlation(push[members], worth[members]))
+    low, high = np.quantile(samples, [0.025, 0.975])
+    return {"correlation": correlation(push, worth), "low": float(low), "high": float(high)}
+
+
+def measure(run: Run, questions: int, group: int, draws: int) -> list[dict]:
+    """The rows: each rule's fidelity, and what limits it."""
+    batch = list(enumerate(run.eval_questions[:questions]))
+    trajectories = play_batch(run, batch, group, run.eval_tools, step="fidelity")
+    env = Env(run.driver, run.samplers, run.chat, {}, run.grade, run.config, "fidelity")
+    replays = [replay for t in trajectories if (replay := replay_of(env, t))]
+    if not replays:
+        raise UserError("no attempt looked anything up, so there is no note to replay")
+    answer_again(run, replays, draws)
+    score_answers(run, replays)
+
+    def worth(part: slice) -> np.ndarray:
+        """[notes], from some of the draws."""
+        shares = [replay.right[:, part].mean(axis=1) for replay in replays]
+        return np.concatenate([share[0] - share[1:] for share in shares])
+
+    readers = [reader for replay in replays for reader in replay.readers]
+    asked = np.array([reader.question_index for reader in readers])
+    note_of = {id(note.sample): note for t in trajectories for note in t.notes}
+    notes = [note_of[id(reader)] for reader in readers]
+    rules = advantages(run, trajectories, readers)
+    rules["infomem"] = np.array([gain for replay in replays for gain in replay.gain])
+    whole = worth(slice(None))
+    rows = [{"rule": rule, **fidelity(push, whole, asked)} for rule, push in rules.items()]
+    halves = worth(slice(0, None, 2)), worth(slice(1, None, 2))
+    rows.append({"rule": "other draws", **fidelity(*halves, asked)})
+    kinds = {
+        "telling": [note.tells for note in notes],
+        "silent": [note.silent for note in notes],
+        "neither": [not note.tells and not note.silent for note in notes],
+    }
+    for kind, members in kinds.items():
+        chosen = whole[np.array(members)]
+        row = {"notes": kind, "count": len(chosen)}
+        rows.append(row | ({"mean worth": float(chosen.mean())} if len(chosen) else {}))
+    return rows
+
+
+def main(arguments: list[str]) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("checkpoint")
+    parser.add_argument("--name", default="start", help="of the results' file")
+    parser.add_argument("--questions", type=int, default=12)
+    parser.add_argument("--group", type=int, default=8, help="attempts at a question")
+    parser.add_argument("--draws", type=int, default=8, help="answers to each context; even")
+    parser.add_argument("--page_fields", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args(arguments)
+    try:
+        given = {"page_fields": options.page_fields, "eval_questions": options.questions}
+        run = open_run(options.checkpoint, given)
+        torch.set_num_threads(options.threads)
+        rows = measure(run, options.questions, options.group, options.draws)
+    except UserError as error:
+        return fail(str(error))
+    print(table(rows))
+    command = f"python -m bench.fidelity {' '.join(arguments)}"
+    print(save(f"fidelity-{options.name}", command, rows, RESULTS / "almanac"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
