@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -54,13 +55,13 @@ class Replay:
     gain: list[float] = field(init=False)  # of each note, in nats
 
 
-def open_run(checkpoint: str, given: dict) -> Run:
-    """A run that only samples, with the checkpoint's own settings."""
+def open_run(checkpoint: str, given: dict, frozen: Path | None = None) -> Run:
+    """A run that only samples, with the checkpoint's settings. `frozen` plays frozen roles."""
     tools = []  # `complete` adds the look-up
     given = almanac.complete(tools, "eval", {"checkpoint": checkpoint, **given})
     config = evaluation.settings(almanac.METHOD, given, asking=False)
     more = {"more_tools": tools, "questions": almanac.questions}
-    return build(almanac.METHOD, config, training=False, **more)
+    return build(almanac.METHOD, config, training=False, frozen=frozen, **more)
 
 
 def replay_of(env: Env, trajectory: Trajectory) -> Replay | None:

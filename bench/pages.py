@@ -1,0 +1,106 @@
+"""From which page length on does a reader pay? Arms of the almanac at several page lengths.
+
+    python -m bench.pages                             four lengths, four arms, seed 0
+    python -m bench.pages --lengths 1 6 --arms candid one-agent
+    python -m bench.pages --table                     only tabulates what there is
+
+Every arm is trained and evaluated anew at each length (--page_fields of the recipe). A single agent
+gives a page at most half of its context, 6,144 tokens, so it must cut longer pages; BM25's passages
+and readers see all of them. The runs are those of bench.arms: a stopped command goes on where it
+was. Results: bench/results/almanac/pages.json and pages.png. Tests: pytest tests/test_almanac.py
+"""
+
+import argparse
+import copy
+import io
+import sys
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from bench import arms
+from bench.common import RESULTS, ROOT, save, table
+from plumbing import curves, folders
+from plumbing.metrics import wilson_interval
+
+# --page_fields -> the median length of a page, in tokens of SmolLM2
+LENGTHS = {1: 1500, 2: 2900, 6: 6000, 0: 8600}
+ARMS = ("candid", "mars", "one-agent", "passages")
+
+
+def at_length(options: argparse.Namespace, fields: int) -> argparse.Namespace:
+    """The options of bench.arms for one length. A document of longer pages needs a wider prompt."""
+    own = copy.copy(options)
+    own.runs = options.runs / f"fields-{fields}"
+    own.records = options.records / f"fields-{fields}"
+    own.more = ["--page_fields", str(fields), "--sys1_prompt", "1000", *options.more]
+    return own
+
+
+def picture(rows: list[dict]) -> bytes:
+    """A PNG: the share of right answers (sampled) by page length, a curve for each arm."""
+    png = io.BytesIO()
+    with matplotlib.rc_context(curves.LOOK):
+        figure = Figure(figsize=(6, 3.2), dpi=150, layout="constrained")
+        axes = figure.subplots()
+        for arm, colour in zip(ARMS, curves.COLOURS):
+            own = sorted((row for row in rows if row["arm"] == arm), key=lambda row: row["tokens"])
+            shares = [row["right"] / row["asked"] for row in own]
+            bounds = [wilson_interval(row["right"], row["asked"]) for row in own]
+            errors = [[s - low, high - s] for s, (low, high) in zip(shares, bounds)]
+            tokens = [row["tokens"] for row in own]
+            if own:
+                axes.errorbar(
+                    tokens, shares, yerr=list(zip(*errors)), fmt="o-", color=colour, label=arm
+                )
+        axes.set_xlabel("tokens of a page (median)")
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.legend()
+        figure.savefig(png, format="png")
+    return png.getvalue()
+
+
+def tabulate(options: argparse.Namespace) -> list[dict]:
+    """A row for each length and arm that has sampled records, over all their seeds."""
+    rows = []
+    for fields, tokens in LENGTHS.items():
+        own = at_length(options, fields)
+        for row in arms.summarise(own):
+            if row["arm"] in ARMS and row["decoding"] == "sampled":
+                names = [f"{row['arm']}-{seed}-sampled.json" for seed in options.seeds]
+                paths = [own.records / name for name in names if (own.records / name).exists()]
+                counts = [folders.read_json(path)["cells"]["all"] for path in paths]
+                right, asked = map(sum, zip(*counts))
+                rows.append({"fields": fields, "tokens": tokens, "right": right, "asked": asked})
+                rows[-1] |= row
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--lengths", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--threads", default="2")
+    parser.add_argument("--eval_questions", default="240")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "pages")
+    parser.add_argument("--records", type=Path, default=RESULTS / "almanac" / "pages")
+    parser.add_argument("--cache", type=Path, default=ROOT / ".cache", help="of the models")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    options, options.more = parser.parse_known_args()
+    for fields in () if options.table else options.lengths:
+        arms.run_missing(at_length(options, fields))
+    rows = tabulate(options)
+    if not rows:
+        sys.exit(f"there is no record of an evaluation in {options.records}")
+    print(table(rows))
+    command = " ".join(["python -m bench.pages", *sys.argv[1:]])
+    print(save("pages", command, rows, RESULTS / "almanac"))
+    print(folders.write_whole(RESULTS / "almanac" / "pages.png", picture(rows)))
+
+
+if __name__ == "__main__":
+    main()
