@@ -7,7 +7,9 @@ import re
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from helpers.chat import QWEN25, tokenizer
 from helpers.samples import text_of
@@ -15,7 +17,7 @@ from helpers.stopped import options_of
 from matplotlib.axes import Axes
 
 import mars
-from bench import arms
+from bench import arms, fidelity, pages, swap
 from config import UserError, parse, parser
 from plumbing import models, start
 from recipes import almanac, almanac_world
@@ -345,3 +347,67 @@ def test_the_picture_has_a_dot_and_interval_for_each_run_and_its_start(tmp_path,
     arms.picture(Namespace(records=tmp_path, seeds=[5, 6]))
     assert sorted(drawn) == [(0.5, 15 / 16), (0.75, -1 / 16), (1.0, 1 / 16)]
     assert hollow == [(0.25, -1 / 16)]
+
+
+@needs_pages
+def test_a_replay_is_the_attempt_with_one_note_silenced():
+    config, chat, tools = playing(packing=False)
+    (question, *_) = almanac_world.make_world(1).questions("seen", "Peru", "taught")
+    trajectory = almanac.demonstrate(question, config, chat, tools, random.Random(0))
+    sample = trajectory.contexts[0].sample
+    answer = len(sample.mask) - sample.mask[::-1].index(True)
+    while sample.mask[answer - 1]:
+        answer -= 1
+    replay = fidelity.replay_of(SimpleNamespace(chat=chat, config=config), trajectory)
+    assert replay.prompts[0] == sample.tokens[:answer]
+    silent = chat.text(replay.prompts[0]).count(almanac.IDLE)
+    told = [almanac.IDLE not in text_of(chat, reader, True) for reader in replay.readers]
+    assert sum(told) == 1 and silent == len(told) - 1 > 0
+    for prompt, tells in zip(replay.prompts[1:], told, strict=True):
+        assert chat.text(prompt).count(almanac.IDLE) == silent + tells
+
+
+def test_fidelity_is_a_correlation_with_an_interval_over_questions():
+    generator = np.random.default_rng(0)
+    questions = np.repeat(np.arange(40), 8)
+    worth, noise = generator.normal(size=(2, 320))
+    exact = fidelity.fidelity(2 * worth, worth, questions)
+    assert min(exact.values()) > 0.9999
+    none = fidelity.fidelity(noise, worth, questions)
+    assert none["low"] < 0 < none["high"] < 0.25
+    assert fidelity.fidelity(np.ones(320), worth, questions)["correlation"] == 0
+
+
+def test_every_system_2_is_paired_with_every_reader_once(tmp_path):
+    for name in ("mars-0", "mars-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model": f"warm-{name}"}))
+    pairs = swap.pairs([tmp_path / "mars-0", tmp_path / "mars-1"])
+    named = {(run.name, system2, system1) for run, system2, system1, _ in pairs}
+    expected = set()
+    for run in ("mars-0", "mars-1"):
+        readers = ("start", "mars-0", "mars-1")
+        expected |= {(run, system2, s1) for system2 in ("start", run) for s1 in readers}
+    assert named == expected and len(pairs) == len(expected)
+    for run, system2, system1, model in pairs:
+        assert (model is None) == (system1 == system2)
+        assert system1 != "start" or model in (None, Path(f"warm-{run.name}"))
+
+
+@needs_pages
+def test_page_lengths_are_tabulated_and_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(almanac, "warm_model", lambda config, tools: models.SMOLLM2)
+    options = Namespace(runs=tmp_path, records=tmp_path, seeds=[0], more=[])
+    for fields, right in ((1, "1100"), (6, "1000")):
+        folder = pages.at_length(options, fields).records
+        folder.mkdir()
+        record = {"cells": {"all": [right.count("1"), 4]}, "right": right, "of a step": {}}
+        (folder / "mars-0-sampled.json").write_text(json.dumps(record))
+    rows = pages.tabulate(options)
+    assert [(row["tokens"], row["right"]) for row in rows] == [(1500, 2), (6000, 1)]
+    assert pages.picture(rows).startswith(b"\x89PNG")
+    for fields in pages.LENGTHS:
+        more = pages.at_length(options, fields).more
+        for arm in pages.ARMS:
+            config = options_of(almanac.main, [*arms.ARMS["almanac"][arm], *more])
+            assert config.page_fields == fields
