@@ -4,10 +4,12 @@ A small, briefly trained base model. Runs are in this process, where it need not
 """
 
 import dataclasses
+import io
 import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,10 +23,11 @@ from helpers import launch, tiny
 from helpers.chat import QWEN3, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import driver
 import mars
 import train
 import trainer
-from plumbing import curves, folders, logbook, outside
+from plumbing import curves, evaluation, folders, logbook, outside
 from tools import ToolError
 from toy import world
 
@@ -298,10 +301,46 @@ def test_eval_and_ask(copied, capsys):
     *kinds, row = json.loads((copied / "likeliest/table.json").read_text())
     right = {kind["set"]: round(kind["accuracy"] * kind["questions"]) for kind in kinds}
     assert right == {kind: right for kind, (right, _) in last["eval_greedy_by_kind"].items()}
-    capsys.readouterr()
-    assert run("ask", copied / "whole", "when was ada baker born ?") == 0
-    said = capsys.readouterr().out
-    assert "system 2 |" in said and "answer |" in said
+
+
+def test_a_conversation_asks_line_after_line_and_ctrl_c_stops_an_answer(
+    trained, monkeypatch, capsys
+):
+    """Each is answered as if asked alone; a line that is no text is refused, and not the rest."""
+    question = "when was ada baker born ?"
+    answer, advance = evaluation.answer, driver.Driver._advance
+    now, presses = [], []  # how often Ctrl-C is pressed at the next token, and in each answer
+
+    def answered(*given):
+        now[:] = presses[:1]
+        presses[:] = presses[1:]
+        answer(*given)
+
+    def interrupted(*given):
+        for _ in range(sum(now)):
+            now.clear()
+            signal.raise_signal(signal.SIGINT)
+        advance(*given)
+
+    def ask(typed: str, *pressed: int) -> tuple[int, list[str]]:
+        presses[:] = pressed
+        raw = io.BytesIO(typed.encode("utf-8", "surrogateescape"))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(raw))
+        code = run("ask", trained / "whole")
+        return code, [line for line in capsys.readouterr().out.splitlines() if " | " in line]
+
+    assert run("ask", trained / "whole", question) == 0
+    alone = [line for line in capsys.readouterr().out.splitlines() if " | " in line]
+    assert alone[0].startswith(" system 2 |") and alone[-1].startswith("   answer |")
+    monkeypatch.setattr(evaluation, "answer", answered)
+    monkeypatch.setattr(driver.Driver, "_advance", interrupted)
+    typed = f"{question}\n\n  \n" * 3
+    assert ask(typed) == (0, 3 * alone)
+    assert ask(f"\udcff\n{typed}") == (0, 3 * alone)
+    assert ask(typed, 1) == (0, 2 * alone)
+    assert ask(typed, 1, 0, 1) == (0, alone)
+    assert ask(typed, 0, 1, 1) == (130, alone)
+    assert ask(typed, 0, 2) == (130, alone), "twice within an answer"
 
 
 def test_an_evaluation_that_the_disk_does_not_take_is_shown(copied, monkeypatch, capsys):
