@@ -11,9 +11,14 @@ would weigh as much as a long call, and the model would learn to answer at once.
     python mars.py --model warm …
 
 A line of the file is {"messages": [{"role": …, "content": …}, …]}, and the assistant's messages
-are learned. `play` makes demonstrations of any method without a file (see recipes/almanac.py). It
-runs the method's own episode with given texts in place of samples, so that all tokens of the
-contexts are those of RL.
+are learned. Or a run wrote it, whose right attempts are learned, token by token as they were
+sampled (rejection sampling):
+
+    python warm_start.py --from_run runs/NAME --out demonstrations.jsonl
+
+`play` makes demonstrations of any method without a file (see recipes/almanac.py). It runs the
+method's own episode with given texts in place of samples, so that all tokens of the contexts are
+those of RL.
 
 Tests: pytest tests/test_warm_start.py
 """
@@ -37,7 +42,7 @@ import grpo
 import trainer
 from atomic import made_once
 from config import Config, UserError, fail, option, parse, parser, uses_bf16
-from plumbing import models
+from plumbing import folders, logbook, models, pages
 from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
 from tasks.chat import ChatFormat, is_mark, rendered
@@ -54,8 +59,9 @@ class WarmStart:
     """The options, each with its help."""
 
     model: str = option("smollm2", "the model to start from: smollm2, a folder, a hub name")
-    data: str = option("", 'JSON lines of {"messages": […]}')
-    out: str = option("warm", "the folder to write, as transformers loads it")
+    data: str = option("", "a file of demonstrations, as JSON lines")
+    from_run: str = option("", "a run whose right attempts are written to --out, for --data")
+    out: str = option("warm", "the folder to write, as transformers loads it, or the file")
     steps: int = option(64, "optimizer steps")
     demonstrations: int = option(6, "per step: an assistant's messages, or played episodes")
     lr: float = option(2e-4, "learning rate, for a 135M model; a larger model needs less")
@@ -206,25 +212,33 @@ def from_file(options: WarmStart) -> Batches:
     except (OSError, ValueError) as error:
         raise UserError(f"--data: cannot read JSON lines in {path} ({error})") from None
     numbered = [(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
-    talks = [messages_of(line, place) for line, place in numbered]
+    talks = [read_line(line, place) for line, place in numbered]
     if not talks:
         raise UserError(f"{path} holds no demonstration")
 
     def batches(tokenizer) -> Iterator[Batch]:
-        samples = [sample for messages in talks for sample in samples_of(messages, tokenizer)]
+        samples = []
+        for talk in talks:
+            known = isinstance(talk, dict)
+            samples += [sample_of(talk, tokenizer)] if known else samples_of(talk, tokenizer)
         rng = random.Random(f"warm start {options.seed}")
         rounds = (rng.sample(samples, len(samples)) for _ in itertools.count())
         stream = itertools.chain.from_iterable(rounds)
         while True:
-            yield {"assistant": list(itertools.islice(stream, options.demonstrations))}
+            batch: Batch = {}
+            for sample in itertools.islice(stream, options.demonstrations):
+                batch.setdefault(sample.role, []).append(sample)
+            yield batch
 
     return batches
 
 
-def messages_of(line: str, place: str) -> list[dict]:
-    """The messages of a line. UserError names the place if the line has another form."""
+def read_line(line: str, place: str) -> list[dict] | dict:
+    """A line's messages, or a run's context. UserError names the place of one in another form."""
     try:
         record = json.loads(line)
+        if record.keys() == {"role", "ids", "texts"}:
+            return record
         messages = record["messages"]
         json.dumps(messages, ensure_ascii=False).encode()  # ValueError for a lone surrogate
         # A template might ignore any other field of a message.
@@ -275,6 +289,58 @@ def samples_of(messages: list[dict], tokenizer) -> list[Sample]:
     return samples
 
 
+# ----------------------------------------------------------------------- demonstrations of a run
+
+
+def from_run(run: Path) -> list[dict]:
+    """The contexts of a run's right attempts at training questions, equal ones once.
+
+    Their texts are for the eye, and show that a tokenizer is the run's.
+    """
+    tokenizer = models.load_tokenizer(run / "checkpoint")
+    answers = next(iter(pages.roles_of(run)))
+    contexts = {}
+    for file in folders.rollout_files(run).values():
+        for record in folders.read_lines(file):
+            if record["split"] == "train" and record["reward"] and record["reward"] >= 1:
+                if "ids" not in record:
+                    raise UserError(f"{file} holds no token ids: an older version wrote it")
+                for context in contexts_of(record):
+                    contexts[context.get("role", answers), *context["ids"]] = None
+    if not contexts:
+        raise UserError(f"{run} has no right attempt at a training question")
+    return [
+        {"role": role, "ids": ids, "texts": texts_of(ids, tokenizer)} for role, *ids in contexts
+    ]
+
+
+def contexts_of(context: dict) -> Iterator[dict]:
+    """A context of a rollout record, and those that its turns opened."""
+    yield context
+    for turn in context.get("turns", ()):
+        for reader in turn["chunks"]:
+            yield from contexts_of(reader)
+
+
+def texts_of(ids: list[str], tokenizer) -> list[str]:
+    """The text of each packed piece of a context."""
+    keep = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return [tokenizer.decode(logbook.unpacked(piece), **keep) for piece in ids]
+
+
+def sample_of(context: dict, tokenizer) -> Sample:
+    """The sample of a line of `from_run`. UserError if another tokenizer made its tokens."""
+    if texts_of(context["ids"], tokenizer) != context["texts"]:
+        raise UserError("the demonstrations' tokens are not this model's: take the run's --model")
+    sample = Sample(context["role"], 0, 0)
+    for number, piece in enumerate(map(logbook.unpacked, context["ids"])):
+        if number % 2:
+            sample.append_sampled(Completion(piece, [0.0] * len(piece), "stop"))
+        else:
+            sample.append_given(piece)
+    return sample
+
+
 # ------------------------------------------------------------------------------------- the command
 
 
@@ -286,6 +352,11 @@ def main(arguments: list[str]) -> int:
         folder = Path(options.out)
         if os.path.lexists(folder):
             raise UserError(f"{folder} exists: choose another --out")
+        if options.from_run:
+            contexts = from_run(Path(options.from_run))
+            folders.write_whole(folder, folders.as_lines(contexts))
+            print(f"{len(contexts)} contexts written to {folder}: learn them with --data {folder}")
+            return 0
         batches = from_file(options)
         made_once(folder, lambda unfinished: train(options, batches, unfinished))
     except UserError as error:

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,13 +21,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers import launch, tiny
-from helpers.chat import QWEN3, tokenizer
+from helpers.chat import QWEN3, random_model, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import driver
 import mars
 import train
 import trainer
+import warm_start
 from plumbing import curves, evaluation, folders, logbook, outside
 from tools import ToolError
 from toy import world
@@ -409,6 +411,30 @@ def test_a_chat_model_trains_answers_and_is_evaluated(own, tmp_path):
     asked = ["ask", "chat", "Who is Ada Baker?", "--preset", "chat", "--docs", "notes"]
     assert run(*asked, method=method) == 0
     assert run(*asked[:-2], method=method) == 2, "there is nothing to search"
+
+
+def test_right_attempts_become_demonstrations_that_are_learned(trained, base, tmp_path, capsys):
+    """Rejection sampling. The texts give away a model with another tokenizer."""
+    demos, whole = tmp_path / "demos.jsonl", trained / "whole"
+    assert warm_start.main([f"--from_run={whole}", f"--out={demos}"]) == 0
+    records = [r for step in range(4) for r in records_of(whole, step) if r["split"] == "train"]
+    right = [r for r in records if r["reward"]]
+    expected = {("sys2", *r["ids"]) for r in right}
+    expected |= {("sys1", *c["ids"]) for r in right for t in r["turns"] for c in t["chunks"]}
+    assert 0 < len(right) < len(records)
+    lines = folders.read_lines(demos)
+    assert {(line["role"], *line["ids"]) for line in lines} == expected
+    assert len(lines) == len(expected) and {line["role"] for line in lines} == {"sys1", "sys2"}
+    options = ["--steps=6", "--threads=1", f"--demonstrations={len(lines)}", f"--data={demos}"]
+    capsys.readouterr()
+    assert warm_start.main([*options, f"--model={base}", f"--out={tmp_path / 'warm'}"]) == 0
+    losses = capsys.readouterr().out
+    for role in ("sys1", "sys2"):
+        first, *_, last = map(float, re.findall(rf"{role} (\d\S\d+)", losses))
+        assert last < first - 0.1
+    random_model(tmp_path / "other")
+    assert warm_start.main([*options, f"--model={tmp_path / 'other'}", f"--out={demos}2"]) == 2
+    assert "take the run's --model" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------- what ends a run early
