@@ -11,14 +11,10 @@ would weigh as much as a long call, and the model would learn to answer at once.
     python mars.py --model warm …
 
 A line of the file is {"messages": [{"role": …, "content": …}, …]}, and the assistant's messages
-are learned. Or a run wrote it, whose right attempts are learned, token by token as they were
-sampled (rejection sampling):
-
-    python warm_start.py --from_run runs/NAME --out demonstrations.jsonl
-
-`play` makes demonstrations of any method without a file (see recipes/almanac.py). It runs the
-method's own episode with given texts in place of samples, so that all tokens of the contexts are
-those of RL.
+are learned. `--from_run runs/NAME --out FILE` writes a file of a run's right attempts, with the
+very tokens that were sampled. `play` makes demonstrations of any method without a file (see
+recipes/almanac.py). It runs the method's own episode with given texts in place of samples, so that
+all tokens of the contexts are those of RL.
 
 Tests: pytest tests/test_warm_start.py
 """
@@ -42,7 +38,7 @@ import grpo
 import trainer
 from atomic import made_once
 from config import Config, UserError, fail, option, parse, parser, uses_bf16
-from plumbing import folders, logbook, models, pages
+from plumbing import folders, logbook, models
 from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
 from tasks.chat import ChatFormat, is_mark, rendered
@@ -217,10 +213,7 @@ def from_file(options: WarmStart) -> Batches:
         raise UserError(f"{path} holds no demonstration")
 
     def batches(tokenizer) -> Iterator[Batch]:
-        samples = []
-        for talk in talks:
-            known = isinstance(talk, dict)
-            samples += [sample_of(talk, tokenizer)] if known else samples_of(talk, tokenizer)
+        samples = [sample for talk in talks for sample in samples_of(talk, tokenizer)]
         rng = random.Random(f"warm start {options.seed}")
         rounds = (rng.sample(samples, len(samples)) for _ in itertools.count())
         stream = itertools.chain.from_iterable(rounds)
@@ -259,12 +252,14 @@ def read_line(line: str, place: str) -> list[dict] | dict:
     return messages
 
 
-def samples_of(messages: list[dict], tokenizer) -> list[Sample]:
+def samples_of(messages: list[dict] | dict, tokenizer) -> list[Sample]:
     """One sample for each of the assistant's messages: the context, and the tokens with loss.
 
     The model's template writes all text. It may rewrite earlier messages (Qwen3's drops their
-    thoughts), so each message is rendered with only those before it.
+    thoughts), so each message is rendered with only those before it. Of a run's context, its own.
     """
+    if isinstance(messages, dict):
+        return [sample_of(messages, tokenizer)]
     added = tokenizer.added_tokens_decoder
     marks = {i for i, token in added.items() if is_mark(token)} - {tokenizer.unk_token_id}
     samples = []
@@ -293,25 +288,15 @@ def samples_of(messages: list[dict], tokenizer) -> list[Sample]:
 
 
 def from_run(run: Path) -> list[dict]:
-    """The contexts of a run's right attempts at training questions, equal ones once.
-
-    Their texts are for the eye, and show that a tokenizer is the run's.
-    """
+    """The contexts of a run's right attempts at training questions, equal ones once."""
     tokenizer = models.load_tokenizer(run / "checkpoint")
-    answers = next(iter(pages.roles_of(run)))
-    contexts = {}
-    for file in folders.rollout_files(run).values():
-        for record in folders.read_lines(file):
-            if record["split"] == "train" and record["reward"] and record["reward"] >= 1:
-                if "ids" not in record:
-                    raise UserError(f"{file} holds no token ids: an older version wrote it")
-                for context in contexts_of(record):
-                    contexts[context.get("role", answers), *context["ids"]] = None
-    if not contexts:
-        raise UserError(f"{run} has no right attempt at a training question")
-    return [
-        {"role": role, "ids": ids, "texts": texts_of(ids, tokenizer)} for role, *ids in contexts
-    ]
+    records = (r for file in folders.rollout_files(run).values() for r in folders.read_lines(file))
+    right = (r for r in records if r["split"] == "train" and "ids" in r and (r["reward"] or 0) >= 1)
+    found = dict.fromkeys((c["role"], *c["ids"]) for r in right for c in contexts_of(r))
+    if not found:
+        raise UserError(f"{run} holds no right attempt at a training question with its token ids")
+    # The texts are for the eye, and show whether a tokenizer is the run's.
+    return [{"role": role, "ids": ids, "texts": texts_of(ids, tokenizer)} for role, *ids in found]
 
 
 def contexts_of(context: dict) -> Iterator[dict]:
@@ -323,9 +308,8 @@ def contexts_of(context: dict) -> Iterator[dict]:
 
 
 def texts_of(ids: list[str], tokenizer) -> list[str]:
-    """The text of each packed piece of a context."""
-    keep = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    return [tokenizer.decode(logbook.unpacked(piece), **keep) for piece in ids]
+    """The text of each piece of a context."""
+    return [tokenizer.decode(logbook.unpacked(piece)) for piece in ids]
 
 
 def sample_of(context: dict, tokenizer) -> Sample:

@@ -16,6 +16,8 @@ Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
 
 import asyncio
+import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -46,9 +48,8 @@ def main(
     if asking:
         options.add_argument("question", nargs="?")
     given = parse(options, arguments[1:])
-    refuse_ignored(ignored, given, asking)
-    if "question" in given:
-        check_question(given["question"])
+    for name in sorted(ignored.intersection(given)):  # nobody would read it
+        raise UserError(f"{arguments[0]} does not read --{name}; leave it out")
     given = complete(arguments[0], given)
     config = settings(method, given, asking)
     if config.frozen():  # else every role is played by the checkpoint
@@ -57,12 +58,6 @@ def main(
         ask(method, config, given.get("question"), **additions)
     else:
         evaluate(method, config, **additions)
-
-
-def refuse_ignored(ignored: set[str], given: dict, asking: bool) -> None:
-    """UserError for options that nobody would read."""
-    for name in sorted(ignored.intersection(given)):
-        raise UserError(f"{'ask' if asking else 'eval'} does not read --{name}; leave it out")
 
 
 def settings(method: Method, given: dict, asking: bool) -> Config:
@@ -191,10 +186,9 @@ def ask(method: Method, config: Config, text: str | None, **additions) -> None:
     run = build(method, config, training=False, **additions)
     run.grade = lambda question, answer: 0.0  # nobody knows the right answer here
     if text is not None:
-        answer(run, text)
-        return
+        return answer(run, text)
     stopped = False
-    for line in typed_lines():
+    for line in filter(str.strip, typed_lines()):
         try:
             answer(run, line)
             stopped = False
@@ -209,46 +203,27 @@ def ask(method: Method, config: Config, text: str | None, **additions) -> None:
 
 
 def typed_lines() -> Iterator[str]:
-    """The lines of standard input that are not empty. On a terminal each is asked for."""
-    sys.stdin.reconfigure(errors="surrogateescape")  # `check_question` refuses such a line
-    prompt = ""
-    if sys.stdin.isatty():
-        import readline  # noqa: F401 - gives `input` its cursor keys
-
-        prompt = "> "
-    while True:
-        try:
-            line = input(prompt)
-        except EOFError:
-            return
-        if line.strip():
-            yield line
+    """The lines of standard input. On a terminal each is asked for."""
+    sys.stdin.reconfigure(errors="surrogateescape")  # `answer` refuses such a line
+    prompt = "> " if sys.stdin.isatty() else ""
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input(prompt)
 
 
-def check_question(text: str) -> None:
-    """UserError for a question that is no text."""
+def answer(run: Run, text: str) -> None:
+    """Answers one question on its own. UserError if it is no text, or too long."""
     if not text.strip():
         raise UserError("the question is empty")
     if text != text.encode("utf-8", "ignore").decode():
         raise UserError("the question is not text in UTF-8")
-
-
-def answer(run: Run, text: str) -> None:
-    """Answers one question on its own."""
-    check_question(text)
     question = Question("asked", text, (), "asked")
     run.method.fits(run.config, run.chat, question)
-    play_batch(
-        run,
-        [(0, question)],
-        1,
-        run.eval_tools,
-        step="ask",
-        top_p=run.config.top_p,
-        on_event=lambda kind, text: say(run.method.roles.get(kind, kind).lower(), text),
-    )
+    shown = {"step": "ask", "top_p": run.config.top_p, "on_event": functools.partial(say, run)}
+    play_batch(run, [(0, question)], 1, run.eval_tools, **shown)
 
 
-def say(kind: str, text: str) -> None:
+def say(run: Run, kind: str, text: str) -> None:
     """One line for somebody who watches. What strangers wrote cannot speak to the terminal."""
-    print(f"{kind:>9} | {pages.plain(' '.join(text.split()))}", flush=True)
+    name = run.method.roles.get(kind, kind).lower()
+    print(f"{name:>9} | {pages.plain(' '.join(text.split()))}", flush=True)

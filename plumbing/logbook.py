@@ -114,6 +114,7 @@ def write(
 def record(trajectory: Trajectory, chat: Format, step: int, split: str) -> dict:
     """The line of one trajectory in rollouts/step_N.jsonl; `split` is "train" or "eval"."""
     sample = trajectory.contexts[0].sample
+    cut = enumerate(pieces(sample))
     return {
         "step": step,
         "split": split,
@@ -126,7 +127,8 @@ def record(trajectory: Trajectory, chat: Format, step: int, split: str) -> dict:
         "reward": trajectory.reward,
         "advantage": sample.advantage,
         "trained": bool(sample.loss_weight),
-        "segments": segments(sample, chat),
+        "role": sample.role,
+        "segments": [{"text": chat.text(ids), "trained": bool(n % 2)} for n, ids in cut],
         "ids": packed(sample),
         "turns": [turn_record(turn, chat) for turn in trajectory.turns],
     }
@@ -136,12 +138,6 @@ def pieces(sample: Sample) -> list[list[int]]:
     """A sample's token ids: those given, those sampled, and so on in turn."""
     cut = itertools.groupby(zip(sample.mask, sample.tokens), key=lambda pair: pair[0])
     return [[token for _, token in pairs] for _, pairs in cut]
-
-
-def segments(sample: Sample, chat: Format) -> list[dict]:
-    """A sample's text, cut where it changes between given and sampled."""
-    cut = enumerate(pieces(sample))
-    return [{"text": chat.text(ids), "trained": bool(number % 2)} for number, ids in cut]
 
 
 def packed(sample: Sample) -> list[str]:

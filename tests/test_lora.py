@@ -135,7 +135,7 @@ def test_adapters_are_written_as_peft_names_them(tmp_path):
     start, policy, checkpoint = trained_folder(tmp_path)
     assert json.loads((checkpoint / "adapter/adapter_config.json").read_text()) == {
         **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(start)},
-        **{"r": RANK, "lora_alpha": 32, "lora_dropout": 0.0, "bias": "none"},
+        **{"r": RANK, "lora_alpha": 32},
         "target_modules": "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj".split(),
     }
     weights = load_file(checkpoint / "adapter/adapter_model.safetensors")

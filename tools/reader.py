@@ -242,20 +242,12 @@ def pdf_to_text(raw: bytes) -> str:
 # Word files and slides ---------------------------------------------------------------------------
 
 
-def docx_to_text(raw: bytes) -> str:
-    """A Word file's text as Markdown."""
-    from markitdown import StreamInfo
-    from markitdown.converters import DocxConverter
+def office_to_text(raw: bytes, kind: str) -> str:
+    """The text of a Word file ("docx") or of slides ("pptx"), which form feeds separate."""
+    from markitdown import StreamInfo, converters
 
-    return DocxConverter().convert(io.BytesIO(raw), StreamInfo(extension=".docx")).markdown
-
-
-def pptx_to_text(raw: bytes) -> str:
-    """The text of slides as Markdown, separated by form feeds as a PDF's pages are."""
-    from markitdown import StreamInfo
-    from markitdown.converters import PptxConverter
-
-    text = PptxConverter().convert(io.BytesIO(raw), StreamInfo(extension=".pptx")).markdown
+    converter = getattr(converters, f"{kind.title()}Converter")()
+    text = converter.convert(io.BytesIO(raw), StreamInfo(extension=f".{kind}")).markdown
     return re.sub(r"\s*<!-- Slide number: \d+ -->\s*", "\f", text).removeprefix("\f")
 
 
@@ -274,8 +266,8 @@ def main(kind: str, seconds: int) -> None:
     limit(resource.RLIMIT_FSIZE, 4 * MOST_CHARACTERS + 100)
     limit(resource.RLIMIT_CORE, 0)
     raw = sys.stdin.buffer.read()
-    readers = {"html": html_to_text, "pdf": pdf_to_text, "docx": docx_to_text, "pptx": pptx_to_text}
-    text = readers[kind](raw)
+    readers = {"html": html_to_text, "pdf": pdf_to_text}
+    text = readers[kind](raw) if kind in readers else office_to_text(raw, kind)
     if len(text) > MOST_CHARACTERS:
         text = f"{text[:MOST_CHARACTERS]}\n{CUT}"
     sys.stdout.buffer.write(text.encode("utf-8", "replace"))

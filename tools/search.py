@@ -35,7 +35,6 @@ URLS = {
     "MARS_RETRIEVER_URL": "http://127.0.0.1:8000",
 }
 local = bm25.in_memory  # local(documents, k): a search over documents in memory
-KEPT_ANSWERS = 10_000  # of a retriever, about 100 MB of ten passages each
 LONGEST_PAGE = 400_000  # characters, four times the paper's System 1 prompt
 UNREAD = "[This page could not be read; what follows is the search engine's snippet.]"
 
@@ -70,8 +69,8 @@ def make(
         if docs is None:
             raise UserError(f"--docs names what the local backend searches: {WHAT_IS_READ}")
         return bm25.on_disk(Path(docs), k, Path(cache), passage_words)
-    on_disk = cache is not None and backend != "retriever"
-    client = web.Client(Path(cache) / "web" if on_disk else None, **client_options)
+    folder = None if cache is None or backend == "retriever" else Path(cache) / "web"
+    client = web.Client(folder, **client_options)
     if backend == "serper":
         url = f"{base_url('MARS_SERPER_URL')}/{'scholar' if scholar else 'search'}"
         headers = {"X-API-KEY": key_of("SERPER_API_KEY")}
@@ -94,8 +93,9 @@ def make(
         results = unblocked(results, block) if block else results
         return with_pages(results, read_page) if read_page else results
 
-    keeps = backend == "retriever" and cache is not None
-    return functools.lru_cache(KEPT_ANSWERS)(search) if keeps else search
+    if backend == "retriever" and cache is not None:
+        return functools.lru_cache(10_000)(search)  # about 100 MB of ten passages each
+    return search
 
 
 def base_url(variable: str) -> str:

@@ -15,9 +15,7 @@ another distribution than the one that was sampled. Adapters are fp32 for any ty
 The sampler's copy has the adapters merged in (`LoRALinear.merged_weight`). With the adapters off,
 the same modules are the model that the run began with. It is the reference of the KL term.
 
-On disk they have PEFT's names, so that PEFT and vLLM load them beside the model that they fit:
-
-    PeftModel.from_pretrained(base, "runs/NAME/checkpoint/adapter")
+On disk they have PEFT's names: PeftModel.from_pretrained(base, "runs/NAME/checkpoint/adapter").
 
 Tests: `pytest tests/test_lora.py`.
 """
@@ -140,15 +138,10 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def peft_name(name: str) -> str:
-    """What PEFT calls an adapter's parameter."""
-    return f"base_model.model.{name}.weight"
-
-
-def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters on the CPU, by PEFT's names. Every rank must call it."""
-    parameters = model.named_parameters()
-    return {peft_name(name): gather_full(p).cpu() for name, p in parameters if "lora_" in name}
+def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The adapters' parameters, by PEFT's names."""
+    named = model.named_parameters()
+    return {f"base_model.model.{name}.weight": p for name, p in named if "lora_" in name}
 
 
 def write_adapters(folder: Path, model: nn.Module, weights: dict[str, Tensor]) -> None:
@@ -160,8 +153,6 @@ def write_adapters(folder: Path, model: nn.Module, weights: dict[str, Tensor]) -
         "base_model_name_or_path": model.name_or_path,
         "r": next(iter(modules.values())).lora_A.shape[0],
         "lora_alpha": ALPHA,
-        "lora_dropout": 0.0,
-        "bias": "none",
         "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
     }
     folder.mkdir()
@@ -175,8 +166,7 @@ def read_adapters(folder: Path, model: nn.Module) -> None:
     file = folder / ADAPTER / WEIGHTS
     try:
         weights = load_file(file)
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(weights[peft_name(name)].view_as(parameter))
+        for name, parameter in adapters(model).items():
+            parameter.copy_(weights[name].view_as(parameter))
     except Exception as error:  # safetensors raises its own types.
         raise UserError(f"{file} does not fit the model: {reason(error)}") from None
