@@ -11,9 +11,10 @@ would weigh as much as a long call, and the model would learn to answer at once.
     python mars.py --model warm …
 
 A line of the file is {"messages": [{"role": …, "content": …}, …]}, and the assistant's messages
-are learned. `play` makes demonstrations of any method without a file (see recipes/almanac.py). It
-runs the method's own episode with given texts in place of samples, so that all tokens of the
-contexts are those of RL.
+are learned. `--from_run runs/NAME --out FILE` writes a file of a run's right attempts, with the
+very tokens that were sampled. `play` makes demonstrations of any method without a file (see
+recipes/almanac.py). It runs the method's own episode with given texts in place of samples, so that
+all tokens of the contexts are those of RL.
 
 Tests: pytest tests/test_warm_start.py
 """
@@ -37,7 +38,7 @@ import grpo
 import trainer
 from atomic import made_once
 from config import Config, UserError, fail, option, parse, parser, uses_bf16
-from plumbing import models
+from plumbing import folders, logbook, models
 from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
 from tasks.chat import ChatFormat, is_mark, rendered
@@ -54,8 +55,9 @@ class WarmStart:
     """The options, each with its help."""
 
     model: str = option("smollm2", "the model to start from: smollm2, a folder, a hub name")
-    data: str = option("", 'JSON lines of {"messages": […]}')
-    out: str = option("warm", "the folder to write, as transformers loads it")
+    data: str = option("", "a file of demonstrations, as JSON lines")
+    from_run: str = option("", "a run whose right attempts are written to --out, for --data")
+    out: str = option("warm", "the folder to write, as transformers loads it, or the file")
     steps: int = option(64, "optimizer steps")
     demonstrations: int = option(6, "per step: an assistant's messages, or played episodes")
     lr: float = option(2e-4, "learning rate, for a 135M model; a larger model needs less")
@@ -206,25 +208,30 @@ def from_file(options: WarmStart) -> Batches:
     except (OSError, ValueError) as error:
         raise UserError(f"--data: cannot read JSON lines in {path} ({error})") from None
     numbered = [(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
-    talks = [messages_of(line, place) for line, place in numbered]
+    talks = [read_line(line, place) for line, place in numbered]
     if not talks:
         raise UserError(f"{path} holds no demonstration")
 
     def batches(tokenizer) -> Iterator[Batch]:
-        samples = [sample for messages in talks for sample in samples_of(messages, tokenizer)]
+        samples = [sample for talk in talks for sample in samples_of(talk, tokenizer)]
         rng = random.Random(f"warm start {options.seed}")
         rounds = (rng.sample(samples, len(samples)) for _ in itertools.count())
         stream = itertools.chain.from_iterable(rounds)
         while True:
-            yield {"assistant": list(itertools.islice(stream, options.demonstrations))}
+            batch: Batch = {}
+            for sample in itertools.islice(stream, options.demonstrations):
+                batch.setdefault(sample.role, []).append(sample)
+            yield batch
 
     return batches
 
 
-def messages_of(line: str, place: str) -> list[dict]:
-    """The messages of a line. UserError names the place if the line has another form."""
+def read_line(line: str, place: str) -> list[dict] | dict:
+    """A line's messages, or a run's context. UserError names the place of one in another form."""
     try:
         record = json.loads(line)
+        if record.keys() == {"role", "ids", "texts"}:
+            return record
         messages = record["messages"]
         json.dumps(messages, ensure_ascii=False).encode()  # ValueError for a lone surrogate
         # A template might ignore any other field of a message.
@@ -245,12 +252,14 @@ def messages_of(line: str, place: str) -> list[dict]:
     return messages
 
 
-def samples_of(messages: list[dict], tokenizer) -> list[Sample]:
+def samples_of(messages: list[dict] | dict, tokenizer) -> list[Sample]:
     """One sample for each of the assistant's messages: the context, and the tokens with loss.
 
     The model's template writes all text. It may rewrite earlier messages (Qwen3's drops their
-    thoughts), so each message is rendered with only those before it.
+    thoughts), so each message is rendered with only those before it. Of a run's context, its own.
     """
+    if isinstance(messages, dict):
+        return [sample_of(messages, tokenizer)]
     added = tokenizer.added_tokens_decoder
     marks = {i for i, token in added.items() if is_mark(token)} - {tokenizer.unk_token_id}
     samples = []
@@ -275,6 +284,47 @@ def samples_of(messages: list[dict], tokenizer) -> list[Sample]:
     return samples
 
 
+# ----------------------------------------------------------------------- demonstrations of a run
+
+
+def from_run(run: Path) -> list[dict]:
+    """The contexts of a run's right attempts at training questions, equal ones once."""
+    tokenizer = models.load_tokenizer(run / "checkpoint")
+    records = (r for file in folders.rollout_files(run).values() for r in folders.read_lines(file))
+    right = (r for r in records if r["split"] == "train" and "ids" in r and (r["reward"] or 0) >= 1)
+    found = dict.fromkeys((c["role"], *c["ids"]) for r in right for c in contexts_of(r))
+    if not found:
+        raise UserError(f"{run} holds no right attempt at a training question with its token ids")
+    # The texts are for the eye, and show whether a tokenizer is the run's.
+    return [{"role": role, "ids": ids, "texts": texts_of(ids, tokenizer)} for role, *ids in found]
+
+
+def contexts_of(context: dict) -> Iterator[dict]:
+    """A context of a rollout record, and those that its turns opened."""
+    yield context
+    for turn in context.get("turns", ()):
+        for reader in turn["chunks"]:
+            yield from contexts_of(reader)
+
+
+def texts_of(ids: list[str], tokenizer) -> list[str]:
+    """The text of each piece of a context."""
+    return [tokenizer.decode(logbook.unpacked(piece)) for piece in ids]
+
+
+def sample_of(context: dict, tokenizer) -> Sample:
+    """The sample of a line of `from_run`. UserError if another tokenizer made its tokens."""
+    if texts_of(context["ids"], tokenizer) != context["texts"]:
+        raise UserError("the demonstrations' tokens are not this model's: take the run's --model")
+    sample = Sample(context["role"], 0, 0)
+    for number, piece in enumerate(map(logbook.unpacked, context["ids"])):
+        if number % 2:
+            sample.append_sampled(Completion(piece, [0.0] * len(piece), "stop"))
+        else:
+            sample.append_given(piece)
+    return sample
+
+
 # ------------------------------------------------------------------------------------- the command
 
 
@@ -286,6 +336,11 @@ def main(arguments: list[str]) -> int:
         folder = Path(options.out)
         if os.path.lexists(folder):
             raise UserError(f"{folder} exists: choose another --out")
+        if options.from_run:
+            contexts = from_run(Path(options.from_run))
+            folders.write_whole(folder, folders.as_lines(contexts))
+            print(f"{len(contexts)} contexts written to {folder}: learn them with --data {folder}")
+            return 0
         batches = from_file(options)
         made_once(folder, lambda unfinished: train(options, batches, unfinished))
     except UserError as error:

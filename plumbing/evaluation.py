@@ -10,15 +10,21 @@ searches your own documents. Both run in one process.
     python mars.py ask runs/toy "when was ada baker born ?" --docs my_notes/
 
 `eval` writes runs/eval-CKPT/, or what --name says, with table.json, rollouts/ and
-trajectories.html. Tests: pytest tests/test_mars.py tests/test_frozen.py
+trajectories.html. `ask` without a question answers one line of standard input after another, typed
+or from a pipe, each on its own: a follow-up must name what it is about.
+Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
 
+import asyncio
+import contextlib
+import functools
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import trainer
-from config import TRAIN, Config, UserError, flagged, parse, parser, resolve
+from config import TRAIN, Config, UserError, fail, flagged, parse, parser, resolve
 from plumbing import folders, logbook, models, pages
 from plumbing.metrics import failures, ratio, rollout_sums, wilson_interval
 from plumbing.start import Run, build, new_folder
@@ -32,7 +38,7 @@ NOT_FOR_ASK = {"name", "runs", "data", "grader", "eval_questions"}
 def main(
     method: Method, arguments: list[str], complete: Callable[[str, dict], dict], **additions
 ) -> None:
-    """`eval CKPT [options]` or `ask CKPT "question" [options]`; the rest is train.main's."""
+    """`eval CKPT [options]` or `ask CKPT ["question"] [options]`; the rest is train.main's."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("eval and ask run in one process: start them without torchrun")
     asking = arguments[0] == "ask"
@@ -40,27 +46,18 @@ def main(
     options = parser(method.config, __doc__, ignored)
     options.add_argument("checkpoint")
     if asking:
-        options.add_argument("question")
+        options.add_argument("question", nargs="?")
     given = parse(options, arguments[1:])
-    refuse_ignored(ignored, given, asking)
+    for name in sorted(ignored.intersection(given)):  # nobody would read it
+        raise UserError(f"{arguments[0]} does not read --{name}; leave it out")
     given = complete(arguments[0], given)
     config = settings(method, given, asking)
     if config.frozen():  # else every role is played by the checkpoint
         additions["frozen"] = frozen_model(Path(given["checkpoint"]))
     if asking:
-        ask(method, config, given["question"], **additions)
+        ask(method, config, given.get("question"), **additions)
     else:
         evaluate(method, config, **additions)
-
-
-def refuse_ignored(ignored: set[str], given: dict, asking: bool) -> None:
-    """UserError for options that nobody would read, and for a question that is no text."""
-    for name in sorted(ignored.intersection(given)):
-        raise UserError(f"{'ask' if asking else 'eval'} does not read --{name}; leave it out")
-    if asking and not given["question"].strip():
-        raise UserError("the question is empty")
-    if asking and given["question"] != given["question"].encode("utf-8", "ignore").decode():
-        raise UserError("the question is not text in UTF-8")
 
 
 def settings(method: Method, given: dict, asking: bool) -> Config:
@@ -184,23 +181,49 @@ def table(rows: list[dict]) -> str:
 # ---------------------------------------------------------------------------------------------- ask
 
 
-def ask(method: Method, config: Config, text: str, **additions) -> None:
-    """Answers one question, showing how as it happens."""
+def ask(method: Method, config: Config, text: str | None, **additions) -> None:
+    """Answers a question, or the lines of standard input, showing how as it happens."""
     run = build(method, config, training=False, **additions)
     run.grade = lambda question, answer: 0.0  # nobody knows the right answer here
+    if text is not None:
+        return answer(run, text)
+    stopped = False
+    for line in filter(str.strip, typed_lines()):
+        try:
+            answer(run, line)
+            stopped = False
+        except UserError as error:  # the next question may be a better one
+            fail(error)
+        except KeyboardInterrupt as error:
+            # The first Ctrl-C cancels the episode. A second one during this breaks into a step.
+            if stopped or not isinstance(error.__context__, asyncio.CancelledError):
+                raise
+            stopped = True
+            print("stopped; Ctrl-C once more ends", flush=True)
+
+
+def typed_lines() -> Iterator[str]:
+    """The lines of standard input. On a terminal each is asked for."""
+    sys.stdin.reconfigure(errors="surrogateescape")  # `answer` refuses such a line
+    prompt = "> " if sys.stdin.isatty() else ""
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input(prompt)
+
+
+def answer(run: Run, text: str) -> None:
+    """Answers one question on its own. UserError if it is no text, or too long."""
+    if not text.strip():
+        raise UserError("the question is empty")
+    if text != text.encode("utf-8", "ignore").decode():
+        raise UserError("the question is not text in UTF-8")
     question = Question("asked", text, (), "asked")
-    method.fits(config, run.chat, question)
-    play_batch(
-        run,
-        [(0, question)],
-        1,
-        run.eval_tools,
-        step="ask",
-        top_p=config.top_p,
-        on_event=lambda kind, text: say(method.roles.get(kind, kind).lower(), text),
-    )
+    run.method.fits(run.config, run.chat, question)
+    shown = {"step": "ask", "top_p": run.config.top_p, "on_event": functools.partial(say, run)}
+    play_batch(run, [(0, question)], 1, run.eval_tools, **shown)
 
 
-def say(kind: str, text: str) -> None:
+def say(run: Run, kind: str, text: str) -> None:
     """One line for somebody who watches. What strangers wrote cannot speak to the terminal."""
-    print(f"{kind:>9} | {pages.plain(' '.join(text.split()))}", flush=True)
+    name = run.method.roles.get(kind, kind).lower()
+    print(f"{name:>9} | {pages.plain(' '.join(text.split()))}", flush=True)

@@ -179,7 +179,7 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
     if config.lora_rank:
         trainer.add_adapters(model, config.lora_rank, config.seed)
         if state:
-            trainer.read_adapters(state[1], model)
+            trainer.read_adapters(state[1] / "model", model)
             run.sampler.load_weights(model)
     policy = trainer.Policy(
         model, bf16=run.bf16, recompute_activations=config.recompute_activations

@@ -11,6 +11,8 @@ from tools import reader, search, web
 
 needs_lxml = pytest.mark.skipif(bool(reader.missing("html")), reason=str(reader.missing("html")))
 needs_pypdf = pytest.mark.skipif(bool(reader.missing("pdf")), reason=str(reader.missing("pdf")))
+office = reader.missing("docx") or reader.missing("pptx")
+needs_markitdown = pytest.mark.skipif(bool(office), reason=str(office))
 
 KEY = "sk-very-secret"
 ROW = {"title": "Ada", "link": "http://site.test/ada", "snippet": "born 1968"}

@@ -1,12 +1,14 @@
 """Bytes to text, files to documents, documents to passages."""
 
 import html
+import io
 import re
+import zipfile
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loopback import needs_lxml, needs_pypdf
+from loopback import needs_lxml, needs_markitdown, needs_pypdf
 
 from config import UserError
 from tools import Document, documents, reader
@@ -153,6 +155,56 @@ def test_a_pdf_is_read_page_by_page_and_a_damaged_one_is_no_text():
         reader.read(PDF[:50], "pdf")
 
 
+# Word files and slides ---------------------------------------------------------------------------
+
+WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+
+
+def word_file(contents, doctype=""):
+    raw = io.BytesIO()
+    with zipfile.ZipFile(raw, "w") as file:
+        body = f'<w:document xmlns:w="{WORD}"><w:body>{contents}</w:body></w:document>'
+        file.writestr("word/document.xml", doctype + body)
+    return raw.getvalue()
+
+
+@needs_markitdown
+def test_a_word_file_is_read_and_a_torn_or_hostile_one_is_no_text():
+    said = "<w:p><w:r><w:t>born in {}</w:t></w:r></w:p>"
+    table = f"<w:tbl><w:tr><w:tc>{said}</w:tc><w:tc>{said}</w:tc></w:tr></w:tbl>".format(68, 70)
+    whole = word_file(said.format(1968) + table)
+    text = reader.read(whole, "docx")
+    assert text.startswith("born in 1968") and "| born in 68 | born in 70 |" in text
+    outside = word_file(
+        said.format("&x;"), '<!DOCTYPE x [<!ENTITY x SYSTEM "file:///etc/passwd">]>'
+    )
+    for raw in (whole[:99], b"PK", outside):
+        with pytest.raises(reader.NotText, match="DOCX that is damaged"):
+            reader.read(raw, "docx")
+
+
+@needs_markitdown
+def test_slides_are_read_one_by_one_and_a_torn_file_is_no_text():
+    import pptx
+
+    slides = pptx.Presentation()
+    for title in ("1968", "1970"):
+        slides.slides.add_slide(slides.slide_layouts[0]).shapes.title.text = f"Born in {title}"
+    raw = io.BytesIO()
+    slides.save(raw)
+    pages = reader.read(raw.getvalue(), "pptx").split("\f")
+    assert [page.strip() for page in pages] == ["# Born in 1968", "# Born in 1970"]
+    with pytest.raises(reader.NotText, match="PPTX that is damaged"):
+        reader.read(raw.getvalue()[:999], "pptx")
+
+
+@pytest.mark.skipif(not reader.missing("docx"), reason="markitdown is installed")
+def test_a_word_file_without_its_reader_is_refused_with_the_line_that_installs_it(tmp_path):
+    (tmp_path / "a.docx").write_bytes(b"PK")
+    with pytest.raises(UserError, match="a.docx cannot be read: DOCX is read by markitdown, which"):
+        documents.read_documents(tmp_path / "a.docx")
+
+
 # Files -------------------------------------------------------------------------------------------
 
 
@@ -172,7 +224,7 @@ def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
         "binary.md": b"\0\1" * 9,
         "huge.txt": b"x" * 100,
         "latin.txt": b"caf\xe9",
-        "x.docx": b"PK",
+        "x.odt": b"PK",
     }
     for name, raw in contents.items():
         (folder / name).write_bytes(raw)
@@ -183,7 +235,7 @@ def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
     expected = {"a.md": plain, "b.html": "T\nborn in 1968", "in.md": plain, "latin.txt": "café"}
     assert {made.id: made.text for made in documents.read_documents(folder)} == expected
     told = dict(re.findall(r"\((.*)\): (.*)", capsys.readouterr().err))
-    words = {"binary.md": "binary", "huge.txt": "MiB", "out.md": "link", "x.docx": "kind"}
+    words = {"binary.md": "binary", "huge.txt": "MiB", "out.md": "link", "x.odt": "kind"}
     assert told.keys() == words.keys()
     assert all(word in told[files] for files, word in words.items())
     with pytest.raises(UserError, match="huge.txt cannot be read: more than"):

@@ -3,9 +3,13 @@
 Ranks and shards: tests/test_policy.py; the sampler's copy: tests/test_lora_and_bf16.py.
 """
 
+import json
+
 import pytest
 import torch
 from helpers.tiny import CPU, OBJECTIVE, Tokenizer, make_samples, model, pack, saved
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import trainer
 from trainer import lora
@@ -104,7 +108,7 @@ def test_a_state_brings_the_adapters_back_beside_the_merged_model(tmp_path):
     step, state = trainer.newest(tmp_path)
     again = trainer.Policy(trainer.load_model(start, CPU), bf16=False)
     trainer.add_adapters(again.model, RANK, seed=7)
-    trainer.read_adapters(state, again.model)
+    trainer.read_adapters(state / "model", again.model)
     other = trainer.make_optimizer(again, 1e-2, 0.0)
     trainer.load_optimizer(state, again, other)
     for one, taking in ((policy, optimizer), (again, other)):
@@ -116,3 +120,43 @@ def test_a_state_brings_the_adapters_back_beside_the_merged_model(tmp_path):
         trainer.backward(one, [batch], **OBJECTIVE)
         taking.step()
     assert all(map(torch.equal, policy.parameters(), again.parameters()))
+
+
+def trained_folder(tmp_path):
+    """(the model it began with, its policy, the checkpoint's folder) of a run with adapters."""
+    start = saved("llama", tmp_path / "start")
+    policy = trainer.Policy(trainer.load_model(start, CPU), bf16=False)
+    trainer.add_adapters(policy.model, RANK, seed=0)
+    trainer.save(tmp_path, 3, policy, learn(policy), Tokenizer())
+    return start, policy, tmp_path / "checkpoint"
+
+
+def test_adapters_are_written_as_peft_names_them(tmp_path):
+    start, policy, checkpoint = trained_folder(tmp_path)
+    assert json.loads((checkpoint / "adapter/adapter_config.json").read_text()) == {
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(start)},
+        **{"r": RANK, "lora_alpha": 32},
+        "target_modules": "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj".split(),
+    }
+    weights = load_file(checkpoint / "adapter/adapter_model.safetensors")
+    assert len(weights) == 2 * 2 * 7
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_{}.weight"
+    a, b = (weights[name.format(half)] for half in "AB")
+    assert a.shape == (RANK, 48) and b.shape == (32, RANK)
+    down = [
+        trainer.load_model(path, CPU).model.layers[1].mlp.down_proj for path in (start, checkpoint)
+    ]
+    torch.testing.assert_close(down[0].weight + SCALE * b @ a, down[1].weight)
+
+
+def test_peft_computes_what_was_trained(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    start, policy, checkpoint = trained_folder(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(start)
+    ids = torch.arange(1, 40)[None]
+    with torch.no_grad():
+        plain = base(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(checkpoint)(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, checkpoint / "adapter")(ids).logits
+    torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-5)
+    assert (adapted - plain).abs().max() > 0.01

@@ -79,7 +79,7 @@ def test_a_run_with_adapters_resumes_bit_by_bit(base, adapted):
     start(base, folder, "halves", 1, *ADAPTERS)
     halves = start(base, folder, "halves", 2, "--resume", *ADAPTERS)
     assert whole[1:] == halves[1:]
-    for path in ("state/step_000002/adapters.safetensors", "checkpoint/model.safetensors"):
+    for path in ("checkpoint/adapter/adapter_model.safetensors", "checkpoint/model.safetensors"):
         first, second = (load_file(folder / name / path) for name in ("whole", "halves"))
         assert first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)

@@ -4,10 +4,13 @@ A small, briefly trained base model. Runs are in this process, where it need not
 """
 
 import dataclasses
+import io
 import itertools
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -18,13 +21,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers import launch, tiny
-from helpers.chat import QWEN3, tokenizer
+from helpers.chat import QWEN3, random_model, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import driver
 import mars
 import train
 import trainer
-from plumbing import curves, folders, logbook, outside
+import warm_start
+from plumbing import curves, evaluation, folders, logbook, outside
 from tools import ToolError
 from toy import world
 
@@ -298,10 +303,46 @@ def test_eval_and_ask(copied, capsys):
     *kinds, row = json.loads((copied / "likeliest/table.json").read_text())
     right = {kind["set"]: round(kind["accuracy"] * kind["questions"]) for kind in kinds}
     assert right == {kind: right for kind, (right, _) in last["eval_greedy_by_kind"].items()}
-    capsys.readouterr()
-    assert run("ask", copied / "whole", "when was ada baker born ?") == 0
-    said = capsys.readouterr().out
-    assert "system 2 |" in said and "answer |" in said
+
+
+def test_a_conversation_asks_line_after_line_and_ctrl_c_stops_an_answer(
+    trained, monkeypatch, capsys
+):
+    """Each is answered as if asked alone; a line that is no text is refused, and not the rest."""
+    question = "when was ada baker born ?"
+    answer, advance = evaluation.answer, driver.Driver._advance
+    now, presses = [], []  # how often Ctrl-C is pressed at the next token, and in each answer
+
+    def answered(*given):
+        now[:] = presses[:1]
+        presses[:] = presses[1:]
+        answer(*given)
+
+    def interrupted(*given):
+        for _ in range(sum(now)):
+            now.clear()
+            signal.raise_signal(signal.SIGINT)
+        advance(*given)
+
+    def ask(typed: str, *pressed: int) -> tuple[int, list[str]]:
+        presses[:] = pressed
+        raw = io.BytesIO(typed.encode("utf-8", "surrogateescape"))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(raw))
+        code = run("ask", trained / "whole")
+        return code, [line for line in capsys.readouterr().out.splitlines() if " | " in line]
+
+    assert run("ask", trained / "whole", question) == 0
+    alone = [line for line in capsys.readouterr().out.splitlines() if " | " in line]
+    assert alone[0].startswith(" system 2 |") and alone[-1].startswith("   answer |")
+    monkeypatch.setattr(evaluation, "answer", answered)
+    monkeypatch.setattr(driver.Driver, "_advance", interrupted)
+    typed = f"{question}\n\n  \n" * 3
+    assert ask(typed) == (0, 3 * alone)
+    assert ask(f"\udcff\n{typed}") == (0, 3 * alone)
+    assert ask(typed, 1) == (0, 2 * alone)
+    assert ask(typed, 1, 0, 1) == (0, alone)
+    assert ask(typed, 0, 1, 1) == (130, alone)
+    assert ask(typed, 0, 2) == (130, alone), "twice within an answer"
 
 
 def test_an_evaluation_that_the_disk_does_not_take_is_shown(copied, monkeypatch, capsys):
@@ -370,6 +411,30 @@ def test_a_chat_model_trains_answers_and_is_evaluated(own, tmp_path):
     asked = ["ask", "chat", "Who is Ada Baker?", "--preset", "chat", "--docs", "notes"]
     assert run(*asked, method=method) == 0
     assert run(*asked[:-2], method=method) == 2, "there is nothing to search"
+
+
+def test_right_attempts_become_demonstrations_that_are_learned(trained, base, tmp_path, capsys):
+    """Rejection sampling. The texts give away a model with another tokenizer."""
+    demos, whole = tmp_path / "demos.jsonl", trained / "whole"
+    assert warm_start.main([f"--from_run={whole}", f"--out={demos}"]) == 0
+    records = [r for step in range(4) for r in records_of(whole, step) if r["split"] == "train"]
+    right = [r for r in records if r["reward"]]
+    expected = {("sys2", *r["ids"]) for r in right}
+    expected |= {("sys1", *c["ids"]) for r in right for t in r["turns"] for c in t["chunks"]}
+    assert 0 < len(right) < len(records)
+    lines = folders.read_lines(demos)
+    assert {(line["role"], *line["ids"]) for line in lines} == expected
+    assert len(lines) == len(expected) and {line["role"] for line in lines} == {"sys1", "sys2"}
+    options = ["--steps=6", "--threads=1", f"--demonstrations={len(lines)}", f"--data={demos}"]
+    capsys.readouterr()
+    assert warm_start.main([*options, f"--model={base}", f"--out={tmp_path / 'warm'}"]) == 0
+    losses = capsys.readouterr().out
+    for role in ("sys1", "sys2"):
+        first, *_, last = map(float, re.findall(rf"{role} (\d\S\d+)", losses))
+        assert last < first - 0.1
+    random_model(tmp_path / "other")
+    assert warm_start.main([*options, f"--model={tmp_path / 'other'}", f"--out={demos}2"]) == 2
+    assert "take the run's --model" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------- what ends a run early

@@ -12,7 +12,7 @@ from helpers.script import Script
 
 import mars
 from config import UserError
-from plumbing.logbook import record
+from plumbing.logbook import record, unpacked
 from tasks.questions import Question
 from tools import Document, ToolError
 from toy import language
@@ -254,6 +254,11 @@ def test_record_holds_the_whole_trajectory():
     said = " ".join(segment["text"] for segment in line["segments"])
     assert said == FORMAT.text(trajectory.contexts[0].sample.tokens)
     turn = line["turns"][0]
+    for context, kept in zip(trajectory.contexts, [line, *turn["chunks"]], strict=True):
+        pieces = [unpacked(piece) for piece in kept["ids"]]
+        assert [token for piece in pieces for token in piece] == context.sample.tokens
+        masks = [[bool(number % 2)] * len(piece) for number, piece in enumerate(pieces)]
+        assert sum(masks, []) == context.sample.mask
     assert list(turn["call"].values()) == ["search", "ada baker", "birth of ada baker"]
     assert [document["id"] for document in turn["documents"]] == ["d1", "d2", "d3"]
     assert turn["chunks"][0]["note"] == "ada baker born 1968 . <eot>"

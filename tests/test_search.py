@@ -204,6 +204,19 @@ def test_the_retriever_is_asked_and_read_as_search_r1_does(server, monkeypatch):
         search.make("retriever", scholar=True, cache=None)
 
 
+def test_a_retrievers_answers_are_kept_for_one_run(server, tmp_path):
+    """Another run may meet a rebuilt index. A failure is not kept."""
+    for run in ("old", "new"):
+        fresh = says({"result": [[{"document": {"contents": run}}]]})
+        server.requests.clear()
+        server.replies = [says("down", 400), fresh, says("asked again", 400)]
+        find = search.make("retriever", cache=tmp_path, tries=1)
+        with pytest.raises(ToolError, match="down"):
+            find("ada")
+        for _ in range(2):
+            assert [document.text for document in find("ada")] == [run]
+
+
 # Pages behind the results -------------------------------------------------------------------------
 
 

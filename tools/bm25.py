@@ -147,6 +147,6 @@ def _fingerprint(path: Path) -> str:
         with contextlib.suppress(OSError):  # the file is gone, or its folder cannot be opened
             state = file.stat()
             states.append((str(file), state.st_size, state.st_mtime_ns, state.st_ctime_ns))
-    readers = [reader.missing(kind) for kind in ("html", "pdf")]
+    readers = [reader.missing(kind) for kind in reader.LIBRARIES]
     shape = repr((LAYOUT, version("bm25s"), readers, states))
     return hashlib.sha256(shape.encode("utf-8", "surrogateescape")).hexdigest()

@@ -2,8 +2,8 @@
 
 System 1 reads one passage at a time. A passage has `passage_words` words, and its last `overlap`
 words begin the next passage, so that no sentence falls between two. Its title names the heading
-above it, and its url names the file and the lines (or the page of a PDF), so that a note can give
-its source. A document that fits into one passage is not changed.
+above it, and its url names the file and the lines (or the page of a PDF or slide), so that a note
+can give its source. A document that fits into one passage is not changed.
 
 A file that cannot be read is skipped and listed, and the rest of the folder is read. Links to
 folders and links out of the folder are not followed: a cloned folder may link to anything.
@@ -25,7 +25,7 @@ from tools import Document, one_line, reader
 from tools.reader import NotText
 
 KINDS = dict.fromkeys((".txt", ".md", ".markdown", ".rst"), "text")
-KINDS |= {".html": "html", ".htm": "html", ".pdf": "pdf"}
+KINDS |= {".html": "html", ".htm": "html", ".pdf": "pdf", ".docx": "docx", ".pptx": "pptx"}
 WHAT_IS_READ = f"a JSONL file, or a folder of {', '.join(KINDS)} files, or one such file"
 LINE_FORMAT = 'a line is {"id": …, "title"?: …, "contents": …}, with an id of its own'
 LARGEST_FILE = 64 << 20  # bytes
@@ -105,7 +105,7 @@ def _read_files(files: list[Path], folder: Path, faults: dict[str, list[str]]) -
     """One document per file. Its url is the path below `folder`."""
     documents = []
     read = functools.partial(_read_file, home=folder.resolve())
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # child processes read HTML and PDF
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # child processes read all but text
         for file, text in zip(files, threads.map(read, files), strict=True):
             name = file.relative_to(folder).as_posix()
             if isinstance(text, NotText):

@@ -1,11 +1,11 @@
-"""Reads the text of a file. HTML and PDF are untrusted, so a child process parses them.
+"""Reads the text of a file. All but plain text is untrusted, so a child process parses it.
 
-A file of a few kilobytes in either format can keep a parser busy for hours or fill the memory. So
+A file of a few kilobytes in any such format can keep a parser busy for hours or fill the memory. So
 this file runs as a child that limits its own processor time, memory and output. The child imports
 nothing of the project.
 
-lxml parses HTML, webencodings maps encoding names as browsers do, and pypdf parses PDF. All three
-are optional: pip install -r requirements-documents.txt
+lxml parses HTML, webencodings maps encoding names as browsers do, pypdf parses PDF, and markitdown
+Word files and slides. All are optional: pip install -r requirements-documents.txt
 
 The text keeps the page's facts: "10<sup>28</sup>" becomes 10^28 and not 1028, an empty table cell
 leaves a bar, struck text is marked, <pre> keeps its indentation, and a formula becomes its source.
@@ -13,7 +13,7 @@ Elements that a browser does not show (hidden ones, scripts, templates) are drop
 may hold instructions to language models. A formula's source is the exception. The reader checks
 attributes and inline styles, but no style sheets. Navigation and banners stay.
 
-    python tools/reader.py html|pdf SECONDS < FILE
+    python tools/reader.py html|pdf|docx|pptx SECONDS < FILE
 
 Tests: pytest tests/test_documents.py
 """
@@ -31,8 +31,9 @@ import sys
 import tempfile
 
 LIBRARIES = {"html": ("lxml", "webencodings"), "pdf": ("pypdf",)}
+LIBRARIES |= {"docx": ("markitdown", "mammoth"), "pptx": ("markitdown", "pptx")}
 HOW_TO_INSTALL = "pip install -r requirements-documents.txt"
-SECONDS = {"html": 20, "pdf": 60}  # of processor time, for one file
+SECONDS = {"html": 20, "pdf": 60, "docx": 60, "pptx": 60}  # of processor time, for one file
 PATIENCE = 20  # the child's limit of wall-clock time, as a multiple of its processor time
 MEMORY = 2 << 30  # bytes of address space
 MOST_CHARACTERS = 10_000_000  # the limit of one file's text; a long book has three million
@@ -45,7 +46,7 @@ class NotText(ValueError):
 
 
 def missing(kind: str) -> str | None:
-    """None if this machine can read the kind ("html", "pdf", "text"), else what to install."""
+    """None if this machine can read the kind ("text", or of LIBRARIES), else what to install."""
     for library in LIBRARIES.get(kind, ()):
         if not importlib.util.find_spec(library):
             return f"{kind.upper()} is read by {library}, which is not installed: {HOW_TO_INSTALL}"
@@ -53,7 +54,7 @@ def missing(kind: str) -> str | None:
 
 
 def read(raw: bytes, kind: str) -> str:
-    """The text of `raw`. kind: "html", "pdf" or "text". Raises NotText if there is none."""
+    """The text of `raw`. kind: "text", or a key of LIBRARIES. Raises NotText if there is none."""
     if kind == "text":
         return decode(raw)
     problem = missing(kind)
@@ -238,6 +239,18 @@ def pdf_to_text(raw: bytes) -> str:
     return "\f".join(page.extract_text().replace("\f", "\n") for page in reader.pages)
 
 
+# Word files and slides ---------------------------------------------------------------------------
+
+
+def office_to_text(raw: bytes, kind: str) -> str:
+    """The text of a Word file ("docx") or of slides ("pptx"), which form feeds separate."""
+    from markitdown import StreamInfo, converters
+
+    converter = getattr(converters, f"{kind.title()}Converter")()
+    text = converter.convert(io.BytesIO(raw), StreamInfo(extension=f".{kind}")).markdown
+    return re.sub(r"\s*<!-- Slide number: \d+ -->\s*", "\f", text).removeprefix("\f")
+
+
 # The child ---------------------------------------------------------------------------------------
 
 
@@ -253,7 +266,8 @@ def main(kind: str, seconds: int) -> None:
     limit(resource.RLIMIT_FSIZE, 4 * MOST_CHARACTERS + 100)
     limit(resource.RLIMIT_CORE, 0)
     raw = sys.stdin.buffer.read()
-    text = html_to_text(raw) if kind == "html" else pdf_to_text(raw)
+    readers = {"html": html_to_text, "pdf": pdf_to_text}
+    text = readers[kind](raw) if kind in readers else office_to_text(raw, kind)
     if len(text) > MOST_CHARACTERS:
         text = f"{text[:MOST_CHARACTERS]}\n{CUT}"
     sys.stdout.buffer.write(text.encode("utf-8", "replace"))

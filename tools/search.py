@@ -57,6 +57,7 @@ def make(
 
     docs: the local backend's files, split into passages of `passage_words` words (0: no split).
     cache: the folder for the index or for answers; with None a service's answers are not cached.
+    A retriever's are kept in memory instead, since its index may be another one in the next run.
     block: hosts whose results are dropped, subdomains included, such as those that publish a
     benchmark's answers. A result without a host is dropped as well.
     client_options: see web.Client.
@@ -68,7 +69,8 @@ def make(
         if docs is None:
             raise UserError(f"--docs names what the local backend searches: {WHAT_IS_READ}")
         return bm25.on_disk(Path(docs), k, Path(cache), passage_words)
-    client = web.Client(None if cache is None else Path(cache) / "web", **client_options)
+    folder = None if cache is None or backend == "retriever" else Path(cache) / "web"
+    client = web.Client(folder, **client_options)
     if backend == "serper":
         url = f"{base_url('MARS_SERPER_URL')}/{'scholar' if scholar else 'search'}"
         headers = {"X-API-KEY": key_of("SERPER_API_KEY")}
@@ -91,6 +93,8 @@ def make(
         results = unblocked(results, block) if block else results
         return with_pages(results, read_page) if read_page else results
 
+    if backend == "retriever" and cache is not None:
+        return functools.lru_cache(10_000)(search)  # about 100 MB of ten passages each
     return search
 
 

@@ -1,7 +1,7 @@
 """The states of a run on disk. A state is complete or absent, and --resume loads the newest one.
 
 A state is the folder state/step_N: `model/` in Hugging Face's format with the LoRA adapters merged
-in, the adapters themselves (lora.py), `optimizer.pt`, and `state.json` with the step. The folder
+in, the adapters in it (lora.py), `optimizer.pt`, and `state.json` with the step. The folder
 gets its name when all files are on the disk (atomic.py). Old states are removed after that.
 checkpoint/ is a link to the newest state's model. If a run was killed before it changed the link,
 `link_checkpoint` changes it on resume.
@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -34,9 +33,10 @@ from torch.distributed.checkpoint.state_dict import (
 
 from atomic import point, reason, write_folder
 from config import UserError
+from family import gather_full
 from processes import from_first_rank, on_first_rank
 from trainer.loading import load_model
-from trainer.lora import ADAPTERS, adapter_weights, merged_weights
+from trainer.lora import ADAPTER, adapters, merged_weights, write_adapters
 from trainer.policy import unwrap
 
 STATE_FILES = "step_" + 6 * "[0-9]" + "/state.json"  # of complete states
@@ -59,7 +59,7 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> No
     # All are gathered on rank 0, with the names of an unsharded model.
     model = unwrap(policy).model
     weights = merged_weights(model)
-    adapters = adapter_weights(model)
+    adapter_weights = {name: gather_full(p).cpu() for name, p in adapters(model).items()}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     moments = {}  # Before the first update PyTorch's function would count an update.
     if optimizer.state:
@@ -68,8 +68,8 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> No
     def fill(path: Path) -> None:
         model.save_pretrained(path / "model", state_dict=weights)
         tokenizer.save_pretrained(path / "model")
-        if adapters:
-            save_file(adapters, path / ADAPTERS)
+        if adapter_weights:
+            write_adapters(path / "model" / ADAPTER, model, adapter_weights)
         with open(path / "optimizer.pt", "wb") as file:
             torch.save(moments, file)
         (path / "state.json").write_text(json.dumps({"step": step}), encoding="utf-8")

@@ -15,15 +15,18 @@ another distribution than the one that was sampled. Adapters are fp32 for any ty
 The sampler's copy has the adapters merged in (`LoRALinear.merged_weight`). With the adapters off,
 the same modules are the model that the run began with. It is the reference of the KL term.
 
+On disk they have PEFT's names: PeftModel.from_pretrained(base, "runs/NAME/checkpoint/adapter").
+
 Tests: `pytest tests/test_lora.py`.
 """
 
+import json
 import math
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import kernels
@@ -34,7 +37,8 @@ from processes import is_first
 from trainer.policy import layers
 
 ALPHA = 32
-ADAPTERS = "adapters.safetensors"  # a state's file of `adapter_weights`
+ADAPTER = "adapter"  # the folder of the adapters, within their merged model's
+WEIGHTS = "adapter_model.safetensors"
 
 
 class LoRALinear(nn.Linear):
@@ -134,19 +138,35 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters on the CPU, by name. Every rank must call it."""
-    parameters = model.named_parameters()
-    return {name: gather_full(p).cpu() for name, p in parameters if "lora_" in name}
+def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The adapters' parameters, by PEFT's names."""
+    named = model.named_parameters()
+    return {f"base_model.model.{name}.weight": p for name, p in named if "lora_" in name}
+
+
+def write_adapters(folder: Path, model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Writes the folder that PEFT loads: `weights`, and the config that gives them their scale."""
+    modules = lora_layers(model)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.name_or_path,
+        "r": next(iter(modules.values())).lora_A.shape[0],
+        "lora_alpha": ALPHA,
+        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
+    }
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    save_file(weights, folder / WEIGHTS)
 
 
 @torch.no_grad()
 def read_adapters(folder: Path, model: nn.Module) -> None:
-    """Loads the adapters of a state's folder. UserError if they do not fit the model."""
+    """Loads the adapters beside a merged model. UserError if they do not fit the model."""
+    file = folder / ADAPTER / WEIGHTS
     try:
-        weights = load_file(folder / ADAPTERS)
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(weights[name].view_as(parameter))
+        weights = load_file(file)
+        for name, parameter in adapters(model).items():
+            parameter.copy_(weights[name].view_as(parameter))
     except Exception as error:  # safetensors raises its own types.
-        raise UserError(f"{folder / ADAPTERS} does not fit the model: {reason(error)}") from None
+        raise UserError(f"{file} does not fit the model: {reason(error)}") from None
