@@ -7,18 +7,22 @@ and a new multi-agent method is a new `async def`. driver.py runs hundreds of th
 Tests: pytest tests/test_rollout.py
 """
 
+import asyncio
 import contextlib
 import functools
 import hashlib
+import itertools
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tqdm import tqdm
 
+import processes
 from config import Config, UserError
 from driver import AnySampler, Driver
 from sampler import Completion, Conversation, Lost
@@ -125,6 +129,10 @@ class Context:
         self.sample = Sample(self.role, self.trajectory.question_index, self.trajectory.attempt)
         self.trajectory.contexts.append(self)
 
+    def __getstate__(self) -> dict:
+        """What another rank gets: the record, without what it was played with."""
+        return vars(self) | {"env": None, "conversation": None}
+
     async def __aenter__(self) -> "Context":
         self.conversation = self.env.samplers[self.role].open()
         return self
@@ -171,6 +179,7 @@ class Env:
     temperature: float = 1.0
     top_p: float = 1.0
     on_event: Callable[[str, str], None] = lambda kind, text: None  # called for a viewer
+    counts: Counter = field(default_factory=Counter)  # of attempts: "begun" and "done"
 
     def seed(self, trajectory: Trajectory, *key: int | str) -> int:
         """The seed of one `write`: a hash of its key, independent of all earlier draws."""
@@ -211,16 +220,17 @@ class Env:
     ) -> Trajectory:
         """One attempt from the question to its reward."""
         trajectory = Trajectory(question, question_index, attempt)
+        self.counts["begun"] += 1
         try:
             await method.episode(self, trajectory)
+            self.on_event("answer", trajectory.answer or "")
+            trajectory.reward = await self.reward(trajectory)
         except Lost as error:
             trajectory.ended = f"lost: {error}"
             self.on_event("lost", str(error))
-            return trajectory
-        self.on_event("answer", trajectory.answer or "")
-        trajectory.reward = await self.reward(trajectory)
         for sample in trajectory.samples():
             sample.reward = trajectory.reward
+        self.counts["done"] += 1
         return trajectory
 
     async def reward(self, trajectory: Trajectory) -> float | None:
@@ -276,6 +286,14 @@ def play_batch(
     `run` is a plumbing.start.Run. `options` are those of Env: the step, the temperature (the run's
     unless given), …
     """
+    keys = [(question, index, attempt) for index, question in batch for attempt in range(attempts)]
+    return run_episodes(
+        run, tools, options, lambda env: [env.play(run.method, *key) for key in keys]
+    )
+
+
+def run_episodes(run, tools: list[Tool], options: dict, start: Callable) -> list:
+    """The results of the coroutines of start(env); a bar on rank 0 counts the attempts."""
     env = Env(
         driver=run.driver,
         samplers=run.samplers,
@@ -285,11 +303,50 @@ def play_batch(
         config=run.config,
         **{"temperature": run.config.temperature} | options,
     )
-    episodes = [
-        env.play(run.method, question, index, attempt)
-        for index, question in batch
-        for attempt in range(attempts)
-    ]
     quiet = run.rank > 0 or "on_event" in options or not sys.stderr.isatty()
-    with tqdm(desc="rollouts", total=len(episodes), leave=False, disable=quiet) as bar:
-        return run.driver.run(episodes, lambda done: bar.update(done - bar.n))
+    with tqdm(desc="rollouts", leave=False, disable=quiet) as bar:
+
+        def show() -> None:
+            bar.total = env.counts["begun"]
+            bar.update(env.counts["done"] - bar.n)
+
+        return run.driver.run(start(env), show)
+
+
+# ---------------------------------------------------------------------- ranks that help each other
+
+UNIT = 4  # attempts at a question that a rank takes together
+BATCHES = itertools.count()  # ranks play the same batches, so that a number names one on all ranks
+
+
+def play_shared(
+    run, shares: list[list[tuple[int, Question]]], attempts: int, tools: list[Tool], **options
+) -> list[Trajectory]:
+    """play_batch of shares[rank] on all ranks together; a rank that is done helps the others.
+
+    Who plays an attempt changes none of its draws. Each rank gets its own questions' trajectories.
+    """
+    name = next(BATCHES)
+    played: list[list[Trajectory]] = [[] for _ in shares]  # by whose question it is
+
+    def take_units():
+        """Units that no rank has taken yet: of this rank's questions, then of the next ranks'."""
+        for owner in [*range(run.rank, run.ranks), *range(run.rank)]:
+            firsts = range(0, attempts, UNIT)
+            units = [(owner, *asked, first) for asked in shares[owner] for first in firsts]
+            while (number := processes.next_number(f"{name} {owner}")) < len(units):
+                yield units[number]
+
+    async def work(env: Env, units) -> None:
+        for owner, index, question, first in units:
+            keys = [(question, index, n) for n in range(first, min(first + UNIT, attempts))]
+            played[owner] += await asyncio.gather(*(env.play(run.method, *key) for key in keys))
+
+    # Open attempts stay on their rank. So they are a quarter of an equal share, or more where the
+    # pool has room for them: contexts are half as long as they may become.
+    share = sum(map(len, shares)) * attempts // run.ranks
+    count = max(share // 4, 2 * run.config.kv_tokens // run.config.longest(), UNIT) // UNIT
+    units = take_units()
+    run_episodes(run, tools, options, lambda env: [work(env, units) for _ in range(count)])
+    trajectories = sum(processes.deliver(played), [])
+    return sorted(trajectories, key=lambda one: (one.question_index, one.attempt))

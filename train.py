@@ -38,7 +38,7 @@ from plumbing.metrics import (
 )
 from plumbing.start import Run, build
 from processes import sum_over_ranks
-from rollout import Method, Sample, Trajectory, play_batch
+from rollout import Method, Sample, Trajectory, play_batch, play_shared
 from tasks.questions import Question
 
 MAX_NORM = 1.0  # of the gradient
@@ -78,11 +78,15 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
 
 def play_groups(run: Run, step: int) -> list[Trajectory]:
     """G trajectories for each of this rank's questions."""
+    # Where attempts move, batches and so the last bits differ between runs: GPUs' do so anyway.
+    if run.ranks > 1 and run.device.type == "cuda" and not run.config.server:
+        shares = [questions_of(run, step, rank) for rank in range(run.ranks)]
+        return play_shared(run, shares, run.config.group, run.tools, step=step)
     return play_batch(run, questions_of(run, step), run.config.group, run.tools, step=step)
 
 
-def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
-    """This rank's questions of a step, each with its index in the step's batch.
+def questions_of(run: Run, step: int, rank: int | None = None) -> list[tuple[int, Question]]:
+    """A rank's questions of a step, this one's by default, each with its index in the batch.
 
     A rank gets whole questions, so that advantage groups need no communication. Across the end of
     an epoch a question can come twice. Draws are named by its id, so the second one gets an id of
@@ -97,7 +101,8 @@ def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
         if times[question.id] > 1:
             question = dataclasses.replace(question, id=f"{question.id}#{times[question.id]}")
         batch.append((index, question))
-    return batch[count * run.rank // run.ranks : count * (run.rank + 1) // run.ranks]
+    rank = run.rank if rank is None else rank
+    return batch[count * rank // run.ranks : count * (rank + 1) // run.ranks]
 
 
 def check_rollouts(run: Run, step: int, metrics: dict, trajectories: list[Trajectory]) -> None:

@@ -3,18 +3,25 @@
 import functools
 import math
 import threading
+import time
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
+from helpers.launch import launch
 from helpers.samples import text_of
 from helpers.script import Script
 
 import mars
 from config import UserError
+from driver import Driver
 from plumbing.logbook import record
+from rollout import play_batch, play_shared
+from tasks.grading import grader
 from tasks.questions import Question
-from tools import Document, ToolError
+from tools import Document, Tool, ToolError
 from toy import language
 
 FORMAT = language.ToyFormat(language.make_tokenizer())
@@ -257,3 +264,59 @@ def test_record_holds_the_whole_trajectory():
     assert list(turn["call"].values()) == ["search", "ada baker", "birth of ada baker"]
     assert [document["id"] for document in turn["documents"]] == ["d1", "d2", "d3"]
     assert turn["chunks"][0]["note"] == "ada baker born 1968 . <eot>"
+
+
+# ------------------------------------------------------------------------- ranks that help each other
+
+
+def play_on_ranks(broken: bool) -> None:
+    """What each of three ranks does: the first has no question and helps the others, or fails."""
+    rank = dist.get_rank()
+
+    def say(tokens, seed):
+        if tokens[0] == FORMAT.control["<s1>"]:
+            return "ada baker born 1968 . <eot>"
+        if FORMAT.control["<resp>"] not in tokens:
+            return CALL
+        time.sleep(0.1 * rank)
+        return ANSWER if seed % 2 else "<answer> 1970 <eot>"
+
+    def search(query):
+        if broken and rank == 0:
+            raise UserError("no money left")
+        return PAGES
+
+    def outcomes(trajectories):
+        for one in trajectories:
+            assert one.turns[0].readers[0] is one.contexts[1] and one.turns[0].documents == PAGES
+        return [
+            (one.question, one.attempt, one.answer, one.reward, one.samples())
+            for one in trajectories
+        ]
+
+    script = Script(FORMAT, say)
+    run = SimpleNamespace(
+        driver=Driver([script], deterministic=False),
+        samplers={"sys1": script, "sys2": script},
+        chat=FORMAT,
+        grade=grader("em"),
+        config=mars.MarsConfig(kv_tokens=1),  # room for one unit
+        rank=rank,
+        ranks=3,
+        method=mars.METHOD,
+    )
+    second = Question("q2", "who wrote about ada baker ?", ("bob cohen",), "toy")
+    shares = [[], [(0, QUESTION)], [(1, second)]]
+    tools = [Tool("search", "query", "", search)]
+    for step in range(2):  # the second batch has counters of its own
+        script.asked.clear()
+        dist.barrier()
+        got = outcomes(play_shared(run, shares, 6, tools, step=step))
+        assert rank or script.asked, "the rank without questions has played some attempts"
+        assert got == outcomes(play_batch(run, shares[rank], 6, tools, step=step))
+
+
+@pytest.mark.parametrize("broken, code", [(False, 0), (True, 1)])
+def test_ranks_that_are_done_play_others_attempts_and_change_no_draw(tmp_path, broken, code):
+    """An error on one of them ends all."""
+    assert launch(play_on_ranks, broken, log=tmp_path / "log", world=3) == code
