@@ -97,6 +97,7 @@ class Config:
 
     questions: int = option(16, "per step", TRAIN, heading="reinforcement learning")
     group: int = option(8, "G: attempts per question", TRAIN)
+    resample: int = option(0, "batches more, until --questions groups differ in reward", TRAIN)
     temperature: float = option(1.0, "of sampling, and so of the distribution in the loss")
     lr: float = option(5e-4, "learning rate; at 1e-3 one of three toy seeds slipped late", TRAIN)
     warmup: int = option(1, "steps of linear warm-up, then constant", TRAIN)
@@ -158,7 +159,7 @@ class Config:
         """Refuses values that contradict each other: UserError with one sentence."""
         counts = "steps questions eval_every inner_steps micro_tokens kv_tokens"
         self.at_least(1, *counts.split(), "top_k", "threads", "group")
-        self.at_least(0, "eval_questions", "seed", "lora_rank", "warmup")
+        self.at_least(0, "eval_questions", "seed", "lora_rank", "warmup", "resample")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int and value >= 1 << 31:  # PyTorch's own numbers are of fixed size

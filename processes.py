@@ -41,13 +41,13 @@ def next_number(name: str) -> int:
     return dist.distributed_c10d._get_default_store().add(f"mars {name}", 1) - 1
 
 
-def deliver(parts: list) -> list:
-    """Sends parts[r] to each rank r; returns the parts for this rank, by their senders."""
+def deliver(parts: list[list]) -> list:
+    """Sends the items of parts[r] to each rank r; returns those for this rank."""
     arrivals = []
-    for source in range(dist.get_world_size()):
+    for source in range(len(parts)):
         box = [None]
         dist.scatter_object_list(box, parts, source)
-        arrivals += box
+        arrivals += box[0]
     return arrivals
 
 

@@ -279,21 +279,18 @@ class Method:
 
 
 def play_batch(
-    run, batch: list[tuple[int, Question]], attempts: int, tools: list[Tool], **options
+    run,
+    batch: list[tuple[int, Question]],
+    attempts: int,
+    tools: list[Tool],
+    start: Callable[[Env], list[Coroutine]] | None = None,
+    **options,
 ) -> list[Trajectory]:
     """`attempts` trajectories for each (index, question), all in one running batch.
 
     `run` is a plumbing.start.Run. `options` are those of Env: the step, the temperature (the run's
-    unless given), …
+    unless given), … `start` makes other coroutines to run, in place of one for each attempt.
     """
-    keys = [(question, index, attempt) for index, question in batch for attempt in range(attempts)]
-    return run_episodes(
-        run, tools, options, lambda env: [env.play(run.method, *key) for key in keys]
-    )
-
-
-def run_episodes(run, tools: list[Tool], options: dict, start: Callable) -> list:
-    """The results of the coroutines of start(env); a bar on rank 0 counts the attempts."""
     env = Env(
         driver=run.driver,
         samplers=run.samplers,
@@ -303,6 +300,8 @@ def run_episodes(run, tools: list[Tool], options: dict, start: Callable) -> list
         config=run.config,
         **{"temperature": run.config.temperature} | options,
     )
+    keys = [(question, index, attempt) for index, question in batch for attempt in range(attempts)]
+    episodes = start(env) if start else [env.play(run.method, *key) for key in keys]
     quiet = run.rank > 0 or "on_event" in options or not sys.stderr.isatty()
     with tqdm(desc="rollouts", leave=False, disable=quiet) as bar:
 
@@ -310,10 +309,8 @@ def run_episodes(run, tools: list[Tool], options: dict, start: Callable) -> list
             bar.total = env.counts["begun"]
             bar.update(env.counts["done"] - bar.n)
 
-        return run.driver.run(start(env), show)
+        return run.driver.run(episodes, show)
 
-
-# ---------------------------------------------------------------------- ranks that help each other
 
 UNIT = 4  # attempts at a question that a rank takes together
 BATCHES = itertools.count()  # ranks play the same batches, so that a number names one on all ranks
@@ -329,24 +326,18 @@ def play_shared(
     name = next(BATCHES)
     played: list[list[Trajectory]] = [[] for _ in shares]  # by whose question it is
 
-    def take_units():
-        """Units that no rank has taken yet: of this rank's questions, then of the next ranks'."""
+    async def work(env: Env) -> None:
         for owner in [*range(run.rank, run.ranks), *range(run.rank)]:
             firsts = range(0, attempts, UNIT)
-            units = [(owner, *asked, first) for asked in shares[owner] for first in firsts]
+            units = [(*asked, first) for asked in shares[owner] for first in firsts]
             while (number := processes.next_number(f"{name} {owner}")) < len(units):
-                yield units[number]
-
-    async def work(env: Env, units) -> None:
-        for owner, index, question, first in units:
-            keys = [(question, index, n) for n in range(first, min(first + UNIT, attempts))]
-            played[owner] += await asyncio.gather(*(env.play(run.method, *key) for key in keys))
+                index, question, first = units[number]
+                keys = [(question, index, n) for n in range(attempts)[first : first + UNIT]]
+                played[owner] += await asyncio.gather(*(env.play(run.method, *k) for k in keys))
 
     # Open attempts stay on their rank. So they are a quarter of an equal share, or more where the
     # pool has room for them: contexts are half as long as they may become.
     share = sum(map(len, shares)) * attempts // run.ranks
     count = max(share // 4, 2 * run.config.kv_tokens // run.config.longest(), UNIT) // UNIT
-    units = take_units()
-    run_episodes(run, tools, options, lambda env: [work(env, units) for _ in range(count)])
-    trajectories = sum(processes.deliver(played), [])
-    return sorted(trajectories, key=lambda one: (one.question_index, one.attempt))
+    play_batch(run, [], 0, tools, lambda env: [work(env) for _ in range(count)], **options)
+    return sorted(processes.deliver(played), key=lambda one: (one.question_index, one.attempt))

@@ -11,6 +11,7 @@ Run by a method's file: python mars.py. Tests: pytest tests/test_credit.py tests
 import dataclasses
 import errno
 import io
+import itertools
 import math
 import sys
 import time
@@ -27,6 +28,7 @@ import trainer
 from config import UserError, discard_output, fail, parse, parser, resolve
 from plumbing import evaluation, logbook
 from plumbing.metrics import (
+    differing,
     failures,
     method_metrics,
     owned_by,
@@ -57,6 +59,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     config = run.config
     start = time.perf_counter()
     play = run.method.play_step or play_groups
+    resampled = run.resampled
     trajectories = play(run, step)
     seconds_rollout = time.perf_counter() - start
     metrics = rollout_metrics(trajectories, run.method, seconds_rollout)
@@ -66,6 +69,9 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
 
     start = time.perf_counter()
     graded = [trajectory for trajectory in trajectories if trajectory.reward is not None]
+    if config.resample:
+        metrics["resampled"] = run.resampled - resampled
+        graded = first_groups(graded, config.questions)
     terms = run.method.credit(config, graded, step)
     metrics |= update(run, terms, step)
     start_sync = time.perf_counter()
@@ -77,16 +83,41 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
 
 
 def play_groups(run: Run, step: int) -> list[Trajectory]:
-    """G trajectories for each of this rank's questions."""
-    # Where attempts move, batches and so the last bits differ between runs: GPUs' do so anyway.
-    if run.ranks > 1 and run.device.type == "cuda" and not run.config.server:
-        shares = [questions_of(run, step, rank) for rank in range(run.ranks)]
-        return play_shared(run, shares, run.config.group, run.tools, step=step)
-    return play_batch(run, questions_of(run, step), run.config.group, run.tools, step=step)
+    """G trajectories for each of this rank's questions.
+
+    With --resample further batches are played until enough groups differ in reward (DAPO).
+    """
+    config = run.config
+    trajectories = []
+    for number in range(1 + config.resample):
+        shares = shares_of(run, step, number)
+        # Where attempts move, batches and so last bits differ between runs: GPUs' do so anyway.
+        if run.ranks > 1 and run.device.type == "cuda" and not config.server:
+            trajectories += play_shared(run, shares, config.group, run.tools, step=step)
+        else:
+            trajectories += play_batch(run, shares[run.rank], config.group, run.tools, step=step)
+        if config.resample and len(differing(trajectories)) >= config.questions:
+            break
+    run.resampled += number
+    return trajectories
 
 
-def questions_of(run: Run, step: int, rank: int | None = None) -> list[tuple[int, Question]]:
-    """A rank's questions of a step, this one's by default, each with its index in the batch.
+def first_groups(graded: list[Trajectory], count: int) -> list[Trajectory]:
+    """This rank's part of the first `count` groups that differ in reward, numbered anew."""
+    places = {index: place for place, index in enumerate(differing(graded)[:count])}
+    kept = [trajectory for trajectory in graded if trajectory.question_index in places]
+    for sample in (sample for trajectory in kept for sample in trajectory.samples()):
+        sample.question_index = places[sample.question_index]
+    return kept
+
+
+def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
+    """This rank's questions of a step, each with its index in the step's batch."""
+    return shares_of(run, step, 0)[run.rank]
+
+
+def shares_of(run: Run, step: int, number: int) -> list[list[tuple[int, Question]]]:
+    """Each rank's questions of a batch of a step, with their indices in the step.
 
     A rank gets whole questions, so that advantage groups need no communication. Across the end of
     an epoch a question can come twice. Draws are named by its id, so the second one gets an id of
@@ -95,14 +126,14 @@ def questions_of(run: Run, step: int, rank: int | None = None) -> list[tuple[int
     count = run.config.questions
     batch = []
     times = Counter()
-    for index in range(count):
-        question = run.question(step * count + index)
+    for index in range(count * (number + 1)):
+        question = run.question((step + run.resampled) * count + index)
         times[question.id] += 1
         if times[question.id] > 1:
             question = dataclasses.replace(question, id=f"{question.id}#{times[question.id]}")
         batch.append((index, question))
-    rank = run.rank if rank is None else rank
-    return batch[count * rank // run.ranks : count * (rank + 1) // run.ranks]
+    ends = [count * number + count * rank // run.ranks for rank in range(run.ranks + 1)]
+    return [batch[first:end] for first, end in itertools.pairwise(ends)]
 
 
 def check_rollouts(run: Run, step: int, metrics: dict, trajectories: list[Trajectory]) -> None:
@@ -369,6 +400,8 @@ def main(
         else:
             given = complete("train", parse(parser(method.config, description), arguments))
             config = resolve(method.config, given, presets=method.presets)
+            if config.resample and method.play_step:
+                raise UserError(f"--resample has no use: {method.name} plays its steps by itself")
             train(build(method, config, training=True, **additions))
     # FloatingPointError: the sampler met logits that are no numbers.
     except (UserError, FloatingPointError) as error:

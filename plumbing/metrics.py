@@ -7,7 +7,7 @@ Tests: pytest tests/test_metrics.py
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -24,10 +24,25 @@ def ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
+def rewards_by_question(trajectories: list[Trajectory]) -> dict[int, set[float]]:
+    """The rewards of this rank's graded attempts at each question, by its index."""
+    rewards = defaultdict(set)
+    for trajectory in trajectories:
+        if trajectory.reward is not None:
+            rewards[trajectory.question_index].add(trajectory.reward)
+    return rewards
+
+
+def differing(trajectories: list[Trajectory]) -> list[int]:
+    """In order the indices of all ranks' questions whose attempts differ in reward."""
+    rewards = rewards_by_question(trajectories)
+    return sorted(sum_over_ranks({index: 1 for index in rewards if len(rewards[index]) > 1}))
+
+
 def rollout_sums(trajectories: list[Trajectory]) -> Counter:
     """What a batch of trajectories adds up to, over all ranks."""
     sums = Counter()
-    rewards: dict[str, set[float]] = {}  # of each question's graded attempts
+    rewards = rewards_by_question(trajectories)
     for trajectory in trajectories:
         answered = trajectory.answer is not None
         lost = trajectory.ended.startswith("lost")
@@ -38,7 +53,6 @@ def rollout_sums(trajectories: list[Trajectory]) -> Counter:
         if trajectory.reward is not None:
             sums["graded"] += 1
             sums["reward"] += trajectory.reward
-            rewards.setdefault(trajectory.question.id, set()).add(trajectory.reward)
         elif not lost:
             sums["unjudged"] += 1
         called = any(turn.action.call for context in trajectory.contexts for turn in context.turns)

@@ -162,6 +162,29 @@ def test_two_ranks_walk_the_same_path(trained, base, tmp_path):
     assert asked == alone and len(asked) == 16, "ranks write in turn"
 
 
+def test_a_resumed_run_asks_on_where_its_stream_was(base, tmp_path):
+    """With --resample steps take different numbers of questions from it."""
+    options = ["--model", base, "--runs", tmp_path, "--name", "more", "--steps", 3, *SMALL]
+    options += ["--eval_every", 1, "--eval_questions", 2, "--resample", 2]
+    assert run(*options, grade=half) == 0
+    folder = tmp_path / "more"
+    shutil.copytree(folder, tmp_path / "whole")
+    lines = metrics(folder)
+    assert lines[0]["resampled"] or lines[1]["resampled"], "the stream has moved on"
+    for line in lines:
+        records = [r for r in records_of(folder, line["step"]) if r["split"] == "train"]
+        assert len(records) == 16 * (1 + line["resampled"]), "all are counted, trained on or not"
+        rewards = {r["question_id"]: set() for r in records}
+        for record in records:
+            rewards[record["question_id"]].add(record["reward"])
+        differ = [id for id, seen in rewards.items() if len(seen) > 1][:4]
+        assert {r["question_id"] for r in records if r["trained"]} == set(differ)
+    shutil.rmtree(folder / "state/step_000003")
+    assert run(*options, "--resume", grade=half) == 0
+    assert metrics(folder) == metrics(tmp_path / "whole")
+    assert same_weights(folder / "checkpoint", tmp_path / "whole/checkpoint")
+
+
 def too_large(*given, **options):
     """What PyTorch raises on a CPU, from PyTorch itself."""
     torch.empty(2**60, dtype=torch.uint8)

@@ -190,7 +190,7 @@ def test_a_full_context_ends_in_a_demand_that_always_fits(context, step):
     trajectory, asked = play(step, sys2_context=context, max_turns=50)
     assert len(trajectory.contexts[0].sample.tokens) <= context
     assert (trajectory.ended, trajectory.reward) == ("answer on demand", 1.0)
-    assert asked[-1][2] >= mars.MarsConfig.answer_tokens, "what is kept for the answer is left"
+    assert asked[-1][2] >= mars.MarsConfig().answer_tokens, "what is kept for the answer is left"
 
 
 def test_arms():
@@ -266,7 +266,7 @@ def test_record_holds_the_whole_trajectory():
     assert turn["chunks"][0]["note"] == "ada baker born 1968 . <eot>"
 
 
-# ------------------------------------------------------------------------- ranks that help each other
+# ------------------------------------------------------------------ ranks that help each other
 
 
 def play_on_ranks(broken: bool) -> None:
