@@ -159,6 +159,7 @@ class Context:
             seed=env.seed(self.trajectory, self.role, *key),
         )
         self.sample.append_sampled(completion)
+        env.counts["tokens"] += len(completion.tokens)
         return completion
 
 
@@ -179,7 +180,8 @@ class Env:
     temperature: float = 1.0
     top_p: float = 1.0
     on_event: Callable[[str, str], None] = lambda kind, text: None  # called for a viewer
-    counts: Counter = field(default_factory=Counter)  # of attempts: "begun" and "done"
+    # Attempts "begun" and "done", "tokens" sampled, "calls" of tools, how many of them "failed".
+    counts: Counter = field(default_factory=Counter)
 
     def seed(self, trajectory: Trajectory, *key: int | str) -> int:
         """The seed of one `write`: a hash of its key, independent of all earlier draws."""
@@ -202,10 +204,12 @@ class Env:
                 self.chat.document(document)
             return documents
 
+        self.counts["calls"] += 1
         try:
             turn.documents = await self.driver.call(timed, self.config.tool_seconds)
         except ToolError as error:
             turn.problem = f"tool failed: {error}"
+            self.counts["failed"] += 1
             self.on_event("failed", str(error))
             raise
         if not turn.documents:
@@ -279,17 +283,12 @@ class Method:
 
 
 def play_batch(
-    run,
-    batch: list[tuple[int, Question]],
-    attempts: int,
-    tools: list[Tool],
-    start: Callable[[Env], list[Coroutine]] | None = None,
-    **options,
+    run, batch: list[tuple[int, Question]], attempts: int, tools: list[Tool], start=None, **options
 ) -> list[Trajectory]:
     """`attempts` trajectories for each (index, question), all in one running batch.
 
     `run` is a plumbing.start.Run. `options` are those of Env: the step, the temperature (the run's
-    unless given), … `start` makes other coroutines to run, in place of one for each attempt.
+    unless given), … start(env), if given, are other coroutines to run, in place of the attempts'.
     """
     env = Env(
         driver=run.driver,
@@ -302,12 +301,19 @@ def play_batch(
     )
     keys = [(question, index, attempt) for index, question in batch for attempt in range(attempts)]
     episodes = start(env) if start else [env.play(run.method, *key) for key in keys]
-    quiet = run.rank > 0 or "on_event" in options or not sys.stderr.isatty()
-    with tqdm(desc="rollouts", leave=False, disable=quiet) as bar:
+    quiet = run.rank > 0 or "on_event" in options
+    terminal = sys.stderr.isatty()
+    next_line = math.inf if quiet or terminal else time.monotonic() + 60
+    with tqdm(desc="rollouts", leave=False, disable=quiet or not terminal) as bar:
 
         def show() -> None:
+            nonlocal next_line
             bar.total = env.counts["begun"]
             bar.update(env.counts["done"] - bar.n)
+            if time.monotonic() >= next_line:
+                next_line += 60
+                line = "{done} of {begun} attempts, {tokens} tokens, {calls} calls, {failed} failed"
+                print("rollouts:", line.format_map(env.counts), file=sys.stderr, flush=True)
 
         return run.driver.run(episodes, show)
 

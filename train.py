@@ -42,6 +42,7 @@ from plumbing.start import Run, build
 from processes import sum_over_ranks
 from rollout import Method, Sample, Trajectory, play_batch, play_shared
 from tasks.questions import Question
+from tools import web
 
 MAX_NORM = 1.0  # of the gradient
 # A state is written after so many steps, and at the end of the first step after so many seconds.
@@ -90,34 +91,31 @@ def play_groups(run: Run, step: int) -> list[Trajectory]:
     config = run.config
     trajectories = []
     for number in range(1 + config.resample):
-        shares = shares_of(run, step, number)
+        shares = questions_of(run, step, number)
         # Where attempts move, batches and so last bits differ between runs: GPUs' do so anyway.
         if run.ranks > 1 and run.device.type == "cuda" and not config.server:
             trajectories += play_shared(run, shares, config.group, run.tools, step=step)
         else:
             trajectories += play_batch(run, shares[run.rank], config.group, run.tools, step=step)
-        if config.resample and len(differing(trajectories)) >= config.questions:
-            break
+        if config.resample:
+            if sum_over_ranks(differing(trajectories)).total() >= config.questions:
+                break
     run.resampled += number
     return trajectories
 
 
 def first_groups(graded: list[Trajectory], count: int) -> list[Trajectory]:
     """This rank's part of the first `count` groups that differ in reward, numbered anew."""
-    places = {index: place for place, index in enumerate(differing(graded)[:count])}
+    indices = sorted(+sum_over_ranks(differing(graded)))  # without those that are False
+    places = {index: place for place, index in enumerate(indices[:count])}
     kept = [trajectory for trajectory in graded if trajectory.question_index in places]
     for sample in (sample for trajectory in kept for sample in trajectory.samples()):
         sample.question_index = places[sample.question_index]
     return kept
 
 
-def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
-    """This rank's questions of a step, each with its index in the step's batch."""
-    return shares_of(run, step, 0)[run.rank]
-
-
-def shares_of(run: Run, step: int, number: int) -> list[list[tuple[int, Question]]]:
-    """Each rank's questions of a batch of a step, with their indices in the step.
+def questions_of(run: Run, step: int, number: int = 0) -> list[list[tuple[int, Question]]]:
+    """Each rank's questions of a step, or of its next batches, with their indices in the step.
 
     A rank gets whole questions, so that advantage groups need no communication. Across the end of
     an epoch a question can come twice. Draws are named by its id, so the second one gets an id of
@@ -309,6 +307,7 @@ def train(run: Run) -> None:
     first = logbook.open_folder(run)
     quiet = run.rank > 0 or not sys.stderr.isatty()
     steps = range(first, config.steps)
+    web.METER.left = max(1, config.max_calls // run.ranks) if config.max_calls else math.inf
     saved = time.monotonic()
     for step in tqdm(steps, initial=first, total=config.steps, disable=quiet):
         scores = {}
@@ -319,12 +318,15 @@ def train(run: Run) -> None:
             # No later line will come, so the last one carries the end result.
             scores = {f"{key}_before": value for key, value in scores.items()}
             scores |= evaluate(run, config.steps)
-        metrics = {"step": step, **metrics, **scores}
+        calls = dict(sum_over_ranks(web.METER.sent))
+        web.METER.sent.clear()
+        metrics = {"step": step, **metrics, **scores, "service_calls": calls}
         logbook.write(run, trajectories, step, "train", metrics)
         logbook.report(run, metrics)
         late = processes.from_first_rank(time.monotonic() - saved > SAVE_SECONDS)
         regular = (step + 1) % min(SAVE_EVERY, config.eval_every) == 0
-        if late or regular or step == config.steps - 1:
+        # A cap on calls stops a rank within a step, so a state is written after each.
+        if late or regular or config.max_calls or step == config.steps - 1:
             trainer.save(run.folder, step + 1, run.policy, run.optimizer, run.tokenizer)
             saved = time.monotonic()
     logbook.summary(run)

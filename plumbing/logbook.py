@@ -307,6 +307,7 @@ def report_card(run: Run, lines: list[dict]) -> str:
     if run.device.type == "cuda":
         machine = torch.cuda.get_device_name(run.device)
         memory += f", {torch.cuda.max_memory_allocated(run.device) / 2**30:.1f} GiB on the GPU"
+    calls = sum((Counter(line.get("service_calls")) for line in lines), Counter())
     sampled = [f"{sums[f'{role}_tokens']:,.0f} by {role}" for role in run.method.roles]
     facts = {
         "command": f"`{shlex.join(['python', *sys.orig_argv[1:]])}`",
@@ -318,6 +319,7 @@ def report_card(run: Run, lines: list[dict]) -> str:
         f"training, {evaluated:,.0f} evaluations",
         "tokens": f"sampled in training {', '.join(sampled)}; trained "
         f"{sums['trained_tokens']:,.0f}",
+        "calls": ", ".join(f"{calls[site]:,} to {site}" for site in sorted(calls)) or "none sent",
         "peak memory": f"{memory} (first process, since it last started)",
     }
     page = [f"# Run {run.config.name}", "", *(f"- {name}: {said}" for name, said in facts.items())]

@@ -24,25 +24,18 @@ def ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def rewards_by_question(trajectories: list[Trajectory]) -> dict[int, set[float]]:
-    """The rewards of this rank's graded attempts at each question, by its index."""
+def differing(trajectories: list[Trajectory]) -> dict[int, bool]:
+    """Index of each of this rank's questions -> whether its graded attempts differ in reward."""
     rewards = defaultdict(set)
     for trajectory in trajectories:
         if trajectory.reward is not None:
             rewards[trajectory.question_index].add(trajectory.reward)
-    return rewards
-
-
-def differing(trajectories: list[Trajectory]) -> list[int]:
-    """In order the indices of all ranks' questions whose attempts differ in reward."""
-    rewards = rewards_by_question(trajectories)
-    return sorted(sum_over_ranks({index: 1 for index in rewards if len(rewards[index]) > 1}))
+    return {index: len(seen) > 1 for index, seen in rewards.items()}
 
 
 def rollout_sums(trajectories: list[Trajectory]) -> Counter:
     """What a batch of trajectories adds up to, over all ranks."""
     sums = Counter()
-    rewards = rewards_by_question(trajectories)
     for trajectory in trajectories:
         answered = trajectory.answer is not None
         lost = trajectory.ended.startswith("lost")
@@ -78,8 +71,9 @@ def rollout_sums(trajectories: list[Trajectory]) -> Counter:
                 sums["failed"] += problem.startswith("tool failed")
                 sums["documents"] += len(turn.documents)
                 sums["unread"] += sum(one.text.startswith(UNREAD) for one in turn.documents)
-    sums["groups"] = len(rewards)
-    sums["flat"] = sum(len(seen) == 1 for seen in rewards.values())  # nothing is learned there
+    groups = differing(trajectories)
+    sums["groups"] = len(groups)
+    sums["flat"] = len(groups) - sum(groups.values())  # nothing is learned there
     return sum_over_ranks(sums)
 
 

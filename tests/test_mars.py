@@ -4,6 +4,7 @@ A small, briefly trained base model. Runs are in this process, where it need not
 """
 
 import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import pytest
 import torch
 from helpers import launch, tiny
 from helpers.chat import QWEN3, tokenizer
+from loopback import GOOD
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mars
@@ -418,6 +420,28 @@ def test_a_judge_that_is_away_stops_the_run_with_its_state_whole(
     assert run("eval", copied / "whole", *options) == 2
     assert "of the judgements of set " in capsys.readouterr().err
     assert (copied / "blind/table.json").exists()
+
+
+def test_a_cap_on_calls_stops_a_run_that_goes_on_with_the_same_command(
+    base, server, tmp_path, capsys
+):
+    server.replies = [GOOD]
+    options = ["--model", base, "--runs", tmp_path, "--steps", 2, *SMALL, "--eval_questions", 2]
+    options += ["--search", "serper", "--tools", "search"]
+    assert run(*options, "--name", "whole", "--cache", tmp_path / "one", grade=half) == 0
+    first, second = (line["service_calls"][server.url] for line in metrics(tmp_path / "whole"))
+    assert first + second == len(server.requests) and second > 2
+    said = (tmp_path / "whole/report.md").read_text()
+    assert f"- calls: {first + second} to {server.url}\n" in said
+    options += ["--name", "capped", "--cache", tmp_path / "other", "--max_calls", first + 2]
+    assert run(*options, grade=half) == 2
+    assert "--max_calls is reached" in capsys.readouterr().err
+    assert len(server.requests) == 2 * first + second + 2
+    assert trainer.newest(tmp_path / "capped")[0] == 1
+    gc.collect()  # the error's frames hold the run and its lock
+    assert run(*options, "--resume", grade=half) == 0
+    assert len(server.requests) == 2 * (first + second), "what was paid for is in the cache"
+    assert same_weights(tmp_path / "capped/checkpoint", tmp_path / "whole/checkpoint")
 
 
 def test_a_step_without_tools_is_not_trained_on_and_loses_no_earlier_one(
