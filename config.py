@@ -97,6 +97,7 @@ class Config:
 
     questions: int = option(16, "per step", TRAIN, heading="reinforcement learning")
     group: int = option(8, "G: attempts per question", TRAIN)
+    resample: int = option(0, "batches more, until --questions groups differ in reward", TRAIN)
     temperature: float = option(1.0, "of sampling, and so of the distribution in the loss")
     lr: float = option(5e-4, "learning rate; at 1e-3 one of three toy seeds slipped late", TRAIN)
     warmup: int = option(1, "steps of linear warm-up, then constant", TRAIN)
@@ -114,7 +115,7 @@ class Config:
 
     server: str = option("", "URLs of vLLM servers, comma-separated", RESUME, heading="the machine")
     bf16: Literal["auto", "on", "off"] = option("auto", "the arithmetic; auto: on CUDA")
-    threads: int = option(1, "PyTorch's, on a CPU; a second one hardly pays", RESUME)
+    max_calls: int = option(0, "calls of services before the run stops; 0: any", TRAIN, RESUME)
     fsdp: bool = option(False, "shard the trainer's state: from about 3B parameters on", TRAIN)
     recompute_activations: bool = option(False, "in the backward pass", TRAIN, RESUME)
     micro_tokens: int = option(8192, "tokens per micro-batch of the trainer", TRAIN, RESUME)
@@ -129,6 +130,7 @@ class Config:
     passage_words: int = no_option(200)  # documents are cut into passages of so many; 0: none are
     tool_seconds: float = no_option(600.0, RESUME)  # a call that takes longer has failed
     max_sequences: int = no_option(256, RESUME)  # decoded together at most
+    threads: int = no_option(1, RESUME)  # PyTorch's on a CPU, unless OMP_NUM_THREADS is set
 
     def longest(self) -> int:
         """Tokens of the method's longest sample; a subclass says how many."""
@@ -157,8 +159,8 @@ class Config:
     def check(self, training: bool) -> None:
         """Refuses values that contradict each other: UserError with one sentence."""
         counts = "steps questions eval_every inner_steps micro_tokens kv_tokens"
-        self.at_least(1, *counts.split(), "top_k", "threads", "group")
-        self.at_least(0, "eval_questions", "seed", "lora_rank", "warmup")
+        self.at_least(1, *counts.split(), "top_k", "group")
+        self.at_least(0, "eval_questions", "seed", "lora_rank", "warmup", "resample", "max_calls")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int and value >= 1 << 31:  # PyTorch's own numbers are of fixed size

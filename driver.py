@@ -128,22 +128,19 @@ class Driver:
         return await future
 
     def run(
-        self, episodes: list[Coroutine], on_progress: Callable[[int], None] | None = None
+        self, episodes: list[Coroutine], on_progress: Callable[[], None] = lambda: None
     ) -> list:
         """Runs the episodes to their ends and returns their results in order.
 
-        An error in one episode ends all of them. `on_progress` gets the number of finished ones.
+        An error in one episode ends all of them. `on_progress` is called between decoding steps.
         """
-        tasks: list[asyncio.Task] = []
 
         def on_idle() -> None:
             self._advance()
-            if on_progress:
-                on_progress(sum(task.done() for task in tasks))
+            on_progress()
 
         async def play_all() -> list:
-            tasks.extend(asyncio.ensure_future(episode) for episode in episodes)
-            return await asyncio.gather(*tasks)
+            return await asyncio.gather(*episodes)
 
         new_loop = functools.partial(asyncio.SelectorEventLoop, IdleSelector(on_idle))
         try:

@@ -73,11 +73,14 @@ class MarsConfig(Config):
     max_turns: int = option(5, "steps of System 2; the last one must answer", heading="limits")
     sys2_context: int = option(160, "tokens of prompt, steps and notes together")
     step_tokens: int = option(14, "one step of System 2")
-    answer_tokens: int = option(6, "kept free for an answer on demand")
     sys1_prompt: int = option(76, "a chunk (about 69) with the wording and the purpose around it")
     sys1_response: int = option(12, "a note: one fact is 5 or 6 words")
     # no options
+    answer_tokens: int = no_option(0)  # kept free for an answer on demand; 0: a quarter of a step
     question_in_system1: bool = no_option(False)  # show System 1 the question too (chat models)
+
+    def __post_init__(self):
+        self.answer_tokens = self.answer_tokens or max(6, self.step_tokens // 4)
 
     def longest(self) -> int:
         """Tokens of the longest sample."""
@@ -90,7 +93,7 @@ class MarsConfig(Config):
     def check(self, training: bool) -> None:
         """Refuses values that contradict each other, MARS's own included."""
         super().check(training)
-        self.at_least(1, "step_tokens", "answer_tokens", "sys1_prompt", "sys1_response")
+        self.at_least(1, "step_tokens", "sys1_prompt", "sys1_response")
         self.at_least(2, "max_turns")  # a step that calls a tool, and one that answers
         if self.system1 != "train" and (self.balance != "uniform" or self.shared_group):
             raise UserError("leave --balance and --shared_group out: System 1 does not learn")
@@ -403,7 +406,6 @@ PAPER = {
     "sys1_prompt": 23552,  # †
     "sys1_response": 8192,  # †
     "step_tokens": 8192,  # ours
-    "answer_tokens": 2048,  # ours
     "top_k": 10,  # ours
     "tools": "search,scholar,python",  # formula (2) makes no exception for Python
     "question_in_system1": True,  # ours: MATPO found it crucial for its workers

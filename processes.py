@@ -36,6 +36,21 @@ def sum_over_ranks(sums: Mapping) -> Counter:
     return total
 
 
+def next_number(name: str) -> int:
+    """0, 1, 2, …: each number of a name is given out once, to whichever rank asks first."""
+    return dist.distributed_c10d._get_default_store().add(f"mars {name}", 1) - 1
+
+
+def deliver(parts: list[list]) -> list:
+    """Sends the items of parts[r] to each rank r; returns those for this rank."""
+    arrivals = []
+    for source in range(len(parts)):
+        box = [None]
+        dist.scatter_object_list(box, parts, source)
+        arrivals += box[0]
+    return arrivals
+
+
 def on_first_rank(function: Callable):
     """Calls `function` on rank 0: its result there, None elsewhere, its UserError on every rank."""
     value = problem = None

@@ -7,18 +7,22 @@ and a new multi-agent method is a new `async def`. driver.py runs hundreds of th
 Tests: pytest tests/test_rollout.py
 """
 
+import asyncio
 import contextlib
 import functools
 import hashlib
+import itertools
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tqdm import tqdm
 
+import processes
 from config import Config, UserError
 from driver import AnySampler, Driver
 from sampler import Completion, Conversation, Lost
@@ -125,6 +129,10 @@ class Context:
         self.sample = Sample(self.role, self.trajectory.question_index, self.trajectory.attempt)
         self.trajectory.contexts.append(self)
 
+    def __getstate__(self) -> dict:
+        """What another rank gets: the record, without what it was played with."""
+        return vars(self) | {"env": None, "conversation": None}
+
     async def __aenter__(self) -> "Context":
         self.conversation = self.env.samplers[self.role].open()
         return self
@@ -151,6 +159,7 @@ class Context:
             seed=env.seed(self.trajectory, self.role, *key),
         )
         self.sample.append_sampled(completion)
+        env.counts["tokens"] += len(completion.tokens)
         return completion
 
 
@@ -171,6 +180,8 @@ class Env:
     temperature: float = 1.0
     top_p: float = 1.0
     on_event: Callable[[str, str], None] = lambda kind, text: None  # called for a viewer
+    # Attempts "begun" and "done", "tokens" sampled, "calls" of tools, how many of them "failed".
+    counts: Counter = field(default_factory=Counter)
 
     def seed(self, trajectory: Trajectory, *key: int | str) -> int:
         """The seed of one `write`: a hash of its key, independent of all earlier draws."""
@@ -193,10 +204,12 @@ class Env:
                 self.chat.document(document)
             return documents
 
+        self.counts["calls"] += 1
         try:
             turn.documents = await self.driver.call(timed, self.config.tool_seconds)
         except ToolError as error:
             turn.problem = f"tool failed: {error}"
+            self.counts["failed"] += 1
             self.on_event("failed", str(error))
             raise
         if not turn.documents:
@@ -211,16 +224,17 @@ class Env:
     ) -> Trajectory:
         """One attempt from the question to its reward."""
         trajectory = Trajectory(question, question_index, attempt)
+        self.counts["begun"] += 1
         try:
             await method.episode(self, trajectory)
+            self.on_event("answer", trajectory.answer or "")
+            trajectory.reward = await self.reward(trajectory)
         except Lost as error:
             trajectory.ended = f"lost: {error}"
             self.on_event("lost", str(error))
-            return trajectory
-        self.on_event("answer", trajectory.answer or "")
-        trajectory.reward = await self.reward(trajectory)
         for sample in trajectory.samples():
             sample.reward = trajectory.reward
+        self.counts["done"] += 1
         return trajectory
 
     async def reward(self, trajectory: Trajectory) -> float | None:
@@ -269,12 +283,12 @@ class Method:
 
 
 def play_batch(
-    run, batch: list[tuple[int, Question]], attempts: int, tools: list[Tool], **options
+    run, batch: list[tuple[int, Question]], attempts: int, tools: list[Tool], start=None, **options
 ) -> list[Trajectory]:
     """`attempts` trajectories for each (index, question), all in one running batch.
 
     `run` is a plumbing.start.Run. `options` are those of Env: the step, the temperature (the run's
-    unless given), …
+    unless given), … start(env), if given, are other coroutines to run, in place of the attempts'.
     """
     env = Env(
         driver=run.driver,
@@ -285,11 +299,51 @@ def play_batch(
         config=run.config,
         **{"temperature": run.config.temperature} | options,
     )
-    episodes = [
-        env.play(run.method, question, index, attempt)
-        for index, question in batch
-        for attempt in range(attempts)
-    ]
-    quiet = run.rank > 0 or "on_event" in options or not sys.stderr.isatty()
-    with tqdm(desc="rollouts", total=len(episodes), leave=False, disable=quiet) as bar:
-        return run.driver.run(episodes, lambda done: bar.update(done - bar.n))
+    keys = [(question, index, attempt) for index, question in batch for attempt in range(attempts)]
+    episodes = start(env) if start else [env.play(run.method, *key) for key in keys]
+    quiet = run.rank > 0 or "on_event" in options
+    terminal = sys.stderr.isatty()
+    next_line = math.inf if quiet or terminal else time.monotonic() + 60
+    with tqdm(desc="rollouts", leave=False, disable=quiet or not terminal) as bar:
+
+        def show() -> None:
+            nonlocal next_line
+            bar.total = env.counts["begun"]
+            bar.update(env.counts["done"] - bar.n)
+            if time.monotonic() >= next_line:
+                next_line += 60
+                line = "{done} of {begun} attempts, {tokens} tokens, {calls} calls, {failed} failed"
+                print("rollouts:", line.format_map(env.counts), file=sys.stderr, flush=True)
+
+        return run.driver.run(episodes, show)
+
+
+UNIT = 4  # attempts at a question that a rank takes together
+BATCHES = itertools.count()  # ranks play the same batches, so that a number names one on all ranks
+
+
+def play_shared(
+    run, shares: list[list[tuple[int, Question]]], attempts: int, tools: list[Tool], **options
+) -> list[Trajectory]:
+    """play_batch of shares[rank] on all ranks together; a rank that is done helps the others.
+
+    Who plays an attempt changes none of its draws. Each rank gets its own questions' trajectories.
+    """
+    name = next(BATCHES)
+    played: list[list[Trajectory]] = [[] for _ in shares]  # by whose question it is
+
+    async def work(env: Env) -> None:
+        for owner in [*range(run.rank, run.ranks), *range(run.rank)]:
+            firsts = range(0, attempts, UNIT)
+            units = [(*asked, first) for asked in shares[owner] for first in firsts]
+            while (number := processes.next_number(f"{name} {owner}")) < len(units):
+                index, question, first = units[number]
+                keys = [(question, index, n) for n in range(attempts)[first : first + UNIT]]
+                played[owner] += await asyncio.gather(*(env.play(run.method, *k) for k in keys))
+
+    # Open attempts stay on their rank. So they are a quarter of an equal share, or more where the
+    # pool has room for them: contexts are half as long as they may become.
+    share = sum(map(len, shares)) * attempts // run.ranks
+    count = max(share // 4, 2 * run.config.kv_tokens // run.config.longest(), UNIT) // UNIT
+    play_batch(run, [], 0, tools, lambda env: [work(env) for _ in range(count)], **options)
+    return sorted(processes.deliver(played), key=lambda one: (one.question_index, one.attempt))

@@ -11,6 +11,7 @@ Run by a method's file: python mars.py. Tests: pytest tests/test_credit.py tests
 import dataclasses
 import errno
 import io
+import itertools
 import math
 import sys
 import time
@@ -27,6 +28,7 @@ import trainer
 from config import UserError, discard_output, fail, parse, parser, resolve
 from plumbing import evaluation, logbook
 from plumbing.metrics import (
+    differing,
     failures,
     method_metrics,
     owned_by,
@@ -38,8 +40,9 @@ from plumbing.metrics import (
 )
 from plumbing.start import Run, build
 from processes import sum_over_ranks
-from rollout import Method, Sample, Trajectory, play_batch
+from rollout import Method, Sample, Trajectory, play_batch, play_shared
 from tasks.questions import Question
+from tools import web
 
 MAX_NORM = 1.0  # of the gradient
 # A state is written after so many steps, and at the end of the first step after so many seconds.
@@ -57,6 +60,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     config = run.config
     start = time.perf_counter()
     play = run.method.play_step or play_groups
+    resampled = run.resampled
     trajectories = play(run, step)
     seconds_rollout = time.perf_counter() - start
     metrics = rollout_metrics(trajectories, run.method, seconds_rollout)
@@ -66,6 +70,9 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
 
     start = time.perf_counter()
     graded = [trajectory for trajectory in trajectories if trajectory.reward is not None]
+    if config.resample:
+        metrics["resampled"] = run.resampled - resampled
+        graded = first_groups(graded, config.questions)
     terms = run.method.credit(config, graded, step)
     metrics |= update(run, terms, step)
     start_sync = time.perf_counter()
@@ -77,12 +84,38 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
 
 
 def play_groups(run: Run, step: int) -> list[Trajectory]:
-    """G trajectories for each of this rank's questions."""
-    return play_batch(run, questions_of(run, step), run.config.group, run.tools, step=step)
+    """G trajectories for each of this rank's questions.
+
+    With --resample further batches are played until enough groups differ in reward (DAPO).
+    """
+    config = run.config
+    trajectories = []
+    for number in range(1 + config.resample):
+        shares = questions_of(run, step, number)
+        # Where attempts move, batches and so last bits differ between runs: GPUs' do so anyway.
+        if run.ranks > 1 and run.device.type == "cuda" and not config.server:
+            trajectories += play_shared(run, shares, config.group, run.tools, step=step)
+        else:
+            trajectories += play_batch(run, shares[run.rank], config.group, run.tools, step=step)
+        if config.resample:
+            if sum_over_ranks(differing(trajectories)).total() >= config.questions:
+                break
+    run.resampled += number
+    return trajectories
 
 
-def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
-    """This rank's questions of a step, each with its index in the step's batch.
+def first_groups(graded: list[Trajectory], count: int) -> list[Trajectory]:
+    """This rank's part of the first `count` groups that differ in reward, numbered anew."""
+    indices = sorted(+sum_over_ranks(differing(graded)))  # without those that are False
+    places = {index: place for place, index in enumerate(indices[:count])}
+    kept = [trajectory for trajectory in graded if trajectory.question_index in places]
+    for sample in (sample for trajectory in kept for sample in trajectory.samples()):
+        sample.question_index = places[sample.question_index]
+    return kept
+
+
+def questions_of(run: Run, step: int, number: int = 0) -> list[list[tuple[int, Question]]]:
+    """Each rank's questions of a step, or of its next batches, with their indices in the step.
 
     A rank gets whole questions, so that advantage groups need no communication. Across the end of
     an epoch a question can come twice. Draws are named by its id, so the second one gets an id of
@@ -91,13 +124,14 @@ def questions_of(run: Run, step: int) -> list[tuple[int, Question]]:
     count = run.config.questions
     batch = []
     times = Counter()
-    for index in range(count):
-        question = run.question(step * count + index)
+    for index in range(count * (number + 1)):
+        question = run.question((step + run.resampled) * count + index)
         times[question.id] += 1
         if times[question.id] > 1:
             question = dataclasses.replace(question, id=f"{question.id}#{times[question.id]}")
         batch.append((index, question))
-    return batch[count * run.rank // run.ranks : count * (run.rank + 1) // run.ranks]
+    ends = [count * number + count * rank // run.ranks for rank in range(run.ranks + 1)]
+    return [batch[first:end] for first, end in itertools.pairwise(ends)]
 
 
 def check_rollouts(run: Run, step: int, metrics: dict, trajectories: list[Trajectory]) -> None:
@@ -273,6 +307,7 @@ def train(run: Run) -> None:
     first = logbook.open_folder(run)
     quiet = run.rank > 0 or not sys.stderr.isatty()
     steps = range(first, config.steps)
+    web.METER.left = max(1, config.max_calls // run.ranks) if config.max_calls else math.inf
     saved = time.monotonic()
     for step in tqdm(steps, initial=first, total=config.steps, disable=quiet):
         scores = {}
@@ -283,12 +318,15 @@ def train(run: Run) -> None:
             # No later line will come, so the last one carries the end result.
             scores = {f"{key}_before": value for key, value in scores.items()}
             scores |= evaluate(run, config.steps)
-        metrics = {"step": step, **metrics, **scores}
+        calls = dict(sum_over_ranks(web.METER.sent))
+        web.METER.sent.clear()
+        metrics = {"step": step, **metrics, **scores, "service_calls": calls}
         logbook.write(run, trajectories, step, "train", metrics)
         logbook.report(run, metrics)
         late = processes.from_first_rank(time.monotonic() - saved > SAVE_SECONDS)
         regular = (step + 1) % min(SAVE_EVERY, config.eval_every) == 0
-        if late or regular or step == config.steps - 1:
+        # A cap on calls stops a rank within a step, so a state is written after each.
+        if late or regular or config.max_calls or step == config.steps - 1:
             trainer.save(run.folder, step + 1, run.policy, run.optimizer, run.tokenizer)
             saved = time.monotonic()
     logbook.summary(run)
@@ -364,6 +402,8 @@ def main(
         else:
             given = complete("train", parse(parser(method.config, description), arguments))
             config = resolve(method.config, given, presets=method.presets)
+            if config.resample and method.play_step:
+                raise UserError(f"--resample has no use: {method.name} plays its steps by itself")
             train(build(method, config, training=True, **additions))
     # FloatingPointError: the sampler met logits that are no numbers.
     except (UserError, FloatingPointError) as error:

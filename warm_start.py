@@ -37,7 +37,7 @@ import torch
 import grpo
 import trainer
 from atomic import made_once
-from config import Config, UserError, fail, option, parse, parser, uses_bf16
+from config import Config, UserError, fail, no_option, option, parse, parser, uses_bf16
 from plumbing import folders, logbook, models
 from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
@@ -65,12 +65,12 @@ class WarmStart:
     seed: int = option(0, "seed of the demonstrations' order")
     cache: str = option(".cache", "the folder for base models that are made here")
     bf16: Literal["auto", "on", "off"] = option("auto", "the arithmetic; auto: on CUDA")
-    threads: int = option(2, "PyTorch's, on a CPU")
     micro_tokens: int = option(4096, "tokens per micro-batch")
+    threads: int = no_option(2)  # PyTorch's on a CPU, unless OMP_NUM_THREADS is set
 
     def check(self) -> None:
         """Raises UserError if an option is out of range."""
-        for name in ("steps", "demonstrations", "threads", "micro_tokens"):
+        for name in ("steps", "demonstrations", "micro_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.lr < 1:
@@ -86,9 +86,9 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
     `batches` must yield at least as many batches as steps.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(options.threads, os.cpu_count() or 1))
-    elif options.bf16 == "off":
+    if device.type != "cpu" and options.bf16 == "off":
         raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
     start = models.find(options.model, options.cache)
     tokenizer = models.load_tokenizer(start)

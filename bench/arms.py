@@ -133,7 +133,7 @@ COSTS = {"read tokens an attempt": "tokens_read", "trained tokens": "trained_tok
 
 def call_python(options: argparse.Namespace, arguments: list[str], name: str) -> None:
     """Runs `python ARGUMENTS` with a log in RUNS/NAME.log. Exits if it fails."""
-    arguments = [*arguments, "--cache", str(options.cache), "--threads", options.threads]
+    arguments = [*arguments, "--cache", str(options.cache)]
     print(f"python {' '.join(arguments)}", flush=True)
     options.runs.mkdir(parents=True, exist_ok=True)
     path = options.runs / f"{name}.log"
@@ -394,7 +394,6 @@ def main() -> None:
         real = method == "almanac"
         own.add_argument("--arms", nargs="+", metavar="ARM", choices=arms, default=list(arms))
         own.add_argument("--seeds", type=int, nargs="+", default=[0] if real else [0, 1, 2])
-        own.add_argument("--threads", default="2" if real else "1")
         own.add_argument("--runs", type=Path, default=ROOT / "runs" / f"arms-{method}")
         own.add_argument("--cache", type=Path, default=ROOT / ".cache", help="of the models")
         own.add_argument("--table", action="store_true", help="run nothing")

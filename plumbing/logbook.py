@@ -55,6 +55,9 @@ def open_folder(run: Run) -> int:
             take_back(run, first)
 
     on_first_rank(fill)
+    if run.config.resample:  # the steps before have taken so many questions more from the stream
+        lines = read_lines(run.folder / "metrics.jsonl")
+        run.resampled = sum(line["resampled"] for line in lines)
     if run.config.needs_start():  # after the options, without which no run could go on
         trainer.keep_frozen(run.folder, run.start, run.tokenizer)
     return first
@@ -319,6 +322,7 @@ def report_card(run: Run, lines: list[dict]) -> str:
     if run.device.type == "cuda":
         machine = torch.cuda.get_device_name(run.device)
         memory += f", {torch.cuda.max_memory_allocated(run.device) / 2**30:.1f} GiB on the GPU"
+    calls = sum((Counter(line.get("service_calls")) for line in lines), Counter())
     sampled = [f"{sums[f'{role}_tokens']:,.0f} by {role}" for role in run.method.roles]
     facts = {
         "command": f"`{shlex.join(['python', *sys.orig_argv[1:]])}`",
@@ -330,6 +334,7 @@ def report_card(run: Run, lines: list[dict]) -> str:
         f"training, {evaluated:,.0f} evaluations",
         "tokens": f"sampled in training {', '.join(sampled)}; trained "
         f"{sums['trained_tokens']:,.0f}",
+        "calls": ", ".join(f"{calls[site]:,} to {site}" for site in sorted(calls)) or "none sent",
         "peak memory": f"{memory} (first process, since it last started)",
     }
     page = [f"# Run {run.config.name}", "", *(f"- {name}: {said}" for name, said in facts.items())]

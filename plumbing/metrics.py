@@ -7,7 +7,7 @@ Tests: pytest tests/test_metrics.py
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -24,10 +24,18 @@ def ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
+def differing(trajectories: list[Trajectory]) -> dict[int, bool]:
+    """Index of each of this rank's questions -> whether its graded attempts differ in reward."""
+    rewards = defaultdict(set)
+    for trajectory in trajectories:
+        if trajectory.reward is not None:
+            rewards[trajectory.question_index].add(trajectory.reward)
+    return {index: len(seen) > 1 for index, seen in rewards.items()}
+
+
 def rollout_sums(trajectories: list[Trajectory]) -> Counter:
     """What a batch of trajectories adds up to, over all ranks."""
     sums = Counter()
-    rewards: dict[str, set[float]] = {}  # of each question's graded attempts
     for trajectory in trajectories:
         answered = trajectory.answer is not None
         lost = trajectory.ended.startswith("lost")
@@ -38,7 +46,6 @@ def rollout_sums(trajectories: list[Trajectory]) -> Counter:
         if trajectory.reward is not None:
             sums["graded"] += 1
             sums["reward"] += trajectory.reward
-            rewards.setdefault(trajectory.question.id, set()).add(trajectory.reward)
         elif not lost:
             sums["unjudged"] += 1
         called = any(turn.action.call for context in trajectory.contexts for turn in context.turns)
@@ -64,8 +71,9 @@ def rollout_sums(trajectories: list[Trajectory]) -> Counter:
                 sums["failed"] += problem.startswith("tool failed")
                 sums["documents"] += len(turn.documents)
                 sums["unread"] += sum(one.text.startswith(UNREAD) for one in turn.documents)
-    sums["groups"] = len(rewards)
-    sums["flat"] = sum(len(seen) == 1 for seen in rewards.values())  # nothing is learned there
+    groups = differing(trajectories)
+    sums["groups"] = len(groups)
+    sums["flat"] = len(groups) - sum(groups.values())  # nothing is learned there
     return sum_over_ranks(sums)
 
 

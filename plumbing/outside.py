@@ -170,7 +170,7 @@ def join(config: Config) -> Machine:
         if cuda:
             # GPUs that cannot talk are found out now, not after an hour of rollouts.
             dist.all_reduce(torch.zeros(1, device=machine.device))
-    elif machine.ranks == 1 and not cuda:
+    elif machine.ranks == 1 and not cuda and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(config.threads, os.cpu_count() or 1))
     return machine
 

@@ -58,6 +58,7 @@ class Run(Machine):
     optimizer: torch.optim.Optimizer | None = None
     reference: Callable | None = None  # what trainer.logprob takes
     skipped: int = 0  # updates in a row without a finite gradient
+    resampled: int = 0  # batches of questions that --resample has added to earlier steps'
     tracker: Any = None  # on rank 0 of a run with --track
     asked: str = ""  # a fingerprint of the training questions and the held-out ones
     lock: IO | None = None  # keeps other processes out of the folder, to the end

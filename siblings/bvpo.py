@@ -96,7 +96,7 @@ def rollouts(run: Run, step: int) -> list[Trajectory]:
     config = run.config
     ref = bvpo_errors.load(run.start)
     result = []
-    for place, pair in train.questions_of(run, step):
+    for place, pair in train.questions_of(run, step)[run.rank]:
         trajectories = toy.answers(run.chat, place, pair)
         samples = toy.samples_of(trajectories)
         before = bvpo_errors.logprobs(ref, samples)[0]

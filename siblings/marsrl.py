@@ -248,7 +248,7 @@ def pipelined(run: Run, step: int, *, waiting: list) -> list[Trajectory]:
 
 def solver_tasks(run: Run, step: int) -> list[tuple[int, Task]]:
     """The solver's tasks: the step's questions, with their places."""
-    return [(place, first_task(asked)) for place, asked in train.questions_of(run, step)]
+    return [(place, first_task(asked)) for place, asked in train.questions_of(run, step)[run.rank]]
 
 
 def play(run: Run, tasks: list[tuple[int, Task]], step: int) -> list[Trajectory]:

@@ -9,6 +9,7 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a hub
 # A background job ignores Ctrl-C and hands that on; tests of Ctrl-C need the ordinary handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # else recipes take more
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

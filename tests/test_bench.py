@@ -83,7 +83,7 @@ def test_arms_are_tabulated_and_only_missing_runs_are_started(tmp_path, monkeypa
     assert "80.0 (70.0 … 90.0)" in text and "30.0 (20.0 … 40.0)" in text
 
     with pytest.raises(SystemExit, match="bad.log"):
-        arms.call_python(Namespace(runs=tmp_path, cache="", threads="1"), ["-c", "1/0"], "bad")
+        arms.call_python(Namespace(runs=tmp_path, cache=""), ["-c", "1/0"], "bad")
     started = []
     monkeypatch.setattr(arms, "call_python", lambda options, line, name: started.append(line))
     monkeypatch.setattr(arms, "save", lambda *given: None)

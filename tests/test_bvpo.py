@@ -104,7 +104,8 @@ def test_a_training_step_has_dpos_gradient(policies, traces, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "multinomial", noted)
     config = bvpo.BvpoConfig(questions=2, alpha=0.6, beta=BETA, traces=traces)
-    run = SimpleNamespace(config=config, chat=CHAT, policy=policy, start="", rank=0, ranks=1)
+    place = {"rank": 0, "ranks": 1, "resampled": 0}
+    run = SimpleNamespace(config=config, chat=CHAT, policy=policy, start="", **place)
     run.question = PAIRS.__getitem__
     (samples,) = bvpo.credit(config, bvpo.rollouts(run, 0), 0).values()
     _, batches = prepared(config, {solo.ROLE: samples}, policy)

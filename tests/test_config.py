@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import pytest
+import torch
 
 import config
 import mars
@@ -96,3 +97,15 @@ def test_ranks_that_torchrun_never_sets_are_refused(wrong, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="not what torchrun sets"):
         outside.place(mars.MarsConfig())
+
+
+def test_threads_are_those_of_the_environment_or_one(monkeypatch):
+    torch.set_num_threads(2)  # as PyTorch does where the variable says so
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    outside.join(mars.MarsConfig())
+    assert torch.get_num_threads() == 2
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    outside.join(mars.MarsConfig())
+    assert torch.get_num_threads() == 1

@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -9,12 +12,14 @@ import pytest
 import torch
 from helpers import tiny
 from helpers.samples import prepared
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import mars
 import train
 import trainer
 from config import UserError
-from plumbing import folders, logbook
+from plumbing import folders, logbook, metrics
 from plumbing.outside import Questions
 from rollout import Sample, Trajectory
 from sampler import Completion
@@ -255,9 +260,81 @@ def test_every_step_asks_of_every_set():
 def test_ranks_share_out_a_steps_questions_and_one_that_comes_twice_is_drawn_anew(
     count, known, rank, ranks, told
 ):
-    run = SimpleNamespace(config=mars.MarsConfig(questions=count), rank=rank, ranks=ranks)
+    config = mars.MarsConfig(questions=count)
+    run = SimpleNamespace(config=config, rank=rank, ranks=ranks, resampled=0)
     run.question = lambda i: Question(f"q{i % known}", "?", ("x",), "own")
-    assert {place: one.id for place, one in train.questions_of(run, 3)} == told
+    assert {place: one.id for place, one in train.questions_of(run, 3)[rank]} == told
+
+
+class Ranks:
+    """Ranks as threads, which sum together."""
+
+    def __init__(self, count: int):
+        self.barrier = threading.Barrier(count)
+        self.parts = []
+
+    def sum_over_ranks(self, sums: dict) -> Counter:
+        self.parts.append(sums)
+        self.barrier.wait(60)
+        total = sum(map(Counter, self.parts), Counter())
+        if self.barrier.wait(60) == 0:
+            self.parts.clear()
+        self.barrier.wait(60)
+        return total
+
+    def run(self, function) -> list:
+        with ThreadPoolExecutor(self.barrier.parties) as threads:
+            return list(threads.map(function, range(self.barrier.parties)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
+def test_further_questions_are_played_until_enough_groups_differ_on_any_number_of_ranks(flat, data):
+    """Or until the bound; the stream goes on behind them. flat: whether question i's group is."""
+    count, bound, ranks = (data.draw(st.integers(*ends)) for ends in ((1, 4), (0, 3), (1, 3)))
+    config = mars.MarsConfig(questions=count, resample=bound, group=2)
+
+    def play(run, batch, attempts, tools, step):
+        """Rewards that differ unless the question is flat, of which one attempt is not graded."""
+        for index, question in batch:
+            grades = [1.0, None] if flat[int(question.id) % len(flat)] else [1.0, 0.0]
+            for attempt in range(attempts):
+                yield trajectory(index, attempt, grades[attempt], 1)
+                run.asked.append(int(question.id))
+
+    def steps(rank):
+        run = SimpleNamespace(config=config, rank=rank, ranks=ranks, resampled=0, tools=[])
+        run.device = torch.device("cpu")
+        run.question = lambda i: Question(str(i), "?", ("x",), "own")
+        results = []
+        for step in range(3):
+            run.asked = []
+            graded = [t for t in train.play_groups(run, step) if t.reward is not None]
+            kept = train.first_groups(graded, count)
+            places = [sample.question_index for t in kept for sample in t.samples()]
+            results.append((set(run.asked), places, run.resampled))
+        return results
+
+    together = Ranks(ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "sum_over_ranks", together.sum_over_ranks)
+        patch.setattr(train, "play_batch", play)
+        found = together.run(steps)
+    position = 0
+    for step, told in enumerate(zip(*found)):
+        batches = 1
+        while batches <= bound:
+            asked = range(position, position + count * batches)
+            if sum(not flat[i % len(flat)] for i in asked) >= count:
+                break
+            batches += 1
+        asked = range(position, position + count * batches)
+        position = asked.stop
+        assert set.union(*(own for own, _, _ in told)) == set(asked)
+        differ = min(count, sum(not flat[i % len(flat)] for i in asked))
+        # Both attempts at each question have a sample of either role.
+        assert sorted(sum((places for _, places, _ in told), [])) == sorted(4 * [*range(differ)])
+        assert {added for _, _, added in told} == {position // count - step - 1}
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence", "off"])

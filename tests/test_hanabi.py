@@ -91,7 +91,7 @@ def test_plays_and_discards():
 
 def test_a_run_trains_both_seats_and_takes_read_outs_in_evaluations_only(tmp_path, monkeypatch):
     """Two steps on a base model that has hardly learned the game."""
-    line = ["--cache", str(tmp_path), "--runs", str(tmp_path), "--name", "game", "--threads", "1"]
+    line = ["--cache", str(tmp_path), "--runs", str(tmp_path), "--name", "game"]
     line += "--steps 2 --questions 4 --group 2 --eval_questions 10 --eval_every 2".split()
     monkeypatch.setitem(hanabi_toy.build.keywords, "steps", (12, 2))
     assert hanabi.main(line) == 0

@@ -4,6 +4,7 @@ A small, briefly trained base model. Runs are in this process, where it need not
 """
 
 import dataclasses
+import gc
 import io
 import itertools
 import json
@@ -22,6 +23,7 @@ import pytest
 import torch
 from helpers import launch, tiny
 from helpers.chat import QWEN3, random_model, tokenizer
+from loopback import GOOD
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import driver
@@ -165,6 +167,29 @@ def test_two_ranks_walk_the_same_path(trained, base, tmp_path):
         for found in (records, records_of(trained / "whole", 0))
     )
     assert asked == alone and len(asked) == 16, "ranks write in turn"
+
+
+def test_a_resumed_run_asks_on_where_its_stream_was(base, tmp_path):
+    """With --resample steps take different numbers of questions from it."""
+    options = ["--model", base, "--runs", tmp_path, "--name", "more", "--steps", 3, *SMALL]
+    options += ["--eval_every", 1, "--eval_questions", 2, "--resample", 2]
+    assert run(*options, grade=half) == 0
+    folder = tmp_path / "more"
+    shutil.copytree(folder, tmp_path / "whole")
+    lines = metrics(folder)
+    assert lines[0]["resampled"] or lines[1]["resampled"], "the stream has moved on"
+    for line in lines:
+        records = [r for r in records_of(folder, line["step"]) if r["split"] == "train"]
+        assert len(records) == 16 * (1 + line["resampled"]), "all are counted, trained on or not"
+        rewards = {r["question_id"]: set() for r in records}
+        for record in records:
+            rewards[record["question_id"]].add(record["reward"])
+        differ = [id for id, seen in rewards.items() if len(seen) > 1][:4]
+        assert {r["question_id"] for r in records if r["trained"]} == set(differ)
+    shutil.rmtree(folder / "state/step_000003")
+    assert run(*options, "--resume", grade=half) == 0
+    assert metrics(folder) == metrics(tmp_path / "whole")
+    assert same_weights(folder / "checkpoint", tmp_path / "whole/checkpoint")
 
 
 def too_large(*given, **options):
@@ -460,6 +485,28 @@ def test_a_judge_that_is_away_stops_the_run_with_its_state_whole(
     assert run("eval", copied / "whole", *options) == 2
     assert "of the judgements of set " in capsys.readouterr().err
     assert (copied / "blind/table.json").exists()
+
+
+def test_a_cap_on_calls_stops_a_run_that_goes_on_with_the_same_command(
+    base, server, tmp_path, capsys
+):
+    server.replies = [GOOD]
+    options = ["--model", base, "--runs", tmp_path, "--steps", 2, *SMALL, "--eval_questions", 2]
+    options += ["--search", "serper", "--tools", "search"]
+    assert run(*options, "--name", "whole", "--cache", tmp_path / "one", grade=half) == 0
+    first, second = (line["service_calls"][server.url] for line in metrics(tmp_path / "whole"))
+    assert first + second == len(server.requests) and second > 2
+    said = (tmp_path / "whole/report.md").read_text()
+    assert f"- calls: {first + second} to {server.url}\n" in said
+    options += ["--name", "capped", "--cache", tmp_path / "other", "--max_calls", first + 2]
+    assert run(*options, grade=half) == 2
+    assert "--max_calls is reached" in capsys.readouterr().err
+    assert len(server.requests) == 2 * first + second + 2
+    assert trainer.newest(tmp_path / "capped")[0] == 1
+    gc.collect()  # the error's frames hold the run and its lock
+    assert run(*options, "--resume", grade=half) == 0
+    assert len(server.requests) == 2 * (first + second), "what was paid for is in the cache"
+    assert same_weights(tmp_path / "capped/checkpoint", tmp_path / "whole/checkpoint")
 
 
 def test_a_step_without_tools_is_not_trained_on_and_loses_no_earlier_one(

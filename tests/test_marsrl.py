@@ -43,6 +43,7 @@ def scripted(say, **options) -> SimpleNamespace:
         config=config,
         rank=0,
         ranks=1,
+        resampled=0,
         chat=CHAT,
         driver=Driver([script], deterministic=True),
         sampler=script,

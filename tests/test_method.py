@@ -20,7 +20,7 @@ from siblings import bvpo, marsrl, matpo, mifo
 from toy.language import ToyFormat
 
 
-def test_a_method_brings_numbers_a_model_a_language_and_rollouts_of_its_own(base, tmp_path):
+def test_a_method_brings_numbers_a_model_a_language_and_rollouts_of_its_own(base, tmp_path, capsys):
     """All of them reach the run's folder."""
     seen = []
 
@@ -47,6 +47,8 @@ def test_a_method_brings_numbers_a_model_a_language_and_rollouts_of_its_own(base
     (line,) = metrics(tmp_path / "x")
     assert 0 <= line["answered_share"] <= 1 and 0 <= line["eval_answered_share"] <= 1
     assert sum(r["split"] == "train" for r in records_of(tmp_path / "x", 0)) == 15
+    assert run("--resample", 1, method=method) == 2
+    assert "own plays its steps by itself" in capsys.readouterr().err
 
 
 def count_on_ranks() -> None:

@@ -1,20 +1,32 @@
 """The episode with scripted roles: every way it can go, and what is written down."""
 
 import functools
+import itertools
 import math
+import re
+import sys
 import threading
+import time
+from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
+from helpers.launch import launch
 from helpers.samples import text_of
 from helpers.script import Script
 
 import mars
+import rollout
 from config import UserError
+from driver import Driver
 from plumbing.logbook import record, unpacked
+from rollout import play_batch, play_shared
+from tasks.grading import grader
 from tasks.questions import Question
-from tools import Document, ToolError
+from tools import Document, Tool, ToolError
 from toy import language
 
 FORMAT = language.ToyFormat(language.make_tokenizer())
@@ -183,7 +195,7 @@ def test_a_full_context_ends_in_a_demand_that_always_fits(context, step):
     trajectory, asked = play(step, sys2_context=context, max_turns=50)
     assert len(trajectory.contexts[0].sample.tokens) <= context
     assert (trajectory.ended, trajectory.reward) == ("answer on demand", 1.0)
-    assert asked[-1][2] >= mars.MarsConfig.answer_tokens, "what is kept for the answer is left"
+    assert asked[-1][2] >= mars.MarsConfig().answer_tokens, "what is kept for the answer is left"
 
 
 def test_arms():
@@ -262,3 +274,89 @@ def test_record_holds_the_whole_trajectory():
     assert list(turn["call"].values()) == ["search", "ada baker", "birth of ada baker"]
     assert [document["id"] for document in turn["documents"]] == ["d1", "d2", "d3"]
     assert turn["chunks"][0]["note"] == "ada baker born 1968 . <eot>"
+
+
+# ------------------------------------------------------------------ ranks that help each other
+
+
+def stage(say, search=lambda query: PAGES, **place):
+    """A run whose sampler is a script, and the script."""
+    script = Script(FORMAT, say)
+    run = SimpleNamespace(
+        driver=Driver([script], deterministic=False),
+        samplers={"sys1": script, "sys2": script},
+        chat=FORMAT,
+        grade=grader("em"),
+        config=mars.MarsConfig(kv_tokens=1),  # room for one unit
+        method=mars.METHOD,
+        tools=[Tool("search", "query", "", search)],
+        **place,
+    )
+    return run, script
+
+
+def play_on_ranks(broken: bool) -> None:
+    """What each of three ranks does: the first has no question and helps the others, or fails."""
+    rank = dist.get_rank()
+
+    def say(tokens, seed):
+        if tokens[0] == FORMAT.control["<s1>"]:
+            return "ada baker born 1968 . <eot>"
+        if FORMAT.control["<resp>"] not in tokens:
+            return CALL
+        time.sleep(0.1 * rank)
+        return ANSWER if seed % 2 else "<answer> 1970 <eot>"
+
+    def search(query):
+        if broken and rank == 0:
+            raise UserError("no money left")
+        return PAGES
+
+    def outcomes(trajectories):
+        for one in trajectories:
+            assert one.turns[0].readers[0] is one.contexts[1] and one.turns[0].documents == PAGES
+        return [
+            (one.question, one.attempt, one.answer, one.reward, one.samples())
+            for one in trajectories
+        ]
+
+    run, script = stage(say, search, rank=rank, ranks=3)
+    second = Question("q2", "who wrote about ada baker ?", ("bob cohen",), "toy")
+    shares = [[], [(0, QUESTION)], [(1, second)]]
+    for step in range(2):  # the second batch has counters of its own
+        script.asked.clear()
+        dist.barrier()
+        got = outcomes(play_shared(run, shares, 6, run.tools, step=step))
+        assert rank or script.asked, "the rank without questions has played some attempts"
+        assert got == outcomes(play_batch(run, shares[rank], 6, run.tools, step=step))
+
+
+@pytest.mark.parametrize("broken, code", [(False, 0), (True, 1)])
+def test_ranks_that_are_done_play_others_attempts_and_change_no_draw(tmp_path, broken, code):
+    """An error on one of them ends all."""
+    assert launch(play_on_ranks, broken, log=tmp_path / "log", world=3) == code
+
+
+@pytest.mark.parametrize("rank, terminal", [(0, False), (0, True), (1, False)])
+def test_where_no_bar_is_seen_a_line_a_minute_tells_how_far_it_is(
+    monkeypatch, capsys, rank, terminal
+):
+    """Half a minute passes between any two looks at the clock."""
+    clock = Mock(monotonic=itertools.count(0, 30).__next__, perf_counter=time.perf_counter)
+    monkeypatch.setattr(rollout, "time", clock)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setattr(rollout, "tqdm", MagicMock())
+
+    def broken(query):
+        raise ToolError("the service is down")
+
+    def say(tokens, seed):
+        return ANSWER if FORMAT.control["<resp>"] in tokens else CALL
+
+    run, _ = stage(say, broken, rank=rank)
+    play_batch(run, [(0, QUESTION)], 3, run.tools, step=0)
+    lines = capsys.readouterr().err.splitlines()
+    assert bool(lines) == (rank == 0 and not terminal)
+    assert len(lines) <= clock.monotonic() // 60
+    if lines:
+        assert re.fullmatch("rollouts: . of 3 attempts, .. tokens, 3 calls, 3 failed", lines[-1])

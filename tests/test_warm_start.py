@@ -211,7 +211,7 @@ def command(start, tmp_path):
     here = {"data": tmp_path / "data.jsonl", "out": tmp_path / "warm"}
 
     def run(**given):
-        options = {"model": start, "threads": 1, **here, **given}
+        options = {"model": start, **here, **given}
         return warm_start.main([f"--{name}={value}" for name, value in options.items()])
 
     return run

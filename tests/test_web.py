@@ -99,6 +99,35 @@ def test_pauses_grow_and_jitter_and_last_as_long_as_asked_but_not_for_ever(serve
     assert len(serper(tmp_path)("bob")) == 1, "a refusal is not kept"
 
 
+def test_refusals_are_told_once_a_minute_and_are_no_calls(server, tmp_path, monkeypatch, capsys):
+    slept = []
+    now = time.monotonic
+    monkeypatch.setattr(web, "METER", web.Meter())
+    monkeypatch.setattr(web.time, "sleep", slept.append)
+    monkeypatch.setattr(web.time, "monotonic", lambda: now() + sum(slept))
+    server.replies = [says("", 429, {"Retry-After": "20"})]
+    with fails("HTTP 429"):
+        serper(tmp_path)("ada")
+    lines = capsys.readouterr().err.splitlines()
+    assert 2 <= len(lines) <= 4, "in 240 seconds"
+    assert all(line.startswith(f"{server.url} has answered 429") for line in lines)
+    server.replies = [says("", 500), GOOD]
+    assert len(serper(tmp_path)("bob")) == 1
+    assert web.METER.sent == {server.url: 1}
+
+
+def test_a_call_beyond_the_cap_is_not_sent(server, tmp_path, waits, monkeypatch):
+    """A further try is a further call; what the cache knows is none."""
+    monkeypatch.setattr(web, "METER", web.Meter())
+    web.METER.left = 2
+    server.replies = [says("", 500), GOOD]
+    find = serper(tmp_path)
+    assert len(find("ada")) == len(find("ada")) == 1
+    with pytest.raises(UserError, match="--max_calls is reached.*--resume"):
+        find("bob")
+    assert len(server.requests) == 2
+
+
 @given(st.text(max_size=40) | st.from_regex(r"\w{3}, \d+ Oct \d+ \d+:\d+:\d+ .{0,5}"))
 def test_whatever_stands_in_retry_after_asks_for_a_bearable_pause(asked):
     assert 0 <= web.retry_after({"Retry-After": asked}) <= web.LONGEST_WAIT

@@ -23,12 +23,15 @@ import email.utils
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
 import re
+import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -64,6 +67,41 @@ def in_threads(function: Callable, items: list) -> list:
         except RuntimeError:
             raise ToolError("this machine has no thread left for the call") from None
     return [outcome.result() for outcome in outcomes]
+
+
+class Meter:
+    """Counts what this process sends to services, and stops it at a limit."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.sent = Counter()  # site -> calls, each try included, without those that 429 refused
+        self.left = math.inf  # calls before the run stops
+        self.told: dict[str, float] = {}  # site -> when a line last told of its refusals
+
+    def count(self, site: str) -> None:
+        """Counts a call that is about to be sent. UserError if none is left."""
+        with self.lock:
+            if self.left < 1:
+                raise UserError(
+                    "--max_calls is reached, so this step is not finished: the state before it is "
+                    "on disk, and the same command with --resume may make as many calls again"
+                )
+            self.left -= 1
+            self.sent[site] += 1
+
+    def refuse(self, site: str, seconds: float) -> None:
+        """Takes back a call that 429 refused; once a minute tells of one that waits for minutes."""
+        with self.lock:
+            self.left += 1
+            self.sent[site] -= 1
+            now = time.monotonic()
+            if seconds > 60 and now - self.told.get(site, -math.inf) >= 60:
+                self.told[site] = now
+                problem = f"{site} has answered 429 (too many requests) for {seconds:.0f} s"
+                print(f"{problem} to a call that still waits", file=sys.stderr, flush=True)
+
+
+METER = Meter()
 
 
 @dataclass
@@ -145,6 +183,7 @@ class Client:
             wait = min(FIRST_WAIT * 2 ** (number - 1), LONGEST_WAIT) * random.uniform(0.5, 1)
             status = None
             is_final = False
+            METER.count(site)
             try:
                 with self.http.stream(method, url, content=content, headers=headers) as response:
                     raw = read_within(response, self.timeout)
@@ -168,6 +207,8 @@ class Client:
                 why = re.sub(key, "***", why, flags=re.IGNORECASE)
             why = one_line(f"{site}: {why[:1000]}", LONGEST_MESSAGE - 10)
             failures += status != 429
+            if status == 429:
+                METER.refuse(site, pauses)
             pauses += wait
             if is_final or failures >= self.tries or pauses > PATIENCE:
                 raise ToolError(f"{why}, {number} tries")
