@@ -47,7 +47,7 @@ def test_a_method_brings_numbers_a_model_a_language_and_rollouts_of_its_own(base
     (line,) = metrics(tmp_path / "x")
     assert 0 <= line["answered_share"] <= 1 and 0 <= line["eval_answered_share"] <= 1
     assert sum(r["split"] == "train" for r in records_of(tmp_path / "x", 0)) == 15
-    assert run("--resample", 1, method=method) == 2
+    assert run("--runs", tmp_path, "--name", "x", "--resample", 1, method=method) == 2
     assert "own plays its steps by itself" in capsys.readouterr().err
 
 

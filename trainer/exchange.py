@@ -1,6 +1,6 @@
 """Load balancing: samples move between ranks, so that all ranks train on about equally many tokens.
 
-A rank plays whole questions. A question whose attempts all earn the same reward has no gradient and
+A rank holds whole questions. A question whose attempts all earn the same reward has no gradient and
 no training work. With eight ranks of four questions each, half of them without gradient, the rank
 with the most work has twice the mean, and all other ranks wait for it. The token weights already
 divide by counts over all ranks, so loss and gradient do not depend on a sample's rank.
