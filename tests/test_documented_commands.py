@@ -98,23 +98,21 @@ def test_commands_run_as_they_are_typed(base, tmp_path, monkeypatch, capfd):
     Path("notes").mkdir()
     Path("notes/a.txt").write_text("ada baker born 1970 .")
     Path("program.py").write_text("print(6 * 7)")
+    monkeypatch.setattr(sys, "stdin", open("program.py"))
     Path("quiet.py").write_text(re.search(r"```python\n(.*?)```", DOCS["running.md"], re.S)[1])
     monkeypatch.setattr(recipes, "__path__", [*recipes.__path__, str(tmp_path)])
     assert len(EVERY) - len(READ) > 20
     for line in [line for line in EVERY if line not in READ]:
-        words, _, given = line.partition(" < ")
-        if given and python.available():
+        if " < " in line and python.available():
             continue  # programs cannot be jailed here
-        _, *words = shlex.split(words)
+        _, *words = shlex.split(line.partition(" < ")[0])
         if not {"eval", "ask", "view.py", "-c", "--help", "tools.python"} & {*words}:
             words += SMALL.split()
         words += ["--eval_questions", "4"] * ("eval" in words)
-        with open(given or "program.py") as stdin:
-            monkeypatch.setattr(sys, "stdin", stdin)
-            try:
-                start(words)
-            except SystemExit as ended:
-                assert not ended.code, f"{line}: {capfd.readouterr().err}"
+        try:
+            start(words)
+        except SystemExit as ended:
+            assert not ended.code, f"{line}: {capfd.readouterr().err}"
     files = Path().glob("runs/*/method.json")
     runs = {folders.read_json(file)["name"]: file.parent for file in files}
     asked = {r["question_id"] for r in records_of(runs["own-task"], 0) if r["split"] == "train"}
@@ -186,7 +184,7 @@ def test_what_is_not_run_is_accepted(command, place, tmp_path, monkeypatch):
 def test_what_the_toy_is_asked_is_in_its_world():
     told = world.world("eval", 0)
     asked = [line for line in EVERY if re.search('ask runs/toy "w', line)]
-    assert len(asked) >= 2
+    assert asked
     for line in asked:
         assert any(name in line for name in (*told.people, *told.companies)), line
 
