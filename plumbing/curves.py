@@ -100,15 +100,25 @@ def draw(
     return picture.getvalue()
 
 
+def points(lines: list[dict], key: str) -> list[tuple[int, float]]:
+    """(x, value) wherever a key was logged; x is the number of steps done before it was measured.
+
+    The last line of a run holds its last evaluation, and maybe one from before that step.
+    """
+    if not key.startswith("eval_"):
+        return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+    measured = [(line["step"], line.get(f"{key}_before")) for line in lines]
+    measured += [(line.get("eval_step"), line.get(key)) for line in lines]
+    return sorted(point for point in measured if point[1] is not None)
+
+
 def draw_panel(ax: Axes, lines: list[dict], labels: dict[str, str], top: float) -> None:
     """One small multiple: a line for each key of `labels` that was logged."""
     for key, label in labels.items():
-        logged = [line for line in lines if line.get(key) is not None]
+        logged = points(lines, key)
         if logged:
-            steps = [line["step"] for line in logged]
-            marker = "o" if len(steps) <= 15 else None
-            values = [line[key] for line in logged]
-            ax.plot(steps, values, label=label, marker=marker, markersize=3.5)
+            marker = "o" if len(logged) <= 15 else None
+            ax.plot(*zip(*logged), label=label, marker=marker, markersize=3.5)
     low, high = ax.get_ylim()
     ax.set_ylim(min(low, 0), max(high, top))
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))

@@ -7,7 +7,7 @@ searches your own documents. Both run in one process.
 
     python mars.py eval runs/toy --temperature 0 --eval_questions 500
     python mars.py eval Qwen/Qwen3-8B --preset paper --data bamboogle
-    python mars.py ask runs/toy "when was ada baker born ?" --docs my_notes/
+    python mars.py ask runs/toy "when was omar engel born ?" --docs FOLDER
 
 `eval` writes runs/eval-CKPT/, or what --name says, with table.json, rollouts/ and
 trajectories.html. `ask` without a question answers one line of standard input after another, typed

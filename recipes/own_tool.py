@@ -1,11 +1,13 @@
 """A tool of your own: any function from text to documents.
 
-    python -m recipes.own_tool --steps 20
+    python -m recipes.own_tool --steps 20 --name archive
+    python -m recipes.own_tool eval runs/archive        with the tool; mars.py refuses this run
 
 The toy's base model has never seen this tool and will hardly call it. A chat model reads about
 it in its system prompt.
 """
 
+import dataclasses
 import sys
 
 import mars
@@ -25,4 +27,6 @@ def archive(argument: str) -> list[Document]:
 ARCHIVE = Tool("archive", "query", "searches the town's archive", archive)
 
 if __name__ == "__main__":
-    sys.exit(train.main(mars.METHOD, sys.argv[1:], __doc__, more_tools=[ARCHIVE]))
+    # The name keeps mars.py, which lacks the tool, from evaluating or resuming such a run.
+    method = dataclasses.replace(mars.METHOD, name="own-tool")
+    sys.exit(train.main(method, sys.argv[1:], __doc__, more_tools=[ARCHIVE]))

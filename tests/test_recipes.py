@@ -1,29 +1,9 @@
-"""The README's forks run as they stand."""
-
-import json
-import runpy
-import sys
+"""The almanac's command. test_documented_commands.py runs the other recipes."""
 
 import pytest
 from helpers import tiny
-from test_mars import SMALL
 
 from recipes import almanac
-
-
-@pytest.mark.parametrize("name", ["own_tool", "own_task", "own_protocol"])
-def test_example(base, tmp_path, monkeypatch, name):
-    options = ["--model", str(base), "--runs", str(tmp_path), "--name", name, "--steps", "1"]
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options, *SMALL])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module(f"recipes.{name}", run_name="__main__")
-    assert ended.value.code == 0
-    records = [json.loads(line) for line in open(tmp_path / name / "rollouts" / "step_0.jsonl")]
-    if name == "own_task":
-        asked = {r["question_id"] for r in records if r["split"] == "train"}
-        assert asked == {f"year-{year}" for year in range(1970, 1974)}
-    if name == "own_protocol":
-        assert all(len(r["turns"]) == 2 and len(r["turns"][0]["chunks"]) == 1 for r in records)
 
 
 def test_what_is_refused_is_refused_before_the_warm_start(tmp_path, monkeypatch, capsys):

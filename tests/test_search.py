@@ -119,7 +119,9 @@ def test_jsonl_is_read_with_its_titles_and_a_malformed_line_is_named(tmp_path):
             on_disk(path, 1, tmp_path)
 
 
-def test_the_index_on_disk_answers_as_the_one_in_memory_and_is_built_once(tmp_path, monkeypatch):
+def test_the_index_on_disk_answers_as_the_one_in_memory_and_is_built_once(
+    tmp_path, monkeypatch, caplog
+):
     """By one rank while the others wait at its lock, which parts threads as it parts processes."""
     docs, cache = tmp_path / "docs", tmp_path / "deep" / "cache"
     docs.mkdir()
@@ -134,6 +136,7 @@ def test_the_index_on_disk_answers_as_the_one_in_memory_and_is_built_once(tmp_pa
         built, loaded, *_ = ranks.map(lambda _: on_disk(docs, 7, cache), range(4))
     every = on_disk(docs, 99, cache)
     assert build.call_count == 1
+    assert not caplog.records, "bm25s would print a line wherever a program logs"
     for query in ("old1 t3", "t3", "é", "nothing", "old0 old0 t0", "needle"):
         assert memory(query) == built(query) == loaded(query)
     usual = sys.getswitchinterval()

@@ -81,7 +81,8 @@ def fake_metrics(steps: int) -> list[dict]:
         for number, what in enumerate(("length", "entropy", "logprob_right", "logprob_wrong")):
             row |= {f"sys1_{what}": number + step, f"sys2_{what}": number - step}
         if step % 10 == 1:
-            row |= {"eval_accuracy": 0.17, "eval_greedy": 0.45, "seconds_eval": 3.0}
+            row |= {"eval_step": step, "eval_accuracy": 0.17, "eval_greedy": 0.45}
+            row |= {"seconds_eval": 3.0}
         rows.append(row)
     return rows
 
@@ -220,6 +221,12 @@ def test_curves_draw_all_that_was_logged(tmp_path, monkeypatch, draw):
     assert [*seen["Reward in training"].values()] == [[step / 100 for step in range(2, 41)]]
     wrong = {name: line[0] for name, line in seen["Log-prob per token, wrong attempts"].items()}
     assert wrong == {"System 2": 2, "Read $\\x$": 4}
+
+
+def test_an_evaluation_is_drawn_after_its_steps():
+    line = {"step": 0, "reward": 0.1, "eval_step": 1, "eval_greedy": 0.5, "eval_greedy_before": 0.2}
+    assert curves.points([line], "eval_greedy") == [(0, 0.2), (1, 0.5)]
+    assert curves.points([line], "reward") == [(0, 0.1)]
 
 
 def test_the_command_prints_both_paths_or_one_sentence(tmp_path, capsys):

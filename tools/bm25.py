@@ -79,7 +79,10 @@ def _index(documents: list[Document]):
     import bm25s  # here, so that a run without search does not need it
 
     index = bm25s.BM25()
-    index.index((tokens, vocabulary), create_empty_token=False, show_progress=False)
+    # What `index.index` does, without its debug line, which a program's logging would print.
+    ids = list(vocabulary.values())
+    index.scores = index.build_index_from_ids(ids, tokens, show_progress=False)
+    index.vocab_dict = vocabulary
     return index
 
 
