@@ -92,14 +92,11 @@ class Sampler:
         )
         self.pages = self.scheduler.pages
         self.stats = self.scheduler.stats
-        heads = self.model.kv_heads, self.model.head_size
-        shape = 2, self.model.layers, self.pages.count, page_size, *heads  # 2: keys and values
-        self.pool = torch.zeros(shape, dtype=self.model.cache_dtype, device=self.device)
+        self.pool: Tensor | None = None  # step() makes the pool
+        self.graphs: Graphs | None = None
         self.newest = torch.zeros(max_sequences, dtype=torch.int64, device=self.device)  # per row
         self.overlap = cuda if overlap is None else overlap
-        self.graphs = None
-        if buckets or (buckets is None and cuda):
-            self.graphs = Graphs(self.model, self.pool, max_sequences)
+        self.buckets = cuda if buckets is None else buckets
         self.probs_buffer = torch.empty(0, device=self.device)  # see draws.sample_token
         self.unread: Unread | None = None
 
@@ -133,6 +130,8 @@ class Sampler:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Prefills, then samples one token for every ready row. Returns the finished requests."""
+        if self.pool is None:
+            self._make_pool()
         if self.unread is not None and self.scheduler.lacks_slots():
             self._postprocess()  # A preempted row is prefilled again, from tokens on the host.
         unread = self.unread is not None
@@ -153,6 +152,15 @@ class Sampler:
         """Gives a conversation's pages back; its open request, if any, ends with an error."""
         self.scheduler.close(conversation)
 
+    def lend_pool(self) -> None:
+        """Frees the memory of the pool and its graphs, until the next step makes them again.
+
+        All pages are freed. A conversation that goes on is prefilled again.
+        """
+        self._postprocess()
+        self.scheduler.release_all()
+        self.pool = self.graphs = None
+
     def load_weights(self, model) -> None:
         """Copies the weights of `model`, whose config must be that of the sampler's first model.
 
@@ -163,6 +171,14 @@ class Sampler:
         self.model.load(model)
 
     # ---- one step
+
+    def _make_pool(self) -> None:
+        """The pool, and the graphs that keep its address."""
+        heads = self.model.kv_heads, self.model.head_size
+        shape = 2, self.model.layers, self.pages.count, self.pages.size, *heads  # keys and values
+        self.pool = torch.zeros(shape, dtype=self.model.cache_dtype, device=self.device)
+        if self.buckets:
+            self.graphs = Graphs(self.model, self.pool, len(self.newest))
 
     def _copy_pages(self, copies: Copies) -> None:
         """Copies pages one after the other, because a later source may be an earlier target."""

@@ -93,6 +93,8 @@ class Graphs:
                 self.model.hidden(static, self.pool)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(graph, pool=memory):
+        # NCCL's watchdog asks for events meanwhile, which would break a capture in "global" mode.
+        mode = {"capture_error_mode": "thread_local"}
+        with torch.no_grad(), torch.cuda.graph(graph, pool=memory, **mode):
             hidden = self.model.hidden(static, self.pool)
         return graph, hidden
