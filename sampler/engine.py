@@ -110,7 +110,7 @@ class Sampler:
     @property
     def pages_in_use(self) -> int:
         """Pages that conversations hold now."""
-        return self.pages.count - len(self.pages.free)
+        return self.pages.count - self.pages.available
 
     def open(self) -> Conversation:
         """A new, empty conversation."""
@@ -149,7 +149,10 @@ class Sampler:
         return finished
 
     def close(self, conversation: Conversation) -> None:
-        """Gives a conversation's pages back; its open request, if any, ends with an error."""
+        """Gives a conversation's pages back; its open request, if any, ends with an error.
+
+        Full pages keep their contents until they are needed: a later prompt may begin alike.
+        """
         self.scheduler.close(conversation)
 
     def lend_pool(self) -> None:
