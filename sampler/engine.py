@@ -223,7 +223,8 @@ class Sampler:
             to_device(option, self.device) if (option != 1).any() else None
             for option in (decode.temperature, decode.top_p)
         ]
-        return sample_token(logits, uniforms, *options, self.probs_buffer)
+        any_greedy = not decode.temperature.all()
+        return sample_token(logits, uniforms, *options, self.probs_buffer, any_greedy=any_greedy)
 
     def _postprocess(self) -> None:
         """Reads the tokens of the unread step, if any, and ends the requests that are complete."""

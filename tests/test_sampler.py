@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sampler import Sampler, graphs, hashed
 from sampler import model as decoder
@@ -293,6 +294,28 @@ def test_each_token_is_drawn_by_the_uniforms_of_its_part_of_the_running_sum(
     logits[0, :3] = logits[0, -3:] = -math.inf
     first, last = drawn(torch.tensor([0.0, 1 - 2.0**-48], dtype=torch.float64))[0].tolist()
     assert 3 <= first < last < size - 3
+
+
+def test_draws_look_for_a_maximum_only_where_a_row_is_greedy():
+    """The passes over [B, V] with a maximum; a chosen maximum is the greedy token."""
+    passes = []
+
+    class Passes(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            passes.append(op.overloadpacket.__name__ == "max")
+            return op(*args, **(kwargs or {}))
+
+    def count(temperatures):
+        passes.clear()
+        sampler = make("llama grouped")
+        for temperature in temperatures:
+            sampler.submit(sampler.open(), [1, 2], max_new_tokens=3, temperature=temperature)
+        with Passes():
+            finish(sampler)
+        return sum(passes)
+
+    for temperatures, expected in (((0.7, 1.0), 0), ((1.0,), 0), ((0.7, 0.0), 3), ((0.0,), 3)):
+        assert count(temperatures) == expected
 
 
 def test_top_p_of_a_neighbour_drops_no_token_of_a_row_without_it():
