@@ -118,9 +118,7 @@ class Config:
     fsdp: bool = option(False, "shard the trainer's state: from about 3B parameters on", TRAIN)
     recompute_activations: bool = option(False, "in the backward pass", TRAIN, RESUME)
     micro_tokens: int = option(8192, "tokens per micro-batch of the trainer", TRAIN, RESUME)
-    kv_tokens: int = option(
-        0, "tokens in the sampler's KV pool; 0: on CUDA what fits, else 65536", RESUME
-    )
+    kv_tokens: int = option(0, "tokens of KV pool; 0: what fits on CUDA, else 65536", RESUME)
     # no options
     clip: float = no_option(0.2)  # ε, down and up; the paper's is unknown (our choice)
     top_p: float = no_option(1.0)  # nucleus of the sampled evaluation; training has none

@@ -60,9 +60,7 @@ def environment(
     grade: Callable[[Question, str], float | None] | None = None,
     base_model: Callable[[str, int], Path] = base_model.build,
 ) -> dict:
-    """The fields of a Run that come from outside, the tokens of a KV pool, and the servers.
-
-    UserError lists what is missing.
+    """A Run's fields from outside, its servers, its pool's tokens. UserError lists what is missing.
 
     `start`: the model to start from, if it is not the one that --model names. The rest is what a
     fork brings of its own: tools; questions, as `training_and_held_out` finds them; a grader; what

@@ -156,10 +156,7 @@ class Sampler:
         self.scheduler.close(conversation)
 
     def lend_pool(self) -> None:
-        """Frees the memory of the pool and its graphs, until the next step makes them again.
-
-        All pages are freed. A conversation that goes on is prefilled again.
-        """
+        """Frees pool and graphs until the next step, which prefills open conversations again."""
         self._postprocess()
         self.scheduler.release_all()
         self.pool = self.graphs = None

@@ -121,10 +121,8 @@ class Scheduler:
         self.waiting[:0] = postponements
         return copies
 
-    def _lacks_pages(
-        self, conversation: Conversation, source: Conversation | None, shared: int
-    ) -> bool:
-        """Whether too few pages are available for a conversation that shares its first tokens.
+    def _lacks_pages(self, conversation: Conversation, source, shared: int) -> bool:
+        """Whether too few pages are left for it, where `source` has its first `shared` tokens.
 
         One page is reserved for every row that runs already.
         """

@@ -23,41 +23,38 @@ GIB = 2**30
 # graphs, NCCL its buffers. The three numbers of a GPU are estimates, not measurements.
 PROCESS = {"cpu": 0.7 * GIB, "cuda": 0.6 * GIB}
 GRAPHS = NCCL = {"cpu": 0, "cuda": GIB}
-# What a GPU has only while it samples, or only while it trains: train_step never does both at once.
+# What a GPU holds only while it samples, and only while it trains: never both (train.train_step).
 SAMPLING = {"KV pool", "graphs"}
 TRAINING = {"gradients", "copies", "micro-batch"}
-# Without --kv_tokens: the pool of a CPU, and the share of a GPU's memory that is filled while it
-# samples. The rest is for what the plan does not count.
+# Without --kv_tokens: the pool of a CPU; on a GPU it fills this share, as far as the plan counts.
 CPU_KV_TOKENS = 65536
 GPU_SHARE = 0.95
 # A token's activations in a layer, in bytes per unit of width: fp32, under autocast, all in bf16.
 ACTIVATION_BYTES = 19.0, 12.6, 11.9
 
 
-def memory_plan(
-    model, *, config, longest: int, world: int, device, training: bool = True
-) -> tuple[int, str]:
-    """The tokens of a KV pool, and a line with the GiB per process by purpose.
+def memory_plan(model, *, config, longest: int, world: int, device, training: bool = True) -> tuple:
+    """(tokens of a KV pool, a line with the GiB per process by purpose). UserError if too many.
 
     `model` is a folder or a hub name, `longest` a number of tokens, `world` one of processes.
-    A GPU needs the larger of two sums: what it has while it samples, and while it trains.
-    UserError, with advice, if a process needs more than it has.
+    A GPU needs the larger of two sums: what it holds while it samples, and while it trains.
     """
     parts = memory_parts(load_shape(model), config, longest, world, device.type, training)
 
     def size(absent=()) -> float:
-        return sum(part for name, part in parts.items() if name not in absent)
+        return sum(part for name, part in parts.items() if name not in absent) / GIB
 
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     available /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    kv_tokens = config.kv_tokens or CPU_KV_TOKENS
     cuda = device.type == "cuda"
     if cuda:
-        available = torch.cuda.get_device_properties(device).total_memory
+        available = torch.cuda.get_device_properties(device).total_memory / GIB
+    kv_tokens = config.kv_tokens or CPU_KV_TOKENS
     if cuda and not config.kv_tokens:
-        fits = (GPU_SHARE * available - size({"KV pool", *TRAINING})) / (parts["KV pool"] or 1)
+        room = GPU_SHARE * available - size({"KV pool", *TRAINING})
         # Two contexts a row are enough, and a longest one in whole pages is the least.
-        kv_tokens = max(int(min(fits, 2 * config.max_sequences * longest)), longest + 64)
+        fits = min(room * GIB // (parts["KV pool"] or 1), 2 * config.max_sequences * longest)
+        kv_tokens = max(int(fits), longest + 64)
     parts["KV pool"] *= kv_tokens
     total = max(size(TRAINING), size(SAMPLING)) if cuda else size()
     summary = ", ".join(f"{name} {part / GIB:.2f}" for name, part in parts.items() if part)
@@ -65,21 +62,15 @@ def memory_plan(
         in_update = cuda and total > size(TRAINING)
         advice = "lower --micro_tokens" if in_update else "lower --kv_tokens"
         if training:
-            advice += ", or use --recompute_activations, --lora_rank 16, or --fsdp over more "
-            advice += "processes"
-        sizes = f"{total / GIB:.1f} GiB ({summary}) and has {available / GIB:.1f}"
+            advice += ", or use --recompute_activations, --lora_rank 16, or --fsdp over more ranks"
+        sizes = f"{total:.1f} GiB ({summary}) and has {available:.1f}"
         raise UserError(f"a process needs {sizes}: {advice}")
-    return kv_tokens, (
-        f"memory per process, GiB: {summary}; at once {total / GIB:.2f} of {available / GIB:.1f}; "
-        f"{kv_tokens} tokens in the KV pool"
-    )
+    line = f"memory per process, GiB: {summary}; at once {total:.2f} of {available:.1f}"
+    return kv_tokens, f"{line}; {kv_tokens} tokens in the KV pool"
 
 
 def memory_parts(shape, config, longest: int, world: int, kind: str, training: bool) -> dict:
-    """Bytes of a process by purpose, of the KV pool those of a token.
-
-    `shape` is a transformers config, `kind` a device's type.
-    """
+    """Bytes by purpose, of the pool a token's; `shape`: a transformers config, `kind`: a device's."""
     with torch.device("meta"):  # no weight is allocated
         model = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)
     weights = model.num_parameters()
