@@ -70,7 +70,7 @@ def memory_plan(model, *, config, longest: int, world: int, device, training: bo
 
 
 def memory_parts(shape, config, longest: int, world: int, kind: str, training: bool) -> dict:
-    """Bytes by purpose, of the pool a token's; `shape`: a transformers config, `kind`: a device's."""
+    """Bytes by purpose, of the pool a token's; `shape`: transformers', `kind`: a device's."""
     with torch.device("meta"):  # no weight is allocated
         model = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)
     weights = model.num_parameters()
