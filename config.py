@@ -119,7 +119,7 @@ class Config:
     fsdp: bool = option(False, "shard the trainer's state: from about 3B parameters on", TRAIN)
     recompute_activations: bool = option(False, "in the backward pass", TRAIN, RESUME)
     micro_tokens: int = option(8192, "tokens per micro-batch of the trainer", TRAIN, RESUME)
-    kv_tokens: int = option(65536, "tokens in the sampler's KV pool", RESUME)
+    kv_tokens: int = option(0, "tokens of KV pool; 0: what fits on CUDA, else 65536", RESUME)
     # no options
     clip: float = no_option(0.2)  # ε, down and up; the paper's is unknown (our choice)
     top_p: float = no_option(1.0)  # nucleus of the sampled evaluation; training has none
@@ -158,9 +158,10 @@ class Config:
 
     def check(self, training: bool) -> None:
         """Refuses values that contradict each other: UserError with one sentence."""
-        counts = "steps questions eval_every inner_steps micro_tokens kv_tokens"
+        counts = "steps questions eval_every inner_steps micro_tokens"
         self.at_least(1, *counts.split(), "top_k", "group")
-        self.at_least(0, "eval_questions", "seed", "lora_rank", "warmup", "resample", "max_calls")
+        counts = "eval_questions seed lora_rank warmup resample max_calls kv_tokens"
+        self.at_least(0, *counts.split())
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int and value >= 1 << 31:  # PyTorch's own numbers are of fixed size

@@ -413,7 +413,6 @@ PAPER = {
     "fsdp": True,
     "recompute_activations": True,
     "micro_tokens": 3072 + 28672,  # the longest sample: readers of one chunk can share it
-    "kv_tokens": 80_000,  # the memory plan then leaves 4 of 79 GiB to what it does not count
     "eval_questions": 512,
     "eval_every": 10,
 }

@@ -344,6 +344,7 @@ def play_shared(
     # Open attempts stay on their rank. So they are a quarter of an equal share, or more where the
     # pool has room for them: contexts are half as long as they may become.
     share = sum(map(len, shares)) * attempts // run.ranks
-    count = max(share // 4, 2 * run.config.kv_tokens // run.config.longest(), UNIT) // UNIT
+    pool = run.sampler.pages.count * run.sampler.pages.size  # in tokens
+    count = max(share // 4, 2 * pool // run.config.longest(), UNIT) // UNIT
     play_batch(run, [], 0, tools, lambda env: [work(env) for _ in range(count)], **options)
     return sorted(processes.deliver(played), key=lambda one: (one.question_index, one.attempt))

@@ -71,6 +71,7 @@ def compete(bench: common.Bench, model, folder: str, work: dict, engines: list[s
     answers = []
 
     def our_round():
+        sampler.scheduler.release_all()  # Else the pages of the round before would be found.
         options = {"temperature": work["temperature"], "seed": len(answers)}
         completions = sampler.generate(prompts, max_new_tokens=wanted, **options)
         answers.append([completion.tokens for completion in completions])

@@ -49,6 +49,7 @@ HEAD_SIZES = (16, 32, 64, 128, 256)  # the head sizes that the kernels take
 MAX_PARTS = 64  # The merge keeps [parts, Dh] in registers.
 # Starting and merging a split takes about as long as reading this many tokens (by arithmetic).
 TOKENS_PER_START = 32
+LEAST_PIECE = 256  # tokens of a split, except the last one of a range
 # At most this many shared ranges may follow one another in a row: a prompt, and a turn after it.
 LEVELS = 2
 RANGE_FIELDS = 5  # A range is (begin, end, first, last, level); see `paged_attention`.
@@ -91,8 +92,8 @@ def programs_at_once(device):
 def split_count(rows, kv_heads, capacity, block, at_once, most=MAX_PARTS):
     """The number of splits of a row, from shapes only; at most `most`.
 
-    capacity: the tokens that fit a row of the block table. at_once: the programs of one wave, which
-    the GPU runs at a time. The estimated time is the number of waves times the time of one split.
+    capacity: the tokens that a row may have. at_once: the programs of one wave, which the GPU runs
+    at a time. The estimated time is the number of waves times the time of one split.
     """
 
     def cost(splits):
@@ -100,7 +101,7 @@ def split_count(rows, kv_heads, capacity, block, at_once, most=MAX_PARTS):
         split_size = math.ceil(capacity / splits / block) * block  # tokens, whole blocks
         return waves * (split_size + TOKENS_PER_START)
 
-    return min(range(1, min(most, math.ceil(capacity / block)) + 1), key=cost, default=1)
+    return min(range(1, min(most, math.ceil(capacity / LEAST_PIECE)) + 1), key=cost, default=1)
 
 
 @jit
@@ -140,6 +141,7 @@ def split_kernel(
     FIELDS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
     """One split of one range for one key head: max, sum and weighted values over its tokens.
 
@@ -155,7 +157,8 @@ def split_kernel(
     range_first = tl.load(range_ptr + 2)
     range_last = tl.load(range_ptr + 3)
     level = tl.load(range_ptr + 4)
-    split_size = tl.cdiv(tl.cdiv(range_last - range_first, splits), BLOCK) * BLOCK
+    split_size = tl.maximum(tl.cdiv(range_last - range_first, splits), LEAST)
+    split_size = tl.cdiv(split_size, BLOCK) * BLOCK
     first = range_first + split * split_size
     last = tl.minimum(first + split_size, range_last)
     table_ptr = block_table_ptr + begin.to(tl.int64) * row_stride
@@ -247,7 +250,9 @@ def triton_paged_attention(
         kv_ranges = own_ranges(lengths)
     shared = len(kv_ranges) - B
     most = MAX_PARTS // (LEVELS + 2) if shared else MAX_PARTS
-    size = Hkv, block_table.shape[1] * page_size, block, programs_at_once(q.device), most
+    # In a CUDA graph the table is as wide as the pool. But the rows have one pool together.
+    pages = min(block_table.shape[1], -(-len(k_pages) // max(1, B)))
+    size = Hkv, pages * page_size, block, programs_at_once(q.device), most
     own_splits = splits or split_count(B, *size)
     shared_splits = 0
     launches = [(kv_ranges[shared:], own_splits, 1)]
@@ -262,7 +267,7 @@ def triton_paged_attention(
     results = part_acc, part_max, part_sum
     out = torch.empty_like(q)
     constants = {"HQ": Hq, "HKV": Hkv, "DH": Dh, "HEADS_PER_KEY": heads_per_key}
-    constants |= {"PAGE": page_size, "BLOCK": block, "FIELDS": RANGE_FIELDS}
+    constants |= {"PAGE": page_size, "BLOCK": block, "FIELDS": RANGE_FIELDS, "LEAST": LEAST_PIECE}
     for ranges, range_splits, rows in launches:
         tensors = q, k_pages, v_pages, block_table, ranges, *results
         layout = range_splits, shared_splits, parts, *block_table.stride()

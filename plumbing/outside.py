@@ -60,7 +60,7 @@ def environment(
     grade: Callable[[Question, str], float | None] | None = None,
     base_model: Callable[[str, int], Path] = base_model.build,
 ) -> dict:
-    """The fields of a Run that come from outside, and its servers. UserError lists what is missing.
+    """A Run's fields from outside, its servers, its pool's tokens. UserError lists what is missing.
 
     `start`: the model to start from, if it is not the one that --model names. The rest is what a
     fork brings of its own: tools; questions, as `training_and_held_out` finds them; a grader; what
@@ -88,13 +88,12 @@ def environment(
     # The toy's model takes minutes to make: not for a run that cannot start.
     if start is None and (not problems or config.model != "toy"):
         start = collect_problem(start_model, config, base_model)
-    memory = ""
+    kv_tokens, memory = 0, ""
     if start:
         collect_problem(trainer.check_positions, start, config.longest())
         sizes = {"longest": config.longest(), "world": machine.ranks, "device": machine.device}
-        memory = collect_problem(
-            trainer.memory_plan, start, config=config, training=training, **sizes
-        )
+        sizes |= {"config": config, "training": training}
+        kv_tokens, memory = collect_problem(trainer.memory_plan, start, **sizes) or (0, "")
     problems = list(dict.fromkeys(problems))  # both splits miss the same
     if len(problems) == 1:
         raise UserError(problems[0])
@@ -104,6 +103,7 @@ def environment(
     return {
         "start": start,
         "memory": memory,
+        "kv_tokens": kv_tokens,
         "servers": servers,
         "grade": grade,
         "question": question,

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -94,6 +94,7 @@ def build(
     outside = environment(config, machine, training=training, start=begin, **additions)
     start = outside["start"]
     servers = outside.pop("servers")
+    sized = replace(config, kv_tokens=outside.pop("kv_tokens"))  # if the options leave it open
     tokenizer = models.load_tokenizer(start)
     tools = outside["tools"]
     if "<s2>" in tokenizer.get_vocab():  # as one token: the model speaks a toy's language
@@ -115,10 +116,10 @@ def build(
     if config.server:
         sampler = make_remote(config, servers, origin, model, machine)
     else:
-        sampler = make_sampler(config, model, machine)
+        sampler = make_sampler(sized, model, machine)
     samplers = dict.fromkeys(method.roles, sampler)
     if config.frozen():
-        samplers |= dict.fromkeys(config.frozen(), make_sampler(config, first, machine))
+        samplers |= dict.fromkeys(config.frozen(), make_sampler(sized, first, machine))
     # Bit-equal reruns, however slow a tool is, where the arithmetic allows them.
     deterministic = machine.device.type == "cpu" and not config.server
     if training and not config.resume:  # nothing can be missing any more

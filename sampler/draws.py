@@ -54,6 +54,8 @@ def sample_token(
     temperature: Tensor | None,
     top_p: Tensor | None,
     buffer: Tensor | None = None,
+    *,
+    any_greedy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """One token per row and its log-prob: logits fp32 [B, V], uniforms fp64 [B] -> both [B].
 
@@ -61,10 +63,14 @@ def sample_token(
     whose probabilities sum to it can be drawn; None means 1 for all rows. The log-prob is always
     that of the full vocabulary at the temperature (at 1 for a greedy row). buffer: an fp32 tensor
     for the probabilities, which is resized and overwritten (allocating it anew takes longer).
+    any_greedy: whether a temperature may be 0, so that a maximum of all logits is needed too.
     """
-    if temperature is not None:
+    any_greedy &= temperature is not None
+    if any_greedy:
         is_greedy = temperature == 0
-        logits = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
+        temperature = torch.where(is_greedy, 1.0, temperature)
+    if temperature is not None:
+        logits = logits / temperature[:, None]
     out = None if buffer is None else buffer.resize_(logits.shape)
     probs = torch.softmax(logits, -1, out=out)
     candidates = probs if top_p is None else keep_likeliest(probs, top_p)
@@ -75,7 +81,7 @@ def sample_token(
     rows = torch.arange(len(blocks), device=blocks.device)
     place, _ = draw(blocks[rows, block], uniforms)
     tokens = block * blocks.shape[2] + place
-    if temperature is not None:
+    if any_greedy:
         tokens = torch.where(is_greedy, logits.max(-1).indices, tokens)
     return tokens, probs.gather(1, tokens[:, None])[:, 0].log()
 

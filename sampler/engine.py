@@ -92,14 +92,11 @@ class Sampler:
         )
         self.pages = self.scheduler.pages
         self.stats = self.scheduler.stats
-        heads = self.model.kv_heads, self.model.head_size
-        shape = 2, self.model.layers, self.pages.count, page_size, *heads  # 2: keys and values
-        self.pool = torch.zeros(shape, dtype=self.model.cache_dtype, device=self.device)
+        self.pool: Tensor | None = None  # step() makes the pool
+        self.graphs: Graphs | None = None
         self.newest = torch.zeros(max_sequences, dtype=torch.int64, device=self.device)  # per row
         self.overlap = cuda if overlap is None else overlap
-        self.graphs = None
-        if buckets or (buckets is None and cuda):
-            self.graphs = Graphs(self.model, self.pool, max_sequences)
+        self.buckets = cuda if buckets is None else buckets
         self.probs_buffer = torch.empty(0, device=self.device)  # see draws.sample_token
         self.unread: Unread | None = None
 
@@ -113,7 +110,7 @@ class Sampler:
     @property
     def pages_in_use(self) -> int:
         """Pages that conversations hold now."""
-        return self.pages.count - len(self.pages.free)
+        return self.pages.count - self.pages.available
 
     def open(self) -> Conversation:
         """A new, empty conversation."""
@@ -133,6 +130,8 @@ class Sampler:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Prefills, then samples one token for every ready row. Returns the finished requests."""
+        if self.pool is None:
+            self._make_pool()
         if self.unread is not None and self.scheduler.lacks_slots():
             self._postprocess()  # A preempted row is prefilled again, from tokens on the host.
         unread = self.unread is not None
@@ -150,8 +149,17 @@ class Sampler:
         return finished
 
     def close(self, conversation: Conversation) -> None:
-        """Gives a conversation's pages back; its open request, if any, ends with an error."""
+        """Gives a conversation's pages back; its open request, if any, ends with an error.
+
+        Full pages keep their contents until they are needed: a later prompt may begin alike.
+        """
         self.scheduler.close(conversation)
+
+    def lend_pool(self) -> None:
+        """Frees pool and graphs until the next step, which prefills open conversations again."""
+        self._postprocess()
+        self.scheduler.release_all()
+        self.pool = self.graphs = None
 
     def load_weights(self, model) -> None:
         """Copies the weights of `model`, whose config must be that of the sampler's first model.
@@ -163,6 +171,14 @@ class Sampler:
         self.model.load(model)
 
     # ---- one step
+
+    def _make_pool(self) -> None:
+        """The pool, and the graphs that keep its address."""
+        heads = self.model.kv_heads, self.model.head_size
+        shape = 2, self.model.layers, self.pages.count, self.pages.size, *heads  # keys and values
+        self.pool = torch.zeros(shape, dtype=self.model.cache_dtype, device=self.device)
+        if self.buckets:
+            self.graphs = Graphs(self.model, self.pool, len(self.newest))
 
     def _copy_pages(self, copies: Copies) -> None:
         """Copies pages one after the other, because a later source may be an earlier target."""
@@ -204,7 +220,8 @@ class Sampler:
             to_device(option, self.device) if (option != 1).any() else None
             for option in (decode.temperature, decode.top_p)
         ]
-        return sample_token(logits, uniforms, *options, self.probs_buffer)
+        any_greedy = not decode.temperature.all()
+        return sample_token(logits, uniforms, *options, self.probs_buffer, any_greedy=any_greedy)
 
     def _postprocess(self) -> None:
         """Reads the tokens of the unread step, if any, and ends the requests that are complete."""

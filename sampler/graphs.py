@@ -3,12 +3,14 @@
 A decode step of a small batch launches about 300 kernels. The host needs more time to launch them
 than the GPU needs to run them. A CUDA graph replays them with one call, but only for fixed shapes
 and addresses. So batches are padded to a few sizes, and a block table is wide enough for the whole
-pool. The width costs no time: the kernels read a row's pages up to its length.
+pool. The width costs no time: the kernels read a row's pages up to its length. A size has a second
+graph for batches whose rows share no pages: it launches nothing for shared ranges.
 
 Padding rows have length 0 and slot -1: they read nothing and write nothing.
 Without CUDA the same padded batches run without a graph, in pytest tests/test_sampler.py.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,16 +35,21 @@ class Graphs:
         self.pool = pool
         sizes = [1, 2, 4, 8, 16, *range(32, max_rows + 32, 32)]
         sizes = sorted({min(size, max_rows) for size in sizes})
-        self.buffers = {size: self.make_buffers(size) for size in sizes}
-        self.captured: dict[int, tuple] = {}  # rows -> (graph, its hidden states [rows, D])
+        # (rows, whether they share pages) -> buffers, and -> (graph, its hidden states [rows, D])
+        self.buffers: dict[tuple[int, bool], Batch] = {}
+        self.captured: dict[tuple[int, bool], tuple] = {}
+        for size in sizes:
+            both = self.make_buffers(size)
+            self.buffers[size, False] = replace(both, kv_ranges=both.kv_ranges[-size:])
+            self.buffers[size, True] = both
         if not can_capture(pool):
             return
         # Every size is captured before the first request, since a capture waits for the whole
         # device. The largest size is first, and the others use its memory: graphs never overlap.
         memory = None
-        for size in reversed(sizes):
-            graph, hidden = self.capture(self.buffers[size], memory)
-            self.captured[size] = graph, hidden
+        for key in reversed(self.buffers):
+            graph, hidden = self.capture(self.buffers[key], memory)
+            self.captured[key] = graph, hidden
             memory = graph.pool()
 
     def make_buffers(self, size: int) -> Batch:
@@ -61,8 +68,9 @@ class Graphs:
     def decode(self, batch: Batch) -> Tensor:
         """The logits [B, V] of model.decode(batch), computed in the smallest size that fits."""
         rows, width = batch.block_table.shape
-        size = next(size for size in self.buffers if size >= rows)
-        static = self.buffers[size]
+        shared = 0 if batch.kv_ranges is None else len(batch.kv_ranges) - rows
+        key = next(key for key in self.buffers if key[0] >= rows and key[1] == bool(shared))
+        size, static = key[0], self.buffers[key]
         for name, padding in (("ids", 0), ("positions", 0), ("slots", -1), ("lengths", 0)):
             buffer = getattr(static, name)
             buffer[:rows] = getattr(batch, name)
@@ -70,7 +78,6 @@ class Graphs:
         static.block_table[:rows, :width] = batch.block_table
         if batch.kv_ranges is not None:
             static.kv_ranges.zero_()
-            shared = len(batch.kv_ranges) - rows
             static.kv_ranges[:shared] = batch.kv_ranges[:shared]
             own = static.kv_ranges[-size:]
             own[:rows] = batch.kv_ranges[shared:]
@@ -78,7 +85,7 @@ class Graphs:
             static.host_lengths = batch.host_lengths + [0] * (size - rows)
             static.cache = {}
             return self.model.decode(static, self.pool)[:rows]
-        graph, hidden = self.captured[size]
+        graph, hidden = self.captured[key]
         graph.replay()
         # Logits are computed outside the graphs, because each graph would keep its own [size, V].
         return self.model.logits(hidden[:rows])
@@ -93,6 +100,8 @@ class Graphs:
                 self.model.hidden(static, self.pool)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(graph, pool=memory):
+        # NCCL's watchdog asks for events meanwhile, which would break a capture in "global" mode.
+        mode = {"capture_error_mode": "thread_local"}
+        with torch.no_grad(), torch.cuda.graph(graph, pool=memory, **mode):
             hidden = self.model.hidden(static, self.pool)
         return graph, hidden

@@ -2,13 +2,16 @@
 
 The cache is one pool of pages. A page stores the keys and values of `size` tokens for every layer.
 A block table is the list of a context's page numbers, in order. Contexts with a common beginning
-share its pages (prefix sharing). A page is free again when no block table contains it. The lowest
-free page is taken first, so that a context's pages are often consecutive.
+share its pages (prefix sharing). A page that no block table contains any more is free, or it is
+kept: a full page keeps what it holds until its memory is needed, and a context that begins with the
+same tokens takes it over (`find`). The lowest free page is taken first, so that a context's pages
+are often consecutive.
 
 Tests: pytest tests/test_pages.py
 """
 
 import heapq
+import itertools
 
 
 class Pages:
@@ -19,16 +22,30 @@ class Pages:
         self.size = size
         self.free = list(range(count))  # a heap
         self.references = [0] * count
+        # Full pages by (id of the page before, tokens): each has an id that is never used again.
+        self.known: dict[tuple, tuple[int, int]] = {}  # -> (page, id)
+        self.keys: dict[int, tuple] = {}  # page -> its key in `known`
+        self.kept: dict[int, None] = {}  # pages in no block table, the least recently used first
+        self.ids = itertools.count(1)
+
+    @property
+    def available(self) -> int:
+        """The number of pages that block tables can still get: free and kept ones."""
+        return len(self.free) + len(self.kept)
 
     def missing(self, block_table: list[int], tokens: int) -> int:
         """The number of pages that `block_table` needs in addition, for `tokens` tokens in all."""
         return max(0, -(-tokens // self.size) - len(block_table))
 
     def extend(self, block_table: list[int], tokens: int) -> bool:
-        """Adds pages for `tokens` tokens in all. False, without change, if too few are free."""
+        """Adds pages for `tokens` tokens in all. False, without change, if too few are left."""
         missing = self.missing(block_table, tokens)
-        if missing > len(self.free):
+        if missing > self.available:
             return False
+        while len(self.free) < missing:
+            page = next(iter(self.kept))
+            del self.kept[page], self.known[self.keys.pop(page)]
+            heapq.heappush(self.free, page)
         for _ in range(missing):
             page = heapq.heappop(self.free)
             self.references[page] = 1
@@ -38,23 +55,56 @@ class Pages:
     def fork(self, block_table: list[int], tokens: int) -> tuple[list[int], tuple | None]:
         """A second block table for the first `tokens` tokens of `block_table`.
 
-        Full pages are shared. A last page that is not full is copied to a free page, which must
-        exist. Returns the new table and that copy as (source, target) or None. The caller must
+        Full pages are shared. A last page that is not full is copied to another, which must be
+        available. Returns the new table and that copy as (source, target) or None. The caller must
         make the copy before the device writes to either page.
         """
         full, rest = divmod(tokens, self.size)
         new = block_table[:full]
         for page in new:
             self.references[page] += 1
+            self.kept.pop(page, None)
         if not rest:
             return new, None
         self.extend(new, tokens)
         return new, (block_table[full], new[full])
 
-    def release(self, block_table: list[int]) -> None:
-        """Empties a block table. Its pages are free unless another block table contains them."""
-        for page in block_table:
+    def find(self, tokens: list[int]) -> list[int]:
+        """The pages that hold the first full pages of `tokens`, as many as are known."""
+        pages = []
+        before = 0
+        for key in self.split(tokens):
+            if (before, key) not in self.known:
+                break
+            page, before = self.known[before, key]
+            pages.append(page)
+        return pages
+
+    def split(self, tokens: list[int]) -> list[tuple[int, ...]]:
+        """The tokens of each full page."""
+        ends = range(self.size, len(tokens) + 1, self.size)
+        return [tuple(tokens[end - self.size : end]) for end in ends]
+
+    def release(self, block_table: list[int], tokens: list[int]) -> None:
+        """Empties a block table that holds `tokens`. Pages that no other has are free or kept."""
+        before = 0
+        for page, content in zip(block_table, self.split(tokens)):
+            key = before, content
+            if key not in self.known:
+                self.known.pop(self.keys.get(page), None)  # It has another page before it now.
+                self.known[key] = page, next(self.ids)
+                self.keys[page] = key
+            before = self.known[key][1]
+        for page in reversed(block_table):  # A page must not be kept longer than the page before.
             self.references[page] -= 1
-            if self.references[page] == 0:
+            if self.references[page] == 0 and page in self.keys:
+                self.kept[page] = None
+            elif self.references[page] == 0:
                 heapq.heappush(self.free, page)
         block_table.clear()
+
+    def forget(self) -> None:
+        """Keeps nothing: what full pages hold is of older weights."""
+        self.free = sorted([*self.free, *self.kept])
+        for known in (self.known, self.keys, self.kept):
+            known.clear()

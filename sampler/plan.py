@@ -222,23 +222,20 @@ def plan_kv_ranges(
 ) -> np.ndarray:
     """The ranges of a batch as kernels.paged_attention takes them, int32 [R + B, 5].
 
-    Shared pages of more than `max_rows` rows become several ranges. R depends on B alone: every
-    shared range has at least two rows, so a level has at most B // 2 of them.
+    Shared pages of more than `max_rows` rows become several ranges. Each has at least two rows, so
+    R is at most LEVELS * (B // 2).
     """
     rows = len(block_table)
-    shared = np.zeros((LEVELS * (rows // 2), RANGE_FIELDS), np.int32)
     own = np.zeros((rows, RANGE_FIELDS), np.int32)
     own[:, 0] = np.arange(rows)
     own[:, 1] = own[:, 0] + 1
     own[:, 3] = lengths
     own[:, 4] = LEVELS
-    ranges = []
+    shared = []
     for pages in find_shared_pages(block_table, LEAST_TOKENS / page_size, LEVELS):
         first, last = pages.first * page_size, pages.last * page_size
         own[pages.begin : pages.end, 2] = last
         count = -(-(pages.end - pages.begin) // max_rows)
         for part in np.array_split(np.arange(pages.begin, pages.end), count):
-            ranges.append((part[0], part[-1] + 1, first, last, pages.level))
-    if ranges:
-        shared[: len(ranges)] = ranges
-    return np.concatenate((shared, own))
+            shared.append((part[0], part[-1] + 1, first, last, pages.level))
+    return np.concatenate((np.array(shared, np.int32).reshape(-1, RANGE_FIELDS), own))

@@ -108,7 +108,7 @@ class Scheduler:
             if source is not None and source.num_cached_tokens < shared:
                 postponements.append(self.waiting.pop(0))
                 continue
-            if self._lacks_pages(conversation, shared):
+            if self._lacks_pages(conversation, source, shared):
                 if unread and not self.prefilling and not self.decoding:
                     break  # The unread tokens may end their requests, which frees pages.
                 victim = self._youngest_idle(excluded=conversation)
@@ -121,15 +121,17 @@ class Scheduler:
         self.waiting[:0] = postponements
         return copies
 
-    def _lacks_pages(self, conversation: Conversation, shared: int) -> bool:
-        """Whether too few pages are free for a conversation that shares its first `shared` tokens.
+    def _lacks_pages(self, conversation: Conversation, source, shared: int) -> bool:
+        """Whether too few pages are left for it, where `source` has its first `shared` tokens.
 
         One page is reserved for every row that runs already.
         """
         needed = self.pages.missing(conversation.block_table, len(conversation.tokens))
         needed -= shared // self.pages.size
+        if source is not None:  # Kept pages that it takes over are available to no other.
+            needed += len(self.pages.kept.keys() & source.block_table)
         running = len(self.prefilling) + len(self.decoding)
-        return needed + running > len(self.pages.free)
+        return needed + running > self.pages.available
 
     def _youngest_idle(self, excluded: Conversation | None = None) -> Conversation | None:
         """The youngest conversation with pages and without a row, except `excluded`."""
@@ -154,11 +156,11 @@ class Scheduler:
         return copies
 
     def lacks_slots(self) -> bool:
-        """Whether too few pages are free for the rows' next tokens, so that preemption is needed.
+        """Whether too few pages are left for the rows' next tokens, so that preemption is needed.
 
         A row can be preempted only when the host knows all its tokens.
         """
-        return len(self._at_page_end()) > len(self.pages.free)
+        return len(self._at_page_end()) > self.pages.available
 
     def _at_page_end(self) -> list[Request]:
         """The decoding requests whose next token needs a new page."""
@@ -169,7 +171,7 @@ class Scheduler:
     def _reserve(self) -> None:
         """Gives each decoding row a slot for the token that it feeds, the oldest request first.
 
-        If no page is free, the youngest idle conversation is preempted, or else the newest request.
+        If no page is left, the youngest idle conversation is preempted, or else the newest request.
         """
         for request in sorted(self._at_page_end(), key=number_of):
             block_table = request.conversation.block_table
@@ -200,16 +202,18 @@ class Scheduler:
         self.rows.leave(request)
 
     def _release(self, conversation: Conversation) -> None:
-        """Frees the conversation's pages, if it has any."""
+        """Takes the conversation's pages, if any. Full ones are kept until they are needed."""
         if conversation.block_table:
             self.holders.remove(conversation)
+        cached = conversation.tokens[: conversation.num_cached_tokens]
+        self.pages.release(conversation.block_table, cached)
         conversation.num_cached_tokens = 0
-        self.pages.release(conversation.block_table)
 
     def release_all(self) -> None:
-        """Preempts all conversations, so that no page is in use."""
+        """Preempts all conversations, so that no page is in use, and none is kept."""
         for conversation in list(self.holders):
             self._preempt(conversation)
+        self.pages.forget()
 
     # ---- plan
 
@@ -273,15 +277,15 @@ class Scheduler:
     # whose prompt has the longest prefix in common with the new prompt. The new request waits until
     # its source has prefilled that prefix. Such a source runs, so no request waits for a request
     # that waits. Both may happen in one step: the page copies come after the prefill.
+    # Where kept pages of closed or preempted conversations hold a longer prefix, these are shared.
 
     def _find_source(self, conversation: Conversation) -> tuple[Conversation | None, int]:
-        """The holder to share pages with, and the number of tokens that both share.
+        """The holder of pages to share, and the number of tokens that are shared.
 
-        (None, 0) if the conversation has pages already, or no holder shares a page. Prompts are
+        (None, 0) if the conversation has pages already, or there is no page to share. Prompts are
         sorted, so the neighbours of a prompt have the longest prefixes in common with it. An equal
         prompt is shared except for its last token, which is fed again for its logits. Of other
-        prompts only full pages are shared. Holders of equal prompts have forked the first of them,
-        so all of them have the same pages.
+        prompts only full pages are shared, and of kept pages. Those have a holder made for them.
         """
         prompt = conversation.prompt
         source, shared = None, 0
@@ -290,13 +294,18 @@ class Scheduler:
         i = bisect.bisect_left(self.holders, prompt, key=prompt_of)
         for holder in self.holders[max(0, i - 1) : i + 1]:
             if holder.prompt == prompt:
-                return holder, len(prompt) - 1
+                source, shared = holder, len(prompt) - 1
+                break
             # The last token of a prompt is never prefilled.
             common = common_prefix(prompt, holder.prompt)
             common = min(common, len(prompt) - 1, len(holder.prompt) - 1)
             full = common - common % self.pages.size
             if full > shared:
                 source, shared = holder, full
+        kept = self.pages.find(conversation.tokens[:-1])
+        if len(kept) * self.pages.size > shared:
+            shared = len(kept) * self.pages.size
+            source = Conversation(block_table=kept, num_cached_tokens=shared)
         return source, shared
 
 

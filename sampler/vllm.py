@@ -222,6 +222,9 @@ class Remote:
 
     # ---- new weights
 
+    def lend_pool(self) -> None:
+        """Nothing: the pages are in the servers' memory."""
+
     def load_weights(self, model) -> None:
         """Writes the weights to disk, and returns when the servers have loaded them."""
         self.load_folder(self.write(model))

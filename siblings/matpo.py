@@ -354,7 +354,6 @@ PAPER = {
     "fsdp": True,
     "recompute_activations": True,
     "micro_tokens": 16384,
-    "kv_tokens": 120_000,
     "eval_questions": 512,
     "eval_every": 10,
 }

@@ -130,6 +130,7 @@ def test_shared_ranges_change_nothing_but_the_reads(
         patch.setattr(plan, "LEAST_TOKENS", least)
         patch.setattr(paged, "RANGE_QUERIES", queries)
         patch.setattr(paged, "BUFFER_BYTES", buffer)
+        patch.setattr(paged, "LEAST_PIECE", 1)
         *tensors, batch, scale = decode_case(seed, count, page_size, *heads, size=16)
         max_rows = paged.max_rows_of_range(heads[0] // heads[1])
         table, lengths = batch.block_table.numpy(), np.array(batch.host_lengths)
@@ -145,6 +146,8 @@ def test_a_group_reads_its_prompt_once():
     table = np.concatenate((prompts, np.arange(200, 232).reshape(16, 2)), 1)
     ranges = plan_kv_ranges(table, np.full(16, 66 * 16), 16, 8)
     assert (ranges[:, 3] - ranges[:, 2]).sum() == (2 * 64 + 16 * 2) * 16
+    assert len(ranges) == 2 + 16
+    assert len(plan_kv_ranges(table[::8], np.full(2, 66 * 16), 16, 8)) == 2, "none is shared"
 
 
 RANGE_MUTANTS = read_mutants(  # of kernels/paged.py
@@ -184,6 +187,7 @@ def test_ranges_of_two_levels_and_their_mutants(name, tmp_path, monkeypatch):
     if name is not None:
         module = load_mutant("kernels/paged.py", *RANGE_MUTANTS[name], tmp_path)
     monkeypatch.setattr(module, "BUFFER_BYTES", 1024)  # blocks of 16 tokens
+    monkeypatch.setattr(module, "LEAST_PIECE", 1)
     with pytest.raises(AssertionError) if name else contextlib.nullcontext():
         check_ranges(module)
 

@@ -54,25 +54,29 @@ def test_a_head_size_that_the_kernel_does_not_take_is_refused_on_cuda():
 
 
 def test_graphs_are_captured_at_the_start(monkeypatch):
-    """One graph a size before any request; a decode step replays one and captures none."""
+    """Two graphs a size before any request; a decode step replays one and captures none."""
     captured = []
     replayed = []
 
     def capture(self, static, memory):
-        size = len(static.ids)
-        captured.append((size, memory))
-        graph = SimpleNamespace(pool=lambda: "memory", replay=lambda: replayed.append(size))
+        ranges = len(static.kv_ranges) - len(static.ids), len(static.ids)  # shared, own
+        captured.append((ranges, memory))
+        graph = SimpleNamespace(pool=lambda: "memory", replay=lambda: replayed.append(ranges))
         return graph, torch.zeros(len(static.ids), SHAPE["hidden_size"])
 
     monkeypatch.setattr(graphs, "can_capture", lambda pool: True)
     monkeypatch.setattr(Graphs, "capture", capture)
     pool = torch.zeros(2, 2, 6, 4, 2, 8)
     made = Graphs(Model(lively("Qwen3"), torch.float32, CPU), pool, 40)
-    assert [size for size, _ in captured] == [40, 32, 16, 8, 4, 2, 1]
-    assert [memory for _, memory in captured] == [None] + ["memory"] * 6
+    sizes = [40, 32, 16, 8, 4, 2, 1]
+    both = [(shared, size) for size in sizes for shared in (2 * (size // 2), 0)]
+    assert [ranges for ranges, _ in captured] == both
+    assert [memory for _, memory in captured] == [None] + ["memory"] * 13
     ids = torch.zeros(3, dtype=torch.int64)
     table = torch.tensor([[0], [1], [2]], dtype=torch.int32)
     lengths = torch.ones(3, dtype=torch.int32)
-    batch = Batch(ids, ids, 4 * ids, table, lengths, host_lengths=[1, 1, 1])
-    assert made.decode(batch).shape == (3, SHAPE["vocab_size"])
-    assert replayed == [4] and len(captured) == 7
+    for shared in (0, 1):  # rows that share pages, which the second graph reads once
+        ranges = torch.ones(shared + 3, 5, dtype=torch.int32)
+        batch = Batch(ids, ids, 4 * ids, table, lengths, kv_ranges=ranges)
+        assert made.decode(batch).shape == (3, SHAPE["vocab_size"])
+    assert replayed == [(0, 4), (4, 4)] and len(captured) == 14

@@ -132,6 +132,7 @@ def check_splits(module, monkeypatch, poisoned):
     A mutant answers, wrongly, only where pool and table are readable everywhere.
     """
     monkeypatch.setattr(module, "BUFFER_BYTES", 1)  # the smallest block
+    monkeypatch.setattr(module, "LEAST_PIECE", 1)
     function = partial(module.triton_paged_attention, splits=3)
     for page_size in (32, 8):
         case = attention_case([67, 0, 1, 33], page_size=page_size)
@@ -171,9 +172,62 @@ def test_split_count_is_the_cheapest(rows, kv_heads, capacity, block, at_once):
         return waves * (split_size + paged.TOKENS_PER_START)
 
     splits = paged.split_count(rows, kv_heads, capacity, block, at_once)
-    most = min(paged.MAX_PARTS, math.ceil(capacity / block))
+    most = min(paged.MAX_PARTS, math.ceil(capacity / paged.LEAST_PIECE))
     assert 1 <= splits <= most
     assert all(cost(splits) <= cost(other) for other in (1, most, max(1, splits - 1)))
+
+
+def launched(monkeypatch, rows, shared, pool):
+    """The grid of each launch of Qwen3-0.6B's attention, for rows of a CUDA graph."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: grids.append(grid)
+
+    monkeypatch.setattr(paged, "split_kernel", Kernel())
+    monkeypatch.setattr(paged, "merge_kernel", Kernel())
+    new = partial(torch.zeros, device="meta")
+    pages = new(pool // 64, 64, 8, 128, dtype=torch.bfloat16)
+    table = new(rows, pool // 64, dtype=torch.int32)
+    lengths = new(rows, dtype=torch.int32)
+    ranges = new(shared + rows, 5, dtype=torch.int32)
+    q = new(rows, 16, 128, dtype=torch.bfloat16)
+    paged.triton_paged_attention(q, pages, pages, table, lengths, scale=1, kv_ranges=ranges)
+    return grids
+
+
+@needs_triton
+def test_launches_are_planned_for_the_rows_and_not_for_the_width_of_the_table(monkeypatch):
+    """A table of a CUDA graph is as wide as the pool; the rows have one pool together."""
+    pool = 324_672
+    for rows in (1, 96, 256):
+        own, merge = launched(monkeypatch, rows, 0, pool)
+        assert own[0] == rows * 8 and merge == (rows * 16,), "no launch for ranges that nobody has"
+        assert own[1] <= math.ceil(pool / rows / paged.LEAST_PIECE)
+        assert len(launched(monkeypatch, rows, 2 * (rows // 2) or 2, pool)) == 3
+    assert launched(monkeypatch, 256, 0, pool)[0][1] == 4, "it was 9 or more"
+    assert launched(monkeypatch, 1, 0, pool)[0][1] == 64, "a lone row may be long"
+
+
+@needs_triton
+def test_a_split_has_256_tokens_or_it_is_the_last_one():
+    case = attention_case([600, 256, 3], page_size=16)
+    sums = []
+    merge = paged.merge_kernel
+
+    class Merge:
+        def __getitem__(self, grid):
+            def launch(*arguments, **options):
+                sums.append(arguments[2].clone())
+                merge[grid](*arguments, **options)
+
+            return launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged, "merge_kernel", Merge())
+        check_attention(partial(paged.triton_paged_attention, splits=8), case)
+    assert (sums[0] > 0).sum(2)[:, 0].tolist() == [3, 1, 1]
 
 
 # --- the small kernels: against references that round as transformers does -----------------------

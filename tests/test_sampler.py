@@ -6,17 +6,21 @@ model gives to the whole text. The scheduler alone: tests/test_scheduler.py.
 
 import copy
 import functools
+import gc
 import math
 import random
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from helpers import tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from sampler import Sampler, hashed
+from sampler import Sampler, graphs, hashed
 from sampler import model as decoder
 from sampler.draws import keep_likeliest, sample_token, uniform
+from sampler.graphs import Graphs
 
 V = tiny.SHAPE["vocab_size"]
 PAGE = 4
@@ -170,6 +174,60 @@ def test_bf16_turns_draws_and_new_weights(device):
         assert torch.equal(sampler.pool, sampler.pool.bfloat16().float())
 
 
+# ---------------------------------------------------------------- a pool that is lent
+
+
+class StandIn:
+    """In the place of a CUDA graph: it keeps the model, the pool and the buffers."""
+
+    def __init__(self, model, pool, static):
+        self.hidden = torch.zeros(len(static.ids), tiny.SHAPE["hidden_size"])
+        self.parts = model, pool, static
+
+    def pool(self):
+        pass
+
+    def replay(self):
+        model, pool, static = self.parts
+        static.host_lengths = static.lengths.tolist()
+        static.cache = {}
+        self.hidden.copy_(model.hidden(static, pool))
+
+
+def test_a_lent_pool_is_held_by_nobody_and_made_again(monkeypatch):
+    """Nor are its graphs, at once; then new weights, in a conversation that goes on as well."""
+    parts = []
+
+    def capture(self, static, memory):
+        graph = StandIn(self.model, self.pool, static)
+        parts.extend(map(weakref.ref, (graph, static.block_table, self.pool.untyped_storage())))
+        return graph, graph.hidden
+
+    monkeypatch.setattr(graphs, "can_capture", lambda pool: True)
+    monkeypatch.setattr(Graphs, "capture", capture)
+    kind = "qwen3 grouped tied"
+    sampler = make(kind, overlap=True, buckets=True, max_sequences=4)
+    prompts = prompts_of((9, 9, 5, 2))
+    talk = sampler.open()
+    sampler.submit(talk, prompts[0], max_new_tokens=3, temperature=0)
+    sampler.step()
+    assert all(part() is not None for part in parts)
+    gc.disable()
+    try:
+        sampler.lend_pool()
+        assert all(part() is None for part in parts)
+    finally:
+        gc.enable()
+    sampler.load_weights(model_of(kind, seed=1))
+    assert sampler.pool is None, "the weights come before the pool"
+    finish(sampler)
+    context = list(talk.tokens)
+    again = sampler.submit(talk, [5], max_new_tokens=3, temperature=0)
+    out = sampler.generate(prompts, max_new_tokens=6, temperature=0)
+    for prompt, completion in zip([*prompts, [*context, 5]], [*out, again.completion], strict=True):
+        assert logprob_error(model_of(kind, seed=1), prompt, completion) < 1e-4
+
+
 # ---------------------------------------------------------------- draws
 
 
@@ -236,6 +294,28 @@ def test_each_token_is_drawn_by_the_uniforms_of_its_part_of_the_running_sum(
     logits[0, :3] = logits[0, -3:] = -math.inf
     first, last = drawn(torch.tensor([0.0, 1 - 2.0**-48], dtype=torch.float64))[0].tolist()
     assert 3 <= first < last < size - 3
+
+
+def test_draws_look_for_a_maximum_only_where_a_row_is_greedy():
+    """The passes over [B, V] with a maximum; a chosen maximum is the greedy token."""
+    passes = []
+
+    class Passes(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            passes.append(op.overloadpacket.__name__ == "max")
+            return op(*args, **(kwargs or {}))
+
+    def count(temperatures):
+        passes.clear()
+        sampler = make("llama grouped")
+        for temperature in temperatures:
+            sampler.submit(sampler.open(), [1, 2], max_new_tokens=3, temperature=temperature)
+        with Passes():
+            finish(sampler)
+        return sum(passes)
+
+    for temperatures, expected in (((0.7, 1.0), 0), ((1.0,), 0), ((0.7, 0.0), 3), ((0.0,), 3)):
+        assert count(temperatures) == expected
 
 
 def test_top_p_of_a_neighbour_drops_no_token_of_a_row_without_it():

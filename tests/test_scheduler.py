@@ -30,6 +30,7 @@ class ExactModel:
     layers = 1
     kv_heads = 1
     head_size = 1
+    weights = 0  # their number, which is in every hash
 
     def write(self, batch, row, i, pool):
         """Token i of the batch, which belongs to `row`."""
@@ -37,7 +38,7 @@ class ExactModel:
         places = np.arange(batch.positions[i].item())
         pages = batch.block_table[row].numpy()[places // PAGE].astype(np.int64)
         before = memory[pages * PAGE + places % PAGE]
-        value = digest(tuple(before.tolist()), batch.ids[i].item())
+        value = digest((self.weights, *before.tolist()), batch.ids[i].item())
         memory[batch.slots[i].item()] = value
         return value
 
@@ -53,7 +54,7 @@ class ExactModel:
         return LOGITS[[int(value) % len(LOGITS) for value in values]]
 
     def load(self, model):
-        pass
+        self.weights += 1
 
 
 def digest(before, token):
@@ -62,10 +63,10 @@ def digest(before, token):
 
 
 @functools.cache
-def value_of(tokens):
+def value_of(tokens, weights=0):
     """The number that belongs to the last of these tokens."""
-    before = tuple(value_of(tokens[:end]) for end in range(1, len(tokens)))
-    return digest(before, tokens[-1])
+    before = tuple(value_of(tokens[:end], weights) for end in range(1, len(tokens)))
+    return digest((weights, *before), tokens[-1])
 
 
 def make(**options):
@@ -74,13 +75,17 @@ def make(**options):
         return Sampler(torch.nn.Linear(1, 1), buckets=False, **options)
 
 
-def check_answer(request, context):
-    """Each token is the draw of a row that is alone and reads a perfect cache."""
+def check_answer(request, context, weights=()):
+    """Each token is the draw of a row that is alone and reads a perfect cache.
+
+    weights: the numbers of the weights that drew the tokens, if they are not the first ones.
+    """
     assert request.error is None
     assert request.completion.tokens == request.tokens
     count = len(request.tokens)
     tokens = list(context) + request.tokens
-    values = [value_of(tuple(tokens[: len(context) + place])) for place in range(count)]
+    weights = weights or [0] * count
+    values = [value_of(tuple(tokens[: len(context) + i]), weights[i]) for i in range(count)]
     seeds = np.full(count, hashed(request.seed), np.uint64)
     expected, logprobs = sample_token(
         LOGITS[[int(value) % len(LOGITS) for value in values]],
@@ -98,7 +103,7 @@ def check_state(engine, conversations):
     pages = scheduler.pages
     held = [page for c in conversations for page in c.block_table]
     assert pages.references == [held.count(page) for page in range(pages.count)]
-    assert sorted(pages.free + sorted(set(held))) == list(range(pages.count))
+    assert sorted([*pages.free, *pages.kept, *set(held)]) == list(range(pages.count))
     assert engine.pages_in_use == len(set(held))
 
     requests = sorted(scheduler.requests, key=lambda request: request.number)
@@ -132,8 +137,10 @@ class History:
     def __init__(self, seed):
         self.rng = random.Random(seed)
         self.contexts = {}
+        self.weights = {}  # request -> the number of the weights that drew each of its tokens
         self.conversations = []
         self.chained = 0
+        self.found = 0  # kept pages that were taken over
         self.engine = make(
             max_tokens=self.rng.randint(4, 12) * PAGE,
             max_sequences=self.rng.randint(1, 6),
@@ -153,6 +160,14 @@ class History:
             copy_pages(copies)
 
         self.engine._copy_pages = watched
+        pages = self.engine.pages
+        fork = pages.fork
+
+        def watched_fork(block_table, tokens):
+            self.found += len(pages.kept.keys() & block_table)
+            return fork(block_table, tokens)
+
+        pages.fork = watched_fork
 
     def random_tokens(self, count):
         return [self.rng.randrange(V) for _ in range(count)]
@@ -168,6 +183,12 @@ class History:
             seed=self.rng.choice((0, -1, 7, 2**63)),
         )
         self.contexts[request] = list(conversation.tokens)
+        self.weights[request] = []
+
+    def note_weights(self):
+        for request, weights in self.weights.items():
+            new = len(request.tokens) - len(weights)
+            weights += [self.engine.model.weights] * new
 
     def act(self):
         resting = [c for c in self.conversations if c.request is None]
@@ -184,6 +205,10 @@ class History:
             self.conversations.remove(conversation)
             self.engine.close(conversation)
         elif action < 0.47:
+            self.engine._postprocess()
+            self.note_weights()
+            if self.rng.random() < 0.5:
+                self.engine.lend_pool()
             self.engine.load_weights(None)
             assert self.engine.pages_in_use == 0, "pages of the old weights"
         else:
@@ -191,8 +216,10 @@ class History:
         check_state(self.engine, self.conversations)
 
     def step(self):
-        for request in self.engine.step():
-            check_answer(request, self.contexts[request])
+        done = self.engine.step()
+        self.note_weights()
+        for request in done:
+            check_answer(request, self.contexts[request], self.weights.pop(request))
 
     def run(self, actions=60):
         for _ in range(actions):
@@ -211,12 +238,15 @@ def test_any_history_gives_exact_answers():
     """Tiny pools, groups of one prompt, forks and preemptions in one admission: all is exact."""
     preemptions = 0
     chained = 0
+    found = 0
     for seed in range(50):
         history = History(seed)
         history.run()
         preemptions += history.engine.stats["preemptions"]
         chained += history.chained
+        found += history.found
     assert preemptions > 300
+    assert found > 50, "kept pages were hardly ever taken over"
     assert chained >= 3, "no fork was made of a page that is itself still to be copied"
 
 
@@ -255,6 +285,31 @@ def test_what_prompts_have_in_common_is_prefilled_once():
     whole = [1] * 2 * PAGE
     for pair in ([whole, [*whole, 20, 21]], [[*whole, 20, 21], whole]):
         assert prefilled(pair) == 2 * PAGE - 1 + PAGE + 1
+
+
+def test_pages_of_a_closed_conversation_are_prefilled_again_only_under_new_weights():
+    """The chunk that a later attempt finds again; full pages only."""
+    engine = make(max_tokens=16 * PAGE)
+    chunk = list(range(4 * PAGE + 1))
+
+    def read(task):
+        before = engine.stats["prefilled_tokens"]
+        talk = engine.open()
+        request = engine.submit(talk, chunk + task, max_new_tokens=1)
+        run_all(engine)
+        check_answer(request, chunk + task, [engine.model.weights])
+        engine.close(talk)
+        assert engine.pages_in_use == 0
+        return engine.stats["prefilled_tokens"] - before
+
+    whole, rest = 4 * PAGE + 2, 2
+    assert [read([1, 2]), read([3, 4]), read([1, 2])] == [whole, rest, rest]
+    engine.load_weights(None)
+    assert [read([1, 2]), read([3, 4])] == [whole, rest]
+    other = engine.submit(engine.open(), [9] * 13 * PAGE, max_new_tokens=1)  # needs their memory
+    run_all(engine)
+    check_answer(other, other.given, [1])
+    assert read([1, 2]) > rest
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -23,34 +23,54 @@ GIB = 2**30
 # graphs, NCCL its buffers. The three numbers of a GPU are estimates, not measurements.
 PROCESS = {"cpu": 0.7 * GIB, "cuda": 0.6 * GIB}
 GRAPHS = NCCL = {"cpu": 0, "cuda": GIB}
+# What a GPU holds only while it samples, and only while it trains: never both (train.train_step).
+SAMPLING = {"KV pool", "graphs"}
+TRAINING = {"gradients", "copies", "micro-batch"}
+# Without --kv_tokens: the pool of a CPU; on a GPU it fills this share, as far as the plan counts.
+CPU_KV_TOKENS = 65536
+GPU_SHARE = 0.95
 # A token's activations in a layer, in bytes per unit of width: fp32, under autocast, all in bf16.
 ACTIVATION_BYTES = 19.0, 12.6, 11.9
 
 
-def memory_plan(model, *, config, longest: int, world: int, device, training: bool = True) -> str:
-    """A line with the GiB per process by purpose. UserError, with advice, if they do not fit.
+def memory_plan(model, *, config, longest: int, world: int, device, training: bool = True) -> tuple:
+    """(tokens of a KV pool, a line with the GiB per process by purpose). UserError if too many.
 
     `model` is a folder or a hub name, `longest` a number of tokens, `world` one of processes.
+    A GPU needs the larger of two sums: what it holds while it samples, and while it trains.
     """
     parts = memory_parts(load_shape(model), config, longest, world, device.type, training)
+
+    def size(absent=()) -> float:
+        return sum(part for name, part in parts.items() if name not in absent) / GIB
+
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     available /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if device.type == "cuda":
+    cuda = device.type == "cuda"
+    if cuda:
         available = torch.cuda.get_device_properties(device).total_memory / GIB
-    total = sum(parts.values()) / GIB
+    kv_tokens = config.kv_tokens or CPU_KV_TOKENS
+    if cuda and not config.kv_tokens:
+        room = GPU_SHARE * available - size({"KV pool", *TRAINING})
+        # Two contexts a row are enough, and a longest one in whole pages is the least.
+        fits = min(room * GIB // (parts["KV pool"] or 1), 2 * config.max_sequences * longest)
+        kv_tokens = max(int(fits), longest + 64)
+    parts["KV pool"] *= kv_tokens
+    total = max(size(TRAINING), size(SAMPLING)) if cuda else size()
     summary = ", ".join(f"{name} {part / GIB:.2f}" for name, part in parts.items() if part)
     if total > available:
-        advice = "lower --kv_tokens"
+        in_update = cuda and total > size(TRAINING)
+        advice = "lower --micro_tokens" if in_update else "lower --kv_tokens"
         if training:
-            advice += " or --micro_tokens, or use --recompute_activations, --lora_rank 16, or "
-            advice += "--fsdp over more processes"
+            advice += ", or use --recompute_activations, --lora_rank 16, or --fsdp over more ranks"
         sizes = f"{total:.1f} GiB ({summary}) and has {available:.1f}"
         raise UserError(f"a process needs {sizes}: {advice}")
-    return f"memory per process, GiB: {summary}; {total:.2f} of {available:.1f}"
+    line = f"memory per process, GiB: {summary}; at once {total:.2f} of {available:.1f}"
+    return kv_tokens, f"{line}; {kv_tokens} tokens in the KV pool"
 
 
 def memory_parts(shape, config, longest: int, world: int, kind: str, training: bool) -> dict:
-    """Bytes of a process by purpose; `shape` is a transformers config, `kind` a device's type."""
+    """Bytes by purpose, of the pool a token's; `shape`: transformers', `kind`: a device's."""
     with torch.device("meta"):  # no weight is allocated
         model = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)
     weights = model.num_parameters()
@@ -63,12 +83,13 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     head = head_size(shape)
     keys = head * (getattr(shape, "num_key_value_heads", None) or heads)
     samplers = (not config.server) + bool(config.frozen())  # Frozen roles have a second sampler.
-    pool = 2 * layers * keys * (2 if kind == "cuda" else 4) * config.kv_tokens
+    token = 2 * layers * keys * (2 if kind == "cuda" else 4)
     copy = size * weights
     if kind == "cpu":  # A second copy has oneDNN's layout. Both have the head in fp32.
         copy += copy + 8 * shape.vocab_size * D
-    process = PROCESS[kind] + GRAPHS[kind] * samplers + NCCL[kind] * (world > 1)
-    parts = {"process": process, "KV pool": pool * samplers, "sampler": copy * samplers}
+    process = PROCESS[kind] + NCCL[kind] * (world > 1)
+    parts = {"process": process, "KV pool": token * samplers, "graphs": GRAPHS[kind] * samplers}
+    parts["sampler"] = copy * samplers
     if not training:
         return parts | {"weights": size * weights * (kind == "cpu")}
     outside = shape.vocab_size * D * (1 if shape.tie_word_embeddings else 2)
@@ -79,8 +100,8 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     if config.fsdp:
         state = {name: part / world for name, part in state.items()}
         state["copies"] = 2 * size * outside + 2 * (4 + 2 * size) * layer
-    else:  # These are autocast's copies of trained weights, and DDP's gradient buckets.
-        state["copies"] = size * trained * (size == 2) + 4 * trained * (world > 1)
+    else:  # These are autocast's copies of trained weights, and DDP's gradient buckets, which last.
+        state |= {"copies": size * trained * (size == 2), "buckets": 4 * trained * (world > 1)}
     parts |= state | {"reference": size * weights * bool(config.kl_beta and not adapters)}
     # A micro-batch has the activations of all layers, and beside them either the logits or the
     # temporary tensors of one layer's backward pass.

@@ -202,6 +202,7 @@ def test_the_sampler_waits_for_nothing_but_a_step_s_result(buckets):
             steps.append(sampler.step())
             steps.append(sampler.step())
             if turn == 1:
+                sampler.lend_pool()
                 sampler.load_weights(trained)
             if turn == 2:
                 sampler.close(talks[0])
