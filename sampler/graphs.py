@@ -93,6 +93,9 @@ class Graphs:
                 self.model.hidden(static, self.pool)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(graph, pool=memory):
+        # torch.cuda.graph waits for the device first. During the capture a thread of NCCL may ask
+        # for its events, which by default would break the capture.
+        options = {"pool": memory, "capture_error_mode": "thread_local"}
+        with torch.no_grad(), torch.cuda.graph(graph, **options):
             hidden = self.model.hidden(static, self.pool)
         return graph, hidden

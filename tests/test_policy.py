@@ -185,6 +185,15 @@ def alone():
     torch.distributed.destroy_process_group()
 
 
+def test_scored_shards_are_shards_again(alone):
+    """FSDP2's root gathers embedding, norm and head, and only a backward pass shards them again."""
+    policy = trainer.Policy(model("qwen2"), bf16=False)
+    expected = trainer.score(policy, [5, 6, 7, 8])
+    policy = trainer.parallel(policy, fsdp=True, device=CPU)
+    assert trainer.score(policy, [5, 6, 7, 8]) == pytest.approx(expected)
+    assert all(hasattr(parameter, "full_tensor") for parameter in policy.parameters())
+
+
 def test_sharded_bf16_gives_the_loss_its_numbers_in_fp32(alone, monkeypatch):
     """FSDP2 would cast what a module is called with: old log-probs and weights as well."""
     _, expected, batches = gradients(model("qwen3"), make_samples(), 90)

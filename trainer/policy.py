@@ -162,7 +162,10 @@ def score(policy: nn.Module, tokens: list[int]) -> list[float]:
     sample = SimpleNamespace(tokens=tokens, mask=mask, logprobs=[0.0] * count, advantage=0.0)
     device = next(policy.parameters()).device
     batch = make_micro_batch([sample], [torch.ones(count)], [count - 1], device)
-    return logprob(policy, batch, temperature=1.0).tolist()
+    values = logprob(policy, batch, temperature=1.0).tolist()
+    if hasattr(policy, "reshard"):  # FSDP2's root stays whole without a backward pass.
+        policy.reshard()
+    return values
 
 
 def unwrap(policy: nn.Module) -> Policy:
