@@ -20,10 +20,11 @@ from trainer.prefixes import MAX_KEYS_PER_TOKEN
 
 GIB = 2**30
 # PROCESS is Python with its libraries, or the context of a GPU. GRAPHS is the sampler's CUDA
-# graphs, NCCL its buffers. The three numbers of a GPU are estimates, not measurements.
+# graphs, NCCL its buffers. The three numbers of a GPU are estimates (NCCL's needs two GPUs).
 PROCESS = {"cpu": 0.7 * GIB, "cuda": 0.6 * GIB}
 GRAPHS = NCCL = {"cpu": 0, "cuda": GIB}
-# A token's activations in a layer, in bytes per unit of width: fp32, under autocast, all in bf16.
+# A token's activations in a layer that is not compiled, in bytes per unit of width: fp32, under
+# autocast, all in bf16.
 ACTIVATION_BYTES = 19.0, 12.6, 11.9
 
 
