@@ -69,10 +69,10 @@ def plain_flash_attention(name):
     names = FLASH_ARGUMENTS[name].split()
     signature = inspect.Signature([inspect.Parameter(argument, kind) for argument in names])
     installed = getattr(varlen, name)
-    if installed:
-        assert list(inspect.signature(installed).parameters) == names
 
     def attend(*arguments, **options):
+        if installed:
+            inspect.signature(installed).bind(*arguments, **options)
         given = signature.bind_partial(*arguments, **options).arguments
         assert given.pop("causal") is True
         scale = given.pop("softmax_scale")
