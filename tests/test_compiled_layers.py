@@ -115,8 +115,9 @@ def no_backward(graph, inputs):
 HALF = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=no_backward)
 
 
-@pytest.mark.parametrize("backend, missing", [(no_forward, "compiler"), (HALF, "assembler")])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "backend, missing, recompute", [(no_forward, "compiler", False), (HALF, "assembler", True)]
+)
 def test_a_compiler_that_fails_costs_one_sentence(backend, missing, recompute, capsys):
     """In its forward part or in its backward part. Then the step is the plain one."""
     options = {"recompute_activations": recompute, "compiler": backend}
