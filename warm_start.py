@@ -96,7 +96,8 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
     samples = [sample for batch in work for members in batch.values() for sample in members]
     trainer.check_positions(start, max(len(sample.tokens) for sample in samples))
     model = trainer.load_model(start, device)
-    policy = trainer.Policy(model, bf16=uses_bf16(options, device.type == "cuda"))
+    bf16 = uses_bf16(options, device.type == "cuda")
+    policy = trainer.Policy(model, bf16=bf16, compiler=trainer.compiler_of(device))
     optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
     for step, batch in enumerate(work):
         for param_group in optimizer.param_groups:

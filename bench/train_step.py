@@ -8,7 +8,8 @@ The packed step is the trainer's (micro_batches, backward). The padded step is w
 Hugging Face models does: batches of 4 samples, right-padded, with an attention mask, in random
 order or sorted by length. All have the same weights and samples, and a form whose loss differs has
 failed. A CPU's model is a small Qwen3 in fp32 on one thread (2 minutes). A GPU's has the size of
-Qwen3-0.6B, in bf16; AdamW's step is included, and activations are recomputed or kept.
+Qwen3-0.6B, in bf16; AdamW's step is included, activations are recomputed or kept, and the packed
+form's layers are compiled or not.
 
 There are as many samples of System 2 as of System 1, with log-normal LENGTHS (on a CPU 1/16, on a
 GPU half of these). The paper states only limits, so medians and spreads are our assumption.
@@ -109,6 +110,8 @@ def padded_step(model, batches, *, by_length: bool = False) -> tuple[float, int]
 FORMS = {
     "packed": {"packed": True},
     "packed, activations kept": {"packed": True, "recompute": False},
+    "packed, not compiled": {"packed": True, "compiled": False},
+    "packed, kept, not compiled": {"packed": True, "recompute": False, "compiled": False},
     "padded, random order": {},
     "padded, sorted by length": {"by_length": True},
 }
@@ -133,11 +136,13 @@ def steps(bench: common.Bench) -> None:
     samples = draw_samples(count, scale, size["vocab_size"])
     expected = []  # the loss and the gradient's norm of the first form
 
-    def measurement(packed=False, recompute=True, by_length=False) -> dict:
+    def measurement(packed=False, recompute=True, compiled=True, by_length=False) -> dict:
         model = random_model(size, device)
         batches = make_batches(samples, capacity if packed else 1, device)
         if packed:
-            policy = trainer.Policy(model, bf16=cuda, recompute_activations=cuda and recompute)
+            form = {"recompute_activations": cuda and recompute}
+            form["compiler"] = trainer.compiler_of(device) if compiled else None
+            policy = trainer.Policy(model, bf16=cuda, **form)
             run = partial(packed_step, policy, batches)
         else:
             run = partial(padded_step, model, batches, by_length=by_length)
@@ -169,7 +174,7 @@ def steps(bench: common.Bench) -> None:
         return row | common.spread("s", common.timed(step, 1 if bench.tiny else 3))
 
     for name, form in FORMS.items():
-        if cuda or "recompute" not in form:  # on a CPU nothing is recomputed
+        if cuda or not form.keys() & {"recompute", "compiled"}:  # A CPU does neither.
             bench.measure({"form": name}, partial(measurement, **form))
 
 

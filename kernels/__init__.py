@@ -2,7 +2,7 @@
 
     linear_loss      LM head, log-prob, GRPO loss and its gradients without the logits in memory
     paged            decode attention over a paged KV cache
-    varlen           attention within packed sequences on CUDA: PyTorch's own
+    varlen           attention within packed sequences on CUDA: flash-attn, or PyTorch's own
     products         fp32 products of a CPU, by the faster of two libraries; no Triton form
     decode           norm, rotary embedding with cache write, SiLU product of a decode step
 

@@ -33,6 +33,11 @@ from tasks.questions import Question
 from tools import KNOWN, Tool, python, search
 from toy import base_model, world
 
+# How long a rank waits for another. One rank's rollouts may take hours longer than another's, but
+# ranks meet after them on the CPU (gloo). A long wait between GPUs (NCCL) is an error.
+CPU_PATIENCE = datetime.timedelta(days=1)
+GPU_PATIENCE = datetime.timedelta(minutes=30)
+
 
 @dataclass
 class Machine:
@@ -151,12 +156,10 @@ def join(config: Config) -> Machine:
     cuda = machine.device.type == "cuda"
     if machine.ranks > 1 and not dist.is_initialized():
         sys.excepthook = processes.end_at_once
-        # One rank's rollouts may take hours longer than another's.
-        patience = datetime.timedelta(days=1)
         # Objects, such as samples, go by way of the CPU.
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         try:
-            dist.init_process_group(backend, timeout=patience)
+            dist.init_process_group(backend, timeout=GPU_PATIENCE)
         except ValueError as error:
             raise UserError(
                 f"WORLD_SIZE is {machine.ranks}, but this is none of torchrun's processes "
@@ -167,6 +170,8 @@ def join(config: Config) -> Machine:
                 f"{machine.ranks} processes cannot reach each other ({reason(error)}); between "
                 "machines set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network's interface"
             ) from None
+        gloo = dist.group.WORLD._get_backend(torch.device("cpu"))
+        gloo._set_default_timeout(CPU_PATIENCE)
         if cuda:
             # GPUs that cannot talk are found out now, not after an hour of rollouts.
             dist.all_reduce(torch.zeros(1, device=machine.device))

@@ -183,9 +183,10 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
         if state:
             trainer.read_adapters(state[1] / "model", model)
             run.sampler.load_weights(model)
-    policy = trainer.Policy(
-        model, bf16=run.bf16, recompute_activations=config.recompute_activations
-    )
+    arithmetic = {"bf16": run.bf16, "compiler": trainer.compiler_of(run.device)}
+    policy = trainer.Policy(model, recompute_activations=config.recompute_activations, **arithmetic)
+    if run.rank == 0 and arithmetic["compiler"] and policy.can_pack:
+        print("the first step compiles the layers: about a minute more, an estimate", flush=True)
     run.policy = trainer.parallel(policy, fsdp=config.fsdp, device=run.device)
     if config.server:
         run.sampler.score = functools.partial(trainer.score, run.policy)  # shards included
@@ -193,7 +194,7 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
     if config.kl_beta and config.lora_rank:
         run.reference = trainer.reference(run.policy)
     elif config.kl_beta:
-        run.reference = trainer.Policy(first.requires_grad_(False), bf16=run.bf16)
+        run.reference = trainer.Policy(first.requires_grad_(False), **arithmetic)
     if state:
         trainer.load_optimizer(state[1], run.policy, run.optimizer)
 

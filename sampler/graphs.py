@@ -100,8 +100,9 @@ class Graphs:
                 self.model.hidden(static, self.pool)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog asks for events meanwhile, which would break a capture in "global" mode.
-        mode = {"capture_error_mode": "thread_local"}
-        with torch.no_grad(), torch.cuda.graph(graph, pool=memory, **mode):
+        # torch.cuda.graph waits for the device first. During the capture a thread of NCCL may ask
+        # for its events, which by default would break the capture.
+        options = {"pool": memory, "capture_error_mode": "thread_local"}
+        with torch.no_grad(), torch.cuda.graph(graph, **options):
             hidden = self.model.hidden(static, self.pool)
         return graph, hidden

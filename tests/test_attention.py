@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from helpers import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_forms import needs_triton, plain_varlen_attn
+from kernel_forms import needs_triton, use_library
 from mutants import load_mutant, read_mutants
 
 import kernels
@@ -93,11 +93,10 @@ def test_large_scores():
     assert error_of((*case, 500.0)) < 1e-2
 
 
-@pytest.mark.parametrize("gqa", [True, False], ids=["torch 2.13", "torch 2.11"])
-def test_varlen_prefill_passes_the_right_bounds(monkeypatch, gqa):
-    """The CUDA prefill, by a plain varlen_attn, against the row-wise form."""
-    monkeypatch.setattr(varlen, "varlen_attn", plain_varlen_attn)
-    monkeypatch.setattr(varlen, "GROUPS_HEADS", gqa)
+@pytest.mark.parametrize("library", ["torch", "torch 2.11", "flash-attn 2", "flash-attn 4"])
+def test_varlen_prefill_passes_the_right_bounds(monkeypatch, library):
+    """The CUDA prefill, by plain forms of each library, against the row-wise form."""
+    use_library(library, monkeypatch)
     k_pages, v_pages = torch.randn(2, 24, PAGE, 2, 16)
     table = torch.stack([torch.randperm(24)[:5] for _ in range(3)]).int()
     lengths = torch.tensor([17, 9, 4], dtype=torch.int32)
@@ -105,6 +104,22 @@ def test_varlen_prefill_passes_the_right_bounds(monkeypatch, gqa):
     batch = Batch(None, None, None, table, lengths, [0, 5, 14, 15], [17, 9, 4])
     args = torch.randn(15, 4, 16), k_pages, v_pages, batch, 0.25
     torch.testing.assert_close(attention.packed_attention(*args), attention.row_attention(*args))
+
+
+def test_flash_attn_4_is_for_hopper_and_blackwell_and_comes_first(monkeypatch):
+    q = torch.zeros(1, 2, 128)
+
+    def chosen(*libraries, major=9, q=q):
+        for name in ("flash_attn_4", "flash_attn_2"):
+            monkeypatch.setattr(varlen, name, name if name in libraries else None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+        return varlen.choose_flash_attention(q)
+
+    both = "flash_attn_4", "flash_attn_2"
+    assert [chosen(*both, major=major) for major in (9, 10)] == ["flash_attn_4"] * 2
+    assert [chosen(*both, major=major) for major in (8, 12)] == ["flash_attn_2"] * 2
+    assert chosen(*both, q=torch.zeros(1, 2, 256)) == "flash_attn_2"
+    assert chosen("flash_attn_4", major=8) is chosen() is None
 
 
 # ---------------------------------------------------------------- shared ranges in Triton

@@ -147,6 +147,11 @@ def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained
     assert not same_weights(folder / "checkpoint", base), "something was learned"
 
 
+def test_ranks_wait_on_the_cpu_longer_than_on_gpus(tmp_path):
+    script = Path(__file__).parent / "helpers" / "patience.py"
+    assert launch.launch(script, log=tmp_path / "log") == 0
+
+
 def test_two_ranks_walk_the_same_path(trained, base, tmp_path):
     """torchrun with 2 processes: the same rollouts; loss and gradient equal to rounding."""
     options = ["--model", base, "--runs", tmp_path, "--name", "ranks", "--steps", 1, *SMALL]

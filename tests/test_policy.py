@@ -52,7 +52,8 @@ def similarity(a, b):
 @needs_gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_step_on_a_gpu_is_that_of_the_cpu(kind, recompute):
+@pytest.mark.parametrize("compiler", [None, "inductor"])
+def test_a_step_on_a_gpu_is_that_of_the_cpu(kind, recompute, compiler):
     """With a shared prefix too: the first sample comes twice, with another end."""
     device = torch.device("cuda")
     kin = make_samples()[0]
@@ -60,7 +61,8 @@ def test_a_step_on_a_gpu_is_that_of_the_cpu(kind, recompute):
     for samples in (make_samples(), [kin, *make_samples()]):
         loss, expected, _ = gradients(model(kind), samples, 90)
         plain = model(kind).to(device)
-        policy = trainer.Policy(plain, bf16=True, recompute_activations=recompute)
+        options = {"recompute_activations": recompute, "compiler": compiler}
+        policy = trainer.Policy(plain, bf16=True, **options)
         batches = pack(samples, 90, device)
         stats = trainer.backward(policy, batches, **OBJECTIVE)
         assert abs(sum(float(s["loss"]) for s in stats) - loss) < 0.02
@@ -81,7 +83,7 @@ def test_ddp_and_fsdp_over_nccl_are_a_plain_step(fsdp, tmp_path):
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=meet, rank=0, world_size=1)
     try:
         loss, expected, _ = gradients(model("qwen3"), make_samples(), 90)
-        policy = trainer.Policy(model("qwen3").to(device), bf16=True)
+        policy = trainer.Policy(model("qwen3").to(device), bf16=True, compiler="inductor")
         policy = trainer.parallel(policy, fsdp=fsdp, device=device)
         stats = trainer.backward(policy, pack(make_samples(), 90, device), **OBJECTIVE)
         assert abs(sum(float(s["loss"]) for s in stats) - loss) < 0.02
@@ -183,6 +185,15 @@ def alone():
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+def test_scored_shards_are_shards_again(alone):
+    """FSDP2's root gathers embedding, norm and head, and only a backward pass shards them again."""
+    policy = trainer.Policy(model("qwen2"), bf16=False)
+    expected = trainer.score(policy, [5, 6, 7, 8])
+    policy = trainer.parallel(policy, fsdp=True, device=CPU)
+    assert trainer.score(policy, [5, 6, 7, 8]) == pytest.approx(expected)
+    assert all(hasattr(parameter, "full_tensor") for parameter in policy.parameters())
 
 
 def test_sharded_bf16_gives_the_loss_its_numbers_in_fp32(alone, monkeypatch):

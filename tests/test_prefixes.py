@@ -7,10 +7,9 @@ import torch
 from helpers.tiny import CPU, KINDS, OBJECTIVE, make_samples, model, weigh
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_forms import plain_varlen_attn
+from kernel_forms import use_library
 
 import trainer
-from kernels import varlen
 from rollout import Sample
 from trainer import attention, prefixes
 
@@ -144,9 +143,9 @@ def test_every_prediction_knows_its_sample_and_its_tokens(texts, capacity):
     assert found == [[i for i, own in enumerate(sample.mask) if own] for sample in samples]
 
 
-def test_an_empty_micro_batch_is_one_token_without_loss():
+def test_an_empty_micro_batch_has_no_loss():
     batch = trainer.make_micro_batch([], [], [], CPU)
-    assert (batch.tokens.shape, batch.lengths, batch.cu_seqlens.tolist()) == ((1, 1), [1], [0, 1])
+    assert (batch.tokens.shape, batch.lengths, batch.cu_seqlens.tolist()) == ((1, 2), [2], [0, 2])
     assert len(batch.owner) == len(batch.loss_positions) == len(batch.weight) == 0
 
 
@@ -168,18 +167,18 @@ def test_samples_that_share_nothing_are_packed_first_fit_decreasing():
     assert prefixes.keys_of(added, rows_of, CPU) is None
 
 
-def test_the_cuda_branch_aligns_queries_at_the_end(monkeypatch):
-    """packed_attention's CUDA branch, by a plain varlen_attn, beside the CPU's."""
+class OnCuda(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize("library", ["flash-attn 4", "flash-attn 2", "torch"])
+def test_the_cuda_branch_aligns_queries_at_the_end(library, monkeypatch):
+    """packed_attention's CUDA branch, by plain forms of each library, beside the CPU's."""
     (batch,) = pack(family())
     generator = torch.Generator().manual_seed(0)
     heads = [torch.randn(1, h, batch.tokens.numel(), 16, generator=generator) for h in (4, 2, 2)]
-    given = {"lengths": batch.lengths, "cu_seqlens": batch.cu_seqlens, "keys": batch.keys}
-    expected, _ = attention.packed_attention(None, *heads, **given)
-
-    class OnCuda(torch.Tensor):
-        is_cuda = True
-
-    monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
-    monkeypatch.setattr(varlen, "varlen_attn", plain_varlen_attn)
-    found, _ = attention.packed_attention(None, *(x.as_subclass(OnCuda) for x in heads), **given)
+    expected, _ = attention.packed_attention(None, *heads, packing=batch)
+    use_library(library, monkeypatch)
+    on_cuda = (x.as_subclass(OnCuda) for x in heads)
+    found, _ = attention.packed_attention(None, *on_cuda, packing=batch)
     assert torch.allclose(found, expected, atol=1e-5)

@@ -4,12 +4,15 @@ Whatever is shared, preempted, cut into chunks or resumed, an answer must be the
 model gives to the whole text. The scheduler alone: tests/test_scheduler.py.
 """
 
+import contextlib
 import copy
 import functools
 import gc
+import inspect
 import math
 import random
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -229,6 +232,25 @@ def test_a_lent_pool_is_held_by_nobody_and_made_again(monkeypatch):
 
 
 # ---------------------------------------------------------------- draws
+
+
+def test_a_capture_outlives_the_calls_of_other_threads(monkeypatch):
+    """NCCL's thread asks for its events at any time. The arguments are those of the real class."""
+    signature = inspect.signature(torch.cuda.graph)
+    graphs = Sampler(tiny.lively("Qwen3"), max_tokens=64, page_size=PAGE, buckets=True).graphs
+    captures = []
+
+    def graph(*arguments, **options):
+        captures.append(signature.bind(*arguments, **options).arguments)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    for name in ("CUDAGraph", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(graphs.model, "hidden", lambda static, pool: static.ids)
+    graphs.capture(graphs.buffers[1], "pool")
+    assert captures[0]["capture_error_mode"] == "thread_local" and captures[0]["pool"] == "pool"
 
 
 def test_draws_depend_on_seed_and_place_only():

@@ -29,6 +29,7 @@ from trainer.memory import memory_plan
 from trainer.policy import (
     Policy,
     backward,
+    compiler_of,
     gradient_norm,
     logprob,
     make_optimizer,

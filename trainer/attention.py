@@ -1,7 +1,6 @@
 """Causal attention within each sample of a packed row (varlen attention), as transformers calls it.
 
-On CUDA it is flash-attn if that is installed, else PyTorch's varlen_attn. On a CPU it is one
-scaled_dot_product_attention per sample.
+On CUDA it is kernels.varlen_attention. On a CPU it is one scaled_dot_product_attention per sample.
 
 Departure from the textbook: with a shared prefix (prefixes.py) a sequence has more keys than
 queries, because the prefix has no queries. The causal mask is aligned at the end, as in flash-attn:
@@ -12,18 +11,15 @@ Tests: `pytest tests/test_policy.py tests/test_prefixes.py`.
 
 from functools import partial
 
+import torch
 from torch import Tensor, autocast, cat, float32, full, inf, promote_types
 from torch.nn.functional import scaled_dot_product_attention
 
 import kernels
-from trainer.prefixes import Keys
-
-try:
-    from flash_attn import flash_attn_varlen_func
-except ImportError:  # The package is optional: requirements-gpu.txt.
-    flash_attn_varlen_func = None
+from trainer.batches import MicroBatch
 
 
+@torch.compiler.disable
 def packed_attention(
     module,
     q: Tensor,
@@ -32,17 +28,16 @@ def packed_attention(
     attention_mask=None,
     scaling: float | None = None,
     *,
-    lengths: list[int],
-    cu_seqlens: Tensor,
-    keys: Keys | None = None,
+    packing: MicroBatch,
     **options,
 ):
     """Attention of each token to the tokens before it in the same sample; never dropout.
 
-    q [1, Hq, T, Dh], k and v [1, Hkv, T, Dh] -> ([1, T, Hq, Dh], None). `lengths` counts the tokens
-    that each sample adds to the row (their sum is T); `cu_seqlens` [samples + 1] int32 are its
-    boundaries on the device. With shared prefixes, `keys` has the keys of each sample.
+    q [1, Hq, T, Dh], k and v [1, Hkv, T, Dh] -> ([1, T, Hq, Dh], None). `packing` is the
+    micro-batch of the T tokens. A compiled layer passes it on without a look at its lists: code
+    that was compiled for their lengths would fit this micro-batch only.
     """
+    lengths, cu_seqlens, keys = packing.lengths, packing.cu_seqlens, packing.keys
     dtype = v.dtype
     # Under autocast, rotated queries and keys are fp32. On a GPU all three get the values' type,
     # bf16. On a CPU all are fp32, because bf16 attention has a backward pass ten times slower.
@@ -55,7 +50,8 @@ def packed_attention(
         v = v.index_select(2, keys.indices)
     if q.is_cuda:
         bounds = (cu_seqlens, key_cu_seqlens, max(lengths), max(key_lengths))
-        return cuda_attention(q, k, v, scaling, bounds), None
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, H, Dh]
+        return kernels.varlen_attention(q, k, v, bounds, scaling)[None], None
     masks = [None] * len(lengths)
     if keys is not None:
         keys.masks = keys.masks or causal_masks(lengths, key_lengths, compute_dtype)
@@ -83,11 +79,3 @@ def causal_masks(lengths: list[int], key_lengths: list[int], dtype) -> list[Tens
             mask = full((queries, keys), -inf, dtype=dtype).triu(keys - queries + 1)
         masks.append(mask)
     return masks
-
-
-def cuda_attention(q, k, v, scaling, bounds: tuple[Tensor, Tensor, int, int]) -> Tensor:
-    """`packed_attention` on CUDA: [1, T, Hq, Dh] in v's dtype; `bounds`: kernels/varlen.py."""
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, H, Dh]
-    if flash_attn_varlen_func:
-        return flash_attn_varlen_func(q, k, v, *bounds, softmax_scale=scaling, causal=True)[None]
-    return kernels.varlen_attention(q, k, v, bounds, scaling)[None]

@@ -93,12 +93,13 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Packs the first `lengths[i]` tokens of each sample i into one micro-batch.
 
-    Without samples the micro-batch is one token without loss. A rank with fewer micro-batches than
-    another rank adds such ones. The default of `owners` is 0, 1, 2, ….
+    Without samples the micro-batch is two tokens without loss. (For one token the compiler would
+    compile all code again.) A rank with fewer micro-batches than another rank adds such ones. The
+    default of `owners` is 0, 1, 2, ….
     """
     owners = owners or range(len(samples))
     inputs = [sample.tokens[:length] for sample, length in zip(samples, lengths, strict=True)]
-    tokens, positions, added, rows_of = prefixes.lay_out(inputs or [[0]])
+    tokens, positions, added, rows_of = prefixes.lay_out(inputs or [[0, 0]])
     loss_tokens = [
         (rows[i - 1], owner, sample.tokens[i], sample.logprobs[i], sample.advantage)
         for sample, length, owner, rows in zip(samples, lengths, owners, rows_of)

@@ -20,7 +20,7 @@ from trainer.prefixes import MAX_KEYS_PER_TOKEN
 
 GIB = 2**30
 # PROCESS is Python with its libraries, or the context of a GPU. GRAPHS is the sampler's CUDA
-# graphs, NCCL its buffers. The three numbers of a GPU are estimates, not measurements.
+# graphs, NCCL its buffers. The three numbers of a GPU are estimates (NCCL's needs two GPUs).
 PROCESS = {"cpu": 0.7 * GIB, "cuda": 0.6 * GIB}
 GRAPHS = NCCL = {"cpu": 0, "cuda": GIB}
 # What a GPU holds only while it samples, and only while it trains: never both (train.train_step).
@@ -29,7 +29,8 @@ TRAINING = {"gradients", "copies", "micro-batch"}
 # Without --kv_tokens: the pool of a CPU; on a GPU it fills this share, as far as the plan counts.
 CPU_KV_TOKENS = 65536
 GPU_SHARE = 0.95
-# A token's activations in a layer, in bytes per unit of width: fp32, under autocast, all in bf16.
+# A token's activations in a layer that is not compiled, in bytes per unit of width: fp32, under
+# autocast, all in bf16.
 ACTIVATION_BYTES = 19.0, 12.6, 11.9
 
 

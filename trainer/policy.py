@@ -13,13 +13,14 @@ token weights already divide by global counts. So the loss is multiplied by the 
 Departure from the textbook: the model is never in training mode. Dropout would differentiate
 another distribution than the one that was sampled.
 
-Tests: `pytest tests/test_policy.py tests/test_loading.py`. Speed beside padded batches:
-`python -m bench.train_step`; on a GPU `python -m bench.gpu --step training_step`.
+Tests: `pytest tests/test_policy.py tests/test_compiled_layers.py tests/test_loading.py`. Speed
+beside padded batches: `python -m bench.train_step`; on a GPU `python -m bench.gpu --step
+training_step`.
 """
 
 import contextlib
 import functools
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 import kernels
+from atomic import reason
 from config import UserError
 from family import gather_full
 from trainer.attention import packed_attention
@@ -44,20 +46,23 @@ class Policy(nn.Module):
     """The language model with the objective as its forward pass.
 
     `can_pack` tells whether a micro-batch may have several samples. DDP and FSDP wrap `forward`. It
-    computes the objective too, so they act once per micro-batch.
+    computes the objective too, so they act once per micro-batch. `compiler`, a back end of
+    torch.compile (compiler_of), compiles the layers of a model that can be packed.
     """
 
-    def __init__(self, model, *, bf16: bool, recompute_activations: bool = False):
+    def __init__(self, model, *, bf16: bool, recompute_activations=False, compiler=None):
         super().__init__()
         self.can_pack = can_pack(model.config.get_text_config())
         if self.can_pack:
             model.set_attn_implementation("mars_packed")
         for module in model.modules():
             if type(module) is nn.Linear:
-                module.forward = functools.partial(linear, module)
+                module.forward = MethodType(linear, module)  # The compiler sees no partial.
         self.model = model
         self.bf16 = bf16
         self.eval()
+        if compiler and self.can_pack:
+            compile_layers(model, compiler)
         if recompute_activations:
             for layer in layers(model):
                 # FSDP's hooks wrap the new forward, so the recomputation does not call them again.
@@ -78,14 +83,9 @@ class Policy(nn.Module):
         bf16.
         """
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
-            # transformers passes the last three arguments on to packed_attention.
+            # transformers passes `packing` on to packed_attention.
             states = self.model.base_model(
-                batch.tokens,
-                position_ids=batch.positions,
-                use_cache=False,
-                lengths=batch.lengths,
-                cu_seqlens=batch.cu_seqlens,
-                keys=batch.keys,
+                batch.tokens, position_ids=batch.positions, use_cache=False, packing=batch
             ).last_hidden_state[0]
         dtype = torch.bfloat16 if self.bf16 else torch.float32
         head = self.model.get_output_embeddings().weight
@@ -140,6 +140,37 @@ def linear(module: nn.Linear, x: Tensor) -> Tensor:
     return kernels.linear(x, module.weight, module.bias)
 
 
+def compiler_of(device) -> str | None:
+    """The compiler for a policy on `device`: PyTorch's own on CUDA, none on a CPU."""
+    return "inductor" if device.type == "cuda" else None
+
+
+def compile_layers(model, compiler: str) -> None:
+    """Lets torch.compile fuse the elementwise operations of each layer, where most time goes.
+
+    All layers share the code, for any number of tokens. Attention is not compiled. The first call
+    tries the compiler on the first layer, forward and backward. If it fails, one sentence says so,
+    and PyTorch compiles nothing.
+    """
+    for layer in layers(model):
+        layer.forward = torch.compile(layer.forward, backend=compiler, dynamic=True)
+    first = layers(model)[0]
+    compiled = first.forward  # without the recomputation, which would be confused by a trial
+
+    def attempt(_, inputs, options) -> None:
+        hook.remove()
+        try:
+            with torch.enable_grad():
+                x = inputs[0].detach().requires_grad_()
+                torch.autograd.grad(compiled(x, **options).sum(), x)
+        except Exception as error:  # The compiler calls others, which raise any type.
+            cause = reason(getattr(error, "inner_exception", error))[:200]
+            print(f"torch.compile failed, so training is slower: {cause}", flush=True)
+            torch.compiler.set_stance("force_eager")
+
+    hook = first.register_forward_pre_hook(attempt, with_kwargs=True)
+
+
 def layers(model) -> nn.ModuleList:
     """The decoder's layers. Their attribute has different names in different models."""
     count = model.config.get_text_config().num_hidden_layers
@@ -162,7 +193,10 @@ def score(policy: nn.Module, tokens: list[int]) -> list[float]:
     sample = SimpleNamespace(tokens=tokens, mask=mask, logprobs=[0.0] * count, advantage=0.0)
     device = next(policy.parameters()).device
     batch = make_micro_batch([sample], [torch.ones(count)], [count - 1], device)
-    return logprob(policy, batch, temperature=1.0).tolist()
+    values = logprob(policy, batch, temperature=1.0).tolist()
+    if hasattr(policy, "reshard"):  # FSDP2's root stays whole without a backward pass.
+        policy.reshard()
+    return values
 
 
 def unwrap(policy: nn.Module) -> Policy:

@@ -1,0 +1,167 @@
+"""Layers under torch.compile, as on CUDA: few graphs, and the numbers of the plain model.
+
+The back end is PyTorch's "eager" or "aot_eager", which run the captured graphs uncompiled.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.launch import launch
+from helpers.tiny import CPU, OBJECTIVE, make_samples, model, pack
+from test_frozen import FROZEN
+from test_mars import SMALL, half, metrics, run
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+
+import trainer
+from family import gather_full
+from kernels import products
+
+
+@pytest.fixture(autouse=True)
+def compilation(monkeypatch):
+    """The compiler's counters of this test alone."""
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)  # CUDA never asks
+    reset()
+    yield counters
+    reset()
+
+
+def reset():
+    torch._dynamo.reset()
+    counters.clear()
+    torch.compiler.set_stance("default")
+
+
+def kin(samples):
+    """The samples, and each once more with another end: they share prefixes."""
+    others = copy.deepcopy(samples)
+    for other in others:
+        other.tokens[-2] ^= 1
+    return samples + others
+
+
+def step(policy, batches):
+    """(loss, gradients by name)"""
+    policy.zero_grad()
+    stats = trainer.backward(policy, batches, **OBJECTIVE | {"kl_beta": 0.1})
+    trained = {name: p.grad for name, p in policy.named_parameters() if p.requires_grad}
+    return sum(float(s["loss"]) for s in stats), trained
+
+
+def assert_close(one, other, tolerance=1e-6):
+    assert one[0] == pytest.approx(other[0], abs=tolerance)
+    for name, gradient in one[1].items():
+        torch.testing.assert_close(gradient, other[1][name], rtol=1e-4, atol=tolerance)
+
+
+def with_reference(batches):
+    for batch in batches:
+        batch.ref_logprob = batch.old_logprob.clone()
+    return batches
+
+
+@pytest.mark.parametrize(
+    "kind, backend, recompute",
+    [("qwen3", "aot_eager", True), ("qwen2", "eager", False)],
+)
+def test_all_layers_and_batch_shapes_share_four_graphs(kind, backend, recompute, compilation):
+    """Six numbers of samples, shared prefixes, no sample: all run what the first one compiled."""
+    plain = trainer.Policy(model(kind), bf16=False)
+    options = {"recompute_activations": recompute, "compiler": backend}
+    compiled = trainer.Policy(model(kind), bf16=False, **options)
+    for samples in [*(make_samples(n) for n in (2, 3, 4, 1, 5, 6)), kin(make_samples(4)), []]:
+        batches = pack(samples) or [trainer.make_micro_batch([], [], [], CPU)]
+        with_reference(batches)
+        assert_close(step(compiled, batches), step(plain, batches))
+        assert compilation["stats"]["unique_graphs"] == 4
+    assert len(compilation["graph_break"]) == 1  # only attention, which is not compiled
+
+
+def policies_with_adapters(compiler):
+    """The policy, the same without its adapters, and the model that it began with."""
+    adapted = model("llama")
+    trainer.add_adapters(adapted, 3, seed=0)
+    policy = trainer.Policy(adapted, bf16=False, compiler=compiler)
+    frozen = model("llama").requires_grad_(False)
+    return policy, trainer.reference(policy), trainer.Policy(frozen, bf16=False, compiler=compiler)
+
+
+def test_adapters_on_and_off_and_a_frozen_reference(compilation):
+    """All share the compiler's cache, and each has the numbers of its plain model."""
+    pairs = zip(*(policies_with_adapters(compiler) for compiler in (None, "eager")))
+    (plain, compiled), *references = pairs
+    for samples in (make_samples(3), kin(make_samples(5))):
+        batches = pack(samples)
+        for one, other in references:
+            logprobs = [trainer.logprob(policy, batches[0], 1.0) for policy in (one, other)]
+            torch.testing.assert_close(*logprobs)
+        batches[0].ref_logprob = logprobs[0]
+        assert_close(step(compiled, batches), step(plain, batches))
+        graphs = counters["stats"].pop("unique_graphs", 0)
+    assert graphs == 0, "the second shape needs no new graph"
+
+
+def no_forward(graph, inputs):
+    raise RuntimeError("no compiler is here")
+
+
+def no_backward(graph, inputs):
+    raise RuntimeError("no assembler is here")
+
+
+HALF = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=no_backward)
+
+
+@pytest.mark.parametrize(
+    "backend, missing, recompute", [(no_forward, "compiler", False), (HALF, "assembler", True)]
+)
+def test_a_compiler_that_fails_costs_one_sentence(backend, missing, recompute, capsys):
+    """In its forward part or in its backward part. Then the step is the plain one."""
+    options = {"recompute_activations": recompute, "compiler": backend}
+    batches = with_reference(pack(kin(make_samples(3)), 90))
+    found = step(trainer.Policy(model("qwen3"), bf16=False, **options), batches)
+    said = capsys.readouterr().out
+    assert said == f"torch.compile failed, so training is slower: no {missing} is here\n"
+    assert_close(found, step(trainer.Policy(model("qwen3"), bf16=False), batches), 0)
+
+
+def compare_on_each_rank() -> None:
+    """What each of two ranks does: DDP and FSDP2 give the same with compiled layers."""
+    products.onednn_is_faster = lambda: False
+    for fsdp in (False, True):
+        reset()
+        policies = [
+            trainer.parallel(
+                trainer.Policy(model("qwen3"), bf16=False, recompute_activations=fsdp, compiler=c),
+                fsdp=fsdp,
+                device=CPU,
+            )
+            for c in (None, "eager")
+        ]
+        for count in (3, 5):
+            first = dist.get_rank() * count
+            batches = with_reference(pack(make_samples()[first : first + count]))
+            plain, compiled = (step(policy, batches) for policy in policies)
+            gradients = [{k: gather_full(v) for k, v in p[1].items()} for p in (plain, compiled)]
+            assert_close((plain[0], gradients[0]), (compiled[0], gradients[1]))
+        assert counters["stats"]["unique_graphs"] == 4, counters["stats"]
+
+
+def test_two_ranks(tmp_path):
+    assert launch(compare_on_each_rank, log=tmp_path / "log", world=2) == 0
+
+
+def test_the_run_says_that_its_first_step_compiles(base, tmp_path, monkeypatch, capsys):
+    """And what is trained is what was sampled, with a frozen role and the KL term."""
+    monkeypatch.setattr(trainer, "compiler_of", lambda device: "eager")
+    arguments = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
+    assert run(*arguments, *FROZEN, grade=half) == 0
+    before, after = capsys.readouterr().out.split("the first step compiles the layers: ")
+    assert "memory per process" in before and "step 1/1" not in before
+    assert after.startswith("about a minute more, an estimate\n")
+    assert counters["stats"]["unique_graphs"] >= 4
+    (line,) = metrics(tmp_path / "x")
+    assert line["grad_norm"] > 0 and line["kl"] < 1e-9 and line["mismatch_kl"] < 1e-8
