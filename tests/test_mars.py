@@ -400,7 +400,8 @@ def own(tmp_path, monkeypatch):
 
 def test_ones_own_questions_and_documents(base, own, tmp_path, capsys):
     """Another corpus, other questions; eval asks what was not trained on."""
-    assert run("--model", base, "--name", "own", "--steps", 1, *own, *SMALL) == 0
+    more = ["--group", 8]  # so that some attempts search
+    assert run("--model", base, "--name", "own", "--steps", 1, *own, *SMALL, *more) == 0
     records = records_of(tmp_path / "runs/own", 0)
     turns = [turn for r in records for turn in r["turns"] if turn["documents"]]
     found = {d["id"] for t in turns if t["call"]["tool"] != "python" for d in t["documents"]}
@@ -413,7 +414,7 @@ def test_ones_own_questions_and_documents(base, own, tmp_path, capsys):
     assert "those held out" in capsys.readouterr().err
     with open("own.jsonl", "a") as file:
         file.write('\n{"question": "one more ?", "answer": "1968"}')
-    line = ["--model", base, "--name", "own", "--steps", 2, *own, *SMALL]
+    line = ["--model", base, "--name", "own", "--steps", 2, *own, *SMALL, *more]
     assert run(*line, "--resume") == 2
     assert "started with other questions" in capsys.readouterr().err
     saved = folders.read_json(Path("runs/own/config.json"))
