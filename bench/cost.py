@@ -137,12 +137,10 @@ async def play(driver: Driver, rank: Rank, calls: int, name: str) -> None:
     rank.samples.append((CONFIG.sys1_prompt + notes[0], notes[0]))  # balancing draws one note
 
 
-def play_step(
-    pool: int, unit: int, at_once: int, helping: bool, spread: float = SPREAD
-) -> list[Rank]:
+def play_step(pool: int, unit: int, at_once: int, spread: float = SPREAD) -> list[Rank]:
     """The ranks after a step: each plays `at_once` units of `unit` attempts at a time.
 
-    With `helping` a rank that has begun all its own units takes those of others.
+    A rank that has begun all its own units takes those of others, unless they are whole questions.
     """
     rng = random.Random(0)
     factor = partial(rng.lognormvariate, -(spread**2) / 2, spread)  # 1 on average
@@ -159,7 +157,8 @@ def play_step(
     async def work(number: int) -> None:
         rank = ranks[number]
         rank.ranks = ranks
-        for queue in queues[number:] + queues[:number] if helping else [queues[number]]:
+        shared = queues[number:] + queues[:number]
+        for queue in shared if unit < CONFIG.group else shared[:1]:
             while queue:
                 await asyncio.gather(*(play(driver, rank, *attempt) for attempt in queue.pop(0)))
 
@@ -167,9 +166,9 @@ def play_step(
     return ranks
 
 
-def row(name: str, pool: int, unit: int, at_once: int, helping: bool, form: str) -> dict:
+def row(name: str, pool: int, unit: int, at_once: int, form: str) -> dict:
     """Hours of a step and of a run, and what the GPUs do meanwhile."""
-    ranks = play_step(pool, unit, at_once, helping)
+    ranks = play_step(pool, unit, at_once)
     slowest = max(rank.clock for rank in ranks)
     rows = [count for rank in ranks for count in rank.rows]
     samples = [sample for rank in ranks for sample in rank.samples]
@@ -188,10 +187,9 @@ def row(name: str, pool: int, unit: int, at_once: int, helping: bool, form: str)
 
 
 SETTINGS = [
-    ("pool of 80,000, own questions", 80_000, 16, 4, False, "eager"),
-    ("pool of 300,000, own questions", 300_000, 16, 4, False, "compiled"),
-    ("pool of 300,000, questions shared", 300_000, 16, 2, True, "compiled"),
-    ("pool of 300,000, fours shared", 300_000, 4, 4, True, "compiled"),
+    ("pool of 80,000, own questions", 80_000, 16, 4, "eager"),
+    ("pool of 300,000, own questions", 300_000, 16, 4, "compiled"),
+    ("pool of 300,000, shared in fours", 300_000, 4, 4, "compiled"),
 ]
 
 if __name__ == "__main__":

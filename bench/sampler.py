@@ -13,9 +13,9 @@ decode    Decode steps of a random Qwen3-8B in bf16, as a share of the ceiling: 
           weights, keys and values, once, at the GPU's copy rate. Goal: 80 % with 64 rows of 4k.
 prefill   A prompt of 24k tokens through the random Qwen3-8B, by each attention that is installed.
 requests  A random Qwen3-0.6B in bf16 answers 256 requests at once, prompts and answers of 100 to
-          1,024 tokens, at temperature 0.6. It is nano-vllm's own benchmark. Two changes of decode
-          attention are measured beside it: its pieces planned for rows of at most 2,048 tokens, not
-          for a row as long as the pool, and no launch for pages that rows share (here none do).
+          1,024 tokens, at temperature 0.6. It is nano-vllm's own benchmark. "both" is the code. Its
+          decode attention once planned a row's pieces for a row as long as the pool, and launched
+          programs for shared pages where no rows (as here) share any.
 
 On a CPU each engine has one thread, and a row holds the requested tokens per CPU second in the
 median round. bench/peers.py says how to install the peers.
@@ -31,14 +31,16 @@ import tempfile
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from bench import common, peers
 from kernels import paged, varlen
 from plumbing import models
-from sampler import Sampler, graphs
+from sampler import Sampler
 from sampler.model import has_packed_products
+from sampler.plan import plan_kv_ranges
 
 SIZES = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -216,20 +218,11 @@ def prefill(bench: common.Bench) -> None:
         bench.measure({"attention": name}, partial(run, package))
 
 
-def split_short_rows(rows, kv_heads, capacity, block, at_once, most=paged.MAX_PARTS):
-    """paged.split_count for rows of at most 2,048 tokens, in pieces of at least 256."""
-    return split_count(rows, kv_heads, min(capacity, 2048), block, at_once, min(most, 8))
-
-
-split_count = paged.split_count
-PIECES = mock.patch.object(paged, "split_count", split_short_rows)
-NO_EMPTY_LAUNCH = mock.patch.object(graphs, "LEVELS", 0)
-REQUESTS = {
-    "as it is": [],
-    "pieces": [PIECES],
-    "no empty launch": [NO_EMPTY_LAUNCH],
-    "both": [PIECES, NO_EMPTY_LAUNCH],
-}
+def with_empty_ranges(*plan) -> np.ndarray:
+    """plan_kv_ranges with an unused range wherever a shared one could be."""
+    ranges = plan_kv_ranges(*plan)
+    rows = len(plan[1])
+    return np.pad(ranges, ((paged.LEVELS * (rows // 2) + rows - len(ranges), 0), (0, 0)))
 
 
 def requests(bench: common.Bench) -> None:
@@ -240,8 +233,25 @@ def requests(bench: common.Bench) -> None:
     prompts = [random_tokens(rng, rng.randint(low, high), vocabulary) for _ in range(count)]
     wanted = [rng.randint(low, high) for _ in range(count)]
 
+    tokens = sum(map(len, prompts)) + sum(wanted) + 128 * count
+
+    def split_pool(rows, kv_heads, capacity, *more) -> int:
+        return paged_splits.__wrapped__(rows, kv_heads, tokens, *more)
+
+    paged_splits = paged.split_count
+    long_pieces = [
+        mock.patch.object(paged, "split_count", split_pool),
+        mock.patch.object(paged, "LEAST_PIECE", 1, create=True),
+    ]
+    empty_launch = [mock.patch("sampler.engine.plan_kv_ranges", with_empty_ranges)]
+    forms = {
+        "as it was": long_pieces + empty_launch,
+        "pieces": empty_launch,
+        "no empty launch": long_pieces,
+        "both": [],
+    }
+
     def run(patches) -> dict:
-        tokens = sum(map(len, prompts)) + sum(wanted) + 128 * count
         with contextlib.ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)
@@ -254,7 +264,7 @@ def requests(bench: common.Bench) -> None:
                 rates.append(sum(wanted) / (common.clock() - start))
         return common.spread("tokens/s", rates)
 
-    for form, patches in REQUESTS.items():
+    for form, patches in forms.items():
         bench.measure({"form": form}, partial(run, patches))
 
 

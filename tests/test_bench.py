@@ -237,8 +237,7 @@ def test_lent_memory_and_shared_attempts_shorten_a_step(monkeypatch):
         monkeypatch.setattr(cost.CONFIG, name, value)
     monkeypatch.setattr(cost, "GPUS", 2)
     small, large, helped = (
-        cost.play_step(*setting)
-        for setting in ((80_000, 8, 2, False), (300_000, 8, 2, False), (300_000, 2, 4, True))
+        cost.play_step(*setting) for setting in ((80_000, 8, 2), (300_000, 8, 2), (300_000, 2, 4))
     )
     assert len({tuple(sorted(a.samples + b.samples)) for a, b in (small, large, helped)}) == 1
     hours = [max(rank.clock for rank in ranks) / 3600 for ranks in (small, large, helped)]
