@@ -137,13 +137,13 @@ async def play(driver: Driver, rank: Rank, calls: int, name: str) -> None:
     rank.samples.append((CONFIG.sys1_prompt + notes[0], notes[0]))  # balancing draws one note
 
 
-def play_step(pool: int, unit: int, at_once: int, spread: float = SPREAD) -> list[Rank]:
+def play_step(pool: int, unit: int, at_once: int) -> list[Rank]:
     """The ranks after a step: each plays `at_once` units of `unit` attempts at a time.
 
     A rank that has begun all its own units takes those of others, unless they are whole questions.
     """
     rng = random.Random(0)
-    factor = partial(rng.lognormvariate, -(spread**2) / 2, spread)  # 1 on average
+    factor = partial(rng.lognormvariate, -(SPREAD**2) / 2, SPREAD)  # 1 on average
     ranks = [Rank(pool) for _ in range(GPUS)]
     driver = Driver(ranks, deterministic=True)
     queues = [[] for _ in ranks]

@@ -149,7 +149,7 @@ def run_part(part: str, out: Path, program: tuple[str, ...] = ("-m", "bench.gpu"
         left += seconds
         start = time.monotonic()
         try:
-            outcome = f"exit {subprocess.run(line, cwd=common.ROOT, timeout=left).returncode}"
+            outcome = f"exit {subprocess.run(line, timeout=left).returncode}"
         except subprocess.TimeoutExpired:
             outcome = f"cut after {left:.0f} s"
         left -= time.monotonic() - start
