@@ -8,7 +8,8 @@ The packed step is the trainer's (micro_batches, backward). The padded step is w
 Hugging Face models does: batches of 4 samples, right-padded, with an attention mask, in random
 order or sorted by length. All have the same weights and samples, and a form whose loss differs has
 failed. A CPU's model is a small Qwen3 in fp32 on one thread (2 minutes). A GPU's has the size of
-Qwen3-0.6B, in bf16; AdamW's step is included, and activations are recomputed or kept.
+Qwen3-0.6B, in bf16; AdamW's step is included, activations are recomputed or kept, and the packed
+form's layers are compiled or not.
 
 There are as many samples of System 2 as of System 1, with log-normal LENGTHS (on a CPU 1/16, on a
 GPU half of these). The paper states only limits, so medians and spreads are our assumption.
@@ -110,10 +111,10 @@ def padded_step(model, batches, *, by_length: bool = False) -> tuple[float, int]
 
 
 FORMS = {
+    "packed, not compiled": {"packed": True, "compiled": False},
+    "packed, kept, not compiled": {"packed": True, "recompute": False, "compiled": False},
     "packed": {"packed": True},
     "packed, activations kept": {"packed": True, "recompute": False},
-    "packed, compiled": {"packed": True, "compiler": "inductor"},
-    "packed, kept, compiled": {"packed": True, "recompute": False, "compiler": "inductor"},
     "padded, random order": {},
     "padded, sorted by length": {"by_length": True},
 }
@@ -161,7 +162,7 @@ def setting(tiny: bool) -> tuple[dict, list[Sample], int]:
 
 
 def make_step(
-    size, samples, capacity, *, packed=False, recompute=True, by_length=False, **options
+    size, samples, capacity, *, packed=False, recompute=True, compiled=True, by_length=False
 ) -> tuple[torch.nn.Module, Callable]:
     """A random model, and a function: a step, its loss, tokens computed, the gradient's norm."""
     device = common.DEVICE
@@ -169,8 +170,10 @@ def make_step(
     model = random_model(size, device)
     batches = make_batches(samples, capacity if packed else 1, device)
     if packed:
-        recompute = cuda and recompute
-        policy = trainer.Policy(model, bf16=cuda, recompute_activations=recompute, **options)
+        form = {"recompute_activations": cuda and recompute}
+        if compiled and hasattr(trainer, "compiler_of"):
+            form["compiler"] = "eager" if size is TINY else trainer.compiler_of(device)
+        policy = trainer.Policy(model, bf16=cuda, **form)
         run = partial(packed_step, policy, batches)
     else:
         run = partial(padded_step, model, batches, by_length=by_length)
@@ -197,8 +200,6 @@ def steps(bench: common.Bench) -> None:
     expected = []  # the loss and the gradient's norm of the first form
 
     def measurement(**form) -> dict:
-        if bench.tiny and "compiler" in form:
-            form["compiler"] = "eager"  # traced only: C++ takes a minute to compile
         _, step = make_step(size, samples, capacity, **form)
         loss, computed, norm = step()
         if not expected:
@@ -215,7 +216,7 @@ def steps(bench: common.Bench) -> None:
         return row | (seconds_by_family(step) if cuda or bench.tiny else {})
 
     for name, form in FORMS.items():
-        if cuda or bench.predictions or not form.keys() & {"recompute", "compiler"}:
+        if cuda or bench.predictions or not form.keys() & {"recompute", "compiled"}:
             bench.measure({"form": name}, partial(measurement, **form))
 
 
