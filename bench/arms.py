@@ -19,14 +19,13 @@ sampled and greedily. The arms of a seed start from the same weights, except tho
 another way. RECORDS/NAME.json keeps what the table needs of an evaluation: which questions were
 right, counts by cell (whether RL has seen the country and the attribute; how good the notes are),
 the costs of a step. Beside RECORDS, table.json compares each arm, question by question, with its
-start and the first arm (McNemar's exact test, which ignores how seeds differ), and arms.png shows
-the right answers. An arm takes some four minutes on an H100 and 3 GB on disk.
+start and the first arm (McNemar's exact test, which ignores how seeds differ). An arm takes some
+four minutes on an H100 and 3 GB on disk.
 
 Tests: pytest tests/test_bench.py tests/test_almanac.py
 """
 
 import argparse
-import io
 import itertools
 import json
 import subprocess
@@ -35,14 +34,10 @@ from collections import Counter
 from pathlib import Path
 from statistics import mean
 
-import matplotlib
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
-
 from atomic import made_once
 from bench.common import RESULTS, ROOT, provenance, read_metrics, save, table
-from plumbing import curves, folders
-from plumbing.metrics import sign_test, wilson_interval, with_interval
+from plumbing import folders
+from plumbing.metrics import sign_test, with_interval
 from recipes import almanac, almanac_world
 from trainer.checkpoint import newest
 
@@ -292,40 +287,6 @@ def compare(records: list[dict], others: list[dict | None], name: str) -> dict:
     return {f"against {name}": f"+{gains} −{losses}", f"p {name}": sign_test(gains, losses)}
 
 
-def picture(options: argparse.Namespace) -> bytes:
-    """A PNG: a dot with its interval for each arm and seed, and a hollow dot for its start."""
-
-    def counts(name: str, seed: int) -> list[int] | None:
-        path = options.records / f"{name}-{seed}-sampled.json"
-        return folders.read_json(path)["cells"]["all"] if path.exists() else None
-
-    arms = [arm for arm in ARMS["almanac"] if any(counts(arm, seed) for seed in options.seeds)]
-    png = io.BytesIO()
-    with matplotlib.rc_context(curves.LOOK | {"axes.grid.axis": "x"}):
-        figure = Figure(figsize=(6, 0.8 + 0.4 * len(arms)), dpi=150, layout="constrained")
-        axes = figure.subplots()
-        for (row, arm), (i, seed) in itertools.product(enumerate(arms), enumerate(options.seeds)):
-            before, after = counts(start_of(arm), seed), counts(arm, seed)
-            if after is None:
-                continue
-            height = row + (i - (len(options.seeds) - 1) / 2) / 8
-            look = {"ms": 4, "color": curves.COLOURS[seed % len(curves.COLOURS)]}
-            if before:
-                axes.plot(before[0] / before[1], height, "o", mfc="white", **look)
-            share = after[0] / after[1]
-            low, high = wilson_interval(*after)
-            axes.errorbar(share, height, xerr=[[share - low], [high - share]], fmt="o", **look)
-        axes.set_yticks(range(len(arms)), arms)
-        axes.invert_yaxis()
-        axes.margins(y=0.05)
-        axes.set_xlim(left=-0.01)
-        axes.xaxis.set_major_formatter(PercentFormatter(1))
-        title = "right of the held-out questions, starts hollow; from above, seeds "
-        axes.set_title(title + ", ".join(map(str, options.seeds)), fontsize=9)
-        figure.savefig(png, format="png")
-    return png.getvalue()
-
-
 def cells(folder: Path) -> dict[str, list[int]]:
     """The counts of an evaluation, each as [right, all]: of its answers by cell, of its notes."""
     right, total = Counter(), Counter()
@@ -373,7 +334,7 @@ def toy_arms(options: argparse.Namespace, command: str) -> None:
 
 
 def almanac_arms(options: argparse.Namespace, command: str) -> None:
-    """Carries out what is missing; table and picture show all records. Exits if there are none."""
+    """Carries out what is missing; the table has all records. Exits if there are none."""
     if not options.table:
         run_missing(options)
     names = [path.stem.rsplit("-", 2) for path in options.records.glob("*-[0-9]*-*.json")]
@@ -383,7 +344,6 @@ def almanac_arms(options: argparse.Namespace, command: str) -> None:
         sys.exit(f"there is no record of an evaluation in {options.records}")
     print(table(rows))
     print(save("table", command, rows, options.records.parent))
-    print(folders.write_whole(options.records.parent / "arms.png", picture(options)))
 
 
 def main() -> None:

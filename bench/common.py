@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import datetime
 import functools
+import gc
 import math
 import os
 import platform
@@ -59,15 +60,13 @@ def spread(unit: str, values: list[float]) -> dict:
     return {f"{unit}, {name}": value for name, value in columns.items()}
 
 
-def added_bytes(function: Callable) -> float:
-    """The peak of the GPU memory that a call allocates beside what is allocated; NaN on a CPU."""
+def peak_bytes(function: Callable) -> float:
+    """The peak of the allocated GPU memory during a call; NaN on a CPU."""
     if not torch.cuda.is_available():
         return math.nan
-    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     function()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.max_memory_allocated()
 
 
 @functools.cache
@@ -97,14 +96,21 @@ class Bench:
     folder: Path | None = None  # NAME.json is written there; None: no file
     tiny: bool = False  # sizes that take seconds on any CPU
     peers: list[str] = field(default_factory=list)  # interpreters: see bench/peers.py
+    predictions: dict[str, str] = field(default_factory=dict)  # row -> what is expected
     rows: list[dict] = field(default_factory=list)
 
     def measure(self, name: dict, function: Callable[[], dict]) -> dict:
         """Adds a row: `name`, then the columns that `function` returns, or the reason if it fails.
 
-        The rows that follow a failure are still measured.
+        The rows that follow a failure are still measured. With `predictions` only their rows are.
         """
+        if self.predictions:
+            row = ", ".join(map(str, name.values()))
+            if row not in self.predictions:
+                return {}
+            name = {"row": row, "prediction": self.predictions[row]}
         rates()  # measured once, while the memory is free
+        gc.collect()  # a policy refers to itself
         torch.cuda.empty_cache()  # the row before has filled it
         try:
             row = name | function()
@@ -165,23 +171,18 @@ def read_metrics(folder: Path) -> list[dict]:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def main(name: str, description: str, parts: dict[str, Callable], gpu: bool = False) -> None:
+def main(name: str, description: str, parts: dict[str, Callable]) -> None:
     """The command `python -m bench.NAME`: measures parts, prints their rows and writes them."""
-    flag = "--step" if gpu else "--only"
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
-    parser.add_argument(flag, dest="parts", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the rows")
-    parser.add_argument("--tiny", action="store_true", help="small sizes; writes no file")
     parser.add_argument("--peers", nargs="+", default=[], metavar="PYTHON", help="bench/peers.py")
     options = parser.parse_args()
-    if gpu and not torch.cuda.is_available():
-        parser.exit(2, "bench.gpu measures a GPU, and PyTorch sees no CUDA device here\n")
-    if torch.cuda.is_available() and not gpu:
+    if torch.cuda.is_available():
         parser.exit(2, f"bench.{name} measures a CPU; on a GPU: python -m bench.gpu\n")
     torch.set_num_threads(1)
-    for part in options.parts:
-        command = f"python -m bench.{name} {flag} {part}" + " --peers …" * bool(options.peers)
-        folder = None if options.tiny else options.out
-        bench = Bench(f"{name}_{part}", command, folder, options.tiny, options.peers)
+    for part in options.only:
+        command = f"python -m bench.{name} --only {part}" + " --peers …" * bool(options.peers)
+        bench = Bench(f"{name}_{part}", command, options.out, peers=options.peers)
         parts[part](bench)
         print(f"\n{part}\n{table(bench.rows)}", flush=True)

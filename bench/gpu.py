@@ -1,33 +1,177 @@
 """The measurements that need a GPU.
 
-    python -m bench.gpu --out FOLDER                all steps, about nine minutes
-    python -m bench.gpu --step decode requests      some of them
+    python -m bench.gpu --part 1 --out FOLDER       what is open, beside what is expected; also 2
+    python -m bench.gpu --step decode requests      whole steps (about ten minutes for all)
 
-Each step writes its rows to FOLDER/gpu_STEP.json. The tests that need a GPU are another command:
+Each step writes its rows to FOLDER/gpu_STEP.json as soon as they are measured. A part measures the
+rows of EXPECTED, each step in a process of its own with a limit; what a step does not need, the
+next one has. FOLDER/part_N.json has every row, also those that failed or were cut.
+
+The tests that need a GPU are another command:
 `python -m pytest -m gpu tests/test_kernels_*.py tests/test_policy.py tests/test_sampler.py`.
-
 The machine needs torch ≥ 2.11, triton and transformers ≥ 5.17; a peer that it lacks becomes a row
 that says so. docs/LOG.md (2026-11-26) says what ran and what failed. Several GPUs and long runs
 have never been tried. Tests: pytest tests/test_bench_gpu.py
 """
 
+import argparse
 import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are defined
 
 from bench import common, kernels, sampler, train_step  # noqa: E402
+from plumbing.folders import read_json  # noqa: E402
+from sampler import Sampler  # noqa: E402
+
+
+def lend(bench: common.Bench) -> None:
+    """A row: seconds to lend the KV pool to a training step, and to make it and its graphs again.
+
+    The pool and the step's activations (57 GB at most) do not fit together.
+    """
+    size, samples, capacity = train_step.setting(bench.tiny)
+    tokens = 1024 if bench.tiny else 45 * 2**30 // sampler.token_bytes(size)
+
+    def run() -> dict:
+        form = {"packed": True, "recompute": False, "compiled": False}
+        model, step = train_step.make_step(size, samples, capacity, **form)
+        own = Sampler(model, max_tokens=tokens, dtype=common.DTYPE)
+        sample = partial(own.generate, [[1, 2, 3]], max_new_tokens=4)
+        sample()  # its first step makes the pool and captures the graphs
+        seconds, peaks = [], []
+        for _ in range(5):
+            start = common.clock()
+            own.lend_pool()
+            seconds.append(common.clock() - start)
+            peaks.append(common.peak_bytes(step) / 1e9)
+            start = common.clock()
+            own.load_weights(model)
+            sample()
+            seconds[-1] += common.clock() - start
+        return common.spread("s", seconds) | {"peak GB": max(peaks)}
+
+    bench.measure({"form": "pool of 45 GiB"}, run)
+
+
+def capture(bench: common.Bench) -> None:
+    """A row for each mode: how many captures fail straight after a collective of NCCL."""
+    store = dist.FileStore(f"{tempfile.mkdtemp()}/store", 1)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    x = torch.zeros(1 << 20, device=common.DEVICE)
+    captures, launches = (2, 10) if bench.tiny else (200, 1000)
+
+    def work() -> None:
+        for _ in range(launches):
+            x[:1].add_(1)
+
+    def run(mode: str) -> dict:
+        errors = []
+        for _ in range(captures):
+            dist.all_reduce(x, async_op=True)
+            try:
+                kernels.captured(work, capture_error_mode=mode)()
+            except RuntimeError as error:
+                errors.append(str(error).partition("\n")[0][:100])
+        return {"captures": captures, "failed captures": len(errors), "errors": [*set(errors)]}
+
+    for mode in ("thread_local", "global"):
+        bench.measure({"mode": mode}, partial(run, mode))
+    dist.destroy_process_group()
+
 
 STEPS = {
     "loss": kernels.speed,
     "accuracy": kernels.accuracy,
     "attention": kernels.attention,
     "decode": sampler.decode,
+    "prefill": sampler.prefill,
     "requests": sampler.requests,
     "training_step": train_step.steps,
+    "lend": lend,
+    "capture": capture,
 }
+# part -> step -> most seconds. The last step is last because a thread of NCCL may end the process.
+PARTS = {
+    "1": {"training_step": 240, "requests": 150, "lend": 60},
+    "2": {"decode": 100, "prefill": 90, "capture": 40},
+}
+EXPECTED = [  # step, row, and what arithmetic or an earlier measurement says
+    ("training_step", "packed, not compiled", "2.59 s, as before"),
+    ("training_step", "packed, kept, not compiled", "1.98 s, as before"),
+    ("training_step", "packed", "1.3 s"),
+    ("training_step", "packed, activations kept", "1.0 s"),
+    ("requests", "as it was", "16,000 tokens/s, as before"),
+    ("requests", "pieces", "17,200 tokens/s"),
+    ("requests", "no empty launch", "17,000 tokens/s"),
+    ("requests", "both", "18,200 tokens/s"),
+    ("lend", "pool of 45 GiB", "1.5 to 3 s; it fits"),
+    ("decode", "Qwen3-8B, 3, 24576", "9.5 to 10.5 ms"),
+    ("decode", "Qwen3-8B, 12, 24576", "22 to 24 ms"),
+    ("prefill", "PyTorch", "24,000 tokens/s"),
+    ("prefill", "flash-attn 2", "24,000 tokens/s"),
+    ("prefill", "flash-attn 4", "29,000 tokens/s"),
+    ("capture", "thread_local", "none fails"),
+    ("capture", "global", "some fail, or none"),
+]
+
+
+def expected(step: str) -> dict[str, str]:
+    """Row -> what is expected of it."""
+    return {row: prediction for name, row, prediction in EXPECTED if name == step}
+
+
+def run_step(name: str, part: str | None, out: Path) -> None:
+    """Measures a step in this process; as one of a part only the rows of EXPECTED."""
+    command = f"python -m bench.gpu --step {name}" + f" --part {part}" * bool(part)
+    bench = common.Bench(f"gpu_{name}", command, out, predictions=expected(name) if part else {})
+    STEPS[name](bench)
+    print(f"\n{name}\n{common.table(bench.rows)}", flush=True)
+
+
+def run_part(part: str, out: Path, program: tuple[str, ...] = ("-m", "bench.gpu")) -> None:
+    """Measures a part. `program`: what Python runs for a step."""
+    rows = []
+    left = 0.0
+    for name, seconds in PARTS[part].items():
+        path = out / f"gpu_{name}.json"
+        path.unlink(missing_ok=True)
+        line = [sys.executable, *program, "--step", name, "--part", part, "--out", str(out)]
+        left += seconds
+        start = time.monotonic()
+        try:
+            outcome = f"exit {subprocess.run(line, timeout=left).returncode}"
+        except subprocess.TimeoutExpired:
+            outcome = f"cut after {left:.0f} s"
+        left -= time.monotonic() - start
+        done = {row["row"]: row for row in (read_json(path)["rows"] if path.exists() else [])}
+        for row, prediction in expected(name).items():
+            missing = {"row": row, "prediction": prediction, "failed": f"not measured: {outcome}"}
+            rows.append({"step": name} | done.get(row, missing))
+        common.save(f"part_{part}", f"python -m bench.gpu --part {part}", rows, out)
+    print(common.table(rows), flush=True)
+
 
 if __name__ == "__main__":
-    common.main("gpu", __doc__, STEPS, gpu=True)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--step", nargs="+", choices=STEPS)
+    parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the rows")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "bench.gpu measures a GPU, and PyTorch sees no CUDA device here\n")
+    if options.part and not options.step:
+        run_part(options.part, options.out)
+    else:
+        for name in options.step or STEPS:
+            run_step(name, options.part, options.out)

@@ -2,8 +2,7 @@
 
     python -m bench.sampler                     mixed, smollm2
     python -m bench.sampler --peers FOLDER/bin/python …     engines of other environments too
-    python -m bench.sampler --only mixed --tiny             in seconds; writes no file
-    python -m bench.gpu --step decode           on a GPU; likewise --step requests
+    python -m bench.gpu --step decode           on a GPU; likewise prefill, requests
 
 mixed     A random Qwen3 of 5M parameters samples greedily in fp32: 64 prompts of 16 to 256 tokens,
           16, 32, 64 or 128 new tokens each. The peers' tokens are compared with ours.
@@ -12,8 +11,11 @@ smollm2   SmolLM2-135M samples 64 new tokens at temperature 1, in fp32, and in b
           share a group's prompt. `generate` cannot, and takes ten times as long, so it is left out.
 decode    Decode steps of a random Qwen3-8B in bf16, as a share of the ceiling: each step only reads
           weights, keys and values, once, at the GPU's copy rate. Goal: 80 % with 64 rows of 4k.
+prefill   A prompt of 24k tokens through the random Qwen3-8B, by each attention that is installed.
 requests  A random Qwen3-0.6B in bf16 answers 256 requests at once, prompts and answers of 100 to
-          1,024 tokens, at temperature 0.6. It is nano-vllm's own benchmark.
+          1,024 tokens, at temperature 0.6. It is nano-vllm's own benchmark. "both" is the code. Its
+          decode attention once planned a row's pieces for a row as long as the pool, and launched
+          programs for shared pages where no rows (as here) share any.
 
 On a CPU each engine has one thread, and a row holds the requested tokens per CPU second in the
 median round. bench/peers.py says how to install the peers.
@@ -21,18 +23,24 @@ median round. bench/peers.py says how to install the peers.
 Results: bench/results/sampler_PART.json. Tests: pytest tests/test_bench.py
 """
 
+import contextlib
+import importlib
 import random
 import sys
 import tempfile
 from functools import partial
+from unittest import mock
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from bench import common, peers
+from kernels import paged, varlen
 from plumbing import models
 from sampler import Sampler
 from sampler.model import has_packed_products
+from sampler.plan import plan_kv_ranges
 
 SIZES = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -42,6 +50,8 @@ TINY = dict(zip(SIZES, (128, 32, 48, 4, 8, 4, 16, False)))
 SMALL = dict(zip(SIZES, (4096, 256, 768, 4, 8, 4, 32, False)))
 QWEN3_0_6B = dict(zip(SIZES, (151_936, 1024, 3072, 28, 16, 8, 128, True)))
 QWEN3_8B = dict(zip(SIZES, (151_936, 4096, 12_288, 36, 32, 8, 128, False)))
+# The name of a prefill's attention -> its package; None is PyTorch's varlen_attn.
+ATTENTIONS = {"PyTorch": None, "flash-attn 2": "flash_attn", "flash-attn 4": "flash_attn.cute"}
 ENGINES = ["generate, left-padded", "OpenVINO GenAI", "vLLM"]
 
 
@@ -124,7 +134,6 @@ def pieces_of_text(tokenizer, count: int) -> list[list[int]]:
 
 
 def smollm2(bench: common.Bench) -> None:
-    """With --tiny there is one round, of full size."""
     folder = str(models.find("smollm2", common.ROOT / ".cache"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -187,30 +196,82 @@ def decode_steps(size: dict, rows: int, context: int, steps: int) -> dict:
 def decode(bench: common.Bench) -> None:
     """A row for each number of rows and context."""
     size, steps = (TINY, 2) if bench.tiny else (QWEN3_8B, 64)
-    sizes = ((2, 24),) if bench.tiny else ((64, 4096), (64, 1024), (1, 4096))
-    for rows, context in sizes:
+    for rows, context in ((64, 4096), (64, 1024), (1, 4096), (3, 24_576), (12, 24_576)):
         name = {"model": "Qwen3-8B", "rows": rows, "context": context}
+        context = 24 if bench.tiny else context
         bench.measure(name, partial(decode_steps, size, rows, context, steps))
 
 
+def prefill(bench: common.Bench) -> None:
+    """A row for each attention: prefilled tokens per second."""
+    size, context = (TINY, 96) if bench.tiny else (QWEN3_8B, 24_576)
+
+    def run(package: str | None) -> dict:
+        function = package and importlib.import_module(package).flash_attn_varlen_func
+        sampler = make_sampler(size, context + 128, 1)
+        rng = random.Random(0)
+        prompts = iter([random_tokens(rng, context, size["vocab_size"]) for _ in range(4)])
+
+        def read() -> None:
+            sampler.generate([next(prompts)], max_new_tokens=1)
+
+        with mock.patch.object(varlen, "choose_flash_attention", lambda q: function):
+            seconds = common.timed(read, 3)
+        return common.spread("tokens/s", [context / each for each in seconds])
+
+    for name, package in ATTENTIONS.items():
+        bench.measure({"attention": name}, partial(run, package))
+
+
+def with_empty_ranges(*plan) -> np.ndarray:
+    """plan_kv_ranges with an unused range wherever a shared one could be."""
+    ranges = plan_kv_ranges(*plan)
+    rows = len(plan[1])
+    return np.pad(ranges, ((paged.LEVELS * (rows // 2) + rows - len(ranges), 0), (0, 0)))
+
+
 def requests(bench: common.Bench) -> None:
-    """One row: sampled tokens per second, with all requests in one batch."""
+    """A row for each form: sampled tokens per second, with all requests in one batch."""
     size, count, low, high = (TINY, 3, 4, 9) if bench.tiny else (QWEN3_0_6B, 256, 100, 1024)
     rng = random.Random(0)
     vocabulary = min(10_000, size["vocab_size"])
     prompts = [random_tokens(rng, rng.randint(low, high), vocabulary) for _ in range(count)]
     wanted = [rng.randint(low, high) for _ in range(count)]
 
-    def run() -> dict:
-        tokens = sum(map(len, prompts)) + sum(wanted) + 128 * count
-        sampler = make_sampler(size, tokens, count)
-        sampler.generate(prompts[:2], max_new_tokens=8, temperature=0.6)
-        start = common.clock()
-        completions = sampler.generate(prompts, max_new_tokens=wanted, temperature=0.6)
-        seconds = common.clock() - start
-        return {"tokens/s": sum(len(each.tokens) for each in completions) / seconds}
+    tokens = sum(map(len, prompts)) + sum(wanted) + 128 * count
 
-    bench.measure({"model": "Qwen3-0.6B", "requests": count}, run)
+    def split_pool(rows, kv_heads, capacity, *more) -> int:
+        return paged_splits.__wrapped__(rows, kv_heads, tokens, *more)
+
+    paged_splits = paged.split_count
+    long_pieces = [
+        mock.patch.object(paged, "split_count", split_pool),
+        mock.patch.object(paged, "LEAST_PIECE", 1),
+    ]
+    empty_launch = [mock.patch("sampler.engine.plan_kv_ranges", with_empty_ranges)]
+    forms = {
+        "as it was": long_pieces + empty_launch,
+        "pieces": empty_launch,
+        "no empty launch": long_pieces,
+        "both": [],
+    }
+
+    def run(patches) -> dict:
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            sampler = make_sampler(size, tokens, count)
+            sampler.generate(prompts[:2], max_new_tokens=8, temperature=0.6)
+            rates = []
+            for _ in range(3):
+                sampler.scheduler.release_all()  # no round reads pages that another has left
+                start = common.clock()
+                sampler.generate(prompts, max_new_tokens=wanted, temperature=0.6)
+                rates.append(sum(wanted) / (common.clock() - start))
+        return common.spread("tokens/s", rates)
+
+    for form, patches in forms.items():
+        bench.measure({"form": form}, partial(run, patches))
 
 
 if __name__ == "__main__":

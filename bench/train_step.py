@@ -22,6 +22,9 @@ Results: bench/results/train_step_PART.json. Tests: pytest tests/test_bench.py
 
 import math
 import random
+import re
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -108,13 +111,36 @@ def padded_step(model, batches, *, by_length: bool = False) -> tuple[float, int]
 
 
 FORMS = {
-    "packed": {"packed": True},
-    "packed, activations kept": {"packed": True, "recompute": False},
     "packed, not compiled": {"packed": True, "compiled": False},
     "packed, kept, not compiled": {"packed": True, "recompute": False, "compiled": False},
+    "packed": {"packed": True},
+    "packed, activations kept": {"packed": True, "recompute": False},
     "padded, random order": {},
     "padded, sorted by length": {"by_length": True},
 }
+# A kernel's family is the first whose pattern its name contains.
+FAMILIES = {
+    "attention": "flash|fmha|attention",
+    "loss": "stats_kernel|gradient_kernel",
+    "optimizer": "adam|multi_tensor|foreach",
+    "products": "gemm|nvjet|cutlass|::mm|addmm",
+    "elementwise": "",
+}
+
+
+def seconds_by_family(function: Callable) -> dict:
+    """The columns of a row: seconds that a GPU's kernels, or a CPU's operators, take in a call."""
+    activity, clock = torch.profiler.ProfilerActivity.CPU, "self_cpu_time_total"
+    if torch.cuda.is_available():
+        activity, clock = torch.profiler.ProfilerActivity.CUDA, "self_device_time_total"
+    with torch.profiler.profile(activities=[activity]) as profile:
+        function()
+        common.clock()
+    seconds = Counter()
+    for event in profile.key_averages():
+        family = next(name for name in FAMILIES if re.search(FAMILIES[name], event.key.lower()))
+        seconds[f"{family}, s"] += getattr(event, clock) / 1e6
+    return seconds
 
 
 def planned_bytes(size: dict, capacity: int, recompute: bool) -> float:
@@ -125,40 +151,56 @@ def planned_bytes(size: dict, capacity: int, recompute: bool) -> float:
     return sum(parts[name] for name in names)
 
 
-def steps(bench: common.Bench) -> None:
-    """A row for each form; on a GPU with an optimizer step."""
-    device = common.DEVICE
-    cuda = device.type == "cuda"
+def setting(tiny: bool) -> tuple[dict, list[Sample], int]:
+    """The size of the model, the samples, and the tokens of a micro-batch."""
+    cuda = torch.cuda.is_available()
     size = QWEN3_0_6B if cuda else SMALL | {"tie_word_embeddings": True}
     count, scale, capacity = (16, 1 / 2, 16_384) if cuda else (16, 1 / 16, 2048)
-    if bench.tiny:
+    if tiny:
         size, count, scale, capacity = TINY, 2, 1 / 64, 256
-    samples = draw_samples(count, scale, size["vocab_size"])
+    return size, draw_samples(count, scale, size["vocab_size"]), capacity
+
+
+def make_step(
+    size, samples, capacity, *, packed=False, recompute=True, compiled=True, by_length=False
+) -> tuple[torch.nn.Module, Callable]:
+    """A random model, and a function: a step, its loss, tokens computed, the gradient's norm."""
+    device = common.DEVICE
+    cuda = device.type == "cuda"
+    model = random_model(size, device)
+    batches = make_batches(samples, capacity if packed else 1, device)
+    if packed:
+        form = {"recompute_activations": cuda and recompute}
+        if compiled:
+            form["compiler"] = "eager" if size is TINY else trainer.compiler_of(device)
+        policy = trainer.Policy(model, bf16=cuda, **form)
+        run = partial(packed_step, policy, batches)
+    else:
+        run = partial(padded_step, model, batches, by_length=by_length)
+        if cuda:
+            model.train()  # it has no dropout
+            model.gradient_checkpointing_enable()
+    optimizer = trainer.make_optimizer(model, 1e-6, 0.0)
+
+    def step() -> tuple[float, int, float]:
+        optimizer.zero_grad(set_to_none=True)
+        loss, computed = run()
+        norm = trainer.gradient_norm(model, 1.0)
+        if cuda:
+            optimizer.step()
+        return loss, computed, norm
+
+    return model, step
+
+
+def steps(bench: common.Bench) -> None:
+    """A row for each form; on a GPU with an optimizer step."""
+    cuda = torch.cuda.is_available()
+    size, samples, capacity = setting(bench.tiny)
     expected = []  # the loss and the gradient's norm of the first form
 
-    def measurement(packed=False, recompute=True, compiled=True, by_length=False) -> dict:
-        model = random_model(size, device)
-        batches = make_batches(samples, capacity if packed else 1, device)
-        if packed:
-            form = {"recompute_activations": cuda and recompute}
-            form["compiler"] = trainer.compiler_of(device) if compiled else None
-            policy = trainer.Policy(model, bf16=cuda, **form)
-            run = partial(packed_step, policy, batches)
-        else:
-            run = partial(padded_step, model, batches, by_length=by_length)
-            if cuda:
-                model.train()  # it has no dropout
-                model.gradient_checkpointing_enable()
-        optimizer = trainer.make_optimizer(model, 1e-6, 0.0)
-
-        def step():
-            optimizer.zero_grad(set_to_none=True)
-            loss, computed = run()
-            norm = trainer.gradient_norm(model, 1.0)
-            if cuda:
-                optimizer.step()
-            return loss, computed, norm
-
+    def measurement(**form) -> dict:
+        _, step = make_step(size, samples, capacity, **form)
         loss, computed, norm = step()
         if not expected:
             expected.extend((loss, norm))
@@ -167,14 +209,14 @@ def steps(bench: common.Bench) -> None:
                 raise ValueError(
                     f"the loss or the gradient differs: {loss}, {norm}, not {expected}"
                 )
-        before = torch.cuda.memory_allocated() if cuda else 0
-        row = {"peak GB": (before + common.added_bytes(step)) / 1e9, "tokens computed": computed}
-        if packed:
-            row["planned GB"] = planned_bytes(size, capacity, recompute) / 1e9
-        return row | common.spread("s", common.timed(step, 1 if bench.tiny else 3))
+        row = {"peak GB": common.peak_bytes(step) / 1e9, "tokens computed": computed}
+        if "packed" in form:
+            row["planned GB"] = planned_bytes(size, capacity, form.get("recompute", True)) / 1e9
+        row |= common.spread("s", common.timed(step, 1 if bench.tiny else 3))
+        return row | (seconds_by_family(step) if cuda or bench.tiny else {})
 
     for name, form in FORMS.items():
-        if cuda or not form.keys() & {"recompute", "compiled"}:  # A CPU does neither.
+        if cuda or bench.predictions or not form.keys() & {"recompute", "compiled"}:
             bench.measure({"form": name}, partial(measurement, **form))
 
 

@@ -14,7 +14,6 @@ import pytest
 from helpers.chat import QWEN25, tokenizer
 from helpers.samples import text_of
 from helpers.stopped import options_of
-from matplotlib.axes import Axes
 
 import mars
 from bench import arms, fidelity, pages, swap
@@ -329,24 +328,6 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
     arms.run_missing(options)
     made = 3 * len(arms.ARMS["almanac"]) + 2 * (1 + len(arms.OTHER_READING))
     assert len(done) == len(set(done)) == made
-
-
-def test_the_picture_has_a_dot_and_interval_for_each_run_and_its_start(tmp_path, monkeypatch):
-    for name, right in (("start-5", 1), ("mars-5", 3), ("mars-6", 4), ("none-5", 2)):
-        record = json.dumps({"cells": {"all": [right, 4]}})
-        (tmp_path / f"{name}-sampled.json").write_text(record)
-    drawn, hollow = [], []
-
-    def errorbar(self, x, y, xerr, **options):
-        drawn.append((x, y))
-        ((below,), (above,)) = xerr
-        assert 0 <= x - below <= x <= x + above < 1.001 and below + above > 0.3
-
-    monkeypatch.setattr(Axes, "errorbar", errorbar)
-    monkeypatch.setattr(Axes, "plot", lambda self, x, y, *look, **more: hollow.append((x, y)))
-    arms.picture(Namespace(records=tmp_path, seeds=[5, 6]))
-    assert sorted(drawn) == [(0.5, 15 / 16), (0.75, -1 / 16), (1.0, 1 / 16)]
-    assert hollow == [(0.25, -1 / 16)]
 
 
 @needs_pages

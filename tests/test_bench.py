@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mars
-from bench import arms, common, peers, toy, train_step
+from bench import arms, common, cost, peers, toy, train_step
 from bench import kernels as loss
 from bench import sampler as bench
 from config import parse, parser, resolve
@@ -220,3 +220,26 @@ def test_our_grpo_step_trains_what_it_sampled():
     before = model.lm_head.weight.clone()
     row = train_step.our_step(model, [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10]], group=3, new=2)
     assert row["tokens trained"] == 2 * 3 * 2 and not torch.equal(before, model.lm_head.weight)
+
+
+# ---------------------------------------------------------------- the paper's setting
+
+
+def test_the_cost_model_is_near_what_an_h100_took():
+    """Decode steps of Qwen3-8B, as in bench/results/gpu_decode.json."""
+    for rows, context, seconds in ((64, 4096, 0.02145), (1, 4096, 0.00688)):
+        assert cost.decode_seconds(rows * context) == pytest.approx(seconds, rel=0.06)
+
+
+def test_lent_memory_and_shared_attempts_shorten_a_step(monkeypatch):
+    """The real scheduler, 2 GPUs with two questions of 8 attempts each."""
+    for name, value in {"questions": 4, "group": 8}.items():
+        monkeypatch.setattr(cost.CONFIG, name, value)
+    monkeypatch.setattr(cost, "GPUS", 2)
+    small, large, helped = (
+        cost.play_step(*setting) for setting in ((80_000, 8, 2), (300_000, 8, 2), (300_000, 2, 4))
+    )
+    assert len({tuple(sorted(a.samples + b.samples)) for a, b in (small, large, helped)}) == 1
+    hours = [max(rank.clock for rank in ranks) / 3600 for ranks in (small, large, helped)]
+    assert hours[0] > 1.3 * hours[1] and hours[1] > hours[2]
+    assert all(sum(rank.rows) / len(rank.rows) < 80_000 / 20_000 for rank in small)

@@ -1,0 +1,196 @@
+"""Hours that a step of the paper's setting takes on 8 H100s: arithmetic around the real scheduler.
+
+    python -m bench.cost            prints a table within a minute, on one core
+
+Attempts run through driver.py and sampler/scheduler.py. One simulated token stands for 64, and a
+clock adds what each step of the sampler would cost. An attempt has the shape of MARS's episodes.
+The paper states limits only, so the usual lengths are our assumption, and the hours are no better.
+
+Not counted: waiting for tools, pages that two readers have in common, questions without a gradient
+because all their attempts earned the same, the exchange of weights (it overlaps with other work).
+
+Tests: pytest tests/test_bench.py
+"""
+
+import asyncio
+import random
+from functools import partial
+from statistics import mean
+
+from bench.common import table
+from bench.sampler import QWEN3_8B, token_bytes, weight_bytes
+from driver import Driver
+from mars import PAPER, MarsConfig
+from sampler.request import Conversation, Request
+from sampler.scheduler import Scheduler
+
+CONFIG = MarsConfig(**{name: value for name, value in PAPER.items() if name != "name"})
+GPUS = 8
+SCALE = 64  # a page's tokens on CUDA
+
+# One H100: a copy's bytes a second, a large product's FLOP/s (measured, docs/findings.md).
+COPY, PRODUCT = 2.97e12, 775e12
+READ = 0.93 * COPY  # decode attention (measured)
+STEP_SECONDS = 1.5e-3  # launches and draws: 64 rows of 4k then take 21.0 ms (measured: 21.5)
+PREFILL, LINEAR = 0.84 * PRODUCT, 0.88 * PRODUCT  # a layer's products in rollouts, in training
+LOSS = 0.79 * PRODUCT  # with gradients (measured)
+# FlashAttention 2, published: one long sequence forward; packed ones forward and backward.
+ATTENTION, PACKED, BACKWARD = 370e12, 350e12, 270e12
+# Bytes of a token in a layer, counted on fake tensors: operations one by one, and compiled.
+ELEMENTWISE = {"eager": 3312e3, "compiled": 900e3}
+
+VOCABULARY, D, F, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, _ = QWEN3_8B.values()
+LAYER = D * (2 * HEADS * HEAD_SIZE + 2 * KV_HEADS * HEAD_SIZE + 3 * F)  # weights in products
+PAIR = 4 * HEADS * HEAD_SIZE * LAYERS  # FLOPs of a query and a key
+WEIGHTS, TOKEN = weight_bytes(QWEN3_8B), token_bytes(QWEN3_8B)
+
+# Tokens of a question, and on average of a step and a note; calls, and chunks of a call.
+QUESTION, STEP, NOTE, CALLS, CHUNKS = 1536, 800, 600, 4, 5
+SPREAD = 0.5  # σ of the logarithm of an attempt's calls by question, and again by attempt
+MOST_CALLS = (CONFIG.sys2_context - QUESTION) // (STEP + CHUNKS * NOTE)
+
+
+def prefill_seconds(begin: int, end: int) -> float:
+    """Seconds that tokens begin:end of a context take to prefill."""
+    pairs = (end**2 - begin**2) / 2
+    return (end - begin) * 2 * LAYERS * LAYER / PREFILL + PAIR * pairs / ATTENTION
+
+
+def decode_seconds(tokens: int) -> float:
+    """Seconds of a decode step whose rows hold `tokens` tokens together."""
+    return (WEIGHTS + tokens * TOKEN) / READ + STEP_SECONDS
+
+
+def training_seconds(length: int, sampled: int, elementwise: float) -> float:
+    """Seconds of a sample's forward and backward pass; activations are computed twice."""
+    products = LAYERS * (8 * LAYER - 2 * D * F)  # a layer's last product is computed once
+    seconds = length * (products / LINEAR + LAYERS * elementwise / (0.88 * COPY))
+    seconds += PAIR * length**2 / 2 * (2 / PACKED + 2.5 / BACKWARD)
+    return seconds + sampled * 6 * VOCABULARY * D / LOSS
+
+
+class Rank:
+    """One GPU's sampler, as the driver uses it: the real scheduler, with a clock as its device."""
+
+    def __init__(self, pool: int):
+        # A simulated step stands for SCALE steps, each of which prefills up to 8,192 tokens.
+        sizes = {"pages": pool // SCALE, "page_size": 1, "max_sequences": CONFIG.max_sequences}
+        self.scheduler = Scheduler(**sizes, prefill_chunk=8192)
+        self.close = self.scheduler.close
+        self.ranks = [self]
+        self.clock = self.decoding = 0.0  # seconds
+        self.rows = []  # decoded together, by step
+        self.samples = []  # (tokens, sampled tokens) of what is trained
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.requests)
+
+    def submit(self, conversation: Conversation, tokens: list[int], **options) -> Request:
+        request = Request(conversation, tokens, **options)
+        self.scheduler.submit(request)
+        return request
+
+    def step(self) -> list[Request]:
+        """SCALE steps of the sampler, unless another rank is behind."""
+        if self.clock > min(rank.clock for rank in self.ranks if rank.busy):
+            return []
+        _, prefill, _, decode = self.scheduler.schedule(unread=False)
+        if prefill is not None:
+            for end, a, b in zip(prefill.host_lengths, prefill.starts, prefill.starts[1:]):
+                self.clock += prefill_seconds(SCALE * (end - (b - a)), SCALE * end)
+        if decode is not None:
+            rows = len(decode.requests)
+            seconds = SCALE * decode_seconds(SCALE * sum(decode.batch.host_lengths))
+            self.rows.append(rows)
+            self.clock += seconds
+            self.decoding += seconds
+            self.scheduler.collect(decode, [0] * rows, [0.0] * rows)
+        finished, self.scheduler.finished = self.scheduler.finished, []
+        return finished
+
+
+async def play(driver: Driver, rank: Rank, calls: int, name: str) -> None:
+    """An attempt: a step of System 2, a note on each chunk of what its call returned, and so on."""
+    rng = random.Random(name)
+
+    async def ask(conversation: Conversation, given: int, usual: int, most: int) -> int:
+        """Answers are exponential. No two prompts begin alike, so that no page is shared."""
+        tokens = [rng.getrandbits(60)] + [0] * (given // SCALE - 1)
+        new = max(1, round(min(rng.expovariate(1 / usual), most) / SCALE))
+        completion = await driver.sample(rank, conversation, tokens, max_new_tokens=new)
+        return SCALE * len(completion.tokens)
+
+    async def read() -> int:
+        reader = Conversation()
+        note = await ask(reader, CONFIG.sys1_prompt, NOTE, CONFIG.sys1_response)
+        rank.close(reader)
+        return note
+
+    system2 = Conversation()
+    sampled = await ask(system2, QUESTION, STEP, CONFIG.step_tokens)
+    for _ in range(calls):
+        notes = await asyncio.gather(*(read() for _ in range(CHUNKS)))
+        sampled += await ask(system2, sum(notes), STEP, CONFIG.step_tokens)
+    rank.close(system2)
+    rank.samples.append((SCALE * len(system2.tokens), sampled))
+    rank.samples.append((CONFIG.sys1_prompt + notes[0], notes[0]))  # balancing draws one note
+
+
+def play_step(pool: int, unit: int, at_once: int) -> list[Rank]:
+    """The ranks after a step: each plays `at_once` units of `unit` attempts at a time.
+
+    A rank that has begun all its own units takes those of others, unless they are whole questions.
+    """
+    rng = random.Random(0)
+    factor = partial(rng.lognormvariate, -(SPREAD**2) / 2, SPREAD)  # 1 on average
+    ranks = [Rank(pool) for _ in range(GPUS)]
+    driver = Driver(ranks, deterministic=True)
+    queues = [[] for _ in ranks]
+    for question in range(CONFIG.questions):
+        usual = CALLS * factor()
+        calls = [min(max(1, round(usual * factor())), MOST_CALLS) for _ in range(CONFIG.group)]
+        attempts = [(count, f"{question} {number}") for number, count in enumerate(calls)]
+        units = [attempts[start : start + unit] for start in range(0, CONFIG.group, unit)]
+        queues[question * GPUS // CONFIG.questions] += units
+
+    async def work(number: int) -> None:
+        rank = ranks[number]
+        rank.ranks = ranks
+        shared = queues[number:] + queues[:number]
+        for queue in shared if unit < CONFIG.group else shared[:1]:
+            while queue:
+                await asyncio.gather(*(play(driver, rank, *attempt) for attempt in queue.pop(0)))
+
+    driver.run([work(number) for number in range(GPUS) for _ in range(at_once)])
+    return ranks
+
+
+def row(name: str, pool: int, unit: int, at_once: int, form: str) -> dict:
+    """Hours of a step and of a run, and what the GPUs do meanwhile."""
+    ranks = play_step(pool, unit, at_once)
+    slowest = max(rank.clock for rank in ranks)
+    rows = [count for rank in ranks for count in rank.rows]
+    samples = [sample for rank in ranks for sample in rank.samples]
+    training = sum(training_seconds(*sample, ELEMENTWISE[form]) for sample in samples) / GPUS
+    hours = (slowest + training) / 3600
+    return {
+        "setting": name,
+        "readers at once": mean(rows),
+        "tokens/s of decoding": SCALE * sum(rows) / sum(rank.decoding for rank in ranks),
+        "GPUs busy": mean(rank.clock for rank in ranks) / slowest,
+        "rollouts, h": slowest / 3600,
+        "training, h": training / 3600,
+        "step, h": hours,
+        f"{CONFIG.steps} steps, h": CONFIG.steps * hours,
+    }
+
+
+SETTINGS = [
+    ("pool of 80,000, own questions", 80_000, 16, 4, "eager"),
+    ("pool of 300,000, own questions", 300_000, 16, 4, "compiled"),
+    ("pool of 300,000, shared in fours", 300_000, 4, 4, "compiled"),
+]
+
+if __name__ == "__main__":
+    print(table([row(*setting) for setting in SETTINGS]))
