@@ -394,7 +394,9 @@ def test_an_evaluation_goes_on_where_it_was_ended(copied, monkeypatch, capsys, t
     assert (tmp_path / "log").read_text().count("avg@3") == 1
 
 
-def test_questions_without_an_answer_are_answered_and_have_no_accuracy(base, own, capsys):
+def test_questions_without_an_answer_are_answered_and_have_no_accuracy(
+    base, own, monkeypatch, capsys
+):
     asked = ["when was ada baker born ?", "what does ada baker enjoy ?", "who is ada baker ?"]
     lines = [{"id": f"q{i}", "question": text} for i, text in enumerate(asked)]
     Path("open.jsonl").write_text(
@@ -413,6 +415,12 @@ def test_questions_without_an_answer_are_answered_and_have_no_accuracy(base, own
     assert run(*line, "--name", "none") == 0
     assert "accuracy" not in capsys.readouterr().out
     assert len(Path("runs/none/answers.jsonl").read_text().splitlines()) == 3
+    assert run(*line, "--name", "half", grade=half) == 0, "a grader of one's own may need no answer"
+    assert json.loads(Path("runs/half/table.json").read_text())[0]["questions"] == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "append_lines", lambda path, lines: None)
+        assert run(*line, "--name", "elsewhere") == 2
+    assert "lacks attempts" in capsys.readouterr().err
     assert run("--model", base, *SMALL, *own, "--data", "open.jsonl") == 2
     assert "no golden answer" in capsys.readouterr().err
 

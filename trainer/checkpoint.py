@@ -75,7 +75,9 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> No
         (path / "state.json").write_text(json.dumps({"step": step}), encoding="utf-8")
 
     def write() -> None:
-        write_folder(folder / "state" / f"step_{step:06d}", fill)
+        final = folder / "state" / f"step_{step:06d}"
+        if not (final / "state.json").exists():  # else a step that failed saves what it began with
+            write_folder(final, fill)
         link_checkpoint(folder)
 
     write_once(write, f"write the state of step {step} to {folder}")
