@@ -76,7 +76,10 @@ class Config:
     runs: str = option("runs", "folder of all runs", RESUME)
     seed: int = option(0, "of every draw, of the toy's world and of its base model")
     steps: int = option(40, "rollout batches; on the toy more add a little", TRAIN, RESUME)
-    resume: bool = option(False, "go on from the newest whole state of runs/NAME", TRAIN, RESUME)
+    resume: bool = option(
+        False, "go on with runs/NAME and its options; begin where nothing is there", RESUME
+    )
+    keep_every: int = option(0, "keep the state of every n-th step too; 0: none", TRAIN, RESUME)
     track: Literal["none", "trackio", "wandb"] = option(
         "none", "a live view of the metrics", TRAIN, RESUME
     )
@@ -96,11 +99,10 @@ class Config:
     tools: str = option("search,scholar,python", "what may be called")
 
     questions: int = option(16, "per step", TRAIN, heading="reinforcement learning")
-    group: int = option(8, "G: attempts per question", TRAIN)
+    group: int = option(8, "G: attempts per question; eval: 1 unless given")
     resample: int = option(0, "batches more, until --questions groups differ in reward", TRAIN)
     temperature: float = option(1.0, "of sampling, and so of the distribution in the loss")
     lr: float = option(5e-4, "learning rate; at 1e-3 one of three toy seeds slipped late", TRAIN)
-    warmup: int = option(1, "steps of linear warm-up, then constant", TRAIN)
     inner_steps: int = option(1, "optimizer steps per batch, each on part of the questions", TRAIN)
     advantage: Literal["std", "mean"] = option("std", "(r − mean) / std; mean: r − mean", TRAIN)
     loss_mean: Literal["sample", "token"] = option("sample", "what loss terms are means of", TRAIN)
@@ -122,6 +124,7 @@ class Config:
     kv_tokens: int = option(0, "tokens of KV pool; 0: what fits on CUDA, else 65536", RESUME)
     # no options
     clip: float = no_option(0.2)  # ε, down and up; the paper's is unknown (our choice)
+    warmup: int = no_option(1)  # steps of linear warm-up
     top_p: float = no_option(1.0)  # nucleus of the sampled evaluation; training has none
     decay: bool = no_option(False)  # linear decay to 0 at --steps, or where --resume puts them
     beta1: float = no_option(0.9)  # of AdamW; in a short run less: momentum outlives its gradient
@@ -160,7 +163,7 @@ class Config:
         """Refuses values that contradict each other: UserError with one sentence."""
         counts = "steps questions eval_every inner_steps micro_tokens"
         self.at_least(1, *counts.split(), "top_k", "group")
-        counts = "eval_questions seed lora_rank warmup resample max_calls kv_tokens"
+        counts = "eval_questions seed lora_rank keep_every resample max_calls kv_tokens"
         self.at_least(0, *counts.split())
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

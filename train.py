@@ -13,6 +13,8 @@ import errno
 import io
 import itertools
 import math
+import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -38,14 +40,15 @@ from plumbing.metrics import (
     rollout_sums,
     update_metrics,
 )
-from plumbing.start import Run, build
+from plumbing.start import Run, build, take_options
 from processes import sum_over_ranks
 from rollout import Method, Sample, Trajectory, play_batch, play_shared
 from tasks.questions import Question
 from tools import web
 
 MAX_NORM = 1.0  # of the gradient
-# A state is written after so many steps, and at the end of the first step after so many seconds.
+# A state is written before each evaluation, at most so many steps after the former one, and at the
+# end of the first step after so many seconds.
 SAVE_EVERY = 10
 SAVE_SECONDS = 3600
 
@@ -305,14 +308,19 @@ def skip(run: Run, step: int) -> None:
 # ------------------------------------------------------------------------------------------ the run
 
 
-def train(run: Run) -> None:
-    """The whole run: steps, evaluations, states on disk, pictures."""
+def train(run: Run, terminated: list) -> int:
+    """The whole run: steps, evaluations, states on disk, pictures; returns the exit code.
+
+    `terminated` has an entry for each SIGTERM. One on any rank saves the state at the end of its
+    step, and the code is 75 (EX_TEMPFAIL) unless that was the last step. Slurm and torchrun may
+    both send one, so a second one ends nothing.
+    """
     config = run.config
     first = logbook.open_folder(run)
     quiet = run.rank > 0 or not sys.stderr.isatty()
     steps = range(first, config.steps)
     web.METER.left = max(1, config.max_calls // run.ranks) if config.max_calls else math.inf
-    saved = time.monotonic()
+    saved, saved_at = first, time.monotonic()
     for step in tqdm(steps, initial=first, total=config.steps, disable=quiet):
         scores = {}
         if step % config.eval_every == 0:
@@ -327,13 +335,21 @@ def train(run: Run) -> None:
         metrics = {"step": step, **metrics, **scores, "service_calls": calls}
         logbook.write(run, trajectories, step, "train", metrics)
         logbook.report(run, metrics)
-        late = processes.from_first_rank(time.monotonic() - saved > SAVE_SECONDS)
-        regular = (step + 1) % min(SAVE_EVERY, config.eval_every) == 0
+        done = step + 1
+        late = time.monotonic() - saved_at > SAVE_SECONDS
+        asked = sum_over_ranks({"stop": len(terminated), "save": late})  # of any rank
+        regular = done % config.eval_every == 0 or done - saved >= SAVE_EVERY
+        kept = config.keep_every and done % config.keep_every == 0
         # A cap on calls stops a rank within a step, so a state is written after each.
-        if late or regular or config.max_calls or step == config.steps - 1:
-            trainer.save(run.folder, step + 1, run.policy, run.optimizer, run.tokenizer)
-            saved = time.monotonic()
+        if asked.total() or regular or kept or config.max_calls or done == config.steps:
+            trainer.save(run.folder, done, run.policy, run.optimizer, run.tokenizer)
+            processes.on_first_rank(lambda: logbook.remove_states(run))
+            saved, saved_at = done, time.monotonic()
+        if asked["stop"] and done < config.steps:
+            logbook.print_line(run, f"SIGTERM: state {done} is saved; {GO_ON}")
+            return os.EX_TEMPFAIL
     logbook.summary(run)
+    return 0
 
 
 def evaluate(run: Run, updates: int) -> dict:
@@ -405,10 +421,15 @@ def main(
             evaluation.main(method, arguments, complete, **additions)
         else:
             given = complete("train", parse(parser(method.config, description), arguments))
-            config = resolve(method.config, given, presets=method.presets)
+            config = resolve(method.config, take_options(given), presets=method.presets)
             if config.resample and method.play_step:
                 raise UserError(f"--resample has no use: {method.name} plays its steps by itself")
-            train(build(method, config, training=True, **additions))
+            terminated = []
+            former = signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
+            try:
+                code = train(build(method, config, training=True, **additions), terminated)
+            finally:
+                signal.signal(signal.SIGTERM, former)
     # FloatingPointError: the sampler met logits that are no numbers.
     except (UserError, FloatingPointError) as error:
         code = fail(error)

@@ -3,45 +3,57 @@
 CKPT is a run (runs/NAME), its checkpoint/ folder, or any model that transformers loads. A run
 brings its own settings, held-out questions and frozen model. Any other model takes the defaults, or
 a preset's limits; `eval` then needs `--data`, and `ask` something to search. `--docs FOLDER`
-searches your own documents. Both run in one process.
+searches your own documents.
 
     python mars.py eval runs/toy --temperature 0 --eval_questions 500
+    torchrun --nproc_per_node=8 mars.py eval runs/big --group 16 --name big-16 --resume
     python mars.py eval Qwen/Qwen3-8B --preset paper --data bamboogle
     python mars.py ask runs/toy "when was omar engel born ?" --docs FOLDER
 
-`eval` writes runs/eval-CKPT/, or what --name says, with table.json, rollouts/ and
-trajectories.html. `ask` without a question answers one line of standard input after another, typed
-or from a pipe, each on its own: a follow-up must name what it is about.
+`eval` writes runs/eval-CKPT/, or what --name says, with table.json, rollouts/ (a file of each
+process) and trajectories.html. Questions without a right answer are answered in answers.jsonl and
+have no accuracy. --group K makes K attempts at each question: avg@K is the mean accuracy of an
+attempt, pass@K the share of questions that some attempt has right. With --resume the same command
+goes on where it was ended, and begins where it was not.
+
+`ask` without a question answers one line of standard input after another, typed or from a pipe,
+each on its own: a follow-up must name what it is about.
+
 Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
 
 import asyncio
 import contextlib
 import functools
+import hashlib
 import os
+import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import trainer
 from config import TRAIN, Config, UserError, fail, flagged, parse, parser, resolve
 from plumbing import folders, logbook, models, pages
-from plumbing.metrics import failures, ratio, rollout_sums, wilson_interval
-from plumbing.start import Run, build, new_folder
+from plumbing.metrics import clustered_interval, failures, local_sums, ratio, wilson_interval
+from plumbing.start import Run, build, new_folder, reclaim, refuse_other_questions
+from processes import from_first_rank, on_first_rank, sum_over_ranks
 from rollout import Method, Trajectory, play_batch
 from tasks.questions import Question
 
 # What ask does not read, beside what only training does.
-NOT_FOR_ASK = {"name", "runs", "data", "grader", "eval_questions"}
+NOT_FOR_ASK = {"name", "runs", "resume", "data", "grader", "eval_questions", "group"}
+BATCH = 512  # a rank's attempts that are played together, then written: a kill loses no more
 
 
 def main(
     method: Method, arguments: list[str], complete: Callable[[str, dict], dict], **additions
 ) -> None:
     """`eval CKPT [options]` or `ask CKPT ["question"] [options]`; the rest is train.main's."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError("eval and ask run in one process: start them without torchrun")
     asking = arguments[0] == "ask"
+    if asking and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("ask runs in one process: start it without torchrun")
     ignored = flagged(method.config, TRAIN) | (NOT_FOR_ASK if asking else set())
     options = parser(method.config, __doc__, ignored)
     options.add_argument("checkpoint")
@@ -51,13 +63,14 @@ def main(
     for name in sorted(ignored.intersection(given)):  # nobody would read it
         raise UserError(f"{arguments[0]} does not read --{name}; leave it out")
     given = complete(arguments[0], given)
+    resume = given.pop("resume", False)
     config = settings(method, given, asking)
     if config.frozen():  # else every role is played by the checkpoint
         additions["frozen"] = frozen_model(Path(given["checkpoint"]))
     if asking:
         ask(method, config, given.get("question"), **additions)
     else:
-        evaluate(method, config, **additions)
+        evaluate(method, config, resume, **additions)
 
 
 def settings(method: Method, given: dict, asking: bool) -> Config:
@@ -80,7 +93,7 @@ def settings(method: Method, given: dict, asking: bool) -> Config:
         saved["eval_docs"] = ""  # given documents are for all questions
     # The checkpoint has the adapters merged in, and the run's servers may hold anything now.
     saved |= {"model": str(model), "name": "", "resume": False, "kl_beta": 0.0, "fsdp": False}
-    saved |= {"lora_rank": 0, "server": ""}
+    saved |= {"lora_rank": 0, "server": "", "group": 1}
     if asking:  # needs neither questions nor a judge
         saved |= {"data": "toy", "eval_data": "", "grader": "em", "eval_questions": 0}
     elif "data" in given:
@@ -110,50 +123,125 @@ def frozen_model(checkpoint: Path) -> Path:
 # --------------------------------------------------------------------------------------------- eval
 
 
-def evaluate(method: Method, config: Config, **additions) -> None:
-    """Answers every held-out question; prints and writes the table and the page."""
+def evaluate(method: Method, config: Config, resume: bool, **additions) -> None:
+    """Makes --group attempts at every held-out question; prints and writes the table and the page.
+
+    With `resume` it goes on if it has begun.
+    """
     source = models.run_of(Path(config.model)) or Path(config.model)
-    folders.refuse_run(Path(config.runs), config.name)
+    base = f"eval-{source.resolve().name}"
+    if resume:
+        config.name = config.name or base
+    begun = resume and folders.resumable(Path(config.runs) / config.name, evaluation=True)
+    if not begun:
+        folders.refuse_run(Path(config.runs), config.name)
     run = build(method, config, training=False, **additions)
-    batch = list(enumerate(run.eval_questions))
-    trajectories = play_batch(run, batch, 1, run.eval_tools, step="eval", top_p=config.top_p)
-    rows = [row(run, name, members) for name, members in by_set(trajectories)]
-    try:
-        run.lock = new_folder(config, f"eval-{source.resolve().name}")
-        run.folder = Path(config.runs) / config.name
+    weights = [(path.name, path.stat().st_mtime_ns) for path in Path(config.model).glob("*")]
+    run.asked = hashlib.sha256(f"{run.asked} {sorted(weights)}".encode()).hexdigest()
+    run.lock = on_first_rank(
+        lambda: reclaim(config, method.name) if begun else new_folder(config, base)
+    )
+    config.name = from_first_rank(config.name)
+    run.folder = Path(config.runs) / config.name
+    done = from_first_rank(on_first_rank(lambda: open_files(run, begun)))
+
+    def known(question: Question) -> bool:
+        return bool(question.golden_answers) or "grade" in additions
+
+    grade = run.grade
+    run.grade = lambda question, answer: grade(question, answer) if known(question) else 0.0
+    batch = [(i, question) for i, question in enumerate(run.eval_questions) if i not in done]
+    batch = batch[run.rank :: run.ranks]
+    size = max(1, BATCH // config.group)
+    options = {"step": "eval", "top_p": config.top_p}
+    for first in range(0, len(batch), size):
+        part = batch[first : first + size]
+        trajectories = play_batch(run, part, config.group, run.eval_tools, **options)
+        lines = [attempt_record(run, t, known(t.question)) for t in trajectories]
+        folders.append_lines(run.folder / "rollouts" / f"step_{run.rank}.jsonl", lines)
+    sum_over_ranks({})  # waits until all of them have written
+    on_first_rank(lambda: report(run))
+
+
+def open_files(run: Run, begun: bool) -> set[int]:
+    """The indices of finished questions; other lines are removed, as of a kill or a lost judge."""
+    if begun:
+        refuse_other_questions(run.folder, run.asked)
+    else:
+        folders.write_json(run.folder / "table.json", [])  # so that nobody takes it for a run
         logbook.settings(run)
-        folders.write_json(run.folder / "table.json", rows)
-        logbook.write(run, trajectories, 0, "eval")
-    finally:  # where the disk takes nothing, the result of hours is seen at least
+    done = set()
+    for path in folders.rollout_files(run.folder).values():
+        lines = folders.read_lines(path)
+        graded = Counter(line["index"] for line in lines if line["sums"].get("graded"))
+        lines = [line for line in lines if graded[line["index"]] == run.config.group]
+        folders.write_whole(path, folders.as_lines(lines))
+        done.update(line["index"] for line in lines)
+    return done
+
+
+def attempt_record(run: Run, trajectory: Trajectory, known: bool) -> dict:
+    """The line of an attempt in rollouts/, with its question's index and what the table needs.
+
+    known: whether somebody knows the right answer.
+    """
+    record = logbook.record(trajectory, run.chat, 0, "eval")
+    record |= {"index": trajectory.question_index, "known": known, "sums": local_sums([trajectory])}
+    return record if known else record | {"reward": None}
+
+
+def report(run: Run) -> None:
+    """Writes and prints the table, the page, and the answers that nobody can grade."""
+    sets: dict[str, list[dict]] = {}
+    unknown = []
+    shown = ["question_id", "question", "answer"]
+    for path in folders.rollout_files(run.folder).values():
+        for line in folders.read_lines(path):
+            source = run.eval_questions[line["index"]].source
+            attempts = sets.setdefault(source, []) if line["known"] else unknown
+            attempts.append({key: line[key] for key in [*shown, "index", "reward", "sums"]})
+    if len(unknown) + sum(map(len, sets.values())) < len(run.eval_questions) * run.config.group:
+        raise UserError(f"{run.folder} lacks attempts of other machines: let all share one --runs")
+    rows = [row(run, name, attempts) for name, attempts in sorted(sets.items())]
+    if len(sets) > 1:
+        rows.append(row(run, "all", sum(sets.values(), [])))
+    folders.write_json(run.folder / "table.json", rows)
+    if rows:
         print(table(rows), flush=True)
     print(f"{'table':<14}{run.folder / 'table.json'}")
+    if unknown:
+        unknown.sort(key=lambda attempt: attempt["index"])
+        lines = folders.as_lines([{key: attempt[key] for key in shown} for attempt in unknown])
+        print(f"{'answers':<14}{folders.write_whole(run.folder / 'answers.jsonl', lines)}")
+        rows.append(row(run, "without answers", unknown))
     print(f"{'trajectories':<14}{pages.of_run(run.folder, questions=12)}")
     for line in rows:
         logbook.check_failure_rate(line, f"set {line['set']}")
 
 
-def by_set(trajectories: list[Trajectory]) -> list[tuple[str, list[Trajectory]]]:
-    """The trajectories of each set of questions, and of all if there are several sets."""
-    sets: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        sets.setdefault(trajectory.question.source, []).append(trajectory)
-    listed = sorted(sets.items())
-    if len(sets) > 1:
-        listed.append(("all", trajectories))
-    return listed
-
-
-def row(run: Run, name: str, trajectories: list[Trajectory]) -> dict:
+def row(run: Run, name: str, attempts: list[dict]) -> dict:
     """One line of the table. An answer that no judge could grade counts as wrong."""
-    sums = rollout_sums(trajectories)
-    n = len(trajectories)
+    sums = Counter()
+    rewards: dict[int, list[float]] = {}  # of each question
+    for attempt in attempts:
+        sums.update(attempt["sums"])
+        rewards.setdefault(attempt["index"], []).append(attempt["reward"] or 0.0)
+    n = len(attempts)
+    several = {}
     low, high = wilson_interval(sums["reward"], n)
+    if run.config.group > 1:
+        passed = sum(max(own) > 0.5 for own in rewards.values())
+        several = {"attempts": run.config.group, "passed": passed / len(rewards)}
+        several |= zip(("passed_low", "passed_high"), wilson_interval(passed, len(rewards)))
+        means = [statistics.fmean(own) for own in rewards.values()]
+        low, high = clustered_interval(means, run.config.group)
     return {
         "set": name,
-        "questions": n,
+        "questions": len(rewards),
         "accuracy": sums["reward"] / n,
         "low": low,
         "high": high,
+        **several,
         **failures(sums),
         "calls": sums["calls"] / n,
         "malformed": ratio(sums["malformed"], sums["steps"]),
@@ -164,13 +252,21 @@ def row(run: Run, name: str, trajectories: list[Trajectory]) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """The rows as text: shares in percent, the accuracy's 95 % interval, calls an attempt."""
-    lines = [f"{'set':<14}{'n':>6}  {'accuracy (95 %)':<22}{'calls':>8}{'malformed':>11}"]
-    for r in rows:
-        accuracy = f"{r['accuracy']:.1%} ({r['low']:.1%}–{r['high']:.1%})"
-        calls = f"{r['calls']:>8.2f}{r['malformed']:>11.1%}"
-        lines.append(f"{r['set']:<14}{r['questions']:>6}  {accuracy:<22}{calls}")
+    """The rows as text: shares in percent, their 95 % intervals, calls an attempt."""
     whole = rows[-1]
+    shares = {"accuracy": ("accuracy", "low", "high")}
+    if k := whole.get("attempts"):
+        shares = {
+            f"avg@{k}": shares["accuracy"],
+            f"pass@{k}": ("passed", "passed_low", "passed_high"),
+        }
+    head = "".join(f"{f'{share} (95 %)':<22}" for share in shares)
+    lines = [f"{'set':<14}{'n':>6}  {head}{'calls':>8}{'malformed':>11}"]
+    for r in rows:
+        line = f"{r['set']:<14}{r['questions']:>6}  "
+        for share, low, high in shares.values():
+            line += f"{f'{r[share]:.1%} ({r[low]:.1%}–{r[high]:.1%})':<22}"
+        lines.append(f"{line}{r['calls']:>8.2f}{r['malformed']:>11.1%}")
     if whole["judge_failures"]:
         lines.append(f"{whole['judge_failures']} answers not judged, so counted as not right")
     if whole["tool_errors"]:

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import IO
@@ -94,15 +95,24 @@ def rollout_files(run: Path) -> dict[int, Path]:
 # ------------------------------------------------------------------------------ a run's own folder
 
 
-def resumable(folder: Path) -> bool:
-    """Whether a run has begun there: its options are written. An evaluation has a table."""
-    return os.path.exists(folder / "config.json") and not os.path.exists(folder / "table.json")
+def resumable(folder: Path, evaluation: bool = False) -> bool:
+    """Whether a run has begun there, or an evaluation (it has a table): its options are written."""
+    table = os.path.exists(folder / "table.json")
+    return os.path.exists(folder / "config.json") and table == evaluation
+
+
+def vacant(folder: Path) -> bool:
+    """Whether a run can begin there: nothing is there but what a start leaves if it is killed."""
+    if not os.path.lexists(folder):
+        return True
+    names = {path.name for path in folder.glob("*") if path.suffix != ".part"}
+    return folder.is_dir() and names <= {".lock", "method.json", "table.json"}
 
 
 def refuse_run(runs: Path, name: str) -> None:
     """UserError if no run of this name can be made below `runs`; without a name, if none can."""
     folder = runs / name
-    if name and os.path.lexists(folder):
+    if name and not vacant(folder):
         more = "add --resume to go on with it, or " if resumable(folder) else ""
         raise UserError(f"{folder} exists: {more}choose another --name")
     above = (runs.absolute(), *runs.absolute().parents)
@@ -114,11 +124,9 @@ def refuse_run(runs: Path, name: str) -> None:
 def make(folder: Path) -> bool:
     """Makes a folder, and what it lies in; False if something has its name already."""
     with on_disk(f"make {folder}"):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            folder.mkdir()
-        except FileExistsError:
+        if not vacant(folder):
             return False
+        folder.mkdir(parents=True, exist_ok=True)
     return True
 
 
@@ -135,7 +143,12 @@ def lock(folder: Path) -> IO | None:
 
 
 def remove_parts(folder: Path) -> None:
-    """Removes what killed processes left of files. `view.py` may write some now, without a lock."""
+    """Removes what killed processes left of files and of folders (atomic.write_folder).
+
+    `view.py` may write files now, without a lock.
+    """
+    for part in [*folder.rglob(".*.writing"), *folder.rglob(".*.former")]:
+        shutil.rmtree(part, ignore_errors=True)
     for part in folder.rglob("*.part"):
         with open(part, "ab") as file, contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -111,6 +111,18 @@ def write(
     track(run, metrics)
 
 
+def remove_states(run: Run) -> None:
+    """Removes old states. The best one is known by metrics.jsonl.
+
+    A step's line has the evaluation of the weights that the step began with, whose state is on the
+    disk. The last line also has the one of the weights that it ends with.
+    """
+    lines = read_lines(run.folder / "metrics.jsonl")
+    keys = [(f"eval_step{end}", f"eval_accuracy{end}") for end in ("_before", "")]
+    scores = {line[step]: line[key] for line in lines for step, key in keys if step in line}
+    trainer.remove_states(run.folder, scores, run.config.keep_every)
+
+
 # ------------------------------------------------------------------- a trajectory as a JSON line
 
 

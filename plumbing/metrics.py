@@ -7,8 +7,9 @@ Tests: pytest tests/test_metrics.py
 """
 
 import math
+import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -35,6 +36,11 @@ def differing(trajectories: list[Trajectory]) -> dict[int, bool]:
 
 def rollout_sums(trajectories: list[Trajectory]) -> Counter:
     """What a batch of trajectories adds up to, over all ranks."""
+    return sum_over_ranks(local_sums(trajectories))
+
+
+def local_sums(trajectories: list[Trajectory]) -> Counter:
+    """What this rank's trajectories add up to."""
     sums = Counter()
     for trajectory in trajectories:
         answered = trajectory.answer is not None
@@ -74,7 +80,7 @@ def rollout_sums(trajectories: list[Trajectory]) -> Counter:
     groups = differing(trajectories)
     sums["groups"] = len(groups)
     sums["flat"] = len(groups) - sum(groups.values())  # nothing is learned there
-    return sum_over_ranks(sums)
+    return sums
 
 
 def failures(s: Counter) -> dict[str, float]:
@@ -196,6 +202,19 @@ def wilson_interval(correct: float, total: float) -> tuple[float, float]:
     half = Z_95 / shrink * math.sqrt(variance)
     # Rounding must not push the interval past the share itself.
     return min(part, max(0.0, centre - half)), max(part, min(1.0, centre + half))
+
+
+def clustered_interval(means: Sequence[float], attempts: int) -> tuple[float, float]:
+    """The 95 % interval of the mean of `means`, which are those of questions' `attempts` each.
+
+    Attempts at one question resemble each other. The variance of the questions' means says how many
+    independent answers, at most all attempts, would be as sure, and Wilson's score takes those.
+    """
+    mean = statistics.fmean(means)
+    independent = len(means)  # where no variance can be measured
+    if len(means) > 1 and (variance := statistics.variance(means) / len(means)):
+        independent = min(attempts * len(means), mean * (1 - mean) / variance)
+    return wilson_interval(mean * independent, independent)
 
 
 def with_interval(right: float, asked: float) -> str:

@@ -37,7 +37,7 @@ class Run(Machine):
 
     method: Method
     config: Config
-    folder: Path  # runs/NAME; an evaluation makes it at its end
+    folder: Path  # runs/NAME; an evaluation names it after `build`
     # What comes from outside, as `environment` finds it.
     start: Path | str  # the model that it begins with
     memory: str  # the plan, in one line
@@ -202,6 +202,22 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
 # ---------------------------------------------------------------------------------- its folder
 
 
+def take_options(given: dict) -> dict:
+    """The options given, and with --resume the run's own below them; where none is, one begins.
+
+    Every rank reads them before it joins the others, and rank 0 writes none before that.
+    """
+    if not given.get("resume"):
+        return given
+    if not given.get("name"):
+        raise UserError("--resume needs the --name of the run that goes on or begins")
+    runs = given.get("runs", Config.runs)
+    folder = Path(runs) / given["name"]
+    if not folders.resumable(folder):
+        return given | {"resume": False}
+    return folders.read_json(folder / "config.json") | {"runs": runs} | given
+
+
 def new_folder(config: Config, base: str) -> IO:
     """Makes runs/NAME; without --name the first free one of base, base-2, base-3, …"""
     numbered = (f"{base}-{number}" for number in itertools.count(2))
@@ -218,8 +234,19 @@ def new_folder(config: Config, base: str) -> IO:
 def reopen(config: Config, method: str) -> IO:
     """The lock of the run that is resumed. UserError if it cannot go on with these settings."""
     folder = Path(config.runs) / config.name
-    if not config.name or not folders.resumable(folder):
-        raise UserError(f"nothing to resume: there is no run at {folder}; give its --name")
+    lock = reclaim(config, method)
+    state = trainer.newest(folder)
+    # `checkpoint` is linked with the first saved state and never removed.
+    if state is None and os.path.lexists(folder / "checkpoint"):
+        raise UserError(f"{folder} holds no whole state to go on from; choose another --name")
+    if state and state[0] > config.steps:
+        raise UserError(f"the run at {folder} has done {state[0]} steps: give --steps that or more")
+    return lock
+
+
+def reclaim(config: Config, method: str) -> IO:
+    """The lock of a folder that exists. UserError if its settings or its method are others."""
+    folder = Path(config.runs) / config.name
     lock = folders.lock(folder)
     if lock is None:
         raise UserError(f"another process works on {folder}; wait until it has ended")
@@ -234,17 +261,11 @@ def reopen(config: Config, method: str) -> IO:
     if changed:
         raise UserError(
             f"the run at {folder} was started with other settings: {', '.join(changed)}; "
-            "resume with the same ones"
+            "leave these options out"
         )
     made_by = folders.read_json(folder / "method.json")["name"]
     if made_by != method:
         raise UserError(f"{folder} was made by the method {made_by}: resume it with its own file")
-    state = trainer.newest(folder)
-    # `checkpoint` is linked with the first saved state and never removed.
-    if state is None and os.path.lexists(folder / "checkpoint"):
-        raise UserError(f"{folder} holds no whole state to go on from; choose another --name")
-    if state and state[0] > config.steps:
-        raise UserError(f"the run at {folder} has done {state[0]} steps: give --steps that or more")
     return lock
 
 
@@ -253,8 +274,8 @@ def refuse_other_questions(folder: Path, asked: str) -> None:
     # A run of an older version has no fingerprint yet.
     if folders.read_json(folder / "method.json").get("questions", asked) != asked:
         raise UserError(
-            f"the run at {folder} was started with other questions: put the files behind --data "
-            "and --eval_data back as they were, or start a new run"
+            f"{folder} was started with other questions, or evaluates other weights: put the files "
+            "behind --data and --eval_data back as they were, or choose another --name"
         )
 
 

@@ -8,9 +8,9 @@
     load_questions("nq/train:2,hotpotqa/train:1.5,my.jsonl")     a mix
 
 A file has one JSON object per line, with the names of FlashRAG: a "question", its "golden_answers"
-(a list) or one "answer", and optionally an "id". Rows with a "set" get a line of their own in an
-evaluation's table. A benchmark is read in its published form, without the questions that need a
-picture or a file.
+(a list) or one "answer", and optionally an "id". Only an evaluation takes questions without an
+answer. Rows with a "set" get a line of their own in its table. A benchmark is read in its published
+form, without the questions that need a picture or a file.
 
 Benchmarks ask that nobody publishes their questions and answers (docs/benchmark_sets.md). A run's
 rollouts and pages contain both.
@@ -142,6 +142,12 @@ def split(
     reserve = load_questions(held_out_data or data, limit=held_out, seed=seed)
     texts = {same_question(question.text) for question in reserve}
     questions = load_questions(data, seed=seed)
+    for question in reserve + questions:
+        if not question.golden_answers:
+            raise UserError(
+                f"question {question.id} of {question.source} has no golden answer, so nothing can "
+                "be learned from it: leave it out (eval takes such questions)"
+            )
     return [one for one in questions if same_question(one.text) not in texts], reserve
 
 
@@ -247,7 +253,7 @@ def read_row(row: dict, source: str, number: int, question: str, answer: str) ->
     row = {name: value for name, value in row.items() if value is not None}
     id = str(row.get("id", row.get("task_id", number)))
     text = row.get(question)
-    golds = row.get("golden_answers", [row.get(answer)])
+    golds = row.get("golden_answers", [row[answer]] if answer in row else [])
     label = row.get("set", source)
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f'"{question}" is missing, empty or not a text')
@@ -256,7 +262,7 @@ def read_row(row: dict, source: str, number: int, question: str, answer: str) ->
     if source == "browsecomp":
         text, *golds = [decrypt(part, row.get("canary", "")) for part in (text, *golds)]
     if not "".join(golds).strip():
-        raise ValueError("there is no golden answer")
+        golds = []
     if not isinstance(label, str) or not label.isprintable() or label.strip() in ("", "all"):
         raise ValueError('"set" is the printable name of a set, and not "all"')
     "".join([id, text, label, *golds]).encode()  # raises ValueError for a lone surrogate

@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,14 @@ import torch
 import torch.distributed as dist
 from helpers.launch import launch
 from helpers.tiny import CPU, Tokenizer, model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import atomic
 import trainer
 from config import UserError
+from plumbing import folders
 
 
 @pytest.fixture
@@ -33,8 +37,9 @@ def move(policy, optimizer):
     optimizer.step()
 
 
-def save(folder, step, run):
+def save(folder, step, run, accuracies=()):
     trainer.save(folder, step, *run, Tokenizer())
+    trainer.remove_states(folder, dict(accuracies), 0)
 
 
 def names(folder):
@@ -54,7 +59,34 @@ def test_only_a_state_with_its_last_file_counts(run, tmp_path):
     save(tmp_path, 3, run)
     assert names(tmp_path) == ["step_000002", "step_000003", "step_000009.bak"]
     assert trainer.newest(tmp_path) == (3, states / "step_000003")
+    inode = (states / "step_000003").stat().st_ino
+    save(tmp_path, 3, run)  # no moment without it
+    assert (states / "step_000003").stat().st_ino == inode
     assert (tmp_path / "checkpoint").resolve() == (states / "step_000003" / "model").resolve()
+
+
+@settings(max_examples=40)
+@given(
+    scores=st.dictionaries(st.integers(1, 30), st.sampled_from([0.1, 0.5, 0.9])),
+    steps=st.sets(st.integers(1, 30), min_size=1),
+    every=st.integers(0, 7),
+)
+def test_the_newest_the_best_and_every_nth_state_stay(scores, steps, every):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for count, step in enumerate(sorted(steps), 1):
+            state = folder / "state" / f"step_{step:06d}"
+            (state / "model").mkdir(parents=True)
+            (state / "state.json").touch()
+            earlier = {s: score for s, score in scores.items() if s < step}
+            trainer.remove_states(folder, earlier, every)
+            former = sorted(steps)[:count]
+            best = max(((earlier[s], s) for s in former if s in earlier), default=(0, None))[1]
+            kept = {*former[-2:], best, *(s for s in former if every and s % every == 0)} - {None}
+            assert names(folder) == [f"step_{s:06d}" for s in sorted(kept)]
+            if best:
+                link = (folder / "best").resolve(strict=True)
+                assert link.parent.name == f"step_{best:06d}"
 
 
 @pytest.mark.parametrize("where, bad", [("weights", float("nan")), ("moments", float("inf"))])
@@ -94,7 +126,8 @@ class Killed(BaseException):
 
 
 # The calls through which a save touches the disk.
-TOUCHES = {"save": torch, "fsync": os, "rename": os, "replace": os, "rmtree": shutil}
+TOUCHES = {"save": torch, "rmtree": shutil}
+TOUCHES |= dict.fromkeys(("fsync", "rename", "replace", "unlink"), os)
 
 
 def before_each_touch(patch, act):
@@ -115,7 +148,7 @@ def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
     """
     prepared = tmp_path / "prepared"
     save(prepared, 0, run)
-    save(prepared, 1, run)
+    save(prepared, 1, run, {0: 0.5})
     ends = []
     stale = 0
     for place in range(99):
@@ -129,7 +162,7 @@ def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
         try:
             with monkeypatch.context() as patch:
                 before_each_touch(patch, touch)
-                save(folder, 2, run)
+                save(folder, 2, run, {0: 0.5, 1: 0.9})
         except Killed:
             pass
         else:
@@ -137,14 +170,19 @@ def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
         step, _ = trainer.newest(folder)
         ends.append(step)
         AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
+        AutoModelForCausalLM.from_pretrained(folder / "best")
+        for state in (folder / "state").glob("step_*"):
+            assert torch.load(state / "optimizer.pt"), "a state is complete or absent"
         newest = trainer.newest_model(folder).resolve()
         stale += (folder / "checkpoint").resolve() != newest
         trainer.link_checkpoint(folder)
         assert (folder / "checkpoint").resolve() == newest
         AutoModelForCausalLM.from_pretrained(newest)
-        save(folder, 2, run)
+        folders.lock(folder).close()
+        assert not [name for name in names(folder) if name[0] == "."], "the next start cleans up"
+        save(folder, 2, run, {0: 0.5, 1: 0.9})
         assert trainer.newest(folder)[0] == 2
-        assert [name for name in names(folder) if name[0] != "."] == ["step_000001", "step_000002"]
+        assert names(folder) == ["step_000001", "step_000002"]
         shutil.rmtree(folder)
     assert len(ends) > 12 and ends == sorted(ends) and set(ends) == {1, 2}
     assert stale, "a kill between the last rename and the link"

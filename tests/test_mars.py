@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -103,7 +104,7 @@ def test_a_run_leaves_what_it_promises(trained):
     assert all(line["mismatch_kl"] < 1e-8 for line in lines)
     assert {path.name for path in folder.iterdir()} == {
         *("config.json", "method.json", "metrics.jsonl", "report.md", "rollouts", "state"),
-        *("curves.png", "diagnostics.png", "trajectories.html", "checkpoint", ".lock"),
+        *("curves.png", "diagnostics.png", "trajectories.html", "checkpoint", "best", ".lock"),
     }
     tokens = AutoTokenizer.from_pretrained(folder / "checkpoint")("<s2> who ?", return_tensors="pt")
     model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
@@ -119,6 +120,8 @@ def test_a_run_leaves_what_it_promises(trained):
     read = {page["text"] for t in turns for page in t["documents"] if t["call"]["tool"] != "python"}
     told = sum(world.world("eval", 0).documents.values(), [])
     assert read and read <= {page.text for page in told}
+    _, best = max((line["eval_accuracy"], line["eval_step"]) for line in lines[2:])
+    assert (folder / "best").resolve().parent.name == f"step_{best:06d}"
 
 
 def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained, base, tmp_path):
@@ -126,8 +129,7 @@ def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained
     folder = tmp_path / "killed"
     options = ["--model", base, "--runs", tmp_path, "--name", "killed", "--steps", 4, *SMALL]
     for attempt in range(2):
-        more = ["--resume"] if folder.exists() else []
-        (child,) = launch.start(__file__, *options, *more, log=tmp_path / "log")
+        (child,) = launch.start(__file__, *options, "--resume", log=tmp_path / "log")
         log = folder / "metrics.jsonl"
         before = log.stat().st_size if attempt else 0
         deadline = time.monotonic() + 200
@@ -141,7 +143,7 @@ def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained
         child.join()
         for state in (folder / "state").glob("step_*"):
             assert torch.load(state / "optimizer.pt") and weights(state / "model")
-    assert run(*options, "--resume", grade=half) == 0
+    assert run("--runs", tmp_path, "--name", "killed", "--resume", grade=half) == 0
     assert metrics(folder) == metrics(trained / "whole")
     assert same_weights(folder / "checkpoint", trained / "whole" / "checkpoint")
     assert not same_weights(folder / "checkpoint", base), "something was learned"
@@ -150,6 +152,32 @@ def test_kill_at_any_moment_loses_at_most_the_steps_since_the_last_state(trained
 def test_ranks_wait_on_the_cpu_longer_than_on_gpus(tmp_path):
     script = Path(__file__).parent / "helpers" / "patience.py"
     assert launch.launch(script, log=tmp_path / "log") == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_saves_at_the_end_of_the_step_and_asks_to_be_started_again(
+    trained, base, tmp_path, ranks
+):
+    """On one of several ranks too. One command starts and goes on; a second signal is harmless."""
+    folder = tmp_path / "x"
+    more = ["--runs", tmp_path, "--name", "x", "--resume"]
+    line = ["--model", base, "--steps", 4, *SMALL, *more]
+    children = launch.start(__file__, *line, log=tmp_path / "log", world=ranks)
+    deadline = time.monotonic() + 300
+    while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for _ in range(2):
+        children[-1].terminate()
+    for child in children:
+        child.join(300)
+    assert [child.exitcode for child in children] == [os.EX_TEMPFAIL] * ranks
+    done, _ = trainer.newest(folder)
+    assert done == len(metrics(folder)) < 4
+    assert f"state {done} is saved" in (tmp_path / "log").read_text()
+    if ranks == 1:
+        assert run(*more, grade=half) == 0
+        assert metrics(folder) == metrics(trained / "whole")
+        assert same_weights(folder / "checkpoint", trained / "whole" / "checkpoint")
 
 
 def test_two_ranks_walk_the_same_path(trained, base, tmp_path):
@@ -282,7 +310,9 @@ def test_resume_refuses_what_is_not_the_same_run(copied, base, capsys):
         assert (folder / "metrics.jsonl").read_bytes() == before
 
     refused("add --resume", "--steps", 5)
+    refused("needs the --name", "--name", "", "--resume")
     refused("lr (0.0005 -> 0.5)", "--steps", 5, "--resume", "--lr", 0.5)
+    refused("seed (0 -> 1), model (", "--resume", "--seed", 1, "--model", "other")
     refused("has done 4 steps", "--steps", 3, "--resume")
     held = folders.lock(folder)
     refused("another process", "--steps", 5, "--resume")
@@ -293,6 +323,10 @@ def test_resume_refuses_what_is_not_the_same_run(copied, base, capsys):
     folders.write_json(folder / "method.json", method)
     shutil.rmtree(folder / "state")
     refused("no whole state", "--steps", 5, "--resume")
+    torn = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(torn[:99])
+    refused("missing or damaged", "--resume")
+    (folder / "config.json").write_text(torn)
     saved = folders.read_json(folder / "config.json")  # as of an older version
     folders.write_json(folder / "config.json", {k: v for k, v in saved.items() if k != "kl_beta"})
     refused("kl_beta (0.0 -> 0.1)", "--steps", 5, "--resume", "--kl_beta", 0.1)
@@ -321,12 +355,16 @@ def test_eval_and_ask(copied, capsys):
     # A kill before the link was renewed leaves it at an older model.
     (copied / "whole/checkpoint").unlink()
     (copied / "whole/checkpoint").symlink_to("state/step_000002/model")
-    (copied / "eval-whole").mkdir()  # a name that is taken
+    (copied / "eval-whole" / "notes").mkdir(parents=True)  # a name that is taken
     assert run("eval", copied / "whole", *options, grade=half) == 0
     *kinds, row = json.loads((copied / "eval-whole-2/table.json").read_text())
     assert sum(kind["questions"] for kind in kinds) == 6
     assert row["questions"] == 6 and row["accuracy"] == last["eval_accuracy"]
     assert (copied / "eval-whole-2/trajectories.html").exists()
+    state = copied / "whole/state/step_000002/model"  # the weights that were evaluated at step 2
+    assert run("eval", state, *options, "--name", "two", grade=half) == 0
+    *kinds, row = json.loads((copied / "two/table.json").read_text())
+    assert row["accuracy"] == metrics(copied / "whole")[2]["eval_accuracy"]
     saved = folders.read_json(copied / "whole/config.json")
     folders.write_json(copied / "whole/config.json", saved | {"top_p": 1e-3})
     assert run("eval", copied / "whole", *options, "--name", "likeliest", grade=half) == 0
@@ -375,15 +413,90 @@ def test_a_conversation_asks_line_after_line_and_ctrl_c_stops_an_answer(
     assert ask(typed, 0, 2) == (130, alone), "twice within an answer"
 
 
-def test_an_evaluation_that_the_disk_does_not_take_is_shown(copied, monkeypatch, capsys):
-    def full(*given):
-        raise OSError(28, "No space left on device")
+def test_an_evaluation_goes_on_where_it_was_ended(copied, monkeypatch, capsys, tmp_path):
+    """Here on a full disk, in the middle of a line; then it has the table of an unbroken one."""
+    monkeypatch.setattr(evaluation, "BATCH", 3)
+    line = ["eval", copied / "whole", "--runs", copied, "--group", 3, "--resume"]
+    assert run(*line, "--name", "unbroken", grade=half) == 0
+    shown = capsys.readouterr().out
+    assert "avg@3 (95 %)" in shown and "pass@3 (95 %)" in shown
+    table = json.loads((copied / "unbroken/table.json").read_text())
+    assert table[-1]["questions"] == 6 and table[-1]["attempts"] == 3
+    file = copied / "eval-whole/rollouts/step_0.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (copied / "unbroken/rollouts/step_0.jsonl").stat().st_size // 2
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    assert run(*line, grade=half) == 2
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "make room" in capsys.readouterr().err
+    lines = file.read_bytes().splitlines(keepends=True)
+    assert len(lines) > 4 and file.stat().st_size == size, "the last line is torn"
+    file.write_bytes(b"".join(lines[:4]) + lines[-1])  # a question, and an attempt at another
 
-    monkeypatch.setattr(folders.os, "fsync", full)
-    assert run("eval", copied / "whole", "--runs", copied, "--eval_questions", 6, grade=half) == 2
-    out, err = capsys.readouterr()
-    assert "accuracy (95 %)" in out and "\nall  " in out
-    assert len(err.splitlines()) == 1 and "make room" in err
+    def refused(word: str, *more) -> None:
+        assert run(*line, *more, grade=half) == 2
+        assert word in capsys.readouterr().err
+
+    refused("group (3 -> 2)", "--group", 2)
+    refused("seed (0 -> 1)", "--seed", 1)
+    refused("exists", "--name", "whole")
+    held = folders.lock(copied / "eval-whole")
+    refused("another process")
+    held.close()
+    model = copied / "whole/checkpoint/config.json"
+    before = model.stat().st_mtime_ns
+    os.utime(model)
+    refused("other weights")
+    os.utime(model, ns=(before, before))
+    assert run("--runs", copied, "--name", "eval-whole", "--resume") == 2, "it is no run"
+
+    played = []
+    play = evaluation.play_batch
+
+    def count(run, part, *given, **options):
+        played.extend(part)
+        return play(run, part, *given, **options)
+
+    monkeypatch.setattr(evaluation, "play_batch", count)
+    assert run(*line, grade=half) == 0
+    assert len(played) == 5
+    assert json.loads((copied / "eval-whole/table.json").read_text()) == table
+    assert launch.launch(__file__, *line, "--name", "ranks", log=tmp_path / "log") == 0
+    assert json.loads((copied / "ranks/table.json").read_text()) == table
+    assert (tmp_path / "log").read_text().count("avg@3") == 1
+    files = [(copied / f"ranks/rollouts/step_{rank}.jsonl").read_text() for rank in (0, 1)]
+    assert [text.count("\n") for text in files] == [9, 9]
+
+
+def test_questions_without_an_answer_are_answered_and_have_no_accuracy(
+    base, own, monkeypatch, capsys
+):
+    asked = ["when was ada baker born ?", "what does ada baker enjoy ?", "who is ada baker ?"]
+    lines = [{"id": f"q{i}", "question": text} for i, text in enumerate(asked)]
+    Path("open.jsonl").write_text(
+        "\n".join(map(json.dumps, [lines[0], lines[1] | {"answer": "chess"}, lines[2]]))
+    )
+    line = ["eval", base, *own, "--data", "open.jsonl"]
+    assert run(*line, "--name", "some") == 0
+    (row,) = json.loads(Path("runs/some/table.json").read_text())
+    assert row["questions"] == 1 and row["judge_failures"] == 0
+    said = [json.loads(line) for line in Path("runs/some/answers.jsonl").open()]
+    assert [one["question_id"] for one in said] == ["q0", "q2"] and {"question", "answer"} < {
+        *said[0]
+    }
+    Path("open.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    capsys.readouterr()
+    assert run(*line, "--name", "none") == 0
+    assert "accuracy" not in capsys.readouterr().out
+    assert len(Path("runs/none/answers.jsonl").read_text().splitlines()) == 3
+    assert run(*line, "--name", "half", grade=half) == 0, "a grader of one's own may need no answer"
+    assert json.loads(Path("runs/half/table.json").read_text())[0]["questions"] == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "append_lines", lambda path, lines: None)
+        assert run(*line, "--name", "elsewhere") == 2
+    assert "lacks attempts" in capsys.readouterr().err
+    assert run("--model", base, *SMALL, *own, "--data", "open.jsonl") == 2
+    assert "no golden answer" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -543,13 +656,18 @@ def test_a_step_without_tools_is_not_trained_on_and_loses_no_earlier_one(
 
 
 @pytest.mark.parametrize(
-    "pause, eval_every, steps, saved",
-    [(0.6, 9, 5, [2, 4, 5]), (0, 2, 3, [2, 3]), (0, 99, 12, [10, 12])],
+    "pause, eval_every, keep_every, steps, saved",
+    [
+        (0.6, 9, 0, 5, [2, 4, 5]),
+        (0, 2, 0, 3, [2, 3]),
+        (0, 99, 0, 12, [10, 12]),
+        (0, 16, 7, 29, [7, 14, 16, 21, 28, 29]),
+    ],
 )
 def test_an_hour_or_ten_steps_do_not_pass_without_a_state(
-    monkeypatch, pause, eval_every, steps, saved
+    monkeypatch, pause, eval_every, keep_every, steps, saved
 ):
-    """`pause` hours pass between any two looks at the clock."""
+    """Nor an evaluation. `pause` hours pass between any two looks at the clock."""
     hours = itertools.count(0, pause)
     monkeypatch.setattr(train, "time", Mock(monotonic=lambda: 3600 * next(hours)))
     monkeypatch.setattr(train, "train_step", lambda run, step: ({}, []))
@@ -557,7 +675,8 @@ def test_an_hour_or_ten_steps_do_not_pass_without_a_state(
     monkeypatch.setattr(train, "logbook", Mock(open_folder=lambda run: 0))
     found = []
     monkeypatch.setattr(trainer, "save", lambda folder, step, *rest: found.append(step))
-    train.train(Mock(config=mars.MarsConfig(steps=steps, eval_every=eval_every), rank=1))
+    config = mars.MarsConfig(steps=steps, eval_every=eval_every, keep_every=keep_every)
+    assert train.train(Mock(config=config, rank=1), []) == 0
     assert found == saved
 
 

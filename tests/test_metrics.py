@@ -17,7 +17,7 @@ import train
 from config import UserError
 from plumbing import evaluation, metrics, start
 from plumbing.logbook import check_failure_rate
-from plumbing.metrics import sign_test, update_metrics, wilson_interval
+from plumbing.metrics import clustered_interval, sign_test, update_metrics, wilson_interval
 from rollout import Context, Sample, Trajectory, Turn
 from sampler import Sampler
 from tasks.format import Action
@@ -144,7 +144,12 @@ def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
     attempts = [attempt("x", None), *[attempt(None, 0.0)] * 3]
     assert metrics.rollout_metrics(attempts, method, 1.0)["judge_failure_share"] == 1.0
     assert metrics.rollout_metrics(attempts[:1], method, 1.0)["reward"] is None
-    told = evaluation.row(Mock(method=mars.METHOD), "own", [attempt("x", 1.0), *attempts[:1]])
+    run = Mock(method=method, config=mars.MarsConfig(group=1))
+    lines = [
+        {"index": index, "reward": one.reward, "sums": metrics.local_sums([one])}
+        for index, one in enumerate([attempt("x", 1.0), attempts[0]])
+    ]
+    told = evaluation.row(run, "own", lines)
     assert (told["questions"], told["accuracy"]) == (2, 0.5), "not judged is not right"
 
 
@@ -194,6 +199,22 @@ def test_an_interval_holds_its_share_and_mirrors(total, data):
         if 0 < end < 1:
             distance = abs(correct / total - end) / math.sqrt(end * (1 - end) / total)
             assert distance == pytest.approx(1.959964)
+
+
+@given(st.integers(1, 8), st.lists(st.integers(0, 8), min_size=1, max_size=60))
+def test_attempts_at_one_question_are_at_most_as_sure_as_independent_ones(attempts, right):
+    right = [min(count, attempts) for count in right]
+    low, high = clustered_interval([count / attempts for count in right], attempts)
+    share = sum(right) / attempts / len(right)
+    assert 0 <= low <= share + 1e-9 and share - 1e-9 <= high <= 1 + 1e-9
+    one, other = wilson_interval(sum(right), attempts * len(right))
+    assert high - low >= other - one - 1e-9
+    alike = [float(count > attempts / 2) for count in right]  # all attempts end alike
+    if 1 < len(right) and 0 < sum(alike) < len(right):
+        n = len(right) - 1  # the variance of a sample
+        assert clustered_interval(alike, attempts) == pytest.approx(
+            wilson_interval(sum(alike) * n / len(right), n)
+        )
 
 
 @given(st.integers(0, 30), st.integers(0, 30))

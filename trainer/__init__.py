@@ -19,6 +19,7 @@ from trainer.checkpoint import (
     load_optimizer,
     newest,
     newest_model,
+    remove_states,
     save,
     write_model,
 )

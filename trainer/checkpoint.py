@@ -4,7 +4,7 @@ A state is the folder state/step_N: `model/` in Hugging Face's format with the L
 in, the adapters in it (lora.py), `optimizer.pt`, and `state.json` with the step. The folder
 gets its name when all files are on the disk (atomic.py). Old states are removed after that.
 checkpoint/ is a link to the newest state's model. If a run was killed before it changed the link,
-`link_checkpoint` changes it on resume.
+`link_checkpoint` changes it on resume. best/ is a link to the model with the best evaluation.
 
 frozen/ is a copy of the model that a run began with. It exists only if a run needs that model until
 its end: for frozen roles, below adapters, or as the reference of the KL term. A resumed run and its
@@ -19,7 +19,7 @@ Tests: `pytest tests/test_checkpoint.py tests/test_frozen.py tests/test_lora.py`
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from atomic import point, reason, write_folder
+from atomic import on_disk, point, reason, write_folder
 from config import UserError
 from family import gather_full
 from processes import from_first_rank, on_first_rank
@@ -40,14 +40,14 @@ from trainer.lora import ADAPTER, adapters, merged_weights, write_adapters
 from trainer.policy import unwrap
 
 STATE_FILES = "step_" + 6 * "[0-9]" + "/state.json"  # of complete states
-STATES = 2  # the number of states that are not removed
+STATES = 2  # the number of newest states, which are not removed
 FROZEN = "frozen"  # the folder of the model that the run began with
 
 # ------------------------------------------------------------------------------------------- states
 
 
 def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> None:
-    """Writes state/step_N, changes the link checkpoint/ to its model, and removes old states.
+    """Writes state/step_N and changes the link checkpoint/ to its model.
 
     UserError if weights or moments are not finite. The former states are unchanged then.
     """
@@ -75,12 +75,31 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> No
         (path / "state.json").write_text(json.dumps({"step": step}), encoding="utf-8")
 
     def write() -> None:
-        write_folder(folder / "state" / f"step_{step:06d}", fill)
+        final = folder / "state" / f"step_{step:06d}"
+        if not (final / "state.json").exists():  # else a step that failed saves what it began with
+            write_folder(final, fill)
         link_checkpoint(folder)
-        for _, path in whole_states(folder)[:-STATES]:
-            shutil.rmtree(path, ignore_errors=True)
 
     write_once(write, f"write the state of step {step} to {folder}")
+
+
+def remove_states(folder: Path, accuracies: Mapping[int, float], every: int) -> None:
+    """Removes all states but the newest ones, the best one, and those of each `every`-th step.
+
+    accuracies: step -> held-out accuracy of its weights; of equal ones the newest is the best.
+    best/ becomes a link to its model. Only rank 0 calls this.
+    """
+    states = dict(whole_states(folder))
+    kept = list(states)[-STATES:]
+    with on_disk(f"remove old states of {folder}"):
+        if scores := [(accuracies[step], step) for step in states if step in accuracies]:
+            kept.append(max(scores)[1])
+            point(folder / "best", states[kept[-1]] / "model")
+        for step, path in states.items():
+            if step not in kept and not (every and step % every == 0):
+                # First renamed, so that no half-removed folder counts as a state.
+                path = path.rename(path.with_name(f".{path.name}.former"))
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def all_finite(policy: nn.Module, optimizer) -> bool:
