@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.launch import launch
-from helpers.samples import prepared
-from helpers.tiny import CPU, OBJECTIVE
+from helpers.samples import prepared, stock_scores
+from helpers.tiny import OBJECTIVE
 from safetensors.torch import load_file
 from test_mars import metrics
 
@@ -24,8 +24,8 @@ TASKS = [mifo_toy.question("test", 0, i) for i in range(8)]
 
 def test_the_teacher_gives_the_right_answer():
     for task in TASKS:
-        said = CHAT.parse(TOKENIZER.convert_tokens_to_ids(task.solution.split()))
-        assert said.answer == task.golden_answers[0]
+        action = CHAT.parse(TOKENIZER.convert_tokens_to_ids(task.solution.split()))
+        assert action.answer == task.golden_answers[0]
 
 
 @pytest.fixture
@@ -40,19 +40,17 @@ def run():
 # --------------------------------------------------------------------------- what SFT learns from
 
 
+def solutions() -> list:
+    """The teacher's samples."""
+    return [solo.written(CHAT, t, 0, 0, t.solution, 1.0).samples()[0] for t in TASKS]
+
+
 def test_scores_are_those_of_the_model(run):
-    samples = [solo.written(CHAT, t, 0, 0, t.solution, 1.0).samples()[0] for t in TASKS]
+    samples = solutions()
     logprobs, entropies = solo.score(run.policy, samples)
-    for sample, logprob, entropy in zip(samples, logprobs, entropies, strict=True):
-        run.policy.model.set_attn_implementation("eager")
-        logits = run.policy.model(torch.tensor([sample.tokens])).logits[0].double()
-        run.policy.model.set_attn_implementation("mars_packed")
-        wanted = logits.log_softmax(-1)[[i - 1 for i, own in enumerate(sample.mask) if own]]
-        said = torch.tensor(sample.tokens[sample.mask.index(True) :])
-        told = wanted.gather(1, said[:, None])[:, 0]
-        torch.testing.assert_close(logprob.double(), told, rtol=0, atol=1e-4)
-        of_all = -(wanted.exp() * wanted).sum(-1)
-        torch.testing.assert_close(entropy.double(), of_all, rtol=0, atol=1e-4)
+    for sample, *scores in zip(samples, logprobs, entropies, strict=True):
+        expected = stock_scores(run.policy, sample)
+        torch.testing.assert_close(tuple(scores), expected, rtol=0, atol=1e-4)
 
 
 def test_sft_is_the_mean_log_likelihood_of_the_hard_tokens(run):
@@ -65,14 +63,9 @@ def test_sft_is_the_mean_log_likelihood_of_the_hard_tokens(run):
     found = [parameter.grad.clone() for parameter in run.policy.parameters()]
     run.policy.zero_grad()
 
-    said = [solo.written(CHAT, t, 0, 0, t.solution, 1.0).samples()[0] for t in TASKS]
-    _, entropies = solo.score(run.policy, said)
+    _, entropies = solo.score(run.policy, solutions())
     hard = mifo.hardest(torch.cat(entropies), run.config.hard)
-    lengths = [len(sample.tokens) - 1 for sample in said]
-    ones = [torch.ones(len(sample.tokens)) for sample in said]
-    batch = trainer.make_micro_batch(said, ones, lengths, CPU)
-    hidden, head = run.policy.hidden(batch)
-    logprob = torch.log_softmax(hidden @ head.T, -1).gather(1, batch.target[:, None])[:, 0]
+    logprob = torch.cat([stock_scores(run.policy, sample)[0] for sample in solutions()])
     (-logprob[hard].mean()).backward()
     for gradient, parameter in zip(found, run.policy.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
