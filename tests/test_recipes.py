@@ -1,24 +1,23 @@
 """The README's forks run as they stand."""
 
-import json
 import runpy
 import sys
 
 import pytest
 from helpers import tiny
-from test_mars import SMALL
+from test_mars import SMALL, records_of
 
 from recipes import almanac
 
 
 @pytest.mark.parametrize("name", ["own_tool", "own_task", "own_protocol"])
-def test_example(base, tmp_path, monkeypatch, name):
+def test_a_recipe_runs_as_it_stands(base, tmp_path, monkeypatch, name):
     options = ["--model", str(base), "--runs", str(tmp_path), "--name", name, "--steps", "1"]
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options, *SMALL])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(f"recipes.{name}", run_name="__main__")
     assert ended.value.code == 0
-    records = [json.loads(line) for line in open(tmp_path / name / "rollouts" / "step_0.jsonl")]
+    records = records_of(tmp_path / name, 0)
     if name == "own_task":
         asked = {r["question_id"] for r in records if r["split"] == "train"}
         assert asked == {f"year-{year}" for year in range(1970, 1974)}
