@@ -27,7 +27,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("kind, options, reason", REFUSED)
-def test_what_it_would_get_wrong_is_named(kind, options, reason):
+def test_a_model_that_is_not_supported_is_refused_with_the_reason(kind, options, reason):
     assert unsupported(config_of(kind, **options)) == reason
     if kind == "Gemma":
         with pytest.raises(ValueError, match="GemmaForCausalLM .architecture gemma.*--server"):
@@ -67,12 +67,12 @@ def test_graphs_are_captured_at_the_start(monkeypatch):
     monkeypatch.setattr(graphs, "can_capture", lambda pool: True)
     monkeypatch.setattr(Graphs, "capture", capture)
     pool = torch.zeros(2, 2, 6, 4, 2, 8)
-    made = Graphs(Model(lively("Qwen3"), torch.float32, CPU), pool, 40)
+    graphs_of_model = Graphs(Model(lively("Qwen3"), torch.float32, CPU), pool, 40)
     assert [size for size, _ in captured] == [40, 32, 16, 8, 4, 2, 1]
     assert [memory for _, memory in captured] == [None] + ["memory"] * 6
     ids = torch.zeros(3, dtype=torch.int64)
     table = torch.tensor([[0], [1], [2]], dtype=torch.int32)
     lengths = torch.ones(3, dtype=torch.int32)
     batch = Batch(ids, ids, 4 * ids, table, lengths, host_lengths=[1, 1, 1])
-    assert made.decode(batch).shape == (3, SHAPE["vocab_size"])
+    assert graphs_of_model.decode(batch).shape == (3, SHAPE["vocab_size"])
     assert replayed == [4] and len(captured) == 7

@@ -1,4 +1,4 @@
-"""Exact match on pairs, beside the usual normalisation; F1."""
+"""Exact match: on pairs, and beside the usual normalisation."""
 
 import itertools
 import re
