@@ -29,7 +29,7 @@ def new_policy(seed):
 
 @pytest.fixture(scope="module")
 def policies():
-    """(π, π_ref), which differ."""
+    """Two different models: π and π_ref."""
     return new_policy(0), new_policy(1)
 
 
@@ -121,7 +121,7 @@ def test_a_training_step_has_dpos_gradient(policies, traces, monkeypatch):
 
 
 def test_the_theorems_hold_for_drawn_traces(policies):
-    """What is measured on draws is what the sums say, at every α."""
+    """At every α, variance and error of drawn traces are those of the sums over all traces."""
     policy, other = policies
     pair = SAMPLES[0]
     now, ref = (bvpo_errors.logprobs(p, pair)[0] for p in policies)
@@ -150,7 +150,7 @@ def test_the_theorems_hold_for_drawn_traces(policies):
 
 
 @given(st.floats(0.1, 2), st.floats(0.1, 2), st.floats(-0.5, 0.5), st.floats(0.1, 3))
-def test_the_minimiser(traced, empty, product, variance):
+def test_the_minimiser_has_the_smallest_error(traced, empty, product, variance):
     """Of ‖b_t‖², ‖b_e‖², b_t · b_e and tr Σ_t."""
     errors = bvpo_errors.Errors(traced, empty, product * min(traced, empty), variance)
     best = errors.mse(errors.best())
@@ -158,7 +158,7 @@ def test_the_minimiser(traced, empty, product, variance):
     assert errors.mse(1.0, 4) == pytest.approx(errors.traced + errors.variance / 4)
 
 
-def test_the_commands(tmp_path, monkeypatch, capsys):
+def test_a_run_is_trained_and_its_errors_are_measured(tmp_path, monkeypatch, capsys):
     build = toy.build
     monkeypatch.setattr(toy, "build", lambda cache, seed: build(cache, seed, 2))
     monkeypatch.setattr(bvpo_errors.toy, "build", toy.build)

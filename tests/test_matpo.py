@@ -140,7 +140,7 @@ def test_what_goes_wrong_stays_within_the_worker():
 
 
 def sample(role: str, place: int, attempt: int, lengths: list[int], seed: int) -> Sample:
-    """Given and sampled stretches by turns; ids that the tiny models know."""
+    """One given and one sampled part for each length, of ids that the tiny models know."""
     rng = random.Random(seed)
     new = Sample(role, place, attempt)
     for length in lengths:
@@ -202,7 +202,7 @@ def test_the_gradient_is_that_of_the_papers_objective_also_beyond_the_planners_e
         torch.testing.assert_close(own.grad, other.grad, rtol=0, atol=1e-5)
 
 
-def test_form_by_hand():
+def test_the_reward_for_form_by_hand():
     def score(accuracy, planner, workers, **options):
         trajectory = attempt(0, 0, accuracy, [])
         trajectory.contexts = [context("planner", Sample("planner", 0, 0), *planner)]
@@ -237,7 +237,7 @@ def test_frozen_workers_are_not_trained():
 # -------------------------------------------------------------------------------------- the program
 
 
-def test_a_chat_model_is_told_who_it_is():
+def test_a_chat_models_prompt_names_its_task_and_its_own_tools_only():
     tools = [*TOOLS, matpo.WORKER_TOOL]
     chat = ChatFormat(tokenizer(QWEN3), matpo.words(matpo.MatpoConfig(), tools), tools)
     for role in ("planner", "worker", "agent"):
@@ -255,7 +255,7 @@ def novice(tmp_path_factory):
 
 
 @pytest.mark.parametrize("workers", ["train", "frozen"])
-def test_a_run_and_its_evaluation(novice, tmp_path, workers):
+def test_a_run_trains_and_is_evaluated(novice, tmp_path, workers):
     runs = ["--runs", str(tmp_path)]
     options = ["--model", str(novice), "--name", "x", "--steps", "1", "--workers", workers]
     assert matpo.main([*runs, *options, *SMALL]) == 0

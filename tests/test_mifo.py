@@ -1,4 +1,4 @@
-"""MIFO: what is frozen stays, hard tokens are learned from, shown is what rollouts missed."""
+"""MIFO: frozen entries stay, SFT learns from hard tokens, and from what rollouts missed."""
 
 import math
 from types import SimpleNamespace
@@ -71,7 +71,7 @@ def test_sft_is_the_mean_log_likelihood_of_the_hard_tokens(run):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_the_hardest_tokens():
+def test_the_hardest_tokens_have_the_highest_entropy():
     entropy = torch.tensor([0.1, 3.0, 0.2, 2.0, 0.0])
     assert mifo.hardest(entropy, 0.4).tolist() == [False, True, False, True, False]
     assert mifo.hardest(entropy, 0.41).sum() == 3
@@ -79,7 +79,7 @@ def test_the_hardest_tokens():
 
 
 @pytest.mark.parametrize("threshold, places", [(0.0, [1]), (0.5, [0, 1]), (1.0, [0, 1, 2])])
-def test_shown_are_questions_that_rollouts_missed(threshold, places):
+def test_sft_shows_the_questions_that_rollouts_missed(threshold, places):
     rewards = {0: [0, 1], 1: [0, 0], 2: [1, 1]}
     played = [
         Trajectory(TASKS[place], place, attempt, reward=float(rewards[place][attempt]))
@@ -93,7 +93,7 @@ def test_shown_are_questions_that_rollouts_missed(threshold, places):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.37, 1.0])
-def test_as_many_as_asked_and_those_that_moved_most(share):
+def test_the_frozen_parameters_are_the_share_that_moved_most(share):
     importance = torch.rand(1001, generator=torch.Generator().manual_seed(0))
     count = math.ceil(share * 1001)
     chosen, by_chance, none = (
@@ -112,13 +112,13 @@ SMALL += " --eval_every 4 --threshold 1 --lr 1e-2"
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
-    """freeze -> (its folder, what each step began with: parameters and Phases), of two runs."""
+    """Two runs: freeze -> (the run's folder, parameters and Phases at the start of each step)."""
     folder = tmp_path_factory.mktemp("mifo")
     seen = {}
     plain, attempts = mifo.rollouts, mifo.train.play_groups
 
     def rewarded(run, step):
-        """The model is never right: the second attempt is said to be."""
+        """The model is never right, so each second attempt gets the reward."""
         trajectories = attempts(run, step)
         for trajectory in trajectories:
             trajectory.reward = trajectory.samples()[0].reward = float(trajectory.attempt)
@@ -179,7 +179,7 @@ sys.exit(mifo.main(sys.argv[1:]))
 
 
 def test_two_ranks_show_and_score_what_one_process_does(played, tmp_path):
-    """Nothing is right, so RL moves nothing, and all that was missed by any rank is shown."""
+    """No answer is right, so RL changes nothing, and SFT shows what any rank missed."""
     folder, _ = played["moved"]
     script = tmp_path / "script.py"
     script.write_text(RUN)

@@ -17,7 +17,7 @@ SAID = {
 
 
 def test_the_most_consistent_model_is_believed():
-    """Though more samples say otherwise. Accuracy decides ties; an empty answer is one."""
+    """It is, even if more samples differ. Accuracy decides ties; an empty answer is an answer."""
     answers = ("lima lima lima", "x x y", "x x lima", "x x x")
     sure, other, third, stubborn = (slm_mux.vote(samples.split(), GOLDS) for samples in answers)
     assert slm_mux.mux([other, sure, third], [0.9, 0.1, 0.9]) is sure
@@ -28,7 +28,7 @@ def test_the_most_consistent_model_is_believed():
 
 
 def test_members_are_searched_for():
-    """UnionAcc and Contradiction, counted by hand on SAID: they differ in what λ chooses."""
+    """UnionAcc and Contradiction of SAID are counted by hand; λ decides which members win."""
     votes = {
         name: [slm_mux.vote(samples.split(), GOLDS) for samples in rows]
         for name, rows in SAID.items()
