@@ -1,4 +1,4 @@
-"""The almanac: golds stand in the pages, what is held out is not trained, the rules of credit."""
+"""The almanac: golds are in the pages, held-out questions are not trained, rules of credit."""
 
 import importlib.util
 import json
@@ -38,7 +38,7 @@ def world(request):
 
 @needs_pages
 def test_each_gold_stands_in_its_page_and_is_the_fields_own(world):
-    """Read here without the patterns: the line of the field, in the document of its section."""
+    """The patterns are not used: the field's line must be in the document of its section."""
     assert len(world.facts) > 3000
     for (country, attribute), fact in world.facts.items():
         pages = [page for page in world.pages[country] if page.title == fact.title]

@@ -94,7 +94,7 @@ def test_contexts_are_what_the_template_renders(tokenizer):
 
 
 def test_every_digit_is_a_token_of_its_own(tokenizer):
-    """As in the model that was trained. transformers, which reads the file, cuts ¼½ otherwise."""
+    """The model was trained so; transformers' own reading of the file splits ¼½ in another way."""
     for text in ("1984", "¼½¾"):
         parts = [token for character in text for token in tokenizer.encode(character)]
         assert tokenizer.encode(text) == parts
