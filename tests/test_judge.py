@@ -119,14 +119,14 @@ def test_what_a_judge_refuses_by_name_is_left_out_from_then_on(server, environme
         return says(completion(fields()))(handler)
 
     judge = judge_from_environment()
-    server.replies = [choosy]
-    assert judge(QUESTION, "42") and len(server.requests) == 4
-    assert judge(QUESTION, "6 × 7 is 42") and len(server.requests) == 5
-    assert server.requests[-1][3].keys() == {"model", "messages"}
-    server.replies = [says("no such max_tokens, or the key its-own-key is bad", 400)]
-    with pytest.raises(ToolError, match=r"the key \*\*\* is bad"):
+    server.replies = [says("the key its-own-key has no temperature", 401)]
+    with pytest.raises(ToolError, match=r"the key \*\*\* has no temperature"):
         judge(QUESTION, "42")
-    assert len(server.requests) == 6, "another refusal is final"
+    assert len(server.requests) == 1, "only a 400 and a 422 refuse a field"
+    server.replies = [choosy]
+    assert judge(QUESTION, "42") and len(server.requests) == 5
+    assert judge(QUESTION, "6 × 7 is 42") and len(server.requests) == 6
+    assert server.requests[-1][3].keys() == {"model", "messages"}
 
 
 @pytest.mark.parametrize(
