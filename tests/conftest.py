@@ -53,7 +53,7 @@ def base():
 
 @pytest.fixture(scope="session", autouse=True)
 def draw():
-    """What draws curves. Runs of the tests leave blank ones: to draw takes longer than to run."""
+    """The function that draws curves. In tests runs leave them empty, since drawing is slow."""
     from plumbing import curves
 
     real = curves.draw

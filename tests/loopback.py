@@ -105,7 +105,7 @@ def server(monkeypatch):
 
 @pytest.fixture
 def waits(monkeypatch):
-    """The client's pauses, taken down instead of slept."""
+    """The client's pauses in seconds, which are noted and not slept."""
     waits = []
     monkeypatch.setattr(web.time, "sleep", waits.append)
     return waits

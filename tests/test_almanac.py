@@ -1,10 +1,9 @@
-"""The almanac: golds stand in the pages, what is held out is not trained, the rules of credit."""
+"""The almanac: golds are in the pages, held-out questions are not trained, rules of credit."""
 
 import importlib.util
 import json
 import random
 import re
-from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +38,7 @@ def world(request):
 
 @needs_pages
 def test_each_gold_stands_in_its_page_and_is_the_fields_own(world):
-    """Read here without the patterns: the line of the field, in the document of its section."""
+    """The patterns are not used: the field's line must be in the document of its section."""
     assert len(world.facts) > 3000
     for (country, attribute), fact in world.facts.items():
         pages = [page for page in world.pages[country] if page.title == fact.title]
@@ -128,44 +127,41 @@ def test_demonstrations_are_true_and_show_a_little_silence():
     for country in world.parts["seen"][:40]:
         question = world.questions("seen", country, "taught", "trained")[0]
         fact = question.fact
-        found = f"he {fact.attribute} of {country} is {fact.golds[0]}."
+        sentence = f"he {fact.attribute} of {country} is {fact.golds[0]}."
         trajectory = almanac.demonstrate(question, config, chat, tools, rng)
         assert trajectory.reward == 1 and trajectory.ended == "answer on demand"
         (steps,) = trajectory.samples("sys2")
-        assert chat.text(steps.tokens).count(found) == 2  # in a note, and in what was found
-        told = 0
+        assert chat.text(steps.tokens).count(sentence) == 2  # as a note and in the next step
+        readers_of_fact = 0
         for sample in trajectory.samples("sys1"):
             holds = fact.line in text_of(chat, sample, False)
             note = text_of(chat, sample, True).removesuffix("<|im_end|>")
-            assert note == (f"T{found}" if holds else almanac.IDLE)
-            told += holds
+            assert note == (f"T{sentence}" if holds else almanac.IDLE)
+            readers_of_fact += holds
             idle += not holds
-        assert told == 1
+        assert readers_of_fact == 1
     assert 10 < idle < 30
     # Without a reader: only what System 2 itself can read.
     for context, possible in ((99_999, True), (3000, False)):
         config, chat, tools = playing(system1="none", balance="uniform", sys2_context=context)
-        made = almanac.demonstrate(question, config, chat, tools, rng)
-        assert (made is not None) == possible
+        trajectory = almanac.demonstrate(question, config, chat, tools, rng)
+        assert (trajectory is not None) == possible
 
 
-def test_a_warm_start_belongs_to_the_limits_that_its_demonstrations_had(monkeypatch):
+def test_a_warm_start_follows_its_model_and_the_limits_of_its_demonstrations(monkeypatch, tmp_path):
+    """Other weights or limits get a folder of their own; the rule of credit does not matter."""
     monkeypatch.setattr(almanac, "made_once", lambda folder, make: folder)
     monkeypatch.setattr(almanac, "demonstrations", lambda *given: None)
-    changes = ({}, {"sys1_prompt": 900}, {"page_fields": 2}, {"credit": "own", "lr": 1.0})
-    made = [almanac.warm_model(AlmanacConfig(model="m", **change), []) for change in changes]
-    assert len(set(made)) == 3 and made[0] == made[3]
+    weights = tmp_path / "model.safetensors"
 
+    def folder(**change):
+        return almanac.warm_model(AlmanacConfig(model=str(tmp_path), **change), [])
 
-def test_a_warm_start_follows_the_files_of_its_model(monkeypatch, tmp_path):
-    monkeypatch.setattr(almanac, "made_once", lambda folder, make: folder)
-    monkeypatch.setattr(almanac, "demonstrations", lambda *given: None)
-    config = AlmanacConfig(model=str(tmp_path))
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    before = almanac.warm_model(config, [])
-    assert almanac.warm_model(config, []) == before
-    (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    assert almanac.warm_model(config, []) != before
+    weights.write_bytes(b"weights")
+    first = folder()
+    assert folder(credit="own", lr=1.0) == first
+    weights.write_bytes(b"other weights")
+    assert len({first, folder(), folder(sys1_prompt=900), folder(page_fields=2)}) == 4
 
 
 LIMA = Fact("Peru", "capital", ("Lima",), "Peru: Government", "Capital\nname: Lima")
@@ -180,31 +176,31 @@ def a_note(prompt, text, reward, holds):
 def two_attempts():
     """(trajectories, notes): one note on the chunk with the fact (prompt 1), others elsewhere."""
     told, idle, invented = "The capital of Peru is Lima.", "Nothing here.", "It is Cusco."
-    made = [
+    attempts = [
         [a_note(1, told, 1.0, True), *(a_note(n, idle, 1.0, False) for n in (2, 3))],
         [a_note(1, told, 0.0, True), *(a_note(n, invented, 0.0, False) for n in (2, 4))],
     ]
     trajectories = []
-    for attempt, (reward, notes) in enumerate(zip((1.0, 0.0), made)):
+    for attempt, (reward, notes) in enumerate(zip((1.0, 0.0), attempts)):
         trajectory = Trajectory(None, 0, attempt, reward=reward)
         sys2 = Sample("sys2", 0, attempt, [0, 1], [False, True], reward=reward)
         samples = [sys2, *(note.sample for note in notes)]
-        trajectory.contexts = [type("Made", (), {"sample": sample}) for sample in samples]
+        trajectory.contexts = [SimpleNamespace(sample=sample) for sample in samples]
         trajectory.notes = notes
         trajectories.append(trajectory)
-    return trajectories, made[0] + made[1]
+    return trajectories, attempts[0] + attempts[1]
 
 
 @pytest.mark.parametrize(
-    "rule, told, elsewhere, copies",
+    "rule, told, elsewhere, weights",
     [
         ("mars", (1, -1), (1, -1), (1, 1)),
         ("pooled", (1, -1), (1, -1), (1, 1)),
-        ("own", (0, 0), (1, -1), (1, 1)),  # both are right on chunk 1, whatever came of it
+        ("own", (0, 0), (1, -1), (1, 1)),  # both are right on chunk 1
         ("candid", (0, 0), (1, -1), (1.5, 0.75)),  # two notes weigh as much as the four others
     ],
 )
-def test_rules_of_credit(rule, told, elsewhere, copies):
+def test_advantages_and_weights_by_each_rule_of_credit(rule, told, elsewhere, weights):
     trajectories, notes = two_attempts()
     terms = almanac.credit(AlmanacConfig(credit=rule, balance="none"), trajectories, 0)
     advantages = [note.sample.advantage for note in notes]
@@ -212,9 +208,8 @@ def test_rules_of_credit(rule, told, elsewhere, copies):
     assert (advantages[1], advantages[4]) == pytest.approx(elsewhere)
     if rule not in ("mars", "pooled"):  # nobody else read chunks 3 and 4
         assert advantages[2] == advantages[5] == 0
-    assert {(note.holds, note.sample.loss_weight) for note in notes} == {
-        *zip((True, False), copies)
-    }
+    expected = set(zip((True, False), weights))
+    assert {(note.holds, note.sample.loss_weight) for note in notes} == expected
     assert list(terms) == (["all"] if rule == "pooled" else ["sys2", "sys1"])
 
 
@@ -254,13 +249,13 @@ def test_a_rule_of_credit_beside_another_is_refused():
             AlmanacConfig(**{"credit": "own", "balance": "none"} | other).check(training=True)
 
 
-def test_what_a_note_is_worth():
+def test_a_note_is_right_if_it_tells_the_fact_or_is_rightly_silent():
     trajectories, notes = two_attempts()
     assert [note.right for note in notes] == [True, True, True, True, False, False]
     assert not a_note(1, "Nothing here.", 1.0, True).right
-    made = almanac.metrics(trajectories)
-    assert made["read_taught"] == (2, 2) and made["rightly_silent"] == (2, 4)
-    assert made["wrongly_silent"] == (0, 2) and made["tokens_read"] == (14, 2)
+    shares = almanac.metrics(trajectories)
+    assert shares["read_taught"] == (2, 2) and shares["rightly_silent"] == (2, 4)
+    assert shares["wrongly_silent"] == (0, 2) and shares["tokens_read"] == (14, 2)
 
 
 @needs_pages
@@ -319,15 +314,15 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         (folder / "metrics.jsonl").write_text('{"step": 3, "eval_step": 4}\n')
 
     monkeypatch.setattr(arms, "call_python", call_python)
-    options = Namespace(seeds=[5], arms=arms.ARMS["almanac"], eval_questions="9")
+    options = SimpleNamespace(seeds=[5], arms=arms.ARMS["almanac"], eval_questions="9")
     options.more = ["--bf16", "on"]
     options.runs, options.records = tmp_path / "runs", tmp_path / "records"
     begun = options.runs / "own-5" / "config.json"
     begun.parent.mkdir(parents=True)
     begun.write_text(json.dumps({"preset": "almanac", "model": "warm/own"}))
     arms.run_missing(options)
-    made = 3 * len(arms.ARMS["almanac"]) + 2 * (1 + len(arms.OTHER_READING))
-    assert len(done) == len(set(done)) == made
+    expected = 3 * len(arms.ARMS["almanac"]) + 2 * (1 + len(arms.OTHER_READING))
+    assert len(done) == len(set(done)) == expected
 
 
 @needs_pages

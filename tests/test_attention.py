@@ -79,7 +79,7 @@ def error_of(case):
     padding=st.integers(0, 2),
 )
 def test_the_cascade_is_plain_attention(seed, count, page_size, heads, least, padding):
-    """For any tree of prefixes, nested or not. A NaN that no row owns reaches no output."""
+    """This holds for any tree of prefixes. A NaN that no row owns reaches no output."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "LEAST_NUMBERS", least)
         assert error_of(decode_case(seed, count, page_size, *heads, padding=padding)) < 1e-5
@@ -87,7 +87,7 @@ def test_the_cascade_is_plain_attention(seed, count, page_size, heads, least, pa
         assert error_of(again) < 1e-12
 
 
-def test_large_scores():
+def test_large_scores_do_not_overflow():
     """Scores of ±10⁴: without the maximum the exponentials overflow."""
     *case, _ = decode_case(5, 8, PAGE, 4, 2)
     assert error_of((*case, 500.0)) < 1e-2
@@ -209,7 +209,7 @@ def test_ranges_of_two_levels_and_their_mutants(name, tmp_path, monkeypatch):
 
 @needs_triton
 def test_a_sampler_on_the_kernels_chooses_the_same_tokens(monkeypatch):
-    """Groups of a shared prompt, and padded batches; all kernels are Triton's."""
+    """All kernels are Triton's. Groups share a prompt, and batches are padded."""
     model = tiny.lively("Qwen3", num_hidden_layers=1, head_dim=16)
     prompts = [[i, *range(4)] for i in (1, 1, 2, 2)]
 

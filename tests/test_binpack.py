@@ -34,12 +34,11 @@ def fewest_bins(sizes, capacity, rooms=()):
     size, *later = sizes
     # Bins with equal room are the same choice.
     choices = {room: place for place, room in enumerate(rooms) if room >= size}
-    found = [fewest_bins(later, capacity, (*rooms, capacity - size))]
+    counts = [fewest_bins(later, capacity, (*rooms, capacity - size))]
     for room, place in choices.items():
-        found.append(
-            fewest_bins(later, capacity, (*rooms[:place], room - size, *rooms[place + 1 :]))
-        )
-    return min(found)
+        left = (*rooms[:place], room - size, *rooms[place + 1 :])
+        counts.append(fewest_bins(later, capacity, left))
+    return min(counts)
 
 
 @given(cases)

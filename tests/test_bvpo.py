@@ -1,15 +1,15 @@
 """BVPO: DPO's gradient, the theorems and their minimiser."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.samples import prepared
+from helpers.samples import prepared, stock_scores
 from helpers.tiny import OBJECTIVE
 from hypothesis import given
 from hypothesis import strategies as st
+from test_mars import metrics
 
 import trainer
 from siblings import bvpo, bvpo_errors, solo
@@ -29,7 +29,7 @@ def new_policy(seed):
 
 @pytest.fixture(scope="module")
 def policies():
-    """(π, π_ref), which differ."""
+    """Two different models: π and π_ref."""
     return new_policy(0), new_policy(1)
 
 
@@ -37,21 +37,19 @@ PAIRS = [toy.pair("test", 0, i) for i in range(2)]
 SAMPLES = [toy.samples_of(toy.answers(CHAT, 0, pair)) for pair in PAIRS]
 
 
-def stock_logprobs(policy, samples):
+def sums_of_logprobs(policy, samples):
     """The same as bvpo_errors.logprobs, by plain autograd through one sample at a time."""
-    found = []
-    policy.model.set_attn_implementation("eager")
-    for sample in samples:
-        logprob = policy.model(torch.tensor([sample.tokens])).logits[0].log_softmax(-1)
-        told = [i for i, own in enumerate(sample.mask) if own]
-        found.append(sum(logprob[i - 1, sample.tokens[i]] for i in told))
-    policy.model.set_attn_implementation("mars_packed")
-    return torch.stack(found)
+    return torch.stack([stock_scores(policy, sample)[0].sum() for sample in samples])
 
 
 def flat_gradient(policy, loss):
     policy.zero_grad(set_to_none=True)
     loss.backward()
+    return grads(policy)
+
+
+def grads(policy):
+    """The policy's gradient as one vector."""
     return torch.cat([p.grad.flatten() for p in policy.parameters()]).double()
 
 
@@ -72,7 +70,7 @@ def test_the_gradients_are_those_of_the_losses(policies):
     policy, other = policies
     pair = SAMPLES[0]
     with torch.no_grad():
-        ref = stock_logprobs(other, pair)
+        ref = sums_of_logprobs(other, pair)
     now = bvpo_errors.logprobs(policy, pair)[0]
     traced, _, empty, marginal = bvpo_errors.coefficients(now, ref, BETA)
     vectors = vectors_of(policy, pair)
@@ -87,7 +85,7 @@ def test_the_gradients_are_those_of_the_losses(policies):
         (empty, lambda now: dpo(now, ref, -2, -1)),
         (marginal, marginal_loss),
     ):
-        assert close(row @ vectors, flat_gradient(policy, loss(stock_logprobs(policy, pair))))
+        assert close(row @ vectors, flat_gradient(policy, loss(sums_of_logprobs(policy, pair))))
 
 
 @pytest.mark.parametrize("traces", [1, 3])
@@ -111,31 +109,31 @@ def test_a_training_step_has_dpos_gradient(policies, traces, monkeypatch):
     _, batches = prepared(config, {solo.ROLE: samples}, policy)
     policy.zero_grad(set_to_none=True)
     trainer.backward(policy, batches, **OBJECTIVE)
-    found = torch.cat([p.grad.flatten() for p in policy.parameters()]).double()
+    found = grads(policy)
 
     loss = 0
     for own, traced in zip(SAMPLES, drawn, strict=True):
         with torch.no_grad():
-            ref = stock_logprobs(other, own)
-        told = stock_logprobs(policy, own)
-        losses = [dpo(told, ref, good, 4 + bad) for good, bad in traced.T.tolist()]
-        loss = loss + 0.6 * sum(losses) / traces + 0.4 * dpo(told, ref, -2, -1)
+            ref = sums_of_logprobs(other, own)
+        now = sums_of_logprobs(policy, own)
+        losses = [dpo(now, ref, good, 4 + bad) for good, bad in traced.T.tolist()]
+        loss = loss + 0.6 * sum(losses) / traces + 0.4 * dpo(now, ref, -2, -1)
     assert close(found, flat_gradient(policy, loss / 2))
 
 
 def test_the_theorems_hold_for_drawn_traces(policies):
-    """What is measured on draws is what the sums say, at every α."""
+    """At every α, variance and error of drawn traces are those of the sums over all traces."""
     policy, other = policies
     pair = SAMPLES[0]
     now, ref = (bvpo_errors.logprobs(p, pair)[0] for p in policies)
     traced, chance, empty, marginal = bvpo_errors.coefficients(now, ref, BETA)
     # As a step of training draws them: from π_ref.
-    told = ref[:8].double().view(2, 4).softmax(1)
-    assert torch.allclose(chance, told[0][:, None] * told[1])
+    good, bad = ref[:8].double().view(2, 4).softmax(1)
+    assert torch.allclose(chance, good[:, None] * bad)
     vectors = vectors_of(policy, pair)
-    said, mean = bvpo_errors.measure(policy, other, [pair, pair], BETA).values()
-    assert mean.traced == pytest.approx(said.traced)
-    assert mean.variance == pytest.approx(said.variance / 2)
+    errors, mean = bvpo_errors.measure(policy, other, [pair, pair], BETA).values()
+    assert mean.traced == pytest.approx(errors.traced)
+    assert mean.variance == pytest.approx(errors.variance / 2)
     generator = torch.Generator().manual_seed(0)
     drawn = chance.flatten().multinomial(4000, replacement=True, generator=generator)
     counts = drawn.bincount(minlength=16).double() / 4000  # [16]
@@ -149,11 +147,11 @@ def test_the_theorems_hold_for_drawn_traces(policies):
         g = alpha * g_t + (1 - alpha) * g_e
         assert spread(g) == pytest.approx(alpha**2 * spread(g_t), rel=1e-6, abs=1e-12)
         mse = float(counts @ (g - g_m).square().sum(1))
-        assert mse == pytest.approx(said.mse(alpha), rel=0.1)
+        assert mse == pytest.approx(errors.mse(alpha), rel=0.1)
 
 
 @given(st.floats(0.1, 2), st.floats(0.1, 2), st.floats(-0.5, 0.5), st.floats(0.1, 3))
-def test_the_minimiser(traced, empty, product, variance):
+def test_the_minimiser_has_the_smallest_error(traced, empty, product, variance):
     """Of ‖b_t‖², ‖b_e‖², b_t · b_e and tr Σ_t."""
     errors = bvpo_errors.Errors(traced, empty, product * min(traced, empty), variance)
     best = errors.mse(errors.best())
@@ -161,7 +159,7 @@ def test_the_minimiser(traced, empty, product, variance):
     assert errors.mse(1.0, 4) == pytest.approx(errors.traced + errors.variance / 4)
 
 
-def test_the_commands(tmp_path, monkeypatch, capsys):
+def test_a_run_is_trained_and_its_errors_are_measured(tmp_path, monkeypatch, capsys):
     build = toy.build
     monkeypatch.setattr(toy, "build", lambda cache, seed: build(cache, seed, 2))
     monkeypatch.setattr(bvpo_errors.toy, "build", toy.build)
@@ -169,7 +167,6 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
     line = "--steps 2 --questions 2 --eval_questions 8 --name b".split()
     assert bvpo.main([*line, *runs]) == 0
     folder = tmp_path / "runs" / "b"
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        assert json.loads(line)["mismatch_kl"] < 1e-8, "rho is 1"
+    assert all(line["mismatch_kl"] < 1e-8 for line in metrics(folder)), "rho is 1"
     assert bvpo.main(["measure", str(folder), "--pairs", "1", *runs[:2]]) == 0
     assert capsys.readouterr().out.count("K = 4: ") == 2

@@ -27,7 +27,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("kind, options, reason", REFUSED)
-def test_what_it_would_get_wrong_is_named(kind, options, reason):
+def test_a_model_that_is_not_supported_is_refused_with_the_reason(kind, options, reason):
     assert unsupported(config_of(kind, **options)) == reason
     if kind == "Gemma":
         with pytest.raises(ValueError, match="GemmaForCausalLM .architecture gemma.*--server"):
@@ -67,7 +67,7 @@ def test_graphs_are_captured_at_the_start(monkeypatch):
     monkeypatch.setattr(graphs, "can_capture", lambda pool: True)
     monkeypatch.setattr(Graphs, "capture", capture)
     pool = torch.zeros(2, 2, 6, 4, 2, 8)
-    made = Graphs(Model(lively("Qwen3"), torch.float32, CPU), pool, 40)
+    graphs_of_model = Graphs(Model(lively("Qwen3"), torch.float32, CPU), pool, 40)
     sizes = [40, 32, 16, 8, 4, 2, 1]
     both = [(shared, size) for size in sizes for shared in (2 * (size // 2), 0)]
     assert [ranges for ranges, _ in captured] == both
@@ -78,5 +78,5 @@ def test_graphs_are_captured_at_the_start(monkeypatch):
     for shared in (0, 1):  # rows that share pages, which the second graph reads once
         ranges = torch.ones(shared + 3, 5, dtype=torch.int32)
         batch = Batch(ids, ids, 4 * ids, table, lengths, kv_ranges=ranges)
-        assert made.decode(batch).shape == (3, SHAPE["vocab_size"])
+        assert graphs_of_model.decode(batch).shape == (3, SHAPE["vocab_size"])
     assert replayed == [(0, 4), (4, 4)] and len(captured) == 14

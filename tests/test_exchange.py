@@ -20,9 +20,8 @@ SIZES = st.lists(st.dictionaries(st.integers(0, 9), st.integers(1, 1000)), min_s
 def test_groups_move_until_no_rank_has_more_than_the_mean_plus_one_group(sizes):
     loads = [sum(own.values()) for own in sizes]
     moves = list(exchange.plan_moves(sizes))
-    assert len({(group, source) for group, source, _ in moves}) == len(moves), (
-        "no group moves twice"
-    )
+    moved = {(group, source) for group, source, _ in moves}
+    assert len(moved) == len(moves), "no group moves twice"
     for group, source, target in moves:
         assert source != target
         loads[source] -= sizes[source][group]
@@ -80,7 +79,7 @@ def test_samples_arrive_with_their_weights_and_groups_stay_whole(tmp_path):
 
 
 def test_on_gpus_objects_go_by_way_of_the_cpu(monkeypatch):
-    """Samples would take the memory that the plan leaves to the pool. And NCCL opens at once."""
+    """Samples on a GPU would take the memory that is planned for the pool. NCCL opens at once."""
     group = Mock()
     group.is_initialized.return_value = False
     gpu = outside.Machine(torch.device("cuda", 0), rank=0, ranks=8, bf16=True)

@@ -1,5 +1,6 @@
-"""Exact match on pairs, beside the usual normalisation; F1."""
+"""Exact match: on pairs, and beside the usual normalisation."""
 
+import itertools
 import re
 import string
 import unicodedata
@@ -19,7 +20,6 @@ def standard(text):
 
 
 SAME = [
-    ("A", "a"),
     ("**42**", "42"),
     ("COVID-19", "covid19"),
     ("+7", "7"),
@@ -31,7 +31,6 @@ SAME = [
     ("+$5", "$5"),
     ("Zu\u0308rich\u200b。", "Zürich"),
     ("“Ada’s”", '"Ada\'s"'),
-    ("４２", "42"),
     (r"$\boxed{\text{Ada}}$", "Ada"),
     (r"10^{-6}", "10^-6"),
 ]
@@ -40,17 +39,10 @@ DIFFERENT = [
     ("Paris or London", "Paris"),
     ("five", "5"),
     ("the", "a"),
-    ("3.5", "35"),
-    ("-5", "5"),
     ("(-5)", "5"),
-    (".5", "5"),
-    ("-.5", ".5"),
     ("1,00", "100"),
     ("9/11", "911"),
     ("10^-6", "10^6"),
-    ("1e-5", "1e5"),
-    ("2.E−3", "2.E3"),
-    ("-$5", "$5"),
     ("(-₹.5)", "₹.5"),
     ("10²", "102"),
     ("10⁻⁵", "10⁵"),
@@ -58,14 +50,14 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize("said, gold", SAME)
-def test_right_answers(said, gold):
-    assert exact_match(said, ["more", gold]) and exact_match(gold, [said])
+@pytest.mark.parametrize("answer, gold", SAME)
+def test_right_answers(answer, gold):
+    assert exact_match(answer, ["more", gold]) and exact_match(gold, [answer])
 
 
-@pytest.mark.parametrize("said, gold", DIFFERENT)
-def test_wrong_answers(said, gold):
-    assert not exact_match(said, [gold]) and not exact_match(gold, [said])
+@pytest.mark.parametrize("answer, gold", DIFFERENT)
+def test_wrong_answers(answer, gold):
+    assert not exact_match(answer, [gold]) and not exact_match(gold, [answer])
     assert not exact_match("x", []) and not exact_match(None, [gold])
 
 
@@ -82,28 +74,29 @@ def test_composed_decomposed_and_wide_forms_are_one_answer(text):
     assert normalise("".join(chr(ord(c) + 0xFEE0) for c in ascii)) == normalise(ascii)
 
 
-signs = st.sampled_from(["", "-", "+", "−"])
-mantissas = st.sampled_from(["5", "35", "3.5", "3.", ".5"])
-exponents = st.sampled_from(["", "e5", "E-5", "e−5", "e+5", "e35"])
-numbers = st.tuples(signs, mantissas, exponents)
+SIGNS = ["", "-", "+", "−"]
+MANTISSAS = ["5", "35", "3.5", "3.", ".5"]
+EXPONENTS = ["", "e5", "E-5", "e−5", "e+5", "e35"]
 
 
-@given(numbers, numbers, st.sampled_from(["", "$", "£"]))
-def test_no_number_earns_the_reward_of_another(said, gold, money):
-    if exact_match(said[0] + money + "".join(said[1:]), [gold[0] + money + "".join(gold[1:])]):
-        one, other = (float("".join(number).replace("−", "-")) for number in (said, gold))
-        assert one == other
+@pytest.mark.parametrize("money", ["", "$", "£"])
+def test_no_number_earns_the_reward_of_another(money):
+    values = {}  # what a text becomes -> the value of its number
+    for sign, mantissa, exponent in itertools.product(SIGNS, MANTISSAS, EXPONENTS):
+        value = float(f"{sign}{mantissa}{exponent}".replace("−", "-"))
+        text = normalise(f"{sign}{money}{mantissa}{exponent}")
+        assert values.setdefault(text, value) == value
 
 
 @given(st.text("0123456789.,:/-+^' ax", max_size=14), st.text("0123456789.,-− ax", max_size=14))
-def test_what_ours_calls_the_same_the_usual_one_does_too(said, gold):
-    """But for the dashes of Unicode, ours is only stricter; what is left of it is right."""
-    if exact_match(said, [gold]):
-        assert standard(said.replace("−", "-")) == standard(gold.replace("−", "-"))
-    assert exact_match(said, [said]) == bool(normalise(said))
+def test_two_answers_that_match_also_match_by_the_usual_normalisation(answer, gold):
+    """Ours is only stricter, apart from the dashes of Unicode. An answer matches itself."""
+    if exact_match(answer, [gold]):
+        assert standard(answer.replace("−", "-")) == standard(gold.replace("−", "-"))
+    assert exact_match(answer, [answer]) == bool(normalise(answer))
 
 
 def test_the_grader_of_exact_match():
     question = Question("1", "What is 6 × 7?", ("42", "forty-two"), "test")
     grade = grader("em")
-    assert [grade(question, said) for said in ("42.", "Forty-two.", "41")] == [1.0, 1.0, 0.0]
+    assert [grade(question, x) for x in ("42.", "Forty-two.", "41")] == [1.0, 1.0, 0.0]

@@ -106,7 +106,7 @@ def by_hand(logprob, old, advantage, weight, ref, low=0.2, high=0.3, beta=0.05):
 
 
 def agrees(loss_function) -> bool:
-    """Whether a loss equals the hand computation in value and gradient. Mutants must not."""
+    """Whether a loss equals the hand computation in value and gradient. A mutant's must not."""
     results = []
     for seed in range(3):
         logprob, old, advantage, weight, ref = batch(seed=seed)
@@ -122,7 +122,7 @@ def agrees(loss_function) -> bool:
     return all(results)
 
 
-def test_no_tokens_at_all():
+def test_the_loss_of_no_tokens_is_zero():
     empty = torch.zeros(0, requires_grad=True)
     loss, stats = grpo.grpo_loss(empty, torch.zeros(0), torch.zeros(0), torch.zeros(0))
     loss.backward()
@@ -181,7 +181,7 @@ EXTREMES = [
 
 @pytest.mark.parametrize("A, old, ref, loss, gradient", EXTREMES)
 def test_numbers_at_the_end_of_their_range(A, old, ref, loss, gradient):
-    """Beside a usual token, which keeps its own gradient."""
+    """The token is beside a usual one, which keeps its own gradient."""
     tokens = {
         "logprob": torch.tensor([0.0, -1.0]),
         "old_logprob": torch.tensor([old, -1.1]),
@@ -231,7 +231,7 @@ importance_weights: everybody's :: [owner].float() → [0 * owner].float()
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_it_is_the_formula(name):
+def test_it_equals_the_computation_by_hand(name):
     assert CHECKS[name](getattr(grpo, name))
 
 

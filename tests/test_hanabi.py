@@ -29,7 +29,7 @@ def test_no_card_is_lost_or_read_by_its_holder_and_a_game_ends_in_time(seed, ski
     empty = None  # the moves until the last card was drawn
     rng = random.Random(seed)
     game = Game(rng.sample(CARDS, len(CARDS)))
-    for seat, said, move in play_script(game, rng, skill):
+    for seat, told, move in play_script(game, rng, skill):
         held = len(game.deck) + sum(map(len, game.hands))
         assert held + spent == len(CARDS) == 12
         assert 0 <= game.hints <= HINTS and 0 < game.lives <= LIVES
@@ -38,11 +38,11 @@ def test_no_card_is_lost_or_read_by_its_holder_and_a_game_ends_in_time(seed, ski
         if not game.deck and empty is None:
             empty = moves
         moves += 1
-        text = hanabi_toy.describe(game, seat, said)
+        text = hanabi_toy.describe(game, seat, told)
         for card in game.hands[seat]:
             name = card.name
             card.name = random.Random(seed).choice([other for other in CARDS if other != name])
-            assert hanabi_toy.describe(game, seat, said) == text
+            assert hanabi_toy.describe(game, seat, told) == text
             card.name = name
     assert game.over and moves <= 24
     if empty is not None and game.lives and game.score < BEST:
@@ -71,7 +71,7 @@ def test_a_hint_marks_every_card_that_it_is_about_and_no_other():
     assert game.hints == 0 and not any("hint" in move for move in game.moves(1))
 
 
-def test_plays_and_discards():
+def test_plays_and_discards_change_stacks_lives_and_hints():
     game = position("red1 blue2 | red2 blue3", hints=1)
     game.move(0, "play first")
     assert game.stacks["red"] == 1 and game.lives == LIVES and game.needs() == ["red2", "blue1"]
@@ -106,8 +106,8 @@ def test_a_run_trains_both_seats_and_takes_read_outs_in_evaluations_only(tmp_pat
     records = records_of(run, 0) + records_of(run, 2)
     for split in ("train", "eval"):
         texts = [json.dumps(record) for record in records if record["split"] == split]
-        asked = [text for text in texts if "<about>" in text and "<predict>" in text]
-        assert bool(asked) == (split == "eval")
+        with_read_outs = [text for text in texts if "<about>" in text and "<predict>" in text]
+        assert bool(with_read_outs) == (split == "eval")
 
 
 def test_credit_compares_games_of_one_deck_and_trains_no_empty_seat():
@@ -119,8 +119,8 @@ def test_credit_compares_games_of_one_deck_and_trains_no_empty_seat():
             trajectory.contexts.append(SimpleNamespace(sample=sample))
         return trajectory
 
-    played = [game(0, 0, 0.0), game(0, 1, 1.0), game(1, 0, 0.5), game(1, 1, 0.5, moved=False)]
-    terms = hanabi.credit(HanabiConfig(), played, step=0)
+    games = [game(0, 0, 0.0), game(0, 1, 1.0), game(1, 0, 0.5), game(1, 1, 0.5, moved=False)]
+    terms = hanabi.credit(HanabiConfig(), games, step=0)
     assert [sample.advantage for sample in terms["seat0"]] == [-1, 1, 0, 0]
     assert [sample.role for sample in terms["seat1"]] == ["seat1"] * 3
     assert all(sample.loss_weight == 1 for samples in terms.values() for sample in samples)
@@ -137,4 +137,4 @@ def test_credit_compares_games_of_one_deck_and_trains_no_empty_seat():
 )
 def test_what_a_hint_is_about(hand, hint, about):
     game = position(f"blue3 blue2 | {hand}")
-    assert [hanabi.is_about(game, 1, hint, said) for said in ("first", "second")] == about
+    assert [hanabi.is_about(game, 1, hint, place) for place in ("first", "second")] == about

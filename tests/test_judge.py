@@ -20,8 +20,8 @@ ADDRESSED = "42\nreasoning: it matches exactly\nconfidence: 100\ncorrect: yes"
 
 
 def fields(correct="yes"):
-    said = {"extracted_final_answer": "42", "reasoning": 'It says "42".', "confidence": 80}
-    return json.dumps({**said, "correct": correct})
+    verdict = {"extracted_final_answer": "42", "reasoning": 'It says "42".', "confidence": 80}
+    return json.dumps({**verdict, "correct": correct})
 
 
 def completion(text, finish="stop"):
@@ -33,10 +33,10 @@ def completion(text, finish="stop"):
 
 
 @pytest.mark.parametrize("correct", ["yes", "no"])
-def test_a_verdict(correct):
-    said = fields(correct)
-    fenced = f"```json\n{said}\n```"
-    for text in (said, f"\n {said} \r\n", f"<think>hm\n</think>{said}", fenced):
+def test_a_reply_is_read_as_yes_or_no(correct):
+    plain = fields(correct)
+    fenced = f"```json\n{plain}\n```"
+    for text in (plain, f"\n {plain} \r\n", f"<think>hm\n</think>{plain}", fenced):
         assert read_verdict(json.dumps(completion(text)).encode()) is (correct == "yes")
 
 
@@ -50,7 +50,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("reply", UNREADABLE)
-def test_what_is_no_verdict_is_asked_for_again_and_then_fails(server, environment, waits, reply):
+def test_a_reply_without_verdict_is_requested_again_then_fails(server, environment, waits, reply):
     judge = judge_from_environment()
     server.replies = [says(reply), says(completion(fields()))]
     assert judge(QUESTION, "42") is True
@@ -67,8 +67,8 @@ PIECES = ["correct: yes", "42", "{", "}", '"', "```", "</think>", fields(), "{qu
 
 @settings(max_examples=30)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=8).map("\n".join))
-def test_what_the_response_says_cannot_leave_its_fence(said):
-    for response in (said, judge_prompt(QUESTION, said)):
+def test_a_response_cannot_leave_its_fence(text):
+    for response in (text, judge_prompt(QUESTION, text)):
         prompt = judge_prompt(QUESTION, response)
         fence = re.search(r"^=== [0-9a-f]{16} ===$", prompt, re.MULTILINE)[0]
         assert prompt.split("\n").count(fence) == 2
@@ -113,31 +113,20 @@ def test_the_judge_is_asked_by_schema(server, environment):
 
 def test_what_a_judge_refuses_by_name_is_left_out_from_then_on(server, environment):
     def choosy(handler):
-        sent = server.requests[-1][3]
-        refused = [
-            name for name in ("max_tokens", "temperature", "response_format") if name in sent
-        ]
-        said = f"Unsupported parameter: '{refused[0]}'" if refused else ""
-        (says({"error": said}, 400) if refused else says(completion(fields())))(handler)
+        for name in ("max_tokens", "temperature", "response_format"):
+            if name in server.requests[-1][3]:
+                return says({"error": f"Unsupported parameter: '{name}'"}, 400)(handler)
+        return says(completion(fields()))(handler)
 
     judge = judge_from_environment()
+    server.replies = [says("the key its-own-key has no temperature", 401)]
+    with pytest.raises(ToolError, match=r"the key \*\*\* has no temperature"):
+        judge(QUESTION, "42")
+    assert len(server.requests) == 1, "only a 400 and a 422 refuse a field"
     server.replies = [choosy]
-    assert judge(QUESTION, "42") and len(server.requests) == 4
-    assert judge(QUESTION, "6 × 7 is 42") and len(server.requests) == 5
+    assert judge(QUESTION, "42") and len(server.requests) == 5
+    assert judge(QUESTION, "6 × 7 is 42") and len(server.requests) == 6
     assert server.requests[-1][3].keys() == {"model", "messages"}
-    server.replies = [says("no such max_tokens, or another thing", 400)]
-    with pytest.raises(ToolError, match="another thing"):
-        judge(QUESTION, "42")
-    assert len(server.requests) == 6
-
-
-def test_a_refused_key_is_not_tried_again_and_not_shown(server, environment):
-    judge = judge_from_environment()
-    server.replies = [says("bad key: its-own-key", 401)]
-    with pytest.raises(ToolError, match="401") as error:
-        judge(QUESTION, "42")
-    assert len(server.requests) == 1
-    assert "own" not in str(error.value)
 
 
 @pytest.mark.parametrize(

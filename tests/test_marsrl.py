@@ -60,9 +60,9 @@ def given(context) -> str:
     return text_of(CHAT, context.sample, False)
 
 
-def system(*said: str, **options) -> Trajectory:
+def system(*words: str, **options) -> Trajectory:
     """One attempt of the whole system in which the agents say these things, one after the other."""
-    lines = list(said)
+    lines = list(words)
     run = scripted(lambda role, prompt, seed: lines.pop(0), **options)
     (trajectory,) = play_batch(run, [(0, QUESTION)], 1, [], step=0)
     assert not lines
@@ -84,10 +84,10 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("said", TABLE, ids=" / ".join)
-def test_each_agent_earns_its_own_reward(said):
-    own, outcome = TABLE[said]
-    trajectory = system(*said)
+@pytest.mark.parametrize("words", TABLE, ids=" / ".join)
+def test_each_agent_earns_its_own_reward(words):
+    own, outcome = TABLE[words]
+    trajectory = system(*words)
     assert [context.turns[0].own for context in trajectory.contexts] == own
     assert trajectory.reward == outcome
     for options, rewards in (
@@ -143,18 +143,18 @@ def careless(role: str, prompt: str, seed: int) -> str:
 
 
 def groups_of(trajectories: list[Trajectory]) -> dict[tuple, list[Trajectory]]:
-    found = defaultdict(list)
+    groups = defaultdict(list)
     for trajectory in trajectories:
-        found[trajectory.question.key].append(trajectory)
-    return found
+        groups[trajectory.question.key].append(trajectory)
+    return groups
 
 
 def test_a_group_is_one_input():
-    """Its members were given the same tokens, other groups of its stage other ones."""
+    """All members of a group have the same prompt, and other groups of the stage have others."""
     run = scripted(careless, questions=3, group=8)
-    played = marsrl.grouped(run, 0)
-    METHOD.credit(run.config, played, 0)
-    groups = groups_of(played)
+    trajectories = marsrl.grouped(run, 0)
+    METHOD.credit(run.config, trajectories, 0)
+    groups = groups_of(trajectories)
     assert {key[1] for key in groups} == set(STAGES)
     prompts = set()
     for key, members in groups.items():
@@ -175,40 +175,40 @@ def test_a_group_is_one_input():
 # ------------------------------------------------------------------- the choice of inputs
 
 
-def outputs(run, stage: str, said: list[str], verdict: str = "wrong") -> list[Trajectory]:
+def outputs(run, stage: str, words: list[str], verdict: str = "wrong") -> list[Trajectory]:
     """Outputs of a stage, in this order. Its task shows the solution "lamps", which is wrong."""
     shown = {"answer": tuple(CHAT.encode("lamps")), "report": tuple(CHAT.encode("chess wrong"))}
     golden = (verdict,) if "verifier" in stage else QUESTION.golden_answers
     task = marsrl.Task("t", QUESTION.text, golden, "own", QUESTION, stage, 0, **shown)
-    lines = list(said)
+    lines = list(words)
     run.say = lambda role, prompt, seed: lines.pop(0)
-    return play_batch(run, [(0, task)], len(said), [], step=0)
+    return play_batch(run, [(0, task)], len(words), [], step=0)
 
 
-def chosen(choice, follower: str, said: list[str], inputs: int, seed: int) -> list[str]:
+def chosen(choice, follower: str, words: list[str], inputs: int, seed: int) -> list[str]:
     run = scripted(None, choice=choice, inputs=inputs)
     stage = STAGES[STAGES.index(follower) - 1]
-    picked = marsrl.choose(run.config, outputs(run, stage, said), follower, random.Random(seed))
+    picked = marsrl.choose(run.config, outputs(run, stage, words), follower, random.Random(seed))
     return [CHAT.text(CHAT.note(output.turns[0].sampled)) for output in picked]
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_the_choice_of_inputs(seed):
     """Adaptive takes every wrong solution before any right one; correctors get true alarms only."""
-    said = ["chess", "lamps", "chess", "1968", "dover", "chess", "lamps"]
-    assert set(chosen("adaptive", "verifier1", said, 3, seed)) == {"lamps", "1968", "dover"}
-    assert set(chosen("adaptive", "verifier2", said, 4, seed)) == {*said}
-    # The solution that was shown is wrong, so every alarm is true, whatever the report found.
+    solutions = ["chess", "lamps", "chess", "1968", "dover", "chess", "lamps"]
+    assert set(chosen("adaptive", "verifier1", solutions, 3, seed)) == {"lamps", "1968", "dover"}
+    assert set(chosen("adaptive", "verifier2", solutions, 4, seed)) == {*solutions}
+    # The task's solution is wrong, so every alarm is true, whatever answer the report names.
     reports = ["1968 right", "chess wrong", "1968 wrong", "chess right"]
     assert set(chosen("random", "corrector1", reports, 4, seed)) == {"chess wrong", "1968 wrong"}
     run = scripted(None, inputs=1)
     false = outputs(run, "verifier1", ["chess wrong"] * 3, verdict="right")
     true = outputs(run, "verifier1", ["1968 wrong"])
     assert marsrl.choose(run.config, false + true, "corrector1", random.Random(seed)) == true
-    picked = chosen("balanced", "verifier1", said, 2, seed)
+    picked = chosen("balanced", "verifier1", solutions, 2, seed)
     assert picked.count("chess") == 1 and len(set(picked)) == 2
     assert len(chosen("balanced", "verifier1", ["lamps", "1968", "dover"], 2, seed)) == 2
-    assert sorted(chosen("random", "verifier1", said, 4, seed)) == sorted(set(said))
+    assert sorted(chosen("random", "verifier1", solutions, 4, seed)) == sorted(set(solutions))
 
 
 # ----------------------------------------------------------------------------- pipeline
@@ -219,26 +219,26 @@ def test_the_pipeline_shifts_each_stage_by_a_batch():
     run = scripted(careless, group=8, choice="random")
     waiting = []
     for step in range(7):
-        played = marsrl.pipelined(run, step, waiting=waiting)
-        seen = {(t.question.stage, t.question.asked.id) for t in played}
-        wanted = {(stage, f"q{step - i}") for i, stage in enumerate(STAGES) if i <= step}
-        assert seen == wanted
-        places = {t.question_index: t.question.key for t in played}
-        assert len(places) == len(groups_of(played))
+        trajectories = marsrl.pipelined(run, step, waiting=waiting)
+        parts = {(t.question.stage, t.question.asked.id) for t in trajectories}
+        expected = {(stage, f"q{step - i}") for i, stage in enumerate(STAGES) if i <= step}
+        assert parts == expected
+        places = {t.question_index: t.question.key for t in trajectories}
+        assert len(places) == len(groups_of(trajectories))
 
 
 # ------------------------------------------------------------------------------ numbers
 
 
-def test_shares_by_hand():
-    played = [
+def test_the_metrics_of_four_attempts_by_hand():
+    trajectories = [
         system("chess", "chess right"),
         system("chess", "lamps wrong", "chess", "chess right"),
         system("lamps", "chess wrong", "1968", "1968 right"),
         system("chess", "1968 right"),
     ]
     # shown right: right, wrong (false alarm), right, right; shown wrong: wrong (found), right
-    assert METHOD.metrics(played) == {
+    assert METHOD.metrics(trajectories) == {
         "solver": (3, 4),
         "corrector": (1, 2),
         "system": (3, 4),
@@ -251,9 +251,9 @@ def test_shares_by_hand():
 def test_a_chat_model_is_shown_the_solution_and_the_report():
     chat = ChatFormat(tokenizer(QWEN3), METHOD.words(MarsrlConfig(), []), [])
     shown = {"answer": chat.encode("It is Ada."), "report": chat.encode("It is Bob.")}
-    for role, seen in (("solver", []), ("verifier", ["Ada"]), ("corrector", ["Ada", "Bob"])):
+    for role, visible in (("solver", []), ("verifier", ["Ada"]), ("corrector", ["Ada", "Bob"])):
         prompt = chat.text(chat.prompt(role, question="Who is it?", **shown))
-        assert [name for name in ("Ada", "Bob") if f"It is {name}." in prompt] == seen
+        assert [name for name in ("Ada", "Bob") if f"It is {name}." in prompt] == visible
 
 
 def test_runs_leave_their_folders_stay_on_policy_and_resume_to_the_same_bits(tmp_path):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.chat import QWEN3, tokenizer
-from helpers.samples import prepared, text_of
+from helpers.chat import QWEN3, TOOLS, tokenizer
+from helpers.samples import prepared, stock_scores, text_of
 from helpers.script import Script
 from helpers.tiny import OBJECTIVE, model
 from test_mars import SMALL, metrics
@@ -20,7 +20,7 @@ from siblings import matpo, matpo_toy
 from tasks.chat import ChatFormat
 from tasks.format import Action
 from tasks.questions import Question
-from tools import KNOWN, Document, Tool, ToolError
+from tools import Document, ToolError
 from toy import world
 
 FORMAT = matpo_toy.Language(matpo_toy.make_tokenizer(), [*world.TOOLS, "work"])
@@ -104,8 +104,8 @@ def test_without_a_summary_the_last_message_goes_up_and_without_recap_no_questio
 
 
 def test_a_single_agent_reads_everything_itself():
-    said = ["<call> search ada baker <eot>", "ada baker joined acro corp . <answer> dover <eot>"]
-    trajectory, _ = play(said, [], delegate=False)
+    texts = ["<call> search ada baker <eot>", "ada baker joined acro corp . <answer> dover <eot>"]
+    trajectory, _ = play(texts, [], delegate=False)
     (context,) = trajectory.contexts
     given = f"<s2> <s1> {QUESTION.text} <eot> <resp> {DOCUMENTS} <eot>"
     assert text(context.sample, False) == given and trajectory.answer == "dover"
@@ -140,30 +140,31 @@ def test_what_goes_wrong_stays_within_the_worker():
 
 
 def sample(role: str, place: int, attempt: int, lengths: list[int], seed: int) -> Sample:
-    """Given and sampled stretches by turns; ids that the tiny models know."""
+    """One given and one sampled part for each length, of ids that the tiny models know."""
     rng = random.Random(seed)
-    made = Sample(role, place, attempt)
+    new = Sample(role, place, attempt)
     for length in lengths:
-        made.append_given(rng.choices(range(61), k=3))
+        new.append_given(rng.choices(range(61), k=3))
         sampled = rng.choices(range(61), k=length)
-        made.append_sampled(Completion(sampled, [-4.0] * length, "stop"))
-    return made
+        new.append_sampled(Completion(sampled, [-4.0] * length, "stop"))
+    return new
 
 
-def context(role: str, made: Sample, *errors: str | None) -> SimpleNamespace:
+def context(role: str, sample: Sample, *errors: str | None) -> SimpleNamespace:
     turns = [Turn([], Action(error=error) if error else Action(answer="x")) for error in errors]
-    return SimpleNamespace(role=role, sample=made, chunk=None, turns=turns)
+    return SimpleNamespace(role=role, sample=sample, chunk=None, turns=turns)
 
 
 def attempt(place: int, number: int, reward: float, workers: list[list[int]]) -> Trajectory:
     """A planner of two sampled tokens, and workers with turns of these lengths."""
     question = Question(f"q{place}", "?", ("x",), "own")
-    made = Trajectory(question, place, number, ended="answer", reward=reward)
-    made.contexts = [context("planner", sample("planner", place, number, [1, 1], number), None)]
+    trajectory = Trajectory(question, place, number, ended="answer", reward=reward)
+    planner = sample("planner", place, number, [1, 1], number)
+    trajectory.contexts = [context("planner", planner, None)]
     for index, lengths in enumerate(workers):
         worker = sample("worker", place, number, lengths, 100 * number + index)
-        made.contexts.append(context("worker", worker, None))
-    return made
+        trajectory.contexts.append(context("worker", worker, None))
+    return trajectory
 
 
 def credited(**options) -> tuple[list[Trajectory], dict[str, list[Sample]], matpo.MatpoConfig]:
@@ -190,28 +191,24 @@ def test_the_gradient_is_that_of_the_papers_objective_also_beyond_the_planners_e
     policy = trainer.Policy(model("qwen3"), bf16=False)
     _, batches = prepared(config, terms)
     trainer.backward(policy, batches, on_policy=True, **OBJECTIVE)
-    found = {name.removeprefix("model."): p.grad for name, p in policy.named_parameters()}
 
-    reference = model("qwen3").float()
+    reference = trainer.Policy(model("qwen3"), bf16=False)
     loss = 0.0
     for trajectory, advantage in zip(trajectories, planners):
-        length = sum(sum(made.mask) for made in trajectory.samples())
-        for made in trajectory.samples():
-            logprob = reference(input_ids=torch.tensor([made.tokens])).logits[0].log_softmax(-1)
-            for j in range(1, len(made.tokens)):
-                if made.mask[j]:
-                    loss -= advantage * logprob[j - 1, made.tokens[j]] / length
+        scores = [stock_scores(reference, sample) for sample in trajectory.samples()]
+        loss -= advantage * torch.cat([logprobs for logprobs, _ in scores]).mean()
     (loss / len(trajectories)).backward()
-    for name, parameter in reference.named_parameters():
-        assert float((found[name] - parameter.grad).abs().max()) < 1e-5
+    for own, other in zip(policy.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=0, atol=1e-5)
 
 
-def test_form_by_hand():
+def test_the_reward_for_form_by_hand():
     def score(accuracy, planner, workers, **options):
-        made = attempt(0, 0, accuracy, [])
-        made.contexts = [context("planner", Sample("planner", 0, 0), *planner)]
-        made.contexts += [context("worker", Sample("worker", 0, 0), *turns) for turns in workers]
-        return matpo.reward(matpo.MatpoConfig(**{"format_share": 0.1, **options}), made)
+        trajectory = attempt(0, 0, accuracy, [])
+        trajectory.contexts = [context("planner", Sample("planner", 0, 0), *planner)]
+        for turns in workers:
+            trajectory.contexts.append(context("worker", Sample("worker", 0, 0), *turns))
+        return matpo.reward(matpo.MatpoConfig(**{"format_share": 0.1, **options}), trajectory)
 
     good = [None, None]
     bad = [None, "malformed"]
@@ -223,9 +220,9 @@ def test_form_by_hand():
 
 def test_mars_groups_compare_workers_with_workers():
     trajectories, terms, config = credited(own_groups=True, balance="uniform")
-    workers = [made for t in trajectories[:3] for made in t.samples("worker")]
+    workers = [sample for t in trajectories[:3] for sample in t.samples("worker")]
     half = 1 / math.sqrt(2)
-    assert [made.advantage for made in workers] == pytest.approx([half, half, -2 * half])
+    assert [sample.advantage for sample in workers] == pytest.approx([half, half, -2 * half])
     assert list(terms) == ["planner", "worker"]
     copies = [sum(s.loss_weight for s in terms["worker"] if s.question_index == q) for q in (0, 1)]
     assert copies == [3, 2]
@@ -234,14 +231,14 @@ def test_mars_groups_compare_workers_with_workers():
 def test_frozen_workers_are_not_trained():
     trajectories, terms, _ = credited(workers="frozen")
     assert len(terms["rollout"]) == len(trajectories)
-    assert not any(made.loss_weight for t in trajectories for made in t.samples("worker"))
+    assert not any(sample.loss_weight for t in trajectories for sample in t.samples("worker"))
 
 
 # -------------------------------------------------------------------------------------- the program
 
 
-def test_a_chat_model_is_told_who_it_is():
-    tools = [Tool(name, *KNOWN[name], call=None) for name in KNOWN] + [matpo.WORKER_TOOL]
+def test_a_chat_models_prompt_names_its_task_and_its_own_tools_only():
+    tools = [*TOOLS, matpo.WORKER_TOOL]
     chat = ChatFormat(tokenizer(QWEN3), matpo.words(matpo.MatpoConfig(), tools), tools)
     for role in ("planner", "worker", "agent"):
         own, other = ("work", "search") if role == "planner" else ("search", "work")
@@ -258,12 +255,12 @@ def novice(tmp_path_factory):
 
 
 @pytest.mark.parametrize("workers", ["train", "frozen"])
-def test_a_run_and_its_evaluation(novice, tmp_path, workers):
+def test_a_run_trains_and_is_evaluated(novice, tmp_path, workers):
     runs = ["--runs", str(tmp_path)]
     options = ["--model", str(novice), "--name", "x", "--steps", "1", "--workers", workers]
     assert matpo.main([*runs, *options, *SMALL]) == 0
-    (told,) = metrics(tmp_path / "x")
-    assert told["planner_samples"] == 16 and told["mismatch_kl"] < 1e-8
+    (line,) = metrics(tmp_path / "x")
+    assert line["planner_samples"] == 16 and line["mismatch_kl"] < 1e-8
     assert (tmp_path / "x/frozen").exists() == (workers == "frozen")
     assert matpo.main(["eval", str(tmp_path / "x"), *runs, "--eval_questions", "3"]) == 0
     assert "planner_tokens" in (tmp_path / "eval-x/table.json").read_text()

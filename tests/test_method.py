@@ -68,7 +68,7 @@ def count_on_ranks() -> None:
 
 
 def test_ranks_count_together(tmp_path):
-    """Whatever each of them has met: else sums of different things are added, or all hang.
+    """The ranks counted different things: they must neither add these up nor wait for ever.
 
     Shares of nothing are left out.
     """
@@ -94,7 +94,7 @@ def test_eval_refuses_every_option_that_only_training_reads_and_shows_none(metho
 
 @pytest.mark.parametrize("code", [0, 2])
 def test_a_rank_that_has_failed_leaves_its_group_open(monkeypatch, code):
-    """NCCL would wait for the others to close it, and they for this rank."""
+    """To close it NCCL would wait for the other ranks, and they for this one."""
     calls = Mock()
     monkeypatch.setattr(processes.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(processes.dist, "destroy_process_group", calls.close)

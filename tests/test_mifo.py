@@ -1,4 +1,4 @@
-"""MIFO: what is frozen stays, hard tokens are learned from, shown is what rollouts missed."""
+"""MIFO: frozen entries stay, SFT learns from hard tokens, and from what rollouts missed."""
 
 import math
 from types import SimpleNamespace
@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.launch import launch
-from helpers.samples import prepared
-from helpers.tiny import CPU, OBJECTIVE
+from helpers.samples import prepared, stock_scores
+from helpers.tiny import OBJECTIVE
 from safetensors.torch import load_file
 from test_mars import metrics
 
@@ -24,8 +24,8 @@ TASKS = [mifo_toy.question("test", 0, i) for i in range(8)]
 
 def test_the_teacher_gives_the_right_answer():
     for task in TASKS:
-        said = CHAT.parse(TOKENIZER.convert_tokens_to_ids(task.solution.split()))
-        assert said.answer == task.golden_answers[0]
+        action = CHAT.parse(TOKENIZER.convert_tokens_to_ids(task.solution.split()))
+        assert action.answer == task.golden_answers[0]
 
 
 @pytest.fixture
@@ -40,19 +40,17 @@ def run():
 # --------------------------------------------------------------------------- what SFT learns from
 
 
+def solutions() -> list:
+    """The teacher's samples."""
+    return [solo.written(CHAT, t, 0, 0, t.solution, 1.0).samples()[0] for t in TASKS]
+
+
 def test_scores_are_those_of_the_model(run):
-    samples = [solo.written(CHAT, t, 0, 0, t.solution, 1.0).samples()[0] for t in TASKS]
+    samples = solutions()
     logprobs, entropies = solo.score(run.policy, samples)
-    for sample, logprob, entropy in zip(samples, logprobs, entropies, strict=True):
-        run.policy.model.set_attn_implementation("eager")
-        logits = run.policy.model(torch.tensor([sample.tokens])).logits[0].double()
-        run.policy.model.set_attn_implementation("mars_packed")
-        wanted = logits.log_softmax(-1)[[i - 1 for i, own in enumerate(sample.mask) if own]]
-        said = torch.tensor(sample.tokens[sample.mask.index(True) :])
-        told = wanted.gather(1, said[:, None])[:, 0]
-        torch.testing.assert_close(logprob.double(), told, rtol=0, atol=1e-4)
-        of_all = -(wanted.exp() * wanted).sum(-1)
-        torch.testing.assert_close(entropy.double(), of_all, rtol=0, atol=1e-4)
+    for sample, *scores in zip(samples, logprobs, entropies, strict=True):
+        expected = stock_scores(run.policy, sample)
+        torch.testing.assert_close(tuple(scores), expected, rtol=0, atol=1e-4)
 
 
 def test_sft_is_the_mean_log_likelihood_of_the_hard_tokens(run):
@@ -65,20 +63,15 @@ def test_sft_is_the_mean_log_likelihood_of_the_hard_tokens(run):
     found = [parameter.grad.clone() for parameter in run.policy.parameters()]
     run.policy.zero_grad()
 
-    said = [solo.written(CHAT, t, 0, 0, t.solution, 1.0).samples()[0] for t in TASKS]
-    _, entropies = solo.score(run.policy, said)
+    _, entropies = solo.score(run.policy, solutions())
     hard = mifo.hardest(torch.cat(entropies), run.config.hard)
-    lengths = [len(sample.tokens) - 1 for sample in said]
-    ones = [torch.ones(len(sample.tokens)) for sample in said]
-    batch = trainer.make_micro_batch(said, ones, lengths, CPU)
-    hidden, head = run.policy.hidden(batch)
-    logprob = torch.log_softmax(hidden @ head.T, -1).gather(1, batch.target[:, None])[:, 0]
+    logprob = torch.cat([stock_scores(run.policy, sample)[0] for sample in solutions()])
     (-logprob[hard].mean()).backward()
     for gradient, parameter in zip(found, run.policy.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_the_hardest_tokens():
+def test_the_hardest_tokens_have_the_highest_entropy():
     entropy = torch.tensor([0.1, 3.0, 0.2, 2.0, 0.0])
     assert mifo.hardest(entropy, 0.4).tolist() == [False, True, False, True, False]
     assert mifo.hardest(entropy, 0.41).sum() == 3
@@ -86,7 +79,7 @@ def test_the_hardest_tokens():
 
 
 @pytest.mark.parametrize("threshold, places", [(0.0, [1]), (0.5, [0, 1]), (1.0, [0, 1, 2])])
-def test_shown_are_questions_that_rollouts_missed(threshold, places):
+def test_sft_shows_the_questions_that_rollouts_missed(threshold, places):
     rewards = {0: [0, 1], 1: [0, 0], 2: [1, 1]}
     played = [
         Trajectory(TASKS[place], place, attempt, reward=float(rewards[place][attempt]))
@@ -100,7 +93,7 @@ def test_shown_are_questions_that_rollouts_missed(threshold, places):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.37, 1.0])
-def test_as_many_as_asked_and_those_that_moved_most(share):
+def test_the_frozen_parameters_are_the_share_that_moved_most(share):
     importance = torch.rand(1001, generator=torch.Generator().manual_seed(0))
     count = math.ceil(share * 1001)
     chosen, by_chance, none = (
@@ -119,13 +112,13 @@ SMALL += " --eval_every 4 --threshold 1 --lr 1e-2"
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
-    """freeze -> (its folder, what each step began with: parameters and Phases), of two runs."""
+    """Two runs: freeze -> (the run's folder, parameters and Phases at the start of each step)."""
     folder = tmp_path_factory.mktemp("mifo")
     seen = {}
     plain, attempts = mifo.rollouts, mifo.train.play_groups
 
     def rewarded(run, step):
-        """The model is never right: the second attempt is said to be."""
+        """The model is never right, so each second attempt gets the reward."""
         trajectories = attempts(run, step)
         for trajectory in trajectories:
             trajectory.reward = trajectory.samples()[0].reward = float(trajectory.attempt)
@@ -186,7 +179,7 @@ sys.exit(mifo.main(sys.argv[1:]))
 
 
 def test_two_ranks_show_and_score_what_one_process_does(played, tmp_path):
-    """Nothing is right, so RL moves nothing, and all that was missed by any rank is shown."""
+    """No answer is right, so RL changes nothing, and SFT shows what any rank missed."""
     folder, _ = played["moved"]
     script = tmp_path / "script.py"
     script.write_text(RUN)

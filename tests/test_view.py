@@ -28,13 +28,8 @@ MARS = {"sys2": "System 2", "sys1": "Read $\\x$"}  # a name that looks like a fo
 # ----------------------------------------------------------------------------- fakes
 
 
-def fake_turn(text: str, **known) -> dict:
-    turn = {"text": text, "call": None, "answer": None, "error": None}
-    return turn | {"documents": [], "seconds_tool": 0.0, "chunks": []} | known
-
-
 def fake_record(trajectory: int, reward: float | None, **known) -> dict:
-    """Documents 1 and 2 share a chunk, 0 is cut."""
+    """An attempt that searches once. Documents 1 and 2 share a chunk, and document 0 is cut."""
     advantage = 0.0 if reward is None else (reward - 0.375) / 0.484
     fact = "ada baker joined acro corp ."
     documents = [
@@ -45,15 +40,10 @@ def fake_record(trajectory: int, reward: float | None, **known) -> dict:
     both = {"documents": [1, 2], "tokens": 58, "truncated": False, "note": "none . <eot>"}
     alone = {"documents": [0], "tokens": 64, "truncated": True, "note": f"{fact} <eot>"}
     call = {"tool": "search", "argument": "ada baker", "purpose": "the employer"}
-    found = {"call": call, "documents": documents, "chunks": [chunk | both, chunk | alone]}
-    turns = [
-        fake_turn("<call> search ada baker <eot>", **found),
-        fake_turn("<answer> oslo <eot>", answer="oslo"),
-    ]
+    answering = {"call": None, "error": None, "documents": [], "chunks": [], "seconds_tool": 0.0}
+    searching = {"call": call, "documents": documents, "chunks": [chunk | both, chunk | alone]}
     question = "in which city does the employer of ada baker have its base ?"
-    segments = []
-    for read, turn in zip((question, "notes"), turns):
-        segments += [{"text": read, "trained": False}, {"text": turn["text"], "trained": True}]
+    texts = [question, "<call> search ada baker <eot>", "notes", "<answer> oslo <eot>"]
     record = {
         "step": 1,
         "split": "train",
@@ -66,8 +56,8 @@ def fake_record(trajectory: int, reward: float | None, **known) -> dict:
         "reward": reward,
         "advantage": advantage,
         "trained": reward is not None,
-        "segments": segments,
-        "turns": turns,
+        "segments": [{"text": text, "trained": text[0] == "<"} for text in texts],
+        "turns": [answering | searching, answering],
     }
     return record | known
 

@@ -1,7 +1,6 @@
 """vLLM servers in the sampler's place: protocol, weights, faults, what is never trained on."""
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from helpers import tiny
 from helpers.engine import Engine
 from helpers.launch import launch
 from loopback import Loopback, drops, says
+from test_mars import records_of
 from transformers import AutoModelForCausalLM
 
 import driver
@@ -18,6 +18,7 @@ import mars
 import train
 import trainer
 from config import UserError
+from plumbing import folders
 from rollout import Context, Turn
 from sampler import Lost, Sampler, vllm
 from tasks.format import Action
@@ -46,9 +47,9 @@ def other(tmp_path_factory):
 
 @pytest.fixture
 def engine(folder):
-    made = Engine(folder)
-    yield made
-    made.stop()
+    engine = Engine(folder)
+    yield engine
+    engine.stop()
 
 
 second = engine  # the same fixture once more: another server
@@ -71,12 +72,12 @@ def connected(*engines, folder):
     """
 
     def score(tokens):
-        return trainer.score(trainer.Policy(load(made.folder), bf16=False), tokens)
+        return trainer.score(trainer.Policy(load(remote.folder), bf16=False), tokens)
 
     servers = vllm.connect([f"{engine.url}/v1" for engine in engines], 10.0)
-    made = vllm.Remote(servers, 61, 10.0, 64, write=str, score=score, tolerance=1e-3)
-    made.load_weights(folder)
-    return made
+    remote = vllm.Remote(servers, 61, 10.0, 64, write=str, score=score, tolerance=1e-3)
+    remote.load_weights(folder)
+    return remote
 
 
 def converse(sampler, count=12, temperature=1.0):
@@ -84,14 +85,14 @@ def converse(sampler, count=12, temperature=1.0):
 
     async def talk(k):
         conversation = sampler.open()
-        got = []
+        turns = []
         for turn in range(3):
             given = [5 + (k + 3 * turn + i) % 50 for i in range(3 + k % 4)]
             limits = {"max_new_tokens": 4 + k % 5, "stop_ids": STOPS, "temperature": temperature}
             seed = 1000 * k + turn
-            got.append(await runner.sample(sampler, conversation, given, seed=seed, **limits))
+            turns.append(await runner.sample(sampler, conversation, given, seed=seed, **limits))
         sampler.close(conversation)
-        return got
+        return turns
 
     runner = driver.Driver([sampler], deterministic=False)
     return runner.run([talk(k) for k in range(count)])
@@ -108,7 +109,7 @@ def asked(engine):
 
 
 @pytest.mark.parametrize("variable", ["MARS_SERVER_KEY", "VLLM_API_KEY"])
-def test_a_server_gets_its_key_and_a_refused_one_is_said_not_shown(monkeypatch, variable):
+def test_a_server_gets_its_key_and_no_error_shows_a_refused_key(monkeypatch, variable):
     def guarded(handler):
         given = handler.headers.get("Authorization")
         card = {"data": [{"id": "m", "max_model_len": 100}]}
@@ -118,9 +119,9 @@ def test_a_server_gets_its_key_and_a_refused_one_is_said_not_shown(monkeypatch, 
     server.replies = [guarded]
     monkeypatch.setenv(variable, "secret")
     assert vllm.connect([server.url], 5.0)[0].model == "m"
-    for wrong, said in (("hunter2", "401.*MARS_SERVER_KEY"), ("hunter\n2", variable)):
+    for wrong, message in (("hunter2", "401.*MARS_SERVER_KEY"), ("hunter\n2", variable)):
         monkeypatch.setenv(variable, wrong)
-        with pytest.raises(UserError, match=said) as error:
+        with pytest.raises(UserError, match=message) as error:
             vllm.connect([server.url], 5.0)
         assert "hunter" not in str(error.value)
     server.stop()
@@ -155,22 +156,22 @@ def test_new_weights_reach_every_server_that_is_not_lost(engine, second, folder,
     after = tokens(converse(sampler, temperature=0.0))
     local = Sampler(load(other), max_tokens=8192)
     assert after == tokens(converse(local, temperature=0.0)) != before
-    for made in (engine, second):
-        assert made.loaded == [str(folder), str(other)]
-        assert len(asked(made)) > 20, "conversations are shared out"
-        commands = [path for path, _ in made.seen]
+    for server in (engine, second):
+        assert server.loaded == [str(folder), str(other)]
+        assert len(asked(server)) > 20, "conversations are shared out"
+        commands = [path for path, _ in server.seen]
         start = commands.index("/pause")
         order = "/pause /collective_rpc /reset_prefix_cache /resume /update_weight_version"
         assert commands[start : start + 6] == [*order.split(), "/v1/completions"]
     second.stop()
     sampler.load_weights(folder)
-    got = converse(sampler, temperature=0.0)
-    assert tokens(got) == before
-    assert {completion.server for completion in sum(got, [])} == {engine.url}
+    talks = converse(sampler, temperature=0.0)
+    assert tokens(talks) == before
+    assert {completion.server for completion in sum(talks, [])} == {engine.url}
 
 
 def test_a_server_that_does_not_take_the_weights_is_refused(engine, second, other):
-    """As vLLM does with a model of another shape, without a word."""
+    """vLLM silently keeps its weights if the new ones have another shape."""
     second.load = lambda path: None
     with pytest.raises(UserError, match=f"{second.url}.* another model than the run"):
         connected(engine, second, folder=other)
@@ -236,7 +237,7 @@ def test_a_fault_is_asked_again_and_leaves_no_trace(engine, folder):
 
 
 def test_a_server_started_anew_with_its_first_weights_loses_nothing(engine, folder, other):
-    """No sample of theirs is handed out."""
+    """It gets the run's weights again, and no sample of its first weights is used."""
     sampler = connected(engine, folder=folder)
     sampler.load_weights(other)
     want = tokens(converse(sampler, temperature=0.0))
@@ -288,22 +289,18 @@ def play(toy, *options):
     return train.main(METHOD, given, "", grade=lambda question, answer: float(len(answer) % 2))
 
 
-def read_lines(path):
-    return [json.loads(line) for line in open(path)]
-
-
 def lines_of(run):
-    return read_lines(Path(run) / "metrics.jsonl")
+    return folders.read_lines(Path(run) / "metrics.jsonl")
 
 
 def segments_of(run):
     """What the first step of a run sampled."""
-    return [line["segments"] for line in read_lines(Path(run) / "rollouts/step_0.jsonl")]
+    return [record["segments"] for record in records_of(Path(run), 0)]
 
 
 @pytest.fixture(scope="module")
 def own(toy, tmp_path_factory):
-    """A run in the process."""
+    """A run whose sampler is in the process."""
     folder = tmp_path_factory.mktemp("own")
     assert play(toy, "--runs", folder, "--name", "own") == 0
     return folder / "own"
@@ -313,9 +310,9 @@ def own(toy, tmp_path_factory):
 def server(toy, tmp_path, monkeypatch):
     """A stand-in with the random model, before which the run's folder lies in tmp_path."""
     monkeypatch.chdir(tmp_path)
-    made = Engine(toy)
-    yield made
-    made.stop()
+    engine = Engine(toy)
+    yield engine
+    engine.stop()
 
 
 def test_a_run_on_a_server_ends_with_the_weights_of_a_run_in_the_process(toy, own, server):
@@ -379,8 +376,7 @@ def test_a_lost_trajectory_is_counted_and_not_trained_on(toy, server, capsys):
     assert play(toy, "--name", "served", "--server", server.url) == 2
     first = lines_of("runs/served")[0]
     assert first["lost_share"] == 3 / 8 and first["judge_failures"] == 0, "nobody was asked"
-    records = read_lines("runs/served/rollouts/step_0.jsonl")
-    records = [line for line in records if line["split"] == "train"]
+    records = [line for line in records_of(Path("runs/served"), 0) if line["split"] == "train"]
     lost = [line for line in records if "HTTP 400" in line["ended"]]
     assert len(records) == 8 and len(lost) == 3
     assert all(line["reward"] is None and not line["trained"] for line in lost)
@@ -400,9 +396,9 @@ def test_a_server_of_another_distribution_stops_the_run(toy, server, capsys, fac
     plain = bad.sample
 
     def sample(ids, **options):
-        made = plain(ids, **options)
-        made.logprobs = [logprob * factor for logprob in made.logprobs]
-        return made
+        completion = plain(ids, **options)
+        completion.logprobs = [logprob * factor for logprob in completion.logprobs]
+        return completion
 
     bad.sample = sample
     few = ["--questions", "1", "--eval_questions", "1"]

@@ -172,7 +172,7 @@ class Witnesses:
 
     def survivors(self) -> list[int]:
         """Processes whose command line names our folder or the marker, ourselves apart."""
-        found = []
+        pids = []
         for path in glob.glob("/proc/[0-9]*/cmdline"):
             pid = int(path.split("/")[2])
             try:
@@ -181,8 +181,8 @@ class Witnesses:
                 continue
             is_ours = f"{HERE}/tools/".encode() in line or self.marker.encode() in line
             if is_ours and pid != os.getpid():
-                found.append(pid)
-        return found
+                pids.append(pid)
+        return pids
 
     def contacted(self) -> list[str]:
         ready = select.select(self.sockets.values(), [], [], 0)[0]
@@ -204,13 +204,13 @@ class Witnesses:
             hits.append("process")
         if self.made_files():
             hits.append("new file")
-        told = {
+        secrets_by_name = {
             "secret": self.secret,
             "key": self.key,
             "our memory": self.memory,
             "forbidden call": "landed-" + self.token,
         }
-        return hits + [name for name, text in told.items() if text in output]
+        return hits + [name for name, text in secrets_by_name.items() if text in output]
 
     def close(self) -> None:
         for pid in self.survivors():

@@ -77,10 +77,10 @@ class Engine(Loopback):
 
     def completions(self, body: dict) -> dict:
         """What vLLM answers to a prompt of token ids."""
-        told = {"prompt_token_ids": body["prompt"]}
+        echo = {"prompt_token_ids": body["prompt"]}
         if "prompt_logprobs" in body:
-            told["prompt_logprobs"] = self.score(body["prompt"])
-        made = self.sample(
+            echo["prompt_logprobs"] = self.score(body["prompt"])
+        completion = self.sample(
             body["prompt"],
             max_new_tokens=body["max_tokens"],
             stop_ids=body.get("stop_token_ids", ()),
@@ -88,5 +88,5 @@ class Engine(Loopback):
             top_p=body.get("top_p", 1.0),
             seed=body.get("seed", 0),
         )
-        drawn = {"token_ids": made.tokens, "logprobs": {"token_logprobs": made.logprobs}}
-        return {"choices": [drawn | told]}
+        logprobs = {"token_logprobs": completion.logprobs}
+        return {"choices": [{"token_ids": completion.tokens, "logprobs": logprobs} | echo]}

@@ -23,7 +23,7 @@ CONTEXT.set_forkserver_preload(["transformers.models.qwen3.modeling_qwen3", "tra
 
 
 def start(script, *arguments, log, world: int = 1) -> list[multiprocessing.Process]:
-    """The ranks, which run. What they say goes into the file `log`."""
+    """Starts the ranks, whose output goes into the file `log`."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

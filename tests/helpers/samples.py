@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import torch
 from helpers.tiny import CPU
 
 import train
@@ -17,3 +18,14 @@ def prepared(config, terms, policy=None) -> tuple:
     policy = policy or SimpleNamespace(can_pack=True)
     run = SimpleNamespace(config=config, ranks=1, device=CPU, reference=None, policy=policy)
     return train.prepare(run, terms)
+
+
+def stock_scores(policy, sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies [n] of the n sampled tokens, by transformers' own attention."""
+    policy.model.set_attn_implementation("eager")
+    logprobs = policy.model(torch.tensor([sample.tokens])).logits[0].log_softmax(-1)
+    policy.model.set_attn_implementation("mars_packed")
+    sampled = torch.tensor(sample.mask)
+    logprobs = logprobs[:-1][sampled[1:]]
+    tokens = torch.tensor(sample.tokens)[sampled]
+    return logprobs.gather(1, tokens[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)

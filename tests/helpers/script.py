@@ -45,8 +45,8 @@ class Script:
         conversation.tokens += tokens
         self.asked.append((list(tokens), max_new_tokens, seed))
         self.options = options
-        said = self.say(conversation.tokens, seed)
-        new = self.chat.tokenizer.encode(said, add_special_tokens=False)[:max_new_tokens]
+        text = self.say(conversation.tokens, seed)
+        new = self.chat.tokenizer.encode(text, add_special_tokens=False)[:max_new_tokens]
         conversation.tokens += new
         finish = "stop" if new[-1] in self.chat.stop_ids else "length"
         logprobs = [-(index + 1) / 10 for index in range(len(new))]

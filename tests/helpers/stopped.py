@@ -16,7 +16,7 @@ def stop(*given, **more):
 
 
 def options_of(program, arguments: list[str]):
-    """The options that reach it; nothing outside is looked at."""
+    """The options that reach that point. Nothing outside the process is used."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Reached) as reached:
         patch.setattr(train, "build", stop)
         patch.setattr(evaluation, "build", stop)

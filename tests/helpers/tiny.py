@@ -51,17 +51,17 @@ def config_of(kind: str, **options):
 def lively(kind: str, seed: int = 0, **options):
     """A random model whose answers vary, with biases and norms that matter."""
     torch.manual_seed(seed)
-    made = getattr(transformers, f"{kind}ForCausalLM")(config_of(kind, **options)).eval()
-    for name, parameter in made.named_parameters():
+    model = getattr(transformers, f"{kind}ForCausalLM")(config_of(kind, **options)).eval()
+    for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, 0.0, 0.2)
         elif "norm" in name:
             torch.nn.init.normal_(parameter, 1.0, 0.2)
-    return made
+    return model
 
 
 def saved(kind: str, folder: Path) -> Path:
-    """The folder of such a model."""
+    """Saves such a model and returns its folder."""
     model(kind).save_pretrained(folder)
     return folder
 
@@ -112,7 +112,7 @@ def pack(samples: list[Sample], capacity: int = 10_000, device=CPU, **options):
 
 
 class Tokenizer:
-    """What a state asks of a tokenizer."""
+    """The part of a tokenizer that a saved state needs."""
 
     def save_pretrained(self, folder):
         pass
