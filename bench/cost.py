@@ -12,6 +12,7 @@ because all their attempts earned the same, the exchange of weights (it overlaps
 Tests: pytest tests/test_bench.py
 """
 
+import argparse
 import asyncio
 import random
 from functools import partial
@@ -193,4 +194,5 @@ SETTINGS = [
 ]
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     print(table([row(*setting) for setting in SETTINGS]))

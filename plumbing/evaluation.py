@@ -6,7 +6,7 @@ a preset's limits; `eval` then needs `--data`, and `ask` something to search. `-
 searches your own documents.
 
     python mars.py eval runs/toy --temperature 0 --eval_questions 500
-    torchrun --nproc_per_node=8 mars.py eval runs/big --group 16 --name big-16 --resume
+    torchrun --nproc_per_node=8 mars.py eval runs/toy --group 16 --name toy-16 --resume
     python mars.py eval Qwen/Qwen3-8B --preset paper --data bamboogle
     python mars.py ask runs/toy "when was omar engel born ?" --docs FOLDER
 

@@ -19,7 +19,7 @@ import mars
 import train
 import trainer
 from config import UserError
-from plumbing import folders, logbook, metrics
+from plumbing import folders, logbook
 from plumbing.outside import Questions
 from rollout import Sample, Trajectory
 from sampler import Completion
@@ -317,7 +317,7 @@ def test_further_questions_are_played_until_enough_groups_differ_on_any_number_o
 
     together = Ranks(ranks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "sum_over_ranks", together.sum_over_ranks)
+        patch.setattr(train, "sum_over_ranks", together.sum_over_ranks)
         patch.setattr(train, "play_batch", play)
         found = together.run(steps)
     position = 0

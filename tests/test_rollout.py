@@ -287,7 +287,8 @@ def stage(say, search=lambda query: PAGES, **place):
         samplers={"sys1": script, "sys2": script},
         chat=FORMAT,
         grade=grader("em"),
-        config=mars.MarsConfig(kv_tokens=1),  # room for one unit
+        sampler=SimpleNamespace(pages=SimpleNamespace(count=1, size=16)),  # room for one unit
+        config=mars.MarsConfig(),
         method=mars.METHOD,
         tools=[Tool("search", "query", "", search)],
         **place,

@@ -237,7 +237,9 @@ def test_a_lent_pool_is_held_by_nobody_and_made_again(monkeypatch):
 def test_a_capture_outlives_the_calls_of_other_threads(monkeypatch):
     """NCCL's thread asks for its events at any time. The arguments are those of the real class."""
     signature = inspect.signature(torch.cuda.graph)
-    graphs = Sampler(tiny.lively("Qwen3"), max_tokens=64, page_size=PAGE, buckets=True).graphs
+    sampler = Sampler(tiny.lively("Qwen3"), max_tokens=64, page_size=PAGE, buckets=True)
+    sampler.generate([[1, 2]], max_new_tokens=1)  # its first step makes pool and graphs
+    graphs = sampler.graphs
     captures = []
 
     def graph(*arguments, **options):
@@ -249,7 +251,7 @@ def test_a_capture_outlives_the_calls_of_other_threads(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, Mock())
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(graphs.model, "hidden", lambda static, pool: static.ids)
-    graphs.capture(graphs.buffers[1], "pool")
+    graphs.capture(next(iter(graphs.buffers.values())), "pool")
     assert captures[0]["capture_error_mode"] == "thread_local" and captures[0]["pool"] == "pool"
 
 

@@ -14,8 +14,8 @@ Departure from the textbook: the model is never in training mode. Dropout would 
 another distribution than the one that was sampled.
 
 Tests: `pytest tests/test_policy.py tests/test_compiled_layers.py tests/test_loading.py`. Speed
-beside padded batches: `python -m bench.train_step`; on a GPU `python -m bench.gpu --step
-training_step`.
+beside padded batches: `python -m bench.train_step`, on a GPU
+`python -m bench.gpu --step training_step`.
 """
 
 import contextlib
