@@ -319,7 +319,7 @@ def train(run: Run, terminated: list) -> int:
     first = logbook.open_folder(run)
     quiet = run.rank > 0 or not sys.stderr.isatty()
     steps = range(first, config.steps)
-    web.METER.left = max(1, config.max_calls // run.ranks) if config.max_calls else math.inf
+    web.METER.begin(max(1, config.max_calls // run.ranks) if config.max_calls else math.inf)
     saved, saved_at = first, time.monotonic()
     for step in tqdm(steps, initial=first, total=config.steps, disable=quiet):
         scores = {}

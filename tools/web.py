@@ -78,6 +78,11 @@ class Meter:
         self.left = math.inf  # calls before the run stops
         self.told: dict[str, float] = {}  # site -> when a line last told of its refusals
 
+    def begin(self, limit: float) -> None:
+        """Forgets what was counted. From now on `limit` calls may be sent."""
+        self.sent.clear()
+        self.left = limit
+
     def count(self, site: str) -> None:
         """Counts a call that is about to be sent. UserError if none is left."""
         with self.lock:
