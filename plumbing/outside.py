@@ -133,7 +133,7 @@ def place(config: Config) -> Machine:
     """This process's device and rank, from torchrun's variables."""
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     try:
-        rank, ranks, local = (int(os.environ.get(name, one)) for name, one in defaults.items())
+        rank, ranks, local = (int(os.environ.get(name, value)) for name, value in defaults.items())
         if not 0 <= rank < ranks or local < 0:
             raise ValueError
     except ValueError:
