@@ -98,8 +98,7 @@ def play_groups(run: Run, step: int) -> list[Trajectory]:
     trajectories = []
     for extra_batches in range(1 + config.resample):
         shares = questions_of(run, step, extra_batches)
-        # play_shared moves attempts between ranks, so the last bits of the numbers differ from run
-        # to run. On GPUs they do so anyway.
+        # play_shared lets last bits differ from run to run, which they do anyway on GPUs.
         if run.ranks > 1 and run.device.type == "cuda" and not config.server:
             trajectories += play_shared(run, shares, config.group, run.tools, step=step)
         else:
@@ -176,7 +175,8 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         parts.append(prepare(run, part))
     # check_mismatch compares sampler and trainer in the first part, so empty parts come last.
     sizes = sum_over_ranks({inner: len(samples) for inner, (samples, _) in enumerate(parts)})
-    parts = [parts[inner] for inner in sorted(range(len(parts)), key=lambda i: sizes[i] == 0)]
+    order = sorted(range(len(parts)), key=lambda inner: sizes[inner] == 0)
+    parts = [parts[inner] for inner in order]
     decay_steps = config.steps if config.decay else None
     for param_group in run.optimizer.param_groups:
         param_group["lr"] = config.lr * trainer.schedule(step, config.warmup, decay_steps)
@@ -243,7 +243,7 @@ def prepare(
         batches.append(trainer.make_micro_batch([], [], [], run.device))
     importance = config.correction()
     if importance != "off":
-        # The trainer's log-probs become the old ones; the gap to the sampler's enters the weight.
+        # The trainer's log-probs become the old ones. Weights make up for the sampler's gap.
         for batch in batches:
             batch.old_logprob = trainer.logprob(run.policy, batch, config.temperature)
             gap = batch.old_logprob - batch.behaviour_logprob
@@ -336,18 +336,18 @@ def train(run: Run, sigterms: list) -> int:
         metrics = {"step": step, **metrics, **scores, "service_calls": calls}
         logbook.write(run, trajectories, step, "train", metrics)
         logbook.report(run, metrics)
-        done = step + 1
+        updates = step + 1
         late = time.monotonic() - saved_at > SAVE_SECONDS
         wishes = sum_over_ranks({"stop": len(sigterms), "save": late})  # of all ranks
-        regular = done % config.eval_every == 0 or done - saved >= SAVE_EVERY
-        permanent = config.keep_every and done % config.keep_every == 0
+        regular = updates % config.eval_every == 0 or updates - saved >= SAVE_EVERY
+        permanent = config.keep_every and updates % config.keep_every == 0
         # --max_calls can stop a rank within a step, so a state is saved after each.
-        if wishes.total() or regular or permanent or config.max_calls or done == config.steps:
-            trainer.save(run.folder, done, run.policy, run.optimizer, run.tokenizer)
+        if wishes.total() or regular or permanent or config.max_calls or updates == config.steps:
+            trainer.save(run.folder, updates, run.policy, run.optimizer, run.tokenizer)
             processes.on_first_rank(lambda: logbook.remove_states(run))
-            saved, saved_at = done, time.monotonic()
-        if wishes["stop"] and done < config.steps:
-            logbook.print_line(run, f"SIGTERM: state {done} is saved; {GO_ON}")
+            saved, saved_at = updates, time.monotonic()
+        if wishes["stop"] and updates < config.steps:
+            logbook.print_line(run, f"SIGTERM: state {updates} is saved; {GO_ON}")
             return os.EX_TEMPFAIL
     logbook.summary(run)
     return 0
