@@ -39,7 +39,7 @@ class Sample:
     """One role's tokens in one context. The three lists have one entry per token."""
 
     role: str
-    question_index: int  # in the step's batch; a question's samples of a role are compared
+    question_index: int  # in the step's batch; advantages compare samples of one index
     attempt: int  # 0 to G - 1
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)  # True: sampled by this role, carries loss
