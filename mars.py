@@ -345,9 +345,9 @@ def credit(
     sys1 = [sample for t in trajectories for sample in t.samples("sys1")]
     set_advantages(config, sys2)
     if config.shared_group:
-        inherited = {(sample.question_index, sample.attempt): sample.advantage for sample in sys2}
+        by_attempt = {(sample.question_index, sample.attempt): sample.advantage for sample in sys2}
         for sample in sys1:
-            sample.advantage = inherited[sample.question_index, sample.attempt]
+            sample.advantage = by_attempt[sample.question_index, sample.attempt]
     else:
         set_advantages(config, sys1)
     if config.system1 == "frozen":
@@ -376,9 +376,9 @@ def draw_sys1(config: MarsConfig, sys2: list[Sample], sys1: list[Sample], step: 
         # Each question has a generator of its own, so any number of ranks draws the same samples.
         seed = random.Random(f"{config.seed} {step} {question_index}").getrandbits(63)
         generator = torch.Generator().manual_seed(seed)
-        drawn = grpo.balance(range(len(members)), target, generator)
+        draws = grpo.balance(range(len(members)), target, generator)
         for index, sample in enumerate(members):
-            sample.loss_weight = drawn.count(index)
+            sample.loss_weight = draws.count(index)
 
 
 # ----------------------------------------------------------------------- the method and its command
