@@ -26,7 +26,7 @@ GRAPHS = NCCL = {"cpu": 0, "cuda": GIB}
 # Parts that a GPU holds only while it samples, or only while it trains (train.train_step).
 SAMPLING = {"KV pool", "graphs"}
 TRAINING = {"gradients", "copies", "micro-batch"}
-# The size of the pool without --kv_tokens. On a GPU all parts of the plan fill this share.
+# Without --kv_tokens: the pool's tokens on a CPU; on a GPU the plan fills this share of its memory.
 CPU_KV_TOKENS = 65536
 GPU_SHARE = 0.95
 # A token's activations in one layer that is not compiled, in bytes per unit of its width: in fp32,
@@ -86,13 +86,13 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     samplers = (not config.server) + bool(config.frozen())  # Frozen roles have a second sampler.
     token = 2 * layers * keys * (2 if kind == "cuda" else 4)
     copy = size * weights
-    if kind == "cpu":  # A second copy has oneDNN's layout. Both add the head in fp32.
-        copy += copy + 8 * shape.vocab_size * D
+    if kind == "cpu":  # A second copy has oneDNN's layout. Each has the head in fp32 (4 bytes) too.
+        copy = 2 * (copy + 4 * shape.vocab_size * D)
     process = PROCESS[kind] + NCCL[kind] * (world > 1)
     parts = {"process": process, "KV pool": token * samplers, "graphs": GRAPHS[kind] * samplers}
     parts["sampler"] = copy * samplers
     if not training:
-        return parts | {"weights": size * weights * (kind == "cpu")}
+        return parts | {"weights": size * weights * (kind == "cpu")}  # The model stays on the CPU.
     embeddings = shape.vocab_size * D * (1 if shape.tie_word_embeddings else 2)  # and the head
     layer = (weights - embeddings) / layers
     state = {"weights": 4 * trained + size * weights * adapters}
