@@ -40,8 +40,8 @@ from sampler.plan import Copies, Decode, plan_kv_ranges, to_device
 from sampler.request import Completion, Conversation, Request, check
 from sampler.scheduler import Scheduler
 
-# A decode step whose tokens the host has not read yet: its plan, its tokens and log-probs, and on
-# CUDA the event after their copy to the host. They are one fp64 tensor [2, B], exact for tokens.
+# A decode step that the host has not read yet: its plan, a tensor [2, B] of tokens and log-probs
+# (fp64 represents token ids exactly), and on CUDA the event after the copy to the host.
 Unread = tuple[Decode, Tensor, "torch.cuda.Event | None"]
 
 
