@@ -143,14 +143,14 @@ def evaluate(method: Method, config: Config, resume: bool, **additions) -> None:
     )
     config.name = from_first_rank(config.name)
     run.folder = Path(config.runs) / config.name
-    done = from_first_rank(on_first_rank(lambda: open_files(run, begun)))
+    finished = from_first_rank(on_first_rank(lambda: open_files(run, begun)))
 
     def has_answer(question: Question) -> bool:
         return bool(question.golden_answers) or "grade" in additions
 
     grade = run.grade
     run.grade = lambda question, answer: grade(question, answer) if has_answer(question) else 0.0
-    batch = [(i, question) for i, question in enumerate(run.eval_questions) if i not in done]
+    batch = [(i, question) for i, question in enumerate(run.eval_questions) if i not in finished]
     batch = batch[run.rank :: run.ranks]
     size = max(1, BATCH // config.group)
     options = {"step": "eval", "top_p": config.top_p}
