@@ -99,7 +99,7 @@ def environment(
         sizes = {"longest": config.longest(), "world": machine.ranks, "device": machine.device}
         sizes |= {"config": config, "training": training}
         kv_tokens, memory = collect_problem(trainer.memory_plan, start, **sizes) or (0, "")
-    problems = list(dict.fromkeys(problems))  # The tools of both splits can have the same one.
+    problems = list(dict.fromkeys(problems))  # Both splits can have the same problem.
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:
