@@ -78,7 +78,7 @@ class Rank:
         sizes = {"pages": pool // SCALE, "page_size": 1, "max_sequences": CONFIG.max_sequences}
         self.scheduler = Scheduler(**sizes, prefill_chunk=8192)
         self.close = self.scheduler.close
-        self.ranks = [self]  # that share the clock
+        self.ranks = [self]  # play_step sets all of them
         self.clock = self.decoding = 0.0  # seconds
         self.rows = []  # number of rows of each decode step
         self.samples = []  # (tokens, sampled tokens) of what is trained
