@@ -5,7 +5,7 @@
 System 2 is a run's warm start or its last weights. With each System 1 it answers the same held-out
 questions, sampled. System 1 is one of the same two, or the last weights of another run. If trained
 readers help another System 2 as much as the one that they were trained with, training made better
-readers. If they help only the latter, the pair has co-evolved.
+readers. If they help only their own System 2, the pair has co-evolved.
 
 A pair's answers are kept in --records, so the same command goes on where it was stopped. Columns
 compare a pair, question by question, with the same System 2 and its own System 1 (McNemar's exact
