@@ -73,9 +73,9 @@ def tabulate(options: argparse.Namespace) -> list[dict]:
                 names = [f"{row['arm']}-{seed}-sampled.json" for seed in options.seeds]
                 paths = [own.records / name for name in names if (own.records / name).exists()]
                 counts = [folders.read_json(path)["cells"]["all"] for path in paths]
-                right, asked = map(sum, zip(*counts))
+                right, total = map(sum, zip(*counts))
                 length = {"fields": fields, "tokens": tokens}
-                rows.append(length | {"right": right, "asked": asked} | row)
+                rows.append(length | {"right": right, "asked": total} | row)
     return rows
 
 
