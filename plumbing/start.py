@@ -206,7 +206,7 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
 def take_options(options: dict) -> dict:
     """The given options. With --resume they override the run's; without such a run one begins.
 
-    Every rank reads the run's options before it joins the others. Rank 0 writes them only then.
+    Every rank reads the run's options before it joins the others, and rank 0 writes them after it.
     """
     if not options.get("resume"):
         return options
@@ -271,10 +271,8 @@ def reclaim(config: Config, method: str) -> IO:
 
 
 def refuse_other_questions(folder: Path, asked: str) -> None:
-    """UserError if a resumed run would ask other questions, which its state knows by number only.
-
-    A run of an older version has no fingerprint.
-    """
+    """UserError if a resumed run would ask other questions. Its state has only a number of them."""
+    # A run of an older version has no fingerprint.
     if folders.read_json(folder / "method.json").get("questions", asked) != asked:
         raise UserError(
             f"{folder} was started with other questions, or evaluates other weights: put the files "
