@@ -110,10 +110,7 @@ def play_groups(run: Run, step: int) -> list[Trajectory]:
 
 
 def first_groups(graded: list[Trajectory], count: int) -> list[Trajectory]:
-    """This rank's part of the first `count` groups that differ in reward.
-
-    Their samples get new question indices, from 0 to `count` - 1.
-    """
+    """This rank's part of the first `count` groups that differ in reward, numbered from 0."""
     indices = sorted(+sum_over_ranks(differing(graded)))  # + drops the groups that do not differ
     places = {index: place for place, index in enumerate(indices[:count])}
     part = [trajectory for trajectory in graded if trajectory.question_index in places]
