@@ -288,8 +288,7 @@ def ask(method: Method, config: Config, text: str | None, **additions) -> None:
         except UserError as error:  # the next question may be a better one
             fail(error)
         except KeyboardInterrupt as error:
-            # The first Ctrl-C cancels the episode, and the next question can follow. After one
-            # that came within a step, the sampler cannot be used again.
+            # The first Ctrl-C cancels the episode. A second one may damage the sampler's state.
             if stopped or not isinstance(error.__context__, asyncio.CancelledError):
                 raise
             stopped = True
