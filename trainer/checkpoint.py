@@ -3,9 +3,9 @@
 A state is the folder state/step_N. It has `model/` in Hugging Face's format, `optimizer.pt`, and
 `state.json` with the step. LoRA adapters are merged into the model, and model/adapter/ has them
 too (lora.py). The folder gets its name when all files are on the disk (atomic.py). Then old states
-are removed.
-checkpoint/ is a link to the newest state's model. If a run was killed before it changed the link,
-`link_checkpoint` changes it on resume. best/ is a link to the model with the best evaluation.
+are removed. checkpoint/ is a link to the newest state's model. If a run was killed before it
+changed the link, `link_checkpoint` does so on resume. best/ is a link to the model with the best
+evaluation.
 
 frozen/ is a copy of the model that a run began with. It exists only if a run needs that model until
 its end: for frozen roles, as the base of adapters, or as the reference of the KL term. A resumed
