@@ -206,7 +206,7 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
 def take_options(options: dict) -> dict:
     """The given options. With --resume they override the run's; without such a run one begins.
 
-    Every rank reads the run's options before it joins the others, and rank 0 writes them after it.
+    Every rank reads the run's options before it joins the others; rank 0 writes them later.
     """
     if not options.get("resume"):
         return options
@@ -271,7 +271,7 @@ def reclaim(config: Config, method: str) -> IO:
 
 
 def refuse_other_questions(folder: Path, asked: str) -> None:
-    """UserError if a resumed run would ask other questions. Its state has only a number of them."""
+    """UserError if a resumed run would ask other questions. Its state knows them by number only."""
     # A run of an older version has no fingerprint.
     if folders.read_json(folder / "method.json").get("questions", asked) != asked:
         raise UserError(
