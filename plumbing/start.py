@@ -270,10 +270,10 @@ def reclaim(config: Config, method: str) -> IO:
     return lock
 
 
-def refuse_other_questions(folder: Path, asked: str) -> None:
+def refuse_other_questions(folder: Path, fingerprint: str) -> None:
     """UserError if a resumed run would ask other questions. Its state knows them by number only."""
     # A run of an older version has no fingerprint.
-    if folders.read_json(folder / "method.json").get("questions", asked) != asked:
+    if folders.read_json(folder / "method.json").get("questions", fingerprint) != fingerprint:
         raise UserError(
             f"{folder} was started with other questions, or evaluates other weights: put the files "
             "behind --data and --eval_data back as they were, or choose another --name"
@@ -309,9 +309,9 @@ def make_remote(
 ) -> vllm.Remote:
     """The servers as a sampler. They must take the longest context, and read the run's folder."""
 
-    def write(trained) -> str:
+    def write(policy_model) -> str:
         weights = Path(config.runs) / config.name / "weights"
-        return trainer.write_model(weights, trained, machine.dtype)
+        return trainer.write_model(weights, policy_model, machine.dtype)
 
     sampler = vllm.Remote(
         servers,
