@@ -293,8 +293,8 @@ def extend(
     excess = config.answer_tokens - step_budget(env, system2, prompt)
     if prompt.must_answer and excess > 0:
         # There is room for the demand (`reserve`), so only the notes are cut.
-        joined = [token for note in notes for token in note]
-        prompt = wrap([joined[: max(0, len(joined) - excess)]], True)
+        tokens = [token for note in notes for token in note]
+        prompt = wrap([tokens[: max(0, len(tokens) - excess)]], True)
     return prompt
 
 
