@@ -22,7 +22,7 @@ class Pages:
         self.size = size
         self.free = list(range(count))  # a heap
         self.references = [0] * count
-        # Full pages: (id of the page before, tokens) -> (page, id). No id is used twice.
+        # Full pages: (id of the page before it, tokens) -> (page, id). No id is used twice.
         self.known: dict[tuple, tuple[int, int]] = {}
         self.keys: dict[int, tuple] = {}  # page -> its key in `known`
         self.kept: dict[int, None] = {}  # pages in no block table, the least recently used first
@@ -72,11 +72,11 @@ class Pages:
     def find(self, tokens: list[int]) -> list[int]:
         """The pages that hold the first full pages of `tokens`, as many as are known."""
         pages = []
-        before = 0
+        parent = 0
         for key in self.split(tokens):
-            if (before, key) not in self.known:
+            if (parent, key) not in self.known:
                 break
-            page, before = self.known[before, key]
+            page, parent = self.known[parent, key]
             pages.append(page)
         return pages
 
@@ -87,14 +87,14 @@ class Pages:
 
     def release(self, block_table: list[int], tokens: list[int]) -> None:
         """Empties a block table of `tokens`. Pages that no other table has become free or kept."""
-        before = 0
+        parent = 0
         for page, content in zip(block_table, self.split(tokens)):
-            key = before, content
+            key = parent, content
             if key not in self.known:
                 self.known.pop(self.keys.get(page), None)  # Its old key has another page before it.
                 self.known[key] = page, next(self.ids)
                 self.keys[page] = key
-            before = self.known[key][1]
+            parent = self.known[key][1]
         for page in reversed(block_table):  # No page may be kept longer than the page before it.
             self.references[page] -= 1
             if self.references[page] == 0 and page in self.keys:
